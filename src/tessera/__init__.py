@@ -1,0 +1,1 @@
+"""Tessera: LLaMA-family models at long context in JAX; attention reads only the key tiles that matter."""

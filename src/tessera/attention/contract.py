@@ -1,0 +1,132 @@
+"""The attention contract: what every kernel takes, returns and promises.
+
+A query row at absolute position p sees key s if and only if
+
+    s < kv_len   and   (not causal or s <= p)   and   (window is None or s > p - window).
+
+Scores are z = softcap(scale * q.k), softcap(z) = c * tanh(z / c); out = softmax(z) v; lse = ln(sum(exp(z))).
+A row that sees no key gives out = 0, lse = -inf and zero gradient. Keys at or past kv_len may hold anything, NaN too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from jax import Array
+from jaxtyping import Float, Int32
+
+TILES = (1, 16, 32, 64, 128)
+"""Key tile sizes. 1 is the paper's own granularity: reference and portable path only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Everything static about one attention call.
+
+    Attributes:
+        causal: a query sees no later key.
+        window: sliding window in tokens, the query's own position included; needs `causal`.
+        scale: factor on q.k; None is head_dim ** -0.5.
+        softcap: c in c * tanh(z / c); None for no cap.
+        tile: key positions per tile.
+        query_tile: query positions that share one selection, and one row of mass.
+        mass: also return each key tile's probability mass (the role "score").
+    """
+
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    tile: int = 128
+    query_tile: int = 32
+    mass: bool = False
+
+    def __post_init__(self):
+        if self.tile not in TILES:
+            raise ValueError(f"tile={self.tile} must be one of {TILES}")
+        if self.query_tile < 1:
+            raise ValueError(f"query_tile={self.query_tile} must be at least 1")
+        if self.window is not None and (self.window < 1 or not self.causal):
+            raise ValueError(f"window={self.window} must be at least 1 and needs causal=True, got causal={self.causal}")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap={self.softcap} must be positive, or None for no cap")
+
+
+class Selection(NamedTuple):
+    """Key tiles each query tile reads: ascending ids (absolute position // tile); entries past count are ignored."""
+
+    tiles: Int32[Array, "B K I C"]
+    count: Int32[Array, "B K I"]
+
+
+class AttentionOut(NamedTuple):
+    """Result of one attention call.
+
+    Attributes:
+        out: weighted values, in q's dtype.
+        lse: natural log of the sum of exponentials, float32, -inf for a row that sees no key.
+        mass: probability each key tile received, summed over the query tile's rows (tokens x G heads), float32;
+            None unless spec.mass.
+    """
+
+    out: Float[Array, "B T N H"]
+    lse: Float[Array, "B T N"]
+    mass: Float[Array, "B K I J"] | None = None
+
+
+class Positions(NamedTuple):
+    """Where one call's rows and keys stand, per sequence.
+
+    Attributes:
+        q_start: absolute position of the first query row (may be negative: such rows see no key when causal).
+        kv_len: valid keys.
+        q_len: valid query rows; rows at or past it are padding: out 0, lse -inf, no mass.
+    """
+
+    q_start: Int32[Array, "B"]
+    kv_len: Int32[Array, "B"]
+    q_len: Int32[Array, "B"]
+
+
+class Shapes(NamedTuple):
+    """Static sizes and dtype of one call: what `supports` and `cost` look at."""
+
+    batch: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    capacity: int | None
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One implementation of one role on one platform.
+
+    Attributes:
+        name: unique, e.g. "xla_prefill_dense".
+        platform: "any", "cpu", "tpu" or "gpu".
+        role: "dense", "score" or "sparse".
+        phase: "prefill" or "decode" (one query row per sequence).
+        dtypes: names of the q/k/v dtypes it takes.
+        supports: (spec, shapes) -> None if it can run, else the reason why not.
+        launch: (q_BTNH, k_BSKH, v_BSKH, spec, positions, selection, config) -> AttentionOut; jit-able.
+        Config: frozen dataclass of block sizes.
+        default_config: (spec, shapes) -> Config.
+        search_space: (spec, shapes) -> iterator of Config, for the tuner.
+        cost: (spec, shapes) -> {"flops": float, "bytes": float}.
+    """
+
+    name: str
+    platform: str
+    role: str
+    phase: str
+    dtypes: tuple[str, ...]
+    supports: Callable[[AttentionSpec, Shapes], str | None]
+    launch: Callable[..., AttentionOut]
+    Config: type
+    default_config: Callable[[AttentionSpec, Shapes], Any]
+    search_space: Callable[[AttentionSpec, Shapes], Iterator[Any]]
+    cost: Callable[[AttentionSpec, Shapes], Mapping[str, float]]

@@ -1,0 +1,1 @@
+"""LLaMA-family decoders: config, weights, cache, tokenizer."""

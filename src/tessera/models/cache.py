@@ -1,0 +1,36 @@
+"""The KV cache: allocated once, updated in place, keys of one head contiguous so that a tile is one block."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tessera.models.config import ModelConfig
+
+
+class Cache(NamedTuple):
+    """Keys and values of every layer, [B,K,S,H] each: a tuple over layers (unrolled) or stacked [L,B,K,S,H] (scan)."""
+
+    k: tuple[Array, ...] | Array
+    v: tuple[Array, ...] | Array
+
+
+def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: jnp.dtype, stacked: bool) -> Cache:
+    """An empty cache of 2 * L * B * K * S * H elements."""
+    shape = (batch, config.num_kv_heads, num_keys, config.head_dim)
+    if stacked:
+        return Cache(jnp.zeros((config.num_layers, *shape), dtype), jnp.zeros((config.num_layers, *shape), dtype))
+    layers = range(config.num_layers)
+    return Cache(tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers))
+
+
+def append(
+    cache: Float[Array, "B K S H"], new: Float[Array, "B T K H"], q_start: Int32[Array, "B"]
+) -> Float[Array, "B K S H"]:
+    """Write T new positions from q_start on, per sequence. The caller keeps q_start + T <= S: XLA clamps, silently."""
+    rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
+    for b in range(cache.shape[0]):  # one in-place update per sequence; a vmapped one becomes a slow scatter on CPU
+        cache = jax.lax.dynamic_update_slice(cache, rows[b : b + 1], (b, 0, q_start[b], 0))
+    return cache

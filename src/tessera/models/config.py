@@ -1,0 +1,77 @@
+"""What a decoder is made of, read from a Hugging Face config and refused by name where unsupported."""
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary embedding: kind is "default", "linear", "llama3" or "yarn"; the other fields belong to the kind."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """One decoder, static and hashable."""
+
+    family: str = "llama"
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rope: Rope = field(default_factory=Rope)
+    norm_eps: float = 1e-6
+    window: int | None = None
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even (rotary embedding pairs dimensions)")
+
+    @property
+    def groups(self) -> int:
+        """Query heads per KV head, G."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights in the model, tied embeddings counted once."""
+        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        mlp = 3 * self.hidden_size * self.intermediate_size
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
+
+    def train_flops_per_token(self, length: int) -> float:
+        """Forward plus backward FLOPs per token at a causal sequence length: 6 P + 6 L S N H (half of the square)."""
+        attention = 6 * self.num_layers * length * self.num_heads * self.head_dim
+        return 6.0 * self.num_parameters + attention
+
+    @property
+    def init_scale(self) -> float:
+        """Standard deviation of fresh weights: D ** -0.5 (a smaller one never learned to copy; see LOG.md)."""
+        return 1.0 / math.sqrt(self.hidden_size)

@@ -1,0 +1,113 @@
+"""The decoder: embeds, runs its layers under a policy, and makes logits. Knows no concrete policy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.models.cache import Cache, append
+from tessera.models.config import ModelConfig
+from tessera.models.layers import Layer, Params, linear, mlp, rms_norm, rope_tables, rotate
+from tessera.sparse.contract import Policy
+
+
+def forward(
+    params: Params,
+    tokens_BT: Int32[Array, "B T"],
+    cache: Cache | None,
+    positions: Positions,
+    *,
+    config: ModelConfig,
+    policy: Policy,
+    remat: bool = False,
+) -> tuple[Float[Array, "B T D"], Cache | None, Any]:
+    """Run all layers over T new tokens per sequence.
+
+    Args:
+        params: weights; stacked layers run under lax.scan, a tuple of layers is unrolled.
+        tokens_BT: token ids; rows at or past positions.q_len are padding.
+        cache: what came before, of the same kind (stacked or tuple) as the layers; None attends within the call only.
+        positions: kv_len counts the new tokens too.
+        config: static.
+        policy: static; owns every attention call.
+        remat: recompute each layer in the backward pass instead of storing it.
+
+    Returns:
+        hidden states after the final norm, the updated cache, the policy's final state.
+    """
+    batch, num_queries = tokens_BT.shape
+    spec = AttentionSpec(window=config.window)
+    position_BT = positions.q_start[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
+    tables = rope_tables(config.rope, config.head_dim, position_BT)
+    x = params.embed[tokens_BT]
+    unrolled = isinstance(params.layers, tuple)
+    num_keys = num_queries if cache is None else (cache.k[0] if unrolled else cache.k).shape[-2]
+    shapes = Shapes(
+        batch, num_queries, num_keys, config.num_heads, config.num_kv_heads, config.head_dim, None, str(x.dtype)
+    )
+    state = policy.init_state(config.num_layers, shapes, spec)
+
+    def block(index, x, layer: Layer, k_cache, v_cache, state):
+        h = rms_norm(x, layer.attn_norm, config.norm_eps)
+        q, k, v = project(h, layer, tables, config)
+        if k_cache is not None:
+            k_cache, v_cache = append(k_cache, k, positions.q_start), append(v_cache, v, positions.q_start)
+            k, v = jnp.swapaxes(k_cache, 1, 2), jnp.swapaxes(v_cache, 1, 2)
+        out, state = policy.attend(index, q, k, v, spec, positions, state)
+        y = x + linear(out.reshape(batch, num_queries, -1), layer.o, layer.o_bias)
+        state = policy.observe(index, x, y, positions, state)
+        y = y + mlp(rms_norm(y, layer.mlp_norm, config.norm_eps), layer)
+        return y, k_cache, v_cache, state
+
+    if remat:
+        block = jax.checkpoint(block, static_argnums=(0,) if unrolled else ())
+    run = _unrolled if unrolled else _scanned
+    x, cache, state = run(block, params.layers, x, cache, state)
+    return rms_norm(x, params.final_norm, config.norm_eps), cache, state
+
+
+def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:
+    """Queries, keys and values [B,T,N|K,H], normed (Qwen3) and rotated."""
+    heads = (*h.shape[:2], -1, config.head_dim)
+    q = linear(h, layer.q, layer.q_bias).reshape(heads)
+    k = linear(h, layer.k, layer.k_bias).reshape(heads)
+    v = linear(h, layer.v, layer.v_bias).reshape(heads)
+    if layer.q_norm is not None:
+        q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
+    return rotate(q, tables), rotate(k, tables), v
+
+
+def _unrolled(block, layers, x, cache, state):
+    ks, vs = [], []
+    for index, layer in enumerate(layers):
+        k_cache, v_cache = (None, None) if cache is None else (cache.k[index], cache.v[index])
+        x, k_cache, v_cache, state = block(index, x, layer, k_cache, v_cache, state)
+        ks.append(k_cache)
+        vs.append(v_cache)
+    return x, (None if cache is None else Cache(tuple(ks), tuple(vs))), state
+
+
+def _scanned(block, layers, x, cache, state):
+    def step(carry, scanned):
+        x, cache, state = carry
+        index, layer = scanned
+        k_cache, v_cache = (None, None) if cache is None else (cache.k[index], cache.v[index])
+        x, k_cache, v_cache, state = block(index, x, layer, k_cache, v_cache, state)
+        if cache is not None:  # the carried cache is updated in place; as scan outputs it would be copied each call
+            cache = Cache(cache.k.at[index].set(k_cache), cache.v.at[index].set(v_cache))
+        return (x, cache, state), None
+
+    count = jax.tree.leaves(layers)[0].shape[0]
+    (x, cache, state), _ = jax.lax.scan(step, (x, cache, state), (jnp.arange(count, dtype=jnp.int32), layers))
+    return x, cache, state
+
+
+def logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """Vocabulary scores in float32, from the output head or the tied embedding."""
+    head = params.embed if params.head is None else params.head
+    return jax.lax.dot_general(
+        hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )

@@ -1,0 +1,171 @@
+"""The pieces of a decoder layer: norm, rotary embedding, linear, MLP, and the weights they need."""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tessera.models.config import ModelConfig, Rope
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Weights of one decoder layer; matrices are [out, in] as in the checkpoint. Stacked layers have a leading L."""
+
+    attn_norm: Array
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    mlp_norm: Array
+    gate: Array
+    up: Array
+    down: Array
+    q_bias: Array | None = None
+    k_bias: Array | None = None
+    v_bias: Array | None = None
+    o_bias: Array | None = None
+    gate_bias: Array | None = None
+    up_bias: Array | None = None
+    down_bias: Array | None = None
+    q_norm: Array | None = None
+    k_norm: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Params:
+    """All weights: `layers` is one stacked Layer (run under lax.scan) or a tuple of Layer (unrolled)."""
+
+    embed: Array
+    layers: Layer | tuple[Layer, ...]
+    final_norm: Array
+    head: Array | None = None
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    """x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return weight * normed.astype(x.dtype)
+
+
+def linear(x: Float[Array, "... D"], weight: Float[Array, "E D"], bias: Array | None = None) -> Float[Array, "... E"]:
+    """x W^T + b, accumulated in float32, returned in x's dtype."""
+    out = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if bias is not None:
+        out = out + bias.astype(jnp.float32)
+    return out.astype(x.dtype)
+
+
+def mlp(x: Float[Array, "B T D"], layer: Layer) -> Float[Array, "B T D"]:
+    """SwiGLU: W_down (silu(W_gate x) * W_up x)."""
+    gate = linear(x, layer.gate, layer.gate_bias)
+    up = linear(x, layer.up, layer.up_bias)
+    return linear(jax.nn.silu(gate) * up, layer.down, layer.down_bias)
+
+
+def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Float[Array, "H/2"], float]:
+    """Angular frequency per pair of dimensions, and the factor on cos and sin (yarn's attention factor)."""
+    pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    freq = rope.theta**-pairs
+    if rope.kind == "linear":
+        return freq / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(freq, rope), 1.0
+    if rope.kind == "yarn":
+        return _yarn(freq, rope, head_dim)
+    return freq, 1.0
+
+
+def _llama3(freq: Array, rope: Rope) -> Array:
+    """Long wavelengths are divided by the factor, short ones kept, the band between interpolated."""
+    wavelength = 2 * math.pi / freq
+    turns = rope.original_max_positions / wavelength
+    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = jnp.clip(blend, 0.0, 1.0)
+    return (1 - blend) * freq / rope.factor + blend * freq
+
+
+def _yarn(freq: Array, rope: Rope, head_dim: int) -> tuple[Array, float]:
+    """NTK-by-parts (arXiv 2309.00071): interpolate slow pairs, keep fast ones, ramp between."""
+
+    def pair_at(rotations: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_at(rope.beta_fast), pair_at(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / (high - low), 0, 1)
+    blended = freq / rope.factor * ramp + freq * (1 - ramp)
+
+    def mscale(weight: float) -> float:
+        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return blended, rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return blended, mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return blended, mscale(1.0)
+
+
+def rope_tables(rope: Rope, head_dim: int, position_BT: Int32[Array, "B T"]) -> tuple[Array, Array]:
+    """cos and sin of position * frequency, float32 [B,T,1,H/2]."""
+    freq, factor = rope_frequencies(rope, head_dim)
+    angle = position_BT[..., None, None].astype(jnp.float32) * freq
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def rotate(x: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Float[Array, "B T N H"]:
+    """Rotate (x_i, x_{i+H/2}) by the table's angle, in float32."""
+    cos, sin = tables
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def init_params(config: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Fresh stacked weights: normal with std D ** -0.5, block outputs scaled by (2 L) ** -0.5, norms one, biases zero."""
+    c = config
+    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    keys = iter(jax.random.split(key, 16))
+
+    def normal(*shape: int, scale: float = c.init_scale) -> Array:
+        return (jax.random.normal(next(keys), shape, jnp.float32) * scale).astype(dtype)
+
+    def ones(*shape: int) -> Array:
+        return jnp.ones(shape, dtype)
+
+    def bias(wanted: bool, size: int) -> Array | None:
+        return jnp.zeros((c.num_layers, size), dtype) if wanted else None
+
+    n, d, f = c.num_layers, c.hidden_size, c.intermediate_size
+    out_scale = (2 * n) ** -0.5
+    layers = Layer(
+        attn_norm=ones(n, d),
+        q=normal(n, q_size, d),
+        k=normal(n, kv_size, d),
+        v=normal(n, kv_size, d),
+        o=normal(n, d, q_size, scale=q_size**-0.5 * out_scale),
+        mlp_norm=ones(n, d),
+        gate=normal(n, f, d),
+        up=normal(n, f, d),
+        down=normal(n, d, f, scale=f**-0.5 * out_scale),
+        q_bias=bias(c.attention_bias, q_size),
+        k_bias=bias(c.attention_bias, kv_size),
+        v_bias=bias(c.attention_bias, kv_size),
+        o_bias=bias(c.output_bias, d),
+        gate_bias=bias(c.mlp_bias, f),
+        up_bias=bias(c.mlp_bias, f),
+        down_bias=bias(c.mlp_bias, d),
+        q_norm=ones(n, c.head_dim) if c.qk_norm else None,
+        k_norm=ones(n, c.head_dim) if c.qk_norm else None,
+    )
+    head = None if c.tie_embeddings else normal(c.vocab_size, d)
+    return Params(embed=normal(c.vocab_size, d), layers=layers, final_norm=ones(d), head=head)

@@ -1,0 +1,1 @@
+"""Sparse attention policies: who attends to what."""

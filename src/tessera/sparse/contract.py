@@ -1,0 +1,64 @@
+"""What a sparse attention policy is: the owner of every layer's attention call."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from tessera.attention.contract import AttentionSpec, Positions, Shapes
+
+
+class Reads(NamedTuple):
+    """How much of the visible context one forward call read, per layer and sequence.
+
+    Attributes:
+        read: key positions read, summed over query rows and KV heads.
+        visible: key positions a dense pass would have read, same sum.
+    """
+
+    read: Float[Array, "L B"]
+    visible: Float[Array, "L B"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Decides, layer by layer, what attention reads. Subclasses are frozen and hashable: they are static under jit.
+
+    `layer` is a Python int when layers are unrolled and a traced int32 under `lax.scan`; a policy honours both.
+    State is an ordinary pytree that lives for one forward call; there is no other memory.
+    """
+
+    @property
+    def name(self) -> str:
+        """The word users choose the policy by."""
+        raise NotImplementedError
+
+    def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> Any:
+        """State before layer 0 of one forward call."""
+        raise NotImplementedError
+
+    def attend(
+        self, layer: int | Array, q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions, state: Any
+    ) -> tuple[Float[Array, "B T N H"], Any]:
+        """Attend in one layer: q [B,T,N,H], k and v [B,S,K,H] (the whole cache) -> output and new state."""
+        raise NotImplementedError
+
+    def observe(self, layer: int | Array, x: Array, y: Array, positions: Positions, state: Any) -> Any:
+        """See the residual stream before (x) and after (y) the attention block; recorders override this."""
+        return state
+
+    def reads(self, state: Any) -> Reads | None:
+        """What the call read; None when the policy does not count (training)."""
+        return None
+
+
+def visible_keys(spec: AttentionSpec, positions: Positions, num_queries: int) -> Float[Array, "B T"]:
+    """Keys each query row sees under a dense pass; 0 for padding rows."""
+    row = jnp.arange(num_queries, dtype=jnp.int32)
+    p = positions.q_start[:, None] + row
+    last = jnp.minimum(positions.kv_len[:, None], p + 1) if spec.causal else positions.kv_len[:, None] + 0 * p
+    first = jnp.maximum(p - spec.window + 1, 0) if spec.window else 0
+    seen = jnp.maximum(last - first, 0)
+    return jnp.where(row < positions.q_len[:, None], seen, 0).astype(jnp.float32)
