@@ -1,1 +1,35 @@
-"""Tessera: LLaMA-family models at long context in JAX; attention reads only the key tiles that matter."""
+"""Tessera: LLaMA-family models at long context in JAX; attention reads only the key tiles that matter.
+
+    model = tessera.load("path/or/hub-id", attention="kascade", plan="plan.json")
+    [answer] = model.generate(["..."], max_new_tokens=64)
+
+Heavy modules load on first use: importing this package starts nothing.
+"""
+
+from importlib import import_module
+
+_WHERE = {
+    "load": "generate",
+    "save": "generate",
+    "Model": "generate",
+    "Generation": "generate",
+    "calibrate": "calibrate",
+    "Plan": "sparse.plan",
+    "attention": "attention.dispatch",
+    "explain": "attention.dispatch",
+    "AttentionSpec": "attention.contract",
+    "AttentionOut": "attention.contract",
+    "Selection": "attention.contract",
+    "select_tiles": "attention.selection",
+}
+__all__ = sorted(_WHERE)
+
+
+def __getattr__(name: str):
+    if name not in _WHERE:
+        raise AttributeError(f"module 'tessera' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"tessera.{_WHERE[name]}"), name)
+
+
+def __dir__():
+    return __all__

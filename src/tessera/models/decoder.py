@@ -108,6 +108,4 @@ def _scanned(block, layers, x, cache, state):
 def logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Vocabulary scores in float32, from the output head or the tied embedding."""
     head = params.embed if params.head is None else params.head
-    return jax.lax.dot_general(
-        hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
+    return jax.lax.dot_general(hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)

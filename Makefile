@@ -1,0 +1,58 @@
+# Two commands are all the set-up there is: `make demo` and `make test`. Both build .venv themselves.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+# A name on the PATH may be a shim that does not run: ask each candidate for its version before trusting it.
+FIND_PYTHON = for p in "$(PYTHON)" python3.12 python3.13 python3.14 python3 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
+	[ -n "$$p" ] && "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo "$$p"; break; }; done
+
+.PHONY: help demo test lint format peers bench readme clean
+
+help: ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
+
+demo: $(VENV)/.core ## ask a real model about a real document, dense and with Kascade; leaves build/demo/
+	$(BIN)/tessera demo --out build/demo
+
+test: $(VENV)/.dev ## run the whole test suite
+	$(BIN)/ruff check src tests
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+lint: $(VENV)/.dev ## check style
+	$(BIN)/ruff check src tests && $(BIN)/ruff format --check src tests
+
+format: $(VENV)/.dev ## fix style
+	$(BIN)/ruff check --fix src tests && $(BIN)/ruff format src tests
+
+peers: .venv-peers/.done ## build the environment of the libraries we compare with, and compare with them live
+	$(BIN)/python tests/golden/check_live.py
+
+bench: $(VENV)/.core .venv-peers/.done ## measure the suite of this device against its peers; appends to evidence/
+	$(BIN)/tessera bench --suite cpu
+
+readme: $(VENV)/.core ## render the README's tables from the stored records
+	$(BIN)/python -m tessera.report
+
+clean: ## remove what the targets above built
+	rm -rf $(VENV) .venv-peers build dist src/*.egg-info
+
+$(VENV)/.python:
+	@python="$$($(FIND_PYTHON))"; \
+	if [ -z "$$python" ]; then echo "error: Python 3.12 or newer (with venv) was not found; install it, or name one: make PYTHON=/path/to/python" >&2; exit 1; fi; \
+	echo "using $$python"; rm -rf $(VENV) && "$$python" -m venv $(VENV) && touch $@
+
+$(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Peers are only ever compared against; they live apart (PEER_PYTHON may be any version torch has a wheel for).
+PEER_PYTHON ?= python3
+.venv-peers/.done: $(VENV)/.core peers/requirements.txt
+	rm -rf .venv-peers && $(PEER_PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r peers/requirements.txt
+	@touch $@

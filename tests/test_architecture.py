@@ -1,0 +1,142 @@
+"""The house rules that a machine can hold: import order, imports without side effects, budgets, names."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "tessera"
+
+# Each group may import earlier groups only; members of one group do not import each other unless listed in WITHIN.
+ORDER = [
+    {"shapes", "hardware"},
+    {"evidence", "workloads", "attention.contract"},
+    {"attention.online_softmax", "attention.selection"},
+    {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
+    {"attention.dispatch", "sparse.contract"},
+    {"sparse.*", "models.*"},
+    {"generate", "calibrate", "train", "data", "sampling", "compilation", "chat"},
+    {"measure", "deviceless.*"},
+    {"bench", "tune", "quality", "report", "doctor"},
+    {"demo.*", "demo"},
+    {"cli"},
+]
+WITHIN = {
+    ("sparse", "sparse"),
+    ("models", "models"),
+    ("chat", "generate"),
+    ("train", "data"),
+    ("generate", "sampling"),
+    ("generate", "compilation"),
+    ("demo", "demo"),
+}
+BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
+MODULES = sorted(SOURCE.rglob("*.py"))
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+def rank(module: str) -> int:
+    for index, group in enumerate(ORDER):
+        for pattern in group:
+            if module == pattern or (pattern.endswith("*") and module.startswith(pattern[:-1])):
+                return index
+    raise AssertionError(f"{module} has no place in the import order: add it to ORDER and to the README's map")
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of this package that a file imports, lazily or not."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tessera":
+            base = node.module.removeprefix("tessera").lstrip(".")
+            for alias in node.names:
+                name = f"{base}.{alias.name}".lstrip(".")
+                is_module = (SOURCE / (name.replace(".", "/") + ".py")).exists() or (
+                    SOURCE / name.replace(".", "/") / "__init__.py"
+                ).exists()
+                found.add(name if is_module else base)
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("tessera").lstrip(".") for a in node.names if a.name.startswith("tessera.")}
+    return found
+
+
+def ranked_files() -> list[Path]:
+    empty = {"", "attention", "sparse", "models", "deviceless"}
+    return [path for path in MODULES if dotted(path) not in empty and dotted(path) != "__main__"]
+
+
+@pytest.mark.parametrize("path", ranked_files(), ids=dotted)
+def test_imports_point_one_way(path):
+    module = dotted(path)
+    for target in imports(path):
+        assert target, f"{module} imports the package root"
+        pair = (module.split(".")[0], target.split(".")[0])
+        earlier = rank(target) < rank(module)
+        within = rank(target) == rank(module) and pair in WITHIN
+        assert earlier or within, f"{module} must not import {target}"
+
+
+def test_models_know_no_concrete_policy():
+    for path in (SOURCE / "models").glob("*.py"):
+        concrete = {m for m in imports(path) if m.startswith("sparse.") and m != "sparse.contract"}
+        assert not concrete, f"{dotted(path)} imports {concrete}"
+
+
+def test_reference_stands_alone():
+    assert imports(SOURCE / "attention" / "reference.py") <= {"attention.contract", "shapes"}
+
+
+def test_kernel_files_do_not_import_each_other():
+    for path in (SOURCE / "attention").glob("*_*.py"):
+        if path.stem.split("_")[0] in {"xla", "tpu", "gpu"}:
+            allowed = {"attention.contract", "attention.online_softmax", "shapes"}
+            assert imports(path) <= allowed, f"{dotted(path)} imports {imports(path) - allowed}"
+
+
+def test_imports_have_no_side_effects():
+    """Importing every module starts no JAX backend, changes no environment variable and writes nothing."""
+    names = ["tessera." + dotted(p) if dotted(p) else "tessera" for p in MODULES if dotted(p) != "__main__"]
+    program = (
+        "import importlib, os, jax\n"
+        "before = dict(os.environ)\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge._backends, 'a device was queried at import'\n"
+        "assert dict(os.environ) == before, 'the environment was changed at import'\n"
+        "assert jax.config.jax_compilation_cache_dir is None, 'the compilation cache was set at import'\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_module_names_say_something():
+    assert not BANNED_NAMES & {path.stem for path in MODULES}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
+def test_budgets(path):
+    """A file fits in the head: 450 lines; a function 60 (kernels 120), at most 8 positional parameters."""
+    text = path.read_text()
+    assert len(text.splitlines()) <= 450, f"{dotted(path)} has {len(text.splitlines())} lines: split it by role"
+    limit = 120 if dotted(path).startswith("attention.") else 60
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length <= limit, f"{dotted(path)}:{node.lineno} {node.name} has {length} lines (limit {limit})"
+            count = len(node.args.args) + len(node.args.posonlyargs) - (node.args.args[:1] == ["self"])
+            assert count <= 9, f"{dotted(path)}:{node.lineno} {node.name} takes {count} positional parameters"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
+def test_no_silent_errors(path):
+    """No bare or broad except: a failure is a result or it is raised."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ExceptHandler):
+            names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"bare"}
+            assert not names & {"bare", "Exception", "BaseException"}, f"{dotted(path)}:{node.lineno} catches {names}"
