@@ -131,7 +131,7 @@ def rotate(x: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Float[Arr
 
 
 def init_params(config: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) -> Params:
-    """Fresh stacked weights: normal with std D ** -0.5, block outputs scaled by (2 L) ** -0.5, norms one, biases zero."""
+    """Fresh stacked weights: normal, std D ** -0.5, block outputs scaled by (2 L) ** -0.5; norms one, biases zero."""
     c = config
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     keys = iter(jax.random.split(key, 16))

@@ -1,0 +1,299 @@
+"""Text to tokens and back: Hugging Face tokenizer folders, the byte tokenizer of the demo model, chat templates."""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from tessera.models.files import write_text
+
+TEMPLATE_FILE = "chat_template.jinja"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+BYTE_SPECIALS = (
+    "<|bos|>",
+    "<|eos|>",
+    "<|pad|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "<|reserved0|>",
+    "<|reserved1|>",
+)
+"""Special tokens of the byte tokenizer, ids 256 to 263; the last two only round the vocabulary up to 264."""
+
+BYTE_TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|user|>' + message.content + '<|end|>' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|assistant|>' + message.content + '<|end|>' }}
+    {%- else %}
+        {{- raise_exception('role ' + message.role + ' must be user or assistant') }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}
+"""
+
+
+@dataclass(kw_only=True)
+class Tokenizer:
+    """A `tokenizers` tokenizer with its named special tokens and chat template.
+
+    Attributes:
+        backend: the tokenizer proper.
+        specials: role -> token text, e.g. {"bos_token": "<s>", "eos_token": "</s>"}; chat templates see them by role.
+        chat_template: jinja source, or None.
+        settings: other keys of tokenizer_config.json, written back unchanged.
+    """
+
+    backend: tokenizers.Tokenizer
+    specials: Mapping[str, str] = field(default_factory=dict)
+    chat_template: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer knows, added tokens included."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the beginning-of-sequence token."""
+        return self.special_id("bos_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the end-of-sequence token; a model may stop at others too (ModelConfig.eos_ids)."""
+        return self.special_id("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id of the padding token."""
+        return self.special_id("pad_token")
+
+    def special_id(self, role: str) -> int | None:
+        """Id of the special token with this role, None if there is none."""
+        token = self.specials.get(role)
+        return None if token is None else self.backend.token_to_id(token)
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            text: any text.
+            add_special: put the tokens around it that the model expects around a document (often a leading bos).
+            parse_special: read "<|user|>" and the like in the text as the special token, as transformers does; False
+                takes every character as text (documents, quoted chats).
+        """
+        self.backend.encode_special_tokens = not parse_special
+        return self.backend.encode(text, add_special_tokens=add_special).ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Text of token ids; bytes that are not UTF-8 become U+FFFD, ids the tokenizer does not know vanish."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def stream(self, *, skip_special: bool = True) -> "TextStream":
+        """A decoder that takes one id at a time."""
+        return TextStream(self, skip_special)
+
+    def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The conversation as the model expects it, by the checkpoint's own template in a sandbox.
+
+        Args:
+            messages: {"role": ..., "content": ...} each, plain JSON data.
+            add_generation_prompt: open the assistant's turn.
+            variables: what else the template asks for (tools, documents, enable_thinking, ...).
+
+        Raises:
+            ValueError: no template, not plain data, or the template refuses the conversation.
+        """
+        if self.chat_template is None:
+            raise ValueError("this checkpoint has no chat template: pass plain text, or add a chat_template.jinja file")
+        try:  # a round trip through JSON strips anything with methods: templates are other people's code
+            data = json.loads(json.dumps({"messages": messages, "tools": None, "documents": None, **variables}))
+        except TypeError as error:
+            raise ValueError(f"chat messages must be plain JSON data: {error}") from error
+        data = {**self.specials, "add_generation_prompt": add_generation_prompt, **data}
+        try:
+            return _environment().from_string(self.chat_template).render(**data)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refused the conversation: {error}") from error
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Token ids of a rendered conversation; the template writes bos itself."""
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self.encode(text, add_special=False)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backend.encode_special_tokens = False
+        write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **self.specials}
+        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        if self.chat_template is not None:
+            write_text(folder / TEMPLATE_FILE, self.chat_template)
+
+
+class TextStream:
+    """Decodes ids one at a time; the pieces joined are the text of all ids, and no piece ends inside a character."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool):
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._ids: list[int] = []  # a window: tokens already given out as context, then those held back
+        self._context = 0  # how many of them are context
+        self._given = 0  # characters of the window's text given out
+
+    def push(self, token: int) -> str:
+        """Take one id, return the text that became certain (often one token's, "" inside a character)."""
+        self._ids.append(int(token))
+        text = self._text()
+        # An unfinished character shows as up to three replacement characters at the end: one for all its bytes
+        # (byte-level tokenizers) or one for each byte (byte fallback). More than three cannot be one character.
+        held = min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
+        piece = text[self._given : len(text) - held]
+        self._given = max(self._given, len(text) - held)
+        if not held:  # context keeps what decoders do only at the start (dropping a space) from happening again
+            self._ids = self._ids[self._context :]
+            self._context = len(self._ids)
+            self._given = len(self._text())
+        return piece
+
+    def finish(self) -> str:
+        """The text still held back: an unfinished character comes out as U+FFFD."""
+        text = self._text()
+        piece, self._given = text[self._given :], len(text)
+        return piece
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special=self._skip_special)
+
+
+def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
+    """Read a Hugging Face folder's tokenizer; None if it has none (token lists still work).
+
+    Raises:
+        ValueError: the tokenizer is in a form that is not supported, or broken.
+    """
+    folder = Path(folder)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        other = next((name for name in ("tokenizer.model", "vocab.json") if (folder / name).is_file()), None)
+        if other is None:
+            return None
+        raise ValueError(
+            f"{folder} holds its tokenizer as {other}, which is not supported: convert it once with transformers, "
+            f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder), which writes tokenizer.json"
+        )
+    try:
+        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the library has no narrower class
+        raise ValueError(f"{path} is not a readable tokenizer ({error}): download it again") from error
+    backend.no_truncation()
+    backend.no_padding()
+    settings = _read_json(folder / "tokenizer_config.json")
+    settings.pop("added_tokens_decoder", None)  # the same list stands in tokenizer.json
+    template = _read_template(folder, settings.pop("chat_template", None))
+    specials = {}
+    for source in (_read_json(folder / "special_tokens_map.json"), settings):
+        for role, token in source.items():
+            content = token.get("content") if isinstance(token, Mapping) else token
+            if role.endswith("_token") and isinstance(content, str):
+                specials[role] = content
+    settings = {key: value for key, value in settings.items() if key not in specials}
+    return Tokenizer(backend=backend, specials=specials, chat_template=template, settings=settings)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The demo model's tokenizer: id = byte value for the bytes of the text's UTF-8, then BYTE_SPECIALS, 264 in all."""
+    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in BYTE_SPECIALS])
+    bos, eos, pad = BYTE_SPECIALS[:3]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, backend.token_to_id(bos))]
+    )
+    return Tokenizer(
+        backend=backend,
+        specials={"bos_token": bos, "eos_token": eos, "pad_token": pad},
+        chat_template=BYTE_TEMPLATE,
+        settings={"clean_up_tokenization_spaces": False},
+    )
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return [table[byte] for byte in range(256)]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
+
+
+def _read_template(folder: Path, inline: str | list | None) -> str | None:
+    """The file wins over tokenizer_config.json, where several named templates may stand."""
+    path = folder / TEMPLATE_FILE
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if isinstance(inline, list):
+        named = {entry["name"]: entry["template"] for entry in inline}
+        return named.get("default")
+    return inline
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox chat templates are written for: transformers' switches, filters and functions."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training tools; here its body is rendered as it stands."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    # jinja's own filter escapes for HTML, which would change the prompt
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
