@@ -1,22 +1,206 @@
-"""Temporary: naive attention until the kernels land (this file belongs to the dispatch work)."""
+"""Chooses a kernel for every attention call, says why, and refuses what none of them can do."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float, Int32
 
-from tessera.attention.contract import AttentionOut, AttentionSpec
+from tessera.attention import reference
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.shapes import ceil_div
+
+KERNELS: tuple[Kernel, ...] = (
+    *reference.KERNELS,  # last: materialises T x S
+)
+"""Every kernel, best first. The first that supports a call on the platform runs it."""
 
 
-def attention(q, k, v, spec=AttentionSpec(), *, q_start=None, kv_len=None, q_len=None, selection=None, backend=None):
-    b, t, n, h = q.shape
-    s, heads = k.shape[1], k.shape[2]
-    q_start = jnp.zeros(b, jnp.int32) if q_start is None else q_start
-    kv_len = jnp.full(b, s, jnp.int32) if kv_len is None else kv_len
-    z = jnp.einsum("btkgh,bskh->bkgts", q.reshape(b, t, heads, n // heads, h), k, preferred_element_type=jnp.float32)
-    z = z * (h**-0.5 if spec.scale is None else spec.scale)
-    p = q_start[:, None, None] + jnp.arange(t)[None, :, None]
-    key = jnp.arange(s)[None, None]
-    mask = (key < kv_len[:, None, None]) & (key <= p)
-    z = jnp.where(mask[:, None, None], z, -1e30)
-    w = jax.nn.softmax(z, -1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", w, v).reshape(b, t, n, h).astype(q.dtype)
-    return AttentionOut(out, jax.nn.logsumexp(z, -1).reshape(b, n, t).swapaxes(1, 2))
+DENSE = AttentionSpec()
+"""The default call: causal, every visible key, no mass."""
+
+
+class Choice(NamedTuple):
+    """One kernel's answer to one call: chosen, or the reason why it is not."""
+
+    kernel: str
+    platform: str
+    chosen: bool
+    reason: str | None
+
+
+def attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    spec: AttentionSpec = DENSE,
+    *,
+    q_start: Int32[Array, "B"] | None = None,
+    kv_len: Int32[Array, "B"] | None = None,
+    q_len: Int32[Array, "B"] | None = None,
+    selection: Selection | None = None,
+    backend: str | None = None,
+) -> AttentionOut:
+    """Attend: out = softmax(z) v, lse = ln(sum(exp(z))), z = softcap(scale * q.k) over the keys a row sees.
+
+    The role follows from the arguments: *sparse* with a selection, *score* with spec.mass, else *dense*. A row that
+    sees no key gives out 0, lse -inf and zero gradient; keys at or past kv_len may hold anything. The gradient is
+    that of the dense role (out, with respect to q, k and v).
+
+    Args:
+        q_BTNH: queries; N must be a multiple of K.
+        k_BSKH: keys, same dtype as q.
+        v_BSKH: values, the keys' shape and dtype.
+        spec: everything static: mask, scale, tile sizes, whether mass is wanted.
+        q_start: absolute position of the first query row per sequence; zeros when None.
+        kv_len: valid keys per sequence; S when None.
+        q_len: valid query rows per sequence; T when None.
+        selection: key tiles [B,K,I,C] to read per query tile; None reads every visible key.
+        backend: a kernel's name, or the part before its role ("reference"); None takes the first that can run.
+
+    Returns:
+        AttentionOut(out [B,T,N,H] in q's dtype, lse [B,T,N] float32, mass [B,K,I,J] float32 with spec.mass).
+
+    Raises:
+        ValueError: shapes or dtypes disagree, or the backend cannot run the call (with its reason).
+    """
+    check(q_BTNH, k_BSKH, v_BSKH, spec, selection)
+    batch, num_queries = q_BTNH.shape[:2]
+    positions = Positions(
+        per_sequence("q_start", q_start, 0, batch),
+        per_sequence("kv_len", kv_len, k_BSKH.shape[1], batch),
+        per_sequence("q_len", q_len, num_queries, batch),
+    )
+    shapes = call_shapes(q_BTNH, k_BSKH, selection)
+    kernel = choose(spec, shapes, backend=backend)
+    config = kernel.default_config(spec, shapes)
+    return kernel.launch(q_BTNH, k_BSKH, v_BSKH, spec, positions, selection, config)
+
+
+def explain(
+    spec: AttentionSpec, shapes: Shapes, *, platform: str | None = None, backend: str | None = None
+) -> list[Choice]:
+    """Return every kernel in the order it is tried, the chosen one marked, the others with their reason.
+
+    Args:
+        spec: the call's spec; the role is score if spec.mass.
+        shapes: the call's shapes (`call_shapes(q, k, selection)` makes them); a capacity makes the role sparse.
+        platform: "cpu", "gpu" or "tpu"; None is JAX's default backend.
+        backend: explain a call that names this backend.
+    """
+    platform = jax.default_backend() if platform is None else platform
+    choices, found = [], None
+    for kernel in KERNELS:
+        reason = refusal(kernel, spec, shapes, platform, backend)
+        if reason is None and found is not None:
+            reason = f"{found} comes first"
+        elif reason is None:
+            found = kernel.name
+        choices.append(Choice(kernel.name, kernel.platform, reason is None, reason))
+    return choices
+
+
+def choose(spec: AttentionSpec, shapes: Shapes, *, platform: str | None = None, backend: str | None = None) -> Kernel:
+    """Return the kernel that `explain` marks as chosen.
+
+    Raises:
+        ValueError: none can run, or the named backend cannot, with the reasons.
+    """
+    choices = explain(spec, shapes, platform=platform, backend=backend)
+    for kernel, choice in zip(KERNELS, choices, strict=True):
+        if choice.chosen:
+            return kernel
+    if backend is None:
+        wanted, asked = [c for c in choices if c.kernel.endswith(role_of(spec, shapes))], "no kernel"
+    else:
+        wanted, asked = [c for c in choices if is_named(c.kernel, backend)], f"{backend=}"
+    if not wanted:
+        names = ", ".join(kernel.name for kernel in KERNELS)
+        raise ValueError(f"{backend=} must be one of {names}, or None for the first that can run")
+    # A family ("reference") also holds kernels of other roles: their refusals would only hide the one that matters.
+    same_role = [c for c in wanted if c.kernel.endswith(role_of(spec, shapes))] or wanted
+    reasons = "; ".join(f"{c.kernel}: {c.reason}" for c in same_role)
+    raise ValueError(f"{asked} can run this call ({reasons})" if backend is None else f"{asked} cannot run: {reasons}")
+
+
+def refusal(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, platform: str, backend: str | None) -> str | None:
+    """Why the kernel does not run the call, None if it can."""
+    role, phase = role_of(spec, shapes), "decode" if shapes.num_queries == 1 else "prefill"
+    if backend is not None and not is_named(kernel.name, backend):
+        return f"{backend=} was asked for"
+    if kernel.role != role:
+        return f"its role is {kernel.role}, the call's is {role}"
+    if kernel.platform not in ("any", platform):
+        return f"it runs on {kernel.platform}, this is {platform}"
+    if kernel.phase == "decode" and phase == "prefill":
+        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
+    if shapes.dtype not in kernel.dtypes:
+        return f"dtype {shapes.dtype} is not one of {', '.join(kernel.dtypes)}"
+    if backend is None and kernel in reference.KERNELS and reference.num_scores(shapes) > reference.AUTOMATIC_SCORES:
+        scores, limit = reference.num_scores(shapes), reference.AUTOMATIC_SCORES
+        return f"it would hold {scores} scores, more than {limit}; name backend='reference' to run it all the same"
+    return kernel.supports(spec, shapes)
+
+
+def is_named(kernel: str, backend: str) -> bool:
+    """Whether the backend is the kernel's name, or its family: the name without the role."""
+    return backend in (kernel, kernel.rpartition("_")[0])
+
+
+def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
+    """The role of a call: sparse with a selection, score with spec.mass, else dense."""
+    if shapes.capacity is not None:
+        return "sparse"
+    return "score" if spec.mass else "dense"
+
+
+def call_shapes(q_BTNH: Array, k_BSKH: Array, selection: Selection | None = None) -> Shapes:
+    """The static sizes and dtype of a call on these arrays."""
+    batch, num_queries, num_heads, head_dim = q_BTNH.shape
+    num_keys, num_kv_heads = k_BSKH.shape[1:3]
+    capacity = None if selection is None else selection.tiles.shape[-1]
+    return Shapes(batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, capacity, str(q_BTNH.dtype))
+
+
+def check(q: Array, k: Array, v: Array, spec: AttentionSpec, selection: Selection | None) -> None:
+    """Raise ValueError, naming the value and the rule, unless the arguments fit together."""
+    for name, array, letters in (("q", q, "BTNH"), ("k", k, "BSKH"), ("v", v, "BSKH")):
+        if array.ndim != 4 or 0 in array.shape:
+            raise ValueError(f"{name}.shape={tuple(array.shape)} must have four sizes [{','.join(letters)}], none zero")
+    if v.shape != k.shape:
+        raise ValueError(f"v.shape={tuple(v.shape)} must equal k.shape={tuple(k.shape)}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"dtypes of q, k and v must be equal, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)} must have the same B and H")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"num_heads={q.shape[2]} must be a multiple of num_kv_heads={k.shape[2]}")
+    if selection is not None:
+        check_selection(selection, spec, (q.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile)))
+
+
+def check_selection(selection: Selection, spec: AttentionSpec, lead: tuple[int, int, int]) -> None:
+    """Raise ValueError unless the selection is int32 [B,K,I,C] and [B,K,I], and no mass is asked of it."""
+    tiles, count = selection
+    if spec.mass:
+        raise ValueError("spec.mass=True needs selection=None: mass is measured on a dense pass")
+    if tiles.ndim != 4 or tiles.shape[:3] != lead or tiles.shape[3] < 1:
+        raise ValueError(
+            f"selection.tiles.shape={tuple(tiles.shape)} must be [B,K,I,C] = {lead} and C >= 1, "
+            f"where I = ceil(T / query_tile={spec.query_tile})"
+        )
+    if count.shape != lead:
+        raise ValueError(f"selection.count.shape={tuple(count.shape)} must be [B,K,I] = {lead}")
+    if tiles.dtype != jnp.int32 or count.dtype != jnp.int32:
+        raise ValueError(f"selection dtypes must be int32, got {tiles.dtype} and {count.dtype}")
+
+
+def per_sequence(name: str, value: Array | None, default: int, batch: int) -> Int32[Array, "B"]:
+    """The value as int32 [B], the default where it is None."""
+    if value is None:
+        return jnp.full((batch,), default, jnp.int32)
+    value = jnp.asarray(value)
+    if value.shape != (batch,) or value.dtype != jnp.int32:
+        raise ValueError(f"{name} must be int32 of shape [B] = ({batch},), got {value.dtype} {tuple(value.shape)}")
+    return value

@@ -1,0 +1,137 @@
+"""The slow, obvious kernel: one masked softmax over the whole T x S matrix, in float32.
+
+Cost: 4 B N T S H flops and B N T S float32 scores held at once, so it is for small shapes and for reading. It runs
+every role, in prefill and decode, on every platform, and is differentiable as it stands.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float
+
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+
+AUTOMATIC_SCORES = 2**28
+"""Scores (B N T S) above which it runs only when asked for by name: 1 GiB of float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Nothing to choose."""
+
+
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """It takes every option."""
+    return None
+
+
+def num_scores(shapes: Shapes) -> int:
+    """Entries of the score matrix it would build: B N T S."""
+    return shapes.batch * shapes.num_heads * shapes.num_queries * shapes.num_keys
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """The only one."""
+    return Config()
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """The only one."""
+    yield Config()
+
+
+def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
+    """Two products over the whole matrix; the scores are written and read once."""
+    scores = float(num_scores(shapes))
+    return {"flops": 4.0 * scores * shapes.head_dim, "bytes": 8.0 * scores}
+
+
+def attend(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    spec: AttentionSpec,
+    positions: Positions,
+    selection: Selection | None,
+    config: Config,
+) -> AttentionOut:
+    """out = softmax(z) v over the visible (and, if sparse, listed) keys; see the contract for z and visibility."""
+    batch, num_queries, num_heads, head_dim = q_BTNH.shape
+    num_keys, num_kv_heads = k_BSKH.shape[1:3]
+    groups = num_heads // num_kv_heads
+    valid_BS11 = (jnp.arange(num_keys) < positions.kv_len[:, None])[:, :, None, None]
+    k = jnp.where(valid_BS11, k_BSKH, 0).astype(jnp.float32)  # padding may hold NaN, and 0 * NaN is NaN
+    v = jnp.where(valid_BS11, v_BSKH, 0).astype(jnp.float32)
+    q = q_BTNH.astype(jnp.float32).reshape(batch, num_queries, num_kv_heads, groups, head_dim)
+    z = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, precision="highest")
+    z = z * (head_dim**-0.5 if spec.scale is None else spec.scale)
+    if spec.softcap is not None:
+        z = spec.softcap * jnp.tanh(z / spec.softcap)
+    mask = visible(spec, positions, num_queries, num_keys)[:, None, None]
+    if selection is not None:
+        mask = mask & listed(spec, selection, num_queries, num_keys)[:, :, None]
+    z = jnp.where(mask, z, -jnp.inf)
+    top = jnp.max(z, axis=-1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weight = jnp.where(mask, jnp.exp(z - top), 0.0)
+    total = jnp.sum(weight, axis=-1, keepdims=True)
+    seen = total > 0
+    prob = weight / jnp.where(seen, total, 1.0)
+    out = jnp.einsum("BKGTS,BSKH->BTKGH", prob, v, precision="highest").reshape(q_BTNH.shape).astype(q_BTNH.dtype)
+    lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
+    lse_BTN = lse[..., 0].reshape(batch, num_heads, num_queries).swapaxes(1, 2)
+    return AttentionOut(out, lse_BTN, tile_mass(spec, prob) if spec.mass else None)
+
+
+def visible(spec: AttentionSpec, positions: Positions, num_queries: int, num_keys: int) -> Bool[Array, "B T S"]:
+    """Whether the row sees the key: valid, not later if causal, inside the window, and the row not padding."""
+    row = jnp.arange(num_queries)
+    p_BT1 = (positions.q_start[:, None] + row)[:, :, None]
+    s = jnp.arange(num_keys)
+    mask = (s < positions.kv_len[:, None, None]) & (row < positions.q_len[:, None])[:, :, None]
+    if spec.causal:
+        mask = mask & (s <= p_BT1)
+    if spec.window is not None:
+        mask = mask & (s > p_BT1 - spec.window)
+    return mask
+
+
+def listed(spec: AttentionSpec, selection: Selection, num_queries: int, num_keys: int) -> Bool[Array, "B K T S"]:
+    """Whether the row's query tile lists the key's tile."""
+    num_tiles = -(-num_keys // spec.tile)
+    live = jnp.arange(selection.tiles.shape[-1]) < selection.count[..., None]
+    ids = jnp.where(live, selection.tiles, num_tiles)
+    hits_BKIJ = jnp.any(ids[..., None] == jnp.arange(num_tiles), axis=-2)
+    hits_BKTJ = jnp.repeat(hits_BKIJ, spec.query_tile, axis=2)[:, :, :num_queries]
+    return jnp.repeat(hits_BKTJ, spec.tile, axis=3)[..., :num_keys]
+
+
+def tile_mass(spec: AttentionSpec, prob_BKGTS: Float[Array, "B K G T S"]) -> Float[Array, "B K I J"]:
+    """Probability summed over the keys of a tile and over the rows (tokens x G heads) of a query tile."""
+    batch, num_kv_heads, _, num_queries, num_keys = prob_BKGTS.shape
+    num_rows, num_tiles = -(-num_queries // spec.query_tile), -(-num_keys // spec.tile)
+    pad = ((0, 0), (0, 0), (0, num_rows * spec.query_tile - num_queries), (0, num_tiles * spec.tile - num_keys))
+    prob_BKTS = jnp.pad(jnp.sum(prob_BKGTS, axis=2), pad)
+    split = prob_BKTS.reshape(batch, num_kv_heads, num_rows, spec.query_tile, num_tiles, spec.tile)
+    return jnp.sum(split, axis=(3, 5))
+
+
+def _kernel(role: str) -> Kernel:
+    return Kernel(
+        name=f"reference_{role}",
+        platform="any",
+        role=role,
+        phase="prefill",
+        dtypes=("float32", "bfloat16", "float16"),
+        supports=supports,
+        launch=attend,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=cost,
+    )
+
+
+KERNELS: tuple[Kernel, ...] = (_kernel("dense"), _kernel("score"), _kernel("sparse"))
