@@ -1,0 +1,146 @@
+"""Records: round trip, appending across kills, refusal of what must not be stored."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tessera import evidence, hardware
+
+
+def record(name="dense", samples=(3.0, 1.0, 2.0), **fields):
+    what = evidence.What(op="attention", kernel=name, workload="tiny", dtype="float32", config={"block": 8})
+    return evidence.make(what, samples, command="tessera bench --suite cpu --only tiny", **fields)
+
+
+def test_make_fills_in_statistics_rates_machine_and_code():
+    made = record(samples=(4.0, 1.0, 2.0, 3.0), work={"flops": 10.0, "bytes": 5.0})
+    assert made.median == 2.5
+    assert made.spread == pytest.approx(1.5)
+    assert made.flops_per_s == pytest.approx(4.0)
+    assert made.bytes_per_s == pytest.approx(2.0)
+    assert made.where.cores >= 1
+    assert made.where.memory_bytes > 1 << 28
+    assert set(made.where.versions) >= {"jax", "jaxlib", "numpy"}
+    assert made.code.commit is None or len(made.code.commit) == 40
+
+
+def test_a_record_survives_a_round_trip(tmp_path):
+    comparison = evidence.Comparison(against="peer", ratio=1.6, interval=(1.5, 1.7), target=">= 1.5", met=True)
+    made = record(comparison=comparison, density=(1.0, 0.1), facts={"ttft_s": 0.5})
+    evidence.append(tmp_path / "new" / "cpu.jsonl", made)
+    (again,) = evidence.read(tmp_path / "new" / "cpu.jsonl")
+    assert evidence.encode(again) == evidence.encode(made)
+    assert again.comparison.ratio == 1.6
+    assert again.density == (1.0, 0.1)
+    assert again.schema == evidence.SCHEMA
+
+
+def test_an_error_is_a_record():
+    made = record(samples=(), error="RESOURCE_EXHAUSTED")
+    assert made.median is None
+    assert evidence.decode(evidence.encode(made)).error == "RESOURCE_EXHAUSTED"
+    with pytest.raises(ValueError, match="samples"):
+        record(samples=())
+
+
+@pytest.mark.parametrize("word", [os.getcwd(), os.path.expanduser("~")])
+def test_paths_of_this_machine_are_refused(word):
+    with pytest.raises(ValueError, match="must not name"):
+        record(facts={"note": f"see {word}/x"})
+
+
+def test_host_name_is_refused(monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: "some-host-17")
+    with pytest.raises(ValueError, match="some-host-17"):
+        record(facts={"note": "ran on some-host-17"})
+
+
+def test_not_a_number_is_refused():
+    with pytest.raises(ValueError, match="JSON"):
+        record(facts={"loss": float("nan")})
+
+
+@pytest.mark.parametrize("cut", range(1, 400, 37))
+def test_a_cut_last_line_is_left_out_and_repaired(tmp_path, cut):
+    path = tmp_path / "cpu.jsonl"
+    evidence.append(path, [record("first"), record("second")])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-cut])
+    kept = ["first", "second"] if cut == 1 else ["first"]
+    assert [r.what.kernel for r in evidence.read(path)] == kept
+    evidence.append(path, record("third"))
+    assert [r.what.kernel for r in evidence.read(path)] == [*kept, "third"]
+
+
+def test_a_broken_line_inside_is_named(tmp_path):
+    path = tmp_path / "cpu.jsonl"
+    evidence.append(path, record())
+    path.write_bytes(b'{"what": {}\n' + path.read_bytes())
+    with pytest.raises(ValueError, match="line 1"):
+        evidence.read(path)
+
+
+def test_newer_schema_and_unknown_fields_are_refused():
+    body = json.loads(evidence.encode(record()))
+    with pytest.raises(ValueError, match="update tessera"):
+        evidence.decode(json.dumps(body | {"schema": evidence.SCHEMA + 1}))
+    with pytest.raises(ValueError, match="colour"):
+        evidence.decode(json.dumps(body | {"colour": "red"}))
+
+
+def test_appending_survives_a_kill(tmp_path):
+    """A writer that appends as fast as it can is killed; every line before the last is whole and nothing raises."""
+    path = tmp_path / "cpu.jsonl"
+    program = textwrap.dedent("""
+        import sys
+        from tessera import evidence
+        line = sys.stdin.readline()
+        record = evidence.decode(line)
+        while True:
+            evidence.append(sys.argv[1], record)
+            print("x", flush=True)
+    """)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    child.stdin.write(evidence.encode(record()) + "\n")
+    child.stdin.close()
+    for _ in range(5):
+        assert child.stdout.readline() == "x\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    before = len(evidence.read(path))
+    assert before >= 5
+    evidence.append(path, record("after"))
+    assert [r.what.kernel for r in evidence.read(path)][before:] == ["after"]
+
+
+def test_later_records_replace_earlier_ones(tmp_path):
+    evidence.append(tmp_path / "b.jsonl", [record("x", (2.0,)), record("y", (5.0,))])
+    evidence.append(tmp_path / "c.jsonl", record("x", (1.0,)))
+    table = evidence.latest(evidence.collect(tmp_path))
+    assert [(key[1], r.median) for key, r in table.items()] == [("x", 1.0), ("y", 5.0)]
+
+
+def test_chip_table_is_found_by_name_and_kind():
+    assert hardware.chip("v6e") is hardware.chip("TPU v6 lite")
+    assert hardware.chip("NVIDIA H200").bytes_per_s == 4800e9
+    assert hardware.chip("abacus") is None
+    names = [kind for chip in hardware.CHIPS for kind in (chip.name, *chip.device_kinds)]
+    assert len(names) == len(set(names))
+    v5e = hardware.chip("v5e")
+    assert v5e.floor_s(197e12, 0) == pytest.approx(1.0)
+    assert v5e.floor_s(1, 819e9) == pytest.approx(1.0)
+
+
+def test_cpu_is_looked_up():
+    cpu = hardware.cpu()
+    assert cpu.model
+    assert 1 <= cpu.cores <= os.cpu_count()
