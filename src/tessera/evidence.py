@@ -25,12 +25,16 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class What:
-    """The thing measured: operation, the implementation of it, the named workload, element type, free settings."""
+    """The thing measured: operation, the implementation of it, the named workload, element type, free settings.
+
+    `title` is the workload in words, for tables.
+    """
 
     op: str
     kernel: str
     workload: str
     dtype: str = ""
+    title: str = ""
     config: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,0 +1,200 @@
+"""Records to Markdown: the README's tables are written by this module and by nobody else.
+
+A table stands between `<!-- records:NAME -->` and `<!-- end -->`. `python -m tessera.report` rewrites them all from
+the files under evidence/; a test fails while one differs from what the records say.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from tessera import evidence
+from tessera.evidence import Record
+
+_BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- end -->)", re.DOTALL)
+
+
+def quantity(value: float, unit: str) -> str:
+    """A value with three significant digits and its unit, scaled for reading: 0.0123 s is 12.3 ms."""
+    if unit == "s":
+        for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+            if abs(value) * factor >= 1:
+                return f"{_three(value * factor)} {name}"
+        return f"{_three(value * 1e6)} us"
+    if unit == "bytes":
+        for factor, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+            if abs(value) >= factor:
+                return f"{_three(value / factor)} {name}"
+        return f"{value:.0f} bytes"
+    if unit == "fraction":
+        return f"{100 * value:.1f} %"
+    return f"{_three(value)} {unit}".strip()
+
+
+def _three(value: float) -> str:
+    """Three significant digits without an exponent."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - int(f"{abs(value):e}".split("e")[1]))
+    return f"{value:,.{digits}f}"
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def provenance(records: Iterable[Record]) -> str:
+    """Where the records of one table come from, one sentence per machine.
+
+    Raises:
+        ValueError: a record that does not name its commit or its command.
+    """
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.code.commit is None or not record.command:
+            raise ValueError(f"record {record.key} must name a commit and a command before it can be published")
+        place = (
+            f"{record.where.cpu}, {record.where.cores} cores" if record.where.device == "cpu" else record.where.device
+        )
+        groups.setdefault(f"{place}, jax {where.versions.get('jax', '?')}", []).append(record)
+    lines = []
+    for place, group in groups.items():
+        commits = sorted({_commit(record) for record in group})
+        dates = sorted({record.date[:10] for record in group})
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        commands = sorted({re.sub(r" --only \S+", "", record.command) for record in group})
+        lines.append(
+            f"{place}; commit {', '.join(commits)}; {when}; repeat with {', '.join(f'`{c}`' for c in commands)}."
+        )
+    return "\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+def _commit(record: Record) -> str:
+    return record.code.commit[:9] + (" with uncommitted changes" if record.code.dirty else "")
+
+
+def _title(record: Record) -> str:
+    dtype = f", {record.what.dtype}" if record.what.dtype else ""
+    return (record.what.title or record.what.workload) + dtype
+
+
+def _result(record: Record) -> str:
+    return f"error: {record.error}" if record.median is None else quantity(record.median, record.unit)
+
+
+def speed(records: Sequence[Record]) -> str:
+    """Every compared measurement: ours, the other side of the same run, ratio with interval, target."""
+    by_name = {(r.what.workload, r.what.dtype, r.what.kernel): r for r in records}
+    rows, used = [], []
+    for record in records:
+        if record.what.op not in ("attention", "model"):
+            continue
+        if record.error:
+            rows.append([_title(record), record.what.kernel, _result(record), "", "", ""])
+            used.append(record)
+        if record.comparison is None:
+            continue
+        versus = record.comparison
+        other = by_name.get((record.what.workload, record.what.dtype, versus.against))
+        shown = f"{versus.against} {_result(other)}" if other else versus.against
+        interval = f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})" if versus.interval else ""
+        target = f"{versus.target}x: {'met' if versus.met else '**missed**'}" if versus.target else "none"
+        density = f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
+        rows.append([_title(record), _result(record), shown, f"{versus.ratio:.2f}x{interval}", density, target])
+        used += [record, other] if other else [record]
+    if not rows:
+        return ""
+    header = ["workload", "Tessera", "against", "ratio (95 %)", "keys read", "target"]
+    return markdown(header, rows) + provenance(used)
+
+
+def costs(records: Sequence[Record]) -> str:
+    """Compile time, start-up and memory: one figure each."""
+    chosen = [r for r in records if r.what.op in ("compile", "start", "memory")]
+    rows = [[_title(r), r.what.kernel, _result(r), _notes(r.facts)] for r in chosen]
+    return markdown(["what", "how", "median", "also"], rows) + provenance(chosen) if rows else ""
+
+
+def _notes(facts: Mapping[str, object]) -> str:
+    shown = []
+    for name, value in facts.items():
+        words = name.replace("_", " ")
+        shown.append(f"{words} {_three(value) if isinstance(value, float) else value}")
+    return "; ".join(shown)
+
+
+def quality(records: Sequence[Record]) -> str:
+    """Answers kept: accuracy of each policy per task, with the share of keys read."""
+    chosen = [r for r in records if r.what.op == "quality"]
+    rows = []
+    for record in chosen:
+        density = f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
+        trials = str(record.facts.get("trials", len(record.samples)))
+        rows.append([_title(record), record.what.kernel, _result(record), trials, density])
+    return markdown(["task", "policy", "right", "trials", "keys read"], rows) + provenance(chosen) if rows else ""
+
+
+TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
+    {"speed": speed, "costs": costs, "quality": quality}
+)
+
+
+def render(name: str, records: Iterable[Record]) -> str:
+    """The Markdown of one table, from the latest record of each key.
+
+    Raises:
+        ValueError: no table of that name, or no record for it.
+    """
+    if name not in TABLES:
+        raise ValueError(f"table {name!r} must be one of {sorted(TABLES)}")
+    table = TABLES[name](list(evidence.latest(records).values()))
+    if not table:
+        raise ValueError(f"table {name!r} has no record: run `tessera bench --suite cpu` first")
+    return table
+
+
+def rewrite(text: str, records: Sequence[Record]) -> str:
+    """The text with every marked table rendered anew."""
+    return _BLOCK.sub(lambda m: m["open"] + "\n" + render(m["name"], records) + "\n" + m["close"], text)
+
+
+def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
+    """Names of the tables in a file that differ from what the records under a folder say, or have no record."""
+    text, records = Path(readme).read_text(), evidence.collect(folder)
+    wrong = []
+    for block in _BLOCK.finditer(text):
+        try:
+            expected = "\n" + render(block["name"], records) + "\n"
+        except ValueError as error:
+            wrong.append(f"{block['name']}: {error}")
+            continue
+        if block["body"] != expected:
+            wrong.append(block["name"])
+    return wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite the tables of a file in place; `--check` only says which are stale (exit status 1)."""
+    parser = argparse.ArgumentParser(prog="python -m tessera.report", description=main.__doc__)
+    parser.add_argument("readme", nargs="?", default="README.md")
+    parser.add_argument("--evidence", default="evidence")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(argv)
+    if options.check:
+        wrong = stale(options.readme, options.evidence)
+        for name in wrong:
+            print(f"stale: {name}; `make readme` renders it", file=sys.stderr)
+        return 1 if wrong else 0
+    path = Path(options.readme)
+    path.write_text(rewrite(path.read_text(), evidence.collect(options.evidence)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Tables come from records: rendering, refusal of figures without provenance, and a README that is not stale."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tessera import evidence, report
+
+ROOT = Path(__file__).parents[1]
+
+
+def record(kernel, samples, workload="prefill", op="attention", **fields):
+    what = evidence.What(op=op, kernel=kernel, workload=workload, dtype="float32", title="dense prefill of 8,192")
+    made = evidence.make(what, samples, command=f"tessera bench --suite cpu --only {workload}", **fields)
+    return replace(made, code=evidence.Code(commit="0123456789abcdef", dirty=False))
+
+
+def compared():
+    versus = evidence.Comparison(against="torch", ratio=2.0, interval=(1.9, 2.1), target=">= 1.5", met=True)
+    return [record("torch", [2.0, 2.2, 1.8]), record("ours", [1.0, 1.1, 0.9], comparison=versus, density=(0.1, 0.3))]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (0.01234, "s", "12.3 ms"),
+        (12.34, "s", "12.3 s"),
+        (2e-6, "s", "2.00 us"),
+        (3 << 29, "bytes", "1.50 GiB"),
+        (0.954, "fraction", "95.4 %"),
+        (1234.4, "tokens/s", "1,234 tokens/s"),
+        (0.0, "s", "0 us"),
+    ],
+)
+def test_quantities_are_readable(value, unit, shown):
+    assert report.quantity(value, unit) == shown
+
+
+def test_speed_table_shows_both_sides_and_where_they_ran():
+    text = report.render("speed", compared())
+    row = "| dense prefill of 8,192, float32 | 1.00 s | torch 2.00 s | 2.00x (1.90 to 2.10) | 20 % | >= 1.5x: met |"
+    assert row in text
+    assert "commit 012345678;" in text
+    assert "repeat with `tessera bench --suite cpu`" in text
+    assert compared()[0].where.cpu in text
+
+
+def test_a_missed_target_and_an_error_are_shown():
+    slow = evidence.Comparison(against="torch", ratio=0.8, target=">= 1.5", met=False)
+    text = report.render("speed", [record("ours", [1.0], comparison=slow), record("broken", (), error="out of memory")])
+    assert "**missed**" in text
+    assert "error: out of memory" in text
+
+
+def test_later_records_win():
+    text = report.render("costs", [record("scan", [9.0], op="compile"), record("scan", [3.0], op="compile")])
+    assert "3.00 s" in text
+    assert "9.00 s" not in text
+
+
+def test_figures_without_provenance_are_refused():
+    orphan = replace(compared()[1], code=evidence.Code(commit=None, dirty=None))
+    with pytest.raises(ValueError, match="commit"):
+        report.render("speed", [orphan])
+    with pytest.raises(ValueError, match="must be one of"):
+        report.render("dreams", compared())
+    with pytest.raises(ValueError, match="no record"):
+        report.render("quality", compared())
+
+
+def test_rewriting_a_file_makes_it_fresh_and_an_edit_makes_it_stale(tmp_path):
+    evidence.append(tmp_path / "evidence" / "cpu.jsonl", compared())
+    readme = tmp_path / "README.md"
+    readme.write_text("# T\n<!-- records:speed -->\nold\n<!-- end -->\ntail\n")
+    assert report.stale(readme, tmp_path / "evidence") == ["speed"]
+    arguments = [str(readme), "--evidence", str(tmp_path / "evidence")]
+    assert report.main([*arguments, "--check"]) == 1
+    assert report.main(arguments) == 0
+    assert report.main([*arguments, "--check"]) == 0
+    assert readme.read_text().startswith("# T\n")
+    assert readme.read_text().endswith("<!-- end -->\ntail\n")
+    readme.write_text(readme.read_text().replace("2.00x", "3.00x"))
+    assert report.stale(readme, tmp_path / "evidence") == ["speed"]
+
+
+def test_the_readme_shows_what_the_records_say():
+    assert report.stale(ROOT / "README.md", ROOT / "evidence") == []
