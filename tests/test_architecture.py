@@ -11,13 +11,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "tessera"
 
 # Each group may import earlier groups only; members of one group do not import each other unless listed in WITHIN.
 ORDER = [
-    {"shapes", "hardware"},
+    {"shapes", "hardware", "memory"},
     {"evidence", "workloads", "attention.contract"},
     {"attention.online_softmax", "attention.selection"},
     {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
     {"attention.dispatch", "sparse.contract"},
     {"sparse.*", "models.*"},
-    {"generate", "calibrate", "train", "data", "sampling", "compilation", "chat"},
+    {"generate", "engine", "answers", "sampling", "compilation", "chat", "calibrate", "train", "data"},
     {"measure", "deviceless.*"},
     {"bench", "tune", "quality", "report", "doctor"},
     {"demo.*", "demo"},
@@ -28,8 +28,14 @@ WITHIN = {
     ("models", "models"),
     ("chat", "generate"),
     ("train", "data"),
+    ("chat", "engine"),
+    ("generate", "engine"),
+    ("generate", "answers"),
     ("generate", "sampling"),
     ("generate", "compilation"),
+    ("engine", "answers"),
+    ("engine", "sampling"),
+    ("engine", "compilation"),
     ("demo", "demo"),
 }
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}

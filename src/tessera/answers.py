@@ -1,0 +1,124 @@
+"""One prompt's answer as it grows: tokens, text in whole characters, stop strings, and the figures at the end."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tessera.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What was generated for one prompt.
+
+    Attributes:
+        text: the decoded tokens, trimmed before a stop string; "" for a model without a tokenizer.
+        tokens: generated ids, an end-of-sequence token or the token that completed a stop string included.
+        logprobs: ln of each token's probability under the raw distribution softmax(logits): before repetition penalty,
+            temperature and filters.
+        finish_reason: "stop" (end-of-sequence token or stop string), "length" (max_new_tokens or the model's context
+            is used up) or "interrupted" (Ctrl-C).
+        prompt_tokens: tokens of the prompt.
+        ttft_s: seconds from the call of generate to this prompt's first token; nan without one.
+        decode_tokens_per_s: tokens after the first per second after the first; nan for fewer than two.
+        density: key positions read / key positions visible, over all layers, heads, prompt rows and decode steps.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    prompt_tokens: int
+    ttft_s: float
+    decode_tokens_per_s: float
+    density: float
+
+
+class Answer:
+    """Grows token by token into a Generation."""
+
+    def __init__(
+        self, prompt_tokens: int, limit: int, eos_ids: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer | None
+    ):
+        self.prompt_tokens = prompt_tokens
+        self.limit = limit
+        self.finish_reason: str | None = None
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self._eos_ids = frozenset(eos_ids)
+        self._stop = tuple(stop)
+        self._stream = None if tokenizer is None else tokenizer.stream()
+        self._text = ""
+        self._shown = 0  # characters of the text already handed out
+        self._times_s: list[float] = []
+        self._read = self._visible = 0.0
+
+    @property
+    def num_keys(self) -> int:
+        """Keys the cache must hold for prompt and answer: the last token is never fed back."""
+        return self.prompt_tokens + self.limit - 1
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete."""
+        return self.finish_reason is not None
+
+    def push(self, token: int, logprob: float, time_s: float) -> str:
+        """Take one token and return the text that is now certain: whole characters, no beginning of a stop string."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self._times_s = [self._times_s[0] if self._times_s else time_s, time_s]
+        if token in self._eos_ids:
+            return self.finish("stop")
+        if self._stream is not None and self._append(self._stream.push(token)):
+            return self._hand_out(len(self._text))
+        if len(self.tokens) == self.limit:
+            return self.finish("length")
+        return self._hand_out(len(self._text) - self._held())
+
+    def count(self, read: float, visible: float) -> None:
+        """Add what one call read for this sequence, and what a dense pass would have read."""
+        self._read += float(read)
+        self._visible += float(visible)
+
+    def finish(self, reason: str) -> str:
+        """Complete the answer and return the text still held back."""
+        self.finish_reason = reason
+        if self._stream is not None:
+            self._append(self._stream.finish())
+        return self._hand_out(len(self._text))
+
+    def generation(self, started_s: float) -> Generation:
+        """The answer with its figures; `started_s` is when the request began, on the clock of the pushes."""
+        count = len(self.tokens)
+        spent_s = self._times_s[1] - self._times_s[0] if count > 1 else 0.0
+        return Generation(
+            text=self._text,
+            tokens=list(self.tokens),
+            logprobs=list(self.logprobs),
+            finish_reason=self.finish_reason or "interrupted",
+            prompt_tokens=self.prompt_tokens,
+            ttft_s=self._times_s[0] - started_s if count else float("nan"),
+            decode_tokens_per_s=(count - 1) / spent_s if spent_s > 0 else float("nan"),
+            density=self._read / self._visible if self._visible else 1.0,
+        )
+
+    def _append(self, piece: str) -> bool:
+        """Add text; if that completes a stop string, trim before the first one and finish."""
+        searched = max(0, len(self._text) - max(map(len, self._stop), default=1) + 1)
+        self._text += piece
+        found = [at for at in (self._text.find(stop, searched) for stop in self._stop) if at >= 0]
+        if not found:
+            return False
+        self._text = self._text[: min(found)]
+        self.finish_reason = "stop"
+        return True
+
+    def _held(self) -> int:
+        """Characters at the end of the text that may be the beginning of a stop string."""
+        longest = min(max(map(len, self._stop), default=1) - 1, len(self._text))
+        return next((n for n in range(longest, 0, -1) if self._text.endswith(tuple(s[:n] for s in self._stop))), 0)
+
+    def _hand_out(self, end: int) -> str:
+        piece = self._text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return piece

@@ -1,0 +1,357 @@
+"""A loaded model and what a person does with it: score tokens, generate text, warm up, save."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from tessera.answers import Answer, Generation
+from tessera.compilation import capacity_bucket, capacity_buckets, enable_cache
+from tessera.engine import Request, Session, cache_bytes, chunk_bytes, respond, score_tokens
+from tessera.memory import require
+from tessera.models.checkpoint import fingerprint, load_params, read_config, resolve, save_folder
+from tessera.models.config import ModelConfig
+from tessera.models.layers import Params
+from tessera.models.tokenizer import Tokenizer, load_tokenizer
+from tessera.sampling import Sampling, check_seeds, choose
+from tessera.sparse.contract import Policy
+from tessera.sparse.plan import Plan
+from tessera.sparse.policies import POLICIES, policy_for
+
+logger = logging.getLogger(__name__)
+
+PLAN_FILE = "plan.json"
+"""A plan beside the weights under this name is found without being named."""
+
+Prompt = str | Sequence[int]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during generate; `generations` holds what was generated so far, one per prompt."""
+
+    def __init__(self, generations: list[Generation]):
+        super().__init__("interrupted")
+        self.generations = generations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Weights with their config, tokenizer and attention policy.
+
+    Attributes:
+        config: the decoder's sizes and switches.
+        params: weights.
+        tokenizer: None if the folder has none; token lists still work.
+        policy: owns every attention call.
+        plan: the Kascade plan, if any.
+        source: folder it was loaded from.
+    """
+
+    config: ModelConfig
+    params: Params
+    tokenizer: Tokenizer | None
+    policy: Policy
+    plan: Plan | None = None
+    source: str = "memory"
+
+    def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
+        """Next-token scores at every position, float32; all sequences have the same length here.
+
+        Raises:
+            ValueError: tokens of the wrong shape, out of the vocabulary, longer than the context; weights with NaN.
+            MemoryError: B * T * V scores do not fit.
+        """
+        tokens = np.asarray(tokens_BT)
+        if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(
+                f"tokens_BT has shape {tokens.shape} and dtype {tokens.dtype}: pass integers [B,T], not empty"
+            )
+        for index, row in enumerate(tokens):
+            self._check(row, f"tokens_BT[{index}]")
+        batch, length = tokens.shape
+        size = capacity_bucket(length)
+        num_bytes = 4 * batch * size * self.config.vocab_size
+        require(num_bytes, self.device, f"logits of {batch} x {size} tokens", "score fewer tokens per call")
+        padded = np.zeros((batch, size), np.int32)
+        padded[:, :length] = tokens
+        lengths = np.full(batch, length, np.int32)
+        out, finite = score_tokens(
+            self.params, padded, lengths, config=self.config, policy=self.policy.at_length(length)
+        )
+        if not finite:
+            raise ValueError(explain_not_finite(self.params))
+        return out[:, :length]
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop: str | Sequence[str] = (),
+        seed: int | Sequence[int] = 0,
+        stream: Callable[[int, str], Any] | None = None,
+    ) -> list[Generation]:
+        """Continue each prompt; the results are those of each prompt alone.
+
+        Args:
+            prompts: texts or token lists, of different lengths if need be.
+            max_new_tokens: most tokens to generate; fewer where the model's context ends first.
+            temperature: 0 takes the best token; else divides the logits before drawing.
+            top_k, top_p, min_p: keep the k best tokens; the fewest that hold p of the mass; those of at least min_p
+                times the best one's probability. Applied in this order after penalty and temperature.
+            repetition_penalty: divides positive and multiplies negative logits of tokens of prompt and answer so far.
+            stop: generation ends when one of these texts appears; it is trimmed off.
+            seed: one for all, or one per prompt. A draw depends on its seed and step only, not on the batch.
+            stream: called with (prompt index, text piece) as text becomes certain; whole characters only.
+
+        Raises:
+            ValueError: a bad prompt or sampling value, or weights with NaN.
+            MemoryError: the cache does not fit.
+            Interrupted: Ctrl-C; carries what was generated so far.
+        """
+        started_s = time.perf_counter()
+        sampling = Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+        )
+        tokens = self.encode_prompts(prompts)
+        seeds = check_seeds(seed, len(tokens))
+        self._need_tokenizer(stream is not None, "stream")
+        answers = [self.open_answer(prompt, max_new_tokens, stop) for prompt in tokens]
+        groups: dict[Policy, list[int]] = {}  # each prompt runs under the policy it would have alone
+        for index, answer in enumerate(answers):
+            groups.setdefault(self.policy_at(answer.num_keys), []).append(index)
+        self._require_room([answers[i] for i in members] for members in groups.values())
+        try:
+            for policy, members in groups.items():
+                request = Request(
+                    indices=members,
+                    prompts=[tokens[i] for i in members],
+                    answers=[answers[i] for i in members],
+                    seeds=seeds[members],
+                    sampling=sampling,
+                    stream=stream,
+                )
+                num_keys = max(answer.num_keys for answer in request.answers)
+                self.respond(self.session(policy, batch=len(members), num_keys=num_keys), request)
+        except KeyboardInterrupt:
+            raise Interrupted([answer.generation(started_s) for answer in answers]) from None
+        return [answer.generation(started_s) for answer in answers]
+
+    def warmup(
+        self, *, max_tokens: int | None = None, batch: int = 1, progress: Callable[[str], Any] | None = None, **sampling
+    ) -> int:
+        """Compile (or fetch from the cache folder) what requests of up to `max_tokens`, prompt and answer, will need.
+
+        Args:
+            max_tokens: longest request; None is the model's context.
+            batch: prompts per call; another number compiles anew.
+            progress: called with a line per step.
+            sampling: temperature, top_k, ... of the requests to come: which are on counts, not their values.
+
+        Returns:
+            number of programs run.
+        """
+        longest = min(max_tokens or self.config.max_positions, self.config.max_positions)
+        values = Sampling(**sampling)
+        count, shortest = 0, 1
+        for size in capacity_buckets(longest):
+            for policy in dict.fromkeys(self.policy.at_length(n) for n in (shortest, min(size, longest))):
+                if progress:
+                    progress(f"{policy.name} attention, {size} keys, batch {batch}")
+                count += self.session(policy, batch=batch, num_keys=size).warm()
+            shortest = size + 1
+        scores = jnp.zeros((batch, self.config.vocab_size), jnp.float32)
+        seen = np.zeros(scores.shape, bool) if values.method.penalised else None
+        seeds, numbers = np.zeros(batch, np.uint32), values.values(self.config.vocab_size)
+        jax.block_until_ready(choose(scores, seen, seeds, np.int32(0), numbers, method=values.method))
+        return count + 1
+
+    def with_attention(self, attention: str, plan: Plan | str | os.PathLike | None = None, **options: Any) -> "Model":
+        """The same weights under another policy; `options` are fields of it, e.g. fraction=0.05."""
+        check_attention(attention)
+        found = find_plan(attention, self.plan if plan is None else plan, self.source)
+        if found is not None and found is not self.plan:
+            found.check(self.config, fingerprint(self.params, self.config))
+        return replace(self, policy=policy_for(attention, self.config, found, **options), plan=found)
+
+    @property
+    def device(self) -> jax.Device:
+        """Where the weights are."""
+        return next(iter(self.params.embed.devices()))
+
+    def policy_at(self, num_tokens: int) -> Policy:
+        """The policy a request of this length runs under; says so when that is another one than was asked for."""
+        policy = self.policy.at_length(num_tokens)
+        if policy != self.policy:
+            logger.info(
+                "%d tokens are below the cross-over of %s: running %s", num_tokens, self.policy.name, policy.name
+            )
+        return policy
+
+    def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Token lists of the prompts, each checked: not empty, in the vocabulary, within the context."""
+        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+            raise ValueError("prompts must be a list of texts or token lists: wrap a single prompt in a list, [prompt]")
+        if not len(prompts):
+            raise ValueError("prompts is an empty list: pass at least one prompt")
+        return [self._encode(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
+
+    def open_answer(self, prompt: Sequence[int], max_new_tokens: int, stop: str | Sequence[str] = ()) -> Answer:
+        """An empty answer to a checked prompt; its limit is what max_new_tokens and the context leave."""
+        if max_new_tokens < 1:
+            raise ValueError(f"{max_new_tokens=} must be at least 1")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self._need_tokenizer(bool(stop), "stop")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"{stop=} must hold texts that are not empty")
+        room = self.config.max_positions - len(prompt) + 1  # the last token is never fed back
+        return Answer(len(prompt), min(max_new_tokens, room), self.config.eos_ids, stop, self.tokenizer)
+
+    def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:
+        """An empty cache for `batch` sequences of up to `num_keys` keys."""
+        return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys)
+
+    def respond(self, session: Session, request: Request, start: int = 0) -> None:
+        """Prefill from `start` on and decode until every answer is complete.
+
+        Raises:
+            ValueError: the scores are not finite, which names the weights that are not.
+        """
+        if not respond(session, request, start):
+            raise ValueError(explain_not_finite(self.params))
+
+    def _encode(self, prompt: Prompt, name: str) -> list[int]:
+        if isinstance(prompt, str):
+            self._need_tokenizer(True, "a text prompt")
+            if not prompt:
+                raise ValueError(f"{name} is empty: pass some text")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            if not len(prompt):
+                raise ValueError(f"{name} is an empty token list: pass at least one token")
+            if not all(isinstance(token, int | np.integer) for token in prompt):
+                raise ValueError(f"{name} must be a text or a list of integers, got {prompt!r:.80}")
+            tokens = [int(token) for token in prompt]
+        self._check(tokens, name)
+        return tokens
+
+    def _check(self, tokens: Sequence[int], name: str) -> None:
+        limit, vocab_size = self.config.max_positions, self.config.vocab_size
+        if len(tokens) > limit:
+            raise ValueError(
+                f"{name} has {len(tokens)} tokens but the model's context is {limit}: shorten it by "
+                f"{len(tokens) - limit} tokens, or use a model with a longer context"
+            )
+        wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"{name} holds token {wrong}, outside the model's vocabulary of {vocab_size} (ids from 0)")
+
+    def _need_tokenizer(self, wanted: bool, what: str) -> None:
+        if wanted and self.tokenizer is None:
+            raise ValueError(
+                f"{what} needs a tokenizer and {self.source} has none: pass token lists, or add its tokenizer.json"
+            )
+
+    def _require_room(self, groups) -> None:
+        """Raise MemoryError unless every group's cache and activations fit; groups run one after another."""
+        itemsize = self.params.embed.dtype.itemsize
+        for group in groups:
+            batch, longest = len(group), max(answer.num_keys for answer in group)
+            rows = max(answer.prompt_tokens for answer in group)
+            require(
+                cache_bytes(self.config, batch, longest, itemsize) + chunk_bytes(self.config, batch, rows, itemsize),
+                self.device,
+                f"a cache for {batch} sequences of {longest} tokens",
+                "pass fewer prompts per call, shorter ones, or a smaller max_new_tokens",
+            )
+
+
+def load(
+    path_or_hub_id: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    attention: str = "dense",
+    plan: Plan | str | os.PathLike | None = None,
+) -> Model:
+    """Load a Hugging Face folder, or a hub id's files.
+
+    Args:
+        path_or_hub_id: a folder with config.json and safetensors, or "owner/name".
+        dtype: "float32" or "bfloat16"; None is the checkpoint's own.
+        attention: "dense", "kascade", "window" or "oracle".
+        plan: for kascade: a Plan or a path; None looks for plan.json beside the weights.
+
+    Raises:
+        FileNotFoundError, ValueError: what is missing or wrong, and the way out.
+        MemoryError: the weights do not fit.
+    """
+    check_attention(attention)
+    if dtype not in (None, "float32", "bfloat16"):
+        raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own")
+    folder = resolve(path_or_hub_id)
+    config = read_config(folder)
+    if dtype is not None:
+        config = replace(config, dtype=dtype)
+    plan = find_plan(attention, plan, str(folder))
+    policy = policy_for(attention, config, plan)
+    num_bytes = config.num_parameters * jnp.dtype(config.dtype).itemsize
+    require(num_bytes, jax.devices()[0], f"{folder.name} in {config.dtype}", "take a smaller model, or bfloat16")
+    tokenizer = load_tokenizer(folder)
+    enable_cache()
+    params = load_params(folder, config, dtype=jnp.dtype(config.dtype), stacked=False)
+    if plan is not None:
+        plan.check(config, fingerprint(params, config))
+    return Model(config=config, params=params, tokenizer=tokenizer, policy=policy, plan=plan, source=str(folder))
+
+
+def save(model: Model, folder: str | os.PathLike) -> None:
+    """Write a folder that transformers loads: config.json, safetensors, tokenizer files; and the plan, if any."""
+    folder = Path(folder)
+    save_folder(folder, model.params, model.config, model.tokenizer)
+    if model.plan is not None:
+        model.plan.save(folder / PLAN_FILE)
+
+
+def check_attention(attention: str) -> None:
+    """Raise ValueError unless there is a policy of this name."""
+    if attention not in POLICIES:
+        raise ValueError(f"{attention=} must be one of {tuple(POLICIES)}")
+
+
+def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
+    """The plan itself, read from its path, or, for kascade, from beside the weights."""
+    if plan is not None:
+        return plan if isinstance(plan, Plan) else Plan.load(plan)
+    if attention != "kascade":
+        return None
+    beside = Path(source) / PLAN_FILE
+    if beside.is_file():
+        return Plan.load(beside)
+    raise ValueError(
+        f"attention='kascade' needs a plan and {beside} does not exist: make one with "
+        f"`tessera calibrate {source} --text TEXT`, or pass plan=..."
+    )
+
+
+def explain_not_finite(params: Params) -> str:
+    """One sentence on scores that are not finite: which weights are to blame, if any."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    broken = [jax.tree_util.keystr(path) for path, leaf in leaves if not bool(jnp.isfinite(leaf).all())]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        return f"the model's scores are not finite: its weights params{broken[0]}{more} hold NaN or inf; reload them"
+    return "the model's scores are not finite although its weights are: load it with dtype='float32'"

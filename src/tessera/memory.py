@@ -1,0 +1,55 @@
+"""Whether something fits: bytes free on a device, asked before anything is read or compiled."""
+
+from pathlib import Path
+
+import jax
+
+
+def available_bytes(device: jax.Device) -> int | None:
+    """Bytes a program on this device may still take; None where the system does not say."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
+    if device.platform != "cpu":
+        return None
+    bounds = [b for b in (_host_free_bytes(), _container_free_bytes()) if b is not None]
+    return min(bounds, default=None)
+
+
+def require(num_bytes: int, device: jax.Device, what: str, way_out: str) -> None:
+    """Raise MemoryError if `num_bytes` for `what` exceed what the device has free."""
+    free = available_bytes(device)
+    if free is not None and num_bytes > free:
+        raise MemoryError(
+            f"{what} needs {format_bytes(num_bytes)} but {format_bytes(free)} are free on {device.platform}: {way_out}"
+        )
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes for people, in binary units: 1536 -> "1.5 KiB"."""
+    power = next((p for p in range(4) if num_bytes < 1024 ** (p + 1)), 4)
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{num_bytes / 1024**power:.{1 if power else 0}f} {unit}"
+
+
+def _host_free_bytes() -> int | None:
+    path = Path("/proc/meminfo")
+    if not path.is_file():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _container_free_bytes() -> int | None:
+    """A container's own limit, which /proc/meminfo does not show. Page cache counts as used here: a lower bound."""
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if not (limit.is_file() and used.is_file()):
+        return None
+    text = limit.read_text().strip()
+    if text == "max":
+        return None
+    stat = Path("/sys/fs/cgroup/memory.stat")
+    fields = dict(line.split() for line in stat.read_text().splitlines()) if stat.is_file() else {}
+    return int(text) - int(used.read_text()) + int(fields.get("inactive_file", 0))

@@ -1,0 +1,146 @@
+"""Chooses the next token: repetition penalty, temperature, top-k, top-p, min-p, in transformers' order and meaning.
+
+All of top-k, top-p and min-p keep the tokens above some score, so they become one threshold on z = penalised logits /
+temperature. Ties at the threshold are all kept (transformers drops some of them in top-p, by sort order).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int32, UInt32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What the sampling program does at all: static, so that greedy decoding sorts and draws nothing."""
+
+    draw: bool = False
+    filtered: bool = False
+    penalised: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are chosen; see Model.generate. Values are checked here, and are not static under jit."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self):
+        if not (isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
+        if self.top_k is not None and (int(self.top_k) != self.top_k or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k} must be a whole number of at least 1, or None to keep all tokens")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or None to keep all tokens")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p} must be between 0 and 1, or None to keep all tokens")
+        if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1.0 is none")
+
+    @property
+    def method(self) -> Method:
+        """The program that these values need."""
+        draw = self.temperature > 0
+        # greedy decoding needs no filter: the best token passes every one
+        filtered = draw and any(value is not None for value in (self.top_k, self.top_p, self.min_p))
+        return Method(draw=draw, filtered=filtered, penalised=self.repetition_penalty != 1.0)
+
+    def values(self, vocab_size: int) -> "Values":
+        """The numbers, with neutral ones for what is off."""
+        return Values(
+            temperature=np.float32(self.temperature),
+            top_k=np.int32(vocab_size if self.top_k is None else min(self.top_k, vocab_size)),
+            top_p=np.float32(1.0 if self.top_p is None else self.top_p),
+            min_p=np.float32(0.0 if self.min_p is None else self.min_p),
+            penalty=np.float32(self.repetition_penalty),
+        )
+
+
+class Values(NamedTuple):
+    """Sampling numbers as the program takes them."""
+
+    temperature: Float[np.ndarray, ""]
+    top_k: Int32[np.ndarray, ""]
+    top_p: Float[np.ndarray, ""]
+    min_p: Float[np.ndarray, ""]
+    penalty: Float[np.ndarray, ""]
+
+
+class Choice(NamedTuple):
+    """One token per sequence.
+
+    Attributes:
+        token: ids.
+        logprob: ln of its probability under softmax(logits): before penalty, temperature and filters.
+        seen: tokens of prompt and answer so far, None unless penalised.
+    """
+
+    token: Int32[Array, "B"]
+    logprob: Float[Array, "B"]
+    seen: Bool[Array, "B V"] | None
+
+
+@partial(jax.jit, static_argnames="method")
+def choose(
+    logits_BV: Float[Array, "B V"],
+    seen_BV: Bool[Array, "B V"] | None,
+    seeds_B: UInt32[Array, "B"],
+    step: Int32[Array, ""],
+    values: Values,
+    *,
+    method: Method,
+) -> Choice:
+    """Choose one token per sequence; a draw depends on that sequence's seed, the step and its own logits only."""
+    z_BV = logits_BV
+    if method.penalised:
+        penalised = jnp.where(z_BV < 0, z_BV * values.penalty, z_BV / values.penalty)
+        z_BV = jnp.where(seen_BV, penalised, z_BV)
+    if method.draw:
+        z_BV = z_BV / values.temperature
+        if method.filtered:
+            z_BV = jnp.where(z_BV >= threshold(z_BV, values)[:, None], z_BV, -jnp.inf)
+        keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds_B)
+        token_B = jax.vmap(jax.random.categorical)(keys, z_BV).astype(jnp.int32)
+    else:
+        token_B = jnp.argmax(z_BV, axis=-1).astype(jnp.int32)
+    chosen = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
+    logprob_B = chosen - jax.nn.logsumexp(logits_BV, axis=-1)
+    if method.penalised:
+        seen_BV = seen_BV.at[jnp.arange(token_B.shape[0]), token_B].set(True)
+    return Choice(token_B, logprob_B, seen_BV)
+
+
+def threshold(z_BV: Float[Array, "B V"], values: Values) -> Float[Array, "B"]:
+    """Least score that survives top-k, then top-p over what is left, then min-p."""
+    ascending = jnp.sort(z_BV, axis=-1)
+    vocab_size = z_BV.shape[-1]
+    kth_B = jax.lax.dynamic_index_in_dim(ascending, vocab_size - values.top_k, axis=1, keepdims=False)
+    kept = jnp.where(ascending >= kth_B[:, None], ascending, -jnp.inf)
+    cumulative = jnp.cumsum(jax.nn.softmax(kept, axis=-1), axis=-1)
+    removed = jnp.sum(cumulative <= 1 - values.top_p, axis=-1)  # a prefix, since cumulative ascends
+    first = jnp.minimum(removed, vocab_size - 1)[:, None]
+    nucleus_B = jnp.take_along_axis(ascending, first, axis=-1)[:, 0]
+    relative_B = ascending[:, -1] + jnp.log(values.min_p)
+    return jnp.maximum(jnp.maximum(kth_B, nucleus_B), relative_B)
+
+
+def check_seeds(seed: int | Sequence[int], batch: int) -> UInt32[np.ndarray, "B"]:
+    """One seed per sequence: the same for all, or as many as there are prompts."""
+    seeds = [seed] * batch if isinstance(seed, int | np.integer) else list(seed)
+    if len(seeds) != batch:
+        raise ValueError(f"seed has {len(seeds)} values for {batch} prompts: pass one integer, or one per prompt")
+    for value in seeds:
+        if not 0 <= value < 2**32:
+            raise ValueError(f"seed={value} must be between 0 and 2**32 - 1")
+    return np.asarray(seeds, np.uint32)
