@@ -1,0 +1,390 @@
+"""Training text: library sources, hidden notes and questions about them. A batch is a pure function of (seed, step).
+
+Every example is `length + 1` token ids with a weight per predicted token. Kinds of example:
+
+    copy   random bytes with a short period: the circuit that finds an earlier match forms here, at very short length
+    recall random bytes in which earlier spans come again at any distance
+    text   library source as it is
+    notes  library source with notes hidden in it (pass keys, constants, tables, variable chains) and questions about
+           them later on and at the end, plainly or as a chat
+
+The text is the standard library of the running Python (PSF licence). Files are split by the hash of their name, and
+the documents of the demo are always held out.
+"""
+
+import hashlib
+import re
+import sysconfig
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+BOS, EOS, PAD, USER, ASSISTANT, END = range(256, 262)
+VOCAB_SIZE = 264
+
+HELD_OUT = frozenset(
+    {"http/__init__.py", "token.py", "stat.py", "socketserver.py", "ftplib.py", "smtplib.py", "imaplib.py", "tarfile.py"}
+)
+SKIPPED = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "__pycache__"})
+
+VALUE_WEIGHT = 3.0
+WORDING_WEIGHT = 1.0
+QUESTION_WEIGHT = 0.1
+
+
+class Batch(NamedTuple):
+    """Token ids [B,T+1] and the weight of predicting tokens[:, 1:], float32 [B,T]."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Bytes to train on and bytes never trained on."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+    files: tuple[str, ...] = ()
+
+
+def library_files() -> list[tuple[str, Path]]:
+    """The standard library's sources as (relative name, path), sorted; tests and vendored packages left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not SKIPPED.intersection(relative.parts):
+            found.append((relative.as_posix(), path))
+    return found
+
+
+def is_held_out(name: str) -> bool:
+    """One file in twenty, by the hash of its name, and the demo's documents."""
+    return name in HELD_OUT or hashlib.sha256(name.encode()).digest()[0] < 13
+
+
+@lru_cache(maxsize=2)
+def library_corpus() -> Corpus:
+    """The standard library of the running Python."""
+    return corpus_of([(name, path.read_bytes()) for name, path in library_files()])
+
+
+def corpus_of(documents: list[tuple[str, bytes]]) -> Corpus:
+    """Split named documents into a training and a held-out corpus."""
+    train = [body for name, body in documents if not is_held_out(name)]
+    held = [body for name, body in documents if is_held_out(name)] or train[:1]
+    return Corpus(
+        train=np.frombuffer(b"\n\n".join(train), np.uint8),
+        held_out=np.frombuffer(b"\n\n".join(held), np.uint8),
+        files=tuple(name for name, _ in documents),
+    )
+
+
+def make_batch(corpus: Corpus, mixture: dict[str, float], length: int, batch: int, seed: int, step: int) -> Batch:
+    """The batch of one step: the same bits for the same arguments, whatever ran before."""
+    rng = np.random.default_rng((seed, step))
+    kinds, shares = list(mixture), np.array(list(mixture.values()), np.float64)
+    chosen = rng.choice(len(kinds), size=batch, p=shares / shares.sum())
+    rows = [KINDS[kinds[index]](rng, corpus, length + 1) for index in chosen]
+    return Batch(np.stack([ids for ids, _ in rows]), np.stack([weights[1:] for _, weights in rows]))
+
+
+def copy(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random bytes repeated with one period; the first period is noise and weighs nothing."""
+    period = int(rng.integers(3, max(13, min(size // 2, 256))))
+    ids = np.resize(rng.integers(0, 256, period), size).astype(np.int32)
+    return ids, (np.arange(size) >= period + 1).astype(np.float32)
+
+
+def recall(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Spans of random bytes, about half of them copied from any earlier place; new bytes weigh nothing."""
+    ids, weights = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    ids[:16], end = rng.integers(0, 256, 16), 16
+    while end < size:
+        span = min(int(rng.integers(6, 40)), size - end)
+        if rng.random() < 0.6 and end > span:
+            start = int(rng.integers(0, end - span))
+            ids[end : end + span] = ids[start : start + span]
+            weights[end + 3 : end + span] = 1.0
+        else:
+            ids[end : end + span] = rng.integers(0, 256, span)
+        end += span
+    return ids, weights
+
+
+def text(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A slice of the corpus, every token weighing the same."""
+    return excerpt(rng, corpus.train, size), np.full(size, 0.3, np.float32)
+
+
+def excerpt(rng: np.random.Generator, source: np.ndarray, size: int) -> np.ndarray:
+    """A random slice, starting after a line break where one is near; a short source is repeated."""
+    if len(source) <= size:
+        return np.resize(source, size).astype(np.int32)
+    start = int(rng.integers(0, len(source) - size))
+    near = np.flatnonzero(source[start : min(start + 80, len(source) - size)] == 10)
+    start += int(near[0]) + 1 if len(near) else 0
+    return source[start : start + size].astype(np.int32)
+
+
+# Notes and questions. A piece is text with weights; "[" value "]" marks what weighs most.
+
+
+class Fact(NamedTuple):
+    """Lines to hide, in order of appearance, and a question with its answer (value parts between \\x01 and \\x02)."""
+
+    notes: tuple[str, ...]
+    question: str
+    answer: str
+
+
+NOUNS = (
+    "pass key|secret number|magic number|access code|password|lucky number|door code|vault code|serial number|"
+    "ticket number|order number|key|code|token|account number"
+).split("|")
+NAMES = "Ada|Ben|Carla|David|Elena|Farid|Grace|Hugo|Ines|Jonas|Kira|Liam|Mona|Noah|Olga|Paul|Rosa|Sven|Tara|Yusuf".split("|")
+WORDS = (
+    "MAX|MIN|DEFAULT|BUFFER|SIZE|TIMEOUT|RETRY|COUNT|LIMIT|PORT|FLAG|MODE|ERROR|STATUS|NOT|FOUND|BAD|REQUEST|READ|WRITE|"
+    "OPEN|CLOSE|SOCKET|FILE|PATH|NAME|TYPE|CODE|STATE|ACCEPTED|GONE|LOCKED|MOVED|PARTIAL|CONTENT|SERVER|CLIENT|PROXY|"
+    "GATEWAY|TOKEN|STRING|NUMBER|COMMENT|INDENT|BLOCK|CHAR|LINK|USER|GROUP|EXEC|SIGNAL|ALARM|CHILD|EVENT|QUEUE|LEVEL|"
+    "DEBUG|INFO|WARN|CRITICAL|HEADER|VERSION|MAGIC|OFFSET|MASK|SHIFT|INDEX|TABLE|KEY|VALUE|ITEM|NODE|TREE|ROOT|LEAF|"
+    "LEFT|RIGHT|START|STOP|END|BEGIN|FIRST|LAST|NEXT|ALLOWED|METHOD|CONFLICT|LENGTH|REQUIRED|RANGE|UPGRADE|MULTI"
+).split("|")
+
+
+def number(rng: np.random.Generator, digits: int | None = None) -> str:
+    """A random number without a leading zero."""
+    digits = digits or int(rng.choice([1, 2, 3, 4, 5, 6, 7], p=[0.05, 0.1, 0.2, 0.15, 0.3, 0.1, 0.1]))
+    return str(rng.integers(10 ** (digits - 1), 10**digits))
+
+
+def constant_name(rng: np.random.Generator) -> str:
+    """An upper-case name of one to four words, sometimes random letters."""
+    if rng.random() < 0.25:
+        return "".join(rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), int(rng.integers(3, 9))))
+    return "_".join(rng.choice(WORDS, int(rng.integers(1, 5))))
+
+
+def constant_value(rng: np.random.Generator) -> str:
+    """An integer, a hexadecimal, an octal, a float or a short string."""
+    kind = rng.random()
+    if kind < 0.65:
+        return number(rng)
+    if kind < 0.78:
+        return hex(int(rng.integers(0, 1 << int(rng.choice([8, 16, 24])))))
+    if kind < 0.83:
+        return f"0o{int(rng.integers(0, 1 << 15)):o}"
+    if kind < 0.87:
+        return f"{rng.integers(0, 100)}.{rng.integers(0, 1000)}"
+    word = "".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), int(rng.integers(2, 8))))
+    return f"{word!r}" if kind < 0.95 else f'"{word}"'
+
+
+def pass_key(rng: np.random.Generator) -> Fact:
+    """"The pass key is 48213. Remember it." under many names; most often exactly that."""
+    noun = "pass key" if rng.random() < 0.4 else str(rng.choice(NOUNS))
+    if rng.random() < 0.35:
+        noun = f"{noun} of {rng.choice(NAMES)}" if rng.random() < 0.5 else f"{rng.choice(NAMES).lower()} {noun}"
+    value = number(rng, 5 if rng.random() < 0.6 else None)
+    ending = str(rng.choice(["Remember it.", "", "Do not forget it.", f"{value} is the {noun}."], p=[0.6, 0.2, 0.1, 0.1]))
+    note = f"The {noun} is {value}. {ending}".strip()
+    question = f"What is the {noun}?"
+    return Fact((rng.choice(["", "# ", "    # "], p=[0.5, 0.3, 0.2]) + note,), question, f"The {noun} is \x01{value}\x02.")
+
+
+def constant(rng: np.random.Generator) -> Fact:
+    """One constant in the code, asked for by its name."""
+    name, value = constant_name(rng), constant_value(rng)
+    return Fact((constant_line(rng, name, value),), f"What is {name}?", f"{name} = \x01{value}\x02")
+
+
+def constant_line(rng: np.random.Generator, name: str, value: str) -> str:
+    indent = " " * int(rng.choice([0, 4], p=[0.7, 0.3]))
+    tail = rng.choice(["", f", '{name.replace('_', ' ').title()}'", "  # " + str(rng.choice(WORDS)).lower(), ";"], p=[0.6, 0.2, 0.15, 0.05])
+    gap = " " * int(rng.choice([1, 3], p=[0.85, 0.15]))
+    return f"{indent}{name}{gap}= {value}{tail}"
+
+
+def chain(rng: np.random.Generator) -> Fact:
+    """a = 58213 ... b = a ... c = b: the answer walks back to the number."""
+    hops = int(rng.integers(1, 4))
+    letters = list("abcdefghijklmnopqrstuvwxyz")
+    names = ["".join(rng.choice(letters, int(rng.integers(3, 6)))) for _ in range(hops + 1)]
+    value = number(rng)
+    notes = [f"{names[0]} = {value}"] + [f"{names[i + 1]} = {names[i]}" for i in range(hops)]
+    walked = " = ".join(reversed(names[:-1]))
+    return Fact(tuple(notes), f"What is {names[-1]}?", f"{names[-1]} = \x01{walked} = {value}\x02")
+
+
+def table(rng: np.random.Generator) -> list[Fact]:
+    """A block of constants, one row each; the first fact carries the whole block as its note."""
+    names = list(dict.fromkeys(constant_name(rng) for _ in range(int(rng.integers(3, 16)))))
+    start, stepping = int(rng.integers(0, 900)), rng.random() < 0.5
+    style, rows, facts = rng.random(), [], []
+    for row, name in enumerate(names):
+        value = str(start + row) if stepping else constant_value(rng)
+        tail = f", '{name.replace('_', ' ').capitalize()}'" if style < 0.3 else ""
+        rows.append(f"{'    ' if style < 0.6 else ''}{name} = {value}{tail}")
+        facts.append((name, value))
+    order = rng.permutation(len(facts))[: int(rng.integers(1, 5))]
+    asked = [Fact((), f"What is {facts[i][0]}?", f"{facts[i][0]} = \x01{facts[i][1]}\x02") for i in order]
+    return [asked[0]._replace(notes=("\n".join(rows),)), *asked[1:]]
+
+
+NATURAL = re.compile(rb"^ *([A-Z_][A-Z0-9_]{2,}) *= *(0x[0-9a-fA-F]+|\d+|'[^'\n]{1,20}')", re.M)
+
+
+def natural(body: bytes) -> list[Fact]:
+    """Constants the library itself defines once in this text."""
+    found: dict[str, str] = {}
+    for match in NATURAL.finditer(body):
+        name, value = match[1].decode(), match[2].decode("latin-1")
+        found[name] = "" if name in found else value
+    return [Fact((), f"What is {name}?", f"{name} = \x01{value}\x02") for name, value in found.items() if value]
+
+
+def encode(piece: str, weight: float) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and weights; what stands between \\x01 and \\x02 weighs VALUE_WEIGHT."""
+    raw = np.frombuffer(piece.encode("latin-1", "replace"), np.uint8).astype(np.int32)
+    inside = np.cumsum(raw == 1) > np.cumsum(raw == 2)
+    keep = (raw != 1) & (raw != 2)
+    return raw[keep], np.where(inside, VALUE_WEIGHT, weight).astype(np.float32)[keep]
+
+
+def dialogue(fact: Fact, chat: bool) -> tuple[np.ndarray, np.ndarray]:
+    """One question and its answer, as a chat turn or in plain text."""
+    question, asked = encode(fact.question, QUESTION_WEIGHT)
+    answer, weights = encode(fact.answer, WORDING_WEIGHT)
+    if chat:
+        ids = [[USER], question, [END, ASSISTANT], answer, [END]]
+        all_weights = [[0.0], asked, [0.1, 0.1], weights, [WORDING_WEIGHT]]
+    else:
+        ids = [question, [32], answer, [10]]
+        all_weights = [asked, [0.1], weights, [WORDING_WEIGHT]]
+    return np.concatenate(ids).astype(np.int32), np.concatenate(all_weights).astype(np.float32)
+
+
+def notes(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A document with hidden notes, then questions about them and about the library's own constants."""
+    chat = bool(rng.random() < 0.5)
+    head = [BOS, USER] if chat else [BOS]
+    hidden, turns, room = [], [], size - len(head) - 2
+    for group in draw_facts(rng, size):
+        middle = dialogue(group[0], False) if rng.random() < 0.3 else None
+        asked = [dialogue(fact, chat) for fact in group]
+        cost = sum(len(line) + 1 for line in group[0].notes) + sum(len(turn[0]) for turn in asked)
+        cost += 0 if middle is None else len(middle[0])
+        if cost > (room - size * 0.3 if turns else room - 8):
+            continue
+        room -= cost
+        hidden.append((group[0].notes, middle))
+        turns += asked
+    body = excerpt(rng, corpus.train, size)
+    reserve = min(200, room // 3) if room > 300 else 0
+    own = natural(bytes(body[: room - reserve].astype(np.uint8)))
+    for index in rng.permutation(len(own)):
+        turn = dialogue(own[index], chat)
+        if len(turn[0]) <= reserve:
+            turns, reserve, room = [*turns, turn], reserve - len(turn[0]), room - len(turn[0])
+    document = hide(rng, body[: max(room, 0)], hidden, float(rng.choice([0.1, 0.3])))
+    turns = [turns[index] for index in rng.permutation(len(turns))]
+    if chat and turns:  # the first question stands in the same user turn as the document
+        turns[0] = (turns[0][0][1:], turns[0][1][1:])
+    parts = [(np.array(head, np.int32), np.zeros(len(head), np.float32)), document, encode("\n\n", 0.1), *turns]
+    ids, weights = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    return fit(ids, weights, size)
+
+
+def fit(ids: np.ndarray, weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut from the front or pad at the end to exactly `size`."""
+    if len(ids) >= size:
+        return ids[-size:], weights[-size:]
+    missing = size - len(ids)
+    return np.pad(ids, (0, missing), constant_values=PAD), np.pad(weights, (0, missing))
+
+
+def draw_facts(rng: np.random.Generator, size: int) -> list[list[Fact]]:
+    """Facts for a document of this size, in groups that share their notes; no question is drawn twice."""
+    groups, seen = [], set()
+    for _ in range(int(rng.integers(1, 2 + min(size // 96, 24)))):
+        kind = rng.random()
+        if kind < 0.4:
+            drawn = [pass_key(rng)]
+        elif kind < 0.65:
+            drawn = [constant(rng)]
+        elif kind < 0.85 or size < 192:
+            drawn = [chain(rng)]
+        else:
+            drawn = table(rng)
+        questions = {fact.question for fact in drawn}
+        if not questions & seen:
+            seen |= questions
+            groups.append(drawn)
+    return groups
+
+
+def hide(rng, body, hidden, filler_weight) -> tuple[np.ndarray, np.ndarray]:
+    """Insert the notes at uniform depths, snapped to line breaks; a question in the middle comes after its note."""
+    inserts = []
+    for lines, turn in hidden:
+        depths = np.sort(rng.random(len(lines) + (turn is not None)))
+        pieces = [encode(line + "\n", 0.0) for line in lines] + ([turn] if turn is not None else [])
+        inserts += [(int(depth * len(body)), piece) for depth, piece in zip(depths, pieces)]
+    breaks = np.flatnonzero(body == 10) + 1
+    parts, done = [], 0
+    for place, piece in sorted(inserts, key=lambda item: item[0]):
+        index = np.searchsorted(breaks, place)
+        cut = int(breaks[index]) if index < len(breaks) else (int(breaks[-1]) if len(breaks) else place)
+        cut = max(cut, done)
+        parts += [(body[done:cut], np.full(cut - done, filler_weight, np.float32)), piece]
+        done = cut
+    parts.append((body[done:], np.full(len(body) - done, filler_weight, np.float32)))
+    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+
+
+KINDS = {"copy": copy, "recall": recall, "text": text, "notes": notes}
+
+
+class Task(NamedTuple):
+    """A prompt and the tokens that must follow it, greedily, all of them."""
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    depth: float
+
+
+def passkey_task(
+    rng: np.random.Generator, length: int, *, corpus: Corpus | None = None, depth: float | None = None, chat: bool = False
+) -> Task:
+    """A five-digit pass key hidden in held-out library text; prompt and answer together are `length` tokens.
+
+    Args:
+        rng: source of the key, the place and the text.
+        length: tokens of prompt and answer.
+        corpus: None is the standard library's held-out part.
+        depth: 0 (start) to 1 (end) of the text; None draws it uniformly.
+        chat: ask as a chat turn.
+
+    Returns:
+        prompt and answer token ids, and the depth.
+    """
+    corpus = library_corpus() if corpus is None else corpus
+    depth = float(rng.random()) if depth is None else depth
+    key = number(rng, 5)
+    note = encode(f"The pass key is {key}. Remember it.\n", 0.0)
+    question = "\n\nWhat is the pass key?"
+    tail = [*question.encode(), END, ASSISTANT] if chat else [*question.encode(), 32]
+    tail = np.array([*tail, *b"The pass key is "], np.int32)
+    head = np.array([BOS, USER] if chat else [BOS], np.int32)
+    room = length - len(head) - len(note[0]) - len(tail) - len(key)
+    if room < 1:
+        raise ValueError(f"{length=} must be at least {length - room + 1} tokens to hold the note and the question")
+    body = excerpt(rng, corpus.held_out, room)
+    breaks = np.concatenate([[0], np.flatnonzero(body == 10) + 1])
+    cut = int(breaks[np.argmin(np.abs(breaks - depth * room))])
+    prompt = np.concatenate([head, body[:cut], note[0], body[cut:], tail])
+    return Task(prompt, np.frombuffer(key.encode(), np.uint8).astype(np.int32), cut / room)
