@@ -1,0 +1,162 @@
+"""The plan: what calibration found out about one model, as a file that can be read, checked and moved."""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from tessera.attention.contract import AttentionSpec
+
+SCHEMA = 1
+HEADS = ("remap", "identity", "pooled")
+
+
+def check_budget(fraction: float, minimum: int) -> None:
+    """Raise ValueError unless a budget of max(fraction * visible, minimum) keys makes sense."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction={fraction} must be above 0 and at most 1")
+    if minimum < 1:
+        raise ValueError(f"minimum={minimum} must be at least 1 key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which layers score, which reuse, and how much they read, for one model.
+
+    Attributes:
+        model: fingerprint of the weights the plan was made for.
+        num_layers, num_kv_heads: that model's, so that a misfit is named before anything runs.
+        anchors: layers that score all keys, ascending; the first is 0.
+        head_map: [L][K]: the anchor's KV head whose selection a layer's KV head uses.
+        heads: "remap" (use head_map), "identity" (each head its own), "pooled" (one selection for all heads).
+        tile: key positions per tile.
+        query_tile: query positions that share a selection.
+        fraction: share of the visible keys a reuse layer reads.
+        minimum: keys it reads at least (all, if fewer are visible).
+        crossover_tokens: requests shorter than this run dense, which is faster there.
+        provenance: where it came from: corpus hash, date, tessera version, device.
+        metrics: what was measured on the way: similarity, importance, recall, density, perplexity, cross-over times.
+    """
+
+    model: str
+    num_layers: int
+    num_kv_heads: int
+    anchors: tuple[int, ...]
+    head_map: tuple[tuple[int, ...], ...]
+    heads: str = "remap"
+    tile: int = 64
+    query_tile: int = 32
+    fraction: float = 0.1
+    minimum: int = 128
+    crossover_tokens: int = 0
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "anchors", tuple(self.anchors))
+        object.__setattr__(self, "head_map", tuple(tuple(row) for row in self.head_map))
+        AttentionSpec(tile=self.tile, query_tile=self.query_tile)
+        check_budget(self.fraction, self.minimum)
+        if self.heads not in HEADS:
+            raise ValueError(f"heads={self.heads!r} must be one of {HEADS}")
+        if self.crossover_tokens < 0:
+            raise ValueError(f"crossover_tokens={self.crossover_tokens} must be at least 0")
+        check_anchors(self.anchors, self.num_layers)
+        check_head_map(self.head_map, self.num_layers, self.num_kv_heads)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the plan as JSON; a reader sees the old file or the new one, never half of one."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"schema": SCHEMA, "kind": "tessera-plan", **asdict(self)}, indent=1) + "\n"
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "Plan":
+        """Read a plan; FileNotFoundError or ValueError says in one sentence what is wrong and what to do."""
+        path = Path(path)
+        if not path.is_file():
+            raise FileNotFoundError(f"plan {str(path)!r} does not exist: make one with `tessera calibrate`")
+        remake = "make a new one with `tessera calibrate`"
+        try:
+            found = json.loads(path.read_bytes())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"plan {str(path)!r} is not JSON ({error}): {remake}") from None
+        if not isinstance(found, dict) or found.pop("kind", None) != "tessera-plan":
+            raise ValueError(f"{str(path)!r} is JSON but not a plan: {remake}")
+        schema = found.pop("schema", None)
+        if not isinstance(schema, int) or schema < 1:
+            raise ValueError(f"plan {str(path)!r} has schema {schema!r}, which is not a version: {remake}")
+        if schema > SCHEMA:
+            raise ValueError(
+                f"plan {str(path)!r} has schema {schema}, newer than {SCHEMA}, the newest this tessera reads: "
+                f"upgrade tessera, or {remake}"
+            )
+        try:
+            return cls(**_checked(found))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"plan {str(path)!r} is damaged: {error}; {remake}") from None
+
+    def check(self, config: Any, fingerprint: str | None = None) -> None:
+        """Raise ValueError unless the plan fits a model of this config (and, if given, these very weights)."""
+        remake = "make its own with `tessera calibrate`"
+        for name in ("num_layers", "num_kv_heads"):
+            mine, theirs = getattr(self, name), getattr(config, name)
+            if mine != theirs:
+                raise ValueError(f"the plan is of another model: its {name} is {mine}, this model's {theirs}; {remake}")
+        if fingerprint is not None and self.model != fingerprint:
+            raise ValueError(
+                f"the plan is of another model: it was made for {self.model!r}, this model is {fingerprint!r}; {remake}"
+            )
+        if self.tile > config.max_positions:
+            raise ValueError(
+                f"the plan's tile={self.tile} does not fit this model's context of {config.max_positions}; {remake}"
+            )
+
+
+def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
+    """Raise ValueError unless anchors ascend from layer 0 within the model."""
+    ascending = all(a < b for a, b in zip(anchors, anchors[1:]))
+    if not anchors or anchors[0] != 0 or not ascending or anchors[-1] >= num_layers:
+        raise ValueError(f"anchors={list(anchors)} must ascend from 0 and stay below num_layers={num_layers}")
+
+
+def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_kv_heads: int) -> None:
+    """Raise ValueError unless head_map is [L][K] of heads in range."""
+    if len(head_map) != num_layers or any(len(row) != num_kv_heads for row in head_map):
+        shape = [len(head_map), len(head_map[0]) if head_map else 0]
+        raise ValueError(f"head_map of shape {shape} must be [{num_layers}, {num_kv_heads}]")
+    for layer, row in enumerate(head_map):
+        if any(not 0 <= head < num_kv_heads for head in row):
+            raise ValueError(f"head_map[{layer}]={list(row)} must name heads from 0 to {num_kv_heads - 1}")
+
+
+def _checked(found: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a plan, of the right types; raises naming the first that is not."""
+    known = {f.name for f in fields(Plan)}
+    if unknown := sorted(found.keys() - known):
+        raise ValueError(f"unknown fields {unknown}")
+    integers = ("num_layers", "num_kv_heads", "tile", "query_tile", "minimum", "crossover_tokens")
+    kinds = {**{name: int for name in integers}, "model": str, "heads": str, "fraction": (int, float)}
+    kinds |= {"anchors": list, "head_map": list, "provenance": dict, "metrics": dict}
+    for name in kinds:
+        if name not in found:
+            raise ValueError(f"{name} is missing")
+        if not isinstance(found[name], kinds[name]) or isinstance(found[name], bool):
+            raise ValueError(f"{name}={found[name]!r} has the wrong type")
+    for row in (found["anchors"], *found["head_map"]):
+        if not isinstance(row, list) or any(type(value) is not int for value in row):
+            raise ValueError(f"{row!r} must be a list of integers")
+    return found

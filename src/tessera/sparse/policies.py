@@ -1,0 +1,63 @@
+"""The table of policies: adding one is one new class plus one line here."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from tessera.sparse.baselines import Dense, Oracle, Window
+from tessera.sparse.contract import Policy
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.plan import Plan
+
+
+def _kascade(config: Any, plan: Plan | None, **options: Any) -> Policy:
+    if plan is None:
+        raise ValueError("attention='kascade' needs a plan: make one with `tessera calibrate` and pass plan=...")
+    plan.check(config)
+    return replace(Kascade.from_plan(plan), **_known(Kascade, options))
+
+
+def _window(config: Any, plan: Plan | None, **options: Any) -> Policy:
+    return Window(**{**_tiles(plan), **_known(Window, options)})
+
+
+def _oracle(config: Any, plan: Plan | None, **options: Any) -> Policy:
+    budget = {} if plan is None else {"fraction": plan.fraction, "minimum": plan.minimum}
+    pooled = {} if plan is None else {"pooled": plan.heads == "pooled"}
+    return Oracle(**{**_tiles(plan), **budget, **pooled, **_known(Oracle, options)})
+
+
+def _dense(config: Any, plan: Plan | None, **options: Any) -> Policy:
+    return Dense(**_known(Dense, options))
+
+
+POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
+    {"dense": _dense, "kascade": _kascade, "window": _window, "oracle": _oracle}
+)
+
+
+def policy_for(name: str, config: Any, plan: Plan | None = None, **options: Any) -> Policy:
+    """The policy called `name` for a model of this config.
+
+    Args:
+        name: "dense", "kascade", "window" or "oracle".
+        config: the model's, checked against the plan.
+        plan: needed by kascade; window and oracle take its tile sizes and budget from it.
+        options: fields of the policy to override, e.g. fraction=0.05.
+    """
+    if name not in POLICIES:
+        raise ValueError(f"attention={name!r} must be one of {tuple(POLICIES)}")
+    return POLICIES[name](config, plan, **options)
+
+
+def _tiles(plan: Plan | None) -> dict[str, int]:
+    return {} if plan is None else {"tile": plan.tile, "query_tile": plan.query_tile}
+
+
+def _known(policy: type[Policy], options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options, if the policy has fields of these names."""
+    names = [f.name for f in fields(policy)]
+    if unknown := sorted(options.keys() - names):
+        raise ValueError(f"{unknown[0]}={options[unknown[0]]!r} is no option of {policy.__name__}, which has {names}")
+    return options

@@ -1,0 +1,50 @@
+"""Counts, exactly, the keys that a call reads: the density a user sees is realised, not intended."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.sparse.contract import Reads, visible_range
+
+
+def init_reads(num_layers: int, batch: int) -> Reads:
+    """Counters at zero."""
+    return Reads(jnp.zeros((num_layers, batch), jnp.float32), jnp.zeros((num_layers, batch), jnp.float32))
+
+
+def record_reads(
+    reads: Reads, layer: int | Array, read_BK: Float[Array, "B K"], visible_BK: Float[Array, "B K"]
+) -> Reads:
+    """Write one layer's counts, summed over KV heads."""
+    return Reads(reads.read.at[layer].set(read_BK.sum(-1)), reads.visible.at[layer].set(visible_BK.sum(-1)))
+
+
+def count_visible(spec: AttentionSpec, positions: Positions, shapes: Shapes) -> Float[Array, "B K"]:
+    """Keys a dense pass reads, summed over query rows, per KV head."""
+    first, end = visible_range(spec, positions, shapes.num_queries)
+    total = (end - first).sum(-1, dtype=_accumulator(shapes)).astype(jnp.float32)
+    return jnp.broadcast_to(total[:, None], (shapes.batch, shapes.num_kv_heads))
+
+
+def count_read(selection: Selection, spec: AttentionSpec, positions: Positions, shapes: Shapes) -> Float[Array, "B K"]:
+    """Keys that are both selected and visible, summed over query rows, per KV head."""
+    num_tiles, capacity = selection.tiles.shape[-2:]
+    rows = num_tiles * spec.query_tile
+    bounds = visible_range(spec, positions, rows)
+    first, end = (b.reshape(shapes.batch, 1, num_tiles, spec.query_tile, 1) for b in bounds)
+    listed = jnp.arange(capacity, dtype=jnp.int32) < selection.count[..., None]
+    start = jnp.where(listed, selection.tiles * spec.tile, jnp.iinfo(jnp.int32).max - spec.tile)[..., None, :]
+    keys = jnp.maximum(jnp.minimum(end, start + spec.tile) - jnp.maximum(first, start), 0)
+    return keys.sum((-3, -2, -1), dtype=_accumulator(shapes)).astype(jnp.float32)
+
+
+def _accumulator(shapes: Shapes) -> jnp.dtype:
+    """int32 is exact but ends at 2^31 keys; a call over more takes float32 and its rounding."""
+    return jnp.int32 if shapes.num_queries * shapes.num_keys < 2**31 else jnp.float32
+
+
+def shapes_of(q: Array, k: Array) -> Shapes:
+    """Static sizes of one attention call."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    return Shapes(batch, num_queries, k.shape[1], num_heads, k.shape[2], head_dim, None, str(q.dtype))
