@@ -155,7 +155,7 @@ def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B 
 
     def halve(carry: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = carry  # more than `count` or exactly as many ranks are >= low; fewer are >= high
-        middle = low + (high - low + 1) // 2
+        middle = high - (high - low) // 2  # rounds up; (high - low + 1) // 2 overflows at the first step
         enough = jnp.sum(rank_BKIJ >= middle[..., None], axis=-1, dtype=jnp.int32) >= count_BKI
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
