@@ -14,7 +14,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from tessera.models.files import write_text
+from tessera.models.files import Write, text_writer, write_together
 
 TEMPLATE_FILE = "chat_template.jinja"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -144,12 +144,16 @@ class Tokenizer:
         """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.backend.encode_special_tokens = False
-        write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
+        with write_together() as write:
+            self.write(folder, write)
+
+    def write(self, folder: Path, write: Write) -> None:
+        """Hand the files over to `write`, together with others of the same folder."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **self.specials}
-        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+        write(folder / "tokenizer.json", text_writer(self.backend.to_str(pretty=True)))
+        write(folder / "tokenizer_config.json", text_writer(json.dumps(settings, indent=2, ensure_ascii=False) + "\n"))
         if self.chat_template is not None:
-            write_text(folder / TEMPLATE_FILE, self.chat_template)
+            write(folder / TEMPLATE_FILE, text_writer(self.chat_template))
 
 
 class TextStream:

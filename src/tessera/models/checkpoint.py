@@ -1,0 +1,304 @@
+"""Hugging Face folders: config and weights in, tensor by tensor; and back out, whole or not at all.
+
+A folder is checked from its headers alone (files, sizes, names, shapes, dtypes) before any weight is read. Weights
+are then mapped one tensor at a time, so peak host memory is the model plus one tensor.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from tessera.models.config import ModelConfig
+from tessera.models.families import parse_config, render_config
+from tessera.models.files import text_writer, write_together
+from tessera.models.layers import Layer, Params
+from tessera.models.safetensors import (
+    INDEX,
+    SHARD_PATTERN,
+    SINGLE,
+    Stored,
+    check_stored,
+    map_blocks,
+    read_index,
+    read_json,
+    read_tensor,
+    write_file,
+)
+from tessera.models.tokenizer import Tokenizer
+
+EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+}
+
+Tensor = tuple[jax.Array, int | None]
+"""An array, or one layer of a stacked array."""
+
+
+def resolve(path_or_hub_id: str | os.PathLike) -> Path:
+    """The folder of a model: a local one, or a Hugging Face hub id ("owner/name"), downloaded into the hub's cache.
+
+    A hub model's config is checked before its weights are downloaded.
+
+    Raises:
+        ValueError: there is no such folder, and no such model on the hub or no way to reach it.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_hub_id)
+    if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+        raise ValueError(f"model {name!r} is not a folder: pass a Hugging Face folder or a hub id like 'owner/name'")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        small = snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer.model"])
+        read_config(small)
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"model {name!r} is neither a folder here nor reachable on the Hugging Face hub ({reason}): "
+            f"check the name, the network and your access, or pass a folder"
+        ) from error
+
+
+def read_config(folder: str | os.PathLike) -> ModelConfig:
+    """Read config.json and generation_config.json.
+
+    Raises:
+        ValueError: no such folder or file, broken JSON, or a key or value that is not supported, named.
+    """
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} is not a model folder: it has no config.json")
+    generation = folder / "generation_config.json"
+    raw, extra = read_json(path), read_json(generation) if generation.is_file() else {}
+    try:
+        return parse_config(raw, extra)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = None, stacked: bool = False) -> Params:
+    """Load a folder's weights.
+
+    Args:
+        folder: with model.safetensors, or model.safetensors.index.json and its shards.
+        config: of the same folder; every tensor is checked against it before any is read.
+        dtype: of the weights in memory, float32 or bfloat16; None is config.dtype.
+        stacked: layers as one Layer with a leading L, for lax.scan; else a tuple of Layer.
+
+    Raises:
+        ValueError: a missing or truncated file, missing, unexpected or misshapen tensors, an unsupported dtype,
+            weights that are not finite.
+    """
+    dtype = np.dtype(dtype or config.dtype)
+    if dtype not in (np.float32, ml_dtypes.bfloat16):
+        raise ValueError(f"dtype={dtype.name!r} must be float32 or bfloat16")
+    stored = read_index(Path(folder))
+    _check_tensors(stored, config, Path(folder))
+    if config.tie_embeddings and HEAD in stored:
+        _check_tied(stored[EMBED], stored[HEAD])
+
+    def load(*names: str) -> jax.Array:
+        shape = stored[names[0]].shape
+        out = _aligned_empty((len(names), *shape), dtype)
+        for name, row in zip(names, out):
+            read_tensor(name, stored[name], row)
+        return jax.device_put(out if stacked and names[0] not in (EMBED, FINAL_NORM, HEAD) else out.reshape(shape))
+
+    indices = range(config.num_layers)
+    fields = [field for field in LAYER_NAMES if layer_name(0, field) in stored]
+    if stacked:
+        layers = Layer(**{field: load(*(layer_name(i, field) for i in indices)) for field in fields})
+    else:
+        layers = tuple(Layer(**{field: load(layer_name(i, field)) for field in fields}) for i in indices)
+    head = None if config.tie_embeddings else load(HEAD)
+    return Params(embed=load(EMBED), layers=layers, final_norm=load(FINAL_NORM), head=head)
+
+
+def save_folder(
+    folder: str | os.PathLike,
+    params: Params,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None = None,
+    *,
+    shard_bytes: int = 5 << 30,
+) -> None:
+    """Write a folder that `load` and Hugging Face transformers read: config, weights, generation config, tokenizer.
+
+    Weights are written one tensor at a time, in the dtype they have, in shards of at most `shard_bytes` (a larger
+    tensor is a shard of its own). All files are first written beside their places, then renamed: what was there
+    before stays whole if the process is killed while writing.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    raw = render_config(config, params.embed.dtype.name, tokenizer.pad_id if tokenizer else None)
+    generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[key] is not None}
+    shards = _assign_shards(_tensors(params), shard_bytes)
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+    with write_together() as write:
+        for name, tensors in zip(names, shards):
+            specs = {key: (tensor[0].dtype, _shape(tensor)) for key, tensor in tensors.items()}
+            arrays = (np.asarray(array if row is None else array[row]) for array, row in tensors.values())
+            write(folder / name, lambda path, specs=specs, arrays=arrays: write_file(path, specs, arrays))
+        if count > 1:
+            total = sum(_num_bytes(tensor) for tensors in shards for tensor in tensors.values())
+            weight_map = {key: name for name, tensors in zip(names, shards) for key in tensors}
+            write(folder / INDEX, _json_writer({"metadata": {"total_size": total}, "weight_map": weight_map}))
+            names.append(INDEX)
+        write(folder / "config.json", _json_writer(raw))
+        write(folder / "generation_config.json", _json_writer(generation))
+        if tokenizer is not None:
+            tokenizer.write(folder, write)
+    for path in folder.iterdir():  # weights of an earlier save in other shards would be read instead of these
+        if SHARD_PATTERN.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+
+
+def fingerprint(params: Params, config: ModelConfig) -> str:
+    """A short name of these weights: the same for either layout and for float32 or bfloat16 in memory.
+
+    SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16.
+    """
+    digest = hashlib.sha256()
+    digest.update(repr(dataclasses.replace(config, dtype="", eos_ids=(), bos_id=None)).encode())
+    for name, (array, row) in sorted(_tensors(params).items()):
+        flat = (array if row is None else array[row]).reshape(-1)
+        picked = flat[np.linspace(0, flat.shape[0] - 1, 64).astype(np.int32)].astype(jnp.bfloat16)
+        digest.update(name.encode())
+        digest.update(np.asarray(picked).view(np.uint16).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def layer_name(index: int, field: str) -> str:
+    """Hugging Face's name of one layer's tensor."""
+    return f"model.layers.{index}.{LAYER_NAMES[field]}"
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of a checkpoint, the head left out when it is tied."""
+    c = config
+    d, f, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layer = {"attn_norm": (d,), "q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "mlp_norm": (d,)}
+    layer |= {"gate": (f, d), "up": (f, d), "down": (d, f)}
+    if c.attention_bias:
+        layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if c.output_bias:
+        layer |= {"o_bias": (d,)}
+    if c.mlp_bias:
+        layer |= {"gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
+    if c.qk_norm:
+        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+    shapes = {EMBED: (c.vocab_size, d), FINAL_NORM: (d,)}
+    if not c.tie_embeddings:
+        shapes[HEAD] = (c.vocab_size, d)
+    for i in range(c.num_layers):
+        shapes |= {layer_name(i, field): shape for field, shape in layer.items()}
+    return shapes
+
+
+def _check_tensors(stored: Mapping[str, Stored], config: ModelConfig, folder: Path) -> None:
+    expected = expected_shapes(config)
+    if missing := sorted(expected.keys() - stored.keys()):
+        raise ValueError(f"{folder} lacks {_some(missing)}, which its config.json calls for")
+    if config.tie_embeddings and HEAD in stored:
+        expected[HEAD] = expected[EMBED]
+    # old checkpoints store the rope frequencies, which follow from the config
+    extra = sorted(name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq"))
+    if extra:
+        raise ValueError(f"{folder} holds {_some(extra)}, which its config.json does not call for")
+    for name, shape in expected.items():
+        check_stored(name, stored[name], shape)
+
+
+def _check_tied(embed: Stored, head: Stored) -> None:
+    same = embed.dtype == head.dtype
+    if not same or not all(np.array_equal(a, b) for a, b in zip(map_blocks(embed), map_blocks(head))):
+        raise ValueError(
+            f"tie_word_embeddings is true, but {HEAD} in {head.path} differs from {EMBED}: "
+            f"set tie_word_embeddings to false in config.json to use both"
+        )
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array at a multiple of 64 bytes: on CPU, device_put then takes it as it is, without a second copy."""
+    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(num_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def _tensors(params: Params) -> dict[str, Tensor]:
+    stacked = isinstance(params.layers, Layer)
+    first = params.layers if stacked else params.layers[0]
+    fields = [field for field in LAYER_NAMES if getattr(first, field) is not None]
+    found: dict[str, Tensor] = {EMBED: (params.embed, None)}
+    for i in range(first.q.shape[0] if stacked else len(params.layers)):
+        layer, row = (first, i) if stacked else (params.layers[i], None)
+        found |= {layer_name(i, field): (getattr(layer, field), row) for field in fields}
+    found[FINAL_NORM] = (params.final_norm, None)
+    if params.head is not None:
+        found[HEAD] = (params.head, None)
+    return found
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    array, row = tensor
+    return array.shape if row is None else array.shape[1:]
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return int(np.prod(_shape(tensor), dtype=np.int64)) * tensor[0].dtype.itemsize
+
+
+def _assign_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict[str, Tensor]]:
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + _num_bytes(tensor) > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = tensor
+        filled += _num_bytes(tensor)
+    return shards
+
+
+def _json_writer(value: Mapping[str, Any]):
+    return text_writer(json.dumps(value, indent=2) + "\n")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

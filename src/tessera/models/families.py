@@ -1,0 +1,294 @@
+"""Hugging Face configs of the supported families: read into a ModelConfig, or refused by name; and written back.
+
+A config key is read, known to be harmless, at a value that switches its feature off, or refused: never ignored.
+Adding a family is one entry in FAMILIES if its decoder differs by switches that ModelConfig has.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from tessera.models.config import ModelConfig, Rope
+
+Raw = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One `model_type` of Hugging Face.
+
+    Attributes:
+        architecture: the class name in the config's `architectures`.
+        max_positions: `max_position_embeddings` where the config has none.
+        keys: keys of its own that `switches` reads.
+        switches: config -> the ModelConfig fields that make this family.
+        head_dim: where the config has none; None is hidden_size / num_attention_heads.
+    """
+
+    architecture: str
+    max_positions: int
+    keys: tuple[str, ...]
+    switches: Callable[[Raw], dict[str, Any]]
+    head_dim: int | None = None
+
+
+COMMON_KEYS = frozenset(
+    "model_type architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim max_position_embeddings rms_norm_eps tie_word_embeddings hidden_act dtype "
+    "torch_dtype rope_theta rope_scaling rope_parameters partial_rotary_factor original_max_position_embeddings "
+    "layer_types bos_token_id eos_token_id pretraining_tp quantization_config compression_config".split()
+)
+
+HARMLESS_KEYS = frozenset(
+    # training, bookkeeping and defaults of generate(): none of them changes the logits
+    "initializer_range use_cache attention_dropout hidden_dropout resid_pdrop embd_pdrop transformers_version "
+    "pad_token_id unk_token_id sep_token_id cls_token_id decoder_start_token_id name_or_path tokenizer_class "
+    "task_specific_params finetuning_task problem_type id2label label2id num_labels return_dict pruned_heads "
+    "return_dict_in_generate output_attentions output_hidden_states output_scores torchscript use_bfloat16 prefix "
+    "gradient_checkpointing auto_map attn_implementation model_name is_decoder chunk_size_feed_forward max_length "
+    "min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p "
+    "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values suppress_tokens "
+    "begin_suppress_tokens exponential_decay_length_penalty".split()
+)
+
+ROPE_KINDS = MappingProxyType(
+    {
+        "default": frozenset(),
+        "linear": frozenset({"factor"}),
+        "llama3": frozenset(
+            {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+        ),
+        "yarn": frozenset(
+            "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim "
+            "truncate".split()
+        ),
+    }
+)
+"""Rotary embeddings that are implemented, each with the parameters it takes."""
+
+
+def _llama(raw: Raw) -> dict[str, Any]:
+    bias = bool(raw.get("attention_bias"))
+    return {"attention_bias": bias, "output_bias": bias, "mlp_bias": bool(raw.get("mlp_bias"))}
+
+
+def _mistral(raw: Raw) -> dict[str, Any]:
+    # transformers' own default: a Mistral config without the key has a window of 4,096 tokens
+    return {"window": raw.get("sliding_window", 4096)}
+
+
+def _qwen2(raw: Raw) -> dict[str, Any]:
+    return {"attention_bias": True, "window": _qwen_window(raw)}
+
+
+def _qwen3(raw: Raw) -> dict[str, Any]:
+    bias = bool(raw.get("attention_bias"))
+    return {"attention_bias": bias, "output_bias": bias, "qk_norm": True, "window": _qwen_window(raw)}
+
+
+def _qwen_window(raw: Raw) -> int | None:
+    """Qwen slides in layers from max_window_layers on; all layers or none can be run here."""
+    if not raw.get("use_sliding_window") or raw.get("sliding_window", 4096) is None:
+        return None
+    first, layers = raw.get("max_window_layers", 28), raw["num_hidden_layers"]
+    kinds = raw.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if len(set(kinds)) > 1:
+        raise ValueError(
+            f"use_sliding_window=true with max_window_layers={first} of {layers} layers mixes full and sliding layers, "
+            f"which is not supported: all layers slide (max_window_layers=0) or none (use_sliding_window=false)"
+        )
+    return raw.get("sliding_window", 4096) if kinds[0] == "sliding_attention" else None
+
+
+_WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "llama": Family(
+            architecture="LlamaForCausalLM", max_positions=2048, keys=("attention_bias", "mlp_bias"), switches=_llama
+        ),
+        "mistral": Family(
+            architecture="MistralForCausalLM", max_positions=131072, keys=("sliding_window",), switches=_mistral
+        ),
+        "qwen2": Family(architecture="Qwen2ForCausalLM", max_positions=32768, keys=_WINDOW_KEYS, switches=_qwen2),
+        "qwen3": Family(
+            architecture="Qwen3ForCausalLM",
+            max_positions=32768,
+            keys=(*_WINDOW_KEYS, "attention_bias"),
+            switches=_qwen3,
+            head_dim=128,
+        ),
+    }
+)
+
+
+def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfig:
+    """Read a Hugging Face config, keys old or new.
+
+    Args:
+        raw: contents of config.json.
+        generation: contents of generation_config.json; its eos_token_id wins, as in transformers.
+
+    Raises:
+        ValueError: names the first key, and its value, that is missing or not supported.
+    """
+    kind = raw.get("model_type")
+    if kind not in FAMILIES:
+        raise ValueError(f"model_type={kind!r} is not supported: it must be one of {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    _refuse_unsupported(raw, family)
+    heads, hidden = _positive(raw, "num_attention_heads"), _positive(raw, "hidden_size")
+    max_positions = _positive(raw, "max_position_embeddings", family.max_positions)
+    switches = family.switches(raw)
+    _check_layer_types(raw, switches.get("window"))
+    eos = generation.get("eos_token_id")
+    eos = raw.get("eos_token_id") if eos is None else eos
+    return ModelConfig(
+        family=kind,
+        vocab_size=_positive(raw, "vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=_positive(raw, "intermediate_size"),
+        num_layers=_positive(raw, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_positive(raw, "num_key_value_heads", heads),
+        head_dim=_positive(raw, "head_dim", family.head_dim or hidden // heads),
+        max_positions=max_positions,
+        rope=parse_rope(raw, max_positions),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        bos_id=_first(raw.get("bos_token_id")),
+        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        dtype=_dtype(raw),
+        **switches,
+    )
+
+
+def parse_rope(raw: Raw, max_positions: int) -> Rope:
+    """The rotary embedding from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
+
+    Raises:
+        ValueError: names the kind or the parameter that is not supported.
+    """
+    values = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    legacy = values.pop("type", None)
+    kind = values.pop("rope_type", legacy) or "default"
+    if kind not in ROPE_KINDS:
+        raise ValueError(f"rope_type={kind!r} is not supported: it must be one of {', '.join(ROPE_KINDS)}")
+    partial = values.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor={partial} is not supported: the whole head must rotate (1.0)")
+    theta = values.pop("rope_theta", raw.get("rope_theta"))
+    theta = 10000.0 if theta is None else float(theta)
+    if unknown := {key: value for key, value in values.items() if key not in ROPE_KINDS[kind] and value is not None}:
+        allowed = ", ".join(sorted(ROPE_KINDS[kind])) or "no parameters"
+        raise ValueError(f"rope parameters {unknown} are not supported: rope_type={kind!r} takes {allowed}")
+    if kind == "default":
+        return Rope(theta=theta)
+    inner = values.pop("original_max_position_embeddings", None)
+    values = {key: value for key, value in values.items() if value is not None}
+    if kind in ("llama3", "yarn"):
+        original = raw.get("original_max_position_embeddings") or inner or max_positions
+        values["original_max_positions"] = int(original)
+        if kind == "yarn":
+            values.setdefault("factor", max_positions / original)
+    required = {"factor"} | ({"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set())
+    if missing := sorted(required - values.keys()):
+        raise ValueError(f"rope_type={kind!r} needs {' and '.join(missing)}, got {values}")
+    return Rope(kind=kind, theta=theta, **values)
+
+
+def render_config(config: ModelConfig, dtype: str, pad_id: int | None = None) -> dict[str, Any]:
+    """The config as Hugging Face's config.json, in the older keys, which every version of transformers reads."""
+    family = FAMILIES[config.family]
+    raw = {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "torch_dtype": dtype,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _render_rope(config.rope),
+        "bos_token_id": config.bos_id,
+        "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
+        "pad_token_id": pad_id,
+    }
+    if "attention_bias" in family.keys:
+        raw["attention_bias"] = config.attention_bias
+    if "mlp_bias" in family.keys:
+        raw["mlp_bias"] = config.mlp_bias
+    if "sliding_window" in family.keys:
+        raw["sliding_window"] = config.window
+    if "use_sliding_window" in family.keys:
+        raw |= {"use_sliding_window": config.window is not None, "max_window_layers": 0 if config.window else 28}
+    if (again := parse_config(raw)) != (config := replace(config, dtype=dtype)):
+        raise ValueError(f"a {config.family} config cannot say {config}: Hugging Face would read {again}")
+    return raw
+
+
+def _render_rope(rope: Rope) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    values = {"rope_type": rope.kind}
+    for key in sorted(ROPE_KINDS[rope.kind] - {"original_max_position_embeddings"}):
+        if (value := getattr(rope, key)) is not None:
+            values[key] = value
+    if "original_max_position_embeddings" in ROPE_KINDS[rope.kind]:
+        values["original_max_position_embeddings"] = rope.original_max_positions
+    return values
+
+
+def _refuse_unsupported(raw: Raw, family: Family) -> None:
+    architectures = raw.get("architectures") or [family.architecture]
+    if architectures != [family.architecture]:
+        raise ValueError(f"architectures={architectures} is not supported: it must be {[family.architecture]}")
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key):
+            raise ValueError(f"{key} is set ({raw[key]}), but quantised weights are not supported: load the original")
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported: it must be 'silu'")
+    if raw.get("pretraining_tp", 1) not in (None, 1):
+        raise ValueError(f"pretraining_tp={raw['pretraining_tp']} is not supported: it must be 1")
+    known = COMMON_KEYS | HARMLESS_KEYS | {*family.keys}
+    for key, value in raw.items():
+        if key not in known and not key.startswith(("_", "unsloth")) and value not in (None, False, "", [], {}):
+            raise ValueError(
+                f"{key}={value!r} is not supported for model_type={raw['model_type']!r}: remove it from config.json "
+                f"only if you know that it does not change the model"
+            )
+
+
+def _check_layer_types(raw: Raw, window: int | None) -> None:
+    wanted = "full_attention" if window is None else "sliding_attention"
+    kinds = set(raw.get("layer_types") or [wanted])
+    if kinds != {wanted}:
+        raise ValueError(f"layer_types={sorted(kinds)} is not supported: all layers must be {wanted!r} ({window=})")
+
+
+def _positive(raw: Raw, key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key}={value!r} must be a positive integer in config.json")
+    return value
+
+
+def _first(value: int | list[int] | None) -> int | None:
+    return value[0] if isinstance(value, list) and value else None if isinstance(value, list) else value
+
+
+def _dtype(raw: Raw) -> str:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype={name!r} is not supported: it must be float32, bfloat16 or float16")
+    return "float32" if name == "float16" else name  # float32 holds every float16; bfloat16 would drop 3 bits
