@@ -19,7 +19,7 @@ ORDER = [
     {"sparse.*", "models.*"},
     {"generate", "engine", "answers", "sampling", "compilation", "chat", "calibrate", "train", "data"},
     {"measure", "deviceless.*"},
-    {"bench", "tune", "quality", "report", "doctor"},
+    {"bench", "bench.*", "tune", "quality", "report", "doctor"},
     {"demo.*", "demo"},
     {"cli"},
 ]
@@ -36,6 +36,7 @@ WITHIN = {
     ("engine", "answers"),
     ("engine", "sampling"),
     ("engine", "compilation"),
+    ("bench", "bench"),
     ("demo", "demo"),
 }
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}

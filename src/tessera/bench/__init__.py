@@ -1,0 +1,127 @@
+"""Benchmarks: both sides in one interleaved run, fresh inputs, checked outputs, one record per side.
+
+    tessera bench --suite cpu                      all cases, appended to evidence/<device>.jsonl
+    tessera bench --suite cpu --only start_up      one case
+    tessera bench --suite cpu --resume             only the cases this commit has no record of
+
+A case that fails becomes a record with its error, and the exit status says so.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from rich.console import Console
+
+from tessera import evidence
+from tessera.bench import attention, model
+from tessera.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
+from tessera.evidence import Record, What
+
+
+class Case(NamedTuple):
+    """One separately runnable measurement: what kind it is, and the generator of its records."""
+
+    op: str
+    run: Callable[[Stand], Iterator[Record]]
+
+
+CASES: Final[Mapping[str, Case]] = MappingProxyType(
+    {
+        "dense_prefill_f32": Case("attention", partial(attention.dense_prefill, dtype="float32")),
+        "dense_prefill_bf16": Case("attention", partial(attention.dense_prefill, dtype="bfloat16")),
+        "sparse_prefill": Case("attention", attention.sparse_prefill),
+        "peer_model": Case("model", model.peer_model),
+        "kascade_prefill": Case("model", model.kascade_prefill),
+        "prefill_memory": Case("memory", model.prefill_memory),
+        "compilation": Case("compile", model.compilation),
+        "start_up": Case("start", model.start_up),
+    }
+)
+"""Every case by name; adding one is a generator of records and a line here."""
+
+SUITES: Final[Mapping[str, Sizes]] = MappingProxyType({"cpu": Sizes(), "smoke": SMOKE})
+"""Sizes by suite: "cpu" is what is published, "smoke" shows in seconds that everything runs."""
+
+
+def run(
+    suite: str = "cpu",
+    *,
+    out: str | os.PathLike | None = None,
+    peer_python: str | os.PathLike = ".venv-peers/bin/python",
+    only: Sequence[str] = (),
+    resume: bool = False,
+) -> int:
+    """Run a suite and append its records.
+
+    Args:
+        suite: "cpu" or "smoke".
+        out: file to append to; None is evidence/<device>.jsonl under the working folder.
+        peer_python: interpreter of the environment with torch and transformers (`make peers`).
+        only: names of cases; empty is all.
+        resume: skip cases of which the file holds a record without error, made by this very commit.
+
+    Returns:
+        0, or 1 if a case failed (its record says why).
+
+    Raises:
+        ValueError: an unknown suite or case.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
+    unknown = sorted(set(only) - set(CASES))
+    if unknown:
+        raise ValueError(f"only={unknown} must name cases: {list(CASES)}")
+    out = Path("evidence") / f"{evidence.device_slug()}.jsonl" if out is None else Path(out)
+    done = _done(out) if resume else set()
+    stand, console, failed = Stand(suite, SUITES[suite], peer_python), Console(stderr=True), False
+    try:
+        with compiled_anew():
+            for name in only or CASES:
+                if name in done:
+                    console.print(f"{name}: recorded before")
+                    continue
+                records = _run_case(stand, name)
+                evidence.append(out, records)
+                failed |= any(record.error for record in records)
+                for record in records:
+                    console.print(f"{name}: {_line(record)}", highlight=False)
+    finally:
+        stand.close()
+    return int(failed)
+
+
+def _run_case(stand: Stand, name: str) -> list[Record]:
+    """A case's records; one with the error if it failed."""
+    stand.case, case = name, CASES[name]
+    try:
+        return list(case.run(stand))
+    except (RuntimeError, ValueError, TypeError, MemoryError, TimeoutError, OSError) as error:
+        what = What(op=case.op, kernel="", workload=name, title=name.replace("_", " "))
+        return [evidence.make(what, (), command=stand.command(), error=plain(error))]
+
+
+def _done(path: Path) -> set[str]:
+    """Cases with records of this commit and no error among them."""
+    code = evidence.code()
+    if code.dirty or code.commit is None or not path.exists():
+        return set()
+    mine = [record for record in evidence.read(path) if record.code == code]
+    cases = {record.command.rpartition(" ")[2] for record in mine}
+    return cases - {record.command.rpartition(" ")[2] for record in mine if record.error}
+
+
+def _line(record: Record) -> str:
+    """What a person sees of a record while the suite runs."""
+    who = f"{record.what.kernel or record.what.workload} {record.what.dtype}".strip()
+    if record.error:
+        return f"{who}: error: {record.error}"
+    text = f"{who}: median {record.median:.4g} {record.unit}, spread {record.spread or 0:.2g}"
+    versus = record.comparison
+    if versus is None:
+        return text
+    said = "" if versus.met is None else f", target {versus.target} {'met' if versus.met else 'MISSED'}"
+    return f"{text}; {versus.ratio:.2f}x {versus.against}{said}"

@@ -1,0 +1,282 @@
+"""The whole model: prefill and decode against transformers and against our dense, memory, compilation, start-up."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+
+from tessera import generate, measure
+from tessera.bench.stand import REST_S, Stand, draw_tokens, fresh_seed, model_work, versus
+from tessera.engine import Session, prefill_chunk
+from tessera.evidence import How, Record, What
+from tessera.models.checkpoint import fingerprint, load_params
+from tessera.models.config import ModelConfig
+from tessera.models.layers import Params
+from tessera.shapes import ceil_div
+from tessera.sparse.baselines import Dense
+from tessera.sparse.plan import Plan
+from tessera.sparse.policies import policy_for
+
+
+def synthetic_plan(params: Params, config: ModelConfig) -> Plan:
+    """Evenly spaced anchors for random weights, on which a calibration would have nothing to find: speed only.
+
+    The paper's plan for Llama-3.1-8B has 5 anchors in 32 layers (arXiv 2512.16391). Here that share is rounded up and
+    one is added, since the dense layer 0 weighs more in a model of few layers.
+    """
+    count = ceil_div(config.num_layers * 5, 32) + 1
+    anchors = tuple(sorted({index * config.num_layers // count for index in range(count)}))
+    return Plan(
+        model=fingerprint(params, config),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        anchors=anchors,
+        head_map=tuple(tuple(range(config.num_kv_heads)) for _ in range(config.num_layers)),
+        tile=64,
+        query_tile=32,
+        provenance={"kind": "synthetic: evenly spaced anchors, random weights, for timing only"},
+    )
+
+
+def kascade_prefill(stand: Stand) -> Iterator[Record]:
+    """Time to first token of a long prompt, Kascade (anchors included) against our dense, same weights."""
+    config, length = stand.sizes.config, stand.sizes.long_tokens
+    dense = generate.load(stand.folder)
+    plan = synthetic_plan(dense.params, config)
+    models = {"dense": dense, "kascade": replace(dense, policy=policy_for("kascade", config, plan), plan=plan)}
+    densities = {name: [] for name in models}
+
+    def sample(name: str, number: int) -> float:
+        prompt = draw_tokens(config, fresh_seed(number), length)
+        [answer] = models[name].generate([prompt], max_new_tokens=1)
+        if not math.isfinite(answer.logprobs[0]):
+            raise ValueError(f"{name} gave logprob {answer.logprobs[0]} on a timed call: the output must be finite")
+        densities[name].append(answer.density)
+        return answer.ttft_s
+
+    taken = measure.interleave(
+        {name: partial(sample, name) for name in models}, rounds=stand.sizes.rounds, rest_s=REST_S
+    )
+    density = {name: float(np.mean(values)) for name, values in densities.items()}
+    if not density["kascade"] < 0.9 * density["dense"]:
+        raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
+    settings = {"tokens": length, **_shape(config)}
+    how = How(warmup=1, iterations=stand.sizes.rounds, interleaved=True, check="finite first token; keys read counted")
+    for name, target in (("dense", None), ("kascade", 1.5)):
+        chosen = {"anchors": list(plan.anchors), "tile": plan.tile, "plan": "synthetic"} if name == "kascade" else {}
+        yield stand.record(
+            What(
+                op="model",
+                kernel=name,
+                workload="kascade_prefill",
+                dtype="float32",
+                config=settings | chosen,
+                title=f"whole model, time to first token, {length:,} tokens, {_words(config)}",
+            ),
+            taken[name],
+            how,
+            work=model_work(config, length, density=density[name]),
+            density=(density[name],),
+            comparison=versus("dense", taken["dense"], taken["kascade"], target) if target else None,
+        )
+
+
+def peer_model(stand: Stand) -> Iterator[Record]:
+    """Time to first token and decode speed against transformers with the same weights and prompts."""
+    config, length, steps = stand.sizes.config, stand.sizes.short_tokens, stand.sizes.decode_steps
+    ours = generate.load(stand.folder)
+    stand.peer.ask("load", folder=str(stand.folder), dtype="float32")
+    taken = {name: {"prefill": [], "decode": []} for name in ("ours", "peer")}
+    tokens: dict[tuple[str, int], list[int]] = {}
+
+    def note(side: str, number: int, prefill_s: float, decode_s: float, answer: list[int]) -> float:
+        tokens[side, number] = answer
+        if number >= 0:
+            taken[side]["prefill"].append(prefill_s)
+            taken[side]["decode"].append(decode_s)
+        return prefill_s + decode_s
+
+    def run_ours(number: int) -> float:
+        prompt = draw_tokens(config, fresh_seed(number), length)
+        [answer] = ours.generate([prompt], max_new_tokens=steps + 1)
+        return note("ours", number, answer.ttft_s, 1 / answer.decode_tokens_per_s, answer.tokens)
+
+    def run_peer(number: int) -> float:
+        prompt = draw_tokens(config, fresh_seed(number), length)
+        first = stand.peer.ask("prefill", tokens=prompt)
+        rest = stand.peer.ask("decode", steps=steps)
+        answer = [first["token"], *rest["tokens"]]
+        return note("peer", number, first["seconds"], rest["seconds"] / steps, answer)
+
+    measure.interleave({"ours": run_ours, "peer": run_peer}, rounds=stand.sizes.rounds, rest_s=REST_S)
+    pairs = [(tokens["ours", n], tokens["peer", n]) for n in range(stand.sizes.rounds)]
+    equal = float(np.mean([a == b for one, other in pairs for a, b in zip(one, other)]))
+    if any(one[0] != other[0] for one, other in pairs):
+        raise ValueError(f"first tokens must equal the peer's on every timed call; share of equal tokens {equal:.3f}")
+    yield from _peer_records(stand, taken, equal)
+
+
+def _peer_records(stand: Stand, taken: dict[str, dict[str, list[float]]], equal: float) -> Iterator[Record]:
+    config, length, steps = stand.sizes.config, stand.sizes.short_tokens, stand.sizes.decode_steps
+    how = How(
+        warmup=1,
+        iterations=stand.sizes.rounds,
+        interleaved=True,
+        check="first token of every call equal on both sides",
+    )
+    works = {"prefill": model_work(config, length), "decode": model_work(config, 1, past=length)}
+    titles = {
+        "prefill": f"whole model, time to first token, {length:,} tokens, {_words(config)}",
+        "decode": f"whole model, one decoded token at {length:,}, {_words(config)}",
+    }
+    versions = {name: stand.peer_versions[name] for name in ("torch", "transformers", "threads")}
+    for phase, target in (("prefill", 1.3), ("decode", 1.0)):
+        for side, kernel in (("peer", "transformers"), ("ours", "dense")):
+            yield stand.record(
+                What(
+                    op="model",
+                    kernel=kernel,
+                    workload=f"peer_model_{phase}",
+                    dtype="float32",
+                    config={"tokens": length, "decode_steps": steps, **_shape(config)},
+                    title=titles[phase],
+                ),
+                taken[side][phase],
+                how,
+                work=works[phase],
+                comparison=None
+                if side == "peer"
+                else versus("transformers", taken["peer"][phase], taken["ours"][phase], target),
+                facts=versions if side == "peer" else {"equal_tokens": equal},
+            )
+
+
+def prefill_memory(stand: Stand) -> Iterator[Record]:
+    """Peak memory of prefill over prompt length, each in a fresh process, less that of a process with a tiny prompt."""
+    config = replace(stand.sizes.config, num_layers=2)
+    folder = stand.write_model(config, "memory")
+    weights = [_weigh(folder, length) for length in (64, *stand.sizes.memory_tokens)]
+    extra = [weight - weights[0] for weight in weights[1:]]
+    lengths = stand.sizes.memory_tokens
+    slope, offset = np.polyfit(lengths, extra, 1)
+    exponent = float(np.polyfit(np.log(lengths), np.log(np.maximum(extra, 1)), 1)[0])
+    worst = float(np.max(np.abs(slope * np.array(lengths) + offset - extra)) / max(extra))
+    for length, weight in zip(lengths, extra):
+        yield stand.record(
+            What(
+                op="memory",
+                kernel="peak above a 64-token prompt",
+                workload=f"prefill_memory_{length}",
+                config={"tokens": length, **_shape(config)},
+                title=f"memory of prefill, {length:,} tokens, {_words(config)}",
+            ),
+            [float(weight)],
+            How(cold_cache="a process each", check="slope fitted over all lengths"),
+            unit="bytes",
+            facts={"slope_bytes_per_token": float(slope), "exponent": exponent, "worst_residual": worst},
+        )
+
+
+def _weigh(folder, length: int) -> int:
+    code = "import sys; from tessera.bench import model; model.answer_once(sys.argv[1], int(sys.argv[2]))"
+    child = measure.run_child(code, str(folder), str(length))
+    if child.status or child.peak_bytes is None:
+        raise RuntimeError(f"prefill of {length} tokens ended with status {child.status}: {child.stderr[-300:]}")
+    return child.peak_bytes
+
+
+def answer_once(folder: str, length: int) -> None:
+    """Load, answer one random prompt with one token: what child processes run."""
+    model = generate.load(folder)
+    [answer] = model.generate([draw_tokens(model.config, 1, length)], max_new_tokens=1)
+    if not math.isfinite(answer.logprobs[0]):
+        raise ValueError(f"logprob {answer.logprobs[0]} must be finite")
+
+
+def compilation(stand: Stand) -> Iterator[Record]:
+    """Compile time and step time of one prefill chunk, layers under lax.scan and unrolled."""
+    config, rows = stand.sizes.config, stand.sizes.start_tokens
+    compile_s, steps, sessions = {}, {}, {}
+    for name in ("scan", "unrolled"):
+        params = load_params(stand.folder, config, dtype=jnp.float32, stacked=name == "scan")
+        session = Session(params, config, Dense(), batch=1, num_keys=rows)
+        arguments = (np.zeros((1, config.hidden_size), np.float32), np.zeros((1, rows), np.int32))
+        positions = (np.zeros(1, np.int32), np.full(1, rows, np.int32))
+        lowered = prefill_chunk.lower(params, session.cache, *arguments, *positions, config=config, policy=Dense())
+        compile_s[name], steps[name] = measure.time_call(lowered.compile)
+        sessions[name] = session
+
+    def step(name: str, number: int) -> float:
+        session = sessions[name]
+        tokens = np.array([draw_tokens(config, fresh_seed(number), rows)], np.int32)
+        last = jnp.zeros((1, config.hidden_size), jnp.float32)
+        arguments = (tokens, np.zeros(1, np.int32), np.full(1, rows, np.int32))
+        seconds, (session.cache, _, _) = measure.time_call(steps[name], session.params, session.cache, last, *arguments)
+        return seconds
+
+    taken = measure.interleave({name: partial(step, name) for name in steps}, rounds=stand.sizes.rounds, rest_s=REST_S)
+    for name in steps:
+        yield stand.record(
+            What(
+                op="compile",
+                kernel=name,
+                workload="compilation",
+                dtype="float32",
+                config={"tokens": rows, **_shape(config)},
+                title=f"compiling one prefill chunk of {rows:,} rows, {_words(config)}",
+            ),
+            [compile_s[name]],
+            How(cold_cache="persistent compilation cache off"),
+            facts={"step_s": float(np.median(taken[name])), "step_samples_s": taken[name]},
+        )
+
+
+def start_up(stand: Stand) -> Iterator[Record]:
+    """Process start to first token, with an empty and with a filled compilation cache, three processes each."""
+    config, length = stand.sizes.config, stand.sizes.start_tokens
+    code = "import sys; from tessera.bench import model; model.answer_once(sys.argv[1], int(sys.argv[2]))"
+
+    def start(cache: str) -> float:
+        child = measure.run_child(
+            code, str(stand.folder), str(length), env={"XDG_CACHE_HOME": str(stand.scratch / cache)}
+        )
+        if child.status:
+            raise RuntimeError(f"start ended with status {child.status}: {child.stderr[-300:]}")
+        return child.wall_s
+
+    def cold(number: int) -> float:
+        seconds = start(f"cold{number}")
+        shutil.rmtree(stand.scratch / f"cold{number}")
+        return seconds
+
+    taken = measure.interleave({"cold": cold, "warm": lambda number: start("warm")}, rounds=3, warmup=1)
+    for name, words in (("cold", "empty compilation cache"), ("warm", "filled compilation cache")):
+        yield stand.record(
+            What(
+                op="start",
+                kernel=words,
+                workload="start_up",
+                dtype="float32",
+                config={"tokens": length, **_shape(config)},
+                title=f"process start to end of a one-token answer, {length:,} tokens, {_words(config)}",
+            ),
+            taken[name],
+            How(warmup=1, iterations=3, interleaved=True, cold_cache=words),
+            comparison=versus("empty compilation cache", taken["cold"], taken["warm"], None)
+            if name == "warm"
+            else None,
+        )
+
+
+def _shape(config: ModelConfig) -> dict[str, int]:
+    names = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")
+    return {name: getattr(config, name) for name in names}
+
+
+def _words(config: ModelConfig) -> str:
+    heads = f"{config.num_heads}/{config.num_kv_heads} heads of {config.head_dim}"
+    return f"{config.num_layers} layers, D {config.hidden_size}, {heads}"
