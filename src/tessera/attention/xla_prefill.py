@@ -109,10 +109,13 @@ def block_mask(row: Array, start: Array, block: Array, block_s: int, spec: Atten
     return mask, key[:, None] < kv_len
 
 
-def row_positions(first: Array, config: Config, groups: int, positions: Positions) -> tuple[Array, Array]:
-    """Absolute position [B,R] of each row of a query block, and whether it is not padding."""
-    token = first + jnp.repeat(jnp.arange(config.block_t, dtype=jnp.int32), groups)
-    return positions.q_start[:, None] + token, token < positions.q_len[:, None]
+def row_positions(first: Array, size: int, groups: int, spec: AttentionSpec, positions: Positions):
+    """Absolute position [B,R] of each row of a query block, and whether it is real and sees any key."""
+    token = first + jnp.repeat(jnp.arange(size, dtype=jnp.int32), groups)
+    row = positions.q_start[:, None] + token
+    stop = jnp.minimum(positions.kv_len[:, None], row + 1) if spec.causal else positions.kv_len[:, None]
+    start = 0 if spec.window is None else jnp.maximum(row - spec.window + 1, 0)
+    return row, (token < positions.q_len[:, None]) & (stop > start)
 
 
 def dense_blocks(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> tuple[Array, Array]:
@@ -124,7 +127,7 @@ def dense_blocks(q, k, v, positions: Positions, spec: AttentionSpec, config: Con
 
     def query_block(index, q_block):
         first = index * config.block_t
-        row, valid = row_positions(first, config, n // kv_heads, positions)
+        row, valid = row_positions(first, config.block_t, n // kv_heads, spec, positions)
 
         def full(block, state: SoftmaxState) -> SoftmaxState:
             k_block, _ = take_keys(k, block, block_s)
@@ -181,7 +184,7 @@ def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
     def query_block(grads, xs):
         index, q_block, do_block, offset_block, lse_block = xs
         first = index * config.block_t
-        row, _ = row_positions(first, config, n // kv_heads, positions)
+        row, _ = row_positions(first, config.block_t, n // kv_heads, spec, positions)
 
         def step(block, carry):
             dq, dk, dv = carry
@@ -253,12 +256,11 @@ def launch_score(q, k, v, spec: AttentionSpec, positions, selection, config: Con
     key_blocks, tiles = k.shape[2] // block_s, block_s // spec.tile
     q_blocks = block_queries(_zero_padding(q, positions), kv_heads, block_t)
     shape = q_blocks.shape[1:4]
-    config = Config(block_t=block_t, block_s=block_s)
     positions = positions._replace(kv_len=jnp.minimum(positions.kv_len, num_tiles * spec.tile))
 
     def query_block(index, q_block):
         first = index * block_t
-        row, valid = row_positions(first, config, groups, positions)
+        row, valid = row_positions(first, block_t, groups, spec, positions)
 
         def step(block, carry, masked):
             state, sums, maxima = carry
@@ -282,7 +284,12 @@ def launch_score(q, k, v, spec: AttentionSpec, positions, selection, config: Con
         state, sums, maxima = jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True), carry)
         out, lse = finish_state(state, valid[:, None])
         weight = jnp.exp2(maxima - jnp.where(jnp.isfinite(lse), lse / LN_2, jnp.inf))
-        mass = (sums * weight[..., None]).reshape(key_blocks, *shape[:2], -1, spec.query_tile * groups, tiles).sum(-2)
+        weight = weight[..., None]  # 0 for rows that see nothing, whose sums may be of anything
+        mass = (
+            jnp.where(weight > 0, sums * weight, 0.0)
+            .reshape(key_blocks, *shape[:2], -1, spec.query_tile * groups, tiles)
+            .sum(-2)
+        )
         mass = jnp.moveaxis(mass, 0, 3).reshape(*shape[:2], block_t // spec.query_tile, -1)[..., :num_tiles]
         return out.astype(q.dtype), lse, mass
 
@@ -303,7 +310,6 @@ def launch_sparse(q, k, v, spec: AttentionSpec, positions, selection: Selection,
     per_step = min(max(config.block_keys // spec.tile, 1), selection.tiles.shape[-1])
     q_blocks = block_queries(_zero_padding(q, positions), kv_heads, spec.query_tile)
     kv_len = jnp.minimum(positions.kv_len, num_keys)[:, None, None, None]
-    rows = Config(block_t=spec.query_tile, block_s=1)
 
     def gather(x: Array, start: Int32[Array, "B K P"]) -> Array:
         one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=spec.tile, axis=0)
@@ -311,7 +317,7 @@ def launch_sparse(q, k, v, spec: AttentionSpec, positions, selection: Selection,
         return jax.vmap(jax.vmap(some))(x, start).reshape(b, kv_heads, per_step * spec.tile, h)
 
     def query_block(index, q_block, tiles, count):
-        row, valid = row_positions(index * spec.query_tile, rows, groups, positions)
+        row, valid = row_positions(index * spec.query_tile, spec.query_tile, groups, spec, positions)
 
         def step(i, state):
             entry = i * per_step + jnp.arange(per_step, dtype=jnp.int32)
