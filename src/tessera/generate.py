@@ -133,8 +133,12 @@ class Model:
         answers = [self.open_answer(prompt, max_new_tokens, stop) for prompt in tokens]
         groups: dict[Policy, list[int]] = {}  # each prompt runs under the policy it would have alone
         for index, answer in enumerate(answers):
-            groups.setdefault(self.policy_at(answer.num_keys), []).append(index)
-        self._require_room([answers[i] for i in members] for members in groups.values())
+            groups.setdefault(self.policy.at_length(answer.num_keys), []).append(index)
+        for policy, members in groups.items():  # they run one after another
+            group = [answers[i] for i in members]
+            longest, rows = max(a.num_keys for a in group), max(a.prompt_tokens for a in group)
+            self.require_room(len(group), longest, rows)
+            self.announce(policy, longest)
         try:
             for policy, members in groups.items():
                 request = Request(
@@ -193,14 +197,10 @@ class Model:
         """Where the weights are."""
         return next(iter(self.params.embed.devices()))
 
-    def policy_at(self, num_tokens: int) -> Policy:
-        """The policy a request of this length runs under; says so when that is another one than was asked for."""
-        policy = self.policy.at_length(num_tokens)
+    def announce(self, policy: Policy, num_keys: int) -> None:
+        """Log it if a request runs under another policy than was asked for."""
         if policy != self.policy:
-            logger.info(
-                "%d tokens are below the cross-over of %s: running %s", num_tokens, self.policy.name, policy.name
-            )
-        return policy
+            logger.info("%d tokens, below the cross-over: %s runs %s", num_keys, self.policy.name, policy.name)
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token lists of the prompts, each checked: not empty, in the vocabulary, within the context."""
@@ -224,6 +224,17 @@ class Model:
     def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:
         """An empty cache for `batch` sequences of up to `num_keys` keys."""
         return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys)
+
+    def require_room(self, batch: int, num_keys: int, num_rows: int) -> None:
+        """Raise MemoryError unless a cache of `num_keys` keys and one chunk of a prompt of `num_rows` fit."""
+        itemsize = self.params.embed.dtype.itemsize
+        activations = chunk_bytes(self.config, batch, num_rows, itemsize)
+        require(
+            cache_bytes(self.config, batch, num_keys, itemsize) + activations,
+            self.device,
+            f"a cache for {batch} sequences of {num_keys} tokens",
+            "pass fewer or shorter prompts per call, or a smaller max_new_tokens",
+        )
 
     def respond(self, session: Session, request: Request, start: int = 0) -> None:
         """Prefill from `start` on and decode until every answer is complete.
@@ -264,19 +275,6 @@ class Model:
         if wanted and self.tokenizer is None:
             raise ValueError(
                 f"{what} needs a tokenizer and {self.source} has none: pass token lists, or add its tokenizer.json"
-            )
-
-    def _require_room(self, groups) -> None:
-        """Raise MemoryError unless every group's cache and activations fit; groups run one after another."""
-        itemsize = self.params.embed.dtype.itemsize
-        for group in groups:
-            batch, longest = len(group), max(answer.num_keys for answer in group)
-            rows = max(answer.prompt_tokens for answer in group)
-            require(
-                cache_bytes(self.config, batch, longest, itemsize) + chunk_bytes(self.config, batch, rows, itemsize),
-                self.device,
-                f"a cache for {batch} sequences of {longest} tokens",
-                "pass fewer prompts per call, shorter ones, or a smaller max_new_tokens",
             )
 
 

@@ -1,0 +1,180 @@
+"""A conversation with one model: the KV cache outlives each turn, so a turn costs what is new in it."""
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tessera.answers import Generation
+from tessera.engine import Request, Session
+from tessera.generate import Interrupted, Model
+from tessera.sampling import Sampling
+
+COMMANDS = {
+    "/help": "list these commands",
+    "/reset": "forget the conversation",
+    "/exit": "leave (so does end of input)",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """One turn's answer.
+
+    Attributes:
+        generation: the answer and its figures; density counts this turn's calls only.
+        reused_tokens: prompt tokens whose keys and values were still in the cache.
+        dropped_turns: oldest turns (question and answer) that were forgotten to stay within the context.
+    """
+
+    generation: Generation
+    reused_tokens: int
+    dropped_turns: int
+
+
+class Chat:
+    """Messages so far, and a cache that holds their keys and values."""
+
+    def __init__(
+        self, model: Model, sampling: Sampling, *, max_new_tokens: int, system: str | None = None, seed: int = 0
+    ):
+        if model.tokenizer is None:
+            raise ValueError(f"chat needs a tokenizer and {model.source} has none: add its tokenizer.json")
+        if model.tokenizer.chat_template is None:
+            raise ValueError(
+                f"{model.source} has no chat template: add its chat_template.jinja, or use `tessera generate`"
+            )
+        self.model, self.sampling, self.max_new_tokens, self.seed = model, sampling, max_new_tokens, seed
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, str]] = list(self._opening)
+        self._session: Session | None = None
+        self._held: list[int] = []  # tokens whose keys and values the cache holds
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages = list(self._opening)
+        self._session, self._held = None, []
+
+    def ask(self, text: str, stream: Callable[[str], Any] | None = None) -> Reply:
+        """Say something and get the answer.
+
+        Raises:
+            ValueError: the message is empty, alone too long for the context, or refused by the chat template; the
+                conversation stays as it was.
+            Interrupted: Ctrl-C; what was answered so far joins the conversation.
+        """
+        started_s = time.perf_counter()
+        if not text.strip():
+            raise ValueError("the message is empty: say something, or /help")
+        messages, tokens, dropped = self._fit([*self.messages, {"role": "user", "content": text}])
+        answer = self.model.open_answer(tokens, self.max_new_tokens)
+        session, reused = self._prepare(tokens, answer.num_keys)
+        request = Request(
+            indices=[0],
+            prompts=[tokens],
+            answers=[answer],
+            seeds=np.array([self.seed], np.uint32),
+            sampling=self.sampling,
+            stream=None if stream is None else lambda _, piece: stream(piece),
+        )
+        self._session, self._held = None, []  # an interrupted call may leave the cache given away
+        try:
+            self.model.respond(session, request, reused)
+        except KeyboardInterrupt:
+            generation = answer.generation(started_s)
+            self.messages = [*messages, {"role": "assistant", "content": generation.text}]
+            raise Interrupted([generation]) from None
+        self._session, self._held = session, [*tokens, *answer.tokens[:-1]]
+        generation = answer.generation(started_s)
+        self.messages = [*messages, {"role": "assistant", "content": generation.text}]
+        return Reply(generation=generation, reused_tokens=reused, dropped_turns=dropped)
+
+    def _fit(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int], int]:
+        """Drop the oldest turns until prompt and answer fit the context."""
+        limit, kept, dropped = self.model.config.max_positions, len(self._opening), 0
+        room = min(self.max_new_tokens, limit // 4)
+        while True:
+            tokens = self.model.tokenizer.encode_chat(messages)
+            if len(tokens) + room <= limit:
+                return messages, tokens, dropped
+            if len(messages) <= kept + 1:
+                raise ValueError(
+                    f"the message makes {len(tokens)} tokens but the model's context of {limit} leaves "
+                    f"{limit - room} beside the answer: shorten it"
+                )
+            messages, dropped = messages[:kept] + messages[kept + 2 :], dropped + 1
+
+    def _prepare(self, tokens: list[int], num_keys: int) -> tuple[Session, int]:
+        """A session with room, and how many of its keys the new prompt can take over."""
+        policy = self.model.policy.at_length(num_keys)
+        session = self._session
+        if session is None or session.policy != policy:  # another policy wrote other keys above its first layers
+            self.model.require_room(1, num_keys, len(tokens))
+            self.model.announce(policy, num_keys)
+            return self.model.session(policy, batch=1, num_keys=num_keys), 0
+        pairs = zip(self._held, tokens)
+        common = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self._held), len(tokens)))
+        session.reserve(num_keys)
+        return session, session.align(min(common, len(tokens) - 1))
+
+
+def converse(chat: Chat, lines: Iterable[str], *, interactive: bool) -> None:
+    """Answer line by line until the lines end or /exit; answers go to standard output, remarks to standard error."""
+    from rich.console import Console
+
+    remarks = Console(stderr=True, highlight=False)
+    for line in lines:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            chat.reset()
+            remarks.print("The conversation is forgotten.", style="dim")
+        elif text.startswith("/"):
+            if text != "/help":
+                remarks.print(f"error: {text.split()[0]} is no command", style="red", markup=False)
+            remarks.print("\n".join(f"{name:8}{what}" for name, what in COMMANDS.items()), markup=False)
+        elif text:
+            _turn(chat, text, remarks, interactive)
+
+
+def _turn(chat: Chat, text: str, remarks: Any, interactive: bool) -> None:
+    def show(piece: str) -> None:
+        print(piece, end="", flush=True)
+
+    try:
+        reply = chat.ask(text, show)
+    except ValueError as error:
+        remarks.print(f"error: {error}", style="red", markup=False)
+        return
+    except Interrupted:
+        print()
+        if not interactive:
+            raise
+        remarks.print("(interrupted)", style="dim")
+        return
+    print(flush=True)
+    if reply.dropped_turns:
+        remarks.print(f"The oldest {reply.dropped_turns} turns were forgotten: the context is full.", style="yellow")
+    if interactive:
+        g = reply.generation
+        remarks.print(
+            f"({g.prompt_tokens} tokens, {reply.reused_tokens} of them from the cache; {len(g.tokens)} new at "
+            f"{g.decode_tokens_per_s:.1f}/s; {g.density:.0%} of keys read)",
+            style="dim",
+        )
+
+
+def typed_lines() -> Iterable[str]:
+    """Lines a person types, with a prompt; plain lines when standard input is not a terminal."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return

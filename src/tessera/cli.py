@@ -1,0 +1,220 @@
+"""The command line: one frozen dataclass per subcommand, its fields are the flags. Heavy imports wait until it runs."""
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+Attention = Literal["dense", "kascade", "window", "oracle"]
+DESCRIPTION = "LLaMA-family models at long context in JAX: attention reads only the key tiles that matter."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Which model runs, and how it attends."""
+
+    model: str | None = None
+    """Hugging Face folder or hub id; the shipped demo model if not given."""
+    attention: Attention = "dense"
+    """Attention policy."""
+    plan: Path | None = None
+    """Kascade plan; plan.json beside the weights if not given."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and cache; the checkpoint's own if not given."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def load(self):
+        """The model these flags name."""
+        from tessera.generate import load
+
+        return load(self.model or shipped_model(), dtype=self.dtype, attention=self.attention, plan=self.plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """How tokens are chosen."""
+
+    temperature: float = 0.0
+    """0 takes the best token; else divides the logits before drawing."""
+    top_k: int | None = None
+    """Draw from the k best tokens only."""
+    top_p: float | None = None
+    """Draw from the fewest tokens that hold this much probability."""
+    min_p: float | None = None
+    """Draw from tokens of at least this share of the best one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that already stand in prompt or answer become less likely."""
+    seed: int = 0
+    """Same seed, same answer."""
+
+    def values(self) -> dict[str, float | int | None]:
+        """The sampling arguments of Model.generate."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(ModelFlags, SamplingFlags):
+    """Continue one or more prompts."""
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")] = ()
+    """Prompts; - reads one from standard input."""
+    file: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A file that holds one prompt; may be repeated."""
+    max_new_tokens: int = 128
+    """Most tokens to generate per prompt."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End when this text appears, and trim it off; may be repeated."""
+    tokens: bool = False
+    """Prompts are token ids, separated by spaces or commas; print token ids."""
+    stream: bool = False
+    """Print text as it is generated (one prompt)."""
+    json: bool = False
+    """Print one JSON object per prompt and line."""
+
+    def run(self) -> int:
+        """Print each prompt's continuation on standard output."""
+        from tessera.generate import Interrupted
+        from tessera.sampling import Sampling
+
+        Sampling(**self.values())  # before a model is read
+        prompts = self.read_prompts()
+        if self.stream and (self.json or self.tokens or len(prompts) > 1):
+            raise ValueError("--stream prints the text of one prompt: drop --json and --tokens, or pass one prompt")
+        model = self.load()
+        arguments = self.values() | {"max_new_tokens": self.max_new_tokens, "stop": self.stop, "seed": self.seed}
+        if self.stream:
+            arguments["stream"] = lambda _, piece: print(piece, end="", flush=True)
+        try:
+            results, status = model.generate(prompts, **arguments), 0
+        except Interrupted as interruption:
+            results, status = interruption.generations, 130
+        if self.stream:
+            print()
+        else:
+            self.show(results)
+        if status:
+            print("interrupted", file=sys.stderr)
+        return status
+
+    def read_prompts(self) -> list[str] | list[list[int]]:
+        """The prompts of the command line, of files and of standard input, in this order."""
+        if not self.prompt and not self.file:
+            raise ValueError("no prompt: pass one in quotes, --file FILE, or - to read standard input")
+        texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompt]
+        texts += [path.read_text(encoding="utf-8") for path in self.file]
+        return [parse_tokens(text) for text in texts] if self.tokens else texts
+
+    def show(self, results) -> None:
+        """Print all answers: JSON lines, or plain, with a heading each if there are several."""
+        for index, result in enumerate(results):
+            if self.json:
+                print(json.dumps(asdict(result)))
+                continue
+            if len(results) > 1:
+                print(f"--- {index}")
+            print(" ".join(map(str, result.tokens)) if self.tokens else result.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(ModelFlags, SamplingFlags):
+    """Talk with a model; /help inside lists the commands."""
+
+    system: str | None = None
+    """System message, if the model's template takes one."""
+    max_new_tokens: int = 256
+    """Most tokens of one answer."""
+
+    def run(self) -> int:
+        """Converse until the end of input."""
+        from tessera.chat import Chat as Conversation
+        from tessera.chat import converse, typed_lines
+        from tessera.sampling import Sampling
+
+        sampling = Sampling(**self.values())
+        model = self.load()
+        chat = Conversation(model, sampling, max_new_tokens=self.max_new_tokens, system=self.system, seed=self.seed)
+        converse(chat, typed_lines(), interactive=sys.stdin.isatty())
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Look at this installation: versions, devices, kernels and why, caches, memory."""
+
+    json: bool = False
+    """Print JSON."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Print what was found; 1 if anything is wrong."""
+        from tessera import doctor
+
+        found = doctor.examine()
+        if self.json:
+            print(json.dumps(found, indent=1))
+        else:
+            doctor.print_report(found)
+        return 1 if found["problems"] else 0
+
+
+COMMANDS = {"generate": Generate, "chat": Chat, "doctor": Doctor}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; a user's error is one line on standard error and status 2, Ctrl-C is 130."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv == ["--version"]:
+        from importlib.metadata import version
+
+        print(f"tessera {version('tessera-attention')}")
+        return 0
+    command = parse(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("tessera").setLevel(logging.INFO)
+    try:
+        return command.run()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left: nothing to say, and nowhere to say it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, MemoryError) as error:
+        if command.debug:
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def parse(argv: list[str]):
+    """The command that the arguments name, with its flags."""
+    kinds = tuple(Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in COMMANDS.items())
+    union = kinds[0]
+    for kind in kinds[1:]:
+        union = union | kind
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
+    return tyro.cli(union, prog="tessera", description=DESCRIPTION, args=argv or ["--help"], config=config)
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Token ids separated by spaces or commas."""
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"--tokens takes ids like 1,2,3, got {text!r:.60}") from None
+
+
+def shipped_model() -> Path:
+    """The demo checkpoint that comes with the package."""
+    folder = Path(__file__).parent / "demo" / "model"
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"the shipped demo model is missing at {folder}: reinstall, or pass --model")
+    return folder

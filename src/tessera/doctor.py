@@ -1,0 +1,144 @@
+"""Looks at this installation: versions, devices, which kernel would run and why others would not, caches, memory."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.dispatch import explain
+from tessera.compilation import cache_folder
+from tessera.memory import available_bytes, format_bytes
+
+PACKAGES = (
+    "tessera-attention jax jaxlib jaxtyping numpy safetensors tokenizers jinja2 huggingface_hub tyro rich optax "
+    "matplotlib"
+).split()
+
+CALLS = (
+    ("dense", "prefill", AttentionSpec(), 1024, None),
+    ("score", "prefill", AttentionSpec(mass=True), 1024, None),
+    ("sparse", "prefill", AttentionSpec(), 1024, 13),
+    ("dense", "decode", AttentionSpec(), 1, None),
+    ("score", "decode", AttentionSpec(mass=True), 1, None),
+    ("sparse", "decode", AttentionSpec(), 1, 13),
+)
+"""Role, phase, spec, query rows and selection capacity of the calls a model makes, at 16,384 keys."""
+
+
+def examine() -> dict[str, Any]:
+    """All there is to say, as plain data; `problems` lists what keeps tessera from working, one sentence each."""
+    problems: list[str] = []
+    return {
+        "versions": _versions(problems),
+        "devices": _devices(problems),
+        "kernels": _kernels(problems),
+        "caches": _caches(problems),
+        "pip_check": _pip_check(problems),
+        "problems": problems,
+    }
+
+
+def print_report(found: dict[str, Any]) -> None:
+    """Render what `examine` found as tables."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+
+    def table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        out = Table(title=title, title_justify="left")
+        for column in columns:
+            out.add_column(column, overflow="fold")
+        for row in rows:
+            out.add_row(*row)
+        console.print(out)
+
+    table("Versions", ("what", "version"), list(found["versions"].items()))
+    devices = [
+        (d["name"], d["platform"], "unknown" if d["free_bytes"] is None else format_bytes(d["free_bytes"]))
+        for d in found["devices"]
+    ]
+    table("Devices", ("device", "platform", "free memory"), devices)
+    kernels = []
+    for call in found["kernels"]:
+        refused = [k for k in call["choices"] if not k["chosen"] and k["concerns"]]
+        reasons = "\n".join(f"{k['kernel']}: {k['reason']}" for k in refused)
+        kernels.append((call["role"], call["phase"], call["dtype"], call["kernel"] or "none", reasons))
+    table("Kernels, best first", ("role", "phase", "dtype", "runs", "why not the others"), kernels)
+    caches = [(c["what"], c["path"], f"{c['files']} files, {format_bytes(c['bytes'])}") for c in found["caches"]]
+    table("Caches", ("what", "folder", "size"), caches)
+    console.print(f"pip check: {found['pip_check']}", markup=False, highlight=False)
+    for problem in found["problems"]:
+        console.print(f"problem: {problem}", style="red", markup=False, highlight=False)
+    if not found["problems"]:
+        console.print("No problems found.", style="green")
+
+
+def _versions(problems: list[str]) -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+            problems.append(f"{name} is not installed: pip install tessera-attention")
+    return found
+
+
+def _devices(problems: list[str]) -> list[dict[str, Any]]:
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        problems.append(f"JAX finds no device ({error}): check JAX_PLATFORMS and the driver")
+        return []
+    return [
+        {"name": f"{d.id}: {d.device_kind}", "platform": d.platform, "free_bytes": available_bytes(d)} for d in devices
+    ]
+
+
+def _kernels(problems: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for role, phase, spec, num_queries, capacity in CALLS:
+        for dtype in ("float32", "bfloat16"):
+            choices = explain(spec, Shapes(1, num_queries, 16384, 8, 2, 128, capacity, dtype))
+            chosen = next((c.kernel for c in choices if c.chosen), None)
+            if chosen is None:
+                problems.append(f"no kernel runs {role} {phase} in {dtype} here")
+            listed = [
+                {**choice._asdict(), "concerns": choice.kernel.endswith(role) and phase in choice.kernel + phase}
+                for choice in choices
+            ]
+            found.append({"role": role, "phase": phase, "dtype": dtype, "kernel": chosen, "choices": listed})
+    return found
+
+
+def _caches(problems: list[str]) -> list[dict[str, Any]]:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    chosen = jax.config.jax_compilation_cache_dir
+    places = {"compiled programs": Path(chosen) if chosen else cache_folder(), "hub models": Path(HF_HUB_CACHE)}
+    found = []
+    for what, folder in places.items():
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        if not os.access(existing, os.W_OK):
+            problems.append(f"the folder for {what}, {folder}, is not writable: nothing is kept there")
+        sizes = [entry.stat().st_size for entry in folder.rglob("*") if entry.is_file() and not entry.is_symlink()]
+        found.append({"what": what, "path": str(folder), "files": len(sizes), "bytes": sum(sizes)})
+    return found
+
+
+def _pip_check(problems: list[str]) -> str:
+    command = [sys.executable, "-m", "pip", "check", "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "No module named pip" in done.stderr:
+        return "not possible: this environment has no pip"
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode:
+        problems.append(f"pip check: {'; '.join(said.splitlines())}")
+    return said
