@@ -7,7 +7,7 @@ the paper's granularity), and anchors return their dense output, which the fused
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +101,13 @@ class Kascade(Policy):
     def reads(self, state: KascadeState) -> Reads:
         return state.reads
 
+    def map_heads(self, layer: int | Array, per_head: Any) -> Any:
+        """Reorder arrays [B,K,...] of the anchor to what each of this layer's heads uses."""
+        if self.heads != "remap":
+            return per_head
+        head = jnp.asarray(self.head_map, jnp.int32)[layer]
+        return jax.tree.map(lambda array: array[:, head], per_head)
+
     def _spec(self, spec: AttentionSpec) -> AttentionSpec:
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
@@ -130,11 +137,7 @@ class Kascade(Policy):
         return out.out, KascadeState(selection, read, record_reads(state.reads, layer, visible, visible))
 
     def _sparse(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        selection, read = state.selection, state.read
-        if self.heads == "remap":
-            head = jnp.asarray(self.head_map, jnp.int32)[layer]
-            selection = Selection(selection.tiles[:, head], selection.count[:, head])
-            read = read[:, head]
+        selection, read = self.map_heads(layer, (state.selection, state.read))
         out = attention(q, k, v, spec, **positions._asdict(), selection=selection)
         visible = count_visible(spec, positions, shapes_of(q, k))
         return out.out, state._replace(reads=record_reads(state.reads, layer, read, visible))

@@ -1,0 +1,344 @@
+"""Calibration: run a model over text, find which layers should score, and write the plan with its evidence.
+
+Four passes, all in chunks over one window of text at a time, so that memory is that of a prefill: similarity and
+importance (which layers can share a selection, head by head), recall (the attention mass the plan keeps), perplexity
+(dense against Kascade, on text that chose nothing), and prefill time over lengths (the cross-over of this device).
+"""
+
+import datetime
+import importlib.metadata
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.corpus import Corpus, read_corpus
+from tessera.engine import Session
+from tessera.models.cache import init_cache
+from tessera.models.checkpoint import fingerprint
+from tessera.models.config import ModelConfig
+from tessera.models.decoder import forward, logits
+from tessera.shapes import round_up
+from tessera.sparse.anchors import best_heads, choose_anchors, default_anchors, head_table, mapped
+from tessera.sparse.baselines import Dense
+from tessera.sparse.contract import Policy
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.plan import HEADS, Plan, check_anchors, check_budget
+from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
+
+CHUNK = 512
+"""Rows per call; a recorder holds rows / query_tile masses over all keys, a head holds rows x vocabulary."""
+
+CROSSOVER_BUDGET_S = 60.0
+"""No further length is timed once this much time went into timing."""
+
+
+def calibrate(
+    model: Any,
+    texts: str | os.PathLike | Sequence[str | Sequence[int]],
+    *,
+    anchors: int | Sequence[int] | None = None,
+    tile: int = 64,
+    query_tile: int = 32,
+    fraction: float = 0.1,
+    minimum: int = 128,
+    heads: str = "remap",
+    crossover: int | None = None,
+    max_tokens: int = 65536,
+    progress: bool = True,
+) -> Plan:
+    """Find the anchors and head map of a model, and measure what the plan keeps.
+
+    Args:
+        model: anything with `params`, `config` and (for texts) `tokenizer`.
+        texts: a file, a folder of text files, or a list of texts or token lists.
+        anchors: how many; None is the paper's proportion (5 of 32 layers), at least 2. Or the layers themselves.
+        tile, query_tile, fraction, minimum, heads: the plan's, see `Plan`.
+        crossover: tokens below which requests run dense; None measures it here.
+        max_tokens: most tokens to run, taken evenly from all over the text.
+        progress: show a bar on standard error.
+
+    Returns:
+        the plan; its metrics hold similarity, importance, recall and density per layer, perplexity dense and sparse
+        on held-out windows, and the times behind the cross-over.
+
+    Raises:
+        ValueError, FileNotFoundError: what is wrong with an argument, the text or the weights.
+        KeyboardInterrupt: Ctrl-C, with how far it came; nothing is written.
+    """
+    config = model.config
+    check_budget(fraction, minimum)
+    AttentionSpec(tile=tile, query_tile=query_tile)
+    if heads not in HEADS:
+        raise ValueError(f"{heads=} must be one of {HEADS}")
+    if tile > config.max_positions:
+        raise ValueError(f"{tile=} does not fit the model's context of {config.max_positions}: choose a smaller one")
+    count = _check_anchors(anchors, config.num_layers)
+    corpus = read_corpus(model, texts, max_tokens)
+    report = Report(progress)
+    try:
+        with report:
+            notes = record_similarity(model, corpus.windows, query_tile, heads, report)
+            chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
+            policy = Kascade(
+                anchors=chosen,
+                head_map=_head_map(notes.heads, chosen, config),
+                heads=heads,
+                tile=tile,
+                query_tile=query_tile,
+                fraction=fraction,
+                minimum=minimum,
+            )
+            metrics = notes.metrics() | measure_policy(model, policy, corpus.held_out, report)
+            if crossover is None:
+                crossover, metrics["crossover"] = measure_crossover(model, policy, report)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"calibration stopped during {report.stage}; no plan was written") from None
+    return Plan(
+        model=fingerprint(model.params, config),
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        provenance=provenance(corpus),
+        metrics=metrics,
+        **asdict(replace(policy, crossover_tokens=crossover)),
+    )
+
+
+def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int | tuple[int, ...]:
+    """The number of anchors to find, or the layers that were asked for."""
+    if anchors is None:
+        return default_anchors(num_layers)
+    if not isinstance(anchors, int):
+        check_anchors(tuple(anchors), num_layers)
+        return tuple(anchors)
+    if not 1 <= anchors <= num_layers:
+        raise ValueError(f"{anchors=} must be from 1 to {num_layers}, the model's layers, or a list of layers")
+    return anchors
+
+
+def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """The plan's table; a recorder that pooled all heads has one column, which then stands for each head's own."""
+    if heads_LLK.shape[-1] == config.num_kv_heads:
+        return head_table(heads_LLK, anchors)
+    return (tuple(range(config.num_kv_heads)),) * config.num_layers
+
+
+def provenance(corpus: Corpus) -> dict[str, Any]:
+    """Where a plan comes from."""
+    return {
+        "corpus": corpus.source,
+        "corpus_sha256": corpus.sha256,
+        "corpus_tokens": corpus.num_tokens,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "tessera": importlib.metadata.version("tessera-attention"),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+class Report:
+    """A progress bar with one line per pass; knows the pass it is in for the message after Ctrl-C."""
+
+    def __init__(self, shown: bool):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self.stage = "reading"
+
+    def __enter__(self) -> "Report":
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.bar.stop()
+
+    def each(self, stage: str, items: Sequence[Any]) -> Iterator[Any]:
+        """Iterate, counting on the bar."""
+        self.stage = stage
+        task = self.bar.add_task(stage, total=len(items))
+        for item in items:
+            yield item
+            self.bar.advance(task)
+
+
+@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
+def run_chunk(params, cache, tokens_BT, q_start_B, q_len_B, *, config: ModelConfig, policy: Policy):
+    """One chunk under a policy -> hidden states, cache, the policy's notes."""
+    positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
+    return forward(params, tokens_BT, cache, positions, config=config, policy=policy)
+
+
+@jax.jit
+def negative_log_likelihood(params, hidden_BTD: Array, next_BT: Array, num_valid: Array) -> Array:
+    """Sum over the first num_valid rows of -ln p(next token), in nats."""
+    scores = logits(params, hidden_BTD)
+    picked = jnp.take_along_axis(scores, next_BT[..., None], axis=-1)[..., 0]
+    loss = jax.nn.logsumexp(scores, axis=-1) - picked
+    return jnp.where(jnp.arange(loss.shape[1]) < num_valid, loss, 0.0).sum()
+
+
+def run_window(model: Any, window: np.ndarray, policy: Policy, num_keys: int) -> Iterator[tuple[Any, float]]:
+    """Run one window in chunks; yields each chunk's (notes, sum of -ln p of the tokens it predicts)."""
+    rows = round_up(min(CHUNK, num_keys), getattr(policy, "query_tile", 1))
+    stacked = not isinstance(model.params.layers, tuple)
+    size = round_up(num_keys, rows)
+    cache = init_cache(model.config, 1, size, dtype=model.params.embed.dtype, stacked=stacked)
+    for start in range(0, len(window), rows):
+        tokens = np.zeros((1, rows), np.int32)
+        targets = np.zeros((1, rows), np.int32)
+        piece, answer = window[start : start + rows], window[start + 1 : start + 1 + rows]
+        tokens[0, : len(piece)], targets[0, : len(answer)] = piece, answer
+        where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
+        hidden, cache, state = run_chunk(model.params, cache, tokens, *where, config=model.config, policy=policy)
+        loss = negative_log_likelihood(model.params, hidden, targets, np.int32(len(answer)))
+        yield jax.device_get(state), float(loss)
+
+
+def perplexity(model: Any, windows: Sequence[np.ndarray], policy: Policy) -> float:
+    """exp of the mean -ln p over all predicted tokens of the windows."""
+    longest = max(len(window) for window in windows)
+    total = sum(loss for window in windows for _, loss in run_window(model, window, policy, longest))
+    return math.exp(total / sum(len(window) - 1 for window in windows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """What the similarity pass found.
+
+    Attributes:
+        heads: [L,L,K'] which head of a each head of b would use.
+        similarity: [L,L] sim(a, b): minimum over a window's query tiles, mean over windows and heads.
+        importance: [L] mean of 1 - cos of the residual stream around the attention block.
+    """
+
+    heads: np.ndarray
+    similarity: np.ndarray
+    importance: np.ndarray
+
+    @property
+    def score(self) -> np.ndarray:
+        """S[a][b] = importance of b times similarity(a, b), [L,L]."""
+        return self.importance * self.similarity
+
+    def metrics(self) -> dict[str, Any]:
+        """For the plan."""
+        return {
+            "similarity": _rounded(np.triu(self.similarity)),
+            "importance": _rounded(self.importance),
+            "similarity_keys": NUM_KEYS,
+        }
+
+
+def record_similarity(model: Any, windows: Sequence[np.ndarray], query_tile: int, heads: str, report: Report) -> Notes:
+    """Similarity between all pairs of layers and heads, and the importance of each layer, over the windows."""
+    recorder = SimilarityRecorder(query_tile=query_tile, pooled=heads == "pooled")
+    longest = max(len(window) for window in windows)
+    total, num_tiles, turned, num_tokens, minima = 0.0, 0, 0.0, 0, []
+    for window in report.each("similarity", windows):
+        least = None
+        for state, _ in run_window(model, window, recorder, longest):
+            total = total + np.asarray(state.total, np.float64)
+            turned = turned + np.asarray(state.turned, np.float64)
+            num_tiles, num_tokens = num_tiles + int(state.num_tiles), num_tokens + int(state.num_tokens)
+            if state.num_tiles:
+                minimum = np.asarray(state.least, np.float64)
+                least = minimum if least is None else np.minimum(least, minimum)
+        if least is not None:
+            minima.append(least)
+    if not np.isfinite(turned).all():
+        raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
+    mean = total / num_tiles
+    own = np.broadcast_to(np.arange(mean.shape[-1]), mean.shape[:3])
+    table = best_heads(mean) if heads == "remap" else own
+    return Notes(
+        heads=table,
+        similarity=mapped(np.mean(minima, axis=0), table),
+        importance=turned / num_tokens,
+    )
+
+
+def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], report: Report) -> dict[str, Any]:
+    """Recall of attention mass and density per layer, and perplexity dense and sparse, over held-out windows."""
+    longest = max(len(window) for window in windows)
+    held, total, read, visible = 0.0, 0.0, 0.0, 0.0
+    dense_loss = sparse_loss = 0.0
+    for window in report.each("recall", windows):
+        for notes, loss in run_window(model, window, RecallRecorder(kascade=policy), longest):
+            held, total = held + np.asarray(notes.held, np.float64), total + np.asarray(notes.total, np.float64)
+            dense_loss += loss  # the recorder attends densely
+    for window in report.each("perplexity", windows):
+        for notes, loss in run_window(model, window, policy, longest):
+            counted = policy.reads(notes)
+            read = read + np.asarray(counted.read, np.float64).sum(1)
+            visible = visible + np.asarray(counted.visible, np.float64).sum(1)
+            sparse_loss += loss
+    num_predicted = sum(len(window) - 1 for window in windows)
+    return {
+        "recall": _rounded(held / total),
+        "density": _rounded(read / visible),
+        "held_out_tokens": num_predicted,
+        "perplexity_dense": _rounded(math.exp(dense_loss / num_predicted)),
+        "perplexity_kascade": _rounded(math.exp(sparse_loss / num_predicted)),
+    }
+
+
+def measure_crossover(model: Any, policy: Kascade, report: Report) -> tuple[int, dict[str, Any]]:
+    """The length from which prefill under the policy is faster than dense on this device, at every length timed.
+
+    Medians of interleaved runs over doubling lengths, until the context or the time budget ends. One more than the
+    context if Kascade was not faster at the longest: every request then runs dense.
+    """
+    context = model.config.max_positions
+    lengths = [n for n in (512 << i for i in range(12)) if n < context] + ([context] if context <= 512 << 11 else [])
+    times: dict[str, list[float]] = {"tokens": [], "dense_ms": [], "kascade_ms": []}
+    started_s = time.perf_counter()
+    for length in report.each("cross-over", lengths):
+        if time.perf_counter() - started_s > CROSSOVER_BUDGET_S and times["tokens"]:
+            break
+        dense_ms, kascade_ms = time_prefill(model, (Dense(), policy), length)
+        times["tokens"].append(length)
+        times["dense_ms"].append(_rounded(dense_ms))
+        times["kascade_ms"].append(_rounded(kascade_ms))
+    return find_crossover(times["tokens"], times["dense_ms"], times["kascade_ms"]) or context + 1, times
+
+
+def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms: Sequence[float]) -> int | None:
+    """The first length from which on the second time is always the smaller; None if not even at the last."""
+    found = None
+    for length, dense, kascade in zip(lengths, dense_ms, kascade_ms, strict=True):
+        if kascade >= dense:
+            found = None
+        elif found is None:
+            found = length
+    return found
+
+
+def time_prefill(model: Any, policies: Sequence[Policy], length: int, repeats: int = 3) -> list[float]:
+    """Median milliseconds of a prefill of `length` tokens under each policy, runs interleaved, compilation left out."""
+    prompt = [np.arange(length, dtype=np.int32) % model.config.vocab_size]
+    sessions = [Session(model.params, model.config, policy, batch=1, num_keys=length) for policy in policies]
+    samples: list[list[float]] = [[] for _ in sessions]
+    for _ in range(1 + repeats):  # the first compiles
+        for session, sample in zip(sessions, samples):
+            started_s = time.perf_counter()
+            jax.block_until_ready(session.prefill(prompt)[0])
+            sample.append(1e3 * (time.perf_counter() - started_s))
+    return [statistics.median(sample[1:]) for sample in samples]
+
+
+def _rounded(value: Any) -> Any:
+    """Four significant digits: a plan is read by people too."""
+    if isinstance(value, np.ndarray):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.4g}")

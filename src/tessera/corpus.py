@@ -1,0 +1,118 @@
+"""Text to calibrate and judge on: windows of tokens from all over a file, a folder or a list."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tessera.models.config import ModelConfig
+from tessera.sparse.recording import NUM_KEYS
+
+MAX_WINDOW = 8192
+"""Longest piece of text run at once, unless the model's context is shorter."""
+
+MIN_WINDOW = 2 * NUM_KEYS
+"""Shortest text that says anything: some query tiles must see more keys than the sets that are compared hold."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Token windows: some choose the plan, others judge it; the hash is of all of them."""
+
+    windows: tuple[np.ndarray, ...]
+    held_out: tuple[np.ndarray, ...]
+    source: str
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the tokens that were run."""
+        digest = hashlib.sha256()
+        for window in (*self.windows, *self.held_out):
+            digest.update(len(window).to_bytes(8, "little") + window.astype("<i4").tobytes())
+        return digest.hexdigest()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all windows."""
+        return sum(len(window) for window in (*self.windows, *self.held_out))
+
+
+def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[int]], max_tokens: int) -> Corpus:
+    """Windows of at most the model's context from all over the texts; the last quarter is held out.
+
+    A file or folder counts as one long text (files in order of their names, undecodable ones left out); texts and token
+    lists count one by one.
+    """
+    longest = min(model.config.max_positions, MAX_WINDOW)
+    if isinstance(texts, str | os.PathLike):
+        source = str(Path(texts).name)
+        windows = _windows_of_text(model, read_text(Path(texts)), longest, max_tokens)
+    else:
+        source = f"{len(texts)} texts"
+        rows = [_encode(model, text) for text in texts]
+        windows = [row[i : i + longest] for row in rows for i in range(0, len(row), longest)]
+        windows = _evenly(windows, max(2, max_tokens // longest))
+    windows = [window for window in windows if len(window) > 1]
+    if len(windows) == 1:
+        middle = len(windows[0]) // 2
+        windows = [windows[0][:middle], windows[0][middle:]]
+    if not windows or max(len(window) for window in windows) < MIN_WINDOW:
+        longest = max((len(window) for window in windows), default=0)
+        raise ValueError(f"the longest text has {longest} tokens to calibrate on, at least {MIN_WINDOW} are needed")
+    held = max(1, len(windows) // 4)
+    return Corpus(windows=tuple(windows[:-held]), held_out=tuple(windows[-held:]), source=source)
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, or of all UTF-8 files under a folder, in order of their names."""
+    if not path.exists():
+        raise FileNotFoundError(f"text {str(path)!r} does not exist: name a file or a folder of text files")
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    visible = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    parts = []
+    for file in visible:
+        body = file.read_bytes()
+        if b"\0" not in body[:4096]:
+            parts.append(body.decode("utf-8", errors="replace"))
+    if not any(part.strip() for part in parts):
+        raise ValueError(f"{str(path)!r} holds no text: name a file or a folder of text files")
+    return "\n\n".join(parts)
+
+
+def _windows_of_text(model: Any, text: str, longest: int, max_tokens: int) -> list[np.ndarray]:
+    """Windows that start evenly all over the text; only what is used is tokenised, at up to 8 characters a token."""
+    count = max(2, max_tokens // longest)
+    span = 8 * longest
+    if len(text) <= count * longest:  # too short to choose from
+        row = _encode(model, text)
+        return _evenly([row[i : i + longest] for i in range(0, len(row), longest)], count)
+    starts = np.linspace(0, max(len(text) - span, len(text) // 2), count).astype(int)
+    return [_encode(model, text[start : start + span])[:longest] for start in starts]
+
+
+def _encode(model: Any, text: str | Sequence[int]) -> np.ndarray:
+    if not isinstance(text, str):
+        row = np.asarray(text)
+        if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer) or row.size and not _within(row, model.config):
+            raise ValueError(
+                f"a token list must hold integers from 0 to {model.config.vocab_size - 1}, got {text!r:.80}"
+            )
+        return row.astype(np.int32)
+    if model.tokenizer is None:
+        raise ValueError("the model has no tokenizer: pass token lists instead of texts")
+    return np.asarray(model.tokenizer.encode(text), np.int32)
+
+
+def _within(row: np.ndarray, config: ModelConfig) -> bool:
+    return 0 <= row.min() and row.max() < config.vocab_size
+
+
+def _evenly(windows: list[np.ndarray], count: int) -> list[np.ndarray]:
+    """At most `count` windows, from all over the list."""
+    if len(windows) <= count:
+        return windows
+    return [windows[i] for i in np.linspace(0, len(windows) - 1, count).astype(int)]

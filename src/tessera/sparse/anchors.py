@@ -1,0 +1,113 @@
+"""Which layers should score: similarity, importance, the dynamic program, the head map (KASCADE, arXiv 2512.16391).
+
+Pure mathematics on small arrays; `recording.py` gathers the arrays from a running model, `calibrate.py` ties both.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tessera.shapes import round_up
+
+PAPER_ANCHORS, PAPER_LAYERS = 5, 32
+"""The paper uses five anchors for 32 layers (Llama-3.1-8B)."""
+
+
+def default_anchors(num_layers: int) -> int:
+    """Anchors in the paper's proportion, 5 of 32 layers, rounded up; at least 2 (layer 0 alone is a poor guide)."""
+    scaled = round_up(num_layers * PAPER_ANCHORS, PAPER_LAYERS) // PAPER_LAYERS
+    return min(max(2, scaled), num_layers)
+
+
+def captured(mass_KIJ: Float[Array, "K I J"], ids_AKIC: Int32[Array, "A K I C"]) -> Float[Array, "A K K I"]:
+    """Probability that each of this layer's heads puts on each set of keys: [a, theirs, mine, query tile].
+
+    Args:
+        mass_KIJ: what each key received from the query tile's rows.
+        ids_AKIC: C key ids per layer a, KV head and query tile, all different.
+    """
+    heads = [
+        jnp.take_along_axis(mass_KIJ[None, None, mine], ids_AKIC, axis=-1).sum(-1) for mine in range(len(mass_KIJ))
+    ]
+    return jnp.stack(heads, axis=2)
+
+
+def similarity(
+    mass_KIJ: Float[Array, "K I J"], ids_AKIC: Int32[Array, "A K I C"], own_KIC: Int32[Array, "K I C"]
+) -> Float[Array, "A K K I"]:
+    """sim(a, b)_q = sum(P_b[I_a]) / sum(P_b[I_b]) for every pair of heads: [a, its head, b's head, query tile].
+
+    1 where b finds all it would have chosen itself; 1 also where b has no mass at all (nothing to lose).
+    """
+    own = jnp.take_along_axis(mass_KIJ, own_KIC, axis=-1).sum(-1)
+    found = captured(mass_KIJ, ids_AKIC)
+    return jnp.where(own > 0, found / jnp.where(own > 0, own, 1.0), 1.0)
+
+
+def importance(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "..."]:
+    """w = 1 - cos(x, y), how much attention turns the residual stream; as |x/|x| - y/|y||^2 / 2, exact near 0."""
+
+    def unit(z):
+        z = z.astype(jnp.float32)
+        return z / jnp.maximum(jnp.linalg.norm(z, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+
+    return 0.5 * jnp.sum(jnp.square(unit(x) - unit(y)), axis=-1)
+
+
+def choose_anchors(score_LL: Float[np.ndarray, "L L"], num_anchors: int) -> tuple[int, ...]:
+    """The anchors that maximise the sum of score[anchor of l][l] over all layers l; the first is layer 0.
+
+    dp[m][j] = max_i (dp[m-1][i] + sum_{l=i}^{j-1} score[i][l]): the best of m anchors over layers below j, the last of
+    them i; backtracked from dp[M][L]. Ties go to the lower layer.
+
+    Args:
+        score_LL: score[a][b] = importance of b times similarity(a, b); only a <= b is read.
+        num_anchors: M, from 1 to L.
+    """
+    score_LL = np.asarray(score_LL, np.float64)
+    num_layers = len(score_LL)
+    if score_LL.shape != (num_layers, num_layers) or not 1 <= num_anchors <= num_layers:
+        raise ValueError(f"{num_anchors=} must be from 1 to the number of layers, {score_LL.shape=} square")
+    if not np.isfinite(np.triu(score_LL)).all():
+        raise ValueError("score_LL must be finite: the model's attention or residual stream holds NaN or infinity")
+    segment = np.concatenate([np.zeros((num_layers, 1)), np.cumsum(np.triu(score_LL), axis=1)], axis=1)
+    best = np.full((num_anchors + 1, num_layers + 1), -np.inf)
+    last = np.zeros(best.shape, int)
+    best[0, 0] = 0.0
+    for m in range(1, num_anchors + 1):
+        for j in range(m, num_layers + 1):
+            total = [best[m - 1, i] + segment[i, j] for i in range(j)]
+            last[m, j] = int(np.argmax(total))
+            best[m, j] = total[last[m, j]]
+    anchors, j = [], num_layers
+    for m in range(num_anchors, 0, -1):
+        j = last[m, j]
+        anchors.append(int(j))
+    return tuple(reversed(anchors))
+
+
+def anchor_of(anchors: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Per layer, the anchor whose selection it uses: the last at or before it."""
+    return tuple(max(a for a in anchors if a <= layer) for layer in range(num_layers))
+
+
+def best_heads(similarity_LLKK: Float[np.ndarray, "L L K K"]) -> Int32[np.ndarray, "L L K"]:
+    """For every pair (a, b) and head of b, the most similar head of a; many-to-one; ties to the lower head."""
+    return np.argmax(np.asarray(similarity_LLKK), axis=2).astype(np.int32)
+
+
+def mapped(similarity_LLKK: Float[np.ndarray, "L L K K"], heads_LLK: Int32[np.ndarray, "L L K"]) -> np.ndarray:
+    """Similarity of layers [L,L]: each head of b under its head of a, averaged over the heads of b."""
+    return np.take_along_axis(np.asarray(similarity_LLKK), heads_LLK[:, :, None, :], axis=2)[:, :, 0].mean(-1)
+
+
+def head_table(heads_LLK: Int32[np.ndarray, "L L K"], anchors: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The plan's [L][K]: the head of its anchor that each layer's head uses; an anchor's heads use themselves."""
+    num_layers, _, num_kv_heads = heads_LLK.shape
+    return tuple(
+        tuple(range(num_kv_heads)) if layer in anchors else tuple(int(h) for h in heads_LLK[anchor, layer])
+        for layer, anchor in enumerate(anchor_of(anchors, num_layers))
+    )
