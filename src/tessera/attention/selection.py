@@ -1,8 +1,8 @@
 """From tile masses to the key tiles each query tile reads: a rolling budget, the diagonal always, the best of the rest.
 
 Choosing the n heaviest of J tiles needs no sort. Non-negative floats order like their bit patterns, so a bisection on
-the pattern finds the n-th largest mass exactly in at most 32 passes, and a binary search over the running count of
-kept tiles writes their ids in ascending order: O(J) vector work per query tile where a sort is O(J log J) scalar work.
+the pattern finds the n-th largest mass exactly in 31 passes, and a binary search over the running count of kept tiles
+writes their ids in ascending order: O(J) vector work per query tile where a sort is O(J log J) scalar work.
 """
 
 from typing import NamedTuple
@@ -20,6 +20,10 @@ SLACK = 1e-3
 
 ALWAYS = 2**31 - 2
 """Rank above every mass, the diagonal's; one short of the largest int32 so that the bisection cannot overflow."""
+
+
+WORD = 32
+"""Marks packed into one unsigned integer."""
 
 
 class Tiles(NamedTuple):
@@ -97,7 +101,8 @@ def select_tiles(
     seen = _between(id_J, tiles.first_visible, tiles.last_visible)
     rank = jnp.where(own, ALWAYS, jnp.where(seen, bits, -1))
     count = jnp.broadcast_to(jnp.minimum(tiles.budget, capacity)[:, None], rank.shape[:3])
-    chosen = compact(keep_largest(rank, count), capacity)
+    nth = jnp.minimum(jnp.arange(1, capacity + 1, dtype=jnp.int32), count[..., None])
+    chosen = jnp.maximum(find_marks(keep_largest(rank, count), nth), 0)
     shape = (batch, num_kv_heads, num_query_tiles)
     return Selection(jnp.broadcast_to(chosen, (*shape, capacity)), jnp.broadcast_to(count, shape))
 
@@ -165,26 +170,45 @@ def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B 
     threshold = threshold[..., None]
     above, equal = rank_BKIJ > threshold, rank_BKIJ == threshold
     room = count_BKI - jnp.sum(above, axis=-1, dtype=jnp.int32)
-    return above | (equal & (_running_count(equal) <= room[..., None]))
+    last_equal = find_marks(equal, room[..., None])
+    return above | (equal & (jnp.arange(rank_BKIJ.shape[-1]) <= last_equal))
 
 
-def compact(keep_BKIJ: Bool[Array, "B K I J"], capacity: int) -> Int32[Array, "B K I C"]:
-    """Return the indices of the first `capacity` marked entries, ascending; the rest repeat the last index of J."""
-    num_tiles = keep_BKIJ.shape[-1]
-    seen = _running_count(keep_BKIJ)
-    wanted = jnp.arange(1, capacity + 1, dtype=jnp.int32)
-    low = jnp.zeros((*keep_BKIJ.shape[:-1], capacity), jnp.int32)
-    step = 1 << max(num_tiles - 1, 0).bit_length()
-    while step > 1:  # lower bound: how many indices have fewer than `wanted` marks up to and with them
-        step //= 2
-        probe = jnp.minimum(low + step, num_tiles) - 1
-        short = jnp.take_along_axis(seen, probe, axis=-1) < wanted
-        low = jnp.where(short, probe + 1, low)
-    return jnp.minimum(low, num_tiles - 1)
+def find_marks(mark_BKIJ: Bool[Array, "B K I J"], nth_BKIC: Int32[Array, "B K I C"]) -> Int32[Array, "B K I C"]:
+    """Return the index of the nth marked entry (from 1) per row: -1 for nth = 0, J - 1 where there are fewer.
+
+    Marks are packed 32 to a word, so that only J / 32 counts are summed up and searched, then bits within one word.
+    """
+    num_tiles = mark_BKIJ.shape[-1]
+    num_words = ceil_div(num_tiles, WORD)
+    padded = jnp.pad(mark_BKIJ, ((0, 0), (0, 0), (0, 0), (0, num_words * WORD - num_tiles))).astype(jnp.uint32)
+    lanes = padded.reshape(*mark_BKIJ.shape[:-1], num_words, WORD)
+    word = jnp.sum(lanes << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+    upto = jnp.cumsum(jax.lax.population_count(word).astype(jnp.int32), axis=-1)
+
+    def double(step: Int32[Array, ""], low: Int32[Array, "B K I C"]) -> Int32[Array, "B K I C"]:
+        stride = jnp.int32(first_stride) >> step
+        probe = jnp.minimum(low + stride, num_words) - 1
+        return jnp.where(jnp.take_along_axis(upto, probe, axis=-1) < nth_BKIC, probe + 1, low)
+
+    steps = num_words.bit_length()
+    first_stride = 1 << (steps - 1)
+    index = jax.lax.fori_loop(0, steps, double, jnp.zeros(nth_BKIC.shape, jnp.int32))  # words wholly before the nth
+    before = jnp.where(index > 0, jnp.take_along_axis(upto, jnp.maximum(index - 1, 0), axis=-1), 0)
+    bits = jnp.take_along_axis(word, jnp.minimum(index, num_words - 1), axis=-1)
+    return jnp.where(nth_BKIC > 0, jnp.minimum(index * WORD + _nth_bit(bits, nth_BKIC - before), num_tiles - 1), -1)
 
 
-def _running_count(mark_BKIJ: Bool[Array, "B K I J"]) -> Int32[Array, "B K I J"]:
-    return jnp.cumsum(mark_BKIJ, axis=-1, dtype=jnp.int32)
+def _nth_bit(word: Array, nth: Array) -> Int32[Array, "B K I C"]:
+    """Position of the nth set bit (from 1) of a 32-bit word, by halves; 31 if there are fewer."""
+    position = jnp.zeros(word.shape, jnp.int32)
+    for width in (16, 8, 4, 2, 1):
+        low = jax.lax.population_count(word & jnp.uint32((1 << width) - 1)).astype(jnp.int32)
+        higher = nth > low
+        nth = jnp.where(higher, nth - low, nth)
+        word = jnp.where(higher, word >> width, word)
+        position = jnp.where(higher, position + width, position)
+    return position
 
 
 def _between(id_J: Array, first_BI: Array, last_BI: Array) -> Bool[Array, "B 1 I J"]:
