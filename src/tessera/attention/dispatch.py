@@ -7,11 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention import reference
+from tessera.attention import reference, xla_prefill
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.shapes import ceil_div
 
 KERNELS: tuple[Kernel, ...] = (
+    *xla_prefill.KERNELS,
     *reference.KERNELS,  # last: materialises T x S
 )
 """Every kernel, best first. The first that supports a call on the platform runs it."""
