@@ -64,7 +64,9 @@ class Worker:
     def load(self, folder, dtype):
         """Load a Hugging Face folder; seconds it took."""
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         start = time.perf_counter()
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).eval()
         return {"seconds": time.perf_counter() - start}

@@ -158,7 +158,7 @@ def make(
         code=code(),
         how=how or How(iterations=len(samples)),
         command=command,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        date=now(),
         samples=samples,
         median=median,
         spread=_quartile_range(samples),
@@ -169,6 +169,11 @@ def make(
     if private:
         raise ValueError(f"a record must not name {private}: pass relative paths and plain words")
     return record
+
+
+def now() -> str:
+    """The time of day as records write it: UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _quartile_range(samples: Sequence[float]) -> float | None:

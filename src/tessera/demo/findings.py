@@ -1,0 +1,194 @@
+"""What the demo measures: answers, pass keys, time to first token, attention time, and what each layer read."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera import measure
+from tessera.answers import Generation
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.dispatch import attention
+from tessera.attention.selection import select_tiles
+from tessera.data import library_corpus, passkey_task
+from tessera.demo.pictures import Anchor
+from tessera.generate import Model
+from tessera.models.decoder import forward
+from tessera.shapes import ceil_div
+from tessera.sparse.kascade import Kascade
+
+Progress = Callable[[str], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """One question under both policies; `expected` is read from the document by a regular expression, not a model."""
+
+    question: str
+    expected: str
+    dense: Generation
+    kascade: Generation
+
+    @property
+    def same(self) -> bool:
+        """Whether both policies gave the same tokens."""
+        return self.dense.tokens == self.kascade.tokens
+
+    @property
+    def right(self) -> bool:
+        """Whether both say what the document says."""
+        return all(answer.text.strip() == self.expected for answer in (self.dense, self.kascade))
+
+
+def ask(models: Mapping[str, Model], document: str, name: str) -> Answered:
+    """Ask both models for the value of a constant that the document defines.
+
+    Raises:
+        ValueError: the document does not define it.
+    """
+    found = re.search(rf"^\s*{re.escape(name)} *= *([^\s,;#]+)", document, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"question {name=} must be a constant that the document defines")
+    prompt = f"{document}\n\nWhat is {name}? "
+    answers = {key: model.generate([prompt], max_new_tokens=48, stop=("\n",))[0] for key, model in models.items()}
+    return Answered(question=f"What is {name}?", expected=f"{name} = {found[1]}", **answers)
+
+
+def passkey_accuracy(
+    models: Mapping[str, Model], lengths: Sequence[int], tasks: int, progress: Progress
+) -> dict[str, dict[int, float]]:
+    """Share of hidden five-digit keys that each policy finds exactly, per prompt length; the same tasks for all."""
+    right = {name: {length: 0 for length in lengths} for name in models}
+    for length in lengths:
+        rng = np.random.default_rng([length, 20])
+        for index in range(tasks):
+            task = passkey_task(rng, length)
+            progress(f"pass key {index + 1} of {tasks} in {length:,} tokens")
+            for name, model in models.items():
+                [answer] = model.generate([task.prompt.tolist()], max_new_tokens=len(task.answer))
+                right[name][length] += answer.tokens == task.answer.tolist()
+    return {name: {length: count / tasks for length, count in found.items()} for name, found in right.items()}
+
+
+def first_token_times(
+    models: Mapping[str, Model], lengths: Sequence[int], repeats: int, progress: Progress
+) -> dict[int, dict[str, list[float]]]:
+    """Seconds to the first token on held-out library text, fresh text per sample, policies taking turns."""
+    text = library_corpus().held_out
+    rng = np.random.default_rng(21)
+    out = {}
+    for length in lengths:
+        progress(f"time to first token, {length:,} tokens")
+
+        def sample(model: Model, number: int, length=length) -> float:
+            start = int(rng.integers(0, len(text) - length))
+            return model.generate([text[start : start + length].tolist()], max_new_tokens=1)[0].ttft_s
+
+        contenders = {name: partial(sample, model) for name, model in models.items()}
+        out[length] = measure.interleave(contenders, rounds=repeats)
+    return out
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of one layer's attention per role, one sample each per round."""
+
+    dense: list[float]
+    anchor: list[float]
+    reuse: list[float]
+
+    def total(self, roles: Sequence[str]) -> dict[str, float]:
+        """Medians summed over a model's layers: all dense, and as Kascade's roles have it."""
+        dense, anchor, reuse = (float(np.median(samples)) for samples in self)
+        by_role = {"dense": dense, "score": anchor, "sparse": reuse}
+        return {"dense": dense * len(roles), "kascade": sum(by_role[role] for role in roles)}
+
+
+def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress: Progress) -> dict[int, LayerTimes]:
+    """One layer's causal prefill attention at the model's heads and the plan's tiles: dense, anchor, reuse.
+
+    The anchor's time includes selecting its tiles. Inputs are random: time does not depend on them.
+    """
+    config, policy = model.config, model.policy
+    spec = AttentionSpec(tile=policy.tile, query_tile=policy.query_tile)
+    budget = {"fraction": policy.fraction, "minimum": policy.minimum, "pooled": policy.heads == "pooled"}
+
+    def choose_tiles(q, k, v):
+        out = attention(q, k, v, replace(spec, mass=True))
+        return out.out, select_tiles(out.mass, spec, kv_len=jnp.full(1, q.shape[1], jnp.int32), **budget)
+
+    dense = jax.jit(lambda q, k, v: attention(q, k, v, spec).out)
+    anchor = jax.jit(choose_tiles)
+    reuse = jax.jit(lambda q, k, v, chosen: attention(q, k, v, spec, selection=chosen).out)
+    out = {}
+    for length in lengths:
+        progress(f"attention of one layer, {length:,} tokens")
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        keys = jax.random.split(jax.random.key(length), 3)
+        q, k, v = (jax.random.normal(key, (1, length, n, config.head_dim)) for key, n in zip(keys, heads))
+        _, chosen = anchor(q, k, v)
+        calls = {"dense": (dense, q, k, v), "anchor": (anchor, q, k, v), "reuse": (reuse, q, k, v, chosen)}
+
+        def sample(call, number: int) -> float:
+            return measure.time_call(*call)[0]
+
+        contenders = {name: partial(sample, call) for name, call in calls.items()}
+        out[length] = LayerTimes(**measure.interleave(contenders, rounds=repeats))
+    return out
+
+
+class ReadMap(NamedTuple):
+    """What one prompt's prefill read: share of the visible keys per layer, and the tiles that anchors chose."""
+
+    densities: list[float]
+    anchors: list[Anchor]
+
+
+def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
+    """Run the prompt once with a policy that also keeps every anchor's selection."""
+    tracing = _Tracing(**vars(model.policy))
+    length = len(tokens)
+    positions = Positions(*(jnp.full(1, n, jnp.int32) for n in (0, length, length)))
+    run = jax.jit(partial(forward, config=model.config, policy=tracing), static_argnames=())
+    _, _, state = run(model.params, jnp.asarray([tokens], jnp.int32), None, positions)
+    reads = tracing.reads(state)
+    densities = (np.asarray(reads.read)[:, 0] / np.asarray(reads.visible)[:, 0]).tolist()
+    scored = [layer for layer, role in enumerate(model.policy.roles()) if role == "score"]
+    shape = (ceil_div(length, tracing.query_tile), ceil_div(length, tracing.tile))
+    anchors = [
+        Anchor(layer=layer, heads_BY=_count_heads(chosen, shape, tracing), num_heads=model.config.num_kv_heads)
+        for layer, chosen in zip(scored, state[1])
+    ]
+    return ReadMap(densities, anchors)
+
+
+def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarray:
+    """How many KV heads list each tile, [I,J]; -1 where the tile lies in the query tile's future."""
+    tiles, count = np.asarray(selection.tiles)[0], np.asarray(selection.count)[0]
+    heads = np.zeros(shape, np.int32)
+    for head, row in np.ndindex(*count.shape):
+        heads[row, tiles[head, row, : count[head, row]]] += 1
+    last = (np.arange(shape[0])[:, None] + 1) * policy.query_tile - 1
+    return np.where(np.arange(shape[1]) * policy.tile > last, -1, heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tracing(Kascade):
+    """Kascade that also hands out what its anchors chose; needs unrolled layers."""
+
+    def init_state(self, num_layers, shapes, spec):
+        return super().init_state(num_layers, shapes, spec), ()
+
+    def attend(self, layer, q, k, v, spec, positions, state):
+        inner, seen = state
+        out, inner = super().attend(layer, q, k, v, spec, positions, inner)
+        if self.roles()[layer] == "score":
+            seen = (*seen, inner.selection)
+        return out, (inner, seen)
+
+    def reads(self, state):
+        return super().reads(state[0])

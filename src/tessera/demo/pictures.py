@@ -1,0 +1,134 @@
+"""The demo's pictures, each one SVG string: dark text, axes with units, the same two colours throughout."""
+
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+DENSE, KASCADE, INK, GRID = "#1f4e79", "#c8590a", "#1a1a1a", "#d9d9d9"
+
+_STYLE = {
+    "font.size": 11,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "grid.color": GRID,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "tessera",
+    "svg.fonttype": "path",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchor:
+    """What one anchor chose: layer, and per (query tile, key tile) how many KV heads listed it; -1 is not visible."""
+
+    layer: int
+    heads_BY: np.ndarray
+    num_heads: int
+
+
+def times(title: str, lengths: Sequence[int], sides: Mapping[str, Sequence[float]], label: str) -> str:
+    """Milliseconds over tokens, two sides, both axes logarithmic; first over second is written above the points."""
+
+    def plot(figure: Figure) -> None:
+        axes = figure.subplots()
+        for (name, seconds), colour, mark in zip(sides.items(), (DENSE, KASCADE), "os"):
+            milliseconds = [1e3 * s for s in seconds]
+            axes.plot(lengths, milliseconds, color=colour, marker=mark, linewidth=2, label=name)
+        for length, top, bottom in zip(lengths, *sides.values()):
+            place = (length, 1e3 * max(top, bottom))
+            axes.annotate(
+                f"{top / bottom:.1f}x", place, textcoords="offset points", xytext=(0, 8), ha="center", fontsize=10
+            )
+        axes.set(xscale="log", yscale="log", xlabel="prompt length (tokens)", ylabel=label, title=title)
+        axes.set_xticks(list(lengths), [f"{n:,}" for n in lengths], rotation=0 if len(lengths) < 6 else 30)
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.margins(y=0.15)
+        axes.legend(frameon=False, loc="upper left")
+
+    return _draw(plot, (6.6, 4.2))
+
+
+def densities(layers: Sequence[float], anchors: Iterable[int]) -> str:
+    """Share of the visible keys that each layer read, anchors marked."""
+
+    def plot(figure: Figure) -> None:
+        axes = figure.subplots()
+        scored = set(anchors)
+        colours = [DENSE if layer in scored else KASCADE for layer in range(len(layers))]
+        bars = axes.bar(range(len(layers)), [100 * share for share in layers], color=colours, width=0.7)
+        axes.bar_label(bars, [f"{100 * share:.0f} %" for share in layers], padding=2, fontsize=10)
+        axes.set(xlabel="layer", ylabel="keys read (% of visible)", ylim=(0, 115))
+        axes.set_title("Keys read per layer, the whole prompt")
+        axes.set_xticks(range(len(layers)))
+        axes.grid(visible=False, axis="x")
+        handles = [Patch(color=DENSE), Patch(color=KASCADE)]
+        figure.legend(handles, ["anchor: scores all keys", "reuse: reads what its anchor chose"],
+                      frameon=False, loc="lower center", ncols=2)  # fmt: skip
+        figure.subplots_adjust(bottom=0.24)
+
+    return _draw(plot, (6.6, 4.2))
+
+
+def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: Mapping[str, int]) -> str:
+    """One map per anchor: query tiles downwards, key tiles across, colour by how many KV heads listed the tile.
+
+    Args:
+        anchors: what to draw, one panel each.
+        tile: keys per key tile, for the axis.
+        query_tile: rows per query tile, for the axis.
+        marks: words -> key position of something worth finding, drawn as a dashed line.
+    """
+
+    def plot(figure: Figure) -> None:
+        panels = figure.subplots(1, len(anchors), squeeze=False)[0]
+        for axes, anchor in zip(panels, anchors):
+            num_rows, num_tiles = anchor.heads_BY.shape
+            steps = ["#f0f0f0", *LinearSegmentedColormap.from_list("", ["#f6c9a0", KASCADE])(
+                np.linspace(0, 1, anchor.num_heads))]  # fmt: skip
+            colours = ListedColormap(["white", *steps])
+            extent = (0, num_tiles * tile, num_rows * query_tile, 0)
+            axes.imshow(anchor.heads_BY, cmap=colours, vmin=-1.5, vmax=anchor.num_heads + 0.5, extent=extent,
+                        aspect="auto", interpolation="nearest")  # fmt: skip
+            for position in marks.values():
+                axes.axvline(position, color=DENSE, linewidth=1.2, linestyle="--")
+            axes.set(title=f"anchor: layer {anchor.layer}", xlabel=f"key position (tiles of {tile})")
+            axes.grid(visible=False)
+        panels[0].set_ylabel(f"query position (tiles of {query_tile})")
+        count = anchors[0].num_heads
+        words = ["not chosen", *(f"chosen by {n} of {count} KV heads" for n in range(1, count + 1))]
+        handles = [Patch(facecolor=c, edgecolor=GRID) for c in steps]
+        if marks:
+            handles.append(Line2D([], [], color=DENSE, linestyle="--"))
+            words.append("where an asked-for constant stands")
+        figure.legend(handles, words, frameon=False, loc="lower center", ncols=len(words))
+        figure.subplots_adjust(bottom=0.24, wspace=0.28)
+
+    return _draw(plot, (max(6.6, 3.9 * len(anchors)), 4.6))
+
+
+def _draw(plot: Callable[[Figure], Any], size: tuple[float, float]) -> str:
+    """Run a plot function on a figure of its own (no global state) and return the <svg> element."""
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=size)
+        plot(figure)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]

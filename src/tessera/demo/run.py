@@ -1,0 +1,319 @@
+"""Runs the demo: a table on the terminal, a JSON record and an HTML page under build/demo."""
+
+import json
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tessera import evidence, measure
+from tessera.demo import findings, page, pictures
+from tessera.demo.findings import Answered, LayerTimes, ReadMap
+from tessera.evidence import Comparison, How, Record, What
+from tessera.generate import Model, load
+from tessera.report import quantity
+
+HERE = Path(__file__).parent
+COMMAND = "tessera demo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the demo asks and how much it measures; the defaults take a few minutes on two cores.
+
+    Attributes:
+        model: folder of the checkpoint, with plan.json beside the weights.
+        document: text file to ask about.
+        names: constants of the document to ask for.
+        first_token_lengths: prompt lengths for the time to first token.
+        attention_lengths: lengths for attention alone, beyond the model's context if need be.
+        passkey_lengths: prompt lengths of the pass-key tasks.
+        tasks: pass-key tasks per length.
+        repeats: samples per timed point.
+    """
+
+    model: Path = HERE / "model"
+    document: Path = HERE / "document.txt"
+    names: tuple[str, ...] = ("ST_CTIME", "S_IFSOCK", "UF_HIDDEN")
+    first_token_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    attention_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    passkey_lengths: tuple[int, ...] = (2048, 4096)
+    tasks: int = 10
+    repeats: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Everything one run of the demo found out."""
+
+    settings: Settings
+    document: str
+    crossover_tokens: int
+    roles: tuple[str, ...]
+    answers: list[Answered]
+    accuracy: dict[str, dict[int, float]]
+    first_token: dict[int, dict[str, list[float]]]
+    attention: dict[int, LayerTimes]
+    reads: ReadMap
+
+    @property
+    def same(self) -> bool:
+        """Whether Kascade gave dense's tokens on every question."""
+        return all(answer.same for answer in self.answers)
+
+
+def run(out: str | os.PathLike = "build/demo", settings: Settings | None = None) -> int:
+    """Answer, measure, write record.json and index.html under `out`.
+
+    Returns:
+        0 if Kascade gave the dense answers on every question, else 1.
+    """
+    settings = settings or Settings()
+    console = Console()
+    models = load_models(settings.model)
+    found = measure_all(models, settings, console)
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    body = {"schema": evidence.SCHEMA, "records": [json.loads(evidence.encode(r)) for r in records(found, models)]}
+    (out / "record.json").write_text(json.dumps(body, indent=1) + "\n")
+    (out / "index.html").write_text(render(found, models), encoding="utf-8")
+    for note in notes(found):
+        console.print(note)
+    console.print(f"record.json and index.html are in {out}", highlight=False)
+    return 0 if found.same else 1
+
+
+def load_models(folder: Path) -> dict[str, Model]:
+    """The checkpoint under both policies, weights shared.
+
+    Kascade runs at every length here: below the plan's cross-over it would be dense, and there would be nothing to see.
+    """
+    kascade = load(folder, attention="kascade")
+    return {"dense": kascade.with_attention("dense"), "kascade": kascade.with_attention("kascade", crossover_tokens=0)}
+
+
+def measure_all(models: Mapping[str, Model], settings: Settings, console: Console) -> Findings:
+    """All measurements, the answers first."""
+    document = settings.document.read_text(encoding="utf-8")
+    size = f"{len(document):,} characters"
+    console.print(f"[bold]Tessera demo[/bold]: questions about {settings.document.name} ({size})", highlight=False)
+    with console.status("compiling") as status:
+        for model in models.values():
+            model.generate([document], max_new_tokens=2)
+        status.update("answering")
+        answers = [findings.ask(models, document, name) for name in settings.names]
+        console.print(answer_table(answers))
+        console.print(speed_table(answers))
+        accuracy = findings.passkey_accuracy(models, settings.passkey_lengths, settings.tasks, status.update)
+        console.print(accuracy_table(accuracy, settings.tasks))
+        first_token = findings.first_token_times(models, settings.first_token_lengths, settings.repeats, status.update)
+        kascade = models["kascade"]
+        attention = findings.attention_times(kascade, settings.attention_lengths, settings.repeats, status.update)
+        status.update("looking at what was read")
+        reads = findings.read_map(kascade, kascade.tokenizer.encode(document))
+    return Findings(
+        settings=settings,
+        document=document,
+        crossover_tokens=kascade.plan.crossover_tokens,
+        roles=kascade.policy.roles(),
+        answers=answers,
+        accuracy=accuracy,
+        first_token=first_token,
+        attention=attention,
+        reads=reads,
+    )
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "[bold red]NO[/bold red]"
+
+
+def answer_table(answers: Sequence[Answered]) -> Table:
+    """Question by question: both answers, whether they are the same, whether the document says so."""
+    table = Table("question", "dense", "Kascade", "same", "right", title="Answers", title_justify="left")
+    for a in answers:
+        table.add_row(a.question, a.dense.text.strip(), a.kascade.text.strip(), _yes(a.same), _yes(a.right))
+    return table
+
+
+def figures(answers: Sequence[Answered]) -> list[list[str]]:
+    """Rows of median time to first token, decode speed and share of keys read: name, dense, Kascade."""
+    rows = []
+    for words, unit, read in (
+        ("time to first token", "s", lambda g: g.ttft_s),
+        ("decode speed", "tokens/s", lambda g: g.decode_tokens_per_s),
+        ("keys read", "fraction", lambda g: g.density),
+    ):
+        sides = [[read(getattr(a, side)) for a in answers] for side in ("dense", "kascade")]
+        rows.append([words, *(quantity(statistics.median(side), unit) for side in sides)])
+    return rows
+
+
+def speed_table(answers: Sequence[Answered]) -> Table:
+    """Medians over the questions."""
+    tokens = answers[0].dense.prompt_tokens
+    title = f"Speed on these questions ({tokens:,} tokens, medians)"
+    table = Table("", "dense", "Kascade", title=title, title_justify="left")
+    for row in figures(answers):
+        table.add_row(*row)
+    return table
+
+
+def accuracy_table(accuracy: Mapping[str, Mapping[int, float]], tasks: int) -> Table:
+    """Pass keys found per length."""
+    title = f"Hidden pass keys found ({tasks} per length)"
+    table = Table("tokens", "dense", "Kascade", title=title, title_justify="left")
+    for length in accuracy["dense"]:
+        shares = (quantity(accuracy[name][length], "fraction") for name in ("dense", "kascade"))
+        table.add_row(f"{length:,}", *shares)
+    return table
+
+
+def notes(found: Findings) -> list[str]:
+    """What a reader must know to read the figures right."""
+    lines = []
+    if not found.same:
+        lines.append("The answers DIFFER: Kascade did not give the dense tokens on every question.")
+    if not all(a.right for a in found.answers):
+        lines.append("Not every answer is what the document says: the model is small.")
+    if found.crossover_tokens > found.answers[0].dense.prompt_tokens:
+        lines.append(
+            f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
+            "Here Kascade was made to run at every length, so that there is something to see."
+        )
+    return lines
+
+
+def records(found: Findings, models: Mapping[str, Model]) -> list[Record]:
+    """The run as evidence: answers, accuracy, time to first token and attention time."""
+    made = [_answer_record(found, name) for name in ("dense", "kascade")]
+    config = {"model": models["kascade"].plan.model, "anchors": list(models["kascade"].plan.anchors)}
+    for name, shares in found.accuracy.items():
+        for length, share in shares.items():
+            what = What(op="quality", kernel=name, workload=f"demo_passkey_{length}", config=config,
+                        title=f"pass key in {length:,} tokens")  # fmt: skip
+            made.append(_record(what, [share], unit="fraction", facts={"trials": found.settings.tasks}))
+    for length, samples in found.first_token.items():
+        title = f"time to first token, {length:,} tokens"
+        made += _pair("demo_first_token", title, length, samples, config)
+    for length, layer in found.attention.items():
+        total = layer.total(found.roles)
+        title = f"attention of all layers, {length:,} tokens"
+        one = {"roles": list(found.roles), "one_layer_s": {k: list(v) for k, v in layer._asdict().items()}}
+        made += _pair("demo_attention", title, length, {n: [s] for n, s in total.items()}, config | one)
+    return made
+
+
+def _answer_record(found: Findings, name: str) -> Record:
+    answers = [getattr(a, name) for a in found.answers]
+    facts: dict[str, Any] = {
+        "questions": [a.question for a in found.answers],
+        "answers": [a.text.strip() for a in answers],
+        "same_as_dense": [a.same for a in found.answers],
+        "expected": [a.expected for a in found.answers],
+        "decode_tokens_per_s": [a.decode_tokens_per_s for a in answers],
+        "prompt_tokens": answers[0].prompt_tokens,
+        "density": [a.density for a in answers],
+    }
+    if name == "kascade":
+        facts["crossover_tokens"] = found.crossover_tokens
+        facts["anchors"] = [a.layer for a in found.reads.anchors]
+    what = What(op="demo", kernel=name, workload="demo_answers", title="questions about the document")
+    density = tuple(found.reads.densities) if name == "kascade" else (1.0,) * len(found.roles)
+    return _record(what, [a.ttft_s for a in answers], density=density, facts=facts)
+
+
+def _pair(
+    workload: str, title: str, length: int, samples: Mapping[str, Sequence[float]], config: Mapping[str, Any]
+) -> list[Record]:
+    """Dense, and Kascade compared with it."""
+    out = []
+    for name in ("dense", "kascade"):
+        versus = None
+        if name == "kascade":
+            versus = Comparison(against="dense", ratio=measure.ratio(samples["dense"], samples["kascade"]))
+        what = What(op="demo", kernel=name, workload=f"{workload}_{length}", config=config, title=title)
+        made = _record(what, samples[name], comparison=versus)
+        out.append(replace(made, how=replace(made.how, warmup=1, interleaved=True)))
+    return out
+
+
+def _record(what: What, samples: Sequence[float], **fields: Any) -> Record:
+    return evidence.make(what, samples, how=How(iterations=len(samples)), command=COMMAND, **fields)
+
+
+def render(found: Findings, models: Mapping[str, Model]) -> str:
+    """The HTML page."""
+    code, where, tasks = evidence.code(), evidence.here(), found.settings.tasks
+    rows = figures(found.answers)
+    for length in found.accuracy["dense"]:
+        shares = [quantity(found.accuracy[name][length], "fraction") for name in ("dense", "kascade")]
+        rows.append([f"pass keys found in {length:,} tokens ({tasks} tasks)", *shares])
+    return page.render(
+        {
+            "lead": f"{where.cpu}, {where.cores} cores, jax {where.versions['jax']}; {evidence.now()[:10]}; "
+            f"commit {(code.commit or 'unknown')[:9]}; repeat with: {COMMAND}",
+            "answers": [
+                {
+                    "question": a.question,
+                    "dense": a.dense.text.strip(),
+                    "kascade": a.kascade.text.strip(),
+                    "same": a.same,
+                    "right": a.right,
+                }
+                for a in found.answers
+            ],
+            "figures": rows,
+            "notes": notes(found),
+            "time_pictures": time_pictures(found),
+            "read_pictures": read_pictures(found, models["kascade"]),
+            "document": found.document,
+            "origin": (HERE / "NOTICE").read_text(encoding="utf-8"),
+        }
+    )
+
+
+def time_pictures(found: Findings) -> list[dict[str, str]]:
+    """Time to first token and attention time over length, dense against Kascade."""
+    sides = ("dense", "kascade")
+    medians = {name: [statistics.median(samples[name]) for samples in found.first_token.values()] for name in sides}
+    totals = [layer.total(found.roles) for layer in found.attention.values()]
+    attention = {name: [total[name] for total in totals] for name in sides}
+    layers = f"{len(found.roles)} layers"
+    return [
+        {
+            "svg": pictures.times(
+                "Time to first token, whole model", list(found.first_token), medians, "time to first token (ms)"
+            ),
+            "caption": f"Medians of {found.settings.repeats}, policies taking turns, fresh held-out text each time. "
+            "Above the points: dense over Kascade.",
+        },
+        {
+            "svg": pictures.times(
+                f"Prefill attention alone, {layers}", list(found.attention), attention, "attention time (ms)"
+            ),
+            "caption": "One layer measured per role and summed over the plan's roles, the anchors' selection included; "
+            "random inputs, beyond the model's context too. Above the points: dense over Kascade.",
+        },
+    ]
+
+
+def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
+    """Keys read per layer, and the tiles that the anchors chose."""
+    marks = {name: found.document.index(f"\n{name}") + 1 for name in found.settings.names}
+    return [
+        {
+            "svg": pictures.densities(found.reads.densities, model.plan.anchors),
+            "caption": "Counted from the tile lists that the kernels were given, for the document's prompt.",
+        },
+        {
+            "svg": pictures.chosen_tiles(found.reads.anchors, model.policy.tile, model.policy.query_tile, marks),
+            "caption": "Each row is one query tile of the document, each column one key tile; white is the future. "
+            "The diagonal is always read.",
+        },
+    ]

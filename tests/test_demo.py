@@ -1,0 +1,169 @@
+"""The demo end to end on a tiny random model: answers, record, page; and an honest exit status."""
+
+import dataclasses
+import html.parser
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from tessera import evidence
+from tessera.demo import findings, pictures, run
+from tessera.generate import load
+from tessera.models.checkpoint import fingerprint, save_folder
+from tessera.models.config import ModelConfig
+from tessera.models.layers import init_params
+from tessera.models.tokenizer import byte_tokenizer
+from tessera.sparse.plan import Plan
+
+CONFIG = ModelConfig(
+    vocab_size=264,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=4096,
+    tie_embeddings=True,
+)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo") / "model"
+    params = init_params(CONFIG, jax.random.key(0))
+    save_folder(folder, params, CONFIG, byte_tokenizer())
+    plan = Plan(
+        model=fingerprint(params, CONFIG),
+        num_layers=4,
+        num_kv_heads=2,
+        anchors=(0, 2),
+        head_map=((0, 1),) * 4,
+        tile=16,
+        query_tile=16,
+        minimum=32,
+        crossover_tokens=3000,
+    )
+    plan.save(folder / "plan.json")
+    document = folder.parent / "document.txt"
+    document.write_text("# sizes\nWIDTH = 31\n" + "# filler <b>text</b>\n" * 20 + "HEIGHT = 0x1F  # high\n" * 1)
+    return run.Settings(
+        model=folder,
+        document=document,
+        names=("WIDTH", "HEIGHT"),
+        first_token_lengths=(300, 450),
+        attention_lengths=(256,),
+        passkey_lengths=(400,),
+        tasks=2,
+        repeats=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def outcome(settings, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "demo"
+    return run.run(out, settings), out
+
+
+def test_record_holds_what_was_measured(outcome, settings):
+    body = json.loads((outcome[1] / "record.json").read_text())
+    records = [evidence.decode(json.dumps(record)) for record in body["records"]]
+    assert body["schema"] == evidence.SCHEMA
+    by_key = {(r.what.workload, r.what.kernel): r for r in records}
+    for workload in ("demo_first_token_300", "demo_first_token_450", "demo_attention_256"):
+        assert by_key[workload, "dense"].median > 0
+        assert by_key[workload, "kascade"].comparison.against == "dense"
+    answers = by_key["demo_answers", "kascade"]
+    assert answers.facts["expected"] == ["WIDTH = 31", "HEIGHT = 0x1F"]
+    assert len(answers.density) == 4
+    assert answers.density[0] == answers.density[2] == 1.0
+    assert answers.density[1] < 0.5
+    assert max(answers.facts["density"]) < 0.9
+    assert by_key["demo_passkey_400", "dense"].facts["trials"] == 2
+
+
+def test_exit_status_says_whether_answers_agree(outcome):
+    """A random model's answers seldom agree under two policies; whatever happened, the status must say it."""
+    records = json.loads((outcome[1] / "record.json").read_text())["records"]
+    kascade = next(r for r in records if r["what"]["workload"] == "demo_answers" and r["what"]["kernel"] == "kascade")
+    same = all(kascade["facts"]["same_as_dense"])
+    assert outcome[0] == (0 if same else 1)
+    assert ("DIFFER" in (outcome[1] / "index.html").read_text()) == (not same)
+
+
+def test_page_is_whole_and_self_contained(outcome, settings):
+    text = (outcome[1] / "index.html").read_text()
+    opened = []
+
+    class Checker(html.parser.HTMLParser):
+        def handle_starttag(self, tag, attrs):
+            if tag not in {"meta", "br", "path", "use"}:
+                opened.append(tag)
+            for name, value in attrs:
+                assert name not in ("src", "href") or value.startswith("#"), f"{name}={value} leaves the page"
+
+        def handle_startendtag(self, tag, attrs):
+            pass
+
+        def handle_endtag(self, tag):
+            if tag not in {"path", "use"}:
+                assert opened.pop() == tag
+
+    Checker().feed(text)
+    assert opened == []
+    assert text.count("<svg") == 4
+    assert "What is WIDTH?" in text
+    assert "&lt;b&gt;" in text
+    assert "cross-over is 3,000 tokens" in text
+
+
+def test_a_question_the_document_does_not_answer_is_refused(settings):
+    with pytest.raises(ValueError, match="DEPTH"):
+        findings.ask({}, settings.document.read_text(), "DEPTH")
+
+
+def test_same_and_right_are_what_they_say(settings):
+    [given] = load(settings.model).generate(["x"], max_new_tokens=1)
+    good = dataclasses.replace(given, text=" WIDTH = 31", tokens=[1, 2])
+    bad = dataclasses.replace(given, text="WIDTH = 32", tokens=[1, 3])
+
+    def answered(dense, kascade):
+        return findings.Answered(question="?", expected="WIDTH = 31", dense=dense, kascade=kascade)
+
+    assert answered(good, good).same
+    assert answered(good, good).right
+    assert not answered(good, bad).same
+    assert not answered(good, bad).right
+    assert answered(bad, bad).same
+    assert not answered(bad, bad).right
+
+
+def test_read_map_is_causal_and_holds_the_diagonal(settings):
+    kascade = run.load_models(settings.model)["kascade"]
+    found = findings.read_map(kascade, list(range(100)) * 5)
+    assert [anchor.layer for anchor in found.anchors] == [0, 2]
+    for anchor in found.anchors:
+        shape = anchor.heads_BY.shape
+        assert shape == (32, 32)
+        assert (anchor.heads_BY[np.triu_indices(32, 1)] == -1).all()
+        assert (np.diag(anchor.heads_BY) == 2).all()
+        assert anchor.heads_BY.max() <= 2
+
+
+def test_kascade_attention_time_follows_the_roles():
+    layer = findings.LayerTimes(dense=[1.0], anchor=[1.5], reuse=[0.25])
+    assert layer.total(("dense", "score", "sparse", "sparse")) == {"dense": 4.0, "kascade": 3.0}
+
+
+def test_pictures_have_axes_with_units_and_dark_text():
+    svg = pictures.times("T", [1024, 2048], {"dense": [0.1, 0.2], "kascade": [0.05, 0.06]}, "time (ms)")
+    assert svg.startswith("<svg")
+    assert svg.rstrip().endswith("</svg>")
+    comments = " ".join(re.findall(r"<!--(.*?)-->", svg))  # matplotlib writes each text's words beside its outline
+    for words in ("prompt length (tokens)", "time (ms)", "2.0x", "3.3x", "1,024"):
+        assert words in comments
+    assert pictures.INK == "#1a1a1a"
+    assert svg == pictures.times("T", [1024, 2048], {"dense": [0.1, 0.2], "kascade": [0.05, 0.06]}, "time (ms)")
