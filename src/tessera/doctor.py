@@ -110,10 +110,7 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
             chosen = next((c.kernel for c in choices if c.chosen), None)
             if chosen is None:
                 problems.append(f"no kernel runs {role} {phase} in {dtype} here")
-            listed = [
-                {**choice._asdict(), "concerns": choice.kernel.endswith(role) and phase in choice.kernel + phase}
-                for choice in choices
-            ]
+            listed = [{**choice._asdict(), "concerns": choice.kernel.endswith(role)} for choice in choices]
             found.append({"role": role, "phase": phase, "dtype": dtype, "kernel": chosen, "choices": listed})
     return found
 

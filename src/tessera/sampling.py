@@ -102,14 +102,8 @@ def choose(
     method: Method,
 ) -> Choice:
     """Choose one token per sequence; a draw depends on that sequence's seed, the step and its own logits only."""
-    z_BV = logits_BV
-    if method.penalised:
-        penalised = jnp.where(z_BV < 0, z_BV * values.penalty, z_BV / values.penalty)
-        z_BV = jnp.where(seen_BV, penalised, z_BV)
+    z_BV = distribution(logits_BV, seen_BV, values, method=method)
     if method.draw:
-        z_BV = z_BV / values.temperature
-        if method.filtered:
-            z_BV = jnp.where(z_BV >= threshold(z_BV, values)[:, None], z_BV, -jnp.inf)
         keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds_B)
         token_B = jax.vmap(jax.random.categorical)(keys, z_BV).astype(jnp.int32)
     else:
@@ -119,6 +113,21 @@ def choose(
     if method.penalised:
         seen_BV = seen_BV.at[jnp.arange(token_B.shape[0]), token_B].set(True)
     return Choice(token_B, logprob_B, seen_BV)
+
+
+def distribution(
+    logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"] | None, values: Values, *, method: Method
+) -> Float[Array, "B V"]:
+    """Scores whose softmax is drawn from: penalised, divided by the temperature, -inf where filtered out."""
+    z_BV = logits_BV
+    if method.penalised:
+        penalised = jnp.where(z_BV < 0, z_BV * values.penalty, z_BV / values.penalty)
+        z_BV = jnp.where(seen_BV, penalised, z_BV)
+    if method.draw:
+        z_BV = z_BV / values.temperature
+    if method.filtered:
+        z_BV = jnp.where(z_BV >= threshold(z_BV, values)[:, None], z_BV, -jnp.inf)
+    return z_BV
 
 
 def threshold(z_BV: Float[Array, "B V"], values: Values) -> Float[Array, "B"]:

@@ -1,0 +1,320 @@
+"""Generation: a batch equals its prompts alone, nothing recompiles, the cache is updated in place, figures are true."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import tessera
+from tessera.answers import Answer
+from tessera.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks
+from tessera.engine import Session, cache_bytes, decode_token, prefill_chunk
+from tessera.generate import Interrupted
+from tessera.models.checkpoint import fingerprint, save_folder
+from tessera.models.config import ModelConfig
+from tessera.models.layers import init_params
+from tessera.models.tokenizer import byte_tokenizer
+from tessera.sparse.plan import Plan
+
+GOLDEN = Path(__file__).parent / "golden"
+CONFIG = ModelConfig(
+    vocab_size=264,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=512,
+    tie_embeddings=True,
+    eos_ids=(257,),
+    bos_id=256,
+)
+CROSSOVER = 100
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    params = init_params(CONFIG, jax.random.key(1))
+    save_folder(path, params, CONFIG, byte_tokenizer())
+    plan = Plan(
+        model=fingerprint(params, CONFIG),
+        num_layers=3,
+        num_kv_heads=2,
+        anchors=(0,),
+        head_map=((0, 1), (1, 0), (1, 1)),
+        tile=16,
+        query_tile=16,
+        fraction=0.2,
+        minimum=16,
+        crossover_tokens=CROSSOVER,
+    )
+    plan.save(path / "plan.json")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return tessera.load(folder)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng((length, seed)).integers(0, 256, length).tolist()
+
+
+@pytest.mark.parametrize("attention", ["dense", "kascade"])
+def test_a_batch_equals_its_prompts_alone(model, attention):
+    model = model.with_attention(attention)
+    prompts = [prompt(150), prompt(5), prompt(130)]
+    how = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 50, "seed": [1, 2, 1]}
+    together = model.generate(prompts, **how)
+    for index, alone in enumerate(prompts):
+        [expected] = model.generate([alone], **{**how, "seed": how["seed"][index]})
+        assert together[index].tokens == expected.tokens
+        assert together[index].density == pytest.approx(expected.density, abs=1e-6)
+        np.testing.assert_allclose(together[index].logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
+    sparse = [result.density < 1 for result in together]
+    assert sparse == [attention == "kascade", False, attention == "kascade"]  # the short prompt runs dense
+
+
+@pytest.mark.parametrize("family", ["llama31", "mistral_window", "qwen3"])
+def test_greedy_tokens_are_those_of_transformers(family):
+    """64 decode steps after a prefill, against tokens that transformers chose."""
+    [folder] = [path for path in GOLDEN.glob("*") if path.name == family]
+    with np.load(folder / "expected.npz") as file:
+        expected = file["tokens"].tolist()
+    [found] = tessera.load(folder).generate([expected[:-64]], max_new_tokens=64)
+    assert found.tokens == expected[-64:]
+
+
+def test_decode_after_prefill_equals_one_longer_prefill(model):
+    """Logprobs of a generated answer are those that one pass over prompt and answer gives."""
+    tokens = prompt(131)
+    [found] = model.generate([tokens], max_new_tokens=9)
+    whole = tokens + found.tokens
+    scores = np.asarray(jax.nn.log_softmax(model.logits([whole])[0]))
+    rows = np.arange(len(tokens) - 1, len(whole) - 1)
+    assert scores[rows].argmax(-1).tolist() == found.tokens
+    np.testing.assert_allclose(scores[rows, found.tokens], found.logprobs, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_are_float32_and_padding_does_not_show(model):
+    out = model.logits([prompt(7), prompt(7, seed=1)])
+    assert out.shape == (2, 7, 264)
+    assert out.dtype == np.float32
+    np.testing.assert_allclose(out[:1, :4], model.logits([prompt(7)[:4]]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["dense", "kascade"])
+def test_nothing_compiles_after_warm_up(model, attention):
+    """Prompts of many lengths, below and above the cross-over, with other sampling values: no compilation at all."""
+    model = model.with_attention(attention)
+    model.warmup(max_tokens=256, temperature=1.0, top_k=3)
+    compiled = []
+
+    def listen(name: str, duration_s: float, **_) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        for length in (1, 63, 64, 65, 99, 127, 128, 129, 191, 250):
+            model.generate([prompt(length)], max_new_tokens=3, temperature=0.5 + length, top_p=0.9, seed=length)
+        assert compiled == []
+        jax.jit(lambda x: x + len(compiled))(np.float32(1))
+        assert compiled != []  # the listener hears
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("attention", ["dense", "kascade"])
+def test_the_cache_is_updated_in_place(model, attention):
+    """Every key and value array of the compiled programs is aliased: input buffer and output buffer are one."""
+    policy = model.with_attention(attention).policy
+    session = Session(model.params, CONFIG, policy, batch=2, num_keys=128)
+    zeros, last = np.zeros(2, np.int32), np.zeros((2, CONFIG.hidden_size), np.float32)
+    static = {"config": CONFIG, "policy": policy}
+    decode = decode_token.lower(model.params, session.cache, zeros, zeros, zeros.astype(bool), **static)
+    chunk = np.zeros((2, 64), np.int32)
+    prefill = prefill_chunk.lower(model.params, session.cache, last, chunk, zeros, zeros, **static)
+    leaves = len(jax.tree.leaves(session.cache))
+    assert leaves == 2 * CONFIG.num_layers
+    for program, donated in ((decode, leaves), (prefill, leaves + 1)):
+        compiled = program.compile()
+        [aliases] = re.findall(r"input_output_alias=\{(.*?)\}, entry", compiled.as_text().splitlines()[0])
+        assert aliases.count("-alias)") == donated
+        assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes(CONFIG, 2, 128, 4)
+
+
+def test_the_old_cache_is_gone_after_a_step(model):
+    session = Session(model.params, CONFIG, model.policy, batch=1, num_keys=128)
+    before = jax.tree.leaves(session.cache)
+    session.prefill([prompt(5)])
+    assert all(array.is_deleted() for array in before)
+
+
+def test_below_the_cross_over_kascade_is_dense_and_says_so(model, caplog):
+    kascade = model.with_attention("kascade")
+    with caplog.at_level("INFO", logger="tessera"):
+        [short] = kascade.generate([prompt(20)], max_new_tokens=4)
+    assert [record.getMessage() for record in caplog.records] == ["23 tokens, below the cross-over: kascade runs dense"]
+    assert short.density == 1.0
+    assert short.tokens == model.generate([prompt(20)], max_new_tokens=4)[0].tokens
+
+
+def test_density_is_what_a_count_gives(model):
+    """One layer scores all keys; two read their budget in tiles of 16: counted here by a loop over query tiles."""
+    length, tile, layers = 160, 16, 3
+    [found] = model.with_attention("kascade").generate([prompt(length)], max_new_tokens=1)
+    read = visible = 0
+    for first in range(0, length, tile):
+        seen = first + tile
+        keys = min(max(0.2 * seen, 16), seen)
+        tiles = max(1, -(-int(np.ceil(keys - 1e-6)) // tile))
+        rows = sum(range(first + 1, first + tile + 1))
+        visible += rows
+        read += (tiles - 1) * tile * tile + sum(range(1, tile + 1))
+    expected = (visible + (layers - 1) * read) / (layers * visible)
+    assert found.density == pytest.approx(expected, rel=1e-6)
+
+
+def test_eos_ends_an_answer_and_its_text(model):
+    [free] = model.generate([prompt(40)], max_new_tokens=8)
+    assert free.finish_reason == "length"
+    stopping = replace(model, config=replace(CONFIG, eos_ids=(free.tokens[3],)))
+    [found] = stopping.generate([prompt(40)], max_new_tokens=8)
+    cut = free.tokens.index(free.tokens[3]) + 1
+    assert found.finish_reason == "stop"
+    assert found.tokens == free.tokens[:cut]
+    assert found.text == byte_tokenizer().decode(free.tokens[: cut - 1])
+
+
+def test_max_new_tokens_ends_at_the_context(model):
+    """510 of 512 positions are the prompt's: three tokens fit, since the last one is never fed back."""
+    [found] = model.generate([prompt(510)], max_new_tokens=50)
+    assert (len(found.tokens), found.finish_reason, found.prompt_tokens) == (3, "length", 510)
+
+
+def test_the_stream_is_the_text(model):
+    pieces: dict[int, list[str]] = {0: [], 1: []}
+    found = model.generate(
+        ["first prompt", "another"],
+        max_new_tokens=24,
+        temperature=1.0,
+        seed=[3, 4],
+        stream=lambda index, piece: pieces[index].append(piece),
+    )
+    assert ["".join(pieces[i]) for i in (0, 1)] == [result.text for result in found]
+    assert len(pieces[0]) > 4
+
+
+def test_ctrl_c_hands_over_what_there_is(model):
+    count = 0
+
+    def stream(index: int, piece: str) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as caught:
+        model.generate(["some words"], max_new_tokens=50, temperature=1.0, stream=stream)
+    [partial] = caught.value.generations
+    assert partial.finish_reason == "interrupted"
+    assert 5 <= len(partial.tokens) < 50
+    assert isinstance(caught.value, KeyboardInterrupt)
+
+
+def test_figures_of_time_are_there(model):
+    [found] = model.generate([prompt(20)], max_new_tokens=4)
+    assert found.ttft_s > 0
+    assert found.decode_tokens_per_s > 0
+
+
+def test_a_saved_model_loads_the_same(model, tmp_path):
+    tessera.save(model.with_attention("kascade"), tmp_path / "copy")
+    again = tessera.load(tmp_path / "copy", attention="kascade")
+    assert again.plan == model.with_attention("kascade").plan
+    np.testing.assert_array_equal(again.logits([prompt(6)]), model.with_attention("kascade").logits([prompt(6)]))
+
+
+# ----- answers: text, stop strings, streaming; no model needed
+
+
+def spell(text: bytes | str, *, stop=(), limit: int = 100) -> tuple[Answer, list[str]]:
+    """Feed an answer one byte per token, as the byte tokenizer would."""
+    answer = Answer(1, limit, (257,), stop, byte_tokenizer())
+    pieces = []
+    for byte in text.encode() if isinstance(text, str) else text:
+        if not answer.done:
+            pieces.append(answer.push(byte, -1.0, 0.0))
+    return answer, pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected"),
+    [
+        ("one two three", ("two",), "one "),
+        ("one two three", ("three", "two"), "one "),
+        ("aaab tail", ("aab",), "a"),  # the beginning of a stop inside itself
+        ("ababac", ("abac",), "ab"),
+        ("no stop here", ("xyz",), "no stop here"),
+        ("eins \N{EURO SIGN} zwei", ("\N{EURO SIGN} z",), "eins "),  # over the bytes of one character
+        ("\nUser: hi", ("\nUser:",), ""),
+        ("ends with sto", ("stop",), "ends with sto"),
+    ],
+)
+def test_stop_strings_are_found_across_tokens_and_trimmed(text, stop, expected):
+    answer, pieces = spell(text, stop=stop, limit=len(text.encode()))
+    assert answer.generation(0.0).text == expected
+    assert "".join(pieces) == expected  # nothing of a stop string was ever shown
+    assert answer.finish_reason == ("stop" if expected != text else "length")
+
+
+def test_streamed_pieces_are_whole_characters():
+    text = "a\N{EURO SIGN}\N{GRINNING FACE}\N{LATIN SMALL LETTER E WITH ACUTE}z"
+    answer, pieces = spell(text, limit=len(text.encode()))
+    assert [piece for piece in pieces if piece] == list(text)
+    assert answer.generation(0.0).text == text
+
+
+def test_an_unfinished_character_comes_out_at_the_end():
+    answer, pieces = spell(b"ab\xe2\x82", limit=4)
+    assert answer.generation(0.0).text == "ab\N{REPLACEMENT CHARACTER}"
+    assert "".join(pieces) == "ab\N{REPLACEMENT CHARACTER}"
+
+
+# ----- shapes: buckets and chunks
+
+
+@pytest.mark.parametrize("query_tile", [1, 16, 32, 48, 128, 512])
+@pytest.mark.parametrize("length", [1, 64, 65, 700, 1024, 5000])
+def test_chunks_cover_a_prompt_once(query_tile, length):
+    sizes = chunk_sizes(query_tile, 1024)
+    assert all(size % query_tile == 0 for size in sizes)
+    assert list(sizes) == sorted(sizes, reverse=True)
+    end = 0
+    for start, size in cut_chunks(length, sizes):
+        assert start == end
+        end = start + size
+    assert length <= end < length + sizes[-1]
+
+
+def test_buckets_are_geometric_and_hold_what_they_must():
+    buckets = list(capacity_buckets(40000))
+    assert buckets[:7] == [128, 256, 512, 1024, 1536, 2048, 3072]
+    assert all(b <= 2 * a for a, b in zip(buckets, buckets[1:]))
+    for num_keys in (1, 128, 129, 1025, 4096, 4097, 33000):
+        size = capacity_bucket(num_keys)
+        assert size >= num_keys
+        assert size % 128 == 0
+        assert size == next(b for b in buckets if b >= num_keys)
+
+
+def test_memory_is_linear_in_length():
+    """Twice the keys, twice the cache; activations of a prefill do not grow past one chunk."""
+    assert cache_bytes(CONFIG, 1, 8192, 4) == 2 * cache_bytes(CONFIG, 1, 4096, 4) == 8192 * 2 * 3 * 2 * 16 * 4

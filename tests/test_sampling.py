@@ -1,0 +1,120 @@
+"""Sampling against transformers' own processors (golden), and what a seed promises."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tessera.engine import seen_tokens
+from tessera.sampling import Sampling, check_seeds, choose, distribution
+
+GOLDEN = Path(__file__).parent / "golden" / "sampling.npz"
+NUM_CASES = 8
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(GOLDEN) as file:
+        return dict(file)
+
+
+def settings(golden, case: int) -> Sampling:
+    return Sampling(**json.loads(str(golden["settings"]))["cases"][case])
+
+
+def test_all_cases_are_tested(golden):
+    assert len(json.loads(str(golden["settings"]))["cases"]) == NUM_CASES
+
+
+@pytest.mark.parametrize("case", range(NUM_CASES))
+def test_distribution_is_that_of_transformers(golden, case):
+    sampling, logits = settings(golden, case), golden["logits"]
+    seen = seen_tokens(golden["prompts"], logits.shape[1])
+    z = distribution(logits, seen, sampling.values(logits.shape[1]), method=sampling.method)
+    probability = jax.nn.softmax(z, axis=-1)
+    expected = golden[f"case{case}"]
+    np.testing.assert_array_equal(np.asarray(probability) > 0, expected > 0)
+    np.testing.assert_allclose(probability, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_draws_follow_the_distribution(golden):
+    """4,000 draws of one row: every frequency within 5 standard errors, and nothing outside the kept tokens."""
+    case, count = 6, 4000
+    sampling = settings(golden, case)
+    logits = np.repeat(golden["logits"][:1], count, axis=0)
+    seen = np.repeat(seen_tokens(golden["prompts"][:1], logits.shape[1]), count, axis=0)
+    values = sampling.values(logits.shape[1])
+    out = choose(logits, seen, np.arange(count, dtype=np.uint32), np.int32(3), values, method=sampling.method)
+    frequency = np.bincount(np.asarray(out.token), minlength=logits.shape[1]) / count
+    p = golden[f"case{case}"][0].astype(np.float64)
+    assert not frequency[p == 0].any()
+    assert np.all(np.abs(frequency - p) <= 5 * np.sqrt(p * (1 - p) / count))
+
+
+def test_a_draw_depends_on_seed_and_step_only(golden):
+    logits = golden["logits"]
+    sampling = Sampling(temperature=1.0, top_p=0.95)
+    values, method = sampling.values(logits.shape[1]), sampling.method
+
+    def draw(rows, seeds, step):
+        return np.asarray(
+            choose(logits[rows], None, np.array(seeds, np.uint32), np.int32(step), values, method=method)[0]
+        )
+
+    together = draw([0, 1, 2, 3, 4, 5], [7] * 6, 4)
+    for row in range(6):
+        assert draw([row], [7], 4)[0] == together[row]
+    assert draw([5, 0], [7, 7], 4).tolist() == [together[5], together[0]]
+    steps = {tuple(draw([0, 1, 2], [7] * 3, step)) for step in range(8)}
+    seeds = {tuple(draw([0, 1, 2], [seed] * 3, 4)) for seed in range(8)}
+    assert len(steps) > 1
+    assert len(seeds) > 1
+
+
+def test_logprob_is_of_the_raw_distribution(golden):
+    logits = golden["logits"]
+    sampling = Sampling(temperature=0.5, top_k=3, repetition_penalty=1.5)
+    seen = seen_tokens(golden["prompts"], logits.shape[1])
+    seeds = np.arange(6, dtype=np.uint32)
+    out = choose(logits, seen, seeds, np.int32(0), sampling.values(logits.shape[1]), method=sampling.method)
+    exact = logits.astype(np.float64)
+    expected = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
+    np.testing.assert_allclose(out.logprob, expected[np.arange(6), out.token], rtol=1e-5)
+    assert np.asarray(out.seen)[np.arange(6), out.token].all()
+
+
+def test_greedy_takes_the_penalised_best(golden):
+    logits, prompts = golden["logits"], golden["logits"].argmax(-1)[:, None]
+    sampling = Sampling(repetition_penalty=100.0)
+    seen, seeds = seen_tokens(prompts, logits.shape[1]), np.zeros(6, np.uint32)
+    out = choose(logits, seen, seeds, np.int32(0), sampling.values(logits.shape[1]), method=sampling.method)
+    assert np.all(np.asarray(out.token) != prompts[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"temperature": -0.1}, "temperature=-0.1"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 2.5}, "top_k=2.5"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"top_p": 1.1}, "top_p=1.1"),
+        ({"min_p": -0.5}, "min_p=-0.5"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0"),
+    ],
+)
+def test_bad_values_are_named(bad, words):
+    with pytest.raises(ValueError, match=words):
+        Sampling(**bad)
+
+
+def test_seeds_are_one_or_one_per_prompt():
+    assert check_seeds(3, 2).tolist() == [3, 3]
+    assert check_seeds([1, 2], 2).tolist() == [1, 2]
+    with pytest.raises(ValueError, match="3 values for 2 prompts"):
+        check_seeds([1, 2, 3], 2)
+    with pytest.raises(ValueError, match="seed=-1"):
+        check_seeds(-1, 1)
