@@ -1,0 +1,152 @@
+"""The plan as a file: it comes back as it was, and every way to be wrong is one clear sentence."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from tessera.models.config import ModelConfig
+from tessera.sparse.baselines import Dense, Oracle, Window
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.plan import SCHEMA, Plan
+from tessera.sparse.policies import POLICIES, policy_for
+
+CONFIG = ModelConfig(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=4,
+    max_positions=256,
+)  # fmt: skip
+PLAN = Plan(
+    model="abc", num_layers=3, num_kv_heads=2, anchors=(0, 1), head_map=((0, 1), (0, 1), (1, 1)), tile=16,
+    crossover_tokens=100, provenance={"corpus": "x"}, metrics={"recall": [1.0, 1.0, 0.9]},
+)  # fmt: skip
+
+
+def written(tmp_path, **changes):
+    """The plan's file with some fields replaced, or dropped where the value is None."""
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    found = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
+    return path
+
+
+def test_a_plan_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "new" / "plan.json"
+    PLAN.save(path)
+    assert Plan.load(path) == PLAN
+    PLAN.save(str(path))
+    assert Plan.load(str(path)) == PLAN
+    assert [p.name for p in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_a_failed_save_leaves_the_old_plan(tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        replace(PLAN, tile=32).save(path)
+    assert Plan.load(path) == PLAN
+    assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere.json' does not exist: make one with `tessera calibrate`"):
+        Plan.load(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"schema": 1', b"\xff\xfe\x00", b"null"])
+def test_damaged_bytes(tmp_path, body):
+    path = tmp_path / "plan.json"
+    path.write_bytes(body)
+    with pytest.raises(ValueError, match=r"plan.json'.*tessera calibrate"):
+        Plan.load(path)
+
+
+def test_a_truncated_plan_is_refused_at_every_length(tmp_path):
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    body = path.read_bytes().rstrip()
+    for length in range(0, len(body), 37):
+        path.write_bytes(body[:length])
+        with pytest.raises(ValueError, match="not JSON"):
+            Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": SCHEMA + 1}, f"schema {SCHEMA + 1}, newer than {SCHEMA}.*upgrade tessera"),
+        ({"schema": "one"}, "schema 'one'"),
+        ({"kind": "recipe"}, "JSON but not a plan"),
+        ({"anchors": None}, "anchors is missing"),
+        ({"anchors": [1, 2]}, r"anchors=\[1, 2\] must ascend from 0"),
+        ({"anchors": [0, 2, 1]}, r"must ascend"),
+        ({"anchors": [0, 3]}, r"below num_layers=3"),
+        ({"anchors": []}, r"must ascend"),
+        ({"anchors": [0, 1.5]}, "list of integers"),
+        ({"head_map": [[0, 1]] * 2}, r"head_map of shape \[2, 2\] must be \[3, 2\]"),
+        ({"head_map": [[0, 1], [0, 2], [0, 1]]}, r"head_map\[1\]=\[0, 2\] must name heads from 0 to 1"),
+        ({"head_map": [[0, 1], 3, [0, 1]]}, "list of integers"),
+        ({"heads": "mix"}, "heads='mix' must be one of"),
+        ({"tile": 48}, "tile=48 must be one of"),
+        ({"tile": "16"}, "tile='16' has the wrong type"),
+        ({"query_tile": 0}, "query_tile=0"),
+        ({"fraction": 0}, "fraction=0 must be above 0"),
+        ({"fraction": 1.5}, "fraction=1.5"),
+        ({"minimum": 0}, "minimum=0 must be at least 1"),
+        ({"crossover_tokens": -1}, "crossover_tokens=-1"),
+        ({"num_layers": True}, "num_layers=True has the wrong type"),
+        ({"colour": "red"}, r"unknown fields \['colour'\]"),
+    ],
+)
+def test_what_is_wrong_inside_is_named(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        Plan.load(written(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_of_another_model_is_refused():
+    PLAN.check(CONFIG, "abc")
+    with pytest.raises(ValueError, match="another model: it was made for 'abc', this model is 'xyz'"):
+        PLAN.check(CONFIG, "xyz")
+    with pytest.raises(ValueError, match="its num_layers is 3, this model's 4"):
+        PLAN.check(replace(CONFIG, num_layers=4))
+    with pytest.raises(ValueError, match="its num_kv_heads is 2, this model's 4"):
+        PLAN.check(replace(CONFIG, num_kv_heads=4))
+    with pytest.raises(ValueError, match="tile=128 does not fit this model's context of 64"):
+        replace(PLAN, tile=128).check(replace(CONFIG, max_positions=64))
+
+
+def test_policies_by_name():
+    assert policy_for("dense", CONFIG) == Dense()
+    kascade = policy_for("kascade", CONFIG, PLAN, fraction=0.2)
+    assert kascade == replace(Kascade.from_plan(PLAN), fraction=0.2)
+    assert policy_for("window", CONFIG, window=64, sinks=4) == Window(window=64, sinks=4)
+    assert policy_for("oracle", CONFIG, PLAN) == Oracle(tile=16, fraction=0.1)
+    for name in POLICIES:
+        policy = policy_for(name, CONFIG, PLAN)
+        assert policy.name == name
+        assert hash(policy) == hash(policy_for(name, CONFIG, PLAN))  # static under jit: equal means no recompile
+
+
+def test_policy_errors():
+    with pytest.raises(ValueError, match="attention='sparse' must be one of"):
+        policy_for("sparse", CONFIG)
+    with pytest.raises(ValueError, match="needs a plan"):
+        policy_for("kascade", CONFIG)
+    with pytest.raises(ValueError, match="windows=3 is no option of Window"):
+        policy_for("window", CONFIG, windows=3)
+    with pytest.raises(ValueError, match="another model"):
+        policy_for("kascade", replace(CONFIG, num_layers=4), PLAN)
+
+
+def test_below_the_crossover_kascade_is_dense():
+    policy = Kascade.from_plan(PLAN)
+    assert policy.at_length(99) == Dense()
+    assert policy.at_length(100) is policy
+    assert Dense().at_length(5) == Dense()
