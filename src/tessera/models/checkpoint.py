@@ -22,7 +22,7 @@ from tessera.models.config import ModelConfig
 from tessera.models.families import parse_config, render_config
 from tessera.models.files import text_writer, write_together
 from tessera.models.layers import Layer, Params
-from tessera.models.safetensors import (
+from tessera.models.tensor_file import (
     INDEX,
     SHARD_PATTERN,
     SINGLE,

@@ -1,0 +1,427 @@
+"""Folders in and out: configs old and new, refusals by name, shards, broken files, memory, atomic saves."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from huggingface_hub import constants
+from safetensors.numpy import load_file, save_file
+
+from tessera.models import tensor_file
+from tessera.models.checkpoint import expected_shapes, fingerprint, load_params, read_config, resolve, save_folder
+from tessera.models.config import ModelConfig, Rope
+from tessera.models.families import FAMILIES, parse_config, render_config
+from tessera.models.layers import init_params
+from tessera.models.tokenizer import byte_tokenizer
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+QWEN2 = LLAMA | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+MISTRAL = LLAMA | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+QWEN3 = LLAMA | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of a small golden checkpoint that a test may break."""
+    return Path(shutil.copytree(GOLDEN / "llama3", tmp_path / "model"))
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def same_weights(a, b) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+def edit_tensors(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+# Configs
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+        ({"rope_theta": 5e5, "rope_scaling": None}, {"rope_parameters": {"rope_theta": 5e5}}),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}},
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+        ),
+        (
+            {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 512},
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 512,
+                },
+                "max_position_embeddings": 512,
+            },
+        ),
+        ({"num_key_value_heads": None, "head_dim": None}, {"num_key_value_heads": 4, "head_dim": 8}),
+        ({"eos_token_id": 2}, {"eos_token_id": [2]}),
+    ],
+)
+def test_old_and_new_keys_read_the_same(old, new):
+    assert parse_config(LLAMA | old) == parse_config(LLAMA | new)
+
+
+def test_config_defaults_are_those_of_transformers():
+    llama, mistral = parse_config(LLAMA), parse_config(MISTRAL)
+    assert (llama.num_kv_heads, llama.head_dim, llama.max_positions, llama.rope.theta) == (4, 8, 2048, 10000.0)
+    assert (llama.norm_eps, llama.tie_embeddings, llama.window, llama.eos_ids) == (1e-6, False, None, ())
+    assert (mistral.window, mistral.max_positions) == (4096, 131072)
+    assert parse_config(QWEN3).head_dim == 128
+    assert parse_config(QWEN3).qk_norm
+    qwen2 = parse_config(QWEN2)
+    assert qwen2.attention_bias
+    assert not qwen2.output_bias
+
+
+def test_generation_config_eos_wins():
+    raw = LLAMA | {"eos_token_id": 2}
+    assert parse_config(raw, {"eos_token_id": [7, 8]}).eos_ids == (7, 8)
+    assert parse_config(raw, {"bos_token_id": 1}).eos_ids == (2,)
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"use_sliding_window": False, "sliding_window": 16}, None),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}, 16),
+        ({"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}, None),
+        ({"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention"] * 2}, 16),
+        ({"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention"] * 2}, None),
+        ({"layer_types": ["full_attention"] * 2}, None),
+    ],
+)
+def test_qwen_windows(fields, window):
+    assert parse_config(QWEN2 | fields).window == window
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gemma3"}, "gemma3"),
+        ({"model_type": None}, "model_type"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0]}}, "longrope"),
+        ({"rope_parameters": {"rope_type": "proportional"}}, "proportional"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mrope_section": [1]}}, "mrope_section"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"pretraining_tp": 2}, "pretraining_tp=2"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"layer_types": ["linear_attention"] * 2}, "linear_attention"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ({"sliding_window": 16}, "sliding_window=16"),
+        ({"dtype": "float8_e4m3fn"}, "float8_e4m3fn"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3"),
+        ({"head_dim": 7}, "head_dim=7"),
+    ],
+)
+def test_unsupported_configs_are_refused_by_name(changes, named):
+    with pytest.raises(ValueError) as error:
+        parse_config(LLAMA | changes)
+    assert named in str(error.value)
+
+
+def test_mixed_qwen_windows_are_refused():
+    with pytest.raises(ValueError, match="max_window_layers=1"):
+        parse_config(QWEN2 | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1})
+
+
+def test_a_config_is_refused_before_a_weight_is_read(folder):
+    edit_json(folder / "config.json", hidden_act="gelu")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"config\.json: hidden_act='gelu'"):
+        read_config(folder)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rendered_configs_read_back(name):
+    config = read_config(GOLDEN / name)
+    again = parse_config(render_config(config, "bfloat16"))
+    assert again == replace(config, dtype="bfloat16")
+
+
+def test_a_config_no_family_can_say_is_not_written():
+    config = replace(parse_config(LLAMA), qk_norm=True)
+    with pytest.raises(ValueError, match="qk_norm=True"):
+        render_config(config, "float32")
+
+
+# Weights
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_layouts_hold_the_values_of_the_file(name, dtype):
+    config = read_config(GOLDEN / name)
+    loose = load_params(GOLDEN / name, config, dtype=dtype, stacked=False)
+    stacked = load_params(GOLDEN / name, config, dtype=dtype, stacked=True)
+    assert same_weights(stacked.layers, jax.tree.map(lambda *rows: np.stack(rows), *loose.layers))
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves((loose, stacked)))
+    files = {}
+    for path in (GOLDEN / name).glob("*.safetensors"):
+        files |= load_file(path)
+    q = files["model.layers.1.self_attn.q_proj.weight"].astype(np.float32).astype(dtype)
+    np.testing.assert_array_equal(np.asarray(loose.layers[1].q), q)
+    assert fingerprint(loose, config) == fingerprint(stacked, config)
+
+
+def test_fingerprint_tells_weights_apart_but_not_dtypes():
+    config = read_config(GOLDEN / "sharded")  # its values are bfloat16
+    params = load_params(GOLDEN / "sharded", config, dtype="float32", stacked=True)
+    half = load_params(GOLDEN / "sharded", config, dtype="bfloat16", stacked=False)
+    assert fingerprint(params, config) == fingerprint(half, config)
+    other = replace(params, layers=replace(params.layers, v=params.layers.v.at[1].mul(1.5)))
+    assert fingerprint(other, config) != fingerprint(params, config)
+    assert fingerprint(params, replace(config, window=8)) != fingerprint(params, config)
+
+
+def test_tied_heads_may_be_stored_but_must_be_equal(tmp_path):
+    folder = Path(shutil.copytree(GOLDEN / "llama32_tied", tmp_path / "tied"))
+    config = read_config(folder)
+    assert load_params(folder, config).head is None
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].copy()}))
+    assert load_params(folder, config).head is None
+    edit_tensors(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 2}))
+    with pytest.raises(ValueError, match="tie_word_embeddings is true, but lm_head"):
+        load_params(folder, config)
+
+
+def test_old_rotary_buffers_are_accepted(folder):
+    config = read_config(folder)
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(folder, lambda t: t.update({name: np.ones(4, np.float32)}))
+    load_params(folder, config)
+
+
+def _swap_heads(tensors):
+    tensors["lm_head.weight"] = np.ascontiguousarray(tensors["lm_head.weight"].T)
+
+
+def _poison(tensors):
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("model.norm.weight"), r"lacks model\.norm\.weight"),
+        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": np.ones(1)}), r"holds model\.layers\.2\.mlp"),
+        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(1)}), r"q_proj\.bias.*does not call for"),
+        (_swap_heads, r"lm_head\.weight.*\(32, 64\).*\(64, 32\)"),
+        (_poison, r"layers\.1\.mlp\.up_proj\.weight.*not finite"),
+        (lambda t: t.update({"model.norm.weight": np.ones(32, np.int8)}), r"model\.norm\.weight.*I8"),
+    ],
+)
+def test_wrong_tensors_are_refused_by_name(folder, change, named):
+    config = read_config(folder)
+    edit_tensors(folder, change)
+    with pytest.raises(ValueError, match=named):
+        load_params(folder, config)
+
+
+def test_fp8_is_refused_by_name(folder):
+    config = read_config(folder)
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"]["dtype"] = "F8_E4M3"
+    text = json.dumps(header).encode().ljust(length)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(ValueError, match=r"model\.norm\.weight.*F8_E4M3"):
+        load_params(folder, config)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 100, -1, -1000])
+def test_truncated_files_are_refused(folder, keep):
+    config = read_config(folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="cut short"):
+        load_params(folder, config)
+
+
+def test_missing_weights_and_shards_are_refused(folder, tmp_path):
+    config = read_config(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_params(folder, config)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"\.bin files"):
+        load_params(folder, config)
+    shards = Path(shutil.copytree(GOLDEN / "sharded", tmp_path / "sharded"))
+    (shards / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-00003\.safetensors is missing"):
+        load_params(shards, read_config(shards))
+
+
+def test_headers_are_checked_before_any_weight_is_read(folder, monkeypatch):
+    config = read_config(folder)
+    edit_tensors(folder, _swap_heads)
+    read = []
+    monkeypatch.setattr(tensor_file, "map_blocks", lambda tensor: read.append(tensor) or iter(()))
+    with pytest.raises(ValueError, match="lm_head"):
+        load_params(folder, config)
+    assert read == []
+
+
+@pytest.mark.parametrize(
+    ("text", "named"), [("{", "not valid JSON"), ("[1]", "must hold a JSON object"), (None, "has no config.json")]
+)
+def test_broken_config_files_are_refused(folder, text, named):
+    path = folder / "config.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(ValueError, match=named):
+        read_config(folder)
+
+
+def test_unknown_models_are_refused_in_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in (str(tmp_path / "nowhere"), "nowhere", "no such/model"):
+        with pytest.raises(ValueError, match="is not a folder") as error:
+            resolve(name)
+        assert name in str(error.value)
+    with pytest.raises(ValueError, match="'owner/absent-model' is neither a folder here nor reachable") as error:
+        resolve("owner/absent-model")
+    assert "\n" not in str(error.value)
+    assert resolve(tmp_path) == tmp_path
+
+
+# Saving
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
+def test_saved_folders_load_to_the_same_weights(name, stacked, tmp_path):
+    config = replace(read_config(GOLDEN / name), dtype="float32")
+    params = load_params(GOLDEN / name, config, stacked=stacked)
+    save_folder(tmp_path / "out", params, config, byte_tokenizer())
+    assert read_config(tmp_path / "out") == config
+    again = load_params(tmp_path / "out", config, stacked=stacked)
+    assert same_weights(params, again)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == expected_shapes(config).keys()
+
+
+def test_shards_and_single_files_replace_each_other(tmp_path):
+    config = parse_config(LLAMA | {"eos_token_id": [2, 3], "dtype": "bfloat16"})
+    params = init_params(config, jax.random.key(0), jnp.bfloat16)
+    for shard_bytes in (10_000, 20_000, 1 << 30, 10_000):
+        save_folder(tmp_path, params, config, shard_bytes=shard_bytes)
+        single = (tmp_path / "model.safetensors").is_file()
+        assert single == (shard_bytes == 1 << 30)
+        assert single != (tmp_path / "model.safetensors.index.json").is_file()
+        again = load_params(tmp_path, read_config(tmp_path), stacked=True)
+        assert same_weights(params, again)
+    sizes = [len(load_file(path)) for path in tmp_path.glob("model-*.safetensors")]
+    assert sum(sizes) == len(expected_shapes(config))
+    assert load_file(next(tmp_path.glob("model-00001*")))["model.embed_tokens.weight"].dtype == ml_dtypes.bfloat16
+
+
+def test_an_interrupted_save_leaves_the_old_folder_whole(tmp_path, monkeypatch):
+    config = parse_config(LLAMA)
+    old = init_params(config, jax.random.key(0))
+    save_folder(tmp_path, old, config)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def write_half(path, specs, arrays):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tessera.models.checkpoint.write_file", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        save_folder(tmp_path, init_params(config, jax.random.key(1)), config)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+MEMORY = """
+import sys, threading, time
+import psutil, jax
+import jax.numpy as jnp
+from pathlib import Path
+from tessera.models.checkpoint import load_params, read_config
+folder, dtype, stacked = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "stacked"
+config = read_config(folder)
+jax.block_until_ready(jnp.zeros(8) + 1)
+process = psutil.Process()
+before, peak, stop = process.memory_info().rss, [0], threading.Event()
+def watch():
+    while not stop.is_set():
+        peak[0] = max(peak[0], process.memory_info().rss)
+        time.sleep(0.001)
+thread = threading.Thread(target=watch); thread.start()
+params = load_params(folder, config, dtype=dtype, stacked=stacked)
+jax.block_until_ready(params)
+stop.set(); thread.join()
+print(peak[0] - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+"""
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("float32", "tuple"), ("bfloat16", "stacked")])
+def test_peak_memory_of_loading_is_the_model_plus_one_tensor(tmp_path, dtype, layout):
+    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 6}
+    config = parse_config(LLAMA | sizes)
+    specs = {name: (np.dtype(np.float32), shape) for name, shape in expected_shapes(config).items()}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | sizes))
+    tensor_file.write_file(
+        tmp_path / "model.safetensors", specs, (np.full(shape, 0.5, np.float32) for _, shape in specs.values())
+    )
+    largest = max(int(np.prod(shape)) for _, shape in specs.values()) * 4
+    command = [sys.executable, "-c", MEMORY, str(tmp_path), dtype, layout]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    peak, model = (int(word) for word in done.stdout.split())
+    slack = 24 << 20  # the block being checked and converted, and the allocator's
+    assert model > largest + slack + (50 << 20), "too small a model to tell a second copy from slack"
+    assert 0.9 * model < peak < model + largest + slack
+
+
+def test_families_table_is_what_the_golden_cases_cover():
+    assert set(FAMILIES) == {json.loads((GOLDEN / name / "config.json").read_text())["model_type"] for name in CASES}
+
+
+def test_rope_records_compare_by_kind():
+    assert parse_config(LLAMA).rope == Rope()
+    assert isinstance(parse_config(LLAMA), ModelConfig)
