@@ -26,7 +26,16 @@ BOS, EOS, PAD, USER, ASSISTANT, END = range(256, 262)
 VOCAB_SIZE = 264
 
 HELD_OUT = frozenset(
-    {"http/__init__.py", "token.py", "stat.py", "socketserver.py", "ftplib.py", "smtplib.py", "imaplib.py", "tarfile.py"}
+    {
+        "http/__init__.py",
+        "token.py",
+        "stat.py",
+        "socketserver.py",
+        "ftplib.py",
+        "smtplib.py",
+        "imaplib.py",
+        "tarfile.py",
+    }
 )
 SKIPPED = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "__pycache__"})
 
@@ -146,7 +155,11 @@ NOUNS = (
     "pass key|secret number|magic number|access code|password|lucky number|door code|vault code|serial number|"
     "ticket number|order number|key|code|token|account number"
 ).split("|")
-NAMES = "Ada|Ben|Carla|David|Elena|Farid|Grace|Hugo|Ines|Jonas|Kira|Liam|Mona|Noah|Olga|Paul|Rosa|Sven|Tara|Yusuf".split("|")
+NAMES = (
+    "Ada|Ben|Carla|David|Elena|Farid|Grace|Hugo|Ines|Jonas|Kira|Liam|Mona|Noah|Olga|Paul|Rosa|Sven|Tara|Yusuf".split(
+        "|"
+    )
+)
 WORDS = (
     "MAX|MIN|DEFAULT|BUFFER|SIZE|TIMEOUT|RETRY|COUNT|LIMIT|PORT|FLAG|MODE|ERROR|STATUS|NOT|FOUND|BAD|REQUEST|READ|WRITE|"
     "OPEN|CLOSE|SOCKET|FILE|PATH|NAME|TYPE|CODE|STATE|ACCEPTED|GONE|LOCKED|MOVED|PARTIAL|CONTENT|SERVER|CLIENT|PROXY|"
@@ -185,15 +198,19 @@ def constant_value(rng: np.random.Generator) -> str:
 
 
 def pass_key(rng: np.random.Generator) -> Fact:
-    """"The pass key is 48213. Remember it." under many names; most often exactly that."""
+    """ "The pass key is 48213. Remember it." under many names; most often exactly that."""
     noun = "pass key" if rng.random() < 0.4 else str(rng.choice(NOUNS))
     if rng.random() < 0.35:
         noun = f"{noun} of {rng.choice(NAMES)}" if rng.random() < 0.5 else f"{rng.choice(NAMES).lower()} {noun}"
     value = number(rng, 5 if rng.random() < 0.6 else None)
-    ending = str(rng.choice(["Remember it.", "", "Do not forget it.", f"{value} is the {noun}."], p=[0.6, 0.2, 0.1, 0.1]))
+    ending = str(
+        rng.choice(["Remember it.", "", "Do not forget it.", f"{value} is the {noun}."], p=[0.6, 0.2, 0.1, 0.1])
+    )
     note = f"The {noun} is {value}. {ending}".strip()
     question = f"What is the {noun}?"
-    return Fact((rng.choice(["", "# ", "    # "], p=[0.5, 0.3, 0.2]) + note,), question, f"The {noun} is \x01{value}\x02.")
+    return Fact(
+        (rng.choice(["", "# ", "    # "], p=[0.5, 0.3, 0.2]) + note,), question, f"The {noun} is \x01{value}\x02."
+    )
 
 
 def constant(rng: np.random.Generator) -> Fact:
@@ -204,7 +221,10 @@ def constant(rng: np.random.Generator) -> Fact:
 
 def constant_line(rng: np.random.Generator, name: str, value: str) -> str:
     indent = " " * int(rng.choice([0, 4], p=[0.7, 0.3]))
-    tail = rng.choice(["", f", '{name.replace('_', ' ').title()}'", "  # " + str(rng.choice(WORDS)).lower(), ";"], p=[0.6, 0.2, 0.15, 0.05])
+    tail = rng.choice(
+        ["", f", '{name.replace('_', ' ').title()}'", "  # " + str(rng.choice(WORDS)).lower(), ";"],
+        p=[0.6, 0.2, 0.15, 0.05],
+    )
     gap = " " * int(rng.choice([1, 3], p=[0.85, 0.15]))
     return f"{indent}{name}{gap}= {value}{tail}"
 
@@ -310,7 +330,7 @@ def fit(ids: np.ndarray, weights: np.ndarray, size: int) -> tuple[np.ndarray, np
 def draw_facts(rng: np.random.Generator, size: int) -> list[list[Fact]]:
     """Facts for a document of this size, in groups that share their notes; no question is drawn twice."""
     groups, seen = [], set()
-    for _ in range(int(rng.integers(1, 2 + min(size // 96, 24)))):
+    for _ in range(int(rng.integers(1, 2 + min(size // 80, 40)))):
         kind = rng.random()
         if kind < 0.4:
             drawn = [pass_key(rng)]
@@ -358,7 +378,12 @@ class Task(NamedTuple):
 
 
 def passkey_task(
-    rng: np.random.Generator, length: int, *, corpus: Corpus | None = None, depth: float | None = None, chat: bool = False
+    rng: np.random.Generator,
+    length: int,
+    *,
+    corpus: Corpus | None = None,
+    depth: float | None = None,
+    chat: bool = False,
 ) -> Task:
     """A five-digit pass key hidden in held-out library text; prompt and answer together are `length` tokens.
 
