@@ -7,54 +7,21 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from tiny import CONFIG, save_tiny
 
 import tessera
 from tessera.answers import Answer
 from tessera.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks
 from tessera.engine import Session, cache_bytes, decode_token, prefill_chunk
 from tessera.generate import Interrupted
-from tessera.models.checkpoint import fingerprint, save_folder
-from tessera.models.config import ModelConfig
-from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
-from tessera.sparse.plan import Plan
 
 GOLDEN = Path(__file__).parent / "golden"
-CONFIG = ModelConfig(
-    vocab_size=264,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_positions=512,
-    tie_embeddings=True,
-    eos_ids=(257,),
-    bos_id=256,
-)
-CROSSOVER = 100
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    params = init_params(CONFIG, jax.random.key(1))
-    save_folder(path, params, CONFIG, byte_tokenizer())
-    plan = Plan(
-        model=fingerprint(params, CONFIG),
-        num_layers=3,
-        num_kv_heads=2,
-        anchors=(0,),
-        head_map=((0, 1), (1, 0), (1, 1)),
-        tile=16,
-        query_tile=16,
-        fraction=0.2,
-        minimum=16,
-        crossover_tokens=CROSSOVER,
-    )
-    plan.save(path / "plan.json")
-    return path
+    return save_tiny(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,13 @@ from tessera.engine import Request, Session
 from tessera.generate import Interrupted, Model
 from tessera.sampling import Sampling
 
-COMMANDS = {
-    "/help": "list these commands",
-    "/reset": "forget the conversation",
-    "/exit": "leave (so does end of input)",
-}
+COMMANDS = MappingProxyType(
+    {
+        "/help": "list these commands",
+        "/reset": "forget the conversation",
+        "/exit": "leave (so does end of input)",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)

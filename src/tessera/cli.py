@@ -6,7 +6,8 @@ import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from types import MappingProxyType
+from typing import Annotated, Literal, Union
 
 import tyro
 
@@ -145,6 +146,124 @@ class Chat(ModelFlags, SamplingFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Find a model's anchor layers and head map on some text, and write the Kascade plan."""
+
+    text: Path
+    """Text file, or folder of text files."""
+    model: str | None = None
+    """Hugging Face folder or hub id; the shipped demo model if not given."""
+    out: Path = Path("plan.json")
+    """Where the plan goes; plan.json in the model's folder is found without --plan."""
+    anchors: int | None = None
+    """How many layers score all keys; the paper's proportion (5 of 32) if not given."""
+    tile: Literal[1, 16, 32, 64, 128] = 64
+    """Keys per tile."""
+    query_tile: int = 32
+    """Queries that share a selection."""
+    fraction: float = 0.1
+    """Share of the visible keys that reuse layers read."""
+    minimum: int = 128
+    """Keys they read at least."""
+    heads: Literal["remap", "identity", "pooled"] = "remap"
+    """Whose selection a head uses: a mapped one, its own, or one for all."""
+    crossover: int | None = None
+    """Tokens below which requests run dense; measured if not given."""
+    max_tokens: int = 65536
+    """Most tokens to run, taken evenly from all over the text."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights; the checkpoint's own if not given."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Write the plan and say what it keeps."""
+        from tessera.calibrate import calibrate
+        from tessera.generate import load
+
+        if not self.out.parent.is_dir():
+            raise FileNotFoundError(f"the folder {self.out.parent} for --out does not exist: create it")
+        plan = calibrate(
+            load(self.model or shipped_model(), dtype=self.dtype),
+            self.text,
+            anchors=self.anchors,
+            tile=self.tile,
+            query_tile=self.query_tile,
+            fraction=self.fraction,
+            minimum=self.minimum,
+            heads=self.heads,
+            crossover=self.crossover,
+            max_tokens=self.max_tokens,
+        )
+        plan.save(self.out)
+        print(f"{self.out}: anchors {list(plan.anchors)}, cross-over {plan.crossover_tokens} tokens")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model by a recipe; started again, it goes on from the newest checkpoint."""
+
+    out: Path
+    """Folder for checkpoints, the loss curve and the model."""
+    recipe: Literal["demo", "tiny"] = "demo"
+    """Which recipe: "demo" makes the shipped model, "tiny" shows in seconds that everything runs."""
+    save_every_s: float = 120.0
+    """Seconds between checkpoints."""
+    until: int | None = None
+    """Stop after this many steps in all."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Train until the recipe ends."""
+        from tessera.train import RECIPES, train
+
+        train(RECIPES[self.recipe], self.out, save_every_s=self.save_every_s, until=self.until)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Answer questions about a long document twice, dense and with Kascade, and compare."""
+
+    out: Path = Path("build/demo")
+    """Folder for record.json and index.html."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Run the demo; 1 if Kascade's answers differ from dense."""
+        from tessera.demo.run import run
+
+        return run(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure a suite against its peers and append the records."""
+
+    suite: Literal["cpu", "smoke"] = "cpu"
+    """Sizes: "cpu" is what is published, "smoke" shows in seconds that everything runs."""
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A case to run; may be repeated; all if not given."""
+    resume: bool = False
+    """Skip cases that this very commit already has a record of."""
+    out: Path | None = None
+    """File to append to; evidence/<device>.jsonl if not given."""
+    peer_python: Path = Path(".venv-peers/bin/python")
+    """Interpreter of the environment with torch and transformers (make peers)."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Run the cases; 1 if one failed."""
+        from tessera import bench
+
+        return bench.run(self.suite, out=self.out, peer_python=self.peer_python, only=self.only, resume=self.resume)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Look at this installation: versions, devices, kernels and why, caches, memory."""
 
@@ -165,7 +284,17 @@ class Doctor:
         return 1 if found["problems"] else 0
 
 
-COMMANDS = {"generate": Generate, "chat": Chat, "doctor": Doctor}
+COMMANDS = MappingProxyType(
+    {
+        "generate": Generate,
+        "chat": Chat,
+        "calibrate": Calibrate,
+        "train": Train,
+        "demo": Demo,
+        "doctor": Doctor,
+        "bench": Bench,
+    }
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -181,8 +310,8 @@ def main(argv: list[str] | None = None) -> int:
     logging.getLogger("tessera").setLevel(logging.INFO)
     try:
         return command.run()
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interruption:
+        print(f"interrupted: {interruption}".removesuffix(": "), file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output left: nothing to say, and nowhere to say it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -196,12 +325,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str]):
     """The command that the arguments name, with its flags."""
-    kinds = tuple(Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in COMMANDS.items())
-    union = kinds[0]
-    for kind in kinds[1:]:
-        union = union | kind
+    kinds = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in COMMANDS.items()]
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
-    return tyro.cli(union, prog="tessera", description=DESCRIPTION, args=argv or ["--help"], config=config)
+    return tyro.cli(Union[*kinds], prog="tessera", description=DESCRIPTION, args=argv or ["--help"], config=config)
 
 
 def parse_tokens(text: str) -> list[int]:

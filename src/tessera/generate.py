@@ -340,8 +340,8 @@ def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str
     if beside.is_file():
         return Plan.load(beside)
     raise ValueError(
-        f"attention='kascade' needs a plan and {beside} does not exist: make one with "
-        f"`tessera calibrate {source} --text TEXT`, or pass plan=..."
+        f"attention='kascade' needs a plan, and {beside} does not exist: make one with "
+        f"`tessera calibrate --model {source} --text TEXT --out {beside}`, or pass plan=..."
     )
 
 

@@ -1,0 +1,280 @@
+"""Bad input: one clear sentence that names the value and the way out, status 2, nothing half done."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import CONFIG, PLAN, save_tiny
+
+import tessera
+from tessera import cli
+from tessera.models.checkpoint import save_folder
+from tessera.models.layers import init_params
+from tessera.models.tokenizer import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture(scope="module")
+def model(good):
+    return tessera.load(good)
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    """A copy of the good model, to break."""
+    return Path(shutil.copytree(good, tmp_path / "model"))
+
+
+def refuse(capsys, *argv: str) -> str:
+    """Run a command that must fail: status 2, nothing on standard output, one line on standard error."""
+    assert cli.main(list(argv)) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    [line] = shown.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+# ----- prompts and sampling values, by the library
+
+
+@pytest.mark.parametrize(
+    ("prompts", "how", "words"),
+    [
+        ([""], {}, "prompt 0 is empty"),
+        (["a", []], {}, "prompt 1 is an empty token list"),
+        ([], {}, "prompts is an empty list"),
+        ("bare text", {}, "wrap a single prompt in a list"),
+        ([1, 2, 3], {}, "wrap a single prompt in a list"),
+        ([["a", "b"]], {}, "must be a text or a list of integers"),
+        ([[1] * 600], {}, "600 tokens but the model's context is 512: shorten it by 88"),
+        (["x" * 600], {}, "601 tokens but the model's context is 512"),
+        ([[1, 264]], {}, "token 264, outside the model's vocabulary of 264"),
+        ([[1, -1]], {}, "token -1, outside"),
+        (["a"], {"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
+        (["a"], {"temperature": -1.0}, "temperature=-1.0 must be 0"),
+        (["a"], {"top_p": 2.0}, "top_p=2.0 must be above 0"),
+        (["a"], {"stop": [""]}, "must hold texts that are not empty"),
+        (["a", "b"], {"seed": [1, 2, 3]}, "3 values for 2 prompts"),
+    ],
+)
+def test_bad_requests_are_refused(model, prompts, how, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        model.generate(prompts, **{"max_new_tokens": 2, **how})
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([1, 2], r"shape \(2,\)"),
+        ([[]], "not empty"),
+        ([[0.5]], "integers"),
+        ([[1, 999]], r"tokens_BT\[0\] holds token 999"),
+        ([[0] * 513], "513 tokens"),
+    ],
+)
+def test_bad_tokens_for_logits_are_refused(model, tokens, words):
+    with pytest.raises(ValueError, match=words):
+        model.logits(tokens)
+
+
+def test_a_missing_tokenizer_refuses_texts_only(model):
+    bare = replace(model, tokenizer=None)
+    for how, prompts in (({}, ["text"]), ({"stop": ["x"]}, [[1]]), ({"stream": print}, [[1]])):
+        with pytest.raises(ValueError, match=r"needs a tokenizer and .* has none: pass token lists"):
+            bare.generate(prompts, max_new_tokens=1, **how)
+    [found] = bare.generate([[1, 2]], max_new_tokens=2)
+    assert (found.text, len(found.tokens)) == ("", 2)
+
+
+def test_nan_in_memory_is_traced_to_its_weights(model):
+    layers = list(model.params.layers)
+    layers[1] = replace(layers[1], up=layers[1].up.at[3, 4].set(jnp.nan))
+    broken = replace(model, params=replace(model.params, layers=tuple(layers)))
+    words = r"not finite: its weights params.layers\[1\].up hold NaN or inf"
+    with pytest.raises(ValueError, match=words):
+        broken.generate([[1, 2, 3]], max_new_tokens=2)
+    with pytest.raises(ValueError, match=words):
+        broken.logits([[1, 2, 3]])
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(model):
+    huge = replace(model, config=replace(CONFIG, max_positions=2**40))
+    with pytest.raises(
+        MemoryError, match=r"a cache for 1 sequences of 1000000000002 tokens needs .* TiB but .* are free"
+    ):
+        huge.generate([[1, 2, 3]], max_new_tokens=10**12)
+
+
+# ----- model folders, plans and flags, by the command line
+
+
+def test_unknown_folder(capsys, tmp_path):
+    assert "is not a folder" in refuse(capsys, "generate", "x", "--model", str(tmp_path / "nothing"))
+
+
+def test_unreachable_hub_model(capsys):
+    line = refuse(capsys, "generate", "x", "--model", "nobody/nothing")
+    assert "neither a folder here nor reachable on the Hugging Face hub" in line
+
+
+def test_missing_weights(capsys, folder):
+    (folder / "model.safetensors").unlink()
+    assert "model.safetensors" in refuse(capsys, "generate", "x", "--model", str(folder))
+
+
+def test_missing_shard(capsys, tmp_path):
+    folder = tmp_path / "sharded"
+    save_folder(folder, init_params(CONFIG, jax.random.key(0)), CONFIG, byte_tokenizer(), shard_bytes=40000)
+    shard = sorted(folder.glob("model-00002-of-*"))[0]
+    shard.unlink()
+    assert shard.name in refuse(capsys, "generate", "x", "--model", str(folder))
+
+
+def test_truncated_weights(capsys, folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "model.safetensors" in refuse(capsys, "generate", "x", "--model", str(folder))
+
+
+def test_tensor_of_the_wrong_shape(capsys, folder):
+    edit_json(folder / "config.json", intermediate_size=64)
+    line = refuse(capsys, "generate", "x", "--model", str(folder))
+    assert "model.layers.0.mlp" in line
+    assert "48" in line
+    assert "64" in line
+
+
+def test_weights_that_are_not_finite(capsys, tmp_path):
+    params = init_params(CONFIG, jax.random.key(0))
+    save_folder(tmp_path, replace(params, final_norm=params.final_norm.at[5].set(np.inf)), CONFIG, byte_tokenizer())
+    assert "model.norm.weight" in refuse(capsys, "generate", "x", "--model", str(tmp_path))
+
+
+def test_unsupported_config(capsys, folder):
+    edit_json(folder / "config.json", model_type="mamba")
+    assert "mamba" in refuse(capsys, "generate", "x", "--model", str(folder))
+
+
+def test_no_plan(capsys, folder):
+    (folder / "plan.json").unlink()
+    line = refuse(capsys, "generate", "x", "--model", str(folder), "--attention", "kascade")
+    assert f"tessera calibrate --model {folder} --text TEXT" in line
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"schema": 99}, "schema 99, newer than"),
+        ({"model": "0123456789abcdef"}, "is of another model"),
+        ({"num_layers": 2, "head_map": [[0, 1]] * 2}, "its num_layers is 2, this model's 3"),
+        ({"tile": 24}, "tile=24 must be one of"),
+        ({"anchors": [1]}, "anchors=[1] must ascend from 0"),
+        ({"fraction": 1.5}, "fraction=1.5"),
+    ],
+)
+def test_plans_that_do_not_fit(capsys, folder, change, words):
+    edit_json(folder / "plan.json", **change)
+    assert words in refuse(capsys, "generate", "x", "--model", str(folder), "--attention", "kascade")
+
+
+def test_corrupt_plan(capsys, folder):
+    path = folder / "plan.json"
+    path.write_bytes(path.read_bytes()[:40])
+    assert "is not JSON" in refuse(capsys, "generate", "x", "--model", str(folder), "--attention", "kascade")
+
+
+def test_tile_that_does_not_fit_the_context(capsys, tmp_path):
+    folder = save_tiny(tmp_path, replace(CONFIG, max_positions=64))
+    edit_json(folder / "plan.json", tile=128)
+    line = refuse(capsys, "generate", "x", "--model", str(folder), "--attention", "kascade")
+    assert "tile=128 does not fit this model's context of 64" in line
+
+
+def test_unknown_attention():
+    with pytest.raises(
+        ValueError, match=r"attention='flash' must be one of \('dense', 'kascade', 'window', 'oracle'\)"
+    ):
+        tessera.load("anything", attention="flash")
+
+
+def test_unknown_dtype():
+    with pytest.raises(ValueError, match="dtype='float64' must be"):
+        tessera.load("anything", dtype="float64")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate"], "no prompt: pass one in quotes"),
+        (["generate", "", "--model", "MODEL"], "prompt 0 is empty"),
+        (["generate", "x", "--model", "MODEL", "--top-k", "0"], "top_k=0"),
+        (["generate", "x y", "--model", "MODEL", "--tokens"], "--tokens takes ids"),
+        (["generate", "a", "b", "--model", "MODEL", "--stream"], "--stream prints the text of one prompt"),
+        (["generate", "--file", "no/such/file", "--model", "MODEL"], "no/such/file"),
+        (
+            ["generate", "x", "--model", "MODEL", "--attention", "kascade", "--plan", "no/plan"],
+            "plan 'no/plan' does not",
+        ),
+        (["calibrate", "--text", "no/such/text", "--model", "MODEL"], "no/such/text"),
+        (["calibrate", "--text", "x", "--out", "no/such/folder/plan.json", "--model", "MODEL"], "no/such/folder"),
+    ],
+)
+def test_bad_command_lines(capsys, good, arguments, words):
+    assert words in refuse(capsys, *(str(good) if word == "MODEL" else word for word in arguments))
+
+
+def test_a_file_that_is_not_text(capsys, good, tmp_path):
+    path = tmp_path / "bytes"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "bytes" in refuse(capsys, "generate", "--file", str(path), "--model", str(good))
+
+
+def test_debug_shows_the_traceback(good):
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        cli.main(["generate", "", "--model", str(good), "--debug"])
+
+
+def test_an_unwritable_cache_folder_is_one_line_and_no_obstacle(good, tmp_path):
+    """The cache folder's parent is a file, so it cannot be made: the answer comes all the same."""
+    obstacle = tmp_path / "file"
+    obstacle.write_text("")
+    command = [
+        sys.executable,
+        "-m",
+        "tessera",
+        "generate",
+        "x",
+        "--model",
+        str(good),
+        "--max-new-tokens",
+        "2",
+        "--json",
+    ]
+    environment = {"XDG_CACHE_HOME": str(obstacle), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0
+    [line] = done.stderr.splitlines()
+    assert line.startswith("compiled programs are not kept: ")
+    assert len(json.loads(done.stdout)["tokens"]) == 2
+
+
+def test_the_plan_of_the_tests_is_of_no_model(good):
+    """PLAN names no weights, so that a test which forgets to make its own cannot pass."""
+    with pytest.raises(ValueError, match="is of another model"):
+        tessera.load(good, attention="kascade", plan=PLAN)

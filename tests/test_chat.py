@@ -1,0 +1,109 @@
+"""Chat: what is reused from the cache changes nothing, the context is kept, commands and pipes work."""
+
+from dataclasses import replace
+
+import pytest
+from tiny import CONFIG, save_tiny
+
+import tessera
+from tessera.chat import Chat, converse
+from tessera.generate import Interrupted
+from tessera.sampling import Sampling
+
+GREEDY = Sampling()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tessera.load(save_tiny(tmp_path_factory.mktemp("chat")))
+
+
+def say(length: int, letter: str = "a") -> str:
+    return (letter * 9 + " ") * (length // 10)
+
+
+def test_a_second_turn_reuses_the_cache_and_answers_the_same(model):
+    chat = Chat(model, GREEDY, max_new_tokens=8)
+    first = chat.ask(say(150))
+    assert (first.reused_tokens, first.dropped_turns) == (0, 0)
+    before = list(chat.messages)
+    second = chat.ask(say(40, "b"))
+    assert second.reused_tokens == 128  # whole chunks of 64 of the 153 tokens that both prompts begin with
+    fresh = Chat(model, GREEDY, max_new_tokens=8)
+    fresh.messages = before
+    expected = fresh.ask(say(40, "b"))
+    assert expected.reused_tokens == 0
+    assert second.generation.tokens == expected.generation.tokens
+    assert second.generation.logprobs == pytest.approx(expected.generation.logprobs, rel=1e-4)
+    assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
+    chat.reset()
+    assert chat.messages == []
+    assert chat.ask(say(150)).generation.tokens == first.generation.tokens
+
+
+def test_the_oldest_turns_go_when_the_context_is_full(model):
+    chat = Chat(model, GREEDY, max_new_tokens=20)
+    dropped = 0
+    for letter in "abcdef":
+        reply = chat.ask(say(140, letter))
+        dropped += reply.dropped_turns
+        assert reply.generation.prompt_tokens + 20 <= CONFIG.max_positions
+        assert chat.messages[-2]["content"] == say(140, letter)
+    assert dropped == 6 - len(chat.messages) // 2 > 0
+
+
+def test_a_message_that_does_not_fit_leaves_the_conversation_as_it_was(model):
+    chat = Chat(model, GREEDY, max_new_tokens=20)
+    chat.ask("hello")
+    before = list(chat.messages)
+    with pytest.raises(ValueError, match=r"makes 603 tokens but the model's context of 512 leaves 492"):
+        chat.ask(say(600))
+    with pytest.raises(ValueError, match="message is empty"):
+        chat.ask("  ")
+    assert chat.messages == before
+
+
+def test_an_interrupted_answer_stays_and_the_next_turn_works(model):
+    chat = Chat(model, Sampling(temperature=1.0), max_new_tokens=20)
+
+    def stop(piece: str) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted):
+        chat.ask("hello", stop)
+    assert chat.messages[-1]["role"] == "assistant"
+    reply = chat.ask("hello again")
+    assert reply.reused_tokens == 0
+    assert reply.generation.tokens
+
+
+def test_what_a_chat_cannot_do_without_is_named(model):
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        Chat(replace(model, tokenizer=None), GREEDY, max_new_tokens=5)
+    bare = replace(model, tokenizer=replace(model.tokenizer, chat_template=None))
+    with pytest.raises(ValueError, match="no chat template"):
+        Chat(bare, GREEDY, max_new_tokens=5)
+    with pytest.raises(ValueError, match="role system must be user or assistant"):
+        Chat(model, GREEDY, max_new_tokens=5, system="be brief").ask("hello")
+
+
+def test_lines_are_answered_until_exit(model, capsys):
+    chat = Chat(model, GREEDY, max_new_tokens=5)
+    lines = [
+        "hello\n",
+        "\n",
+        "/help\n",
+        "/nonsense now\n",
+        say(600) + "\n",
+        "/reset\n",
+        "hello\n",
+        "/exit\n",
+        "never\n",
+    ]
+    converse(chat, lines, interactive=False)
+    shown = capsys.readouterr()
+    answer = chat.messages[-1]["content"]
+    assert shown.out == f"{answer}\n" * 2
+    assert len(chat.messages) == 2
+    for words in ("/reset", "/nonsense is no command", "makes 603 tokens", "forgotten"):
+        assert words in shown.err

@@ -1,0 +1,189 @@
+"""The command line: frozen flags, exit statuses, what goes to which stream."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import typing
+from dataclasses import replace
+
+import pytest
+from tiny import CONFIG, save_tiny
+
+import tessera
+from tessera import cli
+from tessera.sparse.policies import POLICIES
+
+MODEL = ["--model", "--attention", "--plan", "--dtype", "--debug"]
+SAMPLING = ["--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed"]
+FLAGS = {
+    "generate": MODEL + SAMPLING + ["--file", "--max-new-tokens", "--stop", "--tokens", "--stream", "--json"],
+    "chat": MODEL + SAMPLING + ["--system", "--max-new-tokens"],
+    "calibrate": (
+        "--text --model --out --anchors --tile --query-tile --fraction --minimum --heads --crossover --max-tokens "
+        "--dtype --debug"
+    ).split(),
+    "train": "--out --recipe --save-every-s --until --debug".split(),
+    "demo": "--out --debug".split(),
+    "doctor": "--json --debug".split(),
+    "bench": "--suite --only --resume --out --peer-python --debug".split(),
+}
+"""The frozen command line: people's scripts use these. A flag that goes or changes its name is a breaking change."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("cli"))
+
+
+def ask_for_help(*argv: str) -> str:
+    with pytest.raises(SystemExit) as left:
+        cli.main([*argv, "--help"])
+    assert left.value.code in (0, None)
+
+
+@pytest.mark.parametrize("command", FLAGS)
+def test_flags_are_frozen(command, capsys):
+    ask_for_help(command)
+    found = re.findall(r"^│ (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(found) == sorted([*FLAGS[command], "--help"])
+
+
+def test_subcommands_are_frozen(capsys):
+    ask_for_help()
+    found = re.findall(r"^│ +• (\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert found == list(FLAGS)
+
+
+def test_choices_are_those_of_the_library():
+    from tessera import bench, train
+    from tessera.attention.contract import TILES
+    from tessera.sparse.plan import HEADS
+
+    def choices(kind: type, name: str) -> tuple:
+        return typing.get_args(typing.get_type_hints(kind)[name])
+
+    assert typing.get_args(cli.Attention) == tuple(POLICIES)
+    assert choices(cli.Calibrate, "tile") == TILES
+    assert choices(cli.Calibrate, "heads") == HEADS
+    assert set(choices(cli.Train, "recipe")) == set(train.RECIPES)
+    assert set(choices(cli.Bench, "suite")) == set(bench.SUITES)
+
+
+def test_help_and_version_import_nothing_heavy():
+    """What keeps `tessera --help` under half a second: neither jax nor numpy is imported for it."""
+    program = (
+        "import sys\nfrom tessera import cli\nassert cli.main(['--version']) == 0\n"
+        "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
+        "heavy = {'jax', 'numpy', 'safetensors', 'tokenizers', 'huggingface_hub', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tessera 0.")
+
+
+def test_an_unknown_command_is_status_2():
+    with pytest.raises(SystemExit) as left:
+        cli.main(["generat"])
+    assert left.value.code == 2
+
+
+def test_generate_prints_what_the_library_gives(folder, tmp_path, capsys):
+    [expected, other] = tessera.load(folder).generate(["ab", "a file"], max_new_tokens=6, temperature=1.0, seed=3)
+    common = ["--model", str(folder), "--max-new-tokens", "6", "--temperature", "1", "--seed", "3"]
+    assert cli.main(["generate", "ab", *common]) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
+    assert cli.main(["generate", "ab", *common, "--stream"]) == 0
+    assert capsys.readouterr().out == expected.text + "\n"
+    path = tmp_path / "prompt.txt"
+    path.write_text("a file")
+    assert cli.main(["generate", "ab", "--file", str(path), *common, "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(f["text"], f["tokens"], f["finish_reason"]) for f in found] == [
+        (g.text, g.tokens, g.finish_reason) for g in (expected, other)
+    ]
+    assert set(found[0]) == set(typing.get_type_hints(tessera.Generation))
+
+
+def test_generate_takes_token_ids_without_a_tokenizer(tmp_path, capsys):
+    folder = save_tiny(tmp_path / "bare", tokenizer=False)
+    [expected] = tessera.load(folder).generate([[1, 2, 3]], max_new_tokens=4)
+    assert cli.main(["generate", "1, 2 3", "--tokens", "--model", str(folder), "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out == " ".join(map(str, expected.tokens)) + "\n"
+
+
+def run_tessera(*argv: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "tessera", *argv], capture_output=True, text=True, **options)
+
+
+def test_generate_and_chat_read_standard_input(folder):
+    done = run_tessera("generate", "-", "--model", str(folder), "--max-new-tokens", "3", input="from a pipe")
+    assert (done.returncode, done.stderr) == (0, "")
+    [expected] = tessera.load(folder).generate(["from a pipe"], max_new_tokens=3)
+    assert done.stdout == expected.text + "\n"
+    done = run_tessera("chat", "--model", str(folder), "--max-new-tokens", "3", input="hello\n/exit\n")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("\n")
+
+
+def test_ctrl_c_prints_what_there_is_and_leaves_with_130(tmp_path):
+    folder = save_tiny(tmp_path / "long", replace(CONFIG, max_positions=65536, eos_ids=()))
+    command = [sys.executable, "-u", "-m", "tessera", "generate", "some words", "--model", str(folder), "--stream"]
+    command += ["--max-new-tokens", "60000", "--temperature", "1"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as process:
+        head = process.stdout.read(10)
+        os.kill(process.pid, signal.SIGINT)
+        out, err = process.communicate()
+    assert len(head) == 10
+    assert process.returncode == 130
+    assert err.decode().splitlines() == ["interrupted"]
+    assert out.endswith(b"\n")
+
+
+def test_doctor_reports_and_judges(capsys):
+    status = cli.main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert status == (1 if found["problems"] else 0)
+    assert {(call["role"], call["phase"]) for call in found["kernels"]} == {
+        (role, phase) for role in ("dense", "score", "sparse") for phase in ("prefill", "decode")
+    }
+    for call in found["kernels"]:
+        chosen = [choice["kernel"] for choice in call["choices"] if choice["chosen"]]
+        assert chosen == [call["kernel"]]
+        assert all(choice["reason"] for choice in call["choices"] if not choice["chosen"])
+    assert found["devices"][0]["platform"] == "cpu"
+    assert found["versions"]["jax"]
+    assert found["pip_check"]
+
+
+def test_doctor_prints_tables(capsys):
+    cli.main(["doctor"])
+    out = capsys.readouterr().out
+    for words in ("Versions", "Devices", "Kernels, best first", "Caches", "pip check"):
+        assert words in out
+
+
+def test_calibrate_writes_a_plan_that_generate_finds(folder, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i}\n" for i in range(300)))
+    out = folder / "plan.json"
+    arguments = "--anchors 2 --tile 16 --fraction 0.2 --minimum 16 --crossover 0 --max-tokens 1024".split()
+    assert cli.main(["calibrate", "--text", str(text), "--model", str(folder), "--out", str(out), *arguments]) == 0
+    assert "anchors [0, " in capsys.readouterr().out
+    command = [
+        "generate",
+        "x" * 150,
+        "--model",
+        str(folder),
+        "--attention",
+        "kascade",
+        "--max-new-tokens",
+        "2",
+        "--json",
+    ]
+    assert cli.main(command) == 0
+    assert json.loads(capsys.readouterr().out)["density"] < 1

@@ -1,0 +1,47 @@
+"""A random model small enough to compile in a second, as a folder with a byte tokenizer and a plan."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+
+from tessera.models.checkpoint import fingerprint, save_folder
+from tessera.models.config import ModelConfig
+from tessera.models.layers import init_params
+from tessera.models.tokenizer import byte_tokenizer
+from tessera.sparse.plan import Plan
+
+CONFIG = ModelConfig(
+    vocab_size=264,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=512,
+    tie_embeddings=True,
+    eos_ids=(257,),
+    bos_id=256,
+)
+PLAN = Plan(
+    model="",
+    num_layers=3,
+    num_kv_heads=2,
+    anchors=(0,),
+    head_map=((0, 1), (1, 0), (1, 1)),
+    tile=16,
+    query_tile=16,
+    fraction=0.2,
+    minimum=16,
+    crossover_tokens=100,
+)
+
+
+def save_tiny(folder: Path, config: ModelConfig = CONFIG, *, tokenizer: bool = True, plan: bool = True) -> Path:
+    """Write the model, and beside it, unless told otherwise, its tokenizer and a plan made for these weights."""
+    params = init_params(config, jax.random.key(1))
+    save_folder(folder, params, config, byte_tokenizer() if tokenizer else None)
+    if plan:
+        replace(PLAN, model=fingerprint(params, config)).save(folder / "plan.json")
+    return folder
