@@ -109,7 +109,7 @@ class Generate(ModelFlags, SamplingFlags):
         if not self.prompt and not self.file:
             raise ValueError("no prompt: pass one in quotes, --file FILE, or - to read standard input")
         texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompt]
-        texts += [path.read_text(encoding="utf-8") for path in self.file]
+        texts += [read_text(path) for path in self.file]
         return [parse_tokens(text) for text in texts] if self.tokens else texts
 
     def show(self, results) -> None:
@@ -217,7 +217,8 @@ class Train:
 
     def run(self) -> int:
         """Train until the recipe ends."""
-        from tessera.train import RECIPES, train
+        from tessera.recipes import RECIPES
+        from tessera.train import train
 
         train(RECIPES[self.recipe], self.out, save_every_s=self.save_every_s, until=self.until)
         return 0
@@ -243,8 +244,8 @@ class Demo:
 class Bench:
     """Measure a suite against its peers and append the records."""
 
-    suite: Literal["cpu", "smoke"] = "cpu"
-    """Sizes: "cpu" is what is published, "smoke" shows in seconds that everything runs."""
+    suite: Literal["cpu", "demo", "smoke"] = "cpu"
+    """"cpu" is speed, "demo" the shipped model's answers, "smoke" shows in seconds that everything runs."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A case to run; may be repeated; all if not given."""
     resume: bool = False
@@ -336,6 +337,14 @@ def parse_tokens(text: str) -> list[int]:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f"--tokens takes ids like 1,2,3, got {text!r:.60}") from None
+
+
+def read_text(path: Path) -> str:
+    """A file's text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first") from None
 
 
 def shipped_model() -> Path:

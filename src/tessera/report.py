@@ -59,9 +59,8 @@ def provenance(records: Iterable[Record]) -> str:
     for record in records:
         if record.code.commit is None or not record.command:
             raise ValueError(f"record {record.key} must name a commit and a command before it can be published")
-        place = (
-            f"{record.where.cpu}, {record.where.cores} cores" if record.where.device == "cpu" else record.where.device
-        )
+        where = record.where
+        place = f"{where.cpu}, {where.cores} cores" if where.device == "cpu" else where.device
         groups.setdefault(f"{place}, jax {where.versions.get('jax', '?')}", []).append(record)
     lines = []
     for place, group in groups.items():
@@ -115,17 +114,21 @@ def speed(records: Sequence[Record]) -> str:
 
 
 def costs(records: Sequence[Record]) -> str:
-    """Compile time, start-up and memory: one figure each."""
-    chosen = [r for r in records if r.what.op in ("compile", "start", "memory")]
+    """Compile time, start-up and memory (the longest prompt, with the growth over all of them): one figure each."""
+    chosen = [r for r in records if r.what.op in ("compile", "start") or (r.what.op == "memory" and r.facts)]
     rows = [[_title(r), r.what.kernel, _result(r), _notes(r.facts)] for r in chosen]
     return markdown(["what", "how", "median", "also"], rows) + provenance(chosen) if rows else ""
 
 
 def _notes(facts: Mapping[str, object]) -> str:
+    """Single numbers and words; the unit at the end of a name is read, lists stay in the record."""
     shown = []
     for name, value in facts.items():
-        words = name.replace("_", " ")
-        shown.append(f"{words} {_three(value) if isinstance(value, float) else value}")
+        words = name.removesuffix("_s").replace("_", " ")
+        if isinstance(value, float):
+            shown.append(f"{words} {quantity(value, 's' if name.endswith('_s') else '')}")
+        elif isinstance(value, int | str):
+            shown.append(f"{words} {value}")
     return "; ".join(shown)
 
 
@@ -135,9 +138,16 @@ def quality(records: Sequence[Record]) -> str:
     rows = []
     for record in chosen:
         density = f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
-        trials = str(record.facts.get("trials", len(record.samples)))
-        rows.append([_title(record), record.what.kernel, _result(record), trials, density])
-    return markdown(["task", "policy", "right", "trials", "keys read"], rows) + provenance(chosen) if rows else ""
+        facts = record.facts
+        interval = f"{100 * facts['low']:.0f} to {100 * facts['high']:.0f} %" if "low" in facts else ""
+        trials = str(facts.get("trials", len(record.samples)))
+        title = record.what.title or record.what.workload
+        rows.append([title, record.what.kernel, _result(record), interval, trials, density])
+    return (
+        markdown(["task", "policy", "right", "95 % interval", "trials", "keys read"], rows) + provenance(chosen)
+        if rows
+        else ""
+    )
 
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(

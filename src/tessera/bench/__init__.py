@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from rich.console import Console
 
 from tessera import evidence
-from tessera.bench import attention, model
+from tessera.bench import answers, attention, model
 from tessera.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
 from tessera.evidence import Record, What
 
@@ -39,12 +39,25 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
         "prefill_memory": Case("memory", model.prefill_memory),
         "compilation": Case("compile", model.compilation),
         "start_up": Case("start", model.start_up),
+        "pass_keys": Case("quality", answers.pass_keys),
     }
 )
 """Every case by name; adding one is a generator of records and a line here."""
 
-SUITES: Final[Mapping[str, Sizes]] = MappingProxyType({"cpu": Sizes(), "smoke": SMOKE})
-"""Sizes by suite: "cpu" is what is published, "smoke" shows in seconds that everything runs."""
+SPEED: Final = tuple(name for name, case in CASES.items() if case.op != "quality")
+
+
+class Suite(NamedTuple):
+    """Sizes, and the cases that run when none is named."""
+
+    sizes: Sizes
+    cases: tuple[str, ...]
+
+
+SUITES: Final[Mapping[str, Suite]] = MappingProxyType(
+    {"cpu": Suite(Sizes(), SPEED), "demo": Suite(Sizes(), ("pass_keys",)), "smoke": Suite(SMOKE, tuple(CASES))}
+)
+"""Suites by name: "cpu" is speed, "demo" is the shipped model's answers, "smoke" shows that everything runs."""
 
 
 def run(
@@ -58,10 +71,10 @@ def run(
     """Run a suite and append its records.
 
     Args:
-        suite: "cpu" or "smoke".
+        suite: "cpu", "demo" or "smoke".
         out: file to append to; None is evidence/<device>.jsonl under the working folder.
         peer_python: interpreter of the environment with torch and transformers (`make peers`).
-        only: names of cases; empty is all.
+        only: names of cases; empty is all of the suite.
         resume: skip cases of which the file holds a record without error, made by this very commit.
 
     Returns:
@@ -77,10 +90,10 @@ def run(
         raise ValueError(f"only={unknown} must name cases: {list(CASES)}")
     out = Path("evidence") / f"{evidence.device_slug()}.jsonl" if out is None else Path(out)
     done = _done(out) if resume else set()
-    stand, console, failed = Stand(suite, SUITES[suite], peer_python), Console(stderr=True), False
+    stand, console, failed = Stand(suite, SUITES[suite].sizes, peer_python), Console(stderr=True), False
     try:
         with compiled_anew():
-            for name in only or CASES:
+            for name in only or SUITES[suite].cases:
                 if name in done:
                     console.print(f"{name}: recorded before")
                     continue

@@ -165,6 +165,7 @@ def prefill_memory(stand: Stand) -> Iterator[Record]:
     slope, offset = np.polyfit(lengths, extra, 1)
     exponent = float(np.polyfit(np.log(lengths), np.log(np.maximum(extra, 1)), 1)[0])
     worst = float(np.max(np.abs(slope * np.array(lengths) + offset - extra)) / max(extra))
+    growth = {"slope_bytes_per_token": float(slope), "growth_exponent": exponent, "worst_residual": worst}
     for length, weight in zip(lengths, extra):
         yield stand.record(
             What(
@@ -175,9 +176,9 @@ def prefill_memory(stand: Stand) -> Iterator[Record]:
                 title=f"memory of prefill, {length:,} tokens, {_words(config)}",
             ),
             [float(weight)],
-            How(cold_cache="a process each", check="slope fitted over all lengths"),
+            How(cold_cache="a process each", check="line and power law fitted over all lengths"),
             unit="bytes",
-            facts={"slope_bytes_per_token": float(slope), "exponent": exponent, "worst_residual": worst},
+            facts=growth if length == lengths[-1] else {},
         )
 
 

@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera import measure
+from tessera import measure, quality
 from tessera.answers import Generation
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import select_tiles
-from tessera.data import library_corpus, passkey_task
+from tessera.data import library_corpus
 from tessera.demo.pictures import Anchor
 from tessera.generate import Model
 from tessera.models.decoder import forward
+from tessera.quality import Accuracy, passkey_tasks
 from tessera.shapes import ceil_div
 from tessera.sparse.kascade import Kascade
 
@@ -60,19 +61,16 @@ def ask(models: Mapping[str, Model], document: str, name: str) -> Answered:
 
 
 def passkey_accuracy(
-    models: Mapping[str, Model], lengths: Sequence[int], tasks: int, progress: Progress
-) -> dict[str, dict[int, float]]:
-    """Share of hidden five-digit keys that each policy finds exactly, per prompt length; the same tasks for all."""
-    right = {name: {length: 0 for length in lengths} for name in models}
+    models: Mapping[str, Model], lengths: Sequence[int], num_tasks: int, progress: Progress
+) -> dict[str, dict[int, Accuracy]]:
+    """Hidden five-digit keys that each policy finds exactly, per prompt length; the same tasks for all."""
+    found = {name: {} for name in models}
     for length in lengths:
-        rng = np.random.default_rng([length, 20])
-        for index in range(tasks):
-            task = passkey_task(rng, length)
-            progress(f"pass key {index + 1} of {tasks} in {length:,} tokens")
-            for name, model in models.items():
-                [answer] = model.generate([task.prompt.tolist()], max_new_tokens=len(task.answer))
-                right[name][length] += answer.tokens == task.answer.tolist()
-    return {name: {length: count / tasks for length, count in found.items()} for name, found in right.items()}
+        tasks = passkey_tasks(num_tasks, length)
+        for name, model in models.items():
+            progress(f"{num_tasks} pass keys in {length:,} tokens, {name}")
+            found[name][length] = quality.passkey_accuracy(model, tasks, batch=1)
+    return found
 
 
 def first_token_times(

@@ -42,27 +42,42 @@ class Anchor:
     num_heads: int
 
 
-def times(title: str, lengths: Sequence[int], sides: Mapping[str, Sequence[float]], label: str) -> str:
-    """Milliseconds over tokens, two sides, both axes logarithmic; first over second is written above the points."""
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Times over lengths of two sides: title, axis label, tokens, side -> seconds per length."""
+
+    title: str
+    label: str
+    lengths: Sequence[int]
+    sides: Mapping[str, Sequence[float]]
+
+
+def times(panels: Sequence[Panel]) -> str:
+    """Milliseconds over tokens, both axes logarithmic; first side over second is written above the points."""
 
     def plot(figure: Figure) -> None:
-        axes = figure.subplots()
-        for (name, seconds), colour, mark in zip(sides.items(), (DENSE, KASCADE), "os"):
-            milliseconds = [1e3 * s for s in seconds]
-            axes.plot(lengths, milliseconds, color=colour, marker=mark, linewidth=2, label=name)
-        for length, top, bottom in zip(lengths, *sides.values()):
-            place = (length, 1e3 * max(top, bottom))
-            axes.annotate(
-                f"{top / bottom:.1f}x", place, textcoords="offset points", xytext=(0, 8), ha="center", fontsize=10
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+            for (name, seconds), colour, mark in zip(panel.sides.items(), (DENSE, KASCADE), "os"):
+                milliseconds = [1e3 * s for s in seconds]
+                axes.plot(panel.lengths, milliseconds, color=colour, marker=mark, linewidth=2, label=name)
+            for length, top, bottom in zip(panel.lengths, *panel.sides.values()):
+                place = (length, 1e3 * max(top, bottom))
+                axes.annotate(
+                    f"{top / bottom:.1f}x", place, textcoords="offset points", xytext=(0, 8), ha="center", fontsize=10
+                )
+            axes.set(xscale="log", yscale="log", xlabel="prompt length (tokens)", ylabel=panel.label, title=panel.title)
+            axes.set_xticks(
+                list(panel.lengths),
+                [f"{n:,}" for n in panel.lengths],
+                rotation=0 if len(panel.lengths) < 5 else 30,
             )
-        axes.set(xscale="log", yscale="log", xlabel="prompt length (tokens)", ylabel=label, title=title)
-        axes.set_xticks(list(lengths), [f"{n:,}" for n in lengths], rotation=0 if len(lengths) < 6 else 30)
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.margins(y=0.15)
-        axes.legend(frameon=False, loc="upper left")
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+            axes.margins(y=0.15)
+            axes.legend(frameon=False, loc="upper left")
+        figure.subplots_adjust(wspace=0.25)
 
-    return _draw(plot, (6.6, 4.2))
+    return _draw(plot, (6.2 * len(panels), 4.4))
 
 
 def densities(layers: Sequence[float], anchors: Iterable[int]) -> str:
@@ -110,6 +125,8 @@ def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: M
                 axes.axvline(position, color=DENSE, linewidth=1.2, linestyle="--")
             axes.set(title=f"anchor: layer {anchor.layer}", xlabel=f"key position (tiles of {tile})")
             axes.grid(visible=False)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
         panels[0].set_ylabel(f"query position (tiles of {query_tile})")
         count = anchors[0].num_heads
         words = ["not chosen", *(f"chosen by {n} of {count} KV heads" for n in range(1, count + 1))]
@@ -117,10 +134,10 @@ def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: M
         if marks:
             handles.append(Line2D([], [], color=DENSE, linestyle="--"))
             words.append("where an asked-for constant stands")
-        figure.legend(handles, words, frameon=False, loc="lower center", ncols=len(words))
+        figure.legend(handles, words, frameon=False, loc="lower center", ncols=2)
         figure.subplots_adjust(bottom=0.24, wspace=0.28)
 
-    return _draw(plot, (max(6.6, 3.9 * len(anchors)), 4.6))
+    return _draw(plot, (max(6.6, 4.2 * len(anchors)), 5.2))
 
 
 def _draw(plot: Callable[[Figure], Any], size: tuple[float, float]) -> str:

@@ -16,6 +16,7 @@ from tessera.demo import findings, page, pictures
 from tessera.demo.findings import Answered, LayerTimes, ReadMap
 from tessera.evidence import Comparison, How, Record, What
 from tessera.generate import Model, load
+from tessera.quality import Accuracy
 from tessera.report import quantity
 
 HERE = Path(__file__).parent
@@ -56,7 +57,7 @@ class Findings:
     crossover_tokens: int
     roles: tuple[str, ...]
     answers: list[Answered]
-    accuracy: dict[str, dict[int, float]]
+    accuracy: dict[str, dict[int, Accuracy]]
     first_token: dict[int, dict[str, list[float]]]
     attention: dict[int, LayerTimes]
     reads: ReadMap
@@ -68,7 +69,7 @@ class Findings:
 
 
 def run(out: str | os.PathLike = "build/demo", settings: Settings | None = None) -> int:
-    """Answer, measure, write record.json and index.html under `out`.
+    """Answer, measure, write record.json, lengths.svg and index.html under `out`.
 
     Returns:
         0 if Kascade gave the dense answers on every question, else 1.
@@ -81,7 +82,9 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | None = None)
     out.mkdir(parents=True, exist_ok=True)
     body = {"schema": evidence.SCHEMA, "records": [json.loads(evidence.encode(r)) for r in records(found, models)]}
     (out / "record.json").write_text(json.dumps(body, indent=1) + "\n")
-    (out / "index.html").write_text(render(found, models), encoding="utf-8")
+    times_svg = draw_times(found)
+    (out / "lengths.svg").write_text(times_svg, encoding="utf-8")
+    (out / "index.html").write_text(render(found, models, times_svg), encoding="utf-8")
     for note in notes(found):
         console.print(note)
     console.print(f"record.json and index.html are in {out}", highlight=False)
@@ -110,7 +113,7 @@ def measure_all(models: Mapping[str, Model], settings: Settings, console: Consol
         console.print(answer_table(answers))
         console.print(speed_table(answers))
         accuracy = findings.passkey_accuracy(models, settings.passkey_lengths, settings.tasks, status.update)
-        console.print(accuracy_table(accuracy, settings.tasks))
+        console.print(accuracy_table(accuracy))
         first_token = findings.first_token_times(models, settings.first_token_lengths, settings.repeats, status.update)
         kascade = models["kascade"]
         attention = findings.attention_times(kascade, settings.attention_lengths, settings.repeats, status.update)
@@ -164,13 +167,25 @@ def speed_table(answers: Sequence[Answered]) -> Table:
     return table
 
 
-def accuracy_table(accuracy: Mapping[str, Mapping[int, float]], tasks: int) -> Table:
+def accuracy_rows(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> list[list[str]]:
+    """Pass keys found per length: words, dense, Kascade."""
+    return [
+        [
+            f"pass keys found in {length:,} tokens",
+            *(
+                f"{side[length].num_right} of {side[length].num_tasks}"
+                for side in (accuracy["dense"], accuracy["kascade"])
+            ),
+        ]
+        for length in accuracy["dense"]
+    ]
+
+
+def accuracy_table(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> Table:
     """Pass keys found per length."""
-    title = f"Hidden pass keys found ({tasks} per length)"
-    table = Table("tokens", "dense", "Kascade", title=title, title_justify="left")
-    for length in accuracy["dense"]:
-        shares = (quantity(accuracy[name][length], "fraction") for name in ("dense", "kascade"))
-        table.add_row(f"{length:,}", *shares)
+    table = Table("", "dense", "Kascade", title="Hidden pass keys, held-out text", title_justify="left")
+    for row in accuracy_rows(accuracy):
+        table.add_row(*row)
     return table
 
 
@@ -193,11 +208,12 @@ def records(found: Findings, models: Mapping[str, Model]) -> list[Record]:
     """The run as evidence: answers, accuracy, time to first token and attention time."""
     made = [_answer_record(found, name) for name in ("dense", "kascade")]
     config = {"model": models["kascade"].plan.model, "anchors": list(models["kascade"].plan.anchors)}
-    for name, shares in found.accuracy.items():
-        for length, share in shares.items():
+    for name, by_length in found.accuracy.items():
+        for length, accuracy in by_length.items():
             what = What(op="quality", kernel=name, workload=f"demo_passkey_{length}", config=config,
                         title=f"pass key in {length:,} tokens")  # fmt: skip
-            made.append(_record(what, [share], unit="fraction", facts={"trials": found.settings.tasks}))
+            facts = {"trials": accuracy.num_tasks}
+            made.append(_record(what, [accuracy.share], unit="fraction", density=(accuracy.density,), facts=facts))
     for length, samples in found.first_token.items():
         title = f"time to first token, {length:,} tokens"
         made += _pair("demo_first_token", title, length, samples, config)
@@ -247,13 +263,9 @@ def _record(what: What, samples: Sequence[float], **fields: Any) -> Record:
     return evidence.make(what, samples, how=How(iterations=len(samples)), command=COMMAND, **fields)
 
 
-def render(found: Findings, models: Mapping[str, Model]) -> str:
+def render(found: Findings, models: Mapping[str, Model], times_svg: str) -> str:
     """The HTML page."""
-    code, where, tasks = evidence.code(), evidence.here(), found.settings.tasks
-    rows = figures(found.answers)
-    for length in found.accuracy["dense"]:
-        shares = [quantity(found.accuracy[name][length], "fraction") for name in ("dense", "kascade")]
-        rows.append([f"pass keys found in {length:,} tokens ({tasks} tasks)", *shares])
+    code, where = evidence.code(), evidence.here()
     return page.render(
         {
             "lead": f"{where.cpu}, {where.cores} cores, jax {where.versions['jax']}; {evidence.now()[:10]}; "
@@ -268,9 +280,14 @@ def render(found: Findings, models: Mapping[str, Model]) -> str:
                 }
                 for a in found.answers
             ],
-            "figures": rows,
+            "figures": figures(found.answers) + accuracy_rows(found.accuracy),
             "notes": notes(found),
-            "time_pictures": time_pictures(found),
+            "time_picture": {
+                "svg": times_svg,
+                "caption": f"Medians of {found.settings.repeats}, sides taking turns; above the points: dense over "
+                "Kascade. Left: fresh held-out text each time. Right: one layer per role measured on random inputs, "
+                "beyond the model's context too, and summed over the plan's roles, selection included.",
+            },
             "read_pictures": read_pictures(found, models["kascade"]),
             "document": found.document,
             "origin": (HERE / "NOTICE").read_text(encoding="utf-8"),
@@ -278,29 +295,25 @@ def render(found: Findings, models: Mapping[str, Model]) -> str:
     )
 
 
-def time_pictures(found: Findings) -> list[dict[str, str]]:
+def draw_times(found: Findings) -> str:
     """Time to first token and attention time over length, dense against Kascade."""
-    sides = ("dense", "kascade")
-    medians = {name: [statistics.median(samples[name]) for samples in found.first_token.values()] for name in sides}
+    sides = {"dense": "dense", "kascade": "Kascade"}
     totals = [layer.total(found.roles) for layer in found.attention.values()]
-    attention = {name: [total[name] for total in totals] for name in sides}
-    layers = f"{len(found.roles)} layers"
-    return [
-        {
-            "svg": pictures.times(
-                "Time to first token, whole model", list(found.first_token), medians, "time to first token (ms)"
-            ),
-            "caption": f"Medians of {found.settings.repeats}, policies taking turns, fresh held-out text each time. "
-            "Above the points: dense over Kascade.",
-        },
-        {
-            "svg": pictures.times(
-                f"Prefill attention alone, {layers}", list(found.attention), attention, "attention time (ms)"
-            ),
-            "caption": "One layer measured per role and summed over the plan's roles, the anchors' selection included; "
-            "random inputs, beyond the model's context too. Above the points: dense over Kascade.",
-        },
-    ]
+    medians = {side: [statistics.median(s[name]) for s in found.first_token.values()] for name, side in sides.items()}
+    attention = {side: [total[name] for total in totals] for name, side in sides.items()}
+    whole = pictures.Panel(
+        title="Time to first token, whole model",
+        label="time to first token (ms)",
+        lengths=list(found.first_token),
+        sides=medians,
+    )
+    alone = pictures.Panel(
+        title=f"Prefill attention alone, {len(found.roles)} layers",
+        label="attention time (ms)",
+        lengths=list(found.attention),
+        sides=attention,
+    )
+    return pictures.times([whole, alone])
 
 
 def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:

@@ -1,0 +1,52 @@
+"""Answers kept: the shipped model's pass keys, dense against Kascade on the same tasks."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from tessera import generate
+from tessera.bench.stand import Stand
+from tessera.evidence import How, Record, What
+from tessera.quality import passkey_accuracy, passkey_tasks
+
+SHIPPED = Path(__file__).parents[1] / "demo" / "model"
+
+
+def pass_keys(stand: Stand) -> Iterator[Record]:
+    """Five-digit keys hidden at even depths of held-out text, found greedily and exactly; Kascade at every length."""
+    kascade = generate.load(SHIPPED, attention="kascade")
+    models = {
+        "dense": kascade.with_attention("dense"),
+        "kascade": kascade.with_attention("kascade", crossover_tokens=0),
+    }
+    plan = kascade.plan
+    config = {"model": plan.model, "anchors": list(plan.anchors), "heads": plan.heads, "tile": plan.tile}
+    config |= {"query_tile": plan.query_tile, "fraction": plan.fraction, "minimum": plan.minimum}
+    for length in stand.sizes.passkey_tokens:
+        tasks = passkey_tasks(stand.sizes.passkeys, length)
+        for name, model in models.items():
+            found = passkey_accuracy(model, tasks, batch=1)
+            low, high = wilson(found.num_right, found.num_tasks)
+            what = What(
+                op="quality",
+                kernel=name,
+                workload=f"pass_keys_{length}",
+                dtype="float32",
+                config=config if name == "kascade" else {"model": plan.model},
+                title=f"pass key in {length:,} tokens, shipped model",
+            )
+            yield stand.record(
+                what,
+                [found.share],
+                How(iterations=found.num_tasks, check="all digits equal, greedy"),
+                unit="fraction",
+                density=(found.density,),
+                facts={"trials": found.num_tasks, "right": found.num_right, "low": low, "high": high},
+            )
+
+
+def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+    share, square = right / trials, z * z / trials
+    middle, half = share + square / 2, z * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
