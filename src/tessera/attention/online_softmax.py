@@ -36,20 +36,36 @@ def init_state(rows: tuple[int, ...], head_dim: int) -> SoftmaxState:
     )
 
 
-def score_factor(spec: AttentionSpec, head_dim: int) -> float:
-    """What q.k is multiplied by: scale * log2(e), or scale alone when a softcap follows."""
-    scale = head_dim**-0.5 if spec.scale is None else spec.scale
-    return scale if spec.softcap else scale * LOG2_E
+def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Float[Array, "..."]:
+    """Batched product over all leading dimensions but two, accumulated in float32."""
+    batch = tuple(range(a.ndim - 2))
+    dims = (((contract_a % a.ndim,), (contract_b % b.ndim,)), (batch, batch))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
+def scale_of(spec: AttentionSpec, head_dim: int) -> float:
+    """The factor on q.k."""
+    return head_dim**-0.5 if spec.scale is None else spec.scale
+
+
+def raw_scores(a: Float[Array, "... R H"], b: Float[Array, "... S H"], spec: AttentionSpec) -> tuple[Array, float]:
+    """z [..., R, S] and a factor > 0 with y = factor * z.
+
+    The factor stays out of z because a row maximum commutes with it: the product is then read once by the maximum
+    and once by the exponential, and never written in between.
+    """
+    z, factor = dot(a, b, -1, -1), scale_of(spec, a.shape[-1])
+    if spec.softcap:
+        return spec.softcap * jnp.tanh(z * (factor / spec.softcap)), LOG2_E
+    if factor <= 0:
+        return z * factor, LOG2_E
+    return z, factor * LOG2_E
 
 
 def score_bits(q: Float[Array, "... R H"], k: Float[Array, "... S H"], spec: AttentionSpec) -> Float[Array, "... R S"]:
     """y = log2(e) * softcap(scale * q k^T), float32."""
-    batch = tuple(range(q.ndim - 2))
-    dims = (((q.ndim - 1,), (k.ndim - 1,)), (batch, batch))
-    z = jax.lax.dot_general(q, k, dims, preferred_element_type=jnp.float32) * score_factor(spec, q.shape[-1])
-    if spec.softcap:
-        z = spec.softcap * LOG2_E * jnp.tanh(z / spec.softcap)
-    return z
+    z, factor = raw_scores(q, k, spec)
+    return z * factor
 
 
 def visible_mask(
@@ -64,19 +80,23 @@ def visible_mask(
     return mask
 
 
-def weigh(p: Float[Array, "... R S"], v: Float[Array, "... S H"]) -> Float[Array, "... R H"]:
-    """p v, with p in v's dtype, accumulated in float32."""
-    batch = tuple(range(p.ndim - 2))
-    dims = (((p.ndim - 1,), (v.ndim - 2,)), (batch, batch))
-    return jax.lax.dot_general(p.astype(v.dtype), v, dims, preferred_element_type=jnp.float32)
+def sees_any(row: Int32[Array, "... R"], kv_len: Int32[Array, "... 1"], spec: AttentionSpec) -> Bool[Array, "... R"]:
+    """Whether a row sees any key at all."""
+    stop = jnp.minimum(kv_len, row + 1) if spec.causal else kv_len + 0 * row
+    return stop > (0 if spec.window is None else jnp.maximum(row - spec.window + 1, 0))
 
 
-def absorb(state: SoftmaxState, y: Float[Array, "... R S"], v: Float[Array, "... S H"]) -> tuple[SoftmaxState, Array]:
-    """Add one block of keys; returns the new state and p = 2^(y - m) at the new m."""
-    m = jnp.maximum(state.m, y.max(-1))
-    p = jnp.exp2(y - m[..., None])
+def absorb(
+    state: SoftmaxState, z: Float[Array, "... R S"], v: Float[Array, "... S H"], factor: float = 1.0, tile: int = 1
+) -> tuple[SoftmaxState, Float[Array, "... R J"]]:
+    """Add one block of keys with scores y = factor * z; also return each tile's sum of 2^(y - m) at the new m."""
+    m = jnp.maximum(state.m, z.max(-1) * factor)
+    p = jnp.exp2(z * factor - m[..., None])
+    # The row sum is the sum of the tiles' sums: scoring adds no pass over p.
+    parts = p if tile == 1 else p.reshape(*p.shape[:-1], -1, tile).sum(-1)
     alpha = jnp.exp2(state.m - m)
-    return SoftmaxState(m, alpha * state.l + p.sum(-1), alpha[..., None] * state.acc + weigh(p, v)), p
+    acc = alpha[..., None] * state.acc + dot(p.astype(v.dtype), v, -1, -2)
+    return SoftmaxState(m, alpha * state.l + parts.sum(-1), acc), parts
 
 
 def merge_states(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
