@@ -1,0 +1,130 @@
+"""Independent oracles in float64 numpy, written from the contract's text alone: nothing here is shared with a kernel.
+
+Tolerance: twice the error of the same-dtype naive path (inputs and weights rounded to the dtype, sums in float32),
+plus a rounding floor: a score of magnitude |z| carries a float32 rounding error of |z| eps32, which the exponential
+turns into a relative error of the weight, and the output is rounded to the dtype once.
+"""
+
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float64": np.float64}
+
+
+class Call(NamedTuple):
+    """One attention call in numpy: q [B,T,N,H], k and v [B,S,K,H], the spec's fields, positions and a key list."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    q_start: np.ndarray
+    kv_len: np.ndarray
+    q_len: np.ndarray
+    causal: bool
+    window: int | None
+    scale: float | None
+    softcap: float | None
+    tile: int
+    query_tile: int
+    tiles: np.ndarray | None = None
+    count: np.ndarray | None = None
+
+
+class Answer(NamedTuple):
+    """out [B,T,N,H], lse [B,T,N], mass [B,K,I,J], and the largest |z| a row saw."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    mass: np.ndarray
+    top: float
+
+
+def sees(call: Call, b: int, t: int, head: int) -> np.ndarray:
+    """Which of the S keys row t of query head `head` attends to, by the contract's sentence."""
+    num_keys, group = call.k.shape[1], call.q.shape[2] // call.k.shape[2]
+    s = np.arange(num_keys)
+    p = int(call.q_start[b]) + t
+    seen = s < call.kv_len[b]
+    if call.causal:
+        seen &= s <= p
+    if call.window is not None:
+        seen &= s > p - call.window
+    if call.tiles is not None:
+        i, kv = t // call.query_tile, head // group
+        seen &= np.isin(s // call.tile, call.tiles[b, kv, i, : call.count[b, kv, i]])
+    return seen & (t < call.q_len[b])
+
+
+def scores(call: Call, b: int, t: int, head: int, work: type = np.float64) -> np.ndarray:
+    """z = softcap(scale * q.k) over all S keys."""
+    kv = head // (call.q.shape[2] // call.k.shape[2])
+    scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    z = (call.k[b, :, kv].astype(work) @ call.q[b, t, head].astype(work)) * work(scale)
+    return z if call.softcap is None else work(call.softcap) * np.tanh(z / work(call.softcap))
+
+
+def attend(call: Call, dtype: str = "float64") -> Answer:
+    """Textbook attention row by row; another dtype gives the naive path in that dtype instead of the truth."""
+    work = np.float64 if dtype == "float64" else np.float32
+    store = DTYPES[dtype]
+    batch, num_queries, num_heads, _ = call.q.shape
+    num_keys, num_kv_heads = call.k.shape[1:3]
+    out = np.zeros(call.q.shape, work)
+    lse = np.full(call.q.shape[:3], -np.inf, work)
+    mass = np.zeros((batch, num_kv_heads, -(-num_queries // call.query_tile), -(-num_keys // call.tile)), work)
+    top = 0.0
+    for b, t, head in np.ndindex(batch, num_queries, num_heads):
+        seen = np.flatnonzero(sees(call, b, t, head))
+        if seen.size == 0:
+            continue
+        kv = head // (num_heads // num_kv_heads)
+        z = scores(call._replace(k=call.k[:, seen]), b, t, head, work)
+        weight = np.exp(z - z.max())
+        lse[b, t, head] = z.max() + np.log(weight.sum())
+        prob = weight / weight.sum()
+        values = call.v[b, seen, kv].astype(work)
+        out[b, t, head] = (prob.astype(store).astype(work) @ values).astype(store).astype(work)
+        np.add.at(mass[b, kv, t // call.query_tile], seen // call.tile, prob)
+        top = max(top, float(np.abs(z).max()))
+    return Answer(out, lse, mass, top)
+
+
+def tolerance(call: Call, truth: Answer, dtype: str) -> Answer:
+    """Largest allowed absolute error of out, lse and mass in this dtype."""
+    naive = attend(call, dtype)
+    values = max(
+        (float(np.abs(call.v[b, : call.kv_len[b]].astype(np.float64)).max(initial=0)) for b in range(len(call.v)))
+    )
+    finite = np.isfinite(truth.lse)
+    score_error = (4 + truth.top) * EPS["float32"]
+    rows = call.query_tile * (call.q.shape[2] // call.k.shape[2])
+    out = 2 * np.abs(naive.out - truth.out).max() + values * (2 * score_error + EPS[dtype])
+    lse = 2 * np.abs(naive.lse - truth.lse)[finite].max(initial=0) + 2 * score_error
+    mass = 2 * np.abs(attend(call, "float32").mass - truth.mass).max() + rows * 2 * score_error
+    return Answer(out, lse, mass, truth.top)
+
+
+def gradients(call: Call, d_out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gradient of sum(d_out * out) with respect to q, k and v, by the chain rule row by row, in float64."""
+    dq, dk, dv = (np.zeros(x.shape) for x in (call.q, call.k, call.v))
+    group = call.q.shape[2] // call.k.shape[2]
+    scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    for b, t, head in np.ndindex(*call.q.shape[:3]):
+        seen = np.flatnonzero(sees(call, b, t, head))
+        if seen.size == 0:
+            continue
+        kv = head // group
+        keys, values = call.k[b, seen, kv].astype(np.float64), call.v[b, seen, kv].astype(np.float64)
+        z = scores(call._replace(k=call.k[:, seen]), b, t, head)
+        prob = np.exp(z - z.max()) / np.exp(z - z.max()).sum()
+        d_prob = values @ d_out[b, t, head]
+        d_z = prob * (d_prob - prob @ d_prob)
+        if call.softcap is not None:
+            d_z = d_z * (1 - (z / call.softcap) ** 2)
+        dq[b, t, head] += scale * (d_z @ keys)
+        dk[b, seen, kv] += scale * np.outer(d_z, call.q[b, t, head].astype(np.float64))
+        dv[b, seen, kv] += np.outer(prob, d_out[b, t, head])
+    return dq, dk, dv
