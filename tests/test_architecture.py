@@ -9,38 +9,25 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tessera"
 
-# Each group may import earlier groups only; members of one group do not import each other unless listed in WITHIN.
+# Each group may import earlier groups; inside one group only members of one package (WITHIN) import each other.
 ORDER = [
     {"shapes", "hardware", "memory"},
-    {"evidence", "workloads", "attention.contract"},
-    {"attention.online_softmax", "attention.selection"},
+    {"evidence", "attention.contract"},
+    {"workloads", "attention.online_softmax", "attention.selection"},
     {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
     {"attention.dispatch", "sparse.contract"},
     {"sparse.*", "models.*"},
-    {"generate", "engine", "answers", "sampling", "compilation", "chat", "calibrate", "corpus", "train", "data"},
-    {"measure", "deviceless.*"},
-    {"bench", "bench.*", "tune", "quality", "report", "doctor"},
+    {"compilation", "sampling", "answers", "corpus", "losses"},
+    {"engine", "data"},
+    {"recipes"},
+    {"generate", "calibrate", "train"},
+    {"chat", "measure", "deviceless.*"},
+    {"quality"},
+    {"bench.*", "bench", "tune", "report", "doctor"},
     {"demo.*", "demo"},
     {"cli"},
 ]
-WITHIN = {
-    ("sparse", "sparse"),
-    ("models", "models"),
-    ("chat", "generate"),
-    ("train", "data"),
-    ("chat", "engine"),
-    ("generate", "engine"),
-    ("calibrate", "corpus"),
-    ("calibrate", "engine"),
-    ("generate", "answers"),
-    ("generate", "sampling"),
-    ("generate", "compilation"),
-    ("engine", "answers"),
-    ("engine", "sampling"),
-    ("engine", "compilation"),
-    ("bench", "bench"),
-    ("demo", "demo"),
-}
+WITHIN = {"sparse", "models", "bench", "demo"}
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 
@@ -85,9 +72,9 @@ def test_imports_point_one_way(path):
     module = dotted(path)
     for target in imports(path):
         assert target, f"{module} imports the package root"
-        pair = (module.split(".")[0], target.split(".")[0])
+        package = module.split(".")[0]
         earlier = rank(target) < rank(module)
-        within = rank(target) == rank(module) and pair in WITHIN
+        within = rank(target) == rank(module) and package == target.split(".")[0] and package in WITHIN
         assert earlier or within, f"{module} must not import {target}"
 
 
@@ -130,13 +117,14 @@ def test_module_names_say_something():
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
 def test_budgets(path):
-    """A file fits in the head: 450 lines; a function 60 (kernels 120), at most 8 positional parameters."""
+    """A file fits in the head: 450 lines; a function 60 without docstring (kernels 120), few positional parameters."""
     text = path.read_text()
     assert len(text.splitlines()) <= 450, f"{dotted(path)} has {len(text.splitlines())} lines: split it by role"
     limit = 120 if dotted(path).startswith("attention.") else 60
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1
+            doc = node.body[0] if ast.get_docstring(node) else None
+            length = node.end_lineno - node.lineno + 1 - (doc.end_lineno - doc.lineno + 1 if doc else 0)
             assert length <= limit, f"{dotted(path)}:{node.lineno} {node.name} has {length} lines (limit {limit})"
             count = len(node.args.args) + len(node.args.posonlyargs) - (node.args.args[:1] == ["self"])
             assert count <= 9, f"{dotted(path)}:{node.lineno} {node.name} takes {count} positional parameters"
@@ -144,8 +132,10 @@ def test_budgets(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
 def test_no_silent_errors(path):
-    """No bare or broad except: a failure is a result or it is raised."""
+    """No bare or broad except, unless all it does is raise a clearer error from the first."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):
             names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"bare"}
-            assert not names & {"bare", "Exception", "BaseException"}, f"{dotted(path)}:{node.lineno} catches {names}"
+            reworded = len(node.body) == 1 and isinstance(node.body[0], ast.Raise) and node.body[0].cause
+            broad = names & {"bare", "Exception", "BaseException"}
+            assert reworded or not broad, f"{dotted(path)}:{node.lineno} catches {names}"
