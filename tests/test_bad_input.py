@@ -242,7 +242,7 @@ def test_bad_command_lines(capsys, good, arguments, words):
 def test_a_file_that_is_not_text(capsys, good, tmp_path):
     path = tmp_path / "bytes"
     path.write_bytes(b"\xff\xfe\x00")
-    assert "bytes" in refuse(capsys, "generate", "--file", str(path), "--model", str(good))
+    assert f"{path} is not UTF-8 text" in refuse(capsys, "generate", "--file", str(path), "--model", str(good))
 
 
 def test_debug_shows_the_traceback(good):

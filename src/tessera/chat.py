@@ -128,7 +128,7 @@ def converse(chat: Chat, lines: Iterable[str], *, interactive: bool) -> None:
     """Answer line by line until the lines end or /exit; answers go to standard output, remarks to standard error."""
     from rich.console import Console
 
-    remarks = Console(stderr=True, highlight=False)
+    remarks = Console(stderr=True, highlight=False, soft_wrap=True)
     for line in lines:
         text = line.strip()
         if text == "/exit":
