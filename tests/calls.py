@@ -1,0 +1,95 @@
+"""Attention calls made from the workload catalogue, for every test of attention."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection
+from tessera.attention.dispatch import KERNELS
+from tessera.workloads import Workload
+
+SMALL_BLOCK = 16
+
+
+@functools.cache
+def compiled(kernel: Kernel, spec: AttentionSpec, config: object):
+    """The kernel under jit: (q, k, v, positions, selection) -> AttentionOut."""
+    return jax.jit(lambda q, k, v, positions, selection: kernel.launch(q, k, v, spec, positions, selection, config))
+
+
+def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) -> AttentionOut:
+    """Run the kernel on a numpy call; results as numpy float32."""
+    spec = spec_of(call, kernel.role)
+    q, k, v = (jnp.asarray(x).astype(dtype) for x in (call.q, call.k, call.v))
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+    selection = None
+    if kernel.role == "sparse":
+        selection = Selection(jnp.asarray(call.tiles, jnp.int32), jnp.asarray(call.count, jnp.int32))
+    config = small_config(kernel) if config is None else config
+    out = compiled(kernel, spec, config)(q, k, v, positions, selection)
+    assert out.out.dtype == q.dtype
+    assert out.lse.dtype == jnp.float32
+    return AttentionOut(*(None if x is None else np.asarray(x.astype(jnp.float32)) for x in out))
+
+
+def small_config(kernel: Kernel) -> object:
+    """Blocks far below the catalogue's sizes, so that every loop runs more than once."""
+    fields = kernel.Config.__dataclass_fields__
+    return kernel.Config(**dict.fromkeys(fields, SMALL_BLOCK))
+
+
+def spec_of(call: oracle.Call, role: str) -> AttentionSpec:
+    """The call's spec in this role."""
+    return AttentionSpec(
+        causal=call.causal,
+        window=call.window,
+        scale=call.scale,
+        softcap=call.softcap,
+        tile=call.tile,
+        query_tile=call.query_tile,
+        mass=role == "score",
+    )
+
+
+@functools.cache
+def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -> oracle.Call:
+    """Random numbers of the dtype in a workload's shapes; everything that is padding is NaN."""
+    w = workload
+    rng = np.random.default_rng(seed)
+    store = oracle.DTYPES[dtype]
+    q = rng.standard_normal((w.batch, w.num_queries, w.num_heads, w.head_dim)).astype(store)
+    k = (2 * rng.standard_normal((w.batch, w.num_keys, w.num_kv_heads, w.head_dim))).astype(store)
+    v = rng.standard_normal((w.batch, w.num_keys, w.num_kv_heads, w.head_dim)).astype(store)
+    q_start = np.array(w.q_start or [0] * w.batch)
+    kv_len = np.array(w.kv_len or [w.num_keys] * w.batch)
+    q_len = np.array(w.q_len or [w.num_queries] * w.batch)
+    for b in range(w.batch):
+        k[b, kv_len[b] :] = np.nan
+        v[b, kv_len[b] :] = np.nan
+        q[b, q_len[b] :] = np.nan
+    tiles, count = random_lists(w, rng) if role == "sparse" else (None, None)
+    s = w.spec
+    return oracle.Call(
+        q, k, v, q_start, kv_len, q_len, s.causal, s.window, s.scale, s.softcap, s.tile, s.query_tile, tiles, count
+    )
+
+
+def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Ascending random tiles, a different number per query tile, zero included; entries past count are rubbish."""
+    shape = (w.batch, w.num_kv_heads, w.num_query_tiles)
+    count = rng.integers(0, w.capacity + 1, shape)
+    count.flat[0] = w.capacity
+    tiles = rng.integers(0, w.num_key_tiles, (*shape, w.capacity))
+    for index in np.ndindex(*shape):
+        tiles[index][: count[index]] = np.sort(rng.permutation(w.num_key_tiles)[: count[index]])
+    return tiles, count
+
+
+def kernels(role: str | None = None, phase: str | None = None) -> list[Kernel]:
+    """Kernels of the table that run on this machine; a prefill kernel takes decode calls too."""
+    platforms = ("any", jax.default_backend())
+    found = [k for k in KERNELS if k.platform in platforms and role in (None, k.role)]
+    return [k for k in found if phase != "prefill" or k.phase == "prefill"]
