@@ -13,14 +13,17 @@ the documents of the demo are always held out.
 """
 
 import hashlib
+import os
 import re
 import sysconfig
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+
+from tessera.corpus import read_text
+from tessera.models.tokenizer import Tokenizer
 
 BOS, EOS, PAD, USER, ASSISTANT, END = range(256, 262)
 VOCAB_SIZE = 264
@@ -51,65 +54,65 @@ class Batch(NamedTuple):
     weights: np.ndarray
 
 
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """Bytes to train on and bytes never trained on."""
+class Split(NamedTuple):
+    """Token ids to train on, and others never trained on."""
 
     train: np.ndarray
     held_out: np.ndarray
-    files: tuple[str, ...] = ()
 
 
 def library_files() -> list[tuple[str, Path]]:
     """The standard library's sources as (relative name, path), sorted; tests and vendored packages left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if not SKIPPED.intersection(relative.parts):
-            found.append((relative.as_posix(), path))
-    return found
+    names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
+    return [(name.as_posix(), root / name) for name in names if not SKIPPED.intersection(name.parts)]
 
 
 def is_held_out(name: str) -> bool:
-    """One file in twenty, by the hash of its name, and the demo's documents."""
+    """One file in twenty, by the hash of its name, and the documents the demo asks about."""
     return name in HELD_OUT or hashlib.sha256(name.encode()).digest()[0] < 13
 
 
-@lru_cache(maxsize=2)
-def library_corpus() -> Corpus:
-    """The standard library of the running Python."""
-    return corpus_of([(name, path.read_bytes()) for name, path in library_files()])
+@lru_cache(maxsize=1)
+def library_corpus() -> Split:
+    """The standard library of the running Python, split by file."""
+    files = library_files()
+    parts = [[path.read_bytes() for name, path in files if is_held_out(name) == held] for held in (False, True)]
+    return Split(*(np.frombuffer(b"\n\n".join(part), np.uint8) for part in parts))
 
 
-def corpus_of(documents: list[tuple[str, bytes]]) -> Corpus:
-    """Split named documents into a training and a held-out corpus."""
-    train = [body for name, body in documents if not is_held_out(name)]
-    held = [body for name, body in documents if is_held_out(name)] or train[:1]
-    return Corpus(
-        train=np.frombuffer(b"\n\n".join(train), np.uint8),
-        held_out=np.frombuffer(b"\n\n".join(held), np.uint8),
-        files=tuple(name for name, _ in documents),
-    )
+def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
+    """Your own text (a file or a folder of files) as tokens; the last twentieth is held out.
+
+    Raises:
+        FileNotFoundError: no such path.
+        ValueError: no text in it, or no tokenizer.
+    """
+    if tokenizer is None:
+        raise ValueError("the base model has no tokenizer, so text cannot be read: take a folder with a tokenizer.json")
+    body = read_text(Path(path))
+    ids = np.asarray(tokenizer.encode(body, add_special=False, parse_special=False), np.int32)
+    cut = len(ids) - len(ids) // 20
+    return Split(ids[:cut], ids[cut:])
 
 
-def make_batch(corpus: Corpus, mixture: dict[str, float], length: int, batch: int, seed: int, step: int) -> Batch:
+def make_batch(source: Split, mixture: dict[str, float], length: int, batch: int, seed: int, step: int) -> Batch:
     """The batch of one step: the same bits for the same arguments, whatever ran before."""
     rng = np.random.default_rng((seed, step))
     kinds, shares = list(mixture), np.array(list(mixture.values()), np.float64)
     chosen = rng.choice(len(kinds), size=batch, p=shares / shares.sum())
-    rows = [KINDS[kinds[index]](rng, corpus, length + 1) for index in chosen]
+    rows = [KINDS[kinds[index]](rng, source, length + 1) for index in chosen]
     return Batch(np.stack([ids for ids, _ in rows]), np.stack([weights[1:] for _, weights in rows]))
 
 
-def copy(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndarray, np.ndarray]:
+def copy(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Random bytes repeated with one period; the first period is noise and weighs nothing."""
     period = int(rng.integers(3, max(13, min(size // 2, 256))))
     ids = np.resize(rng.integers(0, 256, period), size).astype(np.int32)
     return ids, (np.arange(size) >= period + 1).astype(np.float32)
 
 
-def recall(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndarray, np.ndarray]:
+def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Spans of random bytes, about half of them copied from any earlier place; new bytes weigh nothing."""
     ids, weights = np.zeros(size, np.int32), np.zeros(size, np.float32)
     ids[:16], end = rng.integers(0, 256, 16), 16
@@ -125,22 +128,19 @@ def recall(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndar
     return ids, weights
 
 
-def text(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndarray, np.ndarray]:
+def text(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """A slice of the corpus, every token weighing the same."""
-    return excerpt(rng, corpus.train, size), np.full(size, 0.3, np.float32)
+    return excerpt(rng, source.train, size), np.full(size, 0.3, np.float32)
 
 
-def excerpt(rng: np.random.Generator, source: np.ndarray, size: int) -> np.ndarray:
-    """A random slice, starting after a line break where one is near; a short source is repeated."""
-    if len(source) <= size:
-        return np.resize(source, size).astype(np.int32)
-    start = int(rng.integers(0, len(source) - size))
-    near = np.flatnonzero(source[start : min(start + 80, len(source) - size)] == 10)
+def excerpt(rng: np.random.Generator, ids: np.ndarray, size: int) -> np.ndarray:
+    """A random slice, starting after a line break where one is near; short text is repeated."""
+    if len(ids) <= size:
+        return np.resize(ids, size).astype(np.int32)
+    start = int(rng.integers(0, len(ids) - size))
+    near = np.flatnonzero(ids[start : min(start + 80, len(ids) - size)] == 10)
     start += int(near[0]) + 1 if len(near) else 0
-    return source[start : start + size].astype(np.int32)
-
-
-# Notes and questions. A piece is text with weights; "[" value "]" marks what weighs most.
+    return ids[start : start + size].astype(np.int32)
 
 
 class Fact(NamedTuple):
@@ -288,7 +288,7 @@ def dialogue(fact: Fact, chat: bool) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(ids).astype(np.int32), np.concatenate(all_weights).astype(np.float32)
 
 
-def notes(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndarray, np.ndarray]:
+def notes(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """A document with hidden notes, then questions about them and about the library's own constants."""
     chat = bool(rng.random() < 0.5)
     head = [BOS, USER] if chat else [BOS]
@@ -303,7 +303,7 @@ def notes(rng: np.random.Generator, corpus: Corpus, size: int) -> tuple[np.ndarr
         room -= cost
         hidden.append((group[0].notes, middle))
         turns += asked
-    body = excerpt(rng, corpus.train, size)
+    body = excerpt(rng, source.train, size)
     reserve = min(200, room // 3) if room > 300 else 0
     own = natural(bytes(body[: room - reserve].astype(np.uint8)))
     for index in rng.permutation(len(own)):
@@ -381,7 +381,7 @@ def passkey_task(
     rng: np.random.Generator,
     length: int,
     *,
-    corpus: Corpus | None = None,
+    source: Split | None = None,
     depth: float | None = None,
     chat: bool = False,
 ) -> Task:
@@ -390,14 +390,14 @@ def passkey_task(
     Args:
         rng: source of the key, the place and the text.
         length: tokens of prompt and answer.
-        corpus: None is the standard library's held-out part.
+        source: text to hide in (its held-out part); None is the standard library.
         depth: 0 (start) to 1 (end) of the text; None draws it uniformly.
         chat: ask as a chat turn.
 
     Returns:
         prompt and answer token ids, and the depth.
     """
-    corpus = library_corpus() if corpus is None else corpus
+    source = library_corpus() if source is None else source
     depth = float(rng.random()) if depth is None else depth
     key = number(rng, 5)
     note = encode(f"The pass key is {key}. Remember it.\n", 0.0)
@@ -408,7 +408,7 @@ def passkey_task(
     room = length - len(head) - len(note[0]) - len(tail) - len(key)
     if room < 1:
         raise ValueError(f"{length=} must be at least {length - room + 1} tokens to hold the note and the question")
-    body = excerpt(rng, corpus.held_out, room)
+    body = excerpt(rng, source.held_out, room)
     breaks = np.concatenate([[0], np.flatnonzero(body == 10) + 1])
     cut = int(breaks[np.argmin(np.abs(breaks - depth * room))])
     prompt = np.concatenate([head, body[:cut], note[0], body[cut:], tail])

@@ -1,0 +1,319 @@
+"""Training: the step against plain code, resume bit for bit after a kill, refusals, the log, the picture."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+from tessera import data, losses, recipes, train
+from tessera.attention.contract import Positions
+from tessera.models import decoder
+from tessera.models.checkpoint import load_params, read_config, save_folder
+from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
+from tessera.recipes import COPYING, TINY, Recipe, Stage, text_recipe
+from tessera.sparse.baselines import Dense
+
+QUIET = Console(file=io.StringIO())
+
+
+def short(**changes) -> Recipe:
+    return replace(TINY, stages=(Stage(length=16, batch=4, steps=4, mixture=COPYING),), **changes)
+
+
+def without_clock(folder) -> list[dict]:
+    return [{k: v for k, v in line.items() if k != "seconds"} for line in losses.read_losses(folder / "loss.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """The tiny recipe, never interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, train.train(TINY, folder, console=QUIET)
+
+
+def plain_loss(params, tokens, weights, config):
+    """The weighted cross-entropy with the dispatcher's attention and optax's own cross-entropy."""
+    full = jnp.full(tokens.shape[0], tokens.shape[1] - 1, jnp.int32)
+    hidden, _, _ = decoder.forward(
+        params, tokens[:, :-1], None, Positions(full * 0, full, full), config=config, policy=Dense()
+    )
+    entropy = optax.softmax_cross_entropy_with_integer_labels(decoder.logits(params, hidden), tokens[:, 1:])
+    return jnp.sum(entropy * weights) / jnp.sum(weights)
+
+
+@pytest.mark.parametrize("change", [{}, {"accumulate": 4}, {"remat": True}, {"accumulate": 2, "remat": True}])
+def test_step_equals_plain_gradient_and_optax_adamw(change):
+    recipe = short(weight_decay=0.1, clip=0.5)
+    stage = replace(recipe.stages[0], **change)
+    batch = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
+    before = train.init_state(recipe).params
+    loss, grads = jax.value_and_grad(plain_loss)(before, batch.tokens, batch.weights, recipe.config)
+
+    def decayed(params):
+        norms = {"attn_norm": False, "mlp_norm": False}
+        layers = replace(jax.tree.map(lambda _: True, params.layers), **norms)
+        return replace(jax.tree.map(lambda _: True, params), layers=layers, final_norm=False)
+
+    plain = optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(1e-3, b1=recipe.b1, b2=recipe.b2, weight_decay=0.1, mask=decayed)
+    )
+    updates, _ = plain.update(grads, plain.init(before), before)
+    expected = optax.apply_updates(before, updates)
+    state, metrics = train.train_step(
+        train.init_state(recipe), batch.tokens, batch.weights, np.float32(1e-3), recipe=recipe, stage=stage
+    )
+    assert metrics[0] == pytest.approx(float(loss), rel=1e-5)
+    assert metrics[2] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
+    moved = [np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(jax.tree.leaves(state.params), _leaves(before))]
+    assert all(change.max() > 0 for change in moved)
+    for name, got, want in zip(_names(before), jax.tree.leaves(state.params), jax.tree.leaves(expected)):
+        # Adam's first update is the gradient's sign: an element whose gradient is rounding noise may go either way
+        far = np.abs(np.asarray(got) - np.asarray(want)) > 1e-5
+        assert far.mean() < 2e-3, name
+
+
+def _leaves(tree):
+    return jax.tree.leaves(tree)
+
+
+def _names(tree):
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters():
+    recipe = short(compute_dtype="bfloat16")
+    batch = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
+    rate = np.float32(1e-3)
+    arguments = (batch.tokens, batch.weights, rate)
+    exact = train.train_step(train.init_state(short()), *arguments, recipe=short(), stage=recipe.stages[0])
+    half = train.train_step(train.init_state(recipe), *arguments, recipe=recipe, stage=recipe.stages[0])
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(half[0].params))
+    assert half[1][0] == pytest.approx(float(exact[1][0]), rel=0.02)
+    assert float(half[1][0]) != float(exact[1][0])
+    traced = jax.make_jaxpr(
+        lambda p: train.loss_sums(p, *arguments[:2], config=recipe.config, remat=False, dtype="bfloat16")
+    )
+    assert "bf16" in str(traced(exact[0].params))
+
+
+def test_state_is_donated():
+    recipe = short()
+    batch = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
+    state = train.init_state(recipe)
+    lowered = train.train_step.lower(
+        state, batch.tokens, batch.weights, np.float32(0), recipe=recipe, stage=recipe.stages[0]
+    )
+    alias = lowered.compile().memory_analysis().alias_size_in_bytes
+    assert alias >= sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+
+
+def test_look_back_starts_with_a_head_on_the_previous_token():
+    config = recipes.DEMO_CONFIG
+    params = train.init_state(replace(recipes.DEMO, stages=TINY.stages)).params
+    seen = []
+
+    class Spy(Dense):
+        def attend(self, layer, q, k, v, spec, positions, state):
+            seen.append((q, k))
+            return super().attend(layer, q, k, v, spec, positions, state)
+
+    one = replace(params, layers=(jax.tree.map(lambda leaf: leaf[0], params.layers),))
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 40)).astype(np.int32)
+    full = jnp.full(1, 40, jnp.int32)
+    decoder.forward(one, tokens, None, Positions(full * 0, full, full), config=config, policy=Spy())
+    q, k = (np.asarray(x, np.float64) for x in seen[0])
+    for head, distance in ((0, 1), (1, 2)):
+        scores = q[0, :, head] @ k[0, :, 0].T
+        for row in range(4, 40):
+            assert scores[row, : row + 1].argmax() == row - distance
+
+
+def test_loss_falls_on_copying(tmp_path):
+    recipe = replace(TINY, stages=(Stage(length=24, batch=32, steps=60, mixture=COPYING, rate=5e-3),), look_back=True)
+    train.train(recipe, tmp_path, console=QUIET)
+    values = [line["loss"] for line in without_clock(tmp_path)]
+    assert np.mean(values[-5:]) < np.mean(values[:5]) - 1.0
+
+
+def test_run_leaves_log_picture_checkpoints_and_a_model_that_loads(whole_run):
+    folder, result = whole_run
+    lines = losses.read_losses(folder / "loss.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, TINY.steps + 1))
+    assert all(np.isfinite(line["loss"]) and line["tokens"] > 0 for line in lines)
+    assert len(train.checkpoints(folder)) == 1
+    assert (folder / "loss.svg").read_text().lstrip().startswith("<?xml")
+    assert not list(folder.glob("*.tmp")) + list(folder.glob(".*.tmp"))
+    config = read_config(result.model)
+    assert replace(config, eos_ids=(), bos_id=None) == replace(TINY.config, eos_ids=(), bos_id=None)
+    loaded = load_params(result.model, config, dtype=jnp.float32, stacked=True)
+    for got, want in zip(jax.tree.leaves(loaded), jax.tree.leaves(result.params)):
+        np.testing.assert_array_equal(got, want)
+    assert load_tokenizer(result.model).vocab_size == data.VOCAB_SIZE
+
+
+def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tmp_path):
+    """A real SIGKILL, at an arbitrary moment; then again; then to the end."""
+    code = "import sys; from tessera import train, recipes; train.train(recipes.TINY, sys.argv[1], save_every_s=0.0)"
+    for steps in (3, 14):
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.DEVNULL)
+        try:
+            wait_for_steps(tmp_path / "loss.jsonl", steps, process)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    with open(tmp_path / "loss.jsonl", "a") as file:
+        file.write('{"step": 99, "lo')  # a line cut while it was written
+    assert train.checkpoints(tmp_path)
+    result = train.train(TINY, tmp_path, console=QUIET)
+    folder, uninterrupted = whole_run
+    assert without_clock(tmp_path) == without_clock(folder)
+    for got, want in zip(jax.tree.leaves(result.params), jax.tree.leaves(uninterrupted.params)):
+        np.testing.assert_array_equal(got, want)
+
+
+def wait_for_steps(path, steps: int, process) -> None:
+    deadline = time.monotonic() + 240
+    while len(losses.read_losses(path)) < steps:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(whole_run, tmp_path):
+    code = "import sys; from tessera import train, recipes; train.train(recipes.TINY, sys.argv[1], save_every_s=1e9)"
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    wait_for_steps(tmp_path / "loss.jsonl", 2, process)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "run the same command again to go on" in errors
+    done = len(losses.read_losses(tmp_path / "loss.jsonl"))
+    assert train.checkpoints(tmp_path)[-1].name == f"checkpoint-{done:08d}.safetensors"
+    assert without_clock(tmp_path) == without_clock(whole_run[0])[:done]
+
+
+def test_folder_of_another_recipe_is_refused_and_left_alone(whole_run):
+    folder, _ = whole_run
+    before = sorted(path.name for path in folder.iterdir())
+    log = (folder / "loss.jsonl").read_text()
+    for other in (replace(TINY, seed=1), replace(TINY, clip=2.0), replace(TINY, stages=TINY.stages[::-1])):
+        with pytest.raises(ValueError, match="belongs to another recipe"):
+            train.train(other, folder, console=QUIET)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert (folder / "loss.jsonl").read_text() == log
+
+
+def test_later_stages_may_change_earlier_ones_not():
+    first, second = TINY.stages
+    longer = replace(TINY, stages=(first, replace(second, steps=50), second))
+    assert longer.fingerprint(12) == TINY.fingerprint(12)
+    assert longer.fingerprint(15) != TINY.fingerprint(15)  # its rate falls more slowly
+    assert replace(TINY, stages=(replace(first, batch=9), second)).fingerprint(5) != TINY.fingerprint(5)
+    constant = replace(TINY, stages=(first,))
+    assert replace(constant, stages=(replace(first, steps=99),)).fingerprint(9) == constant.fingerprint(9)
+
+
+def test_damaged_checkpoint_and_lost_log(whole_run, tmp_path):
+    path = train.checkpoints(whole_run[0])[-1]
+    cut = tmp_path / path.name
+    cut.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match="is damaged.*delete it"):
+        train.train(TINY, tmp_path, console=QUIET)
+    cut.write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="ends at step 0, its checkpoint at 20"):
+        train.train(TINY, tmp_path, console=QUIET)
+
+
+def test_loss_that_is_not_finite_stops(tmp_path):
+    recipe = short()
+    params = train.init_state(recipe).params
+    params = replace(params, final_norm=params.final_norm.at[0].set(np.nan))
+    save_folder(tmp_path / "base", params, recipe.config, byte_tokenizer())
+    with pytest.raises(ValueError, match="not finite.*lower the rate"):
+        train.train(replace(recipe, base=str(tmp_path / "base")), tmp_path / "out", console=QUIET)
+
+
+def test_fine_tuning_a_folder_on_own_text(whole_run, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat. " * 100)
+    base = whole_run[1].model
+    recipe = text_recipe(
+        tmp_path / "text", config=read_config(base), base=base, length=32, batch=4, steps=30, rate=5e-3
+    )
+    result = train.train(recipe, tmp_path / "out", console=QUIET)
+    values = [line["loss"] for line in without_clock(tmp_path / "out")]
+    assert values[-1] < 0.6 * values[0]
+    assert (result.model / "tokenizer.json").is_file()
+    with pytest.raises(ValueError, match="belongs to another recipe"):
+        train.train(replace(recipe, base=None), tmp_path / "out", console=QUIET)
+
+
+@pytest.mark.parametrize(("body", "message"), [(None, "does not exist"), ("", "no text"), ("short", "add text")])
+def test_text_missing_empty_or_too_short(tmp_path, body, message):
+    folder = tmp_path / "text"
+    if body is not None:
+        folder.mkdir()
+        (folder / "a.txt").write_text(body)
+    recipe = text_recipe(folder, config=TINY.config, length=64)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        train.train(recipe, tmp_path / "out", console=QUIET)
+    assert not (tmp_path / "out").exists()
+
+
+def test_recipes_refuse_what_cannot_be():
+    with pytest.raises(ValueError, match="batch=3 must be a multiple of accumulate=2"):
+        Stage(length=8, batch=3, steps=1, mixture=COPYING, accumulate=2)
+    with pytest.raises(ValueError, match="must name kinds"):
+        Stage(length=8, batch=3, steps=1, mixture=(("poems", 1.0),))
+    with pytest.raises(ValueError, match="steps=0 must be at least 1"):
+        Stage(length=8, batch=3, steps=0, mixture=COPYING)
+    with pytest.raises(ValueError, match="length=256 must be at most max_positions=128"):
+        replace(TINY, stages=(Stage(length=256, batch=1, steps=1, mixture=COPYING),))
+    with pytest.raises(ValueError, match="made of bytes and need vocab_size=264"):
+        replace(TINY, config=replace(TINY.config, vocab_size=1000))
+    with pytest.raises(ValueError, match="compute_dtype='float16'"):
+        replace(TINY, compute_dtype="float16")
+
+
+def test_demo_recipe_is_what_ships():
+    config = recipes.DEMO.config
+    assert config.num_layers >= 8
+    assert config.groups > 1
+    assert config.head_dim == 64
+    assert max(stage.length for stage in recipes.DEMO.stages) == config.max_positions == 4096
+    assert config.num_parameters * 4 < 16 << 20
+    assert sum(recipes.DEMO.flops(i, i + 100) for i in range(0, recipes.DEMO.steps, 100)) == pytest.approx(
+        recipes.DEMO.flops(0, recipes.DEMO.steps)
+    )
+
+
+def test_progress_line_and_picture(tmp_path):
+    stream = io.StringIO()
+    line = {"step": 1, "loss": 1.25, "answers": 0.5, "norm": 1.0, "length": 24, "tokens": 1000, "seconds": 0.5}
+    with losses.Line(Console(file=stream, width=200), 10, peak_flops=1e9) as progress:
+        progress.show(line, flops=1e8, flops_left=9e8)
+    assert "loss 1.250  answers 0.500  2,000 tokens/s  MFU 20%  0:00:04 left" in stream.getvalue()
+    log = [line | {"step": i + 1, "length": 24 if i < 5 else 48} for i in range(12)]
+    losses.draw_losses(log, tmp_path / "loss.png", "two stages")
+    assert (tmp_path / "loss.png").stat().st_size > 10_000
+
+
+def test_log_is_cut_to_its_checkpoint(tmp_path):
+    path = tmp_path / "loss.jsonl"
+    path.write_text("".join(json.dumps({"step": i, "loss": 1.0}) + "\n" for i in range(1, 6)) + '{"step"')
+    assert len(losses.read_losses(path)) == 5
+    with losses.open_log(path, 3) as log:
+        log.write(json.dumps({"step": 4, "loss": 2.0}) + "\n")
+    assert [line["loss"] for line in losses.read_losses(path)] == [1.0, 1.0, 1.0, 2.0]
+    assert os.listdir(tmp_path) == ["loss.jsonl"]
