@@ -1,0 +1,323 @@
+"""Calibration of small models whose answer is known, its error messages, and that it streams."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tessera import calibrate as module
+from tessera.attention.contract import Positions
+from tessera.calibrate import Report, calibrate, find_crossover, perplexity, record_similarity, run_chunk, run_window
+from tessera.corpus import read_corpus, read_text
+from tessera.models.cache import init_cache
+from tessera.models.config import ModelConfig
+from tessera.models.decoder import forward, logits
+from tessera.models.layers import init_params
+from tessera.models.tokenizer import byte_tokenizer
+from tessera.sparse.baselines import Dense
+from tessera.sparse.contract import Policy
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.plan import Plan
+from tessera.sparse.recording import NUM_KEYS, SimilarityRecorder
+
+CONFIG = ModelConfig(
+    vocab_size=264, hidden_size=32, intermediate_size=32, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=8,
+    max_positions=512,
+)  # fmt: skip
+GROUPS = ((0, 1), (2, 3, 4), (5,))
+QUIET = Report(shown=False)
+
+
+@dataclass(frozen=True)
+class Small:
+    """What calibrate needs of a model."""
+
+    params: Any
+    config: ModelConfig
+    tokenizer: Any = None
+
+
+def planted() -> Small:
+    """Layers of a group ask the same of the same keys; layer 1 has its two KV heads swapped.
+
+    Blocks add little to the residual stream, so layers with equal projections have near-equal attention.
+    """
+    params = init_params(CONFIG, jax.random.key(0))
+    layers = params.layers
+    first = jnp.asarray([0, 0, 2, 2, 2, 5])  # each layer's group leader
+    q, k = 3.0 * layers.q[first], layers.k[first]  # peaked: different groups then look at different keys
+    swap_q, swap_k = (jnp.concatenate(jnp.split(w, 2)[::-1]) for w in (q[1], k[1]))
+    layers = replace(layers, q=q.at[1].set(swap_q), k=k.at[1].set(swap_k), o=0.3 * layers.o, down=0.01 * layers.down)
+    return Small(replace(params, layers=layers), CONFIG, byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def model():
+    return planted()
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 256, 384).tolist() for _ in range(4)]
+
+
+@pytest.fixture(scope="module")
+def plan(model, rows):
+    return calibrate(
+        model, rows, anchors=3, tile=16, query_tile=16, minimum=64, fraction=0.25, crossover=0, progress=False
+    )
+
+
+def test_planted_anchors_and_heads_are_found(plan):
+    assert plan.anchors == tuple(group[0] for group in GROUPS)
+    assert plan.head_map == ((0, 1), (1, 0), (0, 1), (0, 1), (0, 1), (0, 1))
+    similarity = np.asarray(plan.metrics["similarity"])
+    same = np.array([[any(a in g and b in g for g in GROUPS) for b in range(6)] for a in range(6)])
+    upper = np.triu(np.ones((6, 6), bool))
+    assert similarity[same & upper].min() > similarity[~same & upper].max() + 0.1
+
+
+def test_the_metrics_say_what_the_plan_keeps(plan, model, rows):
+    recall, density = np.asarray(plan.metrics["recall"]), np.asarray(plan.metrics["density"])
+    anchors = np.isin(np.arange(6), plan.anchors)
+    np.testing.assert_array_equal(recall[anchors], 1.0)
+    np.testing.assert_array_equal(density[anchors], 1.0)
+    assert np.all(recall[~anchors] > density[~anchors] + 0.1)  # the chosen keys hold more than their share
+    assert np.all(density[~anchors] < 0.6)
+    bad = replace(Kascade.from_plan(plan), anchors=(0, 1, 3))
+    worse = module.measure_policy(model, bad, [np.asarray(rows[3], np.int32)], QUIET)
+    assert np.mean(worse["recall"]) < np.mean(recall)
+    assert plan.metrics["perplexity_dense"] > 1
+    assert plan.metrics["perplexity_kascade"] == pytest.approx(plan.metrics["perplexity_dense"], rel=0.05)
+    assert plan.provenance["corpus_tokens"] == 4 * 384
+
+
+def test_calibration_is_deterministic_and_the_plan_a_file(plan, model, rows, tmp_path):
+    again = calibrate(
+        model, rows, anchors=3, tile=16, query_tile=16, minimum=64, fraction=0.25, crossover=0, progress=False
+    )
+    assert again == plan
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    loaded.check(CONFIG, plan.model)
+
+
+@pytest.mark.parametrize("heads", ["identity", "pooled"])
+def test_other_head_modes(model, rows, heads):
+    plan = calibrate(model, rows[:2], tile=16, query_tile=16, minimum=64, heads=heads, crossover=7, progress=False)
+    assert plan.heads == heads
+    assert plan.head_map == ((0, 1),) * 6
+    assert plan.crossover_tokens == 7
+    assert len(plan.anchors) == 2
+    similarity = plan.metrics["similarity"]
+    if heads == "pooled":  # one set for both heads is blind to the swap in layer 1
+        assert similarity[0][1] > 0.8
+    else:
+        assert similarity[0][1] < 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probabilities(Policy):
+    """Keeps every layer's full attention probabilities: a direct, wasteful oracle for the recorder."""
+
+    def init_state(self, num_layers, shapes, spec):
+        return jnp.zeros((num_layers, shapes.batch, shapes.num_heads, shapes.num_queries, shapes.num_keys))
+
+    def attend(self, layer, q, k, v, spec, positions, state):
+        groups = q.shape[2] // k.shape[2]
+        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
+        z = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+        causal = jnp.arange(k.shape[1]) <= positions.q_start[:, None, None, None] + jnp.arange(q.shape[1])[:, None]
+        p = jax.nn.softmax(jnp.where(causal, z, -jnp.inf), axis=-1)
+        return jnp.einsum("bnts,bsnh->btnh", p, v), state.at[layer].set(p)
+
+
+def test_similarity_is_its_definition(model, rows):
+    """sim(a, b) from full probabilities: pool rows and heads of a group, 64 best keys, mapped, least tile, mean."""
+    windows = [np.asarray(row[:320], np.int32) for row in rows[:2]]
+    notes = record_similarity(model, windows, 16, "remap", QUIET)
+    ratios = []
+    for window in windows:
+        tokens = window[None]
+        where = Positions(np.zeros(1, np.int32), np.full(1, 320, np.int32), np.full(1, 320, np.int32))
+        _, _, p = forward(model.params, tokens, None, where, config=CONFIG, policy=Probabilities())
+        mass = np.asarray(p, np.float64)[:, 0].reshape(6, 2, 2, 20, 16, 320).sum((2, 4))  # [L,K,I,S]
+        best = np.argsort(-mass, -1)[..., :NUM_KEYS]
+        found = np.zeros((6, 6, 2, 2, 20))
+        for a, b, theirs, mine, tile in np.ndindex(found.shape):
+            row = mass[b, mine, tile]
+            found[a, b, theirs, mine, tile] = row[best[a, theirs, tile]].sum() / row[best[b, mine, tile]].sum()
+        ratios.append(found[..., 4:])  # the first four tiles see at most 64 keys
+    table = np.concatenate(ratios, -1).mean(-1).argmax(2)
+    upper = np.triu(np.ones((6, 6), bool))
+    np.testing.assert_array_equal(notes.heads[upper], table[upper])
+    least = np.mean([r.min(-1) for r in ratios], 0)
+    expected = np.take_along_axis(least, table[:, :, None], axis=2)[:, :, 0].mean(-1)
+    np.testing.assert_allclose(notes.similarity[upper], expected[upper], atol=2e-4)
+
+
+def test_importance_is_the_turn_of_the_residual_stream(model, rows):
+    """A layer whose attention block adds nothing has none; more output, more turn."""
+    scale = jnp.asarray([1.0, 0.0, 2.0, 1.0, 0.5, 1.0])[:, None, None]
+    layers = replace(model.params.layers, o=model.params.layers.o * scale)
+    muted = Small(replace(model.params, layers=layers), CONFIG)
+    windows = [np.asarray(rows[0], np.int32)]
+    found = record_similarity(muted, windows, 16, "remap", QUIET).importance
+    assert found[1] == 0
+    assert np.all(found[[0, 2, 3, 4, 5]] > 0)
+    assert found[2] > 2 * found[3]
+    assert found[4] < found[5]
+
+
+def test_perplexity_is_that_of_the_logits(model, rows):
+    window = np.asarray(rows[0][:200], np.int32)
+    where = Positions(np.zeros(1, np.int32), np.full(1, 200, np.int32), np.full(1, 200, np.int32))
+    hidden, _, _ = forward(model.params, window[None], None, where, config=CONFIG, policy=Dense())
+    log_p = np.asarray(jax.nn.log_softmax(logits(model.params, hidden)[0, :-1].astype(jnp.float32)), np.float64)
+    expected = np.exp(-log_p[np.arange(199), window[1:]].mean())
+    assert perplexity(model, [window], Dense()) == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_recorder_streams(model):
+    """No array of its program has as many elements as T x S, whatever T and S are."""
+    rows, keys = 2048, 8192
+    shape = ModelConfig(**{**CONFIG.__dict__, "max_positions": keys})
+    cache = jax.eval_shape(lambda: init_cache(shape, 1, keys, dtype=jnp.float32, stacked=True))
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((1, rows), jnp.int32)
+    trace = jax.make_jaxpr(partial(run_chunk, config=shape, policy=SimilarityRecorder(query_tile=32)))
+    largest = max(sizes(trace(model.params, cache, tokens, one, one).jaxpr), default=0)
+    cache_size = CONFIG.num_layers * CONFIG.num_kv_heads * keys * CONFIG.head_dim
+    assert cache_size <= largest < rows * keys
+
+
+def sizes(jaxpr):
+    """Elements of every value a program makes, sub-programs included."""
+    for equation in jaxpr.eqns:
+        for value in equation.outvars:
+            yield int(np.prod(getattr(value.aval, "shape", ()), dtype=np.int64))
+        for item in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(item, "jaxpr") or hasattr(item, "eqns"):
+                yield from sizes(getattr(item, "jaxpr", item))
+
+
+def test_ctrl_c_says_how_far_it_came_and_writes_nothing(model, rows, monkeypatch, capsys):
+    calls = []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return run_chunk(*args, **kwargs)
+
+    monkeypatch.setattr(module, "run_chunk", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="stopped during similarity.*no plan was written"):
+        calibrate(model, rows, anchors=3, query_tile=16, tile=16, progress=True)
+    assert "similarity" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tile": 1024}, "tile=1024 must be one of"),
+        ({"anchors": 7}, "anchors=7 must be from 1 to 6"),
+        ({"anchors": 0}, "anchors=0"),
+        ({"anchors": (1, 2)}, "must ascend from 0"),
+        ({"fraction": 2.0}, "fraction=2.0"),
+        ({"minimum": 0}, "minimum=0"),
+        ({"heads": "best"}, "heads='best'"),
+        ({"query_tile": 0}, "query_tile=0"),
+    ],
+)
+def test_bad_options_are_named(model, rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, rows, progress=False, **options)
+
+
+def test_a_tile_that_does_not_fit_is_named(model, rows):
+    small = Small(model.params, replace(CONFIG, max_positions=64))
+    with pytest.raises(ValueError, match="tile=128 does not fit the model's context of 64"):
+        calibrate(small, rows, tile=128, progress=False)
+
+
+def test_bad_texts_are_named(model, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere' does not exist"):
+        calibrate(model, tmp_path / "nowhere", progress=False)
+    with pytest.raises(ValueError, match="holds no text"):
+        calibrate(model, tmp_path, progress=False)
+    (tmp_path / "image.bin").write_bytes(b"\x00\x01" * 99)
+    with pytest.raises(ValueError, match="holds no text"):
+        calibrate(model, tmp_path, progress=False)
+    with pytest.raises(ValueError, match="longest text has 4 tokens to calibrate on, at least 128"):
+        calibrate(model, [[1, 2, 3, 4, 5, 6, 7, 8]], progress=False)
+    with pytest.raises(ValueError, match="integers from 0 to 263"):
+        calibrate(model, [[1, 2, 999]], progress=False)
+    with pytest.raises(ValueError, match="no tokenizer"):
+        calibrate(Small(model.params, CONFIG), ["some text"], progress=False)
+
+
+def test_weights_with_nan_are_named(model, rows):
+    broken = replace(model.params, layers=replace(model.params.layers, o=model.params.layers.o.at[2].set(jnp.nan)))
+    with pytest.raises(ValueError, match="not finite.*NaN"):
+        calibrate(Small(broken, CONFIG), rows, query_tile=16, tile=16, progress=False)
+
+
+def test_a_folder_is_read_in_order_and_all_over(model, tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "two.txt").write_text("two " * 2000)
+    (tmp_path / "a.txt").write_text("one " * 2000)
+    (tmp_path / ".hidden").write_text("secret")
+    (tmp_path / "c.bin").write_bytes(b"\x00secret")
+    text = read_text(tmp_path)
+    assert text == "one " * 2000 + "\n\n" + "two " * 2000
+    corpus = read_corpus(model, tmp_path, 2048)
+    assert [len(w) for w in (*corpus.windows, *corpus.held_out)] == [512] * 4
+    assert bytes(corpus.windows[0][1:5].tolist()) == b"one "
+    assert b"two" in bytes(corpus.held_out[-1].tolist())
+    assert corpus.sha256 == read_corpus(model, str(tmp_path), 2048).sha256
+    assert corpus.sha256 != read_corpus(model, tmp_path, 1024).sha256
+    single = read_corpus(model, tmp_path / "a.txt", 2048)
+    assert single.source == "a.txt"
+    assert single.num_tokens <= 2048
+
+
+def test_one_text_is_halved_so_that_something_is_held_out(model):
+    corpus = read_corpus(model, [list(range(256)) + list(range(44))], 4096)
+    assert [w.tolist() for w in corpus.windows] == [list(range(150))]
+    assert [w.tolist() for w in corpus.held_out] == [list(range(150, 256)) + list(range(44))]
+
+
+def test_crossover_is_where_kascade_stays_faster():
+    assert find_crossover([1, 2, 3], [5, 5, 5], [4, 4, 4]) == 1
+    assert find_crossover([1, 2, 3], [5, 5, 5], [6, 5, 4]) == 3
+    assert find_crossover([1, 2, 3], [5, 5, 5], [4, 6, 4]) == 3
+    assert find_crossover([1, 2, 3], [5, 5, 5], [4, 4, 6]) is None
+    assert find_crossover([], [], []) is None
+
+
+def test_the_crossover_is_measured_on_this_device(model, plan):
+    crossover, times = module.measure_crossover(model, Kascade.from_plan(plan), QUIET)
+    assert times["tokens"] == [512]
+    assert crossover == (512 if times["kascade_ms"][0] < times["dense_ms"][0] else 513)
+    assert min(times["dense_ms"] + times["kascade_ms"]) > 0
+
+
+def test_windows_of_any_length_run_in_chunks(model, rows):
+    """The recorder's sums do not depend on where a window is cut."""
+    window = np.asarray(rows[0][:300], np.int32)
+    recorder = SimilarityRecorder(query_tile=16)
+    whole = [state for state, _ in run_window(model, window, recorder, 300)]
+    assert len(whole) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "CHUNK", 64)
+        parts = [state for state, _ in run_window(model, window, recorder, 300)]
+    assert len(parts) == 5
+    np.testing.assert_allclose(sum(p.total for p in parts), whole[0].total, rtol=1e-5)
+    np.testing.assert_allclose(np.min([p.least for p in parts], axis=0), whole[0].least, rtol=1e-5)
+    assert sum(int(p.num_tokens) for p in parts) == 300

@@ -1,0 +1,346 @@
+"""Policies in a running decoder: what is read, by whom, from whose keys, and that nothing else changes."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tessera.attention import dispatch
+from tessera.attention.contract import AttentionSpec, Positions, Selection
+from tessera.models.cache import init_cache
+from tessera.models.config import ModelConfig
+from tessera.models.decoder import forward, logits
+from tessera.models.layers import Params, init_params
+from tessera.sparse import baselines, kascade
+from tessera.sparse.baselines import Dense, Oracle, Window
+from tessera.sparse.contract import Reads
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.reads import count_read, count_visible, shapes_of
+
+CONFIG = ModelConfig(
+    vocab_size=32, hidden_size=32, intermediate_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8,
+    max_positions=512,
+)  # fmt: skip
+KASCADE = Kascade(
+    anchors=(0, 1), head_map=((0, 1), (0, 1), (1, 0), (1, 1)), tile=16, query_tile=8, fraction=0.1, minimum=32
+)
+LENGTH = 160
+
+
+@pytest.fixture(scope="module")
+def stacked():
+    return init_params(CONFIG, jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def unrolled(stacked):
+    layers = tuple(jax.tree.map(lambda a, i=i: a[i], stacked.layers) for i in range(CONFIG.num_layers))
+    return Params(embed=stacked.embed, layers=layers, final_norm=stacked.final_norm, head=stacked.head)
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, LENGTH)).astype(np.int32)
+
+
+@partial(jax.jit, static_argnames=("config", "policy"))
+def step(params, rows, cache, start, lengths, *, config, policy):
+    positions = Positions(start, jnp.where(lengths > 0, start + lengths, 0), lengths)
+    hidden, cache, state = forward(params, rows, cache, positions, config=config, policy=policy)
+    return logits(params, hidden), cache, state
+
+
+def run(params, rows, policy, *, config=CONFIG, start=None, lengths=None, cache=None):
+    """One call on a cache of 256 keys -> (logits, reads, cache, state)."""
+    batch, width = rows.shape
+    start = np.zeros(batch, np.int32) if start is None else np.asarray(start, np.int32)
+    lengths = np.full(batch, width, np.int32) if lengths is None else np.asarray(lengths, np.int32)
+    stack = not isinstance(params.layers, tuple)
+    cache = init_cache(config, batch, 256, dtype=jnp.float32, stacked=stack) if cache is None else cache
+    out, cache, state = step(params, rows, cache, start, lengths, config=config, policy=policy)
+    return np.asarray(out), policy.reads(state), cache, state
+
+
+def density(reads: Reads):
+    return np.asarray(reads.read) / np.asarray(reads.visible)
+
+
+def attend_by_hand(q, k, v, allowed_BNTS):
+    """Softmax attention over the allowed keys, in float64."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(a, groups, axis=2) for a in (k, v))
+    z = np.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
+    z = np.where(allowed_BNTS, z, -np.inf)
+    w = np.exp(z - z.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnh->btnh", w / w.sum(-1, keepdims=True), v)
+
+
+def allowed_by(selection, spec, batch, heads, width, num_keys, start=0):
+    """[B,K,T,S] from a selection: listed tile and causal."""
+    allowed = np.zeros((batch, heads, width, num_keys), bool)
+    tiles, count = np.asarray(selection.tiles), np.asarray(selection.count)
+    for b, h, t in np.ndindex(batch, heads, width):
+        i = t // spec.query_tile
+        for tile in tiles[b, h, i, : count[b, h, i]]:
+            allowed[b, h, t, tile * spec.tile : (tile + 1) * spec.tile] = True
+        allowed[b, h, t, start + t + 1 :] = False
+    return allowed
+
+
+def qkv(seed, width=96, num_keys=96, batch=1):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    shapes = [(batch, width, 4, 8), (batch, num_keys, 2, 8), (batch, num_keys, 2, 8)]
+    return tuple(2.0 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes))
+
+
+def whole(width, num_keys=None, batch=1):
+    num_keys = width if num_keys is None else num_keys
+    ones = np.ones(batch, np.int32)
+    return Positions(jnp.asarray(ones * (num_keys - width)), jnp.asarray(ones * num_keys), jnp.asarray(ones * width))
+
+
+def after_anchor(policy, seed=0, width=96):
+    """The state behind anchor layer 0, which saw its own q, k, v."""
+    q, k, v = qkv(seed, width, width)
+    state = policy.init_state(len(policy.head_map), shapes_of(q, k), AttentionSpec())
+    return policy.attend(0, q, k, v, AttentionSpec(), whole(width), state)[1]
+
+
+@pytest.mark.parametrize(
+    "policy", [replace(KASCADE, fraction=1.0), Oracle(tile=16, query_tile=8, fraction=1.0), Window(window=512, tile=16)]
+)
+def test_reading_every_tile_is_dense(stacked, tokens, policy):
+    dense, dense_reads, _, _ = run(stacked, tokens, Dense())
+    out, reads, _, _ = run(stacked, tokens, policy)
+    np.testing.assert_allclose(out, dense, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(reads.read, dense_reads.read)
+    np.testing.assert_array_equal(reads.visible, dense_reads.visible)
+    assert np.asarray(dense_reads.read)[0, 0] == CONFIG.num_kv_heads * LENGTH * (LENGTH + 1) // 2
+
+
+@pytest.mark.parametrize("heads", ["remap", "identity", "pooled"])
+def test_scanned_layers_equal_unrolled_ones(stacked, unrolled, tokens, heads):
+    policy = replace(KASCADE, heads=heads)
+    scanned, scanned_reads, _, _ = run(stacked, tokens, policy)
+    plain, plain_reads, _, _ = run(unrolled, tokens, policy)
+    np.testing.assert_allclose(scanned, plain, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(scanned_reads.read, plain_reads.read)
+
+
+def test_anchors_are_dense_and_reuse_layers_sparse(stacked, tokens):
+    out, reads, _, _ = run(stacked, tokens, KASCADE)
+    dense, _, _, _ = run(stacked, tokens, Dense())
+    found = density(reads)
+    np.testing.assert_array_equal(found[:2], 1.0)
+    assert np.all(found[2:] < 0.5)
+    assert np.all(found[2:] > 0.1)
+    assert np.abs(out - dense).max() > 1e-3  # the approximation shows: this did not run dense in disguise
+
+
+def test_each_layer_calls_the_kernel_of_its_role(unrolled, tokens, monkeypatch):
+    """Anchor 0 has no reuse layer behind it and 3 is the last: both run plain dense; only anchor 1 scores."""
+    policy = replace(KASCADE, anchors=(0, 1, 3))
+    called = []
+
+    def spy(q, k, v, spec, *, selection=None, **where):
+        shapes = dispatch.call_shapes(q, k, selection)
+        called.append(dispatch.choose(spec, shapes).role)
+        return dispatch.attention(q, k, v, spec, selection=selection, **where)
+
+    monkeypatch.setattr(kascade, "attention", spy)
+    monkeypatch.setattr(baselines, "attention", spy)
+    zeros = np.zeros(1, np.int32)
+    cache = init_cache(CONFIG, 1, 256, dtype=jnp.float32, stacked=False)
+    positions = Positions(zeros, zeros + 64, zeros + 64)
+    trace = partial(forward, config=CONFIG)
+    jax.eval_shape(lambda c: trace(unrolled, tokens[:1, :64], c, positions, policy=policy)[0], cache)
+    assert called == ["dense", "score", "sparse", "dense"]
+    assert called == list(policy.roles())
+    called.clear()
+    jax.eval_shape(lambda c: trace(unrolled, tokens[:1, :64], c, positions, policy=Dense())[0], cache)
+    assert called == ["dense"] * 4
+
+
+@pytest.mark.parametrize(("heads", "order"), [("remap", (1, 0)), ("identity", (0, 1))])
+def test_reuse_layers_attend_to_their_own_keys_and_values_under_the_head_map(heads, order):
+    policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (1, 0)), heads=heads)
+    state = after_anchor(policy)
+    q, k, v = qkv(1)
+    out, after = policy.attend(1, q, k, v, AttentionSpec(), whole(96), state)
+    spec = AttentionSpec(tile=16, query_tile=8)
+    allowed = allowed_by(state.selection, spec, 1, 2, 96, 96)
+    assert (allowed[:, 0] != allowed[:, 1]).any()  # the two heads of the anchor chose differently
+    expected = attend_by_hand(q, k, v, np.repeat(allowed[:, order], 2, axis=1))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    assert after.reads.read[1, 0] == allowed.sum()
+    assert after.reads.visible[1, 0] == 2 * 96 * 97 // 2
+
+
+def test_pooled_heads_share_one_selection():
+    policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (1, 0)), heads="pooled")
+    selection = after_anchor(policy).selection
+    np.testing.assert_array_equal(selection.tiles[:, 0], selection.tiles[:, 1])
+    apart = after_anchor(replace(policy, heads="identity")).selection
+    assert (np.asarray(apart.tiles[:, 0]) != np.asarray(apart.tiles[:, 1])).any()
+
+
+def test_what_is_not_selected_is_not_read():
+    """Any change to the keys and values of unselected tiles leaves a reuse layer's output bit for bit the same."""
+    policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (0, 1)), heads="pooled", query_tile=96)
+    state = after_anchor(policy)
+    listed = set(np.asarray(state.selection.tiles)[0, 0, 0, : int(state.selection.count[0, 0, 0])].tolist())
+    state = state._replace(
+        selection=Selection(state.selection.tiles[..., :2] * 0 + jnp.array([1, 4]), 0 * state.selection.count + 2)
+    )
+    assert len(listed) == 6  # a query tile of 96 rows owns all six tiles; the hand-made one lists two
+    q, k, v = qkv(1)
+    tile = np.arange(96) // 16
+    spoil = jnp.asarray(~np.isin(tile, [1, 4]))[None, :, None, None]
+    attend = jax.jit(lambda k, v: policy.attend(1, q, k, v, AttentionSpec(), whole(96), state)[0])
+    clean = attend(k, v)
+    spoilt = attend(jnp.where(spoil, 1e4, k), jnp.where(spoil, -1e4, v))
+    np.testing.assert_array_equal(clean, spoilt)
+    changed = attend(k, v.at[0, 70].add(1.0))  # tile 4 is listed
+    assert (np.asarray(changed) != np.asarray(clean)).any()
+
+
+@pytest.mark.parametrize("policy", [KASCADE, Window(window=32, sinks=8, tile=16, query_tile=8)])
+def test_a_ragged_batch_equals_each_sequence_alone(stacked, tokens, policy):
+    lengths = [LENGTH, 93]
+    together, reads, cache, _ = run(stacked, tokens, policy, lengths=lengths)
+    next_rows = tokens[:, :1]
+    after, after_reads, _, _ = run(stacked, next_rows, policy, start=lengths, cache=cache)
+    for b, length in enumerate(lengths):
+        alone, alone_reads, cache, _ = run(stacked, tokens[b : b + 1, :length], policy)
+        np.testing.assert_allclose(together[b, :length], alone[0], rtol=0, atol=2e-5)
+        np.testing.assert_array_equal(np.asarray(reads.read)[:, b], np.asarray(alone_reads.read)[:, 0])
+        np.testing.assert_array_equal(np.asarray(reads.visible)[:, b], np.asarray(alone_reads.visible)[:, 0])
+        decoded, decoded_reads, _, _ = run(stacked, next_rows[b : b + 1], policy, start=[length], cache=cache)
+        np.testing.assert_allclose(after[b], decoded[0], rtol=0, atol=2e-5)
+        np.testing.assert_array_equal(np.asarray(after_reads.read)[:, b], np.asarray(decoded_reads.read)[:, 0])
+
+
+@pytest.mark.parametrize("policy", [replace(KASCADE, query_tile=1), Window(window=32, sinks=8, tile=16, query_tile=1)])
+def test_decode_after_prefill_is_a_longer_prefill(stacked, tokens, policy):
+    """With one row per query tile both select by the same masses; decoded tokens are selectable at once."""
+    longer, longer_reads, _, _ = run(stacked, tokens[:1, :130], policy)
+    out, reads, cache, _ = run(stacked, tokens[:1, :126], policy)
+    read = np.asarray(reads.read)
+    for position in range(126, 130):
+        row = tokens[:1, position : position + 1]
+        out, reads, cache, _ = run(stacked, row, policy, start=[position], cache=cache)
+        read = read + np.asarray(reads.read)
+        np.testing.assert_allclose(out[0, 0], longer[0, position], rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(read, longer_reads.read)
+
+
+def test_chunked_prefill_is_the_whole_prefill(stacked, tokens):
+    out, reads, _, _ = run(stacked, tokens[:1], KASCADE)
+    first, first_reads, cache, _ = run(stacked, tokens[:1, :80], KASCADE)
+    second, second_reads, _, _ = run(stacked, tokens[:1, 80:], KASCADE, start=[80], cache=cache)
+    np.testing.assert_allclose(np.concatenate([first, second], axis=1), out, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(np.asarray(first_reads.read) + np.asarray(second_reads.read), reads.read)
+
+
+def test_kascade_under_a_sliding_window(stacked, tokens):
+    config = replace(CONFIG, window=48)
+    dense, dense_reads, _, _ = run(stacked, tokens, Dense(), config=config)
+    full, full_reads, _, _ = run(stacked, tokens, replace(KASCADE, fraction=1.0), config=config)
+    np.testing.assert_allclose(full, dense, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(full_reads.read, dense_reads.read)
+    _, reads, _, _ = run(stacked, tokens, KASCADE, config=config)
+    assert np.all(density(reads)[2:] < 1)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_reads_are_counted_exactly(window):
+    """Against a mask written out key by key: ragged batch, padding rows, a start in mid-tile, unordered counts."""
+    rng = np.random.default_rng(3)
+    spec = AttentionSpec(tile=16, query_tile=8, window=window)
+    positions = Positions(jnp.array([37, 5], jnp.int32), jnp.array([57, 18], jnp.int32), jnp.array([20, 13], jnp.int32))
+    q, k, _ = qkv(0, 20, 80, batch=2)
+    tiles = np.sort(np.argsort(rng.random((2, 2, 3, 5)), -1)[..., :4], -1).astype(np.int32)
+    count = rng.integers(0, 5, (2, 2, 3)).astype(np.int32)
+    selection = Selection(jnp.asarray(tiles), jnp.asarray(count))
+    read, visible = np.zeros((2, 2)), np.zeros((2, 2))
+    for b, h, t, s in np.ndindex(2, 2, 20, 80):
+        p = int(positions.q_start[b]) + t
+        seen = t < positions.q_len[b] and s < positions.kv_len[b] and s <= p and (window is None or s > p - window)
+        visible[b, h] += seen
+        read[b, h] += seen and s // 16 in tiles[b, h, t // 8, : count[b, h, t // 8]]
+    np.testing.assert_array_equal(count_read(selection, spec, positions, shapes_of(q, k)), read)
+    np.testing.assert_array_equal(count_visible(spec, positions, shapes_of(q, k)), visible)
+
+
+def test_the_window_reads_sinks_and_newest_keys_rounded_to_tiles():
+    policy = Window(window=32, sinks=8, tile=16, query_tile=8)
+    q, k, v = qkv(0, 96, 96)
+    state = policy.init_state(1, shapes_of(q, k), AttentionSpec())
+    out, reads = policy.attend(0, q, k, v, AttentionSpec(), whole(96), state)
+    t, s = np.arange(96)[:, None], np.arange(96)
+    oldest = (t // 8) * 8 - 31  # of the query tile's first row
+    allowed = ((s < 16) | (s // 16 >= np.maximum(oldest, 0) // 16)) & (s <= t)
+    expected = attend_by_hand(q, k, v, np.broadcast_to(allowed, (1, 4, 96, 96)))
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    assert reads.read[0, 0] == 2 * allowed.sum()
+    asked = ((s < 8) | (s > t - 32)) & (s <= t)
+    assert not (asked & ~allowed).any()
+    assert (allowed.sum(1) - asked.sum(1)).max() <= 8 + 2 * 16
+
+
+def test_the_oracle_keeps_the_heaviest_tiles_of_every_layer(stacked, tokens):
+    policy = Oracle(tile=16, query_tile=8, minimum=32)
+    _, reads, _, _ = run(stacked, tokens, policy)
+    assert np.all(density(reads) < 0.5)
+    q, k, v = qkv(5)
+    out = policy.attend(0, q, k, v, AttentionSpec(), whole(96), policy.init_state(1, shapes_of(q, k), AttentionSpec()))
+    spec = AttentionSpec(tile=16, query_tile=8, mass=True)
+    mass = np.asarray(dispatch.attention(q, k, v, spec).mass)
+    allowed = np.zeros((1, 4, 96, 96), bool)
+    for h, i in np.ndindex(2, 12):
+        order = mass[0, h, i].copy()
+        order[i // 2] = np.inf  # the diagonal
+        visible = (i + 1) * 8
+        budget = -(-min(max(0.1 * visible, 32), visible) // 16)
+        for tile in np.argsort(-order, kind="stable")[: int(budget)]:
+            allowed[0, 2 * h : 2 * h + 2, i * 8 : i * 8 + 8, tile * 16 : tile * 16 + 16] = True
+    allowed &= np.arange(96) <= np.arange(96)[:, None]
+    np.testing.assert_allclose(out[0], attend_by_hand(q, k, v, allowed), rtol=0, atol=1e-5)
+    assert out[1].read[0, 0] == allowed[:, ::2].sum()
+
+
+def test_more_keys_bring_the_output_nearer_to_dense(stacked, tokens):
+    dense, _, _, _ = run(stacked, tokens, Dense())
+    errors, reads = [], []
+    for minimum in (16, 48, 96):
+        out, read, _, _ = run(stacked, tokens, replace(KASCADE, minimum=minimum))
+        errors.append(np.abs(out - dense).mean())
+        reads.append(density(read)[2:].mean())
+    assert errors[0] > errors[1] > errors[2] > 0
+    assert reads[0] < reads[1] < reads[2] < 1
+
+
+def test_a_plan_of_another_depth_is_refused(stacked, tokens):
+    with pytest.raises(ValueError, match=r"num_layers=4 must be 3"):
+        run(stacked, tokens, replace(KASCADE, head_map=((0, 1),) * 3))
+    with pytest.raises(ValueError, match=r"num_kv_heads=2 must be 1"):
+        run(stacked, tokens, replace(KASCADE, head_map=((0,),) * 4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"anchors": (1, 2)}, "must ascend from 0"),
+        ({"fraction": 0.0}, "fraction=0.0"),
+        ({"minimum": 0}, "minimum=0"),
+        ({"heads": "none"}, "heads='none'"),
+        ({"tile": 20}, "tile=20"),
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(KASCADE, **changes)
