@@ -7,16 +7,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, PLAN, save_tiny
+from tiny import CONFIG, PLAN, random_params, save_tiny
 
 import tessera
 from tessera import cli
 from tessera.models.checkpoint import save_folder
-from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
 
 
@@ -140,7 +138,7 @@ def test_missing_weights(capsys, folder):
 
 def test_missing_shard(capsys, tmp_path):
     folder = tmp_path / "sharded"
-    save_folder(folder, init_params(CONFIG, jax.random.key(0)), CONFIG, byte_tokenizer(), shard_bytes=40000)
+    save_folder(folder, random_params(CONFIG), CONFIG, byte_tokenizer(), shard_bytes=40000)
     shard = sorted(folder.glob("model-00002-of-*"))[0]
     shard.unlink()
     assert shard.name in refuse(capsys, "generate", "x", "--model", str(folder))
@@ -161,8 +159,8 @@ def test_tensor_of_the_wrong_shape(capsys, folder):
 
 
 def test_weights_that_are_not_finite(capsys, tmp_path):
-    params = init_params(CONFIG, jax.random.key(0))
-    save_folder(tmp_path, replace(params, final_norm=params.final_norm.at[5].set(np.inf)), CONFIG, byte_tokenizer())
+    params = random_params(CONFIG)
+    save_folder(tmp_path, replace(params, final_norm=params.final_norm * np.inf), CONFIG, byte_tokenizer())
     assert "model.norm.weight" in refuse(capsys, "generate", "x", "--model", str(tmp_path))
 
 

@@ -1,6 +1,9 @@
 """Generation: a batch equals its prompts alone, nothing recompiles, the cache is updated in place, figures are true."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -207,6 +210,30 @@ def test_a_saved_model_loads_the_same(model, tmp_path):
     again = tessera.load(tmp_path / "copy", attention="kascade")
     assert again.plan == model.with_attention("kascade").plan
     np.testing.assert_array_equal(again.logits([prompt(6)]), model.with_attention("kascade").logits([prompt(6)]))
+
+
+def test_programs_are_kept_across_processes(folder, tmp_path):
+    """The second process fetches prefill and decode from the user's cache folder, and answers the same."""
+    program = (
+        "import sys, jax, tessera\n"
+        "hits = []\n"
+        "jax.monitoring.register_event_listener(lambda name, **_: hits.append(name.endswith('cache_hits')))\n"
+        f"[answer] = tessera.load({str(folder)!r}).generate([[1, 2, 3]], max_new_tokens=4)\n"
+        "print(sum(hits), *answer.tokens)\n"
+    )
+
+    def run() -> list[int]:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        return [int(word) for word in done.stdout.split()]
+
+    cold, warm = run(), run()
+    assert cold[0] == 0
+    assert warm[0] >= 2
+    assert cold[1:] == warm[1:]
+    assert any((tmp_path / "tessera" / "compiled").iterdir())
 
 
 # ----- answers: text, stop strings, streaming; no model needed

@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from tessera.models.checkpoint import fingerprint, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.layers import init_params
+from tessera.models.layers import Params, init_params
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.sparse.plan import Plan
 
@@ -38,9 +39,22 @@ PLAN = Plan(
 )
 
 
+def random_params(config: ModelConfig, seed: int = 1) -> Params:
+    """Weights as init_params scales them, from numpy: compiling the generators takes longer than the tests."""
+    rng = np.random.default_rng(seed)
+
+    def fill(path: tuple, like: jax.ShapeDtypeStruct) -> np.ndarray:
+        if "norm" in jax.tree_util.keystr(path):
+            return np.ones(like.shape, like.dtype)
+        return (rng.normal(size=like.shape) * like.shape[-1] ** -0.5).astype(like.dtype)
+
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    return jax.tree_util.tree_map_with_path(fill, shapes)
+
+
 def save_tiny(folder: Path, config: ModelConfig = CONFIG, *, tokenizer: bool = True, plan: bool = True) -> Path:
     """Write the model, and beside it, unless told otherwise, its tokenizer and a plan made for these weights."""
-    params = init_params(config, jax.random.key(1))
+    params = random_params(config)
     save_folder(folder, params, config, byte_tokenizer() if tokenizer else None)
     if plan:
         replace(PLAN, model=fingerprint(params, config)).save(folder / "plan.json")
