@@ -10,7 +10,7 @@ from jaxtyping import Float, Int32
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.models.cache import Cache, append
 from tessera.models.config import ModelConfig
-from tessera.models.layers import Layer, Params, linear, mlp, rms_norm, rope_tables, rotate
+from tessera.models.layers import Layer, Params, linear, matmul, mlp, rms_norm, rope_tables, rotate
 from tessera.sparse.contract import Policy
 
 
@@ -107,5 +107,4 @@ def _scanned(block, layers, x, cache, state):
 
 def logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
     """Vocabulary scores in float32, from the output head or the tied embedding."""
-    head = params.embed if params.head is None else params.head
-    return jax.lax.dot_general(hidden, head, (((hidden.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return matmul(hidden, params.embed if params.head is None else params.head)

@@ -10,6 +10,12 @@ from jaxtyping import Float, Int32
 
 from tessera.models.config import ModelConfig, Rope
 
+FEW_ROWS = 8
+"""Most rows that count as a few."""
+
+CACHED_BYTES = 4 << 20
+"""Part of a matrix that stays in a CPU's cache while several rows are multiplied by it."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +62,46 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) ->
 
 def linear(x: Float[Array, "... D"], weight: Float[Array, "E D"], bias: Array | None = None) -> Float[Array, "... E"]:
     """x W^T + b, accumulated in float32, returned in x's dtype."""
-    out = jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    out = matmul(x, weight)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out.astype(x.dtype)
+
+
+def matmul(x: Float[Array, "... D"], weight: Float[Array, "E D"]) -> Float[Array, "... E"]:
+    """x W^T in float32. A few rows (decode) take another way on CPU, where XLA's is slow."""
+    if math.prod(x.shape[:-1]) > FEW_ROWS:
+        return _dot(x, weight)
+    rows = x.reshape(-1, x.shape[-1])
+    out = jax.lax.platform_dependent(rows, weight, cpu=_few_rows, default=_dot)
+    return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _dot(x: Array, weight: Array) -> Array:
+    return jax.lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def _few_rows(x: Array, weight: Array) -> Array:
+    """Rows [M,D] times [E,D] on CPU.
+
+    XLA multiplies a float32 matrix by one vector at memory speed but packs it anew for two rows or more (5 times
+    slower), so rows go one by one, through blocks of the matrix that stay in the cache between them. Of bfloat16 it is
+    one row that is slow (20 times), so rows are padded.
+    """
+    count = x.shape[0]
+    if x.dtype != jnp.float32:
+        return _dot(jnp.pad(x, ((0, max(4 - count, 0)), (0, 0))), weight)[:count]
+
+    def each_row(block: Array) -> Array:
+        return jnp.stack([_dot(x[i], block) for i in range(count)])
+
+    size, num_outputs = weight.nbytes, weight.shape[0]
+    fits = (n for n in range(1, num_outputs + 1) if num_outputs % n == 0 and size / n <= CACHED_BYTES)
+    blocks = 1 if count == 1 or size <= 2 * CACHED_BYTES else next(fits)
+    if blocks == 1:
+        return each_row(weight)
+    out = jax.lax.map(each_row, weight.reshape(blocks, num_outputs // blocks, -1))
+    return jnp.swapaxes(out, 0, 1).reshape(count, num_outputs)
 
 
 def mlp(x: Float[Array, "B T D"], layer: Layer) -> Float[Array, "B T D"]:
