@@ -107,7 +107,13 @@ def after_anchor(policy, seed=0, width=96):
     """The state behind anchor layer 0, which saw its own q, k, v."""
     q, k, v = qkv(seed, width, width)
     state = policy.init_state(len(policy.head_map), shapes_of(q, k), AttentionSpec())
-    return policy.attend(0, q, k, v, AttentionSpec(), whole(width), state)[1]
+    return attend(policy, 0, q, k, v, state)[1]
+
+
+def attend(policy, layer, q, k, v, state):
+    """One layer of a policy over a whole sequence."""
+    where = whole(q.shape[1])
+    return jax.jit(lambda *args: policy.attend(layer, *args[:3], AttentionSpec(), where, args[3]))(q, k, v, state)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +176,7 @@ def test_reuse_layers_attend_to_their_own_keys_and_values_under_the_head_map(hea
     policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (1, 0)), heads=heads)
     state = after_anchor(policy)
     q, k, v = qkv(1)
-    out, after = policy.attend(1, q, k, v, AttentionSpec(), whole(96), state)
+    out, after = attend(policy, 1, q, k, v, state)
     spec = AttentionSpec(tile=16, query_tile=8)
     allowed = allowed_by(state.selection, spec, 1, 2, 96, 96)
     assert (allowed[:, 0] != allowed[:, 1]).any()  # the two heads of the anchor chose differently
@@ -200,11 +206,11 @@ def test_what_is_not_selected_is_not_read():
     q, k, v = qkv(1)
     tile = np.arange(96) // 16
     spoil = jnp.asarray(~np.isin(tile, [1, 4]))[None, :, None, None]
-    attend = jax.jit(lambda k, v: policy.attend(1, q, k, v, AttentionSpec(), whole(96), state)[0])
-    clean = attend(k, v)
-    spoilt = attend(jnp.where(spoil, 1e4, k), jnp.where(spoil, -1e4, v))
+    read = jax.jit(lambda k, v: policy.attend(1, q, k, v, AttentionSpec(), whole(96), state)[0])
+    clean = read(k, v)
+    spoilt = read(jnp.where(spoil, 1e4, k), jnp.where(spoil, -1e4, v))
     np.testing.assert_array_equal(clean, spoilt)
-    changed = attend(k, v.at[0, 70].add(1.0))  # tile 4 is listed
+    changed = read(k, v.at[0, 70].add(1.0))  # tile 4 is listed
     assert (np.asarray(changed) != np.asarray(clean)).any()
 
 
@@ -215,8 +221,8 @@ def test_a_ragged_batch_equals_each_sequence_alone(stacked, tokens, policy):
     next_rows = tokens[:, :1]
     after, after_reads, _, _ = run(stacked, next_rows, policy, start=lengths, cache=cache)
     for b, length in enumerate(lengths):
-        alone, alone_reads, cache, _ = run(stacked, tokens[b : b + 1, :length], policy)
-        np.testing.assert_allclose(together[b, :length], alone[0], rtol=0, atol=2e-5)
+        alone, alone_reads, cache, _ = run(stacked, tokens[b : b + 1], policy, lengths=[length])
+        np.testing.assert_allclose(together[b, :length], alone[0, :length], rtol=0, atol=2e-5)
         np.testing.assert_array_equal(np.asarray(reads.read)[:, b], np.asarray(alone_reads.read)[:, 0])
         np.testing.assert_array_equal(np.asarray(reads.visible)[:, b], np.asarray(alone_reads.visible)[:, 0])
         decoded, decoded_reads, _, _ = run(stacked, next_rows[b : b + 1], policy, start=[length], cache=cache)
@@ -228,7 +234,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(stacked, tokens, policy):
 def test_decode_after_prefill_is_a_longer_prefill(stacked, tokens, policy):
     """With one row per query tile both select by the same masses; decoded tokens are selectable at once."""
     longer, longer_reads, _, _ = run(stacked, tokens[:1, :130], policy)
-    out, reads, cache, _ = run(stacked, tokens[:1, :126], policy)
+    out, reads, cache, _ = run(stacked, tokens[:1, :130], policy, lengths=[126])
     read = np.asarray(reads.read)
     for position in range(126, 130):
         row = tokens[:1, position : position + 1]
@@ -252,8 +258,7 @@ def test_kascade_under_a_sliding_window(stacked, tokens):
     full, full_reads, _, _ = run(stacked, tokens, replace(KASCADE, fraction=1.0), config=config)
     np.testing.assert_allclose(full, dense, rtol=0, atol=2e-5)
     np.testing.assert_array_equal(full_reads.read, dense_reads.read)
-    _, reads, _, _ = run(stacked, tokens, KASCADE, config=config)
-    assert np.all(density(reads)[2:] < 1)
+    assert full_reads.visible[0, 0] == CONFIG.num_kv_heads * (48 * 49 // 2 + 48 * (LENGTH - 48))
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -267,20 +272,22 @@ def test_reads_are_counted_exactly(window):
     count = rng.integers(0, 5, (2, 2, 3)).astype(np.int32)
     selection = Selection(jnp.asarray(tiles), jnp.asarray(count))
     read, visible = np.zeros((2, 2)), np.zeros((2, 2))
+    start, kv_len, q_len = (np.asarray(x).tolist() for x in positions)
     for b, h, t, s in np.ndindex(2, 2, 20, 80):
-        p = int(positions.q_start[b]) + t
-        seen = t < positions.q_len[b] and s < positions.kv_len[b] and s <= p and (window is None or s > p - window)
+        p = start[b] + t
+        seen = t < q_len[b] and s < kv_len[b] and s <= p and (window is None or s > p - window)
         visible[b, h] += seen
         read[b, h] += seen and s // 16 in tiles[b, h, t // 8, : count[b, h, t // 8]]
-    np.testing.assert_array_equal(count_read(selection, spec, positions, shapes_of(q, k)), read)
-    np.testing.assert_array_equal(count_visible(spec, positions, shapes_of(q, k)), visible)
+    shapes = shapes_of(q, k)
+    found = jax.jit(lambda *args: (count_read(args[0], spec, args[1], shapes), count_visible(spec, args[1], shapes)))
+    np.testing.assert_array_equal(found(selection, positions), (read, visible))
 
 
 def test_the_window_reads_sinks_and_newest_keys_rounded_to_tiles():
     policy = Window(window=32, sinks=8, tile=16, query_tile=8)
     q, k, v = qkv(0, 96, 96)
     state = policy.init_state(1, shapes_of(q, k), AttentionSpec())
-    out, reads = policy.attend(0, q, k, v, AttentionSpec(), whole(96), state)
+    out, reads = attend(policy, 0, q, k, v, state)
     t, s = np.arange(96)[:, None], np.arange(96)
     oldest = (t // 8) * 8 - 31  # of the query tile's first row
     allowed = ((s < 16) | (s // 16 >= np.maximum(oldest, 0) // 16)) & (s <= t)
@@ -297,7 +304,7 @@ def test_the_oracle_keeps_the_heaviest_tiles_of_every_layer(stacked, tokens):
     _, reads, _, _ = run(stacked, tokens, policy)
     assert np.all(density(reads) < 0.5)
     q, k, v = qkv(5)
-    out = policy.attend(0, q, k, v, AttentionSpec(), whole(96), policy.init_state(1, shapes_of(q, k), AttentionSpec()))
+    out = attend(policy, 0, q, k, v, policy.init_state(1, shapes_of(q, k), AttentionSpec()))
     spec = AttentionSpec(tile=16, query_tile=8, mass=True)
     mass = np.asarray(dispatch.attention(q, k, v, spec).mass)
     allowed = np.zeros((1, 4, 96, 96), bool)
@@ -316,12 +323,12 @@ def test_the_oracle_keeps_the_heaviest_tiles_of_every_layer(stacked, tokens):
 def test_more_keys_bring_the_output_nearer_to_dense(stacked, tokens):
     dense, _, _, _ = run(stacked, tokens, Dense())
     errors, reads = [], []
-    for minimum in (16, 48, 96):
-        out, read, _, _ = run(stacked, tokens, replace(KASCADE, minimum=minimum))
+    for policy in (KASCADE, replace(KASCADE, minimum=96)):
+        out, read, _, _ = run(stacked, tokens, policy)
         errors.append(np.abs(out - dense).mean())
         reads.append(density(read)[2:].mean())
-    assert errors[0] > errors[1] > errors[2] > 0
-    assert reads[0] < reads[1] < reads[2] < 1
+    assert errors[0] > errors[1] > 0
+    assert reads[0] < reads[1] < 1
 
 
 def test_a_plan_of_another_depth_is_refused(stacked, tokens):

@@ -7,6 +7,7 @@ importance (which layers can share a selection, head by head), recall (the atten
 
 import datetime
 import importlib.metadata
+import logging
 import math
 import os
 import statistics
@@ -38,11 +39,16 @@ from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import HEADS, Plan, check_anchors, check_budget
 from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
 
+logger = logging.getLogger(__name__)
+
 CHUNK = 512
 """Rows per call; a recorder holds rows / query_tile masses over all keys, a head holds rows x vocabulary."""
 
 CROSSOVER_BUDGET_S = 60.0
-"""No further length is timed once this much time went into timing."""
+"""Seconds of timed runs, compilation not counted, after which no further length is timed."""
+
+REPEATS = 3
+"""Timed runs per policy and length."""
 
 
 def calibrate(
@@ -296,21 +302,29 @@ def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], r
 def measure_crossover(model: Any, policy: Kascade, report: Report) -> tuple[int, dict[str, Any]]:
     """The length from which prefill under the policy is faster than dense on this device, at every length timed.
 
-    Medians of interleaved runs over doubling lengths, until the context or the time budget ends. One more than the
-    context if Kascade was not faster at the longest: every request then runs dense.
+    Medians of interleaved runs over doubling lengths, until the context ends or the next length would exceed the time
+    budget. One more than the context if Kascade was not faster at the longest: every request then runs dense, which a
+    warning says.
     """
     context = model.config.max_positions
-    lengths = [n for n in (512 << i for i in range(12)) if n < context] + ([context] if context <= 512 << 11 else [])
+    lengths = sorted({min(512 << i, context) for i in range(12)})
     times: dict[str, list[float]] = {"tokens": [], "dense_ms": [], "kascade_ms": []}
-    started_s = time.perf_counter()
+    left_ms = 1e3 * CROSSOVER_BUDGET_S
     for length in report.each("cross-over", lengths):
-        if time.perf_counter() - started_s > CROSSOVER_BUDGET_S and times["tokens"]:
+        if times["tokens"] and 4 * REPEATS * (times["dense_ms"][-1] + times["kascade_ms"][-1]) > left_ms:
             break
         dense_ms, kascade_ms = time_prefill(model, (Dense(), policy), length)
-        times["tokens"].append(length)
-        times["dense_ms"].append(_rounded(dense_ms))
-        times["kascade_ms"].append(_rounded(kascade_ms))
-    return find_crossover(times["tokens"], times["dense_ms"], times["kascade_ms"]) or context + 1, times
+        left_ms -= REPEATS * (dense_ms + kascade_ms)
+        for name, value in (("tokens", length), ("dense_ms", _rounded(dense_ms)), ("kascade_ms", _rounded(kascade_ms))):
+            times[name].append(value)
+    found = find_crossover(times["tokens"], times["dense_ms"], times["kascade_ms"])
+    if found is None:
+        logger.warning(
+            "Kascade was not faster than dense up to %d tokens on this device: the plan runs every request dense; "
+            "pass crossover=0 to run it all the same",
+            times["tokens"][-1],
+        )
+    return found or context + 1, times
 
 
 def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms: Sequence[float]) -> int | None:
@@ -324,12 +338,12 @@ def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms
     return found
 
 
-def time_prefill(model: Any, policies: Sequence[Policy], length: int, repeats: int = 3) -> list[float]:
+def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[float]:
     """Median milliseconds of a prefill of `length` tokens under each policy, runs interleaved, compilation left out."""
     prompt = [np.arange(length, dtype=np.int32) % model.config.vocab_size]
     sessions = [Session(model.params, model.config, policy, batch=1, num_keys=length) for policy in policies]
     samples: list[list[float]] = [[] for _ in sessions]
-    for _ in range(1 + repeats):  # the first compiles
+    for _ in range(1 + REPEATS):  # the first compiles
         for session, sample in zip(sessions, samples):
             started_s = time.perf_counter()
             jax.block_until_ready(session.prefill(prompt)[0])
