@@ -94,6 +94,13 @@ def test_exit_status_says_whether_answers_agree(outcome):
     assert ("DIFFER" in (outcome[1] / "index.html").read_text()) == (not same)
 
 
+def test_a_run_can_be_published(outcome, tmp_path):
+    run.publish(outcome[1], str(tmp_path / "evidence"), str(tmp_path / "docs" / "demo.svg"))
+    stored = evidence.collect(tmp_path / "evidence")
+    assert len(stored) == len(json.loads((outcome[1] / "record.json").read_text())["records"])
+    assert (tmp_path / "docs" / "demo.svg").read_text() in (outcome[1] / "index.html").read_text()
+
+
 def test_page_is_whole_and_self_contained(outcome, settings):
     text = (outcome[1] / "index.html").read_text()
     opened = []

@@ -55,7 +55,7 @@ def ask(models: Mapping[str, Model], document: str, name: str) -> Answered:
     found = re.search(rf"^\s*{re.escape(name)} *= *([^\s,;#]+)", document, re.MULTILINE)
     if found is None:
         raise ValueError(f"question {name=} must be a constant that the document defines")
-    prompt = f"{document}\n\nWhat is {name}? "
+    prompt = f"{document.rstrip()}\n\nWhat is {name}? "
     answers = {key: model.generate([prompt], max_new_tokens=48, stop=("\n",))[0] for key, model in models.items()}
     return Answered(question=f"What is {name}?", expected=f"{name} = {found[1]}", **answers)
 

@@ -91,6 +91,15 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | None = None)
     return 0 if found.same else 1
 
 
+def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", picture: str = "docs/demo.svg") -> None:
+    """Store a run's records under `folder`, and its picture over lengths for the README."""
+    body = json.loads((Path(out) / "record.json").read_text(encoding="utf-8"))
+    found = [evidence.decode(json.dumps(record)) for record in body["records"]]
+    evidence.append(Path(folder) / f"demo-{evidence.device_slug()}.jsonl", found)
+    Path(picture).parent.mkdir(parents=True, exist_ok=True)
+    Path(picture).write_bytes((Path(out) / "lengths.svg").read_bytes())
+
+
 def load_models(folder: Path) -> dict[str, Model]:
     """The checkpoint under both policies, weights shared.
 
@@ -106,8 +115,7 @@ def measure_all(models: Mapping[str, Model], settings: Settings, console: Consol
     size = f"{len(document):,} characters"
     console.print(f"[bold]Tessera demo[/bold]: questions about {settings.document.name} ({size})", highlight=False)
     with console.status("compiling") as status:
-        for model in models.values():
-            model.generate([document], max_new_tokens=2)
+        findings.ask(models, document, settings.names[0])  # the same shapes, so that no answer waits for a compiler
         status.update("answering")
         answers = [findings.ask(models, document, name) for name in settings.names]
         console.print(answer_table(answers))
@@ -210,7 +218,7 @@ def records(found: Findings, models: Mapping[str, Model]) -> list[Record]:
     config = {"model": models["kascade"].plan.model, "anchors": list(models["kascade"].plan.anchors)}
     for name, by_length in found.accuracy.items():
         for length, accuracy in by_length.items():
-            what = What(op="quality", kernel=name, workload=f"demo_passkey_{length}", config=config,
+            what = What(op="demo", kernel=name, workload=f"demo_passkey_{length}", config=config,
                         title=f"pass key in {length:,} tokens")  # fmt: skip
             facts = {"trials": accuracy.num_tasks}
             made.append(_record(what, [accuracy.share], unit="fraction", density=(accuracy.density,), facts=facts))
