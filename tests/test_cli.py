@@ -25,7 +25,7 @@ FLAGS = {
         "--text --model --out --anchors --tile --query-tile --fraction --minimum --heads --crossover --max-tokens "
         "--dtype --debug"
     ).split(),
-    "train": "--out --recipe --save-every-s --until --debug".split(),
+    "train": "--out --recipe --save-every-s --until --text --base --steps --length --batch --rate --debug".split(),
     "demo": "--out --debug".split(),
     "doctor": "--json --debug".split(),
     "bench": "--suite --only --resume --out --peer-python --debug".split(),

@@ -212,6 +212,18 @@ class Train:
     """Seconds between checkpoints."""
     until: int | None = None
     """Stop after this many steps in all."""
+    text: Path | None = None
+    """Train on this file or folder of text instead of the recipe's data."""
+    base: str | None = None
+    """With --text: Hugging Face folder or hub id to start from; fresh weights of the demo's size if not given."""
+    steps: int = 1000
+    """With --text: updates; the learning rate falls to a tenth over them."""
+    length: int = 512
+    """With --text: tokens per sequence."""
+    batch: int = 8
+    """With --text: sequences per step."""
+    rate: float = 1e-3
+    """With --text: first learning rate."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -220,8 +232,21 @@ class Train:
         from tessera.recipes import RECIPES
         from tessera.train import train
 
-        train(RECIPES[self.recipe], self.out, save_every_s=self.save_every_s, until=self.until)
+        if self.text is None and self.base is not None:
+            raise ValueError(f"--base {self.base} needs --text: what should it be trained on?")
+        recipe = RECIPES[self.recipe] if self.text is None else self.own_recipe()
+        train(recipe, self.out, save_every_s=self.save_every_s, until=self.until)
         return 0
+
+    def own_recipe(self):
+        """The recipe that --text and its companions describe."""
+        from tessera.models.checkpoint import read_config, resolve
+        from tessera.recipes import DEMO_CONFIG, text_recipe
+
+        base = None if self.base is None else resolve(self.base)
+        config = DEMO_CONFIG if base is None else read_config(base)
+        flags = {name: getattr(self, name) for name in ("steps", "length", "batch", "rate")}
+        return text_recipe(self.text, config=config, base=base, **flags)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -242,20 +242,45 @@ def chain(rng: np.random.Generator) -> Fact:
 
 def table(rng: np.random.Generator) -> list[Fact]:
     """A block of constants, one row each; the first fact carries the whole block as its note."""
-    names = list(dict.fromkeys(constant_name(rng) for _ in range(int(rng.integers(3, 16)))))
-    start, stepping = int(rng.integers(0, 900)), rng.random() < 0.5
-    style, rows, facts = rng.random(), [], []
-    for row, name in enumerate(names):
-        value = str(start + row) if stepping else constant_value(rng)
-        tail = f", '{name.replace('_', ' ').capitalize()}'" if style < 0.3 else ""
-        rows.append(f"{'    ' if style < 0.6 else ''}{name} = {value}{tail}")
-        facts.append((name, value))
-    order = rng.permutation(len(facts))[: int(rng.integers(1, 5))]
-    asked = [Fact((), f"What is {facts[i][0]}?", f"{facts[i][0]} = \x01{facts[i][1]}\x02") for i in order]
+    count = int(rng.integers(3, 16))
+    names = [constant_name(rng) for _ in range(count)] if rng.random() < 0.5 else sibling_names(rng, count)
+    names = list(dict.fromkeys(names))
+    values = column(rng, len(names))
+    indent = "    " if rng.random() < 0.4 else ""
+    width = max(map(len, names)) if rng.random() < 0.5 else 0
+    style, rows = rng.random(), []
+    for name, value in zip(names, values):
+        words = name.replace("_", " ").lower()
+        tail = f", '{words.capitalize()}'" if style < 0.2 else f"  # {words}" if style < 0.5 else ""
+        rows.append(f"{indent}{name:{width}} = {value}{tail}" if width else f"{indent}{name} = {value}{tail}")
+    order = rng.permutation(len(names))[: int(rng.integers(1, 5))]
+    asked = [Fact((), f"What is {names[i]}?", f"{names[i]} = \x01{values[i]}\x02") for i in order]
     return [asked[0]._replace(notes=("\n".join(rows),)), *asked[1:]]
 
 
-NATURAL = re.compile(rb"^ *([A-Z_][A-Z0-9_]{2,}) *= *(0x[0-9a-fA-F]+|\d+|'[^'\n]{1,20}')", re.M)
+def sibling_names(rng: np.random.Generator, count: int) -> list[str]:
+    """Names of one prefix that are easily mistaken for one another: S_IRUSR, S_IRGRP, S_IWGRP."""
+    letters = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    prefix = "".join(rng.choice(letters, int(rng.integers(1, 4)))) + "_"
+    stem = "".join(rng.choice(letters, int(rng.integers(0, 3))))
+    return [f"{prefix}{stem}{''.join(rng.choice(letters, int(rng.integers(2, 6))))}" for _ in range(count)]
+
+
+def column(rng: np.random.Generator, count: int) -> list[str]:
+    """Values of one table: consecutive numbers, padded octal or hexadecimal, or anything."""
+    kind = rng.random()
+    if kind < 0.3:
+        start = int(rng.integers(0, 900)) if rng.random() < 0.6 else 0
+        return [str(start + i) for i in range(count)]
+    if kind < 0.5:
+        digits = int(rng.integers(3, 7))
+        return [f"0o{int(rng.integers(0, 8**digits)) & 0o70707070:0{digits}o}" for _ in range(count)]
+    if kind < 0.65:
+        return [f"0x{1 << int(rng.integers(0, 28)):08x}" for _ in range(count)]
+    return [constant_value(rng) for _ in range(count)]
+
+
+NATURAL = re.compile(rb"^ *([A-Z_][A-Z0-9_]{2,}) *= *(0[xo][0-9a-fA-F]+|\d+|'[^'\n]{1,20}') *(?:[,;#].*)?$", re.M)
 
 
 def natural(body: bytes) -> list[Fact]:

@@ -61,7 +61,7 @@ class Recipe:
         weight_decay: decoupled, of matrices only.
         b1, b2: Adam's decay rates.
         compute_dtype: of activations and of the weights' working copy; master weights and moments are float32.
-        look_back: start two heads of layer 0 at looking one and two positions back (train.look_back).
+        look_back: let two heads of layer 0 start out favouring one and two positions back (train.look_back).
         text: folder or file to train on; None is the standard library of the running Python.
         base: Hugging Face folder to start from; None is fresh weights.
     """
@@ -174,7 +174,8 @@ DEMO = Recipe(
         Stage(length=1024, batch=6, steps=150, mixture=MOSTLY_NOTES),
         Stage(length=2048, batch=3, steps=74, mixture=MOSTLY_NOTES, rate=1.5e-3),
         Stage(length=2048, batch=4, steps=36, mixture=MOSTLY_NOTES, rate=1.5e-3),
-        Stage(length=4096, batch=2, steps=240, mixture=MOSTLY_NOTES, rate=1.5e-3, last_rate=1e-4),
+        Stage(length=4096, batch=2, steps=11, mixture=MOSTLY_NOTES, rate=1.5e-3, last_rate=1.4414e-3),
+        Stage(length=4096, batch=2, steps=330, mixture=MOSTLY_NOTES, rate=1.44e-3, last_rate=1e-4),
     ),
 )
 """The shipped model: copying forms at 24 tokens, then every length up to the whole context."""

@@ -111,7 +111,7 @@ def init_state(recipe: Recipe) -> State:
 
 
 def look_back(params: Params, config: ModelConfig) -> Params:
-    """Let the first two query heads of layer 0 start out looking one and two positions back.
+    """Let the first two query heads of layer 0 start out favouring one and two positions back.
 
     Every embedding gets a common unit vector u; q = W u and k = W' u are then the same at all positions, and rotary
     embedding makes their product sum_i cos(f_i (distance - shift)), largest at the wanted distance. With this half of
