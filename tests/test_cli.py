@@ -109,6 +109,17 @@ def test_generate_prints_what_the_library_gives(folder, tmp_path, capsys):
     assert set(found[0]) == set(typing.get_type_hints(tessera.Generation))
 
 
+def test_json_has_no_nan(folder, capsys):
+    assert cli.main(["generate", "ab", "--model", str(folder), "--max-new-tokens", "1", "--json"]) == 0
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["decode_tokens_per_s"] is None
+    assert found["ttft_s"] > 0
+
+
 def test_generate_takes_token_ids_without_a_tokenizer(tmp_path, capsys):
     folder = save_tiny(tmp_path / "bare", tokenizer=False)
     [expected] = tessera.load(folder).generate([[1, 2, 3]], max_new_tokens=4)

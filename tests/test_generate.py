@@ -15,9 +15,10 @@ from tiny import CONFIG, save_tiny
 import tessera
 from tessera.answers import Answer
 from tessera.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks
-from tessera.engine import Session, cache_bytes, decode_token, prefill_chunk
+from tessera.engine import Request, Session, cache_bytes, decode_token, prefill_chunk, respond
 from tessera.generate import Interrupted
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.sampling import Sampling
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -161,6 +162,37 @@ def test_eos_ends_an_answer_and_its_text(model):
     assert found.finish_reason == "stop"
     assert found.tokens == free.tokens[:cut]
     assert found.text == byte_tokenizer().decode(free.tokens[: cut - 1])
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_running_ahead_of_the_host_changes_nothing(model, lag):
+    """As on an accelerator: steps are under way when an answer ends by eos or length, and leave no trace."""
+    prompts, limits = [prompt(40), prompt(30), prompt(20)], [8, 3, 8]
+    free = [model.generate([tokens], max_new_tokens=8)[0].tokens for tokens in prompts]
+    eos = (free[2][2],)  # ends the third answer early, and maybe others
+
+    def run(lag: int) -> list[Answer]:
+        answers = [Answer(len(p), limit, eos, (), model.tokenizer) for p, limit in zip(prompts, limits)]
+        session = model.session(model.policy, batch=3, num_keys=48)
+        request = Request(
+            indices=[0, 1, 2], prompts=prompts, answers=answers, seeds=np.zeros(3, np.uint32), sampling=Sampling()
+        )
+        assert respond(session, request, lag=lag)
+        return [replace(a.generation(0.0), ttft_s=0.0, decode_tokens_per_s=0.0) for a in answers]
+
+    assert run(lag) == run(0)
+    assert run(0)[2].finish_reason == "stop"
+
+
+def test_bfloat16_stays_near_float32(folder, model):
+    """Logprobs of one answer, scored by the same weights in bfloat16, whose steps are 2**-8 apart near 1."""
+    half = tessera.load(folder, dtype="bfloat16")
+    assert half.params.embed.dtype == "bfloat16"
+    [found] = half.generate([prompt(40)], max_new_tokens=4)
+    whole = prompt(40) + found.tokens
+    scores = np.asarray(jax.nn.log_softmax(model.logits([whole])[0]))
+    expected = scores[np.arange(39, 43), found.tokens]
+    np.testing.assert_allclose(found.logprobs, expected, atol=0.15)
 
 
 def test_max_new_tokens_ends_at_the_context(model):

@@ -18,7 +18,7 @@ class Generation:
         finish_reason: "stop" (end-of-sequence token or stop string), "length" (max_new_tokens or the model's context
             is used up) or "interrupted" (Ctrl-C).
         prompt_tokens: tokens of the prompt.
-        ttft_s: seconds from the call of generate to this prompt's first token; nan without one.
+        ttft_s: seconds from the call of generate to this prompt's first token, compilation included; nan without one.
         decode_tokens_per_s: tokens after the first per second after the first; nan for fewer than two.
         density: key positions read / key positions visible, over all layers, heads, prompt rows and decode steps.
     """

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -176,6 +177,8 @@ def typed_lines() -> Iterable[str]:
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
+    with suppress(ImportError):  # where there is none (Windows), the terminal edits lines itself
+        import readline  # noqa: F401  (gives input() line editing and history)
     while True:
         try:
             yield input("> ")

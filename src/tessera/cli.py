@@ -116,7 +116,8 @@ class Generate(ModelFlags, SamplingFlags):
         """Print all answers: JSON lines, or plain, with a heading each if there are several."""
         for index, result in enumerate(results):
             if self.json:
-                print(json.dumps(asdict(result)))
+                # JSON has no NaN: a rate over fewer than two tokens is null
+                print(json.dumps({k: None if v != v else v for k, v in asdict(result).items()}))
                 continue
             if len(results) > 1:
                 print(f"--- {index}")

@@ -217,8 +217,15 @@ class Pending(NamedTuple):
     reads: list[Reads]
 
 
-def respond(session: Session, request: Request, start: int = 0) -> bool:
+def respond(session: Session, request: Request, start: int = 0, *, lag: int | None = None) -> bool:
     """Prefill the prompts from `start` on and decode until every answer is complete.
+
+    Args:
+        session: a cache with room for the longest prompt and its answer.
+        request: the prompts and their answers.
+        start: tokens that the cache already holds of every prompt; see `Session.align`.
+        lag: steps the device runs ahead of the host; None is LAG on accelerators and 0 on a CPU, where a step past
+            the end of an answer costs as much as any other.
 
     Returns:
         False if the scores are not finite, and the answers stay as they are.
@@ -227,7 +234,8 @@ def respond(session: Session, request: Request, start: int = 0) -> bool:
     values, method = request.sampling.values(vocab_size), request.sampling.method
     lengths = np.array([len(prompt) for prompt in request.prompts], np.int32)
     limits = np.array([answer.limit for answer in answers], np.int32)
-    lag = 0 if jax.default_backend() == "cpu" else LAG
+    if lag is None:
+        lag = 0 if jax.default_backend() == "cpu" else LAG
 
     def advance(step: int, scores: Array, seen: Array | None, reads: list[Reads]) -> Pending:
         return Pending(choose(scores, seen, request.seeds, np.int32(step), values, method=method), reads)

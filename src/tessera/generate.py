@@ -204,9 +204,11 @@ class Model:
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Token lists of the prompts, each checked: not empty, in the vocabulary, within the context."""
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+        single = isinstance(prompts, str)
+        prompts = list(prompts)
+        if single or (prompts and isinstance(prompts[0], int | np.integer)):
             raise ValueError("prompts must be a list of texts or token lists: wrap a single prompt in a list, [prompt]")
-        if not len(prompts):
+        if not prompts:
             raise ValueError("prompts is an empty list: pass at least one prompt")
         return [self._encode(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
 
