@@ -1,0 +1,326 @@
+"""Every kernel of the table against float64 oracles over the catalogue, and what must hold without an oracle."""
+
+import functools
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from tessera.attention.contract import AttentionSpec, Positions, Selection
+from tessera.attention.dispatch import KERNELS, attention
+from tessera.workloads import WORKLOADS, tagged
+
+NAMED = {w.name: w for w in WORKLOADS}
+EVERY_DTYPE = ("ragged", "window_softcap", "decode_ragged")
+PREFILL, DECODE = NAMED["ragged"], NAMED["decode_ragged"]
+
+
+def blocked(kernels):
+    """The kernels that claim to work block by block: all but the reference."""
+    return [kernel for kernel in kernels if not kernel.name.startswith("reference")]
+
+
+def product():
+    """Every kernel x every small workload of its phase; its other dtypes on one or two of them (compile time)."""
+    for kernel in calls.kernels():
+        for workload in tagged("test"):
+            if kernel.phase == "decode" and "decode" not in workload.tags:
+                continue
+            for dtype in kernel.dtypes if workload.name in EVERY_DTYPE else kernel.dtypes[:1]:
+                yield pytest.param(kernel, workload, dtype, id=f"{kernel.name}-{workload.name}-{dtype}")
+
+
+@functools.cache
+def truth(workload, role, dtype):
+    """The oracle's answer and the tolerance; float64 on the dtype's own numbers."""
+    call = calls.make(workload, role, dtype)
+    answer = oracle.attend(call)
+    return answer, oracle.tolerance(call, answer, dtype)
+
+
+@pytest.mark.parametrize(("kernel", "workload", "dtype"), list(product()))
+def test_kernel_meets_the_oracle(kernel, workload, dtype):
+    call = calls.make(workload, kernel.role, dtype)
+    answer, allowed = truth(workload, kernel.role, dtype)
+    result = calls.run(kernel, call, dtype)
+    assert np.abs(result.out - answer.out).max() <= allowed.out
+    empty = np.isinf(answer.lse)
+    assert np.array_equal(np.isneginf(result.lse), empty)
+    assert np.all(result.out[empty] == 0)
+    assert np.abs(result.lse[~empty] - answer.lse[~empty]).max(initial=0) <= allowed.lse
+    if kernel.role != "score":
+        assert result.mass is None
+        return
+    assert np.abs(result.mass - answer.mass).max() <= allowed.mass
+    rows = np.add.reduceat(~empty, range(0, call.q.shape[1], call.query_tile), axis=1).reshape(
+        len(call.q), -1, call.k.shape[2], call.q.shape[2] // call.k.shape[2]
+    )
+    assert np.allclose(result.mass.sum(-1), np.moveaxis(rows.sum(-1), 1, 2), atol=allowed.mass * result.mass.shape[-1])
+
+
+@pytest.mark.parametrize("kernel", calls.kernels(), ids=lambda k: k.name)
+@pytest.mark.parametrize("case", ["huge", "equal", "one_key"])
+def test_adversarial_numbers(kernel, case):
+    """Logits of 1e4, maxima that tie, and a single visible key, in shapes already compiled."""
+    call = calls.make(DECODE if kernel.phase == "decode" else PREFILL, kernel.role)
+    if case == "huge":
+        call = call._replace(q=call.q * np.float32(2e3))
+    elif case == "equal":
+        call = call._replace(k=np.where(np.isnan(call.k), np.nan, 1.0).astype(np.float32))
+    else:
+        k, v = np.nan_to_num(call.k, nan=0.5), np.nan_to_num(call.v, nan=0.5)
+        k[:, 1:] = v[:, 1:] = np.nan
+        call = call._replace(k=k, v=v, kv_len=np.ones_like(call.kv_len), q_start=call.q_start * 0)
+    answer = oracle.attend(call)
+    allowed = oracle.tolerance(call, answer, "float32")
+    assert case != "huge" or answer.top > 1e4
+    result = calls.run(kernel, call, "float32")
+    assert np.abs(result.out - answer.out).max() <= allowed.out
+    assert np.array_equal(np.isneginf(result.lse), np.isneginf(answer.lse))
+    if kernel.role == "score":
+        assert np.abs(result.mass - answer.mass).max() <= allowed.mass
+
+
+@pytest.mark.parametrize("kernel", calls.kernels(phase="prefill"), ids=lambda k: k.name)
+def test_future_keys_change_nothing_bit_for_bit(kernel):
+    call = calls.make(PREFILL, kernel.role)
+    before = calls.run(kernel, call, "float32")
+    cut = 20  # rows up to here keep their past; sequence 0 starts at 50
+    k, v = call.k.copy(), call.v.copy()
+    first = call.q_start[0] + cut + 1
+    order = np.random.default_rng(1).permutation(np.arange(first, call.k.shape[1]))
+    k[0, first:], v[0, first:] = -3 * k[0, order], 100 * v[0, order]
+    after = calls.run(kernel, call._replace(k=k, v=v), "float32")
+    assert np.array_equal(before.out[0, : cut + 1], after.out[0, : cut + 1])
+    assert np.array_equal(before.lse[0, : cut + 1], after.lse[0, : cut + 1])
+    assert not np.array_equal(before.out[0, cut + 1 :], after.out[0, cut + 1 :])
+    assert np.array_equal(before.out[1:], after.out[1:])
+
+
+@pytest.mark.parametrize("kernel", calls.kernels("sparse"), ids=lambda k: k.name)
+def test_all_tiles_is_dense_and_each_listed_tile_matters(kernel):
+    """Perturbing any listed tile changes the output, perturbing an unlisted one does not: lists longer than a block."""
+    workload = NAMED["decode_both_ways" if kernel.phase == "decode" else "both_ways"]
+    num_keys, tile = 480, 16
+    rng = np.random.default_rng(2)
+    call = calls.make(workload, "dense")
+    heads, dim = call.k.shape[2:]
+    k, v = (rng.standard_normal((1, num_keys, heads, dim)).astype(np.float32) for _ in range(2))
+    num_rows = -(-call.q.shape[1] // call.query_tile)
+    tiles = np.broadcast_to(np.arange(num_keys // tile), (1, heads, num_rows, num_keys // tile))
+    call = call._replace(k=k, v=v, tile=tile, kv_len=np.array([num_keys]))
+    full = call._replace(tiles=tiles, count=np.full(tiles.shape[:3], tiles.shape[3]))
+    dense = oracle.attend(call)
+    allowed = oracle.tolerance(call, dense, "float32")
+    result = calls.run(kernel, full, "float32")
+    assert np.abs(result.out - dense.out).max() <= allowed.out
+    assert np.abs(result.lse - dense.lse).max() <= allowed.lse
+
+    listed = np.arange(0, num_keys // tile, 2)
+    some = full._replace(tiles=full.tiles.copy(), count=np.full(tiles.shape[:3], len(listed)))
+    some.tiles[..., : len(listed)] = listed
+    base = calls.run(kernel, some, "float32")
+    for j in range(num_keys // tile):
+        k2, v2 = k.copy(), v.copy()
+        span = slice(j * tile, (j + 1) * tile)
+        k2[:, span], v2[:, span] = k2[:, span] + 1, v2[:, span] - 1
+        again = calls.run(kernel, some._replace(k=k2, v=v2), "float32")
+        assert np.array_equal(again.out, base.out) == (j not in listed), f"tile {j}"
+        assert np.array_equal(again.lse, base.lse) == (j not in listed), f"tile {j}"
+
+
+@pytest.mark.parametrize("kernel", calls.kernels("dense"), ids=lambda k: k.name)
+def test_partials_merge_to_the_whole(kernel):
+    """Two calls over the halves of the keys, weighted by exp(lse), equal one call over all of them."""
+    call = calls.make(NAMED["decode_ragged"] if kernel.phase == "decode" else NAMED["aligned"], "dense")
+    call = call._replace(q_len=np.full_like(call.q_len, call.q.shape[1]), q=np.nan_to_num(call.q))
+    whole = calls.run(kernel, call, "float32")
+    half = call.k.shape[1] // 2
+    left = calls.run(kernel, call._replace(k=call.k[:, :half], v=call.v[:, :half]), "float32")
+    right_call = call._replace(
+        k=call.k[:, half:], v=call.v[:, half:], q_start=call.q_start - half, kv_len=np.maximum(call.kv_len - half, 0)
+    )
+    right = calls.run(kernel, right_call, "float32")
+    top = np.maximum(np.maximum(left.lse, right.lse), -1e30)
+    a, b = np.exp(left.lse - top)[..., None], np.exp(right.lse - top)[..., None]
+    merged = (a * left.out + b * right.out) / np.where(a + b > 0, a + b, 1)
+    assert np.abs(merged - whole.out).max() < 2e-6 * np.abs(np.nan_to_num(call.v)).max()
+
+
+@pytest.mark.parametrize("role", ["dense", "score", "sparse"])
+def test_decode_is_the_last_row_of_prefill(role):
+    """Through dispatch: one row alone equals the last row of a call that holds it."""
+    rng = np.random.default_rng(3)
+    num_keys, spec = 64, AttentionSpec(tile=16, query_tile=16, mass=role == "score")
+    q, k, v = (jnp.asarray(rng.standard_normal((2, num_keys, n, 16)), jnp.float32) for n in (4, 2, 2))
+    tiles = jnp.asarray(np.broadcast_to([0, 1, 3], (2, 2, 4, 3)), jnp.int32)
+    lists = Selection(tiles, jnp.full(tiles.shape[:3], 3, jnp.int32)) if role == "sparse" else None
+    last = Selection(lists.tiles[:, :, -1:], lists.count[:, :, -1:]) if role == "sparse" else None
+    whole = attention(q, k, v, spec, selection=lists)
+    start = jnp.full((2,), num_keys - 1, jnp.int32)
+    one = attention(q[:, -1:], k, v, spec, q_start=start, selection=last)
+    assert jnp.abs(one.out[:, 0] - whole.out[:, -1]).max() < 5e-6
+    assert jnp.abs(one.lse[:, 0] - whole.lse[:, -1]).max() < 5e-6
+    if role == "score":
+        assert one.mass.shape == (2, 2, 1, 4)
+        assert jnp.abs(one.mass.sum(-1) - 2).max() < 1e-5
+
+
+@pytest.mark.parametrize("kernel", calls.kernels("dense"), ids=lambda k: k.name)
+@pytest.mark.parametrize("name", ["ragged", "window_softcap", "decode_window"])
+def test_gradient_meets_the_oracle(kernel, name):
+    if kernel.phase == "decode" and "decode" not in NAMED[name].tags:
+        name = "decode_ragged"
+    call = calls.make(NAMED[name], "dense")
+    call = call._replace(q=np.nan_to_num(call.q))
+    d_out = np.random.default_rng(4).standard_normal(call.q.shape)
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+    spec, config = calls.spec_of(call, "dense"), calls.small_config(kernel)
+
+    def loss(q, k, v):
+        out = kernel.launch(q, k, v, spec, positions, None, config)
+        return jnp.sum(out.out * jnp.asarray(d_out, jnp.float32))
+
+    got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*(jnp.asarray(x) for x in (call.q, call.k, call.v)))
+    for mine, exact in zip(got, oracle.gradients(call, d_out), strict=True):
+        assert np.all(np.isfinite(mine))
+        assert np.abs(mine - exact).max() <= 2e-5 * max(1.0, np.abs(exact).max())
+    unseen = np.isneginf(oracle.attend(call).lse)
+    assert np.all(np.asarray(got[0])[unseen] == 0)
+
+
+def largest(jaxpr) -> int:
+    """Most elements any one intermediate of a program holds, loops and calls included."""
+    sizes = [0]
+    for eqn in jaxpr.eqns:
+        sizes += [int(np.prod(v.aval.shape)) for v in eqn.outvars]
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                sizes.append(largest(inner))
+    return max(sizes)
+
+
+def abstract(num_queries, num_keys, heads, kv_heads, dim, capacity=None, query_tile=32):
+    """Shapes without numbers: q, k, v, positions, selection."""
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    q, k = shape((1, num_queries, heads, dim)), shape((1, num_keys, kv_heads, dim))
+    lists = None
+    if capacity:
+        lead = (1, kv_heads, -(-num_queries // query_tile))
+        lists = Selection(whole((*lead, capacity)), whole(lead))
+    return q, k, k, Positions(whole((1,)), whole((1,)), whole((1,))), lists
+
+
+@pytest.mark.parametrize(
+    "kernel", [k for k in calls.kernels() if not k.name.startswith("reference")], ids=lambda k: k.name
+)
+def test_no_matrix_of_scores_is_ever_built(kernel):
+    """Nothing in the program grows with T x S: not in the kernel, not in the gradient of dense."""
+    num_keys = 16384
+    num_queries = 1 if kernel.phase == "decode" else num_keys
+    spec = AttentionSpec(mass=kernel.role == "score")
+    q, k, v, positions, lists = abstract(num_queries, num_keys, 2, 1, 32, 8 if kernel.role == "sparse" else None)
+    config = kernel.Config(**dict.fromkeys(kernel.Config.__dataclass_fields__, 512))
+
+    def program(q, k, v):
+        return kernel.launch(q, k, v, spec, positions_of(), lists_of(), config)
+
+    def positions_of():
+        return Positions(*(jnp.zeros(p.shape, jnp.int32) for p in positions))
+
+    def lists_of():
+        return None if lists is None else Selection(*(jnp.zeros(x.shape, jnp.int32) for x in lists))
+
+    tensor = max(np.prod(q.shape), np.prod(k.shape))
+    limit = 2 * max(tensor, 2 * 512 * 512 * 2)
+    assert limit < num_keys * num_keys / 16
+    assert largest(jax.make_jaxpr(program)(q, k, v).jaxpr) <= limit
+    if kernel.role == "dense":
+        gradient = jax.grad(lambda *x: jnp.sum(program(*x).out), argnums=(0, 1, 2))
+        assert largest(jax.make_jaxpr(gradient)(q, k, v).jaxpr) <= limit
+
+
+def count_products(monkeypatch, launch) -> int:
+    """Multiply-adds of every dot product that really runs: loops are run step by step, outside jit."""
+    total = 0
+    plain = jax.lax.dot_general
+
+    def counting(a, b, dims, *args, **kwargs):
+        nonlocal total
+        out = plain(a, b, dims, *args, **kwargs)
+        total += int(np.prod(out.shape)) * int(np.prod([a.shape[d] for d in dims[0][0]]))
+        return out
+
+    with monkeypatch.context() as patch, jax.disable_jit():
+        patch.setattr(jax.lax, "dot_general", counting)
+        launch()
+    return total
+
+
+@pytest.mark.parametrize(
+    "kernel", [k for k in calls.kernels("sparse") if not k.name.startswith("reference")], ids=lambda k: k.name
+)
+def test_sparse_work_follows_the_lists(kernel, monkeypatch):
+    """Twice the listed tiles is twice the arithmetic, however large the cache: nothing silently runs dense."""
+    num_queries = 1 if kernel.phase == "decode" else 32
+    q, k, v, _, _ = abstract(num_queries, 512, 2, 1, 8)
+    q, k, v = (jnp.ones(x.shape) for x in (q, k, v))
+    spec, config = AttentionSpec(tile=16), calls.small_config(kernel)
+    positions = Positions(*(jnp.full((1,), n, jnp.int32) for n in (512 - num_queries, 512, num_queries)))
+    flops = {}
+    for count in (1, 4, 8):
+        lists = Selection(jnp.arange(8, dtype=jnp.int32)[None, None, None], jnp.full((1, 1, 1), count, jnp.int32))
+        flops[count] = count_products(
+            monkeypatch, lambda lists=lists: kernel.launch(q, k, v, spec, positions, lists, config)
+        )
+    exact = 2 * num_queries * 2 * 16 * 8
+    assert flops[1] == exact
+    assert flops[4] == 4 * exact
+    assert flops[8] == 8 * exact
+
+
+def test_decode_work_follows_what_is_filled(monkeypatch):
+    """A cache of 512 keys that holds 40 costs three blocks of 16, and a window of 16 costs two."""
+    kernel = next(k for k in KERNELS if k.name == "xla_decode_dense")
+    q, k, v, _, _ = abstract(1, 512, 2, 1, 8)
+    q, k, v = (jnp.ones(x.shape) for x in (q, k, v))
+    positions = Positions(*(jnp.full((1,), n, jnp.int32) for n in (39, 40, 1)))
+    for spec, blocks in ((AttentionSpec(), 3), (AttentionSpec(window=16), 2)):
+        config = calls.small_config(kernel)
+        done = count_products(
+            monkeypatch, lambda spec=spec, config=config: kernel.launch(q, k, v, spec, positions, None, config)
+        )
+        assert done == blocks * 2 * 2 * 16 * 8
+
+
+@pytest.mark.parametrize("role", ["dense", "score", "sparse"])
+def test_decode_copies_no_cache(role):
+    """The model's cache is [B,K,S,H]: the compiled program neither transposes nor copies all of it."""
+    kernel = next(k for k in KERNELS if k.name == f"xla_decode_{role}")
+    batch, heads, num_keys, dim = 2, 2, 4096, 32
+    spec = AttentionSpec(mass=role == "score")
+    lists = Selection(jnp.zeros((batch, heads, 1, 4), jnp.int32), jnp.ones((batch, heads, 1), jnp.int32))
+
+    def step(q, k_cache, v_cache, positions):
+        k, v = jnp.swapaxes(k_cache, 1, 2), jnp.swapaxes(v_cache, 1, 2)
+        lists_ = lists if role == "sparse" else None
+        return kernel.launch(q, k, v, spec, positions, lists_, config)
+
+    config = kernel.Config(block_s=512)
+    cache = jax.ShapeDtypeStruct((batch, heads, num_keys, dim), jnp.float32)
+    q = jax.ShapeDtypeStruct((batch, 1, 2 * heads, dim), jnp.float32)
+    whole = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    program = jax.jit(step).lower(q, cache, cache, Positions(whole, whole, whole)).compile()
+    memory = program.memory_analysis()
+    if memory is not None:
+        assert memory.temp_size_in_bytes < batch * heads * num_keys * dim * 4
+    sizes = (f"f32[{batch},{heads},{num_keys},{dim}]", f"f32[{batch},{num_keys},{heads},{dim}]")
+    for line in program.as_text().splitlines():
+        made = line.partition("=")[2].strip()
+        if made.startswith(sizes):
+            assert any(word in made for word in ("parameter(", "get-tuple-element(", "bitcast(")), line
