@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from tessera.models.config import ModelConfig
@@ -17,7 +18,7 @@ class Cache(NamedTuple):
     v: tuple[Array, ...] | Array
 
 
-def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: jnp.dtype, stacked: bool) -> Cache:
+def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
     """An empty cache of 2 * L * B * K * S * H elements."""
     shape = (batch, config.num_kv_heads, num_keys, config.head_dim)
     if stacked:
@@ -31,6 +32,7 @@ def append(
 ) -> Float[Array, "B K S H"]:
     """Write T new positions from q_start on, per sequence. The caller keeps q_start + T <= S: XLA clamps, silently."""
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
+    zero = jnp.int32(0)  # not a Python 0: with 64-bit types enabled that would be int64 beside q_start's int32
     for b in range(cache.shape[0]):  # one in-place update per sequence; a vmapped one becomes a slow scatter on CPU
-        cache = jax.lax.dynamic_update_slice(cache, rows[b : b + 1], (b, 0, q_start[b], 0))
+        cache = jax.lax.dynamic_update_slice(cache, rows[b : b + 1], (zero + b, zero, q_start[b], zero))
     return cache

@@ -61,8 +61,11 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights in the model, tied embeddings counted once."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        attention = self.hidden_size * 2 * (q_size + kv_size) + (2 * self.head_dim if self.qk_norm else 0)
+        attention += (q_size + 2 * kv_size) * self.attention_bias + self.hidden_size * self.output_bias
         mlp = 3 * self.hidden_size * self.intermediate_size
+        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
 

@@ -221,7 +221,7 @@ def render_config(config: ModelConfig, dtype: str, pad_id: int | None = None) ->
         "rope_scaling": _render_rope(config.rope),
         "bos_token_id": config.bos_id,
         "eos_token_id": config.eos_ids[0] if len(config.eos_ids) == 1 else list(config.eos_ids) or None,
-        "pad_token_id": pad_id,
+        "pad_token_id": pad_id if pad_id is not None and pad_id < config.vocab_size else None,
     }
     if "attention_bias" in family.keys:
         raw["attention_bias"] = config.attention_bias

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from tessera.models.config import ModelConfig, Rope
@@ -172,7 +173,7 @@ def rotate(x: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Float[Arr
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def init_params(config: ModelConfig, key: Array, dtype: jnp.dtype = jnp.float32) -> Params:
+def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
     """Fresh stacked weights: normal, std D ** -0.5, block outputs scaled by (2 L) ** -0.5; norms one, biases zero."""
     c = config
     q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim

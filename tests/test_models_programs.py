@@ -1,0 +1,239 @@
+"""The decoder's programs: dtypes of every operation, donation of the cache, small matrix products, layouts, chunks."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from beartype import beartype
+from jaxtyping import jaxtyped
+
+from tessera.attention.contract import Positions
+from tessera.models import cache as cache_module
+from tessera.models import decoder, layers
+from tessera.models.cache import Cache, append, init_cache
+from tessera.models.config import ModelConfig, Rope
+from tessera.models.decoder import forward, logits
+from tessera.models.layers import init_params, linear, matmul, rms_norm, rope_tables, rotate
+from tessera.sparse.baselines import Dense
+from tessera.sparse.contract import Policy
+
+CONFIG = ModelConfig(
+    family="qwen3",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    max_positions=128,
+    rope=Rope(kind="yarn", factor=4.0, original_max_positions=32),
+    attention_bias=True,
+    output_bias=True,
+    qk_norm=True,
+)
+
+
+def at(start, length) -> Positions:
+    start, length = jnp.int32(start), jnp.int32(length)
+    return Positions(start[None], (start + length)[None], length[None])
+
+
+@jax.jit
+def run(params, tokens, cache, positions):
+    hidden, cache, _ = forward(params, tokens, cache, positions, config=CONFIG, policy=Dense())
+    return logits(params, hidden), cache
+
+
+def unstack(params):
+    rows = [jax.tree.map(lambda leaf, i=i: leaf[i], params.layers) for i in range(CONFIG.num_layers)]
+    return layers.Params(embed=params.embed, layers=tuple(rows), final_norm=params.final_norm, head=params.head)
+
+
+def equations(jaxpr):
+    """Every equation of a program, inner programs included."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+@pytest.mark.parametrize("num_queries", [1, 32], ids=["decode", "prefill"])
+@pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
+def test_bfloat16_programs_accumulate_in_float32(stacked, num_queries):
+    params = init_params(CONFIG, jax.random.key(0), jnp.bfloat16)
+    params = params if stacked else unstack(params)
+    cache = init_cache(CONFIG, 1, 64, dtype=jnp.bfloat16, stacked=stacked)
+    tokens = jnp.zeros((1, num_queries), jnp.int32)
+    program = jax.make_jaxpr(run)(params, tokens, cache, at(3, num_queries))
+    assert program.out_avals[0].dtype == jnp.float32
+    seen = set()
+    for eqn in equations(program.jaxpr):
+        name = eqn.primitive.name
+        out = str(eqn.outvars[0].aval.dtype) if eqn.outvars and hasattr(eqn.outvars[0].aval, "dtype") else ""
+        if name in ("dot_general", "reduce_sum", "exp", "exp2", "rsqrt", "cos", "sin", "log"):
+            assert out not in ("bfloat16", "float16"), eqn
+            seen.add(name)
+    assert {"dot_general", "rsqrt", "cos", "sin"} <= seen
+    assert seen & {"exp", "exp2"}
+
+
+class Through(Policy):
+    """Attention left out: values come through, so that the decoder's own operations can be traced alone."""
+
+    def init_state(self, num_layers, shapes, spec):
+        return None
+
+    def attend(self, layer, q, k, v, spec, positions, state):
+        return jnp.repeat(v[:, : q.shape[1]], q.shape[2] // v.shape[2], axis=2), state
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
+def test_no_float64_even_where_jax_allows_it(stacked):
+    with jax.enable_x64(True):  # without, JAX would turn a stray float64 into float32 and hide it
+        params = init_params(CONFIG, jax.random.key(0), jnp.bfloat16)
+        params = params if stacked else unstack(params)
+        cache = init_cache(CONFIG, 1, 64, dtype=jnp.bfloat16, stacked=stacked)
+
+        def program(params, tokens, cache):
+            hidden, cache, _ = forward(params, tokens, cache, at(3, 8), config=CONFIG, policy=Through())
+            return logits(params, hidden), cache
+
+        traced = jax.make_jaxpr(program)(params, jnp.zeros((1, 8), jnp.int32), cache)
+    dtypes = {str(v.aval.dtype) for eqn in equations(traced.jaxpr) for v in eqn.outvars}
+    assert "float64" not in dtypes
+    assert {"float32", "bfloat16"} <= dtypes
+
+
+def test_the_audit_would_see_bfloat16_accumulation():
+    x = jnp.ones((4, 4), jnp.bfloat16)
+    found = [
+        e.outvars[0].aval.dtype
+        for e in equations(jax.make_jaxpr(jax.jit(jnp.dot))(x, x).jaxpr)
+        if e.primitive.name == "dot_general"
+    ]
+    assert found == [jnp.bfloat16]
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
+def test_the_cache_is_updated_in_place(stacked):
+    """Donation holds in the compiled program: each cache buffer is an output's, and nothing as large is made."""
+    params = init_params(CONFIG, jax.random.key(0))
+    params = params if stacked else unstack(params)
+    cache = init_cache(CONFIG, 1, 4096, dtype=jnp.float32, stacked=stacked)
+    step = jax.jit(run.__wrapped__, donate_argnames="cache")
+    compiled = step.lower(params, jnp.zeros((1, 1), jnp.int32), cache, at(7, 1)).compile()
+    header = compiled.as_text().splitlines()[0]
+    assert header.count("may-alias") + header.count("must-alias") == len(jax.tree.leaves(cache))
+    memory = compiled.memory_analysis()
+    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 8, 9])
+@pytest.mark.parametrize("num_outputs", [12, 8192], ids=["one block", "blocks"])
+def test_products_with_a_few_rows(num_rows, num_outputs, dtype):
+    random = np.random.default_rng(0)
+    x = jnp.asarray(random.standard_normal((num_rows, 1, 320)), dtype)
+    w = jnp.asarray(random.standard_normal((num_outputs, 320)), dtype)
+    assert num_outputs < 8192 or dtype != jnp.float32 or w.nbytes > 2 * layers.CACHED_BYTES
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    out = jax.jit(matmul)(x, w)
+    assert out.shape == (num_rows, 1, num_outputs)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, exact, atol=1e-4)
+    assert linear(x, w).dtype == dtype
+
+
+def test_stacked_tuple_and_remat_agree():
+    params = init_params(CONFIG, jax.random.key(1))
+    tokens = jax.random.randint(jax.random.key(2), (2, 24), 0, CONFIG.vocab_size)
+    full = jnp.full(2, 24, jnp.int32)
+    positions = Positions(0 * full, full, full)
+
+    @partial(jax.jit, static_argnames="remat")
+    def hidden(params, remat=False):
+        return forward(params, tokens, None, positions, config=CONFIG, policy=Dense(), remat=remat)[0]
+
+    expected = hidden(params)
+    np.testing.assert_allclose(hidden(unstack(params)), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(hidden(params, remat=True), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_sequences_of_different_lengths_do_not_see_each_other():
+    params = init_params(CONFIG, jax.random.key(3))
+    tokens = np.array(jax.random.randint(jax.random.key(4), (2, 16), 0, CONFIG.vocab_size), np.int32)
+    lengths = jnp.array([16, 5], jnp.int32)
+    together, _ = run(
+        params,
+        tokens,
+        init_cache(CONFIG, 2, 32, dtype=jnp.float32, stacked=True),
+        Positions(0 * lengths, lengths, lengths),
+    )
+    alone, _ = run(params, tokens[1:, :5], init_cache(CONFIG, 1, 32, dtype=jnp.float32, stacked=True), at(0, 5))
+    np.testing.assert_allclose(together[1, :5], alone[0], rtol=1e-4, atol=1e-4)
+
+
+def test_append_writes_each_sequence_at_its_own_place():
+    cache = jnp.zeros((2, 1, 8, 4))
+    new = jnp.arange(1, 17, dtype=jnp.float32).reshape(2, 2, 1, 4)
+    out = np.asarray(append(cache, new, jnp.array([1, 5], jnp.int32)))
+    np.testing.assert_array_equal(out[0, 0, 1:3], new[0, :, 0])
+    np.testing.assert_array_equal(out[1, 0, 5:7], new[1, :, 0])
+    assert np.count_nonzero(out) == 16
+
+
+@pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
+def test_rotation_is_an_isometry_that_sees_only_distances(kind):
+    rope = Rope(kind=kind, theta=1000.0, factor=4.0, original_max_positions=64, attention_factor=1.0)
+    q, k = jax.random.normal(jax.random.key(5), (2, 1, 1, 1, 32))
+
+    def dot_at(i, j):
+        a, b = (rotate(x, rope_tables(rope, 32, jnp.full((1, 1), p, jnp.int32))) for x, p in ((q, i), (k, j)))
+        return float(jnp.sum(a * b))
+
+    assert dot_at(100, 90) == pytest.approx(dot_at(40, 30), abs=1e-3)
+    assert dot_at(100, 90) != pytest.approx(dot_at(100, 80), abs=1e-3)
+    assert dot_at(0, 0) == pytest.approx(float(jnp.sum(q * k)), abs=1e-4)
+
+
+@pytest.mark.parametrize("function", [linear, matmul, rms_norm, rotate, rope_tables, append, init_cache, logits])
+def test_annotations_hold(function):
+    """jaxtyping annotations are true: checked at run time on one call each."""
+    checked = jaxtyped(typechecker=beartype)(function)
+    x = jnp.ones((2, 3, 4, 16))
+    calls = {
+        linear: (jnp.ones((2, 3, 16)), jnp.ones((5, 16))),
+        matmul: (jnp.ones((3, 16)), jnp.ones((5, 16))),
+        rms_norm: (x, jnp.ones(16), 1e-6),
+        rope_tables: (Rope(), 16, jnp.zeros((2, 3), jnp.int32)),
+        rotate: (x, rope_tables(Rope(), 16, jnp.zeros((2, 3), jnp.int32))),
+        append: (jnp.ones((2, 4, 8, 16)), x, jnp.zeros(2, jnp.int32)),
+        logits: (init_params(CONFIG, jax.random.key(0)), jnp.ones((2, 32))),
+    }
+    if function is init_cache:
+        assert isinstance(checked(CONFIG, 2, 8, dtype=jnp.float32, stacked=False), Cache)
+    else:
+        checked(*calls[function])
+
+
+def test_annotations_would_fail_on_a_wrong_shape():
+    checked = jaxtyped(typechecker=beartype)(append)
+    with pytest.raises(Exception, match="append"):
+        checked(jnp.ones((2, 4, 8, 16)), jnp.ones((2, 3, 5, 16)), jnp.zeros(2, jnp.int32))
+
+
+def test_config_counts_its_parameters():
+    for config in (CONFIG, ModelConfig(**{**CONFIG.__dict__, "tie_embeddings": True, "mlp_bias": True})):
+        leaves = jax.tree.leaves(init_params(config, jax.random.key(0)))
+        assert config.num_parameters == sum(leaf.size for leaf in leaves)
+
+
+def test_module_doc_names_no_policy():
+    assert "kascade" not in (decoder.__doc__ + cache_module.__doc__).lower()
