@@ -164,28 +164,40 @@ class TextStream:
         self._skip_special = skip_special
         self._ids: list[int] = []  # a window: tokens already given out as context, then those held back
         self._context = 0  # how many of them are context
-        self._given = 0  # characters of the window's text given out
+        self._given = ""  # the part of the window's text that was given out
 
     def push(self, token: int) -> str:
         """Take one id, return the text that became certain (often one token's, "" inside a character)."""
         self._ids.append(int(token))
         text = self._text()
+        if not text.startswith(self._given):
+            # Byte fallback turns a whole run of bytes into replacement characters while its last character is
+            # unfinished; a character has at most four bytes, so after that the new bytes stand alone.
+            if len(self._ids) - self._context < 4:
+                return ""
+            text = self._drop_context()
         # An unfinished character shows as up to three replacement characters at the end: one for all its bytes
         # (byte-level tokenizers) or one for each byte (byte fallback). More than three cannot be one character.
         held = min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
-        piece = text[self._given : len(text) - held]
-        self._given = max(self._given, len(text) - held)
+        piece = text[len(self._given) : len(text) - held]
+        self._given += piece
         if not held:  # context keeps what decoders do only at the start (dropping a space) from happening again
             self._ids = self._ids[self._context :]
             self._context = len(self._ids)
-            self._given = len(self._text())
+            self._given = self._text()
         return piece
 
     def finish(self) -> str:
         """The text still held back: an unfinished character comes out as U+FFFD."""
         text = self._text()
-        piece, self._given = text[self._given :], len(text)
+        if not text.startswith(self._given):
+            text = self._drop_context()
+        piece, self._given = text[len(self._given) :], text
         return piece
+
+    def _drop_context(self) -> str:
+        self._ids, self._context, self._given = self._ids[self._context :], 0, ""
+        return self._text()
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special=self._skip_special)

@@ -1,0 +1,176 @@
+"""Tokenizers: exact round trips, streaming that never splits a character, chat templates, folders, refusals."""
+
+import json
+import random
+
+import pytest
+import tokenizers
+
+from tessera.models.tokenizer import BYTE_SPECIALS, Tokenizer, byte_tokenizer, load_tokenizer
+
+TEXTS = [
+    "",
+    "plain",
+    "  leading and trailing  \n",
+    "é€😀\u200d\x00\x7f",
+    "<|user|> is text here<|eos|>",
+    "\ufffd kept \ufffd\ufffd",
+    "".join(chr(c) for c in range(1, 0x800)),
+]
+
+
+@pytest.fixture
+def plain():
+    return byte_tokenizer()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_round_trip(plain, text):
+    ids = plain.encode(text, add_special=False, parse_special=False)
+    assert ids == list(text.encode())
+    assert plain.decode(ids) == text
+
+
+def test_special_tokens(plain):
+    assert plain.vocab_size == 264
+    assert [plain.backend.token_to_id(token) for token in BYTE_SPECIALS] == list(range(256, 264))
+    assert (plain.bos_id, plain.eos_id, plain.pad_id) == (256, 257, 258)
+    assert plain.special_id("unk_token") is None
+    assert plain.encode("a<|user|>") == [256, 97, 259]
+    assert plain.encode("<|user|>", parse_special=False) == [256, *b"<|user|>"]
+    assert plain.decode([256, 97, 257]) == "a"
+    assert plain.decode([256, 97, 257], skip_special=False) == "<|bos|>a<|eos|>"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streams_join_to_the_text_and_hold_back_half_characters(plain, text):
+    stream, pieces = plain.stream(), []
+    for count, token in enumerate(text.encode(), 1):
+        pieces.append(stream.push(token))
+        assert text.startswith("".join(pieces)), f"after {count} bytes"
+    pieces.append(stream.finish())
+    assert "".join(pieces) == text
+
+
+def test_streams_of_bytes_that_are_not_text(plain):
+    generator = random.Random(0)
+    for _ in range(50):
+        ids = [generator.choice([65, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0xFF, 256, 261]) for _ in range(40)]
+        stream = plain.stream()
+        assert "".join(stream.push(token) for token in ids) + stream.finish() == plain.decode(ids)
+
+
+def test_streams_with_byte_fallback_and_word_marks():
+    """A Llama 2 style tokenizer: words carry a mark for their space, unknown characters fall back to bytes."""
+    vocab = {"<unk>": 0, "▁": 1, "▁a": 2, "b": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = Tokenizer(backend=backend)
+    ids = [2, 3, 2, *(4 + byte for byte in "é😀€".encode()), 2, 3, 3, 2]
+    assert tokenizer.decode(ids) == "ab aé😀€ abb a"
+    stream = tokenizer.stream()
+    pieces = [stream.push(token) for token in ids]
+    assert "".join(pieces) + stream.finish() == "ab aé😀€ abb a"
+    assert "\ufffd" not in "".join(pieces)
+
+
+def test_chat_template_of_the_byte_tokenizer(plain):
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    assert plain.render_chat(chat, add_generation_prompt=False) == "<|bos|><|user|>Hi<|end|><|assistant|>Ho<|end|>"
+    assert plain.encode_chat(chat[:1]) == [256, 259, 72, 105, 261, 260]
+    with pytest.raises(ValueError, match="role system must be user or assistant"):
+        plain.render_chat([{"role": "system", "content": "x"}])
+
+
+def with_template(source: str) -> Tokenizer:
+    return Tokenizer(backend=byte_tokenizer().backend, specials={"bos_token": "<s>"}, chat_template=source)
+
+
+def test_templates_are_rendered_as_transformers_does():
+    source = """{{ bos_token }}
+    {% for m in messages %}
+        {% if loop.index > 2 %}{% break %}{% endif %}
+        {% generation %}{{ m | tojson }}{% endgeneration %}
+
+    {% endfor %}
+    {% if add_generation_prompt %}>{{ extra }}{% endif %}
+    """
+    out = with_template(source).render_chat([{"role": "u", "content": "<é>"}] * 3, extra=1)
+    line = '{"role": "u", "content": "<é>"}'
+    assert out == f"<s>\n{line}\n{line}\n>1    "  # what transformers 5.23 renders
+    assert len(with_template("{{ strftime_now('%Y') }}").render_chat([])) == 4
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{% set x = messages.append(1) %}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ raise_exception('no') }}",
+        "{{ messages[0].content.missing.more }}",
+        "{% for %}",
+    ],
+)
+def test_templates_run_in_a_sandbox(source):
+    with pytest.raises(ValueError, match="chat template refused"):
+        with_template(source).render_chat([{"role": "user", "content": "x"}])
+
+
+def test_chat_without_template_or_with_objects_is_refused(plain):
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokenizer(backend=plain.backend).render_chat([])
+    with pytest.raises(ValueError, match="plain JSON"):
+        plain.render_chat([{"role": "user", "content": object()}])
+
+
+def test_folders(plain, tmp_path):
+    assert load_tokenizer(tmp_path) is None
+    plain.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert again.encode("<|user|>é ") == plain.encode("<|user|>é ")
+    assert (again.specials, again.chat_template, again.settings["clean_up_tokenization_spaces"]) == (
+        plain.specials,
+        plain.chat_template,
+        False,
+    )
+    assert "bos_token" in json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+
+def test_templates_and_special_tokens_in_older_places(plain, tmp_path):
+    plain.save(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    templates = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
+    config = {
+        "chat_template": templates,
+        "eos_token": {"content": "<|end|>", "lstrip": False},
+        "added_tokens_decoder": {},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<|bos|>", "eos_token": "<|eos|>"}))
+    again = load_tokenizer(tmp_path)
+    assert again.chat_template == "D"
+    assert (again.bos_id, again.eos_id) == (256, 261)
+    config["chat_template"] = "inline"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(tmp_path).chat_template == "inline"
+
+
+def test_tokenizers_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(ValueError, match="tokenizer.model, which is not supported: convert it once"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="not a readable tokenizer"):
+        load_tokenizer(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        load_tokenizer(tmp_path)
