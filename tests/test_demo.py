@@ -49,11 +49,11 @@ def settings(tmp_path_factory):
     )
     plan.save(folder / "plan.json")
     document = folder.parent / "document.txt"
-    document.write_text("# sizes\nWIDTH = 31\n" + "# filler <b>text</b>\n" * 20 + "HEIGHT = 0x1F  # high\n" * 1)
+    document.write_text("# sizes\nWIDTH = 31\n" + "# filler <b>text</b>\n" * 20 + "# The door code is 77. Keep it.\n")
     return run.Settings(
         model=folder,
         document=document,
-        names=("WIDTH", "HEIGHT"),
+        subjects=("WIDTH", "the door code"),
         first_token_lengths=(450,),
         attention_lengths=(256,),
         passkey_lengths=(400,),
@@ -77,7 +77,7 @@ def test_record_holds_what_was_measured(outcome, settings):
         assert by_key[workload, "dense"].median > 0
         assert by_key[workload, "kascade"].comparison.against == "dense"
     answers = by_key["demo_answers", "kascade"]
-    assert answers.facts["expected"] == ["WIDTH = 31", "HEIGHT = 0x1F"]
+    assert answers.facts["expected"] == ["WIDTH = 31", "The door code is 77."]
     assert answers.density[0] == 1.0
     assert len(answers.density) == 3
     assert max(answers.density[1:]) < 0.5

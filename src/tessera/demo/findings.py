@@ -46,18 +46,33 @@ class Answered:
         return all(answer.text.strip() == self.expected for answer in (self.dense, self.kascade))
 
 
-def ask(models: Mapping[str, Model], document: str, name: str) -> Answered:
-    """Ask both models for the value of a constant that the document defines.
+def ask(models: Mapping[str, Model], document: str, subject: str) -> Answered:
+    """Ask both models for something that the document says.
+
+    Args:
+        models: name -> model, "dense" and "kascade".
+        document: the text, asked about at its end.
+        subject: a constant that the document defines ("SMTP_PORT"), or what a note in it tells ("the pass key").
 
     Raises:
-        ValueError: the document does not define it.
+        ValueError: the document does not say it.
     """
-    found = re.search(rf"^\s*{re.escape(name)} *= *([^\s,;#]+)", document, re.MULTILINE)
-    if found is None:
-        raise ValueError(f"question {name=} must be a constant that the document defines")
-    prompt = f"{document.rstrip()}\n\nWhat is {name}? "
+    expected = what_it_says(document, subject)[0]
+    prompt = f"{document.rstrip()}\n\nWhat is {subject}? "
     answers = {key: model.generate([prompt], max_new_tokens=48, stop=("\n",))[0] for key, model in models.items()}
-    return Answered(question=f"What is {name}?", expected=f"{name} = {found[1]}", **answers)
+    return Answered(question=f"What is {subject}?", expected=expected, **answers)
+
+
+def what_it_says(document: str, subject: str) -> tuple[str, int]:
+    """The answer that the document holds, as the model is trained to word it, and the place where it stands."""
+    if subject.startswith("the "):
+        pattern = rf"The {re.escape(subject[4:])} is [^\s.]+\."
+    else:
+        pattern = rf"^\s*{re.escape(subject)} *= *[^\s,;#]+"
+    found = re.search(pattern, document, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"{subject=} must be a constant that the document defines, or 'the ...' of a note in it")
+    return " ".join(found[0].split()), found.start()
 
 
 def passkey_accuracy(

@@ -101,14 +101,14 @@ def densities(layers: Sequence[float], anchors: Iterable[int]) -> str:
     return _draw(plot, (6.6, 4.2))
 
 
-def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: Mapping[str, int]) -> str:
+def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: Sequence[int]) -> str:
     """One map per anchor: query tiles downwards, key tiles across, colour by how many KV heads listed the tile.
 
     Args:
         anchors: what to draw, one panel each.
         tile: keys per key tile, for the axis.
         query_tile: rows per query tile, for the axis.
-        marks: words -> key position of something worth finding, drawn as a dashed line.
+        marks: key positions worth finding, drawn as dashed lines.
     """
 
     def plot(figure: Figure) -> None:
@@ -121,7 +121,7 @@ def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: M
             extent = (0, num_tiles * tile, num_rows * query_tile, 0)
             axes.imshow(anchor.heads_BY, cmap=colours, vmin=-1.5, vmax=anchor.num_heads + 0.5, extent=extent,
                         aspect="auto", interpolation="nearest")  # fmt: skip
-            for position in marks.values():
+            for position in marks:
                 axes.axvline(position, color=DENSE, linewidth=1.2, linestyle="--")
             axes.set(title=f"anchor: layer {anchor.layer}", xlabel=f"key position (tiles of {tile})")
             axes.grid(visible=False)
@@ -133,7 +133,7 @@ def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: M
         handles = [Patch(facecolor=c, edgecolor=GRID) for c in steps]
         if marks:
             handles.append(Line2D([], [], color=DENSE, linestyle="--"))
-            words.append("where an asked-for constant stands")
+            words.append("where an answer stands")
         figure.legend(handles, words, frameon=False, loc="lower center", ncols=2)
         figure.subplots_adjust(bottom=0.24, wspace=0.28)
 

@@ -30,7 +30,7 @@ class Settings:
     Attributes:
         model: folder of the checkpoint, with plan.json beside the weights.
         document: text file to ask about.
-        names: constants of the document to ask for.
+        subjects: what to ask for, see `findings.ask`.
         first_token_lengths: prompt lengths for the time to first token.
         attention_lengths: lengths for attention alone, beyond the model's context if need be.
         passkey_lengths: prompt lengths of the pass-key tasks.
@@ -40,7 +40,7 @@ class Settings:
 
     model: Path = HERE / "model"
     document: Path = HERE / "document.txt"
-    names: tuple[str, ...] = ("ST_CTIME", "S_IFSOCK", "UF_HIDDEN")
+    subjects: tuple[str, ...] = ("the pass key",)
     first_token_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     attention_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
     passkey_lengths: tuple[int, ...] = (2048, 4096)
@@ -115,9 +115,9 @@ def measure_all(models: Mapping[str, Model], settings: Settings, console: Consol
     size = f"{len(document):,} characters"
     console.print(f"[bold]Tessera demo[/bold]: questions about {settings.document.name} ({size})", highlight=False)
     with console.status("compiling") as status:
-        findings.ask(models, document, settings.names[0])  # the same shapes, so that no answer waits for a compiler
+        findings.ask(models, document, settings.subjects[0])  # the same shapes, so that no answer waits for a compiler
         status.update("answering")
-        answers = [findings.ask(models, document, name) for name in settings.names]
+        answers = [findings.ask(models, document, subject) for subject in settings.subjects]
         console.print(answer_table(answers))
         console.print(speed_table(answers))
         accuracy = findings.passkey_accuracy(models, settings.passkey_lengths, settings.tasks, status.update)
@@ -326,7 +326,7 @@ def draw_times(found: Findings) -> str:
 
 def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
     """Keys read per layer, and the tiles that the anchors chose."""
-    marks = {name: found.document.index(f"\n{name}") + 1 for name in found.settings.names}
+    marks = [findings.what_it_says(found.document, subject)[1] for subject in found.settings.subjects]
     return [
         {
             "svg": pictures.densities(found.reads.densities, model.plan.anchors),
