@@ -99,13 +99,6 @@ def absorb(
     return SoftmaxState(m, alpha * state.l + parts.sum(-1), acc), parts
 
 
-def merge_states(a: SoftmaxState, b: SoftmaxState) -> SoftmaxState:
-    """The state over the keys of both."""
-    m = jnp.maximum(a.m, b.m)
-    alpha, beta = jnp.exp2(a.m - m), jnp.exp2(b.m - m)
-    return SoftmaxState(m, alpha * a.l + beta * b.l, alpha[..., None] * a.acc + beta[..., None] * b.acc)
-
-
 def finish_state(state: SoftmaxState, valid: Bool[Array, "... R"]) -> tuple[Float[Array, "... R H"], Array]:
     """out = acc / l and lse = ln(sum e^z), both float32; 0 and -inf where nothing was seen or the row is not valid."""
     seen = valid & (state.l > 0)
