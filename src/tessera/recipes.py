@@ -175,7 +175,9 @@ DEMO = Recipe(
         Stage(length=2048, batch=3, steps=74, mixture=MOSTLY_NOTES, rate=1.5e-3),
         Stage(length=2048, batch=4, steps=36, mixture=MOSTLY_NOTES, rate=1.5e-3),
         Stage(length=4096, batch=2, steps=11, mixture=MOSTLY_NOTES, rate=1.5e-3, last_rate=1.4414e-3),
-        Stage(length=4096, batch=2, steps=330, mixture=MOSTLY_NOTES, rate=1.44e-3, last_rate=1e-4),
+        Stage(length=4096, batch=2, steps=69, mixture=MOSTLY_NOTES, rate=1.44e-3, last_rate=0.001163),
+        Stage(length=4096, batch=2, steps=46, mixture=MOSTLY_NOTES, rate=0.001163, last_rate=0.00087516),
+        Stage(length=4096, batch=2, steps=94, mixture=MOSTLY_NOTES, rate=0.00087516, last_rate=5e-5),
     ),
 )
 """The shipped model: copying forms at 24 tokens, then every length up to the whole context."""
