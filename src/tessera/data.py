@@ -4,6 +4,7 @@ Every example is `length + 1` token ids with a weight per predicted token. Kinds
 
     copy   random bytes with a short period: the circuit that finds an earlier match forms here, at very short length
     recall random bytes in which earlier spans come again at any distance
+    pairs  keys and values, line after line, so alike that only the whole key tells them apart
     text   library source as it is
     notes  library source with notes hidden in it (pass keys, constants, tables, variable chains) and questions about
            them later on and at the end, plainly or as a chat
@@ -128,6 +129,46 @@ def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarr
     return ids, weights
 
 
+def pairs(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lines that give keys values, in one wording, over and over: only the whole key tells which value comes.
+
+    A value weighs from the second time on, its first character most; that is the one that a match of the last few
+    characters cannot find.
+    """
+    count = int(rng.integers(2, max(4, min(size // 24, 24))))
+    keys = list(dict.fromkeys(draw_keys(rng, count)))
+    values = column(rng, len(keys)) if rng.random() < 0.5 else [number(rng) for _ in keys]
+    wording = str(rng.choice(WORDINGS))
+    width = max(map(len, keys)) if rng.random() < 0.3 else 0
+    parts, seen, filled, index = [], set(), 0, 0
+    while filled < size:
+        index = (index + int(rng.integers(1, max(2, len(keys))))) % len(keys)  # never the same key twice in a row
+        before, after = wording.format(key=f"{keys[index]:{width}}" if width else keys[index]).split("@")
+        value, weights = encode(values[index], WORDING_WEIGHT if index in seen else 0.0)
+        weights[0] *= VALUE_WEIGHT
+        parts += [encode(before, 0.0), (value, weights), encode(after + "\n", 0.0)]
+        filled += sum(len(part[0]) for part in parts[-3:])
+        seen.add(index)
+    ids, weights = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    return ids[:size], weights[:size]
+
+
+def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
+    """Keys of one kind: few letters, sibling names, words of code, or people's things."""
+    kind = rng.random()
+    if kind < 0.4:
+        letters = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ" if rng.random() < 0.5 else "abcdefghijklmnopqrstuvwxyz")
+        return ["".join(rng.choice(letters, int(rng.integers(1, 5)))) for _ in range(count)]
+    if kind < 0.6:
+        return sibling_names(rng, count)
+    if kind < 0.8:
+        return [constant_name(rng) for _ in range(count)]
+    return [
+        f"{rng.choice(NAMES)}'s {rng.choice(NOUNS)}" if rng.random() < 0.5 else str(rng.choice(NOUNS))
+        for _ in range(count)
+    ]
+
+
 def text(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """A slice of the corpus, every token weighing the same."""
     return excerpt(rng, source.train, size), np.full(size, 0.3, np.float32)
@@ -160,6 +201,7 @@ NAMES = (
         "|"
     )
 )
+WORDINGS = ("{key} = @", "{key}: @", "{key} = @", "The {key} is @.", "What is {key}? {key} = @", "{key} @,")
 WORDS = (
     "MAX|MIN|DEFAULT|BUFFER|SIZE|TIMEOUT|RETRY|COUNT|LIMIT|PORT|FLAG|MODE|ERROR|STATUS|NOT|FOUND|BAD|REQUEST|READ|WRITE|"
     "OPEN|CLOSE|SOCKET|FILE|PATH|NAME|TYPE|CODE|STATE|ACCEPTED|GONE|LOCKED|MOVED|PARTIAL|CONTENT|SERVER|CLIENT|PROXY|"
@@ -391,7 +433,7 @@ def hide(rng, body, hidden, filler_weight) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
 
 
-KINDS = {"copy": copy, "recall": recall, "text": text, "notes": notes}
+KINDS = {"copy": copy, "recall": recall, "pairs": pairs, "text": text, "notes": notes}
 
 
 class Task(NamedTuple):
