@@ -1,5 +1,8 @@
 """Dispatch: what is refused and in which words, which kernel is chosen, and what explain says."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -116,6 +119,17 @@ def test_backends_agree_under_jit():
     mine = jax.jit(lambda *x: attention(*x, SPEC).out)(q, k, v)
     named = jax.jit(lambda *x: attention(*x, SPEC, backend="reference").out)(q, k, v)
     assert jnp.abs(mine - named).max() < 1e-5
+
+
+def test_public_names_stay_callable_after_their_modules_are_imported():
+    """tessera.attention and tessera.calibrate are modules as well as functions."""
+    program = (
+        "import tessera.attention.contract, tessera.calibrate, tessera, jax.numpy as jnp\n"
+        "x = jnp.ones((1, 4, 2, 16))\n"
+        "assert tessera.attention(x, x, x).out.shape == x.shape\n"
+        "assert callable(tessera.calibrate) and callable(tessera.select_tiles) and callable(tessera.explain)\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
 
 
 def test_kernel_names_are_unique_and_tables_are_immutable():

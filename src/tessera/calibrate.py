@@ -11,10 +11,12 @@ import logging
 import math
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -356,3 +358,12 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return [_rounded(item) for item in value]
     return float(f"{value:.4g}")
+
+
+class _Calibrate(ModuleType):
+    # Importing this module binds it to the name `tessera.calibrate`, where users expect the function.
+    def __call__(self, *args: Any, **kwargs: Any) -> Plan:
+        return calibrate(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Calibrate
