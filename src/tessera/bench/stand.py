@@ -40,6 +40,7 @@ class Sizes:
         start_tokens: prompt length of the start-up case, and rows of the compile case's chunk.
         config: the model; weights are random.
         rounds: samples per side.
+        long_rounds: samples per side of the long prompt, which takes a minute each.
         passkey_tokens: prompt lengths of the shipped model's pass keys.
         passkeys: tasks per length.
     """
@@ -62,6 +63,7 @@ class Sizes:
         max_positions=65536,
     )
     rounds: int = 5
+    long_rounds: int = 3
     passkey_tokens: tuple[int, ...] = (2048, 4096)
     passkeys: int = 100
 
@@ -78,6 +80,7 @@ SMOKE = Sizes(
         Sizes().config, vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=6, num_heads=4, num_kv_heads=2
     ),
     rounds=2,
+    long_rounds=2,
     passkey_tokens=(512,),
     passkeys=2,
 )
