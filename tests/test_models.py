@@ -29,7 +29,7 @@ def positions_of(start: int, length: int, batch: int = 1) -> Positions:
     return Positions(full(start), full(start + length), full(length))
 
 
-# Compilation is nearly all of these tests' time, and this takes 40 % off it.
+# Compilation is nearly all of these tests' time, and this takes off a good part of it.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 

@@ -71,6 +71,7 @@ def test_bfloat16_programs_accumulate_in_float32(stacked, num_queries):
     tokens = jnp.zeros((1, num_queries), jnp.int32)
     program = jax.make_jaxpr(run)(params, tokens, cache, at(3, num_queries))
     assert program.out_avals[0].dtype == jnp.float32
+    assert not any(out.weak_type for out in program.out_avals)
     seen = set()
     for eqn in equations(program.jaxpr):
         name = eqn.primitive.name

@@ -116,7 +116,8 @@ def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = 
         folder: with model.safetensors, or model.safetensors.index.json and its shards.
         config: of the same folder; every tensor is checked against it before any is read.
         dtype: of the weights in memory, float32 or bfloat16; None is config.dtype.
-        stacked: layers as one Layer with a leading L, for lax.scan; else a tuple of Layer.
+        stacked: layers as one Layer with a leading L, for lax.scan; else a tuple of Layer, the better choice on CPU,
+            where a scan copies every layer's weights and cache and compiles no faster.
 
     Raises:
         ValueError: a missing or truncated file, missing, unexpected or misshapen tensors, an unsupported dtype,

@@ -85,9 +85,9 @@ def _dot(x: Array, weight: Array) -> Array:
 def _few_rows(x: Array, weight: Array) -> Array:
     """Rows [M,D] times [E,D] on CPU.
 
-    XLA multiplies a float32 matrix by one vector at memory speed but packs it anew for two rows or more (5 times
-    slower), so rows go one by one, through blocks of the matrix that stay in the cache between them. Of bfloat16 it is
-    one row that is slow (20 times), so rows are padded.
+    XLA multiplies a float32 matrix by one vector at memory speed but packs it anew for two rows or more, several times
+    slower, so rows go one by one, through blocks of the matrix that stay in the cache between them. In bfloat16 it is
+    one row that is slow, by far, so rows are padded.
     """
     count = x.shape[0]
     if x.dtype != jnp.float32:
