@@ -4,7 +4,8 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 # A name on the PATH may be a shim that does not run: ask each candidate for its version before trusting it.
-FIND_PYTHON = for p in "$(PYTHON)" python3.12 python3.13 python3.14 python3 $$HOME/.pyenv/versions/3.1[2-9]*/bin/python; do \
+FIND_PYTHON = for p in "$(PYTHON)" python3.12 python3.13 python3.14 python3 \
+	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
 	[ -n "$$p" ] && "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo "$$p"; break; }; done
 
 .PHONY: help demo test lint format peers bench readme clean
