@@ -11,7 +11,7 @@ from jaxtyping import Float, Int32
 
 from tessera.models.config import ModelConfig, Rope
 
-FEW_ROWS = 8
+FEW_ROWS = 4
 """Most rows that count as a few."""
 
 CACHED_BYTES = 4 << 20
@@ -89,18 +89,21 @@ def _few_rows(x: Array, weight: Array) -> Array:
     slower, so rows go one by one, through blocks of the matrix that stay in the cache between them. In bfloat16 it is
     one row that is slow, by far, so rows are padded.
     """
-    count = x.shape[0]
+    count, num_outputs = x.shape[0], weight.shape[0]
     if x.dtype != jnp.float32:
-        return _dot(jnp.pad(x, ((0, max(4 - count, 0)), (0, 0))), weight)[:count]
+        return _dot(jnp.pad(x, ((0, FEW_ROWS - count), (0, 0))), weight)[:count]
+    if count == 1:
+        return _dot(x[0], weight)[None]
 
     def each_row(block: Array) -> Array:
-        return jnp.stack([_dot(x[i], block) for i in range(count)])
+        return jax.lax.map(lambda row: _dot(row, block), x)  # a loop: written out, it compiles longer, runs no faster
 
-    size, num_outputs = weight.nbytes, weight.shape[0]
-    fits = (n for n in range(1, num_outputs + 1) if num_outputs % n == 0 and size / n <= CACHED_BYTES)
-    blocks = 1 if count == 1 or size <= 2 * CACHED_BYTES else next(fits)
-    if blocks == 1:
+    if weight.nbytes <= 2 * CACHED_BYTES:
         return each_row(weight)
+    divisors = (n for n in range(1, num_outputs + 1) if num_outputs % n == 0)
+    blocks = next((n for n in divisors if weight.nbytes / n <= CACHED_BYTES), num_outputs)
+    if num_outputs // blocks < 64:  # a vocabulary that only splits into slivers: looping over them would cost more
+        return _dot(x, weight)
     out = jax.lax.map(each_row, weight.reshape(blocks, num_outputs // blocks, -1))
     return jnp.swapaxes(out, 0, 1).reshape(count, num_outputs)
 
