@@ -17,7 +17,7 @@ ORDER = [
     {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
     {"attention.dispatch", "sparse.contract"},
     {"sparse.*", "models.*"},
-    {"compilation", "sampling", "answers", "corpus", "losses"},
+    {"compilation", "sampling", "answers", "corpus", "facts", "losses"},
     {"engine", "data"},
     {"recipes"},
     {"generate", "calibrate", "train"},

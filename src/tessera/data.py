@@ -15,7 +15,6 @@ the documents of the demo are always held out.
 
 import hashlib
 import os
-import re
 import sysconfig
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tessera.corpus import read_text
+from tessera.facts import WORDINGS, Fact, column, draw_facts, draw_keys, natural, number
 from tessera.models.tokenizer import Tokenizer
 
 BOS, EOS, PAD, USER, ASSISTANT, END = range(256, 262)
@@ -153,22 +153,6 @@ def pairs(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarra
     return ids[:size], weights[:size]
 
 
-def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
-    """Keys of one kind: few letters, sibling names, words of code, or people's things."""
-    kind = rng.random()
-    if kind < 0.4:
-        letters = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ" if rng.random() < 0.5 else "abcdefghijklmnopqrstuvwxyz")
-        return ["".join(rng.choice(letters, int(rng.integers(1, 5)))) for _ in range(count)]
-    if kind < 0.6:
-        return sibling_names(rng, count)
-    if kind < 0.8:
-        return [constant_name(rng) for _ in range(count)]
-    return [
-        f"{rng.choice(NAMES)}'s {rng.choice(NOUNS)}" if rng.random() < 0.5 else str(rng.choice(NOUNS))
-        for _ in range(count)
-    ]
-
-
 def text(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """A slice of the corpus, every token weighing the same."""
     return excerpt(rng, source.train, size), np.full(size, 0.3, np.float32)
@@ -182,156 +166,6 @@ def excerpt(rng: np.random.Generator, ids: np.ndarray, size: int) -> np.ndarray:
     near = np.flatnonzero(ids[start : min(start + 80, len(ids) - size)] == 10)
     start += int(near[0]) + 1 if len(near) else 0
     return ids[start : start + size].astype(np.int32)
-
-
-class Fact(NamedTuple):
-    """Lines to hide, in order of appearance, and a question with its answer (value parts between \\x01 and \\x02)."""
-
-    notes: tuple[str, ...]
-    question: str
-    answer: str
-
-
-NOUNS = (
-    "pass key|secret number|magic number|access code|password|lucky number|door code|vault code|serial number|"
-    "ticket number|order number|key|code|token|account number"
-).split("|")
-NAMES = (
-    "Ada|Ben|Carla|David|Elena|Farid|Grace|Hugo|Ines|Jonas|Kira|Liam|Mona|Noah|Olga|Paul|Rosa|Sven|Tara|Yusuf".split(
-        "|"
-    )
-)
-WORDINGS = ("{key} = @", "{key}: @", "{key} = @", "The {key} is @.", "What is {key}? {key} = @", "{key} @,")
-WORDS = (
-    "MAX|MIN|DEFAULT|BUFFER|SIZE|TIMEOUT|RETRY|COUNT|LIMIT|PORT|FLAG|MODE|ERROR|STATUS|NOT|FOUND|BAD|REQUEST|READ|WRITE|"
-    "OPEN|CLOSE|SOCKET|FILE|PATH|NAME|TYPE|CODE|STATE|ACCEPTED|GONE|LOCKED|MOVED|PARTIAL|CONTENT|SERVER|CLIENT|PROXY|"
-    "GATEWAY|TOKEN|STRING|NUMBER|COMMENT|INDENT|BLOCK|CHAR|LINK|USER|GROUP|EXEC|SIGNAL|ALARM|CHILD|EVENT|QUEUE|LEVEL|"
-    "DEBUG|INFO|WARN|CRITICAL|HEADER|VERSION|MAGIC|OFFSET|MASK|SHIFT|INDEX|TABLE|KEY|VALUE|ITEM|NODE|TREE|ROOT|LEAF|"
-    "LEFT|RIGHT|START|STOP|END|BEGIN|FIRST|LAST|NEXT|ALLOWED|METHOD|CONFLICT|LENGTH|REQUIRED|RANGE|UPGRADE|MULTI"
-).split("|")
-
-
-def number(rng: np.random.Generator, digits: int | None = None) -> str:
-    """A random number without a leading zero."""
-    digits = digits or int(rng.choice([1, 2, 3, 4, 5, 6, 7], p=[0.05, 0.1, 0.2, 0.15, 0.3, 0.1, 0.1]))
-    return str(rng.integers(10 ** (digits - 1), 10**digits))
-
-
-def constant_name(rng: np.random.Generator) -> str:
-    """An upper-case name of one to four words, sometimes random letters."""
-    if rng.random() < 0.25:
-        return "".join(rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), int(rng.integers(3, 9))))
-    return "_".join(rng.choice(WORDS, int(rng.integers(1, 5))))
-
-
-def constant_value(rng: np.random.Generator) -> str:
-    """An integer, a hexadecimal, an octal, a float or a short string."""
-    kind = rng.random()
-    if kind < 0.65:
-        return number(rng)
-    if kind < 0.78:
-        return hex(int(rng.integers(0, 1 << int(rng.choice([8, 16, 24])))))
-    if kind < 0.83:
-        return f"0o{int(rng.integers(0, 1 << 15)):o}"
-    if kind < 0.87:
-        return f"{rng.integers(0, 100)}.{rng.integers(0, 1000)}"
-    word = "".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), int(rng.integers(2, 8))))
-    return f"{word!r}" if kind < 0.95 else f'"{word}"'
-
-
-def pass_key(rng: np.random.Generator) -> Fact:
-    """ "The pass key is 48213. Remember it." under many names; most often exactly that."""
-    noun = "pass key" if rng.random() < 0.4 else str(rng.choice(NOUNS))
-    if rng.random() < 0.35:
-        noun = f"{noun} of {rng.choice(NAMES)}" if rng.random() < 0.5 else f"{rng.choice(NAMES).lower()} {noun}"
-    value = number(rng, 5 if rng.random() < 0.6 else None)
-    ending = str(
-        rng.choice(["Remember it.", "", "Do not forget it.", f"{value} is the {noun}."], p=[0.6, 0.2, 0.1, 0.1])
-    )
-    note = f"The {noun} is {value}. {ending}".strip()
-    question = f"What is the {noun}?"
-    return Fact(
-        (rng.choice(["", "# ", "    # "], p=[0.5, 0.3, 0.2]) + note,), question, f"The {noun} is \x01{value}\x02."
-    )
-
-
-def constant(rng: np.random.Generator) -> Fact:
-    """One constant in the code, asked for by its name."""
-    name, value = constant_name(rng), constant_value(rng)
-    return Fact((constant_line(rng, name, value),), f"What is {name}?", f"{name} = \x01{value}\x02")
-
-
-def constant_line(rng: np.random.Generator, name: str, value: str) -> str:
-    indent = " " * int(rng.choice([0, 4], p=[0.7, 0.3]))
-    tail = rng.choice(
-        ["", f", '{name.replace('_', ' ').title()}'", "  # " + str(rng.choice(WORDS)).lower(), ";"],
-        p=[0.6, 0.2, 0.15, 0.05],
-    )
-    gap = " " * int(rng.choice([1, 3], p=[0.85, 0.15]))
-    return f"{indent}{name}{gap}= {value}{tail}"
-
-
-def chain(rng: np.random.Generator) -> Fact:
-    """a = 58213 ... b = a ... c = b: the answer walks back to the number."""
-    hops = int(rng.integers(1, 4))
-    letters = list("abcdefghijklmnopqrstuvwxyz")
-    names = ["".join(rng.choice(letters, int(rng.integers(3, 6)))) for _ in range(hops + 1)]
-    value = number(rng)
-    notes = [f"{names[0]} = {value}"] + [f"{names[i + 1]} = {names[i]}" for i in range(hops)]
-    walked = " = ".join(reversed(names[:-1]))
-    return Fact(tuple(notes), f"What is {names[-1]}?", f"{names[-1]} = \x01{walked} = {value}\x02")
-
-
-def table(rng: np.random.Generator) -> list[Fact]:
-    """A block of constants, one row each; the first fact carries the whole block as its note."""
-    count = int(rng.integers(3, 16))
-    names = [constant_name(rng) for _ in range(count)] if rng.random() < 0.5 else sibling_names(rng, count)
-    names = list(dict.fromkeys(names))
-    values = column(rng, len(names))
-    indent = "    " if rng.random() < 0.4 else ""
-    width = max(map(len, names)) if rng.random() < 0.5 else 0
-    style, rows = rng.random(), []
-    for name, value in zip(names, values):
-        words = name.replace("_", " ").lower()
-        tail = f", '{words.capitalize()}'" if style < 0.2 else f"  # {words}" if style < 0.5 else ""
-        rows.append(f"{indent}{name:{width}} = {value}{tail}" if width else f"{indent}{name} = {value}{tail}")
-    order = rng.permutation(len(names))[: int(rng.integers(1, 5))]
-    asked = [Fact((), f"What is {names[i]}?", f"{names[i]} = \x01{values[i]}\x02") for i in order]
-    return [asked[0]._replace(notes=("\n".join(rows),)), *asked[1:]]
-
-
-def sibling_names(rng: np.random.Generator, count: int) -> list[str]:
-    """Names of one prefix that are easily mistaken for one another: S_IRUSR, S_IRGRP, S_IWGRP."""
-    letters = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    prefix = "".join(rng.choice(letters, int(rng.integers(1, 4)))) + "_"
-    stem = "".join(rng.choice(letters, int(rng.integers(0, 3))))
-    return [f"{prefix}{stem}{''.join(rng.choice(letters, int(rng.integers(2, 6))))}" for _ in range(count)]
-
-
-def column(rng: np.random.Generator, count: int) -> list[str]:
-    """Values of one table: consecutive numbers, padded octal or hexadecimal, or anything."""
-    kind = rng.random()
-    if kind < 0.3:
-        start = int(rng.integers(0, 900)) if rng.random() < 0.6 else 0
-        return [str(start + i) for i in range(count)]
-    if kind < 0.5:
-        digits = int(rng.integers(3, 7))
-        return [f"0o{int(rng.integers(0, 8**digits)) & 0o70707070:0{digits}o}" for _ in range(count)]
-    if kind < 0.65:
-        return [f"0x{1 << int(rng.integers(0, 28)):08x}" for _ in range(count)]
-    return [constant_value(rng) for _ in range(count)]
-
-
-NATURAL = re.compile(rb"^ *([A-Z_][A-Z0-9_]{2,}) *= *(0[xo][0-9a-fA-F]+|\d+|'[^'\n]{1,20}') *(?:[,;#].*)?$", re.M)
-
-
-def natural(body: bytes) -> list[Fact]:
-    """Constants the library itself defines once in this text."""
-    found: dict[str, str] = {}
-    for match in NATURAL.finditer(body):
-        name, value = match[1].decode(), match[2].decode("latin-1")
-        found[name] = "" if name in found else value
-    return [Fact((), f"What is {name}?", f"{name} = \x01{value}\x02") for name, value in found.items() if value]
 
 
 def encode(piece: str, weight: float) -> tuple[np.ndarray, np.ndarray]:
@@ -392,26 +226,6 @@ def fit(ids: np.ndarray, weights: np.ndarray, size: int) -> tuple[np.ndarray, np
         return ids[-size:], weights[-size:]
     missing = size - len(ids)
     return np.pad(ids, (0, missing), constant_values=PAD), np.pad(weights, (0, missing))
-
-
-def draw_facts(rng: np.random.Generator, size: int) -> list[list[Fact]]:
-    """Facts for a document of this size, in groups that share their notes; no question is drawn twice."""
-    groups, seen = [], set()
-    for _ in range(int(rng.integers(1, 2 + min(size // 80, 40)))):
-        kind = rng.random()
-        if kind < 0.4:
-            drawn = [pass_key(rng)]
-        elif kind < 0.65:
-            drawn = [constant(rng)]
-        elif kind < 0.85 or size < 192:
-            drawn = [chain(rng)]
-        else:
-            drawn = table(rng)
-        questions = {fact.question for fact in drawn}
-        if not questions & seen:
-            seen |= questions
-            groups.append(drawn)
-    return groups
 
 
 def hide(rng, body, hidden, filler_weight) -> tuple[np.ndarray, np.ndarray]:
