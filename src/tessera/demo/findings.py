@@ -58,9 +58,14 @@ def ask(models: Mapping[str, Model], document: str, subject: str) -> Answered:
         ValueError: the document does not say it.
     """
     expected = what_it_says(document, subject)[0]
-    prompt = f"{document.rstrip()}\n\nWhat is {subject}? "
+    prompt = make_prompt(document, subject)
     answers = {key: model.generate([prompt], max_new_tokens=48, stop=("\n",))[0] for key, model in models.items()}
     return Answered(question=f"What is {subject}?", expected=expected, **answers)
+
+
+def make_prompt(document: str, subject: str) -> str:
+    """The document, then the question, as in training."""
+    return f"{document.rstrip()}\n\nWhat is {subject}? "
 
 
 def what_it_says(document: str, subject: str) -> tuple[str, int]:
@@ -166,7 +171,7 @@ def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
     tracing = _Tracing(**vars(model.policy))
     length = len(tokens)
     positions = Positions(*(jnp.full(1, n, jnp.int32) for n in (0, length, length)))
-    run = jax.jit(partial(forward, config=model.config, policy=tracing), static_argnames=())
+    run = jax.jit(partial(forward, config=model.config, policy=tracing))
     _, _, state = run(model.params, jnp.asarray([tokens], jnp.int32), None, positions)
     reads = tracing.reads(state)
     densities = (np.asarray(reads.read)[:, 0] / np.asarray(reads.visible)[:, 0]).tolist()

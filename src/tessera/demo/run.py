@@ -126,7 +126,8 @@ def measure_all(models: Mapping[str, Model], settings: Settings, console: Consol
         kascade = models["kascade"]
         attention = findings.attention_times(kascade, settings.attention_lengths, settings.repeats, status.update)
         status.update("looking at what was read")
-        reads = findings.read_map(kascade, kascade.tokenizer.encode(document))
+        prompt = findings.make_prompt(document, settings.subjects[0])
+        reads = findings.read_map(kascade, kascade.tokenizer.encode(prompt))
     return Findings(
         settings=settings,
         document=document,
@@ -330,11 +331,11 @@ def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
     return [
         {
             "svg": pictures.densities(found.reads.densities, model.plan.anchors),
-            "caption": "Counted from the tile lists that the kernels were given, for the document's prompt.",
+            "caption": "Counted from the tile lists that the kernels were given, for the first question's prompt.",
         },
         {
             "svg": pictures.chosen_tiles(found.reads.anchors, model.policy.tile, model.policy.query_tile, marks),
-            "caption": "Each row is one query tile of the document, each column one key tile; white is the future. "
-            "The diagonal is always read.",
+            "caption": "Each row is one query tile of document and question, each column one key tile; white is the "
+            "future. The diagonal is always read.",
         },
     ]
