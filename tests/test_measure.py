@@ -48,7 +48,7 @@ def test_ratio_interval_holds_the_ratio_and_widens_with_noise():
 
 
 def test_ceilings_are_rates_of_this_device():
-    found = measure.ceilings(size=256, copy_bytes=1 << 22, rounds=2)
+    found = measure.ceilings(size=256, read_bytes=1 << 22, rounds=2)
     assert set(found.flops_per_s) == {"float32", "bfloat16"}
     assert found.flops_per_s["float32"] > 1e8
     assert found.bytes_per_s > 1e7
