@@ -231,6 +231,7 @@ def test_unknown_dtype():
         ),
         (["calibrate", "--text", "no/such/text", "--model", "MODEL"], "no/such/text"),
         (["calibrate", "--text", "x", "--out", "no/such/folder/plan.json", "--model", "MODEL"], "no/such/folder"),
+        (["calibrate", "--text", "x", "--out", ".", "--model", "MODEL"], "is a folder"),
     ],
 )
 def test_bad_command_lines(capsys, good, arguments, words):

@@ -184,6 +184,8 @@ class Calibrate:
 
         if not self.out.parent.is_dir():
             raise FileNotFoundError(f"the folder {self.out.parent} for --out does not exist: create it")
+        if self.out.is_dir():
+            raise ValueError(f"--out {self.out} is a folder: name a file in it, such as {self.out / 'plan.json'}")
         plan = calibrate(
             load(self.model or shipped_model(), dtype=self.dtype),
             self.text,

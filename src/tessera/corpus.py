@@ -44,7 +44,7 @@ class Corpus:
 def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[int]], max_tokens: int) -> Corpus:
     """Windows of at most the model's context from all over the texts; the last quarter is held out.
 
-    A file or folder counts as one long text (files in order of their names, undecodable ones left out); texts and token
+    A file or folder counts as one long text (files in order of their names, binary ones left out); texts and token
     lists count one by one.
     """
     longest = min(model.config.max_positions, MAX_WINDOW)
@@ -56,19 +56,22 @@ def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[i
         rows = [_encode(model, text) for text in texts]
         windows = [row[i : i + longest] for row in rows for i in range(0, len(row), longest)]
         windows = _evenly(windows, max(2, max_tokens // longest))
-    windows = [window for window in windows if len(window) > 1]
+    longest = max((len(window) for window in windows), default=0)
+    windows = _long_enough(windows)
     if len(windows) == 1:
         middle = len(windows[0]) // 2
-        windows = [windows[0][:middle], windows[0][middle:]]
-    if not windows or max(len(window) for window in windows) < MIN_WINDOW:
-        longest = max((len(window) for window in windows), default=0)
-        raise ValueError(f"the longest text has {longest} tokens to calibrate on, at least {MIN_WINDOW} are needed")
+        windows = _long_enough([windows[0][:middle], windows[0][middle:]])
+    if not windows:
+        raise ValueError(
+            f"the longest text has {longest} tokens to calibrate and to judge on: {2 * MIN_WINDOW} are needed in one "
+            f"text, or {MIN_WINDOW} in each of two"
+        )
     held = max(1, len(windows) // 4)
     return Corpus(windows=tuple(windows[:-held]), held_out=tuple(windows[-held:]), source=source)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, or of all UTF-8 files under a folder, in order of their names."""
+    """The text of a file, or of all text files under a folder by name; bytes that are not UTF-8 are replaced."""
     if not path.exists():
         raise FileNotFoundError(f"text {str(path)!r} does not exist: name a file or a folder of text files")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
@@ -109,6 +112,11 @@ def _encode(model: Any, text: str | Sequence[int]) -> np.ndarray:
 
 def _within(row: np.ndarray, config: ModelConfig) -> bool:
     return 0 <= row.min() and row.max() < config.vocab_size
+
+
+def _long_enough(windows: list[np.ndarray]) -> list[np.ndarray]:
+    """Windows that say something; a short rest at the end of a text would be judged on a few predictions."""
+    return [window for window in windows if len(window) >= MIN_WINDOW]
 
 
 def _evenly(windows: list[np.ndarray], count: int) -> list[np.ndarray]:

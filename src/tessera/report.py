@@ -84,7 +84,7 @@ def _title(record: Record) -> str:
 
 
 def _result(record: Record) -> str:
-    return f"error: {record.error}" if record.median is None else quantity(record.median, record.unit)
+    return f"error: {record.error}" if record.error or record.median is None else quantity(record.median, record.unit)
 
 
 def speed(records: Sequence[Record]) -> str:
@@ -134,20 +134,23 @@ def _notes(facts: Mapping[str, object]) -> str:
 
 def quality(records: Sequence[Record]) -> str:
     """Answers kept: accuracy of each policy per task, with the share of keys read."""
-    chosen = [r for r in records if r.what.op == "quality"]
+    chosen = [r for r in records if r.what.op in ("quality", "plan study")]
     rows = []
     for record in chosen:
         density = f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
-        facts = record.facts
-        interval = f"{100 * facts['low']:.0f} to {100 * facts['high']:.0f} %" if "low" in facts else ""
-        trials = str(facts.get("trials", len(record.samples)))
-        title = record.what.title or record.what.workload
-        rows.append([title, record.what.kernel, _result(record), interval, trials, density])
-    return (
-        markdown(["task", "policy", "right", "95 % interval", "trials", "keys read"], rows) + provenance(chosen)
-        if rows
-        else ""
-    )
+        trials = str(record.facts.get("trials", record.how.iterations))
+        perplexity = record.facts.get("perplexity")
+        shown = _three(perplexity) if isinstance(perplexity, float) else ""
+        rows.append([_title(record), _policy(record), _result(record), trials, density, shown])
+    header = ["task", "policy", "right", "trials", "keys read", "perplexity"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _policy(record: Record) -> str:
+    """The policy, and what sets it apart in a study of several."""
+    config = record.what.config
+    parts = [f"{name.replace('_', ' ')} {config[name]}" for name in ("anchors", "tile", "window") if config.get(name)]
+    return ", ".join([record.what.kernel, *parts])
 
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
@@ -165,7 +168,9 @@ def render(name: str, records: Iterable[Record]) -> str:
         raise ValueError(f"table {name!r} must be one of {sorted(TABLES)}")
     table = TABLES[name](list(evidence.latest(records).values()))
     if not table:
-        raise ValueError(f"table {name!r} has no record: run `tessera bench --suite cpu` first")
+        raise ValueError(
+            f"table {name!r} has no record: run `tessera bench` first (--suite cpu for speed, demo for quality)"
+        )
     return table
 
 
