@@ -29,8 +29,9 @@ format: $(VENV)/.dev ## fix style
 peers: .venv-peers/.done ## build the environment of the libraries we compare with, and compare with them live
 	$(BIN)/python tests/golden/check_live.py
 
-bench: $(VENV)/.core .venv-peers/.done ## measure the suite of this device against its peers; appends to evidence/
+bench: $(VENV)/.core .venv-peers/.done ## measure speed against the peers and the demo's answers; appends to evidence/
 	$(BIN)/tessera bench --suite cpu
+	$(BIN)/tessera bench --suite demo
 
 readme: $(VENV)/.core ## render the README's tables from the stored records
 	$(BIN)/python -m tessera.report
