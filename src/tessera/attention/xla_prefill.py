@@ -300,7 +300,7 @@ def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
             ds = jnp.where(mask, ds, 0.0).astype(q.dtype)  # a row that sees nothing may meet NaN values
             dq = dq + dot(ds, k_block, -2, -2)
             dk = add_keys(dk, dot(ds, q_block, -1, -2), block, start)
-            return dq, dk, add_keys(dv, dot(p.astype(v.dtype), do_block, -1, -2), block, start)
+            return dq, dk, add_keys(dv, dot(p, do_block, -1, -2), block, start)
 
         carry = (jnp.zeros(q_block.shape, jnp.float32), *grads)
         dq, dk, dv = sweep(step, carry, block.ranges, num_keys, plan)
