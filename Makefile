@@ -8,10 +8,10 @@ FIND_PYTHON = for p in "$(PYTHON)" python3.12 python3.13 python3.14 python3 \
 	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
 	[ -n "$$p" ] && "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo "$$p"; break; }; done
 
-.PHONY: help demo test lint format peers bench readme clean
+.PHONY: help demo test lint format peers peers-tpu bench readme clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
 
 demo: $(VENV)/.core ## ask a real model about a real document, dense and with Kascade; leaves build/demo/
 	$(BIN)/tessera demo --out build/demo
@@ -29,6 +29,10 @@ format: $(VENV)/.dev ## fix style
 peers: .venv-peers/.done ## build the environment of the libraries we compare with, and compare with them live
 	$(BIN)/python tests/golden/check_live.py
 
+peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict Tokamax's TPU kernel at its shipped timings (hours; goes on where it stopped)
+	for chip in v5p v6e v7x; do $(BIN)/python -m tessera.deviceless.validation collect --chip $$chip || exit 1; done
+	$(BIN)/python -m tessera.deviceless.validation report
+
 bench: $(VENV)/.core .venv-peers/.done ## measure speed against the peers and the demo's answers; appends to evidence/
 	$(BIN)/tessera bench --suite cpu
 	$(BIN)/tessera bench --suite demo
@@ -37,7 +41,7 @@ readme: $(VENV)/.core ## render the README's tables from the stored records
 	$(BIN)/python -m tessera.report
 
 clean: ## remove what the targets above built
-	rm -rf $(VENV) .venv-peers build dist src/*.egg-info
+	rm -rf $(VENV) .venv-peers .venv-tokamax build dist src/*.egg-info
 
 $(VENV)/.python:
 	@python="$$($(FIND_PYTHON))"; \
@@ -49,7 +53,7 @@ $(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,deviceless]'
 	@touch $@
 
 # Peers are only ever compared against; they live apart (PEER_PYTHON may be any version torch has a wheel for).
@@ -57,4 +61,10 @@ PEER_PYTHON ?= python3
 .venv-peers/.done: $(VENV)/.core peers/requirements.txt
 	rm -rf .venv-peers && $(PEER_PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r peers/requirements.txt
+	@touch $@
+
+# Needs no chip and no torch; libtpu is the compiler.
+.venv-tokamax/.done: $(VENV)/.python peers/requirements-tpu.txt
+	rm -rf .venv-tokamax && $(BIN)/python -m venv .venv-tokamax
+	.venv-tokamax/bin/python -m pip install --quiet --disable-pip-version-check -r peers/requirements-tpu.txt
 	@touch $@

@@ -27,7 +27,7 @@ ORDER = [
     {"demo.*", "demo"},
     {"cli"},
 ]
-WITHIN = {"sparse", "models", "bench", "demo"}
+WITHIN = {"sparse", "models", "bench", "demo", "deviceless"}
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 MODULES = sorted(SOURCE.rglob("*.py"))
 

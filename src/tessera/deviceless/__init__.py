@@ -1,0 +1,1 @@
+"""Chips that are not there: compile for them, read the schedule, predict the time."""

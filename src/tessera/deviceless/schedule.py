@@ -1,0 +1,175 @@
+"""Reads the compiler's final schedule of a TPU kernel: which bundles run under which name, and what they occupy.
+
+A TPU core is a VLIW machine: one bundle a cycle, each with slots for its units. The compiler dumps, per kernel, the
+bundles (`*-final_bundles.txt`, one line each; `>` marks loop depth) and the slots each uses
+(`*-final_hlo-static-per-bundle-utilization.txt`). With region tracing on, a `jax.named_scope` of the kernel's body
+shows as a pair of trace markers, so every bundle belongs to the innermost scope around it; outside any scope it belongs
+to "step" inside the outermost loop (the grid's) and to "launch" outside of it. Bundles that hold nothing but a marker
+exist only in the traced build and are not counted.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+STEP, LAUNCH = "step", "launch"
+
+_BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:LH|LB|LE|PB|PF|CT)?\s*:\s*((?:>\s?)*)(\{.*)$", re.DOTALL)
+_ONLY_MARKER = re.compile(r"^\{\s*%\d+ = vtrace \d+\s*(?:/\*[^*]*\*/)?\s*\}")
+_OPEN = re.compile(r"/\* TraceMeStart\((.*?)\) \[ \*/")
+_CLOSE = re.compile(r"/\* \] TraceMeEnd\((.*?)\) \*/")
+_FILE = re.compile(r"^\d+-(?P<kernel>.+?)-\d+-final_bundles\.txt$")
+_ALLOCATION = re.compile(
+    r"#allocation\d+ \[shape = .*?, space=(\w+), size = (0x[0-9a-f]+),[^\n]*?scoped, tag = '(.*?)'\]"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """All bundles of one scope.
+
+    Attributes:
+        name: the scope's name, or "step" or "launch".
+        bundles: cycles of one pass, if nothing waits.
+        slots: used slots per unit in one pass.
+        matmuls: matrix multiplications among them.
+        depth: depth of the deepest loop the scope is in; 1 is the grid.
+        loops: deeper loops that hold bundles of this scope and have no scope of their own.
+    """
+
+    name: str
+    bundles: int
+    slots: Mapping[str, int]
+    matmuls: int
+    depth: int
+    loops: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """One kernel's schedule.
+
+    Attributes:
+        kernel: the compiler's name of it: the pallas_call's, with a number.
+        capacity: slots per bundle of each unit.
+        regions: in order of first appearance.
+        vmem_bytes, smem_bytes: scratch and windows of the kernel, all buffers counted.
+    """
+
+    kernel: str
+    capacity: Mapping[str, int]
+    regions: tuple[Region, ...]
+    vmem_bytes: int
+    smem_bytes: int
+
+    @property
+    def name(self) -> str:
+        """The pallas_call's name, without the compiler's number."""
+        return re.sub(r"\.\d+$", "", self.kernel)
+
+    def region(self, name: str) -> Region | None:
+        """The region of this name."""
+        return next((region for region in self.regions if region.name == name), None)
+
+
+class _Tally:
+    """A region while it is counted."""
+
+    def __init__(self, units: Iterable[str]):
+        self.bundles = self.matmuls = self.loops = 0
+        self.entered = self.deepest = None
+        self.slots = dict.fromkeys(units, 0)
+
+    def add(self, text: str, depth: int, used: Iterable[int]) -> None:
+        self.bundles += 1
+        self.matmuls += text.count("= vmatmul")
+        self.entered = depth if self.entered is None else min(depth, self.entered)
+        if self.deepest is not None and depth > self.deepest:
+            self.loops += 1
+        self.deepest = depth if self.deepest is None else max(depth, self.deepest)
+        for unit, count in zip(self.slots, used):
+            self.slots[unit] += count
+
+
+def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") -> Schedule:
+    """The schedule in the text of its dump files.
+
+    Raises:
+        ValueError: a utilization row is missing for a bundle: the files do not belong together.
+    """
+    capacity, rows = _utilization(utilization)
+    texts = _bundles(bundles)
+    if len(texts) != len(rows):
+        raise ValueError(f"{kernel}: {len(texts)} bundles but {len(rows)} rows of utilization")
+    tallies: dict[str, _Tally] = {}
+    scopes: list[str] = []
+    depth = 0
+    for (arrows, text), used in zip(texts, rows):
+        if arrows or not re.match(r"^\{(\s*%\d+ = vtrace \d+\s*)?\}", text):  # an empty bundle is printed without depth
+            depth = arrows
+        scopes += _OPEN.findall(text)
+        if not _ONLY_MARKER.match(text):
+            name = scopes[-1] if scopes else (STEP if depth else LAUNCH)
+            tallies.setdefault(name, _Tally(capacity)).add(text, depth, used)
+        for closed in _CLOSE.findall(text):
+            if closed in scopes:
+                del scopes[len(scopes) - 1 - scopes[::-1].index(closed)]
+    memory = {"vmem": 0, "smem": 0}
+    for space, size, _ in _ALLOCATION.findall(allocations):
+        if space in memory:
+            memory[space] += int(size, 16)
+    return Schedule(
+        kernel=kernel,
+        capacity=capacity,
+        regions=tuple(
+            Region(name=n, bundles=t.bundles, slots=t.slots, matmuls=t.matmuls, depth=t.deepest, loops=t.loops)
+            for n, t in tallies.items()
+        ),
+        vmem_bytes=memory["vmem"],
+        smem_bytes=memory["smem"],
+    )
+
+
+def _bundles(text: str) -> list[tuple[int, str]]:
+    """(depth, text) per bundle; a comment inside one may run over several lines."""
+    found: list[list] = []
+    for line in text.splitlines():
+        match = _BUNDLE.match(line)
+        if match:
+            found.append([match[1].count(">"), match[2]])
+        elif found:
+            found[-1][1] += "\n" + line
+    return [(depth, text) for depth, text in found]
+
+
+def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
+    lines = text.splitlines()
+    units = [name.strip() for name in lines[1].split(",")]
+    capacity = dict(zip(units, map(int, lines[2].split()), strict=True))
+    return capacity, [list(map(int, line.split())) for line in lines[4:] if line.strip()]
+
+
+def read(folder: Path, names: Iterable[str] | None = None) -> tuple[Schedule, ...]:
+    """The schedules of the kernels in a dump folder, in program order.
+
+    Args:
+        folder: what the compiler dumped.
+        names: the compiler's names of the kernels ("probe.1"); None takes every one that has a bundle file.
+    """
+    wanted = None if names is None else set(names)
+    found = []
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        match = _FILE.match(path.name)
+        if not match or "schedule-analysis" in path.name or (wanted is not None and match["kernel"] not in wanted):
+            continue
+        kernel = match["kernel"]
+        utilization = _one(folder, kernel, "final_hlo-static-per-bundle-utilization")
+        allocations = _one(folder, kernel, "pre-finalize-registers-and-allocations")
+        found.append(parse(kernel, path.read_text(), utilization, allocations))
+    return tuple(found)
+
+
+def _one(folder: Path, kernel: str, label: str) -> str:
+    pattern = re.compile(rf"^\d+-{re.escape(kernel)}-\d+-{re.escape(label)}\.txt$")
+    return next((path.read_text() for path in sorted(folder.iterdir()) if pattern.match(path.name)), "")

@@ -1,0 +1,109 @@
+"""Compiles one program for a TPU that is not there; runs alone in a process, since libtpu initialises once.
+
+Reads one JSON request from standard input and writes one JSON reply to standard output. Run as a file
+(`python -P tpu_worker.py`) it needs jax and libtpu only, so that peers compile in environments without tessera.
+The environment variables that libtpu reads are set by whoever starts it (`tessera.deviceless.tpu.run`).
+
+A request names a kernel of `tessera.attention.dispatch` with its spec, shapes and config, or a factory
+"module:function" whose keyword arguments are JSON and which returns (function, abstract arguments). A factory that
+takes `devices` gets that many of the topology's and returns arguments with shardings.
+"""
+
+import importlib
+import inspect
+import json
+import os
+import sys
+import time
+import traceback
+
+
+def main() -> int:
+    """Answer the one request."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr and cannot break the protocol
+    request = json.loads(sys.stdin.read())
+    json.dump(answer(request), replies)
+    replies.close()
+    return 0
+
+
+def answer(request: dict) -> dict:
+    """Compile what the request asks for; an error of the compiler, or of the program, is an answer."""
+    import jax
+    from jax.experimental import topologies
+
+    stage, start = "trace", time.perf_counter()
+    try:
+        topology = topologies.get_topology_desc(topology_name=request["topology"], platform="tpu")
+        devices = topology.devices[: request.get("devices", 1)]
+        with on_chip(devices[0]):
+            function, arguments = build(request, devices)
+            traced = jit(function).trace(*arguments)
+            lowered = traced.lower(lowering_platforms=("tpu",))
+        stage, traced_at = "compile", time.perf_counter()
+        compiled = lowered.compile(compiler_options=request.get("compiler_options"))
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, KeyError, LookupError) as error:
+        short = f"{type(error).__name__}: {error}"
+        return {"compiled": False, "stage": stage, "error": short, "trace": traceback.format_exc()[-4000:]}
+    reply = {"compiled": True, "trace_s": traced_at - start, "compile_s": time.perf_counter() - traced_at}
+    reply |= {"memory": memory(compiled), "cost": cost(compiled), "jax": jax.__version__}
+    if request.get("dump"):
+        with open(os.path.join(request["dump"], "program.hlo"), "w") as file:
+            file.write(compiled.as_text())
+    return reply
+
+
+def jit(function):
+    """The function compiled as it is, unless it is jitted already (with donation or shardings of its own)."""
+    import jax
+
+    return function if hasattr(function, "trace") else jax.jit(function)
+
+
+def on_chip(device):
+    """A context in which code that asks for the chip while it is traced is told this one."""
+    import jax
+    from jax.sharding import AbstractDevice, AbstractMesh
+
+    abstract = AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), "tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chip",), abstract_device=abstract))
+
+
+def build(request: dict, devices) -> tuple:
+    """(function, abstract arguments placed on the devices)."""
+    import jax
+
+    if "kernel" in request:
+        from tessera.deviceless.programs import attention_call
+
+        function, arguments = attention_call(**{k: request.get(k) for k in ("kernel", "spec", "shapes", "config")})
+    else:
+        module, _, name = request["factory"].partition(":")
+        factory = getattr(importlib.import_module(module), name)
+        extra = {"devices": devices} if "devices" in inspect.signature(factory).parameters else {}
+        function, arguments = factory(**request.get("kwargs", {}), **extra)
+    one = jax.sharding.SingleDeviceSharding(devices[0])
+
+    def place(x):
+        sharding = getattr(x, "sharding", None)
+        return x if sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
+
+    return function, jax.tree.map(place, arguments)
+
+
+def memory(compiled) -> dict:
+    """Main memory of the program on one device, in bytes."""
+    found = compiled.memory_analysis()
+    names = ("argument", "output", "temp", "alias", "generated_code")
+    return {name: int(getattr(found, f"{name}_size_in_bytes")) for name in names}
+
+
+def cost(compiled) -> dict:
+    """What XLA counts: flops and bytes of the whole program."""
+    found = compiled.cost_analysis() or {}
+    return {"flops": float(found.get("flops", 0.0)), "bytes": float(found.get("bytes accessed", 0.0))}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
