@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Literal, Union
@@ -313,6 +314,74 @@ class Doctor:
         return 1 if found["problems"] else 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Compile an attention kernel for a TPU that is not there: does it fit, what fills it, how long should it take."""
+
+    chip: Literal["v5e", "v5p", "v6e", "v7x"] = "v6e"
+    """For which chip; v7x counts each of its two cores as a device."""
+    role: Literal["dense", "score", "sparse"] = "dense"
+    """What the call returns or reads: all keys, all keys and every tile's mass, or selected tiles only."""
+    phase: Literal["prefill", "decode"] = "prefill"
+    """Many query rows per sequence, or one."""
+    batch: int = 1
+    """Sequences."""
+    length: int = 16384
+    """Keys per sequence; prefill has as many queries."""
+    queries: int | None = None
+    """Query rows of one prefill chunk, the last ones of the length; all if not given."""
+    heads: int = 32
+    """Query heads."""
+    kv_heads: int = 8
+    """Key/value heads."""
+    head_dim: int = 128
+    """Numbers per head."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of queries, keys and values."""
+    tile: Literal[1, 16, 32, 64, 128] = 128
+    """Keys per tile."""
+    query_tile: int = 32
+    """Queries that share a selection."""
+    fraction: float = 0.1
+    """Share of the key tiles that the sparse role reads."""
+    window: int | None = None
+    """Sliding window in tokens."""
+    softcap: float | None = None
+    """Cap on the scores."""
+    kernel: str | None = None
+    """A kernel by name; the one that runs on a TPU if not given."""
+    config: str | None = None
+    """Its block sizes as a JSON object; its own choice if not given."""
+    limit_s: float = 300.0
+    """Seconds the compiler may take."""
+    picture: Path | None = None
+    """Write roofline and slots to this SVG."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Print what was found; 1 if it does not compile."""
+        from tessera.attention.contract import AttentionSpec
+        from tessera.deviceless import inspection
+
+        names = ("role", "phase", "batch", "length", "queries", "heads", "kv_heads", "head_dim", "dtype", "fraction")
+        spec = AttentionSpec(tile=self.tile, query_tile=self.query_tile, window=self.window, softcap=self.softcap)
+        spec, shapes = inspection.call(spec=spec, **{name: getattr(self, name) for name in names})
+        config = None if self.config is None else json.loads(self.config)
+        result = inspection.inspect_call(
+            self.chip, spec, shapes, kernel=self.kernel, config=config, limit_s=self.limit_s
+        )
+        if self.json:
+            print(json.dumps(result.json()))
+        else:
+            inspection.print_table(result)
+        if self.picture is not None and result.compiled:
+            inspection.picture(result, self.picture)
+        return 0 if result.compiled else 1
+
+
 COMMANDS = MappingProxyType(
     {
         "generate": Generate,
@@ -322,6 +391,7 @@ COMMANDS = MappingProxyType(
         "demo": Demo,
         "doctor": Doctor,
         "bench": Bench,
+        "inspect": Inspect,
     }
 )
 
@@ -329,6 +399,7 @@ COMMANDS = MappingProxyType(
 def main(argv: list[str] | None = None) -> int:
     """Run one command; a user's error is one line on standard error and status 2, Ctrl-C is 130."""
     argv = sys.argv[1:] if argv is None else argv
+    hide_absent_tpu()
     if argv == ["--version"]:
         from importlib.metadata import version
 
@@ -350,6 +421,14 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def hide_absent_tpu() -> None:
+    """Keep JAX from asking libtpu (the extra "deviceless") for chips that this host lacks: it complains at length."""
+    chips = [*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/[0-9]*")]
+    others = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin") if find_spec(name)]
+    if find_spec("libtpu") and not chips and not others:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def parse(argv: list[str]):

@@ -67,13 +67,24 @@ def operations(text: str) -> tuple[Operation, ...]:
     return tuple(found)
 
 
+def plain_entry(text: str) -> str:
+    """The entry computation with what matters for cost: types, opcodes, operands, the compiler's cycles."""
+    lines = []
+    for line in entry(text):
+        if match := _INSTRUCTION.match(line):
+            cycles = _CYCLES.search(match["rest"])
+            head = f"{match['name']} = {match['type']} {match['opcode']}({match['operands']})"
+            lines.append(head + (f" cycles={cycles[1]}" if cycles else ""))
+    return "\n".join(lines)
+
+
 def entry(text: str) -> list[str]:
     """The lines of the entry computation."""
     lines, inside = [], False
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
             inside = bool(match["entry"])
-        elif inside and line.startswith("}"):
+        elif inside and line.rstrip() == "}":  # attributes may hold lines that begin so
             return lines
         elif inside:
             lines.append(line)

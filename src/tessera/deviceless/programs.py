@@ -23,9 +23,13 @@ def kernel_named(name: str) -> Kernel:
     raise ValueError(f"kernel={name!r} must be one of {', '.join(k.name for k in KERNELS)}")
 
 
-def attention_call(kernel: str, spec: Mapping, shapes: Mapping, config: Mapping | None = None) -> tuple[Any, tuple]:
-    """(function, abstract arguments) of one attention call; K and V as the cache stores them, head-major, presented
-    transposed."""
+def attention_call(
+    kernel: str, spec: Mapping, shapes: Mapping, config: Mapping | None = None
+) -> tuple[Any, tuple, dict]:
+    """(function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
+
+    K and V come as the cache stores them, head-major, and are presented transposed.
+    """
     found, spec, shapes = kernel_named(kernel), AttentionSpec(**spec), Shapes(**shapes)
     reason = found.supports(spec, shapes)
     if reason is not None:
@@ -47,4 +51,5 @@ def attention_call(kernel: str, spec: Mapping, shapes: Mapping, config: Mapping 
         k, v = jnp.swapaxes(k_cache, 1, 2), jnp.swapaxes(v_cache, 1, 2)
         return found.launch(q, k, v, spec, positions, selection, settings)
 
-    return call, (query, cache, cache, positions, selection)
+    executions = None if found.executions is None else dict(found.executions(spec, shapes, settings))
+    return call, (query, cache, cache, positions, selection), {"executions": executions, "settings": str(settings)}

@@ -102,6 +102,9 @@ class Compiled:
         cost: XLA's own count for the program: flops, bytes.
         schedules: of every Pallas kernel in the program.
         operations: the operations around them that move data, with their bytes.
+        entry: the program's entry computation, attributes left out.
+        executions: how often each scope runs, where the program's factory or kernel says so.
+        settings: the block sizes that the kernel chose for this chip.
     """
 
     chip: str
@@ -111,6 +114,9 @@ class Compiled:
     cost: Mapping[str, float]
     schedules: tuple[schedule.Schedule, ...]
     operations: tuple[hlo.Operation, ...]
+    entry: str = ""
+    executions: Mapping[str, float] | None = None
+    settings: str | None = None
 
     @property
     def hbm_bytes(self) -> int:
@@ -183,6 +189,9 @@ def compile_for(
             cost=reply["cost"],
             schedules=schedule.read(Path(folder), kernels),
             operations=hlo.operations(program_text),
+            entry=hlo.plain_entry(program_text),
+            executions=reply["about"].get("executions"),
+            settings=reply["about"].get("settings"),
         )
 
 

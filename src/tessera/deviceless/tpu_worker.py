@@ -5,8 +5,9 @@ Reads one JSON request from standard input and writes one JSON reply to standard
 The environment variables that libtpu reads are set by whoever starts it (`tessera.deviceless.tpu.run`).
 
 A request names a kernel of `tessera.attention.dispatch` with its spec, shapes and config, or a factory
-"module:function" whose keyword arguments are JSON and which returns (function, abstract arguments). A factory that
-takes `devices` gets that many of the topology's and returns arguments with shardings.
+"module:function" whose keyword arguments are JSON and which returns (function, abstract arguments), or a third value
+with what should come back in the reply ("executions", "settings"). A factory that takes `devices` gets that many of the
+topology's and returns arguments with shardings.
 """
 
 import importlib
@@ -38,7 +39,7 @@ def answer(request: dict) -> dict:
         topology = topologies.get_topology_desc(topology_name=request["topology"], platform="tpu")
         devices = topology.devices[: request.get("devices", 1)]
         with on_chip(devices[0]):
-            function, arguments = build(request, devices)
+            function, arguments, about = build(request, devices)
             traced = jit(function).trace(*arguments)
             lowered = traced.lower(lowering_platforms=("tpu",))
         stage, traced_at = "compile", time.perf_counter()
@@ -47,7 +48,7 @@ def answer(request: dict) -> dict:
         short = f"{type(error).__name__}: {error}"
         return {"compiled": False, "stage": stage, "error": short, "trace": traceback.format_exc()[-4000:]}
     reply = {"compiled": True, "trace_s": traced_at - start, "compile_s": time.perf_counter() - traced_at}
-    reply |= {"memory": memory(compiled), "cost": cost(compiled), "jax": jax.__version__}
+    reply |= {"memory": memory(compiled), "cost": cost(compiled), "jax": jax.__version__, "about": about}
     if request.get("dump"):
         with open(os.path.join(request["dump"], "program.hlo"), "w") as file:
             file.write(compiled.as_text())
@@ -71,25 +72,26 @@ def on_chip(device):
 
 
 def build(request: dict, devices) -> tuple:
-    """(function, abstract arguments placed on the devices)."""
+    """(function, abstract arguments placed on the devices, what else the factory says: executions, settings)."""
     import jax
 
     if "kernel" in request:
         from tessera.deviceless.programs import attention_call
 
-        function, arguments = attention_call(**{k: request.get(k) for k in ("kernel", "spec", "shapes", "config")})
+        made = attention_call(**{k: request.get(k) for k in ("kernel", "spec", "shapes", "config")})
     else:
         module, _, name = request["factory"].partition(":")
         factory = getattr(importlib.import_module(module), name)
         extra = {"devices": devices} if "devices" in inspect.signature(factory).parameters else {}
-        function, arguments = factory(**request.get("kwargs", {}), **extra)
+        made = factory(**request.get("kwargs", {}), **extra)
+    function, arguments, about = made if len(made) == 3 else (*made, {})
     one = jax.sharding.SingleDeviceSharding(devices[0])
 
     def place(x):
         sharding = getattr(x, "sharding", None)
         return x if sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)
 
-    return function, jax.tree.map(place, arguments)
+    return function, jax.tree.map(place, arguments), about
 
 
 def memory(compiled) -> dict:

@@ -79,6 +79,7 @@ def collect(chip: str, timings: Path, out: Path, limit_s: float, most: int | Non
             line["regions"] = {r.name: {"bundles": r.bundles, "slots": dict(r.slots)} for r in found.regions}
             line["vmem_bytes"] = found.vmem_bytes
         line["operations"] = [[o.name, o.opcode, o.bytes, o.cycles] for o in compiled.operations]
+        line["memory"], line["entry"] = dict(compiled.memory), compiled.entry
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(
