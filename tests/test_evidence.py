@@ -61,6 +61,23 @@ def test_host_name_is_refused(monkeypatch):
         record(facts={"note": "ran on some-host-17"})
 
 
+@pytest.mark.parametrize("name", ["demo", "tiny-host"])
+def test_only_whole_words_name_a_host(monkeypatch, name):
+    """A host called demo may run the demo, and tiny-host is not named by what happens to hold its letters."""
+    monkeypatch.setattr(platform, "node", lambda: name)
+    what = evidence.What(op="demo", kernel="dense", workload="demo_answers", title="untiny-hosted")
+    evidence.make(what, [1.0], command="tessera demo")
+    with pytest.raises(ValueError, match="must not name"):
+        evidence.make(what, [1.0], command="tessera demo", facts={"note": f"first line\n{os.getcwd()}"})
+
+
+def test_a_host_name_at_the_start_of_a_line_is_refused(monkeypatch):
+    monkeypatch.setattr(platform, "node", lambda: "some-host-17")
+    for note in ("line\nsome-host-17 said", "some-host-17.example.org", "(some-host-17)"):
+        with pytest.raises(ValueError, match="some-host-17"):
+            record(facts={"note": note})
+
+
 def test_not_a_number_is_refused():
     with pytest.raises(ValueError, match="JSON"):
         record(facts={"loss": float("nan")})

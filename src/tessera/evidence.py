@@ -22,6 +22,9 @@ from tessera import hardware
 
 SCHEMA = 1
 
+PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "train", "quality"})
+"""Host and user names that tell nobody anything, as every record may hold them: common ones, and our own commands."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class What:
@@ -184,9 +187,10 @@ def _quartile_range(samples: Sequence[float]) -> float | None:
 
 
 def _private_words(line: str) -> list[str]:
-    """Names of this host, this user and its home that the line holds."""
-    words = {platform.node(), os.path.expanduser("~"), os.getcwd()}
-    return sorted(w for w in words if len(w) > 3 and w not in ("localhost", "linux") and w in line)
+    """Names of this host, this user's home and the working folder that an encoded record holds as whole words."""
+    text = re.sub(r"\\.", " ", line)  # JSON writes a line end as \n, and that n would hide the start of a word
+    names = {platform.node(), os.path.expanduser("~"), os.getcwd()} - PUBLIC_WORDS
+    return sorted(n for n in names if len(n) > 3 and re.search(rf"(?<![\w-]){re.escape(n)}(?![\w-])", text))
 
 
 def here() -> Where:
