@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -143,7 +144,43 @@ def test_later_records_replace_earlier_ones(tmp_path):
     evidence.append(tmp_path / "b.jsonl", [record("x", (2.0,)), record("y", (5.0,))])
     evidence.append(tmp_path / "c.jsonl", record("x", (1.0,)))
     table = evidence.latest(evidence.collect(tmp_path))
-    assert [(key[1], r.median) for key, r in table.items()] == [("x", 1.0), ("y", 5.0)]
+    assert [(key.kernel, r.median) for key, r in table.items()] == [("x", 1.0), ("y", 5.0)]
+
+
+def elsewhere(made, **where):
+    return replace(made, where=replace(made.where, **where))
+
+
+@pytest.mark.parametrize("where", [{"cpu": "Other 9000"}, {"cores": 96}, {"device": "TPU v6 lite"}])
+def test_records_of_another_machine_replace_nothing(where):
+    here, there = record("x", (2.0,)), elsewhere(record("x", (1.0,)), **where)
+    assert list(evidence.latest([here, there]).values()) == [here, there]
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ({"cpu": "AMD EPYC", "cores": 2}, "AMD EPYC, 2 cores"),
+        ({"cpu": "Intel(R) Xeon(R) Processor", "cores": 4}, "Intel Xeon, 4 cores"),
+        ({"cpu": "Intel(R) Core(TM) i7-8550U CPU @ 1.80GHz", "cores": 8}, "Intel Core i7-8550U @ 1.80GHz, 8 cores"),
+        ({"device": "TPU v6 lite"}, "TPU v6 lite"),
+        ({"device": "TPU v6 lite", "count": 4}, "4 x TPU v6 lite"),
+    ],
+)
+def test_a_machine_in_words(where, words):
+    assert elsewhere(record(), **where).where.machine == words
+
+
+def crash(made):
+    return replace(made, what=replace(made.what, kernel="", dtype=""), samples=(), median=None, error="no peers")
+
+
+def test_a_good_run_of_the_same_command_replaces_a_crash():
+    good, bad = record("x"), crash(record("x"))
+    assert list(evidence.latest([bad, good]).values()) == [good]
+    assert list(evidence.latest([good, bad]).values()) == [good, bad]
+    assert list(evidence.latest([bad, replace(good, command="tessera bench --only other")]).values())[0] == bad
+    assert list(evidence.latest([bad, elsewhere(good, cores=96)]).values())[0] == bad
 
 
 def test_chip_table_is_found_by_name_and_kind():

@@ -10,10 +10,18 @@ from tessera import evidence, report
 ROOT = Path(__file__).parents[1]
 
 
-def record(kernel, samples, workload="prefill", op="attention", **fields):
-    what = evidence.What(op=op, kernel=kernel, workload=workload, dtype="float32", title="dense prefill of 8,192")
+AMD = {"device": "cpu", "cpu": "AMD EPYC", "cores": 2}
+INTEL = {"device": "cpu", "cpu": "Intel(R) Xeon(R) Processor", "cores": 2}
+
+
+def record(kernel, samples, workload="prefill", op="attention", title="dense prefill of 8,192", config=(), **fields):
+    what = evidence.What(op=op, kernel=kernel, workload=workload, dtype="float32", title=title, config=dict(config))
     made = evidence.make(what, samples, command=f"tessera bench --suite cpu --only {workload}", **fields)
-    return replace(made, code=evidence.Code(commit="0123456789abcdef", dirty=False))
+    return on(AMD, replace(made, code=evidence.Code(commit="0123456789abcdef", dirty=False)))
+
+
+def on(machine, made):
+    return replace(made, where=replace(made.where, **machine))
 
 
 def compared():
@@ -39,11 +47,23 @@ def test_quantities_are_readable(value, unit, shown):
 
 def test_speed_table_shows_both_sides_and_where_they_ran():
     text = report.render("speed", compared())
-    row = "| dense prefill of 8,192, float32 | 1.00 s | torch 2.00 s | 2.00x (1.90 to 2.10) | 20 % | >= 1.5x: met |"
-    assert row in text
+    row = "| AMD EPYC, 2 cores | 1.00 s | torch 2.00 s | 2.00x (1.90 to 2.10) | 20 % | >= 1.5x: met |"
+    assert f"| dense prefill of 8,192, float32 {row}" in text
     assert "commit 012345678;" in text
     assert "repeat with `tessera bench --suite cpu`" in text
-    assert compared()[0].where.cpu in text
+    assert "\nAMD EPYC, 2 cores, jax " in text
+
+
+def test_each_machine_has_a_row_and_is_compared_with_itself():
+    slower = [on(INTEL, replace(r, median=10 * r.median)) for r in compared()]
+    text = report.render("speed", [*compared(), record("scan", [1.0]), *slower])
+    rows = [line for line in text.splitlines() if " torch " in line]
+    assert rows == [
+        "| dense prefill of 8,192, float32 | AMD EPYC, 2 cores | 1.00 s | torch 2.00 s | 2.00x (1.90 to 2.10) "
+        "| 20 % | >= 1.5x: met |",
+        "|  | Intel Xeon, 2 cores | 10.0 s | torch 20.0 s | 2.00x (1.90 to 2.10) | 20 % | >= 1.5x: met |",
+    ]
+    assert "\nIntel Xeon, 2 cores, jax " in text
 
 
 def test_a_missed_target_and_an_error_are_shown():

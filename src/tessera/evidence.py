@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tessera import hardware
 
@@ -55,6 +55,14 @@ class Where:
     clocks: str | None = None
     driver: str | None = None
 
+    @property
+    def machine(self) -> str:
+        """In words, for tables: "AMD EPYC, 2 cores", "TPU v6 lite", "4 x TPU v6 lite"."""
+        if self.device == "cpu":
+            words = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b", " ", self.cpu).split()
+            return f"{' '.join(words)}, {self.cores} cores"
+        return self.device if self.count == 1 else f"{self.count} x {self.device}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
@@ -85,6 +93,16 @@ class Comparison:
     interval: tuple[float, float] | None = None
     target: str | None = None
     met: bool | None = None
+
+
+class Key(NamedTuple):
+    """What tells two measurements apart. Figures of two machines are two measurements, never compared or replaced."""
+
+    op: str
+    kernel: str
+    workload: str
+    dtype: str
+    machine: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +139,9 @@ class Record:
     schema: int = SCHEMA
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
-        """What tells two measurements apart: op, kernel, workload, dtype. A later record replaces an earlier one."""
-        return (self.what.op, self.what.kernel, self.what.workload, self.what.dtype)
+    def key(self) -> Key:
+        """A later record of the same key replaces an earlier one."""
+        return Key(self.what.op, self.what.kernel, self.what.workload, self.what.dtype, self.where.machine)
 
 
 def make(
@@ -339,10 +357,19 @@ def read(path: str | os.PathLike) -> list[Record]:
     return records
 
 
-def latest(records: Iterable[Record]) -> dict[tuple[str, str, str, str], Record]:
-    """The last record of each key, in order of first appearance. An error replaces a figure: it is the later truth."""
-    table: dict[tuple[str, str, str, str], Record] = {}
+def latest(records: Iterable[Record]) -> dict[Key, Record]:
+    """The last record of each key, in order of first appearance. An error replaces a figure: it is the later truth.
+
+    A case that crashed as a whole left one error without a kernel: the next records of its command replace it.
+    """
+    table: dict[Key, Record] = {}
+    crashes: dict[tuple[str, str], Key] = {}
     for record in records:
+        case = (record.command, record.where.machine)
+        if case in crashes:
+            table.pop(crashes.pop(case), None)
+        if record.error and not record.what.kernel:
+            crashes[case] = record.key
         table[record.key] = record
     return table
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from tessera import evidence
-from tessera.evidence import Record
+from tessera.evidence import Key, Record
 
 _BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- end -->)", re.DOTALL)
 
@@ -43,9 +43,20 @@ def _three(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def side_by_side(records: Iterable[Record]) -> list[Record]:
+    """The records with those of one measurement on several machines next to each other."""
+    groups: dict[Key, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record.key._replace(machine=""), []).append(record)
+    return [record for group in groups.values() for record in group]
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *rows]
+    """A Markdown table. A first cell equal to the one above is left empty, so that what belongs together is seen."""
+    lines, above = [header, ["---"] * len(header)], ""
+    for first, *rest in rows:
+        lines.append(["" if first == above else first, *rest])
+        above = first
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
@@ -60,8 +71,7 @@ def provenance(records: Iterable[Record]) -> str:
         if record.code.commit is None or not record.command:
             raise ValueError(f"record {record.key} must name a commit and a command before it can be published")
         where = record.where
-        place = f"{where.cpu}, {where.cores} cores" if where.device == "cpu" else where.device
-        groups.setdefault(f"{place}, jax {where.versions.get('jax', '?')}", []).append(record)
+        groups.setdefault(f"{where.machine}, jax {where.versions.get('jax', '?')}", []).append(record)
     lines = []
     for place, group in groups.items():
         commits = sorted({_commit(record) for record in group})
@@ -89,35 +99,40 @@ def _result(record: Record) -> str:
 
 def speed(records: Sequence[Record]) -> str:
     """Every compared measurement: ours, the other side of the same run, ratio with interval, target."""
-    by_name = {(r.what.workload, r.what.dtype, r.what.kernel): r for r in records}
+    by_key = {record.key: record for record in records}
     rows, used = [], []
     for record in records:
         if record.what.op not in ("attention", "model"):
             continue
+        lead = [_title(record), record.where.machine]
         if record.error:
-            rows.append([_title(record), record.what.kernel, _result(record), "", "", ""])
+            rows.append([*lead, f"{record.what.kernel} {_result(record)}".strip(), "", "", "", ""])
             used.append(record)
         if record.comparison is None:
             continue
         versus = record.comparison
-        other = by_name.get((record.what.workload, record.what.dtype, versus.against))
+        other = by_key.get(record.key._replace(kernel=versus.against))
         shown = f"{versus.against} {_result(other)}" if other else versus.against
         interval = f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})" if versus.interval else ""
         target = f"{versus.target}x: {'met' if versus.met else '**missed**'}" if versus.target else "none"
-        density = f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
-        rows.append([_title(record), _result(record), shown, f"{versus.ratio:.2f}x{interval}", density, target])
+        rows.append([*lead, _result(record), shown, f"{versus.ratio:.2f}x{interval}", _keys_read(record), target])
         used += [record, other] if other else [record]
     if not rows:
         return ""
-    header = ["workload", "Tessera", "against", "ratio (95 %)", "keys read", "target"]
+    header = ["workload", "machine", "Tessera", "against", "ratio (95 %)", "keys read", "target"]
     return markdown(header, rows) + provenance(used)
+
+
+def _keys_read(record: Record) -> str:
+    return f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
 
 
 def costs(records: Sequence[Record]) -> str:
     """Compile time, start-up and memory (the longest prompt, with the growth over all of them): one figure each."""
     chosen = [r for r in records if r.what.op in ("compile", "start") or (r.what.op == "memory" and r.facts)]
-    rows = [[_title(r), r.what.kernel, _result(r), _notes(r.facts)] for r in chosen]
-    return markdown(["what", "how", "median", "also"], rows) + provenance(chosen) if rows else ""
+    rows = [[_title(r), r.where.machine, r.what.kernel, _result(r), _notes(r.facts)] for r in chosen]
+    header = ["what", "machine", "how", "median", "also"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
 
 
 def _notes(facts: Mapping[str, object]) -> str:
@@ -137,12 +152,12 @@ def quality(records: Sequence[Record]) -> str:
     chosen = [r for r in records if r.what.op in ("quality", "plan study")]
     rows = []
     for record in chosen:
-        density = f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
         trials = str(record.facts.get("trials", record.how.iterations))
         perplexity = record.facts.get("perplexity")
         shown = _three(perplexity) if isinstance(perplexity, float) else ""
-        rows.append([_title(record), _policy(record), _result(record), trials, density, shown])
-    header = ["task", "policy", "right", "trials", "keys read", "perplexity"]
+        lead = [_title(record), record.where.machine, _policy(record)]
+        rows.append([*lead, _result(record), trials, _keys_read(record), shown])
+    header = ["task", "machine", "policy", "right", "trials", "keys read", "perplexity"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
 
@@ -154,19 +169,19 @@ def _policy(record: Record) -> str:
 
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
-    {"speed": speed, "costs": costs, "quality": quality}
+    {"speed": speed, "quality": quality, "costs": costs}
 )
 
 
 def render(name: str, records: Iterable[Record]) -> str:
-    """The Markdown of one table, from the latest record of each key.
+    """The Markdown of one table, from the latest record of each key, machines side by side.
 
     Raises:
         ValueError: no table of that name, or no record for it.
     """
     if name not in TABLES:
         raise ValueError(f"table {name!r} must be one of {sorted(TABLES)}")
-    table = TABLES[name](list(evidence.latest(records).values()))
+    table = TABLES[name](side_by_side(evidence.latest(records).values()))
     if not table:
         raise ValueError(
             f"table {name!r} has no record: run `tessera bench` first (--suite cpu for speed, demo for quality)"
