@@ -66,6 +66,33 @@ def test_each_machine_has_a_row_and_is_compared_with_itself():
     assert "\nIntel Xeon, 2 cores, jax " in text
 
 
+def test_memory_shows_every_length_and_its_line():
+    line = {"slope_bytes_per_token": 2048.0, "growth_exponent": 1.0, "worst_residual": 0.01}
+    weighed = [
+        record(
+            "peak",
+            [n * 2048.0],
+            workload=f"memory_{n}",
+            op="memory",
+            title=f"memory of prefill, {n:,} tokens, 2 layers",
+            config={"tokens": n},
+            unit="bytes",
+            facts=line if n == 4096 else {},
+        )
+        for n in (1024, 2048, 4096)
+    ]
+    text = report.render("memory", weighed)
+    assert "| memory | machine | 1,024 tokens | 2,048 tokens | 4,096 tokens | growth |" in text
+    assert (
+        "| memory of prefill, 2 layers, float32, peak | AMD EPYC, 2 cores | 2.00 MiB | 4.00 MiB | 8.00 MiB "
+        "| 2.00 KiB per token; a line fits within 1.0 % of the largest |"
+    ) in text
+    failed = on(INTEL, record("", (), workload="prefill_memory", op="memory", title="prefill memory", error="killed"))
+    assert "| prefill memory, float32 | Intel Xeon, 2 cores |  |  |  | error: killed |" in report.render(
+        "memory", [*weighed, failed]
+    )
+
+
 def test_a_missed_target_and_an_error_are_shown():
     slow = evidence.Comparison(against="torch", ratio=0.8, target=">= 1.5", met=False)
     text = report.render("speed", [record("ours", [1.0], comparison=slow), record("broken", (), error="out of memory")])

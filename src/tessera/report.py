@@ -127,9 +127,37 @@ def _keys_read(record: Record) -> str:
     return f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
 
 
+def memory(records: Sequence[Record]) -> str:
+    """Peak memory at every length in one row, and the straight line through it."""
+    chosen = [record for record in records if record.what.op == "memory"]
+    measured = [record for record in chosen if not record.error]
+    lengths = sorted({record.what.config["tokens"] for record in measured})
+    series: dict[tuple[str, str], dict[int, Record]] = {}
+    for record in measured:
+        tokens = record.what.config["tokens"]
+        words = f"{_title(record).replace(f' {tokens:,} tokens,', '')}, {record.what.kernel}"
+        series.setdefault((words, record.where.machine), {})[tokens] = record
+    rows = [
+        [*lead, *(_result(found[n]) if n in found else "" for n in lengths), _growth(found)]
+        for lead, found in series.items()
+    ]
+    rows += [[_title(r), r.where.machine, *[""] * len(lengths), _result(r)] for r in chosen if r.error]
+    header = ["memory", "machine", *(f"{n:,} tokens" for n in lengths), "growth"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _growth(found: Mapping[int, Record]) -> str:
+    """The straight line that the run fitted over all its lengths; the record of the longest one holds it."""
+    facts = found[max(found)].facts
+    if "slope_bytes_per_token" not in facts:
+        return ""
+    slope, off = quantity(facts["slope_bytes_per_token"], "bytes"), quantity(facts["worst_residual"], "fraction")
+    return f"{slope} per token; a line fits within {off} of the largest"
+
+
 def costs(records: Sequence[Record]) -> str:
-    """Compile time, start-up and memory (the longest prompt, with the growth over all of them): one figure each."""
-    chosen = [r for r in records if r.what.op in ("compile", "start") or (r.what.op == "memory" and r.facts)]
+    """Compile time and start-up: one figure each."""
+    chosen = [r for r in records if r.what.op in ("compile", "start")]
     rows = [[_title(r), r.where.machine, r.what.kernel, _result(r), _notes(r.facts)] for r in chosen]
     header = ["what", "machine", "how", "median", "also"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
@@ -169,7 +197,7 @@ def _policy(record: Record) -> str:
 
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
-    {"speed": speed, "quality": quality, "costs": costs}
+    {"speed": speed, "quality": quality, "memory": memory, "costs": costs}
 )
 
 
