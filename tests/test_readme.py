@@ -1,0 +1,29 @@
+"""The README's examples run as they stand."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+
+import tessera
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def example(words: str) -> str:
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL) if words in block]
+    return code
+
+
+def test_attention_example_is_sparse_and_leans_on_no_default_tile():
+    code = example("tessera.select_tiles")
+    assert "AttentionSpec()" not in code
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2048, 2, 16))
+    names = {"tessera": tessera, "dataclasses": dataclasses, "q": q, "k": k, "v": v}
+    exec(code, names)
+    scored, sparse = names["scored"], names["sparse"]
+    assert scored.mass.shape == (1, 2, 64, 16)
+    np.testing.assert_allclose(sparse.out[:, :128], scored.out[:, :128], rtol=1e-5, atol=1e-5)
+    assert not np.allclose(sparse.out[:, -128:], scored.out[:, -128:], atol=1e-3)
