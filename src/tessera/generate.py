@@ -320,10 +320,9 @@ def load(
 
 def save(model: Model, folder: str | os.PathLike) -> None:
     """Write a folder that transformers loads: config.json, safetensors, tokenizer files; and the plan, if any."""
-    folder = Path(folder)
-    save_folder(folder, model.params, model.config, model.tokenizer)
-    if model.plan is not None:
-        model.plan.save(folder / PLAN_FILE)
+    plan = model.plan
+    extra = None if plan is None else lambda new: plan.save(new / PLAN_FILE)
+    save_folder(folder, model.params, model.config, model.tokenizer, extra=extra)
 
 
 def check_attention(attention: str) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from tessera.models.files import text_writer, write_together
+from tessera.models.files import write_text, write_whole
 
 LOG_NAME = "loss.jsonl"
 PLAIN_EVERY_S = 30.0
@@ -40,8 +40,8 @@ def open_log(path: Path, step: int):
     lines = read_losses(path)
     if len(lines) < step:
         raise ValueError(f"{path} ends at step {len(lines)}, its checkpoint at {step}: restore it, or start elsewhere")
-    with write_together() as write:
-        write(path, text_writer("".join(json.dumps(line) + "\n" for line in lines[:step])))
+    kept = "".join(json.dumps(line) + "\n" for line in lines[:step])
+    write_whole(path, lambda temporary: write_text(temporary, kept))
     return open(path, "a", encoding="utf-8", buffering=1)
 
 

@@ -34,7 +34,7 @@ from tessera.losses import LOG_NAME, Line, draw_losses, open_log, read_losses
 from tessera.models import decoder
 from tessera.models.checkpoint import load_params, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.files import write_together
+from tessera.models.files import write_whole
 from tessera.models.layers import Params, init_params, rope_frequencies
 from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
 from tessera.recipes import Recipe, Stage
@@ -187,8 +187,7 @@ def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, ke
     tensors = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
     about = {"step": str(step), "recipe": recipe.fingerprint(step), "name": recipe.name}
     path = folder / f"checkpoint-{step:08d}.safetensors"
-    with write_together() as write:
-        write(path, lambda temporary: save_file(tensors, temporary, about))
+    write_whole(path, lambda temporary: save_file(tensors, temporary, about))
     for old in checkpoints(folder)[:-keep]:
         old.unlink()
     return path

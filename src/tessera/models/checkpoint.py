@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 
 from tessera.models.config import ModelConfig
 from tessera.models.families import parse_config, render_config
-from tessera.models.files import text_writer, write_together
+from tessera.models.files import finish_swap, replace_folder, write_text
 from tessera.models.layers import Layer, Params
 from tessera.models.tensor_file import (
     INDEX,
@@ -34,6 +34,7 @@ from tessera.models.tensor_file import (
     read_tensor,
     write_file,
 )
+from tessera.models.tokenizer import FILES as TOKENIZER_FILES
 from tessera.models.tokenizer import Tokenizer
 
 EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -65,12 +66,14 @@ Tensor = tuple[jax.Array, int | None]
 def resolve(path_or_hub_id: str | os.PathLike) -> Path:
     """The folder of a model: a local one, or a Hugging Face hub id ("owner/name"), downloaded into the hub's cache.
 
-    A hub model's config is checked before its weights are downloaded.
+    A hub model's config is checked before its weights are downloaded. A folder whose saving was killed at the very end
+    is put in place first.
 
     Raises:
         ValueError: there is no such folder, and no such model on the hub or no way to reach it.
     """
     path = Path(path_or_hub_id).expanduser()
+    finish_swap(path)
     if path.is_dir():
         return path
     name = str(path_or_hub_id)
@@ -155,37 +158,43 @@ def save_folder(
     tokenizer: Tokenizer | None = None,
     *,
     shard_bytes: int = 5 << 30,
+    extra: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a folder that `load` and Hugging Face transformers read: config, weights, generation config, tokenizer.
 
     Weights are written one tensor at a time, in the dtype they have, in shards of at most `shard_bytes` (a larger
-    tensor is a shard of its own). All files are first written beside their places, then renamed: what was there
-    before stays whole if the process is killed while writing.
+    tensor is a shard of its own). All files are written into a new folder, with `extra(new)` for more of them, which
+    then takes the old one's place whole: a kill leaves the old model or the new one, never shards of both (see
+    `replace_folder`). Files of the old folder that are neither weights nor written anew stay, such as your notes or,
+    without a tokenizer here, the old one's files. Needs room for both at a time.
+
+    Raises:
+        ValueError: the folder cannot be replaced (a file, a mount point, the working folder).
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     raw = render_config(config, params.embed.dtype.name, tokenizer.pad_id if tokenizer else None)
     generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[key] is not None}
     shards = _assign_shards(_tensors(params), shard_bytes)
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
-    with write_together() as write:
+
+    def outdated(name: str) -> bool:  # shards of an earlier save would be read instead of these
+        return bool(SHARD_PATTERN.fullmatch(name)) or (tokenizer is not None and name in TOKENIZER_FILES)
+
+    with replace_folder(Path(folder), outdated) as new:
         for name, tensors in zip(names, shards):
             specs = {key: (tensor[0].dtype, _shape(tensor)) for key, tensor in tensors.items()}
             arrays = (np.asarray(array if row is None else array[row]) for array, row in tensors.values())
-            write(folder / name, lambda path, specs=specs, arrays=arrays: write_file(path, specs, arrays))
+            write_file(new / name, specs, arrays)
         if count > 1:
             total = sum(_num_bytes(tensor) for tensors in shards for tensor in tensors.values())
             weight_map = {key: name for name, tensors in zip(names, shards) for key in tensors}
-            write(folder / INDEX, _json_writer({"metadata": {"total_size": total}, "weight_map": weight_map}))
-            names.append(INDEX)
-        write(folder / "config.json", _json_writer(raw))
-        write(folder / "generation_config.json", _json_writer(generation))
+            _write_json(new / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(new / "config.json", raw)
+        _write_json(new / "generation_config.json", generation)
         if tokenizer is not None:
-            tokenizer.write(folder, write)
-    for path in folder.iterdir():  # weights of an earlier save in other shards would be read instead of these
-        if SHARD_PATTERN.fullmatch(path.name) and path.name not in names:
-            path.unlink()
+            tokenizer.write(new)
+        if extra is not None:
+            extra(new)
 
 
 def fingerprint(params: Params, config: ModelConfig) -> str:
@@ -296,8 +305,8 @@ def _assign_shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> list[dict
     return shards
 
 
-def _json_writer(value: Mapping[str, Any]):
-    return text_writer(json.dumps(value, indent=2) + "\n")
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def _some(names: list[str]) -> str:

@@ -1,37 +1,112 @@
-"""Files that are whole or absent: written beside their place, flushed to the disk, renamed."""
+"""Files and folders that are whole or absent: written beside their place, flushed to the disk, renamed."""
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-Write = Callable[[Path, Callable[[Path], None]], None]
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 with plain line ends, on every system."""
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
+    """Replace one file: fill(temporary) writes the content. A kill leaves the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fill(temporary)
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def write_together() -> Iterator[Write]:
-    """Write several files and put them in place together at the end of the block, or none of them.
+def replace_folder(folder: Path, outdated: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
+    """Replace a folder: yields an empty one beside it, to be filled, which takes its place at the end of the block.
 
-    Yields `write(path, fill)`: fill(temporary) writes the content. A kill while writing leaves the old files whole.
+    Everything else in the old folder (notes, a plan, subfolders) comes along, except names that the block wrote anew
+    and names at its top that outdated(name) is true of. An error leaves the old folder as it was. A kill leaves the
+    old folder or the new one; or, between the two renames, both of them whole under the hidden names beside it, and
+    `finish_swap` (every load and save of a model calls it) puts the new one in place. One writer at a time.
+
+    Raises:
+        ValueError: the folder is a file, a mount point, or holds the working folder, and cannot be renamed.
     """
-    staged: list[tuple[Path, Path]] = []
-
-    def write(path: Path, fill: Callable[[Path], None]) -> None:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        staged.append((temporary, path))
-        fill(temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-
+    folder = folder.resolve()
+    _check_renamable(folder)
+    finish_swap(folder)
+    new, old = _siblings(folder)
+    _remove(new, old)
+    new.mkdir(parents=True)
     try:
-        yield write
-        for temporary, path in staged:
-            os.replace(temporary, path)
+        yield new
+        for path in new.iterdir():
+            sync(path)
+        if folder.exists():
+            _carry_over(folder, new, outdated)
+        sync(new)
+        sync(new.parent)  # from here on, whoever finds both siblings may trust the new one
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(new, folder)
+        sync(folder.parent)  # the old one goes only when the new one is there to stay
     finally:
-        for temporary, _ in staged:
-            temporary.unlink(missing_ok=True)
+        finish_swap(folder)
+        _remove(new, old)
 
 
-def text_writer(text: str) -> Callable[[Path], None]:
-    """A `fill` that writes UTF-8 text."""
-    return lambda path: path.write_text(text, encoding="utf-8", newline="\n")
+def finish_swap(folder: Path) -> None:
+    """Put the new folder in place where a kill fell between the two renames of `replace_folder`."""
+    folder = folder.resolve()
+    new, old = _siblings(folder)
+    if old.is_dir() and not folder.exists():
+        os.rename(new if new.is_dir() else old, folder)
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content or a folder's names to the disk; Windows cannot open a folder, and does without."""
+    if os.name == "nt" and path.is_dir():
+        return
+    handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _check_renamable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder")
+    if os.path.ismount(folder) or Path.cwd().is_relative_to(folder):
+        raise ValueError(f"{folder} is a mount point or holds the working folder: name another, such as one inside it")
+
+
+def _siblings(folder: Path) -> tuple[Path, Path]:
+    """Where the new folder is made, and where the old one waits until the new one is in place."""
+    return folder.parent / f".{folder.name}.tessera-new", folder.parent / f".{folder.name}.tessera-old"
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        if folder.exists():
+            shutil.rmtree(folder)
+
+
+def _carry_over(old: Path, new: Path, outdated: Callable[[str], bool]) -> None:
+    """Hard links cost no space and leave the old folder whole, should it have to stay."""
+
+    def left_out(place: str, names: list[str]) -> list[str]:
+        return [n for n in names if Path(place) == old and (outdated(n) or (new / n).exists())]
+
+    shutil.copytree(old, new, symlinks=True, ignore=left_out, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)

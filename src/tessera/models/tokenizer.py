@@ -14,9 +14,12 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from tessera.models.files import Write, text_writer, write_together
+from tessera.models.files import replace_folder, write_text
 
 TEMPLATE_FILE = "chat_template.jinja"
+FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE})
+"""What `load_tokenizer` reads: a new tokenizer replaces all of them, or one would be read with another's template."""
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 BYTE_SPECIALS = (
@@ -141,19 +144,20 @@ class Tokenizer:
         return self.encode(text, add_special=False)
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with write_together() as write:
-            self.write(folder, write)
+        """Put tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them, into a folder.
 
-    def write(self, folder: Path, write: Write) -> None:
-        """Hand the files over to `write`, together with others of the same folder."""
+        All of them or none; what else the folder holds stays.
+        """
+        with replace_folder(Path(folder), outdated=FILES.__contains__) as new:
+            self.write(new)
+
+    def write(self, folder: Path) -> None:
+        """Write the files of `save` into a folder that is being made."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **self.specials}
-        write(folder / "tokenizer.json", text_writer(self.backend.to_str(pretty=True)))
-        write(folder / "tokenizer_config.json", text_writer(json.dumps(settings, indent=2, ensure_ascii=False) + "\n"))
+        write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
+        write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
         if self.chat_template is not None:
-            write(folder / TEMPLATE_FILE, text_writer(self.chat_template))
+            write_text(folder / TEMPLATE_FILE, self.chat_template)
 
 
 class TextStream:

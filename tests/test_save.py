@@ -1,0 +1,105 @@
+"""Saving a model: the old folder whole or the new one, whenever a kill falls, and nothing of the user's lost."""
+
+import os
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from tiny import CONFIG, random_params
+
+from tessera.models import files
+from tessera.models.checkpoint import load_params, read_config, resolve, save_folder
+from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
+
+
+def same_weights(a, b) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+def test_an_interrupted_save_leaves_the_old_folder_whole(tmp_path, monkeypatch):
+    save_folder(tmp_path, random_params(CONFIG, 0), CONFIG)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def write_half(path, specs, arrays):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tessera.models.checkpoint.write_file", write_half)
+    with pytest.raises(KeyboardInterrupt):
+        save_folder(tmp_path, random_params(CONFIG, 1), CONFIG)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing that would come after it happens."""
+
+
+@pytest.mark.parametrize("survived", range(3))
+def test_a_save_killed_between_its_renames_leaves_one_whole_model(tmp_path, monkeypatch, survived):
+    folder = tmp_path / "model"
+    old, new = (random_params(CONFIG, seed) for seed in (0, 1))
+    save_folder(folder, old, CONFIG, shard_bytes=10_000)
+    (folder / "notes.txt").write_text("mine")
+    rename, calls = os.rename, []
+
+    def die(*names):
+        calls.append(names)
+        if len(calls) > survived:
+            raise Killed
+        rename(*names)
+
+    def never(*names):
+        raise Killed
+
+    with monkeypatch.context() as dying:
+        dying.setattr(files.os, "rename", die)
+        dying.setattr(files.shutil, "rmtree", never)
+        with pytest.raises(Killed):
+            save_folder(folder, new, CONFIG, shard_bytes=20_000)
+    found = load_params(resolve(folder), read_config(folder), stacked=True)
+    assert same_weights(found, old if survived == 0 else new)
+    assert (folder / "notes.txt").read_text() == "mine"
+    save_folder(folder, old, CONFIG, shard_bytes=20_000)
+    assert same_weights(load_params(folder, CONFIG, stacked=True), old)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_what_is_not_ours_stays(tmp_path):
+    folder = tmp_path / "model"
+    params = random_params(CONFIG, 0)
+    save_folder(folder, params, CONFIG, byte_tokenizer(), shard_bytes=10_000)
+    (folder / "runs").mkdir()
+    (folder / "runs" / "one").write_text("1")
+    (folder / "link").symlink_to("runs/one")
+    (folder / "plan.json").write_text("{}")
+    folder.chmod(0o750)
+    (tmp_path / "alias").symlink_to(folder)
+    save_folder(tmp_path / "alias", params, CONFIG, extra=lambda new: (new / "plan.json").write_text("[]"))
+    assert (folder / "link").read_text() == "1"
+    assert (folder / "link").is_symlink()
+    assert (folder / "plan.json").read_text() == "[]"
+    assert (folder / "tokenizer.json").is_file()
+    assert not list(folder.glob("model-*"))
+    assert folder.stat().st_mode & 0o777 == 0o750
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alias", "model"]
+
+
+def test_a_new_tokenizer_takes_nothing_from_the_old_one(tmp_path):
+    params = random_params(CONFIG, 0)
+    save_folder(tmp_path, params, CONFIG, byte_tokenizer())
+    save_folder(tmp_path, params, CONFIG, replace(byte_tokenizer(), chat_template=None))
+    assert load_tokenizer(tmp_path).chat_template is None
+
+
+def test_places_that_cannot_be_replaced_are_refused(tmp_path, monkeypatch):
+    params = random_params(CONFIG, 0)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "inside").mkdir()
+    monkeypatch.chdir(tmp_path / "inside")
+    for place, words in (("../file", "is a file"), (".", "working folder"), ("..", "working folder"), ("/", "mount")):
+        with pytest.raises(ValueError, match=words):
+            save_folder(place, params, CONFIG)
+    assert (tmp_path / "file").read_text() == "mine"
+    save_folder("model", params, CONFIG)
+    assert (tmp_path / "inside" / "model" / "config.json").is_file()
