@@ -100,10 +100,11 @@ def test_lines_are_answered_until_exit(model, capsys):
         "/exit\n",
         "never\n",
     ]
-    converse(chat, lines, interactive=False)
+    assert not converse(chat, lines, interactive=False)
     shown = capsys.readouterr()
     answer = chat.messages[-1]["content"]
     assert shown.out == f"{answer}\n" * 2
     assert len(chat.messages) == 2
+    assert converse(chat, ["/help\n", "\n", "hello\n", "/exit\n"], interactive=False)
     for words in ("/reset", "/nonsense is no command", "makes 603 tokens", "forgotten"):
         assert words in shown.err

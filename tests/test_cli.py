@@ -1,5 +1,6 @@
 """The command line: frozen flags, exit statuses, what goes to which stream."""
 
+import io
 import json
 import os
 import re
@@ -139,6 +140,15 @@ def test_generate_and_chat_read_standard_input(folder):
     done = run_tessera("chat", "--model", str(folder), "--max-new-tokens", "3", input="hello\n/exit\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("\n")
+
+
+@pytest.mark.parametrize("refused", ["x" * 600, "/nonsense"])
+def test_chat_from_a_pipe_says_by_its_status_that_a_line_was_refused(folder, refused, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"hello\n{refused}\nhello\n"))
+    assert cli.main(["chat", "--model", str(folder), "--max-new-tokens", "3"]) == 2
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 2
+    assert "error: " in shown.err
 
 
 def test_ctrl_c_prints_what_there_is_and_leaves_with_130(tmp_path):

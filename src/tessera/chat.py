@@ -125,27 +125,35 @@ class Chat:
         return session, session.align(min(common, len(tokens) - 1))
 
 
-def converse(chat: Chat, lines: Iterable[str], *, interactive: bool) -> None:
-    """Answer line by line until the lines end or /exit; answers go to standard output, remarks to standard error."""
+def converse(chat: Chat, lines: Iterable[str], *, interactive: bool) -> bool:
+    """Answer line by line until the lines end or /exit; answers go to standard output, remarks to standard error.
+
+    Returns:
+        Whether every line was answered or obeyed: nobody reads the remarks of a script's conversation.
+    """
     from rich.console import Console
 
-    remarks = Console(stderr=True, highlight=False, soft_wrap=True)
+    remarks, good = Console(stderr=True, highlight=False, soft_wrap=True), True
     for line in lines:
         text = line.strip()
         if text == "/exit":
-            return
+            break
         if text == "/reset":
             chat.reset()
             remarks.print("The conversation is forgotten.", style="dim")
         elif text.startswith("/"):
             if text != "/help":
                 remarks.print(f"error: {text.split()[0]} is no command", style="red", markup=False)
+                good = False
             remarks.print("\n".join(f"{name:8}{what}" for name, what in COMMANDS.items()), markup=False)
         elif text:
-            _turn(chat, text, remarks, interactive)
+            good &= _turn(chat, text, remarks, interactive)
+    return good
 
 
-def _turn(chat: Chat, text: str, remarks: Any, interactive: bool) -> None:
+def _turn(chat: Chat, text: str, remarks: Any, interactive: bool) -> bool:
+    """One question; False if it was refused."""
+
     def show(piece: str) -> None:
         print(piece, end="", flush=True)
 
@@ -153,13 +161,13 @@ def _turn(chat: Chat, text: str, remarks: Any, interactive: bool) -> None:
         reply = chat.ask(text, show)
     except ValueError as error:
         remarks.print(f"error: {error}", style="red", markup=False)
-        return
+        return False
     except Interrupted:
         print()
         if not interactive:
             raise
         remarks.print("(interrupted)", style="dim")
-        return
+        return True
     print(flush=True)
     if reply.dropped_turns:
         remarks.print(f"The oldest {reply.dropped_turns} turns were forgotten: the context is full.", style="yellow")
@@ -170,6 +178,7 @@ def _turn(chat: Chat, text: str, remarks: Any, interactive: bool) -> None:
             f"{g.decode_tokens_per_s:.1f}/s; {g.density:.0%} of keys read)",
             style="dim",
         )
+    return True
 
 
 def typed_lines() -> Iterable[str]:

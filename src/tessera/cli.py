@@ -135,7 +135,7 @@ class Chat(ModelFlags, SamplingFlags):
     """Most tokens of one answer."""
 
     def run(self) -> int:
-        """Converse until the end of input."""
+        """Converse until the end of input; 2 if the input came from a file or pipe and a line of it was refused."""
         from tessera.chat import Chat as Conversation
         from tessera.chat import converse, typed_lines
         from tessera.sampling import Sampling
@@ -143,8 +143,9 @@ class Chat(ModelFlags, SamplingFlags):
         sampling = Sampling(**self.values())
         model = self.load()
         chat = Conversation(model, sampling, max_new_tokens=self.max_new_tokens, system=self.system, seed=self.seed)
-        converse(chat, typed_lines(), interactive=sys.stdin.isatty())
-        return 0
+        interactive = sys.stdin.isatty()
+        good = converse(chat, typed_lines(), interactive=interactive)
+        return 0 if good or interactive else 2  # a person saw the error and went on
 
 
 @dataclass(frozen=True, kw_only=True)
