@@ -94,6 +94,15 @@ def test_exit_status_says_whether_answers_agree(outcome):
     assert ("DIFFER" in (outcome[1] / "index.html").read_text()) == (not same)
 
 
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_place_for_the_results_that_cannot_be_is_refused_before_any_work(tmp_path, monkeypatch, place):
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(run, "load_models", lambda folder: pytest.fail("work began"))
+    with pytest.raises(ValueError, match=f"--out .*/{place} is no folder that can be written to"):
+        run.run(tmp_path / place)
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_run_can_be_published(outcome, tmp_path):
     run.publish(outcome[1], str(tmp_path / "evidence"), str(tmp_path / "docs" / "demo.svg"))
     stored = evidence.collect(tmp_path / "evidence")

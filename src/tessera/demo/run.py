@@ -3,6 +3,7 @@
 import json
 import os
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,13 +74,15 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | None = None)
 
     Returns:
         0 if Kascade gave the dense answers on every question, else 1.
+
+    Raises:
+        ValueError: `out` cannot be written to; said before anything is measured.
     """
-    settings = settings or Settings()
+    settings, out = settings or Settings(), Path(out)
+    make_folder(out)
     console = Console()
     models = load_models(settings.model)
     found = measure_all(models, settings, console)
-    out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
     body = {"schema": evidence.SCHEMA, "records": [json.loads(evidence.encode(r)) for r in records(found, models)]}
     (out / "record.json").write_text(json.dumps(body, indent=1) + "\n")
     times_svg = draw_times(found)
@@ -89,6 +92,15 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | None = None)
         console.print(note)
     console.print(f"record.json and index.html are in {out}", highlight=False)
     return 0 if found.same else 1
+
+
+def make_folder(out: Path) -> None:
+    """Make sure that files can be written under `out`, by writing one."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ValueError(f"--out {out} is no folder that can be written to ({error.strerror}): name another") from error
 
 
 def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", picture: str = "docs/demo.svg") -> None:
