@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
@@ -38,6 +39,9 @@ from tessera.shapes import ceil_div, round_up
 DTYPES = ("float32", "bfloat16", "float16")
 STEP_SCORES = 1 << 18
 """Scores per step that fill, not overflow, two second-level caches of 1 MB in float32."""
+
+ZERO = np.int32(0)
+"""A Python 0 is int64 where JAX allows 64-bit types, and the indices of one slice must be of one type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +160,7 @@ def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int,
     start, full_start, full_stop, stop = ranges
     masked, full = functools.partial(step, masked=True), functools.partial(step, masked=False)
     if num_keys <= plan.block_s:  # a single block: no loop, no second body to compile
-        return masked(0, carry)
+        return masked(ZERO, carry)
     if plan.spec.window is not None:
         carry = jax.lax.fori_loop(start, full_start, masked, carry)
     carry = jax.lax.fori_loop(full_start, full_stop, full, carry)
@@ -166,7 +170,7 @@ def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int,
 def take_keys(x: Float[Array, "X S H"], block: Block, key_block: Array, plan: Plan) -> tuple[Array, Array]:
     """Keys [Y, block_s, H] of one block and where they start; the last block is moved back to fit, not padded."""
     start = jnp.minimum(key_block * plan.block_s, x.shape[1] - plan.block_s)
-    return jax.lax.dynamic_slice(x, (block.x, start, 0), (plan.heads, plan.block_s, x.shape[2])), start
+    return jax.lax.dynamic_slice(x, (block.x, start, ZERO), (plan.heads, plan.block_s, x.shape[2])), start
 
 
 def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tuple[Array, Array]:
@@ -318,7 +322,7 @@ dense.defvjp(_forward, _backward)
 
 def add_keys(total: Float[Array, "X S H"], part: Float[Array, "Y P H"], block: Block, start: Array) -> Array:
     """total with one block of keys of one head group increased by part."""
-    at = (block.x, start, 0)
+    at = (block.x, start, ZERO)
     return jax.lax.dynamic_update_slice(total, jax.lax.dynamic_slice(total, at, part.shape) + part, at)
 
 
