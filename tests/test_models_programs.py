@@ -136,6 +136,39 @@ def test_the_cache_is_updated_in_place(stacked):
     assert memory.temp_size_in_bytes < cache_bytes
 
 
+def test_stacked_layers_write_only_new_rows_into_the_cache():
+    params = init_params(CONFIG, jax.random.key(0))
+    cache = init_cache(CONFIG, 2, 64, dtype=jnp.float32, stacked=True)
+    lengths = jnp.full(2, 8, jnp.int32)
+
+    def program(tokens, cache):
+        positions = Positions(3 + 0 * lengths, 3 + lengths, lengths)
+        return forward(params, tokens, cache, positions, config=CONFIG, policy=Through())[1]
+
+    traced = equations(jax.make_jaxpr(program)(jnp.zeros((2, 8), jnp.int32), cache).jaxpr)
+    written = {"dynamic_update_slice": 1, "scatter": 2}
+    sizes = [e.invars[written[e.primitive.name]].aval.size for e in traced if e.primitive.name in written]
+    assert sizes == [CONFIG.num_kv_heads * 8 * CONFIG.head_dim] * 4  # keys and values of two sequences
+
+
+def test_stacked_and_tuple_caches_agree():
+    """Two sequences at different places, a chunk and then a token: same hidden states, same cache, layer by layer."""
+    params = init_params(CONFIG, jax.random.key(6))
+    tokens = jax.random.randint(jax.random.key(7), (2, 17), 0, CONFIG.vocab_size)
+    first = Positions(*(jnp.array(x, jnp.int32) for x in ([0, 5], [16, 14], [16, 9])))
+    then = Positions(*(jnp.array(x, jnp.int32) for x in ([16, 14], [17, 15], [1, 1])))
+    found = []
+    for stacked in (True, False):
+        weights = params if stacked else unstack(params)
+        cache = init_cache(CONFIG, 2, 64, dtype=jnp.float32, stacked=stacked)
+        chunk, cache = run(weights, tokens[:, :16], cache, first)
+        token, cache = run(weights, tokens[:, 16:], cache, then)
+        found.append((chunk[0], chunk[1, :9], token, jnp.stack(list(cache.k)), jnp.stack(list(cache.v))))
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert np.count_nonzero(np.any(found[0][3], axis=(0, 2, 4))[0]) == 17
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("num_outputs", [12, 8192, 8191], ids=["one block", "blocks", "prime"])

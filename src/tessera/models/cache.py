@@ -28,11 +28,18 @@ def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLi
 
 
 def append(
-    cache: Float[Array, "B K S H"], new: Float[Array, "B T K H"], q_start: Int32[Array, "B"]
-) -> Float[Array, "B K S H"]:
-    """Write T new positions from q_start on, per sequence. The caller keeps q_start + T <= S: XLA clamps, silently."""
+    cache: Float[Array, "*L B K S H"],
+    new: Float[Array, "B T K H"],
+    q_start: Int32[Array, "B"],
+    layer: tuple[Int32[Array, ""], ...] = (),
+) -> Float[Array, "*L B K S H"]:
+    """Write T new positions from q_start on, per sequence, and touch nothing else; in a stacked cache, of one layer.
+
+    The caller keeps q_start + T <= S: XLA clamps, silently.
+    """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
     zero = jnp.int32(0)  # not a Python 0: with 64-bit types enabled that would be int64 beside q_start's int32
-    for b in range(cache.shape[0]):  # one in-place update per sequence; a vmapped one becomes a slow scatter on CPU
-        cache = jax.lax.dynamic_update_slice(cache, rows[b : b + 1], (zero + b, zero, q_start[b], zero))
+    for b in range(rows.shape[0]):  # one in-place update per sequence; a vmapped one becomes a slow scatter on CPU
+        row = jnp.expand_dims(rows[b], range(cache.ndim - 3))
+        cache = jax.lax.dynamic_update_slice(cache, row, (*layer, zero + b, zero, q_start[b], zero))
     return cache

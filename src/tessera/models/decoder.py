@@ -50,17 +50,18 @@ def forward(
     )
     state = policy.init_state(config.num_layers, shapes, spec)
 
-    def block(index, x, layer: Layer, k_cache, v_cache, state):
+    def block(index, x, layer: Layer, cache, state):
         h = rms_norm(x, layer.attn_norm, config.norm_eps)
         q, k, v = project(h, layer, tables, config)
-        if k_cache is not None:
-            k_cache, v_cache = append(k_cache, k, positions.q_start), append(v_cache, v, positions.q_start)
-            k, v = jnp.swapaxes(k_cache, 1, 2), jnp.swapaxes(v_cache, 1, 2)
+        if cache is not None:  # this layer's own, or all layers' stacked
+            at = () if unrolled else (index,)
+            cache = Cache(*(append(held, new, positions.q_start, at) for held, new in zip(cache, (k, v))))
+            k, v = (jnp.swapaxes(held[at], 1, 2) for held in cache)
         out, state = policy.attend(index, q, k, v, spec, positions, state)
         y = x + linear(out.reshape(batch, num_queries, -1), layer.o, layer.o_bias)
         state = policy.observe(index, x, y, positions, state)
         y = y + mlp(rms_norm(y, layer.mlp_norm, config.norm_eps), layer)
-        return y, k_cache, v_cache, state
+        return y, cache, state
 
     if remat:
         block = jax.checkpoint(block, static_argnums=(0,) if unrolled else ())
@@ -81,24 +82,19 @@ def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelCo
 
 
 def _unrolled(block, layers, x, cache, state):
-    ks, vs = [], []
+    held = []
     for index, layer in enumerate(layers):
-        k_cache, v_cache = (None, None) if cache is None else (cache.k[index], cache.v[index])
-        x, k_cache, v_cache, state = block(index, x, layer, k_cache, v_cache, state)
-        ks.append(k_cache)
-        vs.append(v_cache)
-    return x, (None if cache is None else Cache(tuple(ks), tuple(vs))), state
+        mine = None if cache is None else Cache(cache.k[index], cache.v[index])
+        x, mine, state = block(index, x, layer, mine, state)
+        held.append(mine)
+    return x, (None if cache is None else Cache(*zip(*held))), state
 
 
 def _scanned(block, layers, x, cache, state):
-    def step(carry, scanned):
+    def step(carry, scanned):  # the cache is carried and written in place; as scan outputs it would be copied each call
         x, cache, state = carry
         index, layer = scanned
-        k_cache, v_cache = (None, None) if cache is None else (cache.k[index], cache.v[index])
-        x, k_cache, v_cache, state = block(index, x, layer, k_cache, v_cache, state)
-        if cache is not None:  # the carried cache is updated in place; as scan outputs it would be copied each call
-            cache = Cache(cache.k.at[index].set(k_cache), cache.v.at[index].set(v_cache))
-        return (x, cache, state), None
+        return block(index, x, layer, cache, state), None
 
     count = jax.tree.leaves(layers)[0].shape[0]
     (x, cache, state), _ = jax.lax.scan(step, (x, cache, state), (jnp.arange(count, dtype=jnp.int32), layers))
