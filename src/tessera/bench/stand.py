@@ -65,7 +65,7 @@ class Sizes:
     rounds: int = 5
     long_rounds: int = 3
     passkey_tokens: tuple[int, ...] = (2048, 4096)
-    passkeys: int = 40
+    passkeys: int = 100
 
 
 SMOKE = Sizes(
