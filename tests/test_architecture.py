@@ -13,7 +13,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "tessera"
 ORDER = [
     {"shapes", "hardware", "memory"},
     {"evidence", "attention.contract"},
-    {"workloads", "attention.online_softmax", "attention.selection"},
+    {"workloads", "attention.online_softmax", "attention.selection", "attention.decode_blocks"},
+    {"attention.decode_copies"},
     {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
     {"attention.dispatch", "sparse.contract"},
     {"sparse.*", "models.*"},
@@ -92,6 +93,7 @@ def test_kernel_files_do_not_import_each_other():
     for path in (SOURCE / "attention").glob("*_*.py"):
         if path.stem.split("_")[0] in {"xla", "tpu", "gpu"}:
             allowed = {"attention.contract", "attention.online_softmax", "shapes"}
+            allowed |= {"attention.decode_blocks", "attention.decode_copies"}
             assert imports(path) <= allowed, f"{dotted(path)} imports {imports(path) - allowed}"
 
 

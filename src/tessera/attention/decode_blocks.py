@@ -1,0 +1,177 @@
+"""Blocks of a decode call: which stretch of the cache, or of a list of tiles, each sequence's one row sees.
+
+Everything a decode kernel must know before it copies a byte, in plain arithmetic: the sizes of blocks and pieces, and
+per sequence the range [lo, hi) of keys, or of positions in a list of tiles laid side by side (ids ascend, so that
+what the row sees is one range there too).
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int32
+
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.shapes import ceil_div, round_up
+
+LANES, SUBLANES = 128, 8
+PACKED = 16
+"""Rows of a packed bfloat16 register: every copy starts at a multiple of it."""
+PIECE_IDS = 1 << 14
+"""Tile ids of one grid step in SMEM, all heads together: with the next step's, double-buffered, 256 KiB of 1 MiB."""
+
+
+class Cut(NamedTuple):
+    """One call cut into blocks: everything static the kernel body needs.
+
+    A chain is a head group and a split: steps of one chain run in order on one core. `rows` are the G query rows of a
+    KV head, padded to whole registers. `unit` keys are the smallest copy. A list is `pieces` x `piece` ids.
+    """
+
+    role: str
+    spec: AttentionSpec
+    batch: int
+    num_keys: int
+    kv_heads: int
+    groups: int
+    head_dim: int
+    heads: int
+    rows: int
+    block_s: int
+    unit: int
+    splits: int
+    pieces: int
+    piece: int
+
+    @property
+    def chains(self) -> int:
+        return self.kv_heads // self.heads * self.splits
+
+    @property
+    def steps(self) -> int:
+        """Grid steps of one chain."""
+        return self.batch * self.pieces
+
+    @property
+    def banks(self) -> int:
+        """Registers of 128 tiles that a row's masses fill."""
+        return ceil_div(ceil_div(self.num_keys, self.spec.tile), LANES)
+
+
+def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block_heads: int, splits: int) -> Cut:
+    """Clip the block sizes to the call."""
+    kv_heads, groups = shapes.num_kv_heads, shapes.num_heads // shapes.num_kv_heads
+    heads = next(h for h in range(min(block_heads, kv_heads), 0, -1) if kv_heads % h == 0)
+    num_keys = round_up(shapes.num_keys, PACKED)
+    pieces = piece = 1
+    if role == "dense":
+        unit = next(u for u in (128, 64, 32, 16) if num_keys % u == 0)
+        block_s = round_up(min(block_s, num_keys), unit)
+    elif role == "score":  # a block is 2^n tiles, so that its sums never straddle two banks
+        unit = next(u for u in (128, 64, 32, 16) if num_keys % u == 0)
+        tiles = max(min(block_s, num_keys) // spec.tile, 1)
+        block_s = max(min(1 << tiles.bit_length() - 1, LANES) * spec.tile, unit)
+    else:
+        num_keys = max(num_keys, spec.tile)
+        unit = spec.tile
+        per_block = max(min(block_s // unit, shapes.capacity), 1)
+        block_s = per_block * unit
+        piece = round_up(min(shapes.capacity, max(PIECE_IDS // heads, 1)), per_block)
+        pieces = ceil_div(shapes.capacity, piece)
+    return Cut(
+        role=role,
+        spec=spec,
+        batch=shapes.batch,
+        num_keys=num_keys,
+        kv_heads=kv_heads,
+        groups=groups,
+        head_dim=shapes.head_dim,
+        heads=heads,
+        rows=round_up(groups, SUBLANES),
+        block_s=block_s,
+        unit=unit,
+        splits=1 if role == "score" else splits,
+        pieces=pieces,
+        piece=piece,
+    )
+
+
+class Ranges(NamedTuple):
+    """Run-time scalars: lo and hi [B * K], what a row sees; the others per chain and step, flat.
+
+    first: the step's first block; count: its blocks; before: blocks of the chain before it (its parity is the buffer);
+    every head sees all of blocks [whole_from, whole_to).
+    """
+
+    lo: Int32[Array, "..."]
+    hi: Int32[Array, "..."]
+    first: Int32[Array, "..."]
+    count: Int32[Array, "..."]
+    before: Int32[Array, "..."]
+    whole_from: Int32[Array, "..."]
+    whole_to: Int32[Array, "..."]
+
+
+def find_ranges(cut: Cut, positions: Positions, selection: Selection | None) -> Ranges:
+    """The contract's visibility rule for one row at q_start, in keys or in list positions, and the blocks it needs."""
+    stop = jnp.clip(positions.kv_len, 0, cut.num_keys)
+    if cut.spec.causal:
+        stop = jnp.minimum(stop, positions.q_start + 1)
+    start = jnp.zeros_like(stop)
+    if cut.spec.window is not None:
+        start = jnp.maximum(positions.q_start - cut.spec.window + 1, 0)
+    seen = (positions.q_len > 0) & (stop > start)
+    lo, hi = (jnp.broadcast_to(x[:, None], (cut.batch, cut.kv_heads)) for x in (start, jnp.where(seen, stop, 0)))
+    if selection is not None:
+        tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
+        listed = jnp.arange(tiles.shape[-1], dtype=jnp.int32) < count[..., None]
+        lo, hi = (
+            jnp.where(listed, jnp.clip(x[..., None] - tiles * cut.unit, 0, cut.unit), 0).sum(-1, dtype=jnp.int32)
+            for x in (lo, hi)
+        )
+    lo, hi = jnp.where(hi > lo, lo, 0), jnp.where(hi > lo, hi, 0)
+    by_group = (cut.batch, cut.kv_heads // cut.heads, cut.heads)
+    start = jnp.where(hi > lo, lo, cut.num_keys).reshape(by_group).min(-1).T // cut.block_s
+    stop = (hi.reshape(by_group).max(-1).T + cut.block_s - 1) // cut.block_s  # [groups of heads, B]
+    size = (jnp.maximum(stop - start, 0) + cut.splits - 1) // cut.splits
+    split = jnp.arange(cut.splits, dtype=jnp.int32)[:, None]
+    piece = jnp.arange(cut.pieces, dtype=jnp.int32) * (cut.piece * cut.unit // cut.block_s)
+    begin = (start[:, None] + split * size[:, None])[..., None]  # [groups of heads, splits, B, 1]
+    end = jnp.minimum(begin + size[:, None, :, None], stop[:, None, :, None])
+    if cut.pieces > 1:
+        begin, end = jnp.maximum(begin, piece), jnp.minimum(end, piece + cut.piece * cut.unit // cut.block_s)
+    count = jnp.maximum(end - begin, 0).reshape(cut.chains, cut.steps)
+    before = jnp.cumsum(count, axis=1, dtype=jnp.int32) - count
+    whole_from = (lo.reshape(by_group).max(-1).T + cut.block_s - 1) // cut.block_s
+    whole_to = hi.reshape(by_group).min(-1).T // cut.block_s
+    whole_from, whole_to = (
+        jnp.broadcast_to(x[:, None, :, None], (*x.shape[:1], cut.splits, cut.batch, cut.pieces))
+        for x in (whole_from, whole_to)
+    )
+    return Ranges(*(x.reshape(-1) for x in (lo, hi, begin, count, before, whole_from, whole_to)))
+
+
+def stream_lists(cut: Cut, selection: Selection) -> Array:
+    """Ids [groups of heads, steps, 1, 2 * heads * piece]: each step's piece of its lists, then the next step's."""
+    tiles = jnp.clip(selection.tiles[:, :, 0], 0, (cut.num_keys - 1) // cut.unit)  # never outside the cache
+    tiles = jnp.pad(tiles, [(0, 0), (0, 0), (0, cut.pieces * cut.piece - tiles.shape[-1])])
+    tiles = tiles.reshape(cut.batch, -1, cut.heads, cut.pieces, cut.piece)
+    tiles = tiles.transpose(1, 0, 3, 2, 4).reshape(-1, cut.steps, cut.heads * cut.piece)
+    return jnp.concatenate([tiles, jnp.roll(tiles, -1, axis=1)], axis=-1)[:, :, None]
+
+
+def merge(out: Array, lse: Array) -> tuple[Array, Array]:
+    """Splits [P, ...] by the weights exp(lse)."""
+    if out.shape[0] == 1:
+        return out[0], lse[0]
+    top = jnp.where(jnp.isneginf(lse).all(0), 0.0, lse.max(0))
+    weight = jnp.exp(lse - top)
+    total = weight.sum(0)
+    safe = jnp.where(total > 0, total, 1.0)
+    return (weight[..., None] * out).sum(0) / safe[..., None], jnp.where(total > 0, top + jnp.log(safe), -jnp.inf)
+
+
+def bytes_copied(cut: Cut, ranges: Ranges, width: int) -> Array:
+    """Bytes of K and V that the copies of one call move: whole units, of whole blocks or at the ends of a range."""
+    start, stop = ranges.lo // cut.unit, (ranges.hi + cut.unit - 1) // cut.unit
+    return (stop - start).sum() * (2 * cut.unit * cut.head_dim * width)

@@ -1,0 +1,156 @@
+"""How decode kernels bring blocks of the cache on chip: copies of K and V into one of two buffers, and what they leave.
+
+Blocks that every row sees whole are copied in one piece (keys) or in straight-line runs of tiles, and awaited at once;
+blocks that the end of a range cuts, unit by unit, so that no copy goes past what is needed by more than a unit.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tessera.attention.decode_blocks import PACKED, Cut, Ranges
+
+TILES_AT_ONCE = 32
+"""Tiles whose copies start in one straight line of scalar code."""
+
+
+class Stream(NamedTuple):
+    """Where blocks come from and go to."""
+
+    ranges: Ranges
+    ids: Any  # [1, 1, 1, 2 * heads * piece] in SMEM: this step's and the next one's; sparse only
+    k: Any  # [B * K, S, H] in HBM, as v
+    v: Any
+    k_block: Any  # [2, heads, block_s, H], as v_block
+    v_block: Any
+    copied: Any  # a semaphore for each buffer of K and of V
+
+
+def span(stream: Stream, cut: Cut, step, head, block) -> tuple:
+    """Which rows [lo, hi) of a head's block the query row sees."""
+    index = first_row(cut, step) + head
+    lo, hi = (x[index] - block * cut.block_s for x in (stream.ranges.lo, stream.ranges.hi))
+    return jnp.clip(lo, 0, cut.block_s), jnp.clip(hi, 0, cut.block_s)
+
+
+def first_row(cut: Cut, step):
+    """Of K and V as [B * K, S, H]: the step's first head."""
+    return step // cut.pieces * cut.kv_heads + pl.program_id(0) // cut.splits * cut.heads
+
+
+def is_whole(stream: Stream, cut: Cut, step, block):
+    """Whether every head's row sees all of the block."""
+    index = pl.program_id(0) * cut.steps + step
+    return (block >= stream.ranges.whole_from[index]) & (block < stream.ranges.whole_to[index])
+
+
+def copies(stream: Stream, source: tuple, target: tuple) -> list:
+    """The copies of one stretch of K and V from HBM into a buffer, whose number stands first in target."""
+    pairs = ((stream.k, stream.k_block, 0), (stream.v, stream.v_block, 1))
+    return [pltpu.make_async_copy(x.at[source], y.at[target], stream.copied.at[target[0], i]) for x, y, i in pairs]
+
+
+def each(act: str, copies: list) -> None:
+    """Start or await copies. A wait counts bytes, so one may stand for many starts."""
+    for copy in copies:
+        getattr(copy, act)()
+
+
+def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
+    """Start or await the copies of a block of consecutive keys."""
+    heads = pl.ds(first_row(cut, step), cut.heads)
+    begin = pl.multiple_of(block * cut.block_s, cut.unit)
+    whole = is_whole(stream, cut, step, block)
+
+    @pl.when(whole)
+    def _():
+        with jax.named_scope(f"{act}_whole"):
+            each(act, copies(stream, (heads, pl.ds(begin, cut.block_s)), (slot,)))
+
+    @pl.when(~whole)
+    def _():
+        with jax.named_scope(f"{act}_part"):
+            lo, hi = span(stream, cut, step, 0, block)
+
+            def unit(i, _):
+                with jax.named_scope(f"{act}_unit"):
+                    at = pl.multiple_of(i * cut.unit, cut.unit)
+                    each(
+                        act,
+                        copies(stream, (heads, pl.ds(begin + at, cut.unit)), (slot, slice(None), pl.ds(at, cut.unit))),
+                    )
+
+            jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, unit, None)
+
+
+def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
+    """Start or await the copies of each head's listed tiles of a block."""
+    row, following = first_row(cut, step), step - pl.program_id(1)
+    per_block = cut.block_s // cut.unit
+    listed = following * cut.heads * cut.piece + block * per_block % cut.piece  # of head 0, in SMEM
+    at_once = next(n for n in range(min(TILES_AT_ONCE, per_block), 0, -1) if per_block % n == 0)
+    tail, last = cut.num_keys % cut.unit, cut.num_keys // cut.unit
+    whole = is_whole(stream, cut, step, block)
+
+    def move(head, tile, id_, size=cut.unit):
+        source = (row + head, pl.ds(pl.multiple_of(id_ * cut.unit, PACKED), size))
+        target = (slot, head, pl.ds(pl.multiple_of(tile * cut.unit, PACKED), size))
+        each(act, copies(stream, source, target))
+
+    def some(n, _):
+        with jax.named_scope("start_tiles"):
+            head, first = n // (per_block // at_once), n % (per_block // at_once) * at_once
+            for i in range(at_once):  # straight-line scalar code: addresses share their parts
+                move(head, first + i, stream.ids[0, 0, 0, listed + head * cut.piece + first + i])
+
+    @pl.when(whole)
+    def _():
+        with jax.named_scope(f"{act}_whole"):
+            if act == "start":
+                jax.lax.fori_loop(0, cut.heads * (per_block // at_once), some, None)
+            else:
+                each(act, copies(stream, (pl.ds(0, cut.heads), pl.ds(0, cut.block_s)), (slot,)))
+
+    def head_tiles(head, _):
+        lo, hi = span(stream, cut, step, head, block)
+
+        def one(tile, _):
+            with jax.named_scope(f"{act}_tile"):
+                id_ = stream.ids[0, 0, 0, listed + head * cut.piece + tile]
+                if tail == 0:
+                    move(head, tile, id_)
+                else:  # the cache ends inside its last tile
+                    pl.when(id_ < last)(functools.partial(move, head, tile, id_))
+                    pl.when(id_ >= last)(functools.partial(move, head, tile, id_, tail))
+
+        jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, one, None)
+
+    @pl.when(~whole)
+    def _():
+        with jax.named_scope(f"{act}_part"):
+            jax.lax.fori_loop(0, cut.heads, head_tiles, None)
+
+
+def blank_values(stream: Stream, cut: Cut, step, block, slot) -> None:
+    """Zero the values that the row does not see: whatever lies there, its weight is 0 and 0 * NaN is NaN."""
+
+    def head_rows(head, _):
+        lo, hi = span(stream, cut, step, head, block)
+        start = (lo + cut.unit - 1) // cut.unit
+        stop = jnp.maximum(hi // cut.unit, start)  # units [start, stop) are seen whole
+
+        def unit(i, _):
+            with jax.named_scope("blank"):
+                at = pl.multiple_of(jnp.where(i < start, i, i + stop - start) * cut.unit, cut.unit)
+                row = at + jax.lax.broadcasted_iota(jnp.int32, (cut.unit, cut.head_dim), 0)
+                v = stream.v_block[slot, head, pl.ds(at, cut.unit)]
+                seen = jnp.where((row >= lo) & (row < hi), v.astype(jnp.float32), 0.0)
+                stream.v_block[slot, head, pl.ds(at, cut.unit)] = seen.astype(v.dtype)
+
+        jax.lax.fori_loop(0, cut.block_s // cut.unit - (stop - start), unit, None)
+
+    jax.lax.fori_loop(0, cut.heads, head_rows, None)
