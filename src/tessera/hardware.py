@@ -25,10 +25,10 @@ class Chip:
         cores: TensorCores or streaming multiprocessors.
         on_chip_bytes: scratch memory of one core (VMEM or shared memory).
         devices: jax devices that one chip shows.
-        clock_hz: cycles per second of a TensorCore; for the others None. Where Google states none, it follows from the
-            stated peak: flops / (cores x matrix units x their side squared x 2), 4 units of 128 before v6e (1.5 and
-            1.75 GHz), then 2 of 256 that take two rows a cycle (1.75 and 2.2 GHz). Validated against measured times:
-            see docs/tpu.md.
+        clock_hz: cycles per second of a TensorCore; None for the others. It follows from a peak rate: flops per second
+            / (cores x matrix units x their side squared x 2), 4 units of 128 up to v5p, then 2 of 256 that take two rows
+            a cycle. The peak is Google's, for v7x the compiler's own (996 TFLOP/s a core in `cost_analysis` of a large
+            product, 1.9 GHz; Google's would be 2.2 GHz). Held against measured times: `deviceless/validation.py`.
     """
 
     name: str
@@ -105,7 +105,7 @@ CHIPS: tuple[Chip, ...] = (
         cores=2,
         on_chip_bytes=64 * _MIB,
         devices=2,
-        clock_hz=2.2e9,
+        clock_hz=1.9e9,
     ),
     Chip(
         name="h100",

@@ -117,9 +117,9 @@ class Kernel:
         default_config: (spec, shapes) -> Config.
         search_space: (spec, shapes) -> iterator of Config, for the tuner.
         cost: (spec, shapes) -> {"flops": float, "bytes": float}.
-        executions: (spec, shapes, config) -> how often each named scope of the kernel's body runs in the whole call, with
-            "step" (grid steps) and "hbm_bytes" (bytes between main memory and the chip's own). Turns a schedule into a
-            time without the chip; None where no schedule is read.
+        executions: (spec, shapes, config) -> how often each named scope of the kernel's body runs in the whole call,
+            with "step" (grid steps) and "hbm_bytes" (bytes between main memory and the chip's own). Turns a schedule
+            into a time without the chip; None where no schedule is read.
     """
 
     name: str

@@ -55,6 +55,7 @@ class Schedule:
         capacity: slots per bundle of each unit.
         regions: in order of first appearance.
         vmem_bytes, smem_bytes: scratch and windows of the kernel, all buffers counted.
+        turns: trips of its first loop, the grid's where it has one; None if the compiler does not know them.
     """
 
     kernel: str
@@ -62,6 +63,7 @@ class Schedule:
     regions: tuple[Region, ...]
     vmem_bytes: int
     smem_bytes: int
+    turns: int | None = None
 
     @property
     def name(self) -> str:
@@ -128,7 +130,13 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
         ),
         vmem_bytes=memory["vmem"],
         smem_bytes=memory["smem"],
+        turns=_turns(allocations),
     )
+
+
+def _turns(text: str) -> int | None:
+    found = re.search(r"\bloop: start=(\d+), step=(\d+), limit=(\d+)", text)
+    return None if found is None else -(-(int(found[3]) - int(found[1])) // int(found[2]))
 
 
 def _bundles(text: str) -> list[tuple[int, str]]:
@@ -145,6 +153,8 @@ def _bundles(text: str) -> list[tuple[int, str]]:
 
 def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
     lines = text.splitlines()
+    if len(lines) < 4:
+        raise ValueError("the utilization file is missing or cut short")
     units = [name.strip() for name in lines[1].split(",")]
     capacity = dict(zip(units, map(int, lines[2].split()), strict=True))
     return capacity, [list(map(int, line.split())) for line in lines[4:] if line.strip()]

@@ -35,6 +35,10 @@ FLAGS = (
 )
 
 
+LONGEST_TEXT = 500
+"""Characters of the compiler's message that are kept; it lists every allocation after the first sentences."""
+
+
 class Meaning(NamedTuple):
     """One kind of compiler error."""
 
@@ -247,8 +251,10 @@ def explain(text: str, limit_s: float | None = None) -> CompileError:
     if re.search(r"(?i)libtpu|No module named", text) and "Mosaic" not in text and "not" in text:
         way_out = "install the extra: pip install 'tessera-attention[deviceless]'"
         return CompileError("program", text, "the TPU compiler (libtpu) or a module is missing", way_out)
+    text = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
+    named = re.search(r"(?i)memory space (smem|vmem|hbm)", text)
     for kind, pattern, meaning, way_out in MEANINGS:
-        if re.search(pattern, text):
+        if named[1].upper() == kind if named else re.search(pattern, text):
             return CompileError(kind, text, meaning, way_out)
     return CompileError("program", text, "the program is wrong before it meets the chip", "read the message")
 

@@ -1,0 +1,183 @@
+"""The deviceless TPU compiler: schedules read right, errors explained, times predicted as stated."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tessera.deviceless import hlo, predict, schedule, tpu
+
+HERE = Path(__file__).parent
+KIB = 1024
+
+
+def compiled(chip: str, subject: str, limit_s: float = 120.0, **kwargs) -> tpu.Compiled:
+    program = tpu.factory_program(f"deviceless_subjects:{subject}", **kwargs)
+    return tpu.compile_for(chip, program, paths=[str(HERE)], limit_s=limit_s)
+
+
+def little() -> schedule.Schedule:
+    """The committed dump of `deviceless_subjects.little` on v6e."""
+    [found] = schedule.read(HERE / "golden" / "schedule")
+    return found
+
+
+def test_bundles_belong_to_the_innermost_scope():
+    found = little()
+    assert found.name == "little"
+    counts = {region.name: region.bundles for region in found.regions}
+    # 109 bundle lines in the dump, 6 of which hold nothing but a marker of the traced build.
+    assert counts == {"launch": 11, "step": 85, "double": 3, "turn": 4}
+    assert sum(counts.values()) == 103
+
+
+def test_slots_are_counted_per_scope_against_the_units_capacity():
+    found = little()
+    assert found.capacity["VALU"] == 4
+    assert found.region("double").slots["VSTORE"] == 1
+    assert found.region("turn").slots == {**dict.fromkeys(found.capacity, 0), "VALU": 1, "VLOAD": 2, "VSTORE": 1}
+    assert found.region("turn").depth == 2
+
+
+def test_memory_and_turns_come_from_the_allocations():
+    found = little()
+    assert found.turns == 4  # two steps, and one turn each to fill and drain the pipeline
+    assert found.smem_bytes == 512
+    assert found.vmem_bytes == 72 * KIB + 2 * 2 * 4 * KIB  # scratch of the compiler, two windows held twice
+
+
+def test_files_that_do_not_belong_together_are_refused():
+    bundles = "     0   :  { %1 = vst [vmem:[#a]] %v }\n"
+    utilization = "x\nMXU, VALU\n 1 1\nx\n0 1\n0 1\n"
+    with pytest.raises(ValueError, match="1 bundles but 2 rows"):
+        schedule.parse("k.1", bundles, utilization)
+
+
+def test_prediction_is_executions_times_bundles_over_the_clock():
+    found = tpu.Compiled(
+        chip="v5p", error=None, compile_s=0.0, memory={}, cost={}, schedules=(little(),), operations=()
+    )
+    counts = {"step": 1000, "double": 1000, "turn": 50_000, "hbm_bytes": 2765e3}
+    got = predict.predict(found, counts)
+    cycles = 11 + 1000 * 85 + 1000 * 3 + 50_000 * 4
+    assert got.compute_ms == pytest.approx(1e3 * cycles / 1.75e9 / 2)  # v5p: two cores at 1.75 GHz
+    assert got.dma_ms == pytest.approx(1e-3)
+    assert got.ms == pytest.approx(max(got.compute_ms, got.dma_ms))
+    assert got.steps == 1000
+    assert got.bundles_per_step == pytest.approx(cycles / 1000)
+    assert not got.assumed
+
+
+def test_scopes_nobody_counted_run_once_per_step_and_are_named():
+    found = tpu.Compiled(
+        chip="v6e", error=None, compile_s=0.0, memory={}, cost={}, schedules=(little(),), operations=()
+    )
+    got = predict.predict(found, {"little/step": 10, "little/double": 10})
+    assert got.assumed == ("little/turn",)
+    assert got.compute_ms == pytest.approx(1e3 * (11 + 10 * (85 + 3 + 4)) / 1.75e9)
+
+
+def test_physical_bytes_pad_tiles_and_leave_out_memory_on_the_chip():
+    assert hlo.physical_bytes("bf16[4,100,64]{2,1,0:T(8,128)(2,1)}") == 4 * 104 * 128 * 2
+    assert hlo.physical_bytes("bf16[4,100,64]{2,1,0:T(8,128)(2,1)S(1)}") == 0
+    assert hlo.physical_bytes("(f32[8,128]{1,0:T(8,128)}, u8[3]{0})") == 4096 + 3
+
+
+def test_operations_are_the_entrys_copies_not_the_kernels():
+    text = """HloModule jit_f
+%inner (p: f32[8,128]) -> f32[8,128] {
+  ROOT %copy.9 = f32[8,128]{1,0:T(8,128)} copy(%p)
+}
+
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %copy.1 = f32[8,128]{0,1:T(8,128)} copy(%x), backend_config={"estimated_cycles":"70"}
+  %k.1 = f32[8,128]{1,0:T(8,128)} custom-call(%copy.1), custom_call_target="tpu_custom_call", metadata={"a":
+}}, sharding={}
+  ROOT %copy.2 = f32[8,128]{1,0:T(8,128)} copy(%k.1)
+}
+"""
+    found = hlo.operations(text)
+    assert [(o.name, o.bytes, o.cycles) for o in found] == [
+        ("copy.1", 128 * 128 * 4 + 4096, 70),
+        ("copy.2", 8192, None),
+    ]
+    assert hlo.kernel_names(text) == ("k.1",)
+
+
+@pytest.mark.parametrize(("chip", "columns"), [("v5e", 128), ("v5p", 128), ("v6e", 256), ("v7x", 256)])
+def test_every_chip_compiles_and_tells_the_kernel_which_it_is(chip, columns):
+    found = compiled(chip, "scopes")
+    assert found.error is None
+    assert found.settings == f"{columns} columns"
+    [kernel] = found.schedules
+    assert {"first", "full", "last", "step", "launch"} == {region.name for region in kernel.regions}
+    assert kernel.region("full").matmuls == 16 * 256 // columns * (1 if columns == 256 else 2)
+    got = predict.predict(found, found.executions)
+    assert not got.assumed
+    assert 0 < got.ms < 1
+
+
+def test_a_list_too_long_for_smem_is_an_explained_result():
+    found = compiled("v6e", "long_list")
+    assert found.error.kind == "SMEM"
+    assert "stream the list" in str(found.error)
+    assert "RESOURCE_EXHAUSTED" in found.error.text
+
+
+def test_a_block_too_large_for_vmem_is_an_explained_result():
+    found = compiled("v6e", "large_block")
+    assert found.error.kind == "VMEM"
+    assert "smaller blocks" in found.error.way_out
+
+
+def test_the_time_limit_ends_the_process():
+    start = time.perf_counter()
+    found = compiled("v6e", "slow", limit_s=3)
+    assert found.error.kind == "time"
+    assert time.perf_counter() - start < 20
+
+
+def test_an_error_of_the_program_is_a_result_too():
+    assert compiled("v6e", "scopes", blocks="many").error.kind == "program"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("NotImplementedError: Unimplemented primitive in Pallas TPU lowering: sort", "unsupported"),
+        (
+            "ValueError: The Pallas TPU lowering currently requires that rank >= 1 blocks are divisible by 8 and 128",
+            "layout",
+        ),
+        ("Ran out of memory in memory space hbm. Used 40.0G of 31.2G hbm", "HBM"),
+        ("TypeError: add got incompatible shapes", "program"),
+    ],
+)
+def test_messages_are_sorted_by_meaning(text, kind):
+    assert tpu.explain(text).kind == kind
+
+
+def test_an_unknown_chip_is_refused():
+    with pytest.raises(ValueError, match="must be one of v5e, v5p, v6e, v7x"):
+        tpu.compile_for("v3", {})
+
+
+KEYS = (
+    "compiled error vmem_bytes smem_bytes hbm_bytes steps bundles_per_step slots spill_slots flops predicted_ms "
+    "predicted_tflops percent_of_peak bound_by compile_s"
+).split()
+
+
+def test_inspect_prints_one_json_object(capsys):
+    from tessera import cli
+
+    flags = (
+        "--chip v6e --role dense --length 512 --heads 2 --kv-heads 1 --head-dim 128 --kernel xla_prefill_dense --json"
+    )
+    assert cli.main(["inspect", *flags.split()]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert list(out) == KEYS
+    assert out["compiled"] is True
+    assert out["predicted_ms"] > 0
