@@ -28,7 +28,8 @@ def attention_call(
 ) -> tuple[Any, tuple, dict]:
     """(function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
 
-    K and V come as the cache stores them, head-major, and are presented transposed.
+    q comes head-major, as the fusion that rotates it writes it where a kernel asks (seen in the model's own program),
+    K and V as the cache stores them, head-major; all are presented transposed. out leaves as the projection reads it.
     """
     found, spec, shapes = kernel_named(kernel), AttentionSpec(**spec), Shapes(**shapes)
     reason = found.supports(spec, shapes)
@@ -37,7 +38,7 @@ def attention_call(
     settings = found.default_config(spec, shapes) if config is None else found.Config(**config)
     s = shapes
     dtype = jnp.dtype(s.dtype)
-    query = jax.ShapeDtypeStruct((s.batch, s.num_queries, s.num_heads, s.head_dim), dtype)
+    query = jax.ShapeDtypeStruct((s.batch, s.num_heads, s.num_queries, s.head_dim), dtype)
     cache = jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.num_keys, s.head_dim), dtype)
     positions = Positions(*[jax.ShapeDtypeStruct((s.batch,), jnp.int32)] * 3)
     selection = None
@@ -48,8 +49,9 @@ def attention_call(
         )
 
     def call(q, k_cache, v_cache, positions, selection):
-        k, v = jnp.swapaxes(k_cache, 1, 2), jnp.swapaxes(v_cache, 1, 2)
-        return found.launch(q, k, v, spec, positions, selection, settings)
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k_cache, v_cache))
+        result = found.launch(q, k, v, spec, positions, selection, settings)
+        return result._replace(out=result.out.reshape(*result.out.shape[:2], -1))
 
     executions = None if found.executions is None else dict(found.executions(spec, shapes, settings))
     return call, (query, cache, cache, positions, selection), {"executions": executions, "settings": str(settings)}

@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 
@@ -24,9 +25,17 @@ def main() -> int:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr and cannot break the protocol
     request = json.loads(sys.stdin.read())
+    threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
     json.dump(answer(request), replies)
     replies.close()
     return 0
+
+
+def follow(parent: int) -> None:
+    """End with the process that asked: it may be killed while the compiler runs for minutes."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def answer(request: dict) -> dict:
