@@ -1,17 +1,37 @@
 """Attention calls made from the workload catalogue, for every test of attention."""
 
+import contextlib
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the only place that says whether a race was seen
+from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection
 from tessera.attention.dispatch import KERNELS
 from tessera.workloads import Workload
 
 SMALL_BLOCK = 16
+LANES = 128
+
+
+@contextlib.contextmanager
+def machine(kernel: Kernel):
+    """What the kernel runs on here: a TPU kernel on a simulated TPU: fresh memory is NaN, races count."""
+    if kernel.platform != "tpu" or jax.default_backend() == "tpu":
+        yield
+        return
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+        try:
+            yield
+        finally:
+            races = interpret_pallas_call.races
+            pltpu.reset_tpu_interpret_mode_state()  # a failed call would otherwise fail every later one
+    assert races is None or not races.races_found, f"{kernel.name}: a data race"
 
 
 @functools.cache
@@ -29,16 +49,21 @@ def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) ->
     if kernel.role == "sparse":
         selection = Selection(jnp.asarray(call.tiles, jnp.int32), jnp.asarray(call.count, jnp.int32))
     config = small_config(kernel) if config is None else config
-    out = compiled(kernel, spec, config)(q, k, v, positions, selection)
+    with machine(kernel):
+        out = jax.block_until_ready(compiled(kernel, spec, config)(q, k, v, positions, selection))
     assert out.out.dtype == q.dtype
     assert out.lse.dtype == jnp.float32
     return AttentionOut(*(None if x is None else np.asarray(x.astype(jnp.float32)) for x in out))
 
 
 def small_config(kernel: Kernel) -> object:
-    """Blocks far below the catalogue's sizes, so that every loop runs more than once."""
-    fields = kernel.Config.__dataclass_fields__
-    return kernel.Config(**dict.fromkeys(fields, SMALL_BLOCK))
+    """The smallest blocks it takes, far below the catalogue's sizes, so that every loop runs more than once."""
+    sizes = {field.name: LANES for field in dataclasses.fields(kernel.Config) if field.type in (int, "int")}
+    for name in sizes:
+        with contextlib.suppress(ValueError):
+            kernel.Config(**(sizes | {name: SMALL_BLOCK}))
+            sizes[name] = SMALL_BLOCK
+    return kernel.Config(**sizes)
 
 
 def spec_of(call: oracle.Call, role: str) -> AttentionSpec:
@@ -89,7 +114,16 @@ def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def kernels(role: str | None = None, phase: str | None = None) -> list[Kernel]:
-    """Kernels of the table that run on this machine; a prefill kernel takes decode calls too."""
-    platforms = ("any", jax.default_backend())
+    """Kernels of the table that run on this machine, a TPU's in simulation; a prefill kernel takes decode calls too."""
+    platforms = ("any", "tpu", jax.default_backend())
     found = [k for k in KERNELS if k.platform in platforms and role in (None, k.role)]
     return [k for k in found if phase != "prefill" or k.phase == "prefill"]
+
+
+def taken(kernel: Kernel, workload: Workload, dtype: str = "float32") -> Workload | None:
+    """The workload, at tile 16 if the kernel refuses single keys; None if it refuses that too."""
+    for tile in (workload.spec.tile, max(workload.spec.tile, 16)):
+        w = dataclasses.replace(workload, spec=dataclasses.replace(workload.spec, tile=tile))
+        if kernel.supports(w.role_spec(kernel.role), w.shapes(kernel.role, dtype)) is None:
+            return w
+    return None

@@ -2,7 +2,9 @@
 
 Tolerance: twice the error of the same-dtype naive path (inputs and weights rounded to the dtype, sums in float32),
 plus a rounding floor: a score of magnitude |z| carries a float32 rounding error of |z| eps32, which the exponential
-turns into a relative error of the weight, and the output is rounded to the dtype once.
+turns into a relative error of the weight, and the output is rounded to the dtype once. A kernel that feeds a matrix
+unit folds the scale into q and rounds the product to the dtype, and so does the naive path of its lse and mass; it
+also sums the rounded weights, which moves the sum by half an epsilon at most.
 """
 
 from typing import NamedTuple
@@ -92,9 +94,17 @@ def attend(call: Call, dtype: str = "float64") -> Answer:
     return Answer(out, lse, mass, top)
 
 
-def tolerance(call: Call, truth: Answer, dtype: str) -> Answer:
-    """Largest allowed absolute error of out, lse and mass in this dtype."""
+def fold(call: Call, dtype: str) -> Call:
+    """The same call with q carrying the scale and log2(e), or the scale over the cap, rounded to the dtype."""
+    scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    rest = np.log(2.0) if call.softcap is None else call.softcap
+    return call._replace(q=(call.q.astype(np.float64) * (scale / rest)).astype(DTYPES[dtype]), scale=float(rest))
+
+
+def tolerance(call: Call, truth: Answer, dtype: str, folded: bool = False) -> Answer:
+    """Largest allowed absolute error of out, lse and mass in this dtype; `folded`: see above."""
     naive = attend(call, dtype)
+    scored, summed = (fold(call, dtype), EPS[dtype] / 2) if folded else (call, 0.0)
     values = max(
         float(np.abs(call.v[b, : call.kv_len[b]].astype(np.float64)).max(initial=0)) for b in range(len(call.v))
     )
@@ -102,8 +112,9 @@ def tolerance(call: Call, truth: Answer, dtype: str) -> Answer:
     score_error = (4 + truth.top) * EPS["float32"]
     rows = call.query_tile * (call.q.shape[2] // call.k.shape[2])
     out = 2 * np.abs(naive.out - truth.out).max() + values * (2 * score_error + EPS[dtype] / 2)
-    lse = 2 * np.abs(naive.lse[finite] - truth.lse[finite]).max(initial=0) + 2 * score_error
-    mass = 2 * np.abs(attend(call, "float32").mass - truth.mass).max() + rows * 2 * score_error
+    naive_lse = attend(scored, dtype).lse if folded else naive.lse
+    lse = 2 * np.abs(naive_lse[finite] - truth.lse[finite]).max(initial=0) + 2 * score_error + summed
+    mass = 2 * np.abs(attend(scored, "float32").mass - truth.mass).max() + rows * (2 * score_error + summed)
     return Answer(out, lse, mass, truth.top)
 
 

@@ -13,8 +13,15 @@ SOURCE = Path(__file__).parents[1] / "src" / "tessera"
 ORDER = [
     {"shapes", "hardware", "memory"},
     {"evidence", "attention.contract"},
-    {"workloads", "attention.online_softmax", "attention.selection", "attention.decode_blocks"},
-    {"attention.decode_copies"},
+    {
+        "workloads",
+        "attention.online_softmax",
+        "attention.selection",
+        "attention.sparse_tiles",
+        "attention.decode_blocks",
+    },
+    {"attention.decode_copies", "attention.prefill_blocks"},
+    {"attention.prefill_rows"},
     {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
     {"attention.dispatch", "sparse.contract"},
     {"sparse.*", "models.*"},
@@ -92,8 +99,9 @@ def test_reference_stands_alone():
 def test_kernel_files_do_not_import_each_other():
     for path in (SOURCE / "attention").glob("*_*.py"):
         if path.stem.split("_")[0] in {"xla", "tpu", "gpu"}:
-            allowed = {"attention.contract", "attention.online_softmax", "shapes"}
+            allowed = {"attention.contract", "attention.online_softmax", "attention.sparse_tiles", "shapes"}
             allowed |= {"attention.decode_blocks", "attention.decode_copies"}
+            allowed |= {"attention.prefill_blocks", "attention.prefill_rows"}
             assert imports(path) <= allowed, f"{dotted(path)} imports {imports(path) - allowed}"
 
 

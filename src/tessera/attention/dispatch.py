@@ -7,12 +7,14 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention import reference, tpu_decode, xla_decode, xla_prefill, xla_sparse
+from tessera.attention import reference, tpu_decode, tpu_prefill, tpu_sparse, xla_decode, xla_prefill, xla_sparse
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.shapes import ceil_div
 
 KERNELS: tuple[Kernel, ...] = (
     *tpu_decode.KERNELS,
+    *tpu_prefill.KERNELS,
+    *tpu_sparse.KERNELS,
     *xla_decode.KERNELS,
     *xla_prefill.KERNELS,
     *xla_sparse.KERNELS,
