@@ -25,7 +25,8 @@ class Cut(NamedTuple):
     """One call cut into blocks: everything static the kernel body needs.
 
     A chain is a head group and a split: steps of one chain run in order on one core. `rows` are the G query rows of a
-    KV head, padded to whole registers. `unit` keys are the smallest copy. A list is `pieces` x `piece` ids.
+    KV head, padded to whole registers. `unit` keys are the smallest copy. A list is `pieces` x `piece` ids. With
+    `lanes` K and V are taken as [B, K, H, S]: the layout a TPU gives [B, K, S, H] where H does not fill its 128 lanes.
     """
 
     role: str
@@ -42,6 +43,7 @@ class Cut(NamedTuple):
     splits: int
     pieces: int
     piece: int
+    lanes: bool
 
     @property
     def chains(self) -> int:
@@ -93,6 +95,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
         splits=1 if role == "score" else splits,
         pieces=pieces,
         piece=piece,
+        lanes=shapes.head_dim % LANES != 0 and num_keys % LANES == 0 and unit == LANES,
     )
 
 

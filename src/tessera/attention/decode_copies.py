@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tessera.attention.decode_blocks import PACKED, Cut, Ranges
+from tessera.attention.decode_blocks import Cut, Ranges
 
 TILES_AT_ONCE = 32
 """Tiles whose copies start in one straight line of scalar code."""
@@ -23,9 +23,9 @@ class Stream(NamedTuple):
 
     ranges: Ranges
     ids: Any  # [1, 1, 1, 2 * heads * piece] in SMEM: this step's and the next one's; sparse only
-    k: Any  # [B * K, S, H] in HBM, as v
+    k: Any  # [B * K, S, H] in HBM, or [B * K, H, S]; as v
     v: Any
-    k_block: Any  # [2, heads, block_s, H], as v_block
+    k_block: Any  # [2, heads, block_s, H] or [2, heads, H, block_s], as v_block
     v_block: Any
     copied: Any  # a semaphore for each buffer of K and of V
 
@@ -48,10 +48,16 @@ def is_whole(stream: Stream, cut: Cut, step, block):
     return (block >= stream.ranges.whole_from[index]) & (block < stream.ranges.whole_to[index])
 
 
-def copies(stream: Stream, source: tuple, target: tuple) -> list:
-    """The copies of one stretch of K and V from HBM into a buffer, whose number stands first in target."""
+def part(cut: Cut, heads, keys) -> tuple:
+    """The index of some keys of some heads, keys in rows or in lanes."""
+    return (heads, slice(None), keys) if cut.lanes else (heads, keys)
+
+
+def copies(stream: Stream, cut: Cut, source: tuple, slot, target: tuple) -> list:
+    """The copies of some heads' keys (source and target: heads, keys) of K and V from HBM into a buffer."""
+    source, target = part(cut, *source), (slot, *part(cut, *target))
     pairs = ((stream.k, stream.k_block, 0), (stream.v, stream.v_block, 1))
-    return [pltpu.make_async_copy(x.at[source], y.at[target], stream.copied.at[target[0], i]) for x, y, i in pairs]
+    return [pltpu.make_async_copy(x.at[source], y.at[target], stream.copied.at[slot, i]) for x, y, i in pairs]
 
 
 def each(act: str, copies: list) -> None:
@@ -69,7 +75,7 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
     @pl.when(whole)
     def _():
         with jax.named_scope(f"{act}_whole"):
-            each(act, copies(stream, (heads, pl.ds(begin, cut.block_s)), (slot,)))
+            each(act, copies(stream, cut, (heads, pl.ds(begin, cut.block_s)), slot, (slice(None), slice(None))))
 
     @pl.when(~whole)
     def _():
@@ -79,10 +85,8 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
             def unit(i, _):
                 with jax.named_scope(f"{act}_unit"):
                     at = pl.multiple_of(i * cut.unit, cut.unit)
-                    each(
-                        act,
-                        copies(stream, (heads, pl.ds(begin + at, cut.unit)), (slot, slice(None), pl.ds(at, cut.unit))),
-                    )
+                    source, target = pl.ds(begin + at, cut.unit), pl.ds(at, cut.unit)
+                    each(act, copies(stream, cut, (heads, source), slot, (slice(None), target)))
 
             jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, unit, None)
 
@@ -97,9 +101,9 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
     whole = is_whole(stream, cut, step, block)
 
     def move(head, tile, id_, size=cut.unit):
-        source = (row + head, pl.ds(pl.multiple_of(id_ * cut.unit, PACKED), size))
-        target = (slot, head, pl.ds(pl.multiple_of(tile * cut.unit, PACKED), size))
-        each(act, copies(stream, source, target))
+        source = pl.ds(pl.multiple_of(id_ * cut.unit, cut.unit), size)
+        target = pl.ds(pl.multiple_of(tile * cut.unit, cut.unit), size)
+        each(act, copies(stream, cut, (row + head, source), slot, (head, target)))
 
     def some(n, _):
         with jax.named_scope("start_tiles"):
@@ -113,7 +117,8 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
             if act == "start":
                 jax.lax.fori_loop(0, cut.heads * (per_block // at_once), some, None)
             else:
-                each(act, copies(stream, (pl.ds(0, cut.heads), pl.ds(0, cut.block_s)), (slot,)))
+                whole_block = (slice(None), slice(None))
+                each(act, copies(stream, cut, (pl.ds(0, cut.heads), pl.ds(0, cut.block_s)), slot, whole_block))
 
     def head_tiles(head, _):
         lo, hi = span(stream, cut, step, head, block)
@@ -146,10 +151,11 @@ def blank_values(stream: Stream, cut: Cut, step, block, slot) -> None:
         def unit(i, _):
             with jax.named_scope("blank"):
                 at = pl.multiple_of(jnp.where(i < start, i, i + stop - start) * cut.unit, cut.unit)
-                row = at + jax.lax.broadcasted_iota(jnp.int32, (cut.unit, cut.head_dim), 0)
-                v = stream.v_block[slot, head, pl.ds(at, cut.unit)]
-                seen = jnp.where((row >= lo) & (row < hi), v.astype(jnp.float32), 0.0)
-                stream.v_block[slot, head, pl.ds(at, cut.unit)] = seen.astype(v.dtype)
+                index = (slot, *part(cut, head, pl.ds(at, cut.unit)))
+                v = stream.v_block[index]
+                key = at + jax.lax.broadcasted_iota(jnp.int32, v.shape, 1 if cut.lanes else 0)
+                seen = jnp.where((key >= lo) & (key < hi), v.astype(jnp.float32), 0.0)
+                stream.v_block[index] = seen.astype(v.dtype)
 
         jax.lax.fori_loop(0, cut.block_s // cut.unit - (stop - start), unit, None)
 

@@ -120,7 +120,7 @@ def product(a: Array, b: Array, contract_b: int) -> Array:
 def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> Array:
     """Scores of one head's block in bits [rows, block_s], -inf where the row does not see the key."""
     rows, scale = pl.ds(head * cut.rows, cut.rows), scale_of(cut.spec, cut.head_dim)
-    z = product(refs.q[0, 0, rows], refs.stream.k_block[slot, head], 1)
+    z = product(refs.q[0, 0, rows], refs.stream.k_block[slot, head], 0 if cut.lanes else 1)
     cap = cut.spec.softcap
     y = z * (scale * LOG2_E) if cap is None else (cap * LOG2_E) * jnp.tanh(z * (scale / cap))
     lo, hi = span(refs.stream, cut, step, head, block)
@@ -139,7 +139,9 @@ def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
         alpha = jnp.exp2(m_old - m)
         p = jnp.exp2(y - spread(m, cut.block_s))
         l = refs.l[rows] * alpha + jnp.sum(p, axis=1, keepdims=True)  # noqa: E741
-        acc = refs.acc[rows] * spread(alpha, cut.head_dim) + product(p, refs.stream.v_block[slot, head], 0)
+        acc = refs.acc[rows] * spread(alpha, cut.head_dim) + product(
+            p, refs.stream.v_block[slot, head], 1 if cut.lanes else 0
+        )
         state.append((m, l, acc))
         weights.append(p)
     for head, values in enumerate(state):
@@ -268,6 +270,7 @@ def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> At
     rows = rows.reshape(cut.batch, cut.kv_heads // cut.heads, cut.heads * cut.rows, cut.head_dim)
     pad = [(0, 0), (0, 0), (0, cut.num_keys - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16
     k, v = (jnp.pad(jnp.swapaxes(x, 1, 2), pad).reshape(-1, cut.num_keys, cut.head_dim) for x in (k, v))
+    k, v = (jnp.swapaxes(x, 1, 2) if cut.lanes else x for x in (k, v))
     ranges = find_ranges(cut, positions, selection)
     lists = () if selection is None else (stream_lists(cut, selection),)
     out, lse, *mass = call(cut, q.dtype, k.dtype)(*ranges, rows, *lists, k, v)
@@ -313,9 +316,11 @@ def call(cut: Cut, out_dtype, dtype):
                 memory_space=pltpu.SMEM,
             )
         )
+    sizes = (cut.head_dim, cut.block_s) if cut.lanes else (cut.block_s, cut.head_dim)
+    buffer = pltpu.VMEM((2, cut.heads, *sizes), dtype)
     scratch = [
-        pltpu.VMEM((2, cut.heads, cut.block_s, cut.head_dim), dtype),
-        pltpu.VMEM((2, cut.heads, cut.block_s, cut.head_dim), dtype),
+        buffer,
+        buffer,
         pltpu.SemaphoreType.DMA((2, 2)),
         pltpu.VMEM((rows, LANES), jnp.float32),
         pltpu.VMEM((rows, LANES), jnp.float32),
@@ -369,7 +374,9 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
     cores = chip()[0]
     most = min(8, max(shapes.num_kv_heads // cores, 1))
     heads = next(h for h in range(most, 0, -1) if shapes.num_kv_heads % h == 0)
-    per_key = heads * round_up(shapes.head_dim, LANES) * jnp.dtype(shapes.dtype).itemsize
+    lanes = cut_call(role, spec, shapes, LANES, 1, 1).lanes
+    width = shapes.head_dim if lanes else round_up(shapes.head_dim, LANES)
+    per_key = heads * width * jnp.dtype(shapes.dtype).itemsize
     block_s = min(max(1 << (COPY_BYTES * (1 + (role == "sparse")) // per_key).bit_length() - 1, LANES), 4096)
     shared = shapes.num_kv_heads // heads % cores == 0
     return Config(block_s=block_s, block_heads=heads, splits=1 if shared or role == "score" else cores)
