@@ -1,0 +1,237 @@
+"""Blocks of a TPU prefill call: sizes, which key blocks each row block needs, and how often each piece of work runs.
+
+Everything the kernel must know before it computes a score, in plain arithmetic that index maps, body and prediction
+share.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.shapes import ceil_div, round_up
+
+LANES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Block sizes and where the row sum is made.
+
+    Attributes:
+        block_t: query tokens per row block (times G rows); rounded up to whole query tiles when scoring.
+        block_s: keys per grid step, a power of two of at least 128.
+        chunk: keys per online-softmax update, a power of two of at least 128, at most block_s.
+        step: keys per turn of the loop over a block that a mask can touch, and query tokens that go through it at a
+            time: a power of two, at least chunk. Longer is faster per score, shorter wastes less above the diagonal.
+        matrix_sums: row sums (and tile masses) come from extra columns of V: free where the matrix unit has idle ones.
+        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on).
+    """
+
+    block_t: int
+    block_s: int
+    chunk: int
+    step: int = 512
+    matrix_sums: bool = True
+    half_exp: bool = False
+
+    def __post_init__(self):
+        if self.block_t < 1:
+            raise ValueError(f"block_t={self.block_t} must be at least 1")
+        for name in ("block_s", "chunk", "step"):
+            value = getattr(self, name)
+            if value < LANES or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two of at least {LANES}")
+
+
+class Cut(NamedTuple):
+    """One call cut into blocks: everything static the kernel body needs."""
+
+    spec: AttentionSpec
+    groups: int
+    head_dim: int
+    num_keys: int
+    block_t: int
+    sub_t: int
+    block_s: int
+    chunk: int
+    step: int
+    flat: bool
+    matrix_sums: bool
+    half_exp: bool
+
+    @property
+    def rows(self) -> int:
+        return self.block_t * self.groups
+
+    @property
+    def bank_keys(self) -> int:
+        """Keys of the 128 tiles whose masses share one group of lanes."""
+        return LANES * self.spec.tile
+
+    @property
+    def extra(self) -> int:
+        """Columns appended to V: up to whole lanes with ones; whole lanes of ones, or one-hot, when H fills them."""
+        pad = -self.head_dim % LANES
+        if self.spec.mass:
+            return pad + LANES if self.one_hot else 0
+        return (pad or LANES) if self.matrix_sums else 0
+
+    @property
+    def one_hot(self) -> bool:
+        """Whether tile masses come from the matrix unit; narrow tiles always, a lane reduction each would cost more."""
+        return self.spec.mass and (self.matrix_sums or self.spec.tile < LANES)
+
+
+def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
+    """Clip the block sizes to the call."""
+    groups = shapes.num_heads // shapes.num_kv_heads
+    unit = 16  # rows of a packed bfloat16 tile
+    while spec.mass and unit % spec.query_tile:
+        unit = unit + 16 if spec.query_tile % 16 else round_up(unit, spec.query_tile)
+    block_t = min(round_up(config.block_t, unit), round_up(shapes.num_queries, unit))
+    block_s = min(config.block_s, max(1 << (shapes.num_keys - 1).bit_length(), LANES))
+    if spec.mass:
+        block_s = min(block_s, LANES * spec.tile)
+    step = min(config.step, block_s)
+    chunk = min(config.chunk, step)
+    sub_t = block_t
+    while sub_t > step and sub_t % 32 == 0:
+        sub_t //= 2
+    half = config.half_exp and shapes.dtype == "bfloat16"
+    flat = (groups * shapes.head_dim) % LANES == 0
+    sizes = (groups, shapes.head_dim, shapes.num_keys, block_t, sub_t, block_s, chunk, step)
+    return Cut(spec, *sizes, flat, config.matrix_sums, half)
+
+
+class Range(NamedTuple):
+    """Keys a row block needs: blocks [lo, hi); its first row's position; keys that exist."""
+
+    lo: Array
+    hi: Array
+    first: Array
+    kv_len: Array
+    q_len: Array
+
+
+def key_range(b: Array, i: Array, positions: Positions, cut: Cut) -> Range:
+    """Key blocks that row block i of sequence b needs; scalar arithmetic, for index maps and body alike."""
+    q_start, kv_len, q_len = (p[b] for p in positions)
+    kv_len = jnp.clip(kv_len, 0, cut.num_keys)
+    first = q_start + i * cut.block_t
+    last = q_start + jnp.minimum((i + 1) * cut.block_t, q_len) - 1
+    stop = jnp.minimum(kv_len, last + 1) if cut.spec.causal else kv_len
+    stop = jnp.where(i * cut.block_t < q_len, jnp.maximum(stop, 0), 0)
+    hi = (stop + cut.block_s - 1) // cut.block_s
+    start = 0 if cut.spec.window is None else jnp.maximum(first - cut.spec.window + 1, 0)
+    return Range(jnp.minimum(start // cut.block_s, hi), hi, first, kv_len, q_len)
+
+
+def banks_of(keys: Range, cut: Cut) -> tuple[Array, Array]:
+    """Banks that this row block visited: [start, stop)."""
+    stop = (keys.hi * cut.block_s + cut.bank_keys - 1) // cut.bank_keys
+    return keys.lo * cut.block_s // cut.bank_keys, jnp.where(keys.hi > keys.lo, stop, 0)
+
+
+def bank_bytes(spec: AttentionSpec, shapes: Shapes) -> int:
+    """Bytes of one row's banked masses and maxima."""
+    banks = ceil_div(shapes.num_keys, LANES * spec.tile)
+    return 4 * LANES * (banks + ceil_div(banks, LANES))
+
+
+def is_whole(first, start, kv_len, cut: Cut):
+    """Whether every row from position `first` on sees all of the key block from `start`."""
+    whole = start + cut.block_s <= kv_len
+    if cut.spec.causal:
+        whole = whole & (start + cut.block_s - 1 <= first)
+    if cut.spec.window is not None:
+        whole = whole & (start > first + cut.block_t - 1 - cut.spec.window)
+    return whole
+
+
+def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
+    """Steps of the key block from `start` that a token block from position `first` needs, in three runs:
+
+    [begin, full_begin) and [full_stop, stop) need a mask, [full_begin, full_stop) do not. xp is jax.numpy in the
+    kernel, numpy in the prediction.
+    """
+    last = first + cut.sub_t - 1
+
+    def step_of(position, up: bool):
+        return (xp.clip(position - start, 0, cut.block_s) + (cut.step - 1 if up else 0)) // cut.step
+
+    stop = full_stop = kv_len
+    if cut.spec.causal:
+        stop, full_stop = xp.minimum(kv_len, last + 1), xp.minimum(kv_len, first + 1)
+    stop, full_stop = step_of(stop, True), step_of(full_stop, False)
+    begin = full_begin = 0
+    if cut.spec.window is not None:
+        begin = xp.minimum(step_of(first - cut.spec.window + 1, False), stop)
+        full_begin = xp.clip(step_of(last - cut.spec.window + 1, True), begin, stop)
+    return begin, full_begin, xp.maximum(full_stop, full_begin), stop
+
+
+def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
+    """How often each named scope runs in a call with q_start = S - T and every key and row valid; HBM bytes moved."""
+    cut = cut_call(spec, shapes, config)
+    blocks = ceil_div(shapes.num_queries, cut.block_t)
+    first = shapes.num_keys - shapes.num_queries + cut.block_t * np.arange(blocks)[:, None]
+    end = np.minimum(first + cut.block_t, shapes.num_keys) if spec.causal else np.full_like(first, shapes.num_keys)
+    start = cut.block_s * np.arange(ceil_div(max(shapes.num_keys, cut.block_s), cut.block_s))
+    seen = start < end
+    if spec.window is not None:
+        seen = seen & (start + cut.block_s > first - spec.window + 1)
+    whole = seen & is_whole(first, start, shapes.num_keys, cut)
+    sub_blocks = cut.block_t // cut.sub_t
+    runs = np.zeros(3)
+    for u in range(sub_blocks):
+        edges = step_ranges(first + u * cut.sub_t, start, shapes.num_keys, cut, np)
+        runs += [((high - low) * (seen & ~whole)).sum() for low, high in zip(edges, edges[1:])]
+    # The body holds a copy of each loop per token block; one pass over all copies is one execution.
+    window_step, whole_step, masked_step = runs / sub_blocks
+    counts = {
+        "step": blocks * launch_steps(spec, shapes, cut),
+        "first": blocks,
+        "last": blocks,
+        "full": whole.sum(),
+        "whole_step": whole_step,
+        "masked_step": masked_step,
+    }
+    if spec.window is not None:
+        counts["window_step"] = window_step
+    width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)
+    rows = blocks * cut.block_t * cut.groups
+    moved = 2 * seen.sum() * cut.block_s * dim * width + rows * (2 * dim * width + 4)
+    if spec.mass:
+        banks = sum(len(set(np.flatnonzero(row) * cut.block_s // cut.bank_keys)) for row in seen)
+        counts |= dict.fromkeys(("new_bank", "keep_maximum", "sum_bank", "pool_bank"), banks)
+        moved += 4 * LANES * ceil_div(shapes.num_keys, cut.bank_keys) * blocks * (cut.block_t // spec.query_tile)
+    heads = shapes.batch * shapes.num_kv_heads
+    return {name: float(heads * count) for name, count in (counts | {"hbm_bytes": moved}).items()}
+
+
+def launch_steps(spec: AttentionSpec, shapes: Shapes, cut: Cut) -> int:
+    """Grid steps per row block: all key blocks, or as many as a window can touch."""
+    steps = ceil_div(max(shapes.num_keys, cut.block_s), cut.block_s)
+    if spec.window is None:
+        return steps
+    return min(steps, ceil_div(spec.window + cut.block_t, cut.block_s) + 1)
+
+
+def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
+    """Flops of the two products over visible pairs (q_start = S - T), and bytes of q, k, v, out, lse moved once."""
+    t, s = shapes.num_queries, shapes.num_keys
+    pairs = t * s - (min(t, s) * (min(t, s) - 1) / 2 if spec.causal else 0)
+    if spec.window is not None:
+        pairs = min(pairs, t * spec.window)
+    width = jnp.dtype(shapes.dtype).itemsize
+    rows = shapes.batch * shapes.num_heads * t
+    kv_bytes = 2 * shapes.batch * shapes.num_kv_heads * s * shapes.head_dim * width
+    return {
+        "flops": 4.0 * shapes.batch * shapes.num_heads * shapes.head_dim * pairs,
+        "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + kv_bytes),
+    }

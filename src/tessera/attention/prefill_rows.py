@@ -1,0 +1,109 @@
+"""Online softmax over rows in registers and VMEM of a TPU: one update, and what is summed beside the values.
+
+Rows are query tokens x query heads; m and the sums are [R,128] with equal or per-tile lanes, since a TPU register has
+128 lanes whether one is used or all. Scores are in bits (q is scaled by scale * log2 e), so exponentials are exp2.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from tessera.attention.prefill_blocks import LANES, Cut
+from tessera.shapes import ceil_div
+
+LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
+FLOOR = -1e30
+"""Where the running maximum starts: 2^(-inf - FLOOR) is 0, never NaN."""
+
+
+class Rows(NamedTuple):
+    """State of some rows: running maximum [R,128], weighted values [R,H+ones], sums or tile masses [R,128]."""
+
+    m: Array
+    acc: Array
+    sums: Array | None
+
+
+def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
+    """One chunk of keys from position `start`; mask [sub_t, chunk] of a token block, real [chunk, H] of its keys."""
+    s = dot(q, k, 1)
+    if cut.spec.softcap:
+        s = jnp.tanh(s) * (cut.spec.softcap * LOG2_E)
+    if mask is not None:
+        s = jnp.where(mask[None], s.reshape(-1, *mask.shape), -jnp.inf).reshape(s.shape)
+        v = jnp.where(real, v, jnp.zeros_like(v))
+    m = jnp.maximum(state.m, jnp.broadcast_to(s.max(-1, keepdims=True), state.m.shape))
+    alpha = jnp.exp2(state.m - m)
+    p = s - jnp.tile(m, (1, cut.chunk // LANES))
+    p = jnp.exp2(p.astype(jnp.bfloat16) if cut.half_exp else p)
+    pv = dot(p.astype(v.dtype), extend(v, start, cut), 0)
+    acc = state.acc * widen(alpha, state.acc.shape[1]) + pv[:, : state.acc.shape[1]]
+    if state.sums is None:
+        return Rows(m, acc, None)
+    sums = state.sums * alpha
+    if cut.one_hot:
+        sums = sums + pv[:, -LANES:]
+    elif cut.spec.mass:
+        sums = put_tile_sums(sums, p, start)
+    else:
+        sums = add_lanes(sums, p)
+    return Rows(m, acc, sums)
+
+
+def dot(a: Array, b: Array, contract_b: int) -> Array:
+    """a [R,X] with b, contracting a's last dimension, accumulated in float32; float32 operands at full precision."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((1,), (contract_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def widen(x: Array, width: int) -> Array:
+    """[R,128] of equal lanes as [R,width]."""
+    if width <= LANES:
+        return x[:, :width]
+    return jnp.tile(x, (1, ceil_div(width, LANES)))[:, :width]
+
+
+def add_lanes(sums: Array, p: Array) -> Array:
+    """Row sums kept per lane: one addition a register; the lanes are summed once, at the end."""
+    for at in range(0, p.shape[1], LANES):
+        sums = sums + p[:, at : at + LANES].astype(jnp.float32)
+    return sums
+
+
+def put_tile_sums(sums: Array, p: Array, start: Array) -> Array:
+    """Masses of tiles of 128 keys: each row sum goes to its tile's lane, which holds nothing yet."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
+    first = (start // LANES) % LANES
+    for c in range(p.shape[1] // LANES):
+        part = p[:, c * LANES : (c + 1) * LANES].astype(jnp.float32).sum(-1, keepdims=True)
+        sums = jnp.where(lane == first + c, jnp.broadcast_to(part, sums.shape), sums)
+    return sums
+
+
+def extend(v: Array, start: Array, cut: Cut) -> Array:
+    """V with its extra columns: ones, or one-hot by tile."""
+    if not cut.extra:
+        return v
+    if not cut.one_hot:
+        return jnp.concatenate([v, jnp.ones((cut.chunk, cut.extra), v.dtype)], 1)
+    shape, bits = (cut.chunk, LANES), cut.spec.tile.bit_length() - 1
+    key = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    tile = ((key >> bits) + (start >> bits)) & (LANES - 1)
+    marks = jnp.where(tile == jax.lax.broadcasted_iota(jnp.int32, shape, 1), 1.0, 0.0).astype(v.dtype)
+    pad = [jnp.zeros((cut.chunk, -cut.head_dim % LANES), v.dtype)] if cut.head_dim % LANES else []
+    return jnp.concatenate([v, *pad, marks], 1)
+
+
+def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
+    """Which keys from position `start` the sub_t tokens from `first` see, and which exist at all [chunk,H]."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (cut.sub_t, cut.chunk), 0) + first
+    key = jax.lax.broadcasted_iota(jnp.int32, (cut.sub_t, cut.chunk), 1) + start
+    mask = key < kv_len
+    if cut.spec.causal:
+        mask = mask & (key <= row)
+    if cut.spec.window is not None:
+        mask = mask & (key > row - cut.spec.window)
+    return mask, jax.lax.broadcasted_iota(jnp.int32, (cut.chunk, cut.head_dim), 0) + start < kv_len

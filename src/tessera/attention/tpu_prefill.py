@@ -1,0 +1,410 @@
+"""Prefill attention for TPU: dense, and score (dense plus every key tile's mass) in the same pass.
+
+One grid step is one KV head's row block (block_t tokens x G query heads, about 2,048 rows) against block_s keys. Key
+blocks that no row can see are neither fetched nor computed; blocks every row sees whole run one straight line of
+block_s / chunk online-softmax updates without masks; blocks that a mask can touch run step by step and token block by
+token block, so that above the diagonal at most half of one step is wasted.
+
+Rows live in VMEM as [U, G, sub_t]: U token blocks of sub_t tokens, the G heads of each side by side; the mask of a
+token block is then computed once for all heads. No transpose is left in HBM: q is read head-major, as the fusion that
+rotates it can write it, K and V head-major as the cache stores them, and out is written [B,T,N*H], as the output
+projection reads it (a head is a lane-aligned slice).
+
+What the vector unit does besides exp2 decides the speed (docs/tpu.md), so the row sum comes from the matrix unit where
+it has idle columns: V is extended by ones. Scoring extends V by one-hot columns instead, lane = tile mod 128: their
+accumulator holds every tile's mass and its lane sum is the row sum. A group of 128 tiles is banked with the running
+maximum it was taken at and weighed by 2^(m - lse) after the last block. Work: 4 H flops per visible (row, key) pair.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.prefill_blocks import (
+    LANES,
+    Config,
+    Cut,
+    Range,
+    bank_bytes,
+    banks_of,
+    cost,
+    cut_call,
+    executions,
+    is_whole,
+    key_range,
+    launch_steps,
+    step_ranges,
+)
+from tessera.attention.prefill_rows import FLOOR, LN_2, LOG2_E, Rows, absorb, dot, visible, widen
+from tessera.shapes import ceil_div
+
+DTYPES = ("float32", "bfloat16")
+BANK_BYTES = 24 << 20
+"""VMEM that the banked tile masses of one row block may take."""
+
+
+class Refs(NamedTuple):
+    """Everything the body touches, by name."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    mass: Array | None
+    q_scaled: Array
+    m: Array
+    acc: Array
+    sums: Array | None
+    bank_m: Array | None
+
+
+def body(q_start, kv_len, q_len, *refs, cut: Cut):
+    """One grid step (b, h, i, j): row block i against the j-th key block it needs."""
+    if not cut.spec.mass:
+        refs = (*refs[:5], None, *refs[5:])
+    refs = Refs(*refs, *[None] * (len(Refs._fields) - len(refs)))
+    b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    keys = key_range(b, i, Positions(q_start, kv_len, q_len), cut)
+    block = keys.lo + j
+    start = block * cut.block_s
+    bank = start // cut.bank_keys if cut.spec.mass else 0
+    whole = is_whole(keys.first, start, keys.kv_len, cut)
+
+    @pl.when(j == 0)
+    @jax.named_scope("first")
+    def first():
+        take_queries(refs, i, keys.q_len, cut)
+        refs.m[...] = jnp.full_like(refs.m, FLOOR)
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+        if refs.sums is not None and not cut.spec.mass:
+            refs.sums[0] = jnp.zeros(refs.sums.shape[1:], jnp.float32)
+
+    if cut.spec.mass:
+
+        @pl.when((block < keys.hi) & ((j == 0) | (start % cut.bank_keys == 0)))
+        @jax.named_scope("new_bank")
+        def new_bank():
+            refs.sums[bank] = jnp.zeros(refs.sums.shape[1:], jnp.float32)
+
+    @pl.when((block < keys.hi) & whole)
+    @jax.named_scope("full")
+    def full():
+        state = load(refs, slice(None), bank)
+        for c in range(cut.block_s // cut.chunk):
+            state = update(refs, slice(None), state, start, c * cut.chunk, cut)
+        store(refs, slice(None), bank, state)
+
+    @pl.when((block < keys.hi) & ~whole)
+    def partial():
+        for u in range(cut.block_t // cut.sub_t):
+            partial_block(refs, u, start, keys, bank, cut)
+
+    if cut.spec.mass:
+
+        @pl.when((block == keys.hi - 1) | ((block < keys.hi) & ((start + cut.block_s) % cut.bank_keys == 0)))
+        @jax.named_scope("keep_maximum")
+        def keep_maximum():
+            lane = jax.lax.broadcasted_iota(jnp.int32, refs.m.shape, 1)
+            kept = refs.bank_m[bank // LANES]
+            refs.bank_m[bank // LANES] = jnp.where(lane == bank % LANES, refs.m[...], kept)
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    @jax.named_scope("last")
+    def last_step():
+        write(refs, i, keys, cut)
+
+
+def partial_block(refs: Refs, u: int, start, keys: Range, bank, cut: Cut) -> None:
+    """Token block u against a key block that a mask can touch: steps it sees in part, whole, and in part again."""
+    first = keys.first + u * cut.sub_t
+    rows = slice(u * cut.sub_t * cut.groups, (u + 1) * cut.sub_t * cut.groups)
+    begin, full_begin, full_stop, stop = step_ranges(first, start, keys.kv_len, cut, jnp)
+
+    def step(index, _, masked: bool, name: str):
+        with jax.named_scope(name):
+            state = load(refs, rows, bank)
+            for c in range(cut.step // cut.chunk):
+                offset = pl.multiple_of(index * cut.step + c * cut.chunk, cut.chunk)
+                state = update(refs, rows, state, start, offset, cut, (first, keys.kv_len) if masked else None)
+            store(refs, rows, bank, state)
+
+    if cut.spec.window is not None:
+        jax.lax.fori_loop(begin, full_begin, functools.partial(step, masked=True, name="window_step"), None)
+    jax.lax.fori_loop(full_begin, full_stop, functools.partial(step, masked=False, name="whole_step"), None)
+    jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True, name="masked_step"), None)
+
+
+def update(refs: Refs, rows: slice, state: Rows, start, offset, cut: Cut, limits: tuple | None = None) -> Rows:
+    """Absorb the chunk of keys at `offset` of the block from `start`; limits: first row, kv_len, if masked."""
+    at = pl.ds(offset, cut.chunk)
+    mask = real = None
+    if limits is not None:
+        mask, real = visible(limits[0], start + offset, limits[1], cut)
+    return absorb(state, refs.q_scaled[rows], refs.k[0, 0, at], refs.v[0, 0, at], cut, start + offset, mask, real)
+
+
+def load(refs: Refs, rows: slice, bank) -> Rows:
+    """The state of these rows."""
+    return Rows(refs.m[rows], refs.acc[rows], None if refs.sums is None else refs.sums[bank, rows])
+
+
+def store(refs: Refs, rows: slice, bank, state: Rows) -> None:
+    """Write the state of these rows back."""
+    refs.m[rows], refs.acc[rows] = state.m, state.acc
+    if refs.sums is not None:
+        refs.sums[bank, rows] = state.sums
+
+
+def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
+    """Scale the row block's queries into VMEM, rows [U, G, sub_t]; padding tokens, which may hold NaN, become zero."""
+    scale = cut.head_dim**-0.5 if cut.spec.scale is None else cut.spec.scale
+    factor = scale / cut.spec.softcap if cut.spec.softcap else scale * LOG2_E
+    shape = (cut.sub_t, cut.head_dim)
+    for u in range(cut.block_t // cut.sub_t):
+        tokens = slice(u * cut.sub_t, (u + 1) * cut.sub_t)
+        token = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + (i * cut.block_t + u * cut.sub_t)
+        for g in range(cut.groups):
+            x = jnp.where(token < q_len, refs.q[0, g, tokens].astype(jnp.float32) * factor, 0.0)
+            at = (u * cut.groups + g) * cut.sub_t
+            refs.q_scaled[at : at + cut.sub_t] = x.astype(refs.q_scaled.dtype)
+
+
+def write(refs: Refs, i, keys: Range, cut: Cut) -> None:
+    """out = acc / l, lse = ln 2 (m + log2 l); 0 and -inf for rows that saw nothing; then the masses."""
+    m = refs.m[...]
+    l = row_sums(refs, m, keys, cut)  # noqa: E741
+    # Padding tokens carry zero queries and see keys: they are told apart here, per token block.
+    token = jax.lax.broadcasted_iota(jnp.int32, (cut.block_t // cut.sub_t, 1, cut.sub_t, LANES), 2)
+    token = token + cut.sub_t * jax.lax.broadcasted_iota(jnp.int32, token.shape, 0) + i * cut.block_t
+    token = jnp.broadcast_to(token, (token.shape[0], cut.groups, *token.shape[2:])).reshape(m.shape)
+    seen = (l > 0) & (token < keys.q_len)
+    bits = jnp.where(seen, m + jnp.log2(jnp.where(seen, l, 1.0)), -jnp.inf)
+    scale = jnp.where(seen, 1.0 / jnp.where(seen, l, 1.0), 0.0)
+    out = (refs.acc[:, : cut.head_dim] * widen(scale, cut.head_dim)).astype(refs.out.dtype)
+    for u in range(cut.block_t // cut.sub_t):
+        for g in range(cut.groups):
+            at, tokens = (u * cut.groups + g) * cut.sub_t, slice(u * cut.sub_t, (u + 1) * cut.sub_t)
+            if cut.flat:
+                refs.out[0, tokens, g * cut.head_dim : (g + 1) * cut.head_dim] = out[at : at + cut.sub_t]
+            else:
+                refs.out[0, g, tokens] = out[at : at + cut.sub_t]
+    refs.lse[0, 0, 0] = (bits * LN_2).T[:1]
+    if cut.spec.mass:
+        write_mass(refs, bits, keys, cut)
+
+
+def row_sums(refs: Refs, m: Array, keys: Range, cut: Cut) -> Array:
+    """l = sum of 2^(s - m) per row, in every lane."""
+    if cut.spec.mass:
+
+        @jax.named_scope("sum_bank")
+        def add(g, total):
+            return total + jnp.exp2(bank_maximum(refs, g) - m) * lane_sum(refs.sums[g])
+
+        return jax.lax.fori_loop(*banks_of(keys, cut), add, jnp.zeros_like(m))
+    if cut.extra >= LANES:
+        return refs.acc[:, cut.head_dim : cut.head_dim + LANES]
+    if cut.extra:
+        return jnp.broadcast_to(refs.acc[:, cut.head_dim : cut.head_dim + 1], m.shape)
+    return lane_sum(refs.sums[0])
+
+
+def lane_sum(x: Array) -> Array:
+    """Sum over lanes, in every lane."""
+    return jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape)
+
+
+def bank_maximum(refs: Refs, g) -> Array:
+    """The running maximum bank g was taken at, in every lane."""
+    kept = refs.bank_m[g // LANES]
+    lane = jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
+    return jnp.broadcast_to(jnp.where(lane == g % LANES, kept, -jnp.inf).max(-1, keepdims=True), kept.shape)
+
+
+def write_mass(refs: Refs, bits: Array, keys: Range, cut: Cut) -> None:
+    """Each tile's probability summed over the rows of each query tile: sum of (bank * 2^(m - lse))."""
+    refs.mass[...] = jnp.zeros_like(refs.mass)
+    tiles = cut.block_t // cut.spec.query_tile
+    first = jax.lax.broadcasted_iota(jnp.int32, (tiles, cut.block_t), 0) * cut.spec.query_tile
+    token = jax.lax.broadcasted_iota(jnp.int32, (tiles, cut.block_t), 1)
+    pool = jnp.where((token >= first) & (token < first + cut.spec.query_tile), 1.0, 0.0)
+
+    @jax.named_scope("pool_bank")
+    def put(g, _):
+        weight = jnp.where(bits > -jnp.inf, jnp.exp2(bank_maximum(refs, g) - bits), 0.0)
+        x = jnp.where(weight > 0, refs.sums[g] * weight, 0.0)
+        x = x.reshape(-1, cut.groups, cut.sub_t, LANES).sum(1).reshape(cut.block_t, LANES)
+        refs.mass[0, 0, 0, :, pl.ds(pl.multiple_of(g * LANES, LANES), LANES)] = dot(pool, x, 0)
+
+    jax.lax.fori_loop(*banks_of(keys, cut), put, None)
+
+
+def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
+    """Run the kernel on [B,T,N,H] queries and [B,S,K,H] keys and values."""
+    shapes = Shapes(q.shape[0], *q.shape[1:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], None, str(q.dtype))
+    cut = cut_call(spec, shapes, config)
+    batch, num_queries, num_heads, dim = q.shape
+    kv_heads = k.shape[2]
+    if num_queries < cut.block_t:  # only a whole block may be larger than what it is cut from
+        q = jnp.pad(q, [(0, 0), (0, cut.block_t - num_queries), (0, 0), (0, 0)])
+    if k.shape[1] < cut.block_s:
+        k, v = (jnp.pad(x, [(0, 0), (0, cut.block_s - x.shape[1]), (0, 0), (0, 0)]) for x in (k, v))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    blocks, steps = ceil_div(num_queries, cut.block_t), launch_steps(spec, shapes, cut)
+    last_block = ceil_div(k.shape[2], cut.block_s) - 1
+
+    def key_block(b, h, i, j, *positions):
+        keys, after = (key_range(b, x, Positions(*positions), cut) for x in (i, i + 1))
+        # Steps past the last block already point at the next row block's first: its copy hides behind the last product.
+        return b, h, jnp.where(keys.lo + j < keys.hi, keys.lo + j, jnp.minimum(after.lo, last_block)), 0
+
+    rows = pl.BlockSpec((1, cut.groups, cut.block_t, dim), lambda b, h, i, j, *_: (b, h, i, 0))
+    result, result_shape = rows, q.shape
+    if cut.flat:
+        result = pl.BlockSpec((1, cut.block_t, cut.groups * dim), lambda b, h, i, j, *_: (b, i, h))
+        result_shape = (batch, q.shape[2], num_heads * dim)
+    block = pl.BlockSpec((1, 1, cut.block_s, dim), key_block)
+    out_specs = [result, pl.BlockSpec((1, 1, 1, 1, cut.rows), lambda b, h, i, j, *_: (b, h, i, 0, 0))]
+    out_shape = [
+        jax.ShapeDtypeStruct(result_shape, q.dtype),
+        jax.ShapeDtypeStruct((batch, kv_heads, blocks, 1, cut.rows), jnp.float32),
+    ]
+    wide = cut.head_dim + (0 if spec.mass else cut.extra)
+    scratch = [
+        pltpu.VMEM((cut.rows, dim), q.dtype),
+        pltpu.VMEM((cut.rows, LANES), jnp.float32),
+        pltpu.VMEM((cut.rows, wide), jnp.float32),
+    ]
+    banks = ceil_div(k.shape[2], cut.bank_keys) if spec.mass else 1
+    if spec.mass or not cut.extra:
+        scratch.append(pltpu.VMEM((banks, cut.rows, LANES), jnp.float32))
+    if spec.mass:
+        tiles = cut.block_t // spec.query_tile
+        out_specs.append(pl.BlockSpec((1, 1, 1, tiles, banks * LANES), lambda b, h, i, j, *_: (b, h, i, 0, 0)))
+        out_shape.append(jax.ShapeDtypeStruct((batch, kv_heads, blocks, tiles, banks * LANES), jnp.float32))
+        scratch.append(pltpu.VMEM((ceil_div(banks, LANES), cut.rows, LANES), jnp.float32))
+    out, lse, *mass = pl.pallas_call(
+        functools.partial(body, cut=cut),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(batch, kv_heads, blocks, steps),
+            in_specs=[rows, block, block],
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit()
+        ),
+        cost_estimate=estimate(spec, shapes),
+        name="tessera_tpu_score" if spec.mass else "tessera_tpu_dense",
+    )(*positions, q, k, v)
+    out = out.reshape(batch, -1, num_heads, dim) if cut.flat else jnp.swapaxes(out, 1, 2)
+    lse = lse.reshape(batch, kv_heads, blocks, -1, cut.groups, cut.sub_t)
+    lse = lse.transpose(0, 2, 3, 5, 1, 4).reshape(batch, -1, num_heads)[:, :num_queries]
+    if not spec.mass:
+        return AttentionOut(out[:, :num_queries], lse)
+    mass = mass[0].reshape(batch, kv_heads, -1, banks * LANES)
+    tiles = ceil_div(num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
+    return AttentionOut(out[:, :num_queries], lse, mass[:, :, : tiles[0], : tiles[1]])
+
+
+def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
+    """What XLA's scheduler is told."""
+    work = cost(spec, shapes)
+    pairs = work["flops"] / (4 * shapes.head_dim)
+    return pl.CostEstimate(flops=int(work["flops"]), bytes_accessed=int(work["bytes"]), transcendentals=int(pairs))
+
+
+def chip() -> tuple[int, int]:
+    """Columns of the matrix unit and bytes of VMEM of the chip that is traced for; v6e's where there is none."""
+    if not pltpu.is_tpu_device():
+        return 256, 128 << 20
+    info = pltpu.get_tpu_info()
+    return info.mxu_column_size, info.vmem_capacity_bytes
+
+
+def vmem_limit() -> int:
+    """Most of VMEM: the rest is the compiler's."""
+    return chip()[1] * 7 // 8
+
+
+def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+    """Dense prefill, or score with spec.mass."""
+    return attend(q, k, v, spec, positions, config)
+
+
+def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.head_dim > 256:
+        return f"head_dim={shapes.head_dim} is more than 256"
+    if role == "dense":
+        return None
+    if spec.tile not in (16, 32, 64, 128):
+        return f"tile={spec.tile} must be 16, 32, 64 or 128: narrower tiles do not fill a register's lanes"
+    rows = cut_call(spec, shapes, Config(block_t=1, block_s=LANES, chunk=LANES)).rows
+    if rows * bank_bytes(spec, shapes) > 2 * BANK_BYTES:
+        return f"the masses of {rows} rows over {shapes.num_keys} keys in tiles of {spec.tile} do not fit VMEM"
+    return None
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """About 2,048 rows against 4,096 keys; fewer rows where their masses would not fit.
+
+    Sizes by the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e.
+    """
+    groups = shapes.num_heads // shapes.num_kv_heads
+    rows, block_s = (1024, 1024) if shapes.dtype == "float32" else (2048, 4096)
+    if spec.mass:
+        while rows > LANES and rows * bank_bytes(spec, shapes) > BANK_BYTES:
+            rows //= 2
+    width, vmem_bytes = chip()
+    return Config(
+        block_t=max(rows // groups, 1),
+        block_s=block_s,
+        chunk=512 if width == 256 and vmem_bytes > 64 << 20 else 256,
+        matrix_sums=shapes.head_dim % LANES != 0 or shapes.head_dim + LANES <= width,
+        half_exp=width == 256,
+    )
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Rows, keys and chunks around the default, row sums from either unit."""
+    groups = shapes.num_heads // shapes.num_kv_heads
+    default = default_config(spec, shapes)
+    for rows in (512, 1024, 2048, 4096):
+        for block_s in (1024, 2048, 4096):
+            for chunk in (256, 512, 1024):
+                for matrix_sums in (False, True):
+                    sums = {"matrix_sums": matrix_sums, "half_exp": default.half_exp}
+                    yield Config(
+                        block_t=max(rows // groups, 1), block_s=block_s, chunk=chunk, step=max(chunk, 512), **sums
+                    )
+
+
+def _kernel(role: str) -> Kernel:
+    return Kernel(
+        name=f"tpu_prefill_{role}",
+        platform="tpu",
+        role=role,
+        phase="prefill",
+        dtypes=DTYPES,
+        supports=functools.partial(supports, role),
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=cost,
+        executions=executions,
+    )
+
+
+KERNELS = (_kernel("dense"), _kernel("score"))
