@@ -5,6 +5,7 @@ per sequence the range [lo, hi) of keys, or of positions in a list of tiles laid
 what the row sees is one range there too).
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +18,8 @@ from tessera.shapes import ceil_div, round_up
 LANES, SUBLANES = 128, 8
 PACKED = 16
 """Rows of a packed bfloat16 register: every copy starts at a multiple of it."""
+TILES_AT_ONCE = 32
+"""Tiles whose copies start in one straight line of scalar code: four bundles a copy instead of thirteen."""
 PIECE_IDS = 1 << 14
 """Tile ids of one grid step in SMEM, all heads together: with the next step's, double-buffered, 256 KiB of 1 MiB."""
 
@@ -53,6 +56,12 @@ class Cut(NamedTuple):
     def steps(self) -> int:
         """Grid steps of one chain."""
         return self.batch * self.pieces
+
+    @property
+    def tiles_at_once(self) -> int:
+        """Tiles of a whole block whose copies start in one go."""
+        per_block = self.block_s // self.unit
+        return next(n for n in range(min(TILES_AT_ONCE, per_block), 0, -1) if per_block % n == 0)
 
     @property
     def banks(self) -> int:
@@ -175,6 +184,33 @@ def merge(out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def bytes_copied(cut: Cut, ranges: Ranges, width: int) -> Array:
-    """Bytes of K and V that the copies of one call move: whole units, of whole blocks or at the ends of a range."""
+    """Bytes of K and V that the copies of one call move: every unit that holds a key some row sees, once."""
     start, stop = ranges.lo // cut.unit, (ranges.hi + cut.unit - 1) // cut.unit
     return (stop - start).sum() * (2 * cut.unit * cut.head_dim * width)
+
+
+def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
+    """How often each named scope of the kernel runs if every row sees [lo, hi)."""
+    counts: Counter[str] = Counter()
+    first, last = lo // cut.block_s, ceil_div(hi, cut.block_s)
+    size = ceil_div(last - first, cut.splits)
+    for split in range(cut.splits):
+        begin = first + split * size
+        for block in range(begin, min(begin + size, last)):
+            low, high = (min(max(x - block * cut.block_s, 0), cut.block_s) for x in (lo, hi))
+            units, whole = ceil_div(high, cut.unit) - low // cut.unit, (low, high) == (0, cut.block_s)
+            cut_units = cut.block_s // cut.unit - max(high // cut.unit - ceil_div(low, cut.unit), 0)
+            lead = int(block == begin)  # the first block of a chain is not fetched ahead
+            counts.update(block=cut.batch, prefetch=cut.batch - lead, lead_in=lead, units=cut.batch * units)
+            for name, times in (("start", cut.batch - lead), ("lead", lead), ("wait", cut.batch)):
+                counts[f"{name}_whole" if whole else f"{name}_part"] += times
+                if whole and cut.role == "sparse" and name != "wait":
+                    counts[f"{name}_tiles"] += times * cut.heads * (cut.block_s // cut.unit // cut.tiles_at_once)
+                elif not whole and cut.role == "sparse":
+                    counts.update({f"{name}_head": times * cut.heads, f"{name}_tile": times * cut.heads * units})
+                elif not whole:
+                    counts[f"{name}_unit"] += times * units
+            if not whole:
+                heads = cut.batch * cut.heads
+                counts.update(blank=cut.batch, blank_head=heads, blank_unit=heads * cut_units)
+    return Counter({name: times * (cut.kv_heads // cut.heads) for name, times in counts.items()})

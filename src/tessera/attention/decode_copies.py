@@ -14,9 +14,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.decode_blocks import Cut, Ranges
 
-TILES_AT_ONCE = 32
-"""Tiles whose copies start in one straight line of scalar code."""
-
 
 class Stream(NamedTuple):
     """Where blocks come from and go to."""
@@ -66,7 +63,7 @@ def each(act: str, copies: list) -> None:
         getattr(copy, act)()
 
 
-def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
+def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
     """Start or await the copies of a block of consecutive keys."""
     heads = pl.ds(first_row(cut, step), cut.heads)
     begin = pl.multiple_of(block * cut.block_s, cut.unit)
@@ -74,16 +71,16 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
 
     @pl.when(whole)
     def _():
-        with jax.named_scope(f"{act}_whole"):
+        with jax.named_scope(f"{name}_whole"):
             each(act, copies(stream, cut, (heads, pl.ds(begin, cut.block_s)), slot, (slice(None), slice(None))))
 
     @pl.when(~whole)
     def _():
-        with jax.named_scope(f"{act}_part"):
+        with jax.named_scope(f"{name}_part"):
             lo, hi = span(stream, cut, step, 0, block)
 
             def unit(i, _):
-                with jax.named_scope(f"{act}_unit"):
+                with jax.named_scope(f"{name}_unit"):
                     at = pl.multiple_of(i * cut.unit, cut.unit)
                     source, target = pl.ds(begin + at, cut.unit), pl.ds(at, cut.unit)
                     each(act, copies(stream, cut, (heads, source), slot, (slice(None), target)))
@@ -91,12 +88,12 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
             jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, unit, None)
 
 
-def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
+def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
     """Start or await the copies of each head's listed tiles of a block."""
     row, following = first_row(cut, step), step - pl.program_id(1)
     per_block = cut.block_s // cut.unit
     listed = following * cut.heads * cut.piece + block * per_block % cut.piece  # of head 0, in SMEM
-    at_once = next(n for n in range(min(TILES_AT_ONCE, per_block), 0, -1) if per_block % n == 0)
+    at_once = cut.tiles_at_once
     tail, last = cut.num_keys % cut.unit, cut.num_keys // cut.unit
     whole = is_whole(stream, cut, step, block)
 
@@ -106,37 +103,38 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str) -> None:
         each(act, copies(stream, cut, (row + head, source), slot, (head, target)))
 
     def some(n, _):
-        with jax.named_scope("start_tiles"):
+        with jax.named_scope(f"{name}_tiles"):
             head, first = n // (per_block // at_once), n % (per_block // at_once) * at_once
             for i in range(at_once):  # straight-line scalar code: addresses share their parts
                 move(head, first + i, stream.ids[0, 0, 0, listed + head * cut.piece + first + i])
 
     @pl.when(whole)
     def _():
-        with jax.named_scope(f"{act}_whole"):
+        with jax.named_scope(f"{name}_whole"):
             if act == "start":
                 jax.lax.fori_loop(0, cut.heads * (per_block // at_once), some, None)
             else:
                 whole_block = (slice(None), slice(None))
                 each(act, copies(stream, cut, (pl.ds(0, cut.heads), pl.ds(0, cut.block_s)), slot, whole_block))
 
+    def one(tile, head):
+        with jax.named_scope(f"{name}_tile"):
+            id_ = stream.ids[0, 0, 0, listed + head * cut.piece + tile]
+            if tail == 0:
+                move(head, tile, id_)
+            else:  # the cache ends inside its last tile
+                pl.when(id_ < last)(functools.partial(move, head, tile, id_))
+                pl.when(id_ >= last)(functools.partial(move, head, tile, id_, tail))
+        return head
+
     def head_tiles(head, _):
-        lo, hi = span(stream, cut, step, head, block)
-
-        def one(tile, _):
-            with jax.named_scope(f"{act}_tile"):
-                id_ = stream.ids[0, 0, 0, listed + head * cut.piece + tile]
-                if tail == 0:
-                    move(head, tile, id_)
-                else:  # the cache ends inside its last tile
-                    pl.when(id_ < last)(functools.partial(move, head, tile, id_))
-                    pl.when(id_ >= last)(functools.partial(move, head, tile, id_, tail))
-
-        jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, one, None)
+        with jax.named_scope(f"{name}_head"):
+            lo, hi = span(stream, cut, step, head, block)
+            jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, one, head)
 
     @pl.when(~whole)
     def _():
-        with jax.named_scope(f"{act}_part"):
+        with jax.named_scope(f"{name}_part"):
             jax.lax.fori_loop(0, cut.heads, head_tiles, None)
 
 
@@ -144,19 +142,21 @@ def blank_values(stream: Stream, cut: Cut, step, block, slot) -> None:
     """Zero the values that the row does not see: whatever lies there, its weight is 0 and 0 * NaN is NaN."""
 
     def head_rows(head, _):
-        lo, hi = span(stream, cut, step, head, block)
-        start = (lo + cut.unit - 1) // cut.unit
-        stop = jnp.maximum(hi // cut.unit, start)  # units [start, stop) are seen whole
+        with jax.named_scope("blank_head"):
+            lo, hi = span(stream, cut, step, head, block)
+            start = (lo + cut.unit - 1) // cut.unit
+            stop = jnp.maximum(hi // cut.unit, start)  # units [start, stop) are seen whole
 
-        def unit(i, _):
-            with jax.named_scope("blank"):
-                at = pl.multiple_of(jnp.where(i < start, i, i + stop - start) * cut.unit, cut.unit)
-                index = (slot, *part(cut, head, pl.ds(at, cut.unit)))
-                v = stream.v_block[index]
-                key = at + jax.lax.broadcasted_iota(jnp.int32, v.shape, 1 if cut.lanes else 0)
-                seen = jnp.where((key >= lo) & (key < hi), v.astype(jnp.float32), 0.0)
-                stream.v_block[index] = seen.astype(v.dtype)
+            def unit(i, _):
+                with jax.named_scope("blank_unit"):
+                    at = pl.multiple_of(jnp.where(i < start, i, i + stop - start) * cut.unit, cut.unit)
+                    index = (slot, *part(cut, head, pl.ds(at, cut.unit)))
+                    v = stream.v_block[index]
+                    key = at + jax.lax.broadcasted_iota(jnp.int32, v.shape, 1 if cut.lanes else 0)
+                    seen = jnp.where((key >= lo) & (key < hi), v.astype(jnp.float32), 0.0)
+                    stream.v_block[index] = seen.astype(v.dtype)
 
-        jax.lax.fori_loop(0, cut.block_s // cut.unit - (stop - start), unit, None)
+            jax.lax.fori_loop(0, cut.block_s // cut.unit - (stop - start), unit, None)
 
-    jax.lax.fori_loop(0, cut.heads, head_rows, None)
+    with jax.named_scope("blank"):
+        jax.lax.fori_loop(0, cut.heads, head_rows, None)

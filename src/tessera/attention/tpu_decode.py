@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Selection, Shapes
-from tessera.attention.decode_blocks import LANES, Cut, Ranges, cut_call, find_ranges, merge, stream_lists
+from tessera.attention.decode_blocks import LANES, Cut, Ranges, count_blocks, cut_call, find_ranges, merge, stream_lists
 from tessera.attention.decode_copies import Stream, blank_values, is_whole, move_keys, move_tiles, span
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.shapes import ceil_div, round_up
@@ -202,9 +202,8 @@ def body(*refs, cut: Cut):
     refs = name_refs(refs, cut)
     step = pl.program_id(1)
     index = pl.program_id(0) * cut.steps + step
-    first, count, before = (
-        x[index] for x in (refs.stream.ranges.first, refs.stream.ranges.count, refs.stream.ranges.before)
-    )
+    ranges = refs.stream.ranges
+    first, count, before = ranges.first[index], ranges.count[index], ranges.before[index]
     move = move_tiles if cut.role == "sparse" else move_keys
 
     @pl.when(step % cut.pieces == 0)
@@ -222,20 +221,17 @@ def body(*refs, cut: Cut):
                 key, lane = (jax.lax.broadcasted_iota(jnp.int32, refs.tile_of.shape, d) for d in (0, 1))
                 refs.tile_of[...] = jnp.where(key // cut.spec.tile == lane, 1.0, 0.0).astype(jnp.bfloat16)
 
-    fetched = (step > 0) & (refs.stream.ranges.count[jnp.maximum(index - 1, 0)] > 0)  # by the step before
+    fetched = (step > 0) & (ranges.count[jnp.maximum(index - 1, 0)] > 0)  # by the step before
 
     @pl.when((count > 0) & ~fetched)
     def _():
         with jax.named_scope("lead_in"):
-            move(refs.stream, cut, step, first, before % 2, "start")
+            move(refs.stream, cut, step, first, before % 2, "start", "lead")
 
     at = jnp.minimum(step + 1, cut.steps - 1) - step + index
-    next_first, next_count = (
-        refs.stream.ranges.first[at],
-        jnp.where(step + 1 < cut.steps, refs.stream.ranges.count[at], 0),
-    )
+    next_first, next_count = ranges.first[at], jnp.where(step + 1 < cut.steps, ranges.count[at], 0)
 
-    def attend(i, _):
+    def one_block(i, _):
         with jax.named_scope("block"):
             slot, more = (before + i) % 2, i + 1 < count
 
@@ -243,15 +239,15 @@ def body(*refs, cut: Cut):
             def _():
                 with jax.named_scope("prefetch"):
                     ahead = jnp.where(more, first + i + 1, next_first)
-                    move(refs.stream, cut, jnp.where(more, step, step + 1), ahead, 1 - slot, "start")
+                    move(refs.stream, cut, jnp.where(more, step, step + 1), ahead, 1 - slot, "start", "start")
 
-            move(refs.stream, cut, step, first + i, slot, "wait")
+            move(refs.stream, cut, step, first + i, slot, "wait", "wait")
             pl.when(~is_whole(refs.stream, cut, step, first + i))(
                 lambda: blank_values(refs.stream, cut, step, first + i, slot)
             )
             absorb(refs, cut, step, first + i, slot)
 
-    jax.lax.fori_loop(0, count, attend, None)
+    jax.lax.fori_loop(0, count, one_block, None)
 
     @pl.when(step % cut.pieces == cut.pieces - 1)
     def _():
@@ -403,6 +399,29 @@ def cost(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
     }
 
 
+def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
+    """How often each named scope runs in a plain call: every sequence full, every list at capacity."""
+    cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
+    lo = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
+    hi = shapes.num_keys
+    if role == "sparse":
+        lo, hi = 0, min(shapes.capacity * spec.tile, shapes.num_keys)
+    counts = count_blocks(cut, lo, hi)
+    groups, width = cut.kv_heads // cut.heads, jnp.dtype(shapes.dtype).itemsize
+    chain_steps = cut.chains * cut.batch
+    counts.update(step=cut.chains * cut.steps, begin=chain_steps, finish=chain_steps)
+    lanes = cut.head_dim if cut.lanes else round_up(cut.head_dim, LANES)
+    hbm = 2 * counts.pop("units") * cut.heads * cut.unit * lanes * width
+    hbm += chain_steps * cut.heads * cut.rows * 4 * (2 * lanes + LANES)  # q, out and lse
+    if role == "score":
+        tiles = (ceil_div(hi, spec.tile) - lo // spec.tile) // LANES + 1
+        counts.update(one_hot=cut.chains, clear=chain_steps * cut.banks, mass=chain_steps * min(tiles, cut.banks))
+        hbm += chain_steps * cut.heads * cut.banks * LANES * 4
+    if role == "sparse":
+        hbm += groups * cut.steps * 2 * cut.heads * cut.piece * 4
+    return {**counts, "hbm_bytes": hbm}
+
+
 def _kernel(role: str) -> Kernel:
     return Kernel(
         name=f"tpu_decode_{role}",
@@ -416,6 +435,7 @@ def _kernel(role: str) -> Kernel:
         default_config=functools.partial(default_config, role),
         search_space=functools.partial(search_space, role),
         cost=functools.partial(cost, role),
+        executions=functools.partial(executions, role),
     )
 
 
