@@ -19,9 +19,10 @@ ORDER = [
         "attention.selection",
         "attention.sparse_tiles",
         "attention.decode_blocks",
+        "attention.parallel",
     },
-    {"attention.decode_copies", "attention.prefill_blocks"},
-    {"attention.prefill_rows"},
+    {"attention.decode_copies", "attention.decode_gradient", "attention.exact_products", "attention.prefill_blocks"},
+    {"attention.prefill_rows", "attention.tpu_backward"},
     {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
     {"attention.dispatch", "sparse.contract"},
     {"sparse.*", "models.*"},
@@ -100,8 +101,11 @@ def test_kernel_files_do_not_import_each_other():
     for path in (SOURCE / "attention").glob("*_*.py"):
         if path.stem.split("_")[0] in {"xla", "tpu", "gpu"}:
             allowed = {"attention.contract", "attention.online_softmax", "attention.sparse_tiles", "shapes"}
-            allowed |= {"attention.decode_blocks", "attention.decode_copies"}
+            allowed |= {"attention.decode_blocks", "attention.decode_copies", "attention.decode_gradient"}
+            allowed |= {"attention.exact_products"}
             allowed |= {"attention.prefill_blocks", "attention.prefill_rows"}
+            if path.stem == "tpu_prefill":  # its gradient
+                allowed |= {"attention.tpu_backward"}
             assert imports(path) <= allowed, f"{dotted(path)} imports {imports(path) - allowed}"
 
 

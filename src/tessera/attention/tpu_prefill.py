@@ -26,6 +26,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tessera.attention import tpu_backward
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
 from tessera.attention.prefill_blocks import (
     LANES,
@@ -338,8 +339,30 @@ def vmem_limit() -> int:
 
 
 def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Dense prefill, or score with spec.mass."""
+    """Dense prefill, differentiable in q, k and v, or score with spec.mass."""
+    if spec.mass:
+        return attend(q, k, v, spec, positions, config)
+    return dense(q, k, v, positions, spec, config)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
+    """Dense prefill; its gradient is a kernel of its own."""
     return attend(q, k, v, spec, positions, config)
+
+
+def _forward(q, k, v, positions, spec, config):
+    result = attend(q, k, v, spec, positions, config)
+    return result, (q, k, v, positions, result)
+
+
+def _backward(spec: AttentionSpec, config: Config, saved, cotangents: AttentionOut):
+    q, k, v, positions, result = saved
+    d_out, d_lse, _ = cotangents
+    return *tpu_backward.gradients(q, k, v, result.out, result.lse, d_out, d_lse, spec, positions), None
+
+
+dense.defvjp(_forward, _backward)
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
