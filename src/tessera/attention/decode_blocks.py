@@ -27,6 +27,7 @@ PIECE_IDS = 1 << 14
 class Cut(NamedTuple):
     """One call cut into blocks: everything static the kernel body needs.
 
+    K and V are `stored` keys long: num_keys, padded to whole registers (a model's cache never needs it).
     A chain is a head group and a split: steps of one chain run in order on one core. `rows` are the G query rows of a
     KV head, padded to whole registers. `unit` keys are the smallest copy. A list is `pieces` x `piece` ids. With
     `lanes` K and V are taken as [B, K, H, S]: the layout a TPU gives [B, K, S, H] where H does not fill its 128 lanes.
@@ -36,6 +37,7 @@ class Cut(NamedTuple):
     spec: AttentionSpec
     batch: int
     num_keys: int
+    stored: int
     kv_heads: int
     groups: int
     head_dim: int
@@ -73,17 +75,17 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
     """Clip the block sizes to the call."""
     kv_heads, groups = shapes.num_kv_heads, shapes.num_heads // shapes.num_kv_heads
     heads = next(h for h in range(min(block_heads, kv_heads), 0, -1) if kv_heads % h == 0)
-    num_keys = round_up(shapes.num_keys, PACKED)
+    stored = round_up(shapes.num_keys, PACKED)
     pieces = piece = 1
     if role == "dense":
-        unit = next(u for u in (128, 64, 32, 16) if num_keys % u == 0)
-        block_s = round_up(min(block_s, num_keys), unit)
+        unit = next(u for u in (128, 64, 32, 16) if stored % u == 0)
+        block_s = round_up(min(block_s, stored), unit)
     elif role == "score":  # a block is 2^n tiles, so that its sums never straddle two banks
-        unit = next(u for u in (128, 64, 32, 16) if num_keys % u == 0)
-        tiles = max(min(block_s, num_keys) // spec.tile, 1)
+        unit = next(u for u in (128, 64, 32, 16) if stored % u == 0)
+        tiles = max(min(block_s, stored) // spec.tile, 1)
         block_s = max(min(1 << tiles.bit_length() - 1, LANES) * spec.tile, unit)
     else:
-        num_keys = max(num_keys, spec.tile)
+        stored = max(stored, spec.tile)
         unit = spec.tile
         per_block = max(min(block_s // unit, shapes.capacity), 1)
         block_s = per_block * unit
@@ -93,7 +95,8 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
         role=role,
         spec=spec,
         batch=shapes.batch,
-        num_keys=num_keys,
+        num_keys=shapes.num_keys,
+        stored=stored,
         kv_heads=kv_heads,
         groups=groups,
         head_dim=shapes.head_dim,
@@ -104,7 +107,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
         splits=1 if role == "score" else splits,
         pieces=pieces,
         piece=piece,
-        lanes=shapes.head_dim % LANES != 0 and num_keys % LANES == 0 and unit == LANES,
+        lanes=shapes.head_dim % LANES != 0 and stored % LANES == 0 and unit == LANES,
     )
 
 
@@ -124,16 +127,23 @@ class Ranges(NamedTuple):
     whole_to: Int32[Array, "..."]
 
 
-def find_ranges(cut: Cut, positions: Positions, selection: Selection | None) -> Ranges:
-    """The contract's visibility rule for one row at q_start, in keys or in list positions, and the blocks it needs."""
-    stop = jnp.clip(positions.kv_len, 0, cut.num_keys)
-    if cut.spec.causal:
+def visible_keys(
+    spec: AttentionSpec, positions: Positions, num_keys: int
+) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
+    """Keys [start, stop) that the row at q_start sees, by the contract's rule; stop is 0 where it sees none."""
+    stop = jnp.clip(positions.kv_len, 0, num_keys)
+    if spec.causal:
         stop = jnp.minimum(stop, positions.q_start + 1)
     start = jnp.zeros_like(stop)
-    if cut.spec.window is not None:
-        start = jnp.maximum(positions.q_start - cut.spec.window + 1, 0)
-    seen = (positions.q_len > 0) & (stop > start)
-    lo, hi = (jnp.broadcast_to(x[:, None], (cut.batch, cut.kv_heads)) for x in (start, jnp.where(seen, stop, 0)))
+    if spec.window is not None:
+        start = jnp.maximum(positions.q_start - spec.window + 1, 0)
+    return start, jnp.where((positions.q_len > 0) & (stop > start), stop, 0)
+
+
+def find_ranges(cut: Cut, positions: Positions, selection: Selection | None) -> Ranges:
+    """What each row sees, in keys or in list positions, and the blocks that hold it."""
+    visible = visible_keys(cut.spec, positions, cut.num_keys)
+    lo, hi = (jnp.broadcast_to(x[:, None], (cut.batch, cut.kv_heads)) for x in visible)
     if selection is not None:
         tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
         listed = jnp.arange(tiles.shape[-1], dtype=jnp.int32) < count[..., None]
@@ -143,7 +153,7 @@ def find_ranges(cut: Cut, positions: Positions, selection: Selection | None) -> 
         )
     lo, hi = jnp.where(hi > lo, lo, 0), jnp.where(hi > lo, hi, 0)
     by_group = (cut.batch, cut.kv_heads // cut.heads, cut.heads)
-    start = jnp.where(hi > lo, lo, cut.num_keys).reshape(by_group).min(-1).T // cut.block_s
+    start = jnp.where(hi > lo, lo, cut.stored).reshape(by_group).min(-1).T // cut.block_s
     stop = (hi.reshape(by_group).max(-1).T + cut.block_s - 1) // cut.block_s  # [groups of heads, B]
     size = (jnp.maximum(stop - start, 0) + cut.splits - 1) // cut.splits
     split = jnp.arange(cut.splits, dtype=jnp.int32)[:, None]
@@ -165,7 +175,7 @@ def find_ranges(cut: Cut, positions: Positions, selection: Selection | None) -> 
 
 def stream_lists(cut: Cut, selection: Selection) -> Array:
     """Ids [groups of heads, steps, 1, 2 * heads * piece]: each step's piece of its lists, then the next step's."""
-    tiles = jnp.clip(selection.tiles[:, :, 0], 0, (cut.num_keys - 1) // cut.unit)  # never outside the cache
+    tiles = jnp.clip(selection.tiles[:, :, 0], 0, (cut.stored - 1) // cut.unit)  # never outside the cache
     tiles = jnp.pad(tiles, [(0, 0), (0, 0), (0, cut.pieces * cut.piece - tiles.shape[-1])])
     tiles = tiles.reshape(cut.batch, -1, cut.heads, cut.pieces, cut.piece)
     tiles = tiles.transpose(1, 0, 3, 2, 4).reshape(-1, cut.steps, cut.heads * cut.piece)
@@ -214,3 +224,20 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
                 heads = cut.batch * cut.heads
                 counts.update(blank=cut.batch, blank_head=heads, blank_unit=heads * cut_units)
     return Counter({name: times * (cut.kv_heads // cut.heads) for name, times in counts.items()})
+
+
+def count_scopes(cut: Cut, lo: int, hi: int, width: int) -> dict[str, float]:
+    """`count_blocks`, what runs once per sequence, and the bytes moved (as they lie, lanes that H leaves empty too)."""
+    counts = count_blocks(cut, lo, hi)
+    sequences = cut.chains * cut.batch
+    lanes = cut.head_dim if cut.lanes else round_up(cut.head_dim, LANES)
+    moved = 2 * counts.pop("units") * cut.heads * cut.unit * lanes * width
+    moved += sequences * cut.heads * cut.rows * 4 * (2 * lanes + LANES)  # q, out and lse
+    counts.update(step=cut.chains * cut.steps, begin=sequences, finish=sequences)
+    if cut.role == "score":
+        banks = ceil_div(ceil_div(hi, cut.spec.tile), LANES) - lo // cut.spec.tile // LANES
+        counts.update(one_hot=cut.chains, clear=sequences * cut.banks, mass=sequences * banks)
+        moved += sequences * cut.heads * cut.banks * LANES * 4
+    if cut.role == "sparse":
+        moved += cut.chains // cut.splits * cut.steps * 2 * cut.heads * cut.piece * 4
+    return {**counts, "hbm_bytes": moved}

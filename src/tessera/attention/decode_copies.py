@@ -94,7 +94,7 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str)
     per_block = cut.block_s // cut.unit
     listed = following * cut.heads * cut.piece + block * per_block % cut.piece  # of head 0, in SMEM
     at_once = cut.tiles_at_once
-    tail, last = cut.num_keys % cut.unit, cut.num_keys // cut.unit
+    tail, last = cut.stored % cut.unit, cut.stored // cut.unit
     whole = is_whole(stream, cut, step, block)
 
     def move(head, tile, id_, size=cut.unit):

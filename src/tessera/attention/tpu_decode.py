@@ -27,8 +27,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Selection, Shapes
-from tessera.attention.decode_blocks import LANES, Cut, Ranges, count_blocks, cut_call, find_ranges, merge, stream_lists
+from tessera.attention.decode_blocks import (
+    LANES,
+    Cut,
+    Ranges,
+    count_scopes,
+    cut_call,
+    find_ranges,
+    merge,
+    stream_lists,
+    visible_keys,
+)
 from tessera.attention.decode_copies import Stream, blank_values, is_whole, move_keys, move_tiles, span
+from tessera.attention.decode_gradient import row_gradients
+from tessera.attention.exact_products import product, thirds
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.shapes import ceil_div, round_up
 
@@ -88,33 +100,6 @@ def name_refs(refs: tuple, cut: Cut) -> Refs:
 def spread(x: Array, width: int) -> Array:
     """[rows, 128] with equal lanes as [rows, width]; whole registers are only named again."""
     return jnp.tile(x, (1, width // LANES)) if width % LANES == 0 else jnp.broadcast_to(x[:, :1], (x.shape[0], width))
-
-
-def thirds(x: Array) -> list[Array]:
-    """Three float32 arrays of 8 bits of mantissa each, whose sum is x: exact in bfloat16."""
-    parts = []
-    for _ in range(3):
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
-        parts.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
-        x = x - parts[-1]
-    return parts
-
-
-def product(a: Array, b: Array, contract_b: int) -> Array:
-    """a b, b's dimension contract_b contracted, in float32: a is rounded to a bfloat16 b, a float32 b taken in thirds.
-
-    Of the nine products of thirds the six that matter; b's thirds enter the matrix unit once each.
-    """
-    dims = (((1,), (contract_b,)), ((), ()))
-    dot = functools.partial(jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.float32)
-    if b.dtype == jnp.bfloat16:
-        return dot(a.astype(jnp.bfloat16), b)
-    rows, a_parts, total = a.shape[0], thirds(a), 0.0
-    for i, part in reversed(list(enumerate(thirds(b)))):  # small ones first
-        y = dot(jnp.concatenate(a_parts[: 3 - i]).astype(jnp.bfloat16), part.astype(jnp.bfloat16))
-        for j in reversed(range(3 - i)):
-            total = total + y[j * rows : (j + 1) * rows]
-    return total
 
 
 def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> Array:
@@ -264,8 +249,8 @@ def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> At
     )
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.rows - cut.groups), (0, 0)]).astype(jnp.float32)
     rows = rows.reshape(cut.batch, cut.kv_heads // cut.heads, cut.heads * cut.rows, cut.head_dim)
-    pad = [(0, 0), (0, 0), (0, cut.num_keys - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16
-    k, v = (jnp.pad(jnp.swapaxes(x, 1, 2), pad).reshape(-1, cut.num_keys, cut.head_dim) for x in (k, v))
+    pad = [(0, 0), (0, 0), (0, cut.stored - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16
+    k, v = (jnp.pad(jnp.swapaxes(x, 1, 2), pad).reshape(-1, cut.stored, cut.head_dim) for x in (k, v))
     k, v = (jnp.swapaxes(x, 1, 2) if cut.lanes else x for x in (k, v))
     ranges = find_ranges(cut, positions, selection)
     lists = () if selection is None else (stream_lists(cut, selection),)
@@ -278,6 +263,38 @@ def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> At
         return AttentionOut(out, lse)
     tiles = ceil_div(shapes.num_keys, spec.tile)
     return AttentionOut(out, lse, mass[0].reshape(*shape[:2], 1, -1)[..., :tiles])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def dense(q, k, v, positions, spec: AttentionSpec, config: Config) -> AttentionOut:
+    """Dense decode, differentiable in q, k and v."""
+    return attend("dense", q, k, v, spec, positions, None, config)
+
+
+def _forward(q, k, v, positions, spec, config):
+    result = attend("dense", q, k, v, spec, positions, None, config)
+    return result, (q, k, v, positions, result)
+
+
+def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
+    q, k, v, positions, result = saved
+    start, stop = (x[:, None] for x in visible_keys(spec, positions, k.shape[1]))
+    key = jnp.arange(k.shape[1], dtype=jnp.int32)
+    shape = (q.shape[0], k.shape[2], -1)
+    rows = [(x.out.reshape(*shape, q.shape[3]), x.lse.reshape(shape)) for x in (result, cotangents)]
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    dq, dk, dv = row_gradients(q.reshape(rows[0][0].shape), k, v, (key >= start) & (key < stop), *rows, spec)
+    return dq.reshape(q.shape), jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2), None
+
+
+dense.defvjp(_forward, _backward)
+
+
+def launch(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
+    """The role's launch."""
+    if role == "dense":
+        return dense(q, k, v, positions, spec, config)
+    return attend(role, q, k, v, spec, positions, selection, config)
 
 
 def call_shapes(q: Array, k: Array, selection: Selection | None) -> Shapes:
@@ -402,24 +419,10 @@ def cost(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
     """How often each named scope runs in a plain call: every sequence full, every list at capacity."""
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
-    lo = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
-    hi = shapes.num_keys
-    if role == "sparse":
-        lo, hi = 0, min(shapes.capacity * spec.tile, shapes.num_keys)
-    counts = count_blocks(cut, lo, hi)
-    groups, width = cut.kv_heads // cut.heads, jnp.dtype(shapes.dtype).itemsize
-    chain_steps = cut.chains * cut.batch
-    counts.update(step=cut.chains * cut.steps, begin=chain_steps, finish=chain_steps)
-    lanes = cut.head_dim if cut.lanes else round_up(cut.head_dim, LANES)
-    hbm = 2 * counts.pop("units") * cut.heads * cut.unit * lanes * width
-    hbm += chain_steps * cut.heads * cut.rows * 4 * (2 * lanes + LANES)  # q, out and lse
-    if role == "score":
-        tiles = (ceil_div(hi, spec.tile) - lo // spec.tile) // LANES + 1
-        counts.update(one_hot=cut.chains, clear=chain_steps * cut.banks, mass=chain_steps * min(tiles, cut.banks))
-        hbm += chain_steps * cut.heads * cut.banks * LANES * 4
-    if role == "sparse":
-        hbm += groups * cut.steps * 2 * cut.heads * cut.piece * 4
-    return {**counts, "hbm_bytes": hbm}
+    start = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
+    listed = min((shapes.capacity or 0) * spec.tile, shapes.num_keys)
+    lo, hi = (0, listed) if role == "sparse" else (start, shapes.num_keys)
+    return count_scopes(cut, lo, hi, jnp.dtype(shapes.dtype).itemsize)
 
 
 def _kernel(role: str) -> Kernel:
@@ -430,7 +433,7 @@ def _kernel(role: str) -> Kernel:
         phase="decode",
         dtypes=DTYPES,
         supports=functools.partial(supports, role),
-        launch=functools.partial(attend, role),
+        launch=functools.partial(launch, role),
         Config=Config,
         default_config=functools.partial(default_config, role),
         search_space=functools.partial(search_space, role),

@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.decode_gradient import row_gradients
 from tessera.attention.online_softmax import LOG2_E, SoftmaxState, absorb, finish_state, init_state, score_bits
 from tessera.shapes import ceil_div, round_up
 
@@ -159,24 +160,9 @@ def _forward(q, k, v, positions, spec, config):
 
 
 def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
-    """ds = p (do v^T - rowsum(do out) + dlse), dq = ds k, dk = ds^T q, dv = p^T do: one row, so O(S) memory whole."""
     q, k, v, positions, out, lse = saved
-    d_out, d_lse = cotangents
     mask = in_range(jnp.arange(k.shape[2]), visible_range(spec, positions, k.shape[2]))
-    k32, v32 = (jnp.where(mask[:, None, :, None], x, 0).astype(jnp.float32) for x in (k, v))
-    q32 = q.astype(jnp.float32)
-    y = score_bits(q32, k32, spec)
-    seen = jnp.isfinite(lse)[..., None]
-    p = jnp.where(mask[:, None, None] & seen, jnp.exp2(y - jnp.where(seen, lse[..., None] * LOG2_E, 0.0)), 0.0)
-    offset = jnp.where(seen[..., 0], d_lse - jnp.sum(d_out * out, axis=-1), 0.0)
-    ds = p * (jnp.einsum("bkgh,bksh->bkgs", d_out, v32) + offset[..., None])
-    ds = ds * (q.shape[-1] ** -0.5 if spec.scale is None else spec.scale)
-    if spec.softcap is not None:
-        ds = ds * (1 - jnp.square(y / (spec.softcap * LOG2_E)))
-    dq = jnp.einsum("bkgs,bksh->bkgh", ds, k32).astype(q.dtype)
-    dk = jnp.einsum("bkgs,bkgh->bksh", ds, q32).astype(k.dtype)
-    dv = jnp.einsum("bkgs,bkgh->bksh", p, d_out).astype(v.dtype)
-    return dq, dk, dv, None
+    return *row_gradients(q, k, v, mask, (out, lse), cotangents, spec), None
 
 
 dense.defvjp(_forward, _backward)

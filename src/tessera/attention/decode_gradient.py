@@ -1,0 +1,36 @@
+"""Gradient of dense decode attention, shared by every kernel of the role: one row, so O(S) memory without blocks."""
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float
+
+from tessera.attention.contract import AttentionSpec
+from tessera.attention.online_softmax import LOG2_E, scale_of, score_bits
+
+
+def row_gradients(
+    q: Float[Array, "B K G H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B S"],
+    result: tuple[Float[Array, "B K G H"], Float[Array, "B K G"]],
+    cotangents: tuple[Float[Array, "B K G H"], Float[Array, "B K G"]],
+    spec: AttentionSpec,
+) -> tuple[Array, Array, Array]:
+    """ds = p (do v^T - rowsum(do out) + dlse), dq = ds k, dk = ds^T q, dv = p^T do, from out and lse (the result)."""
+    (out, lse), (d_out, d_lse) = result, cotangents
+    out, d_out = out.astype(jnp.float32), d_out.astype(jnp.float32)
+    k32, v32 = (jnp.where(mask[:, None, :, None], x, 0).astype(jnp.float32) for x in (k, v))
+    q32 = q.astype(jnp.float32)
+    y = score_bits(q32, k32, spec)
+    seen = jnp.isfinite(lse)[..., None]
+    p = jnp.where(mask[:, None, None] & seen, jnp.exp2(y - jnp.where(seen, lse[..., None] * LOG2_E, 0.0)), 0.0)
+    offset = jnp.where(seen[..., 0], d_lse - jnp.sum(d_out * out, axis=-1), 0.0)
+    ds = p * (jnp.einsum("bkgh,bksh->bkgs", d_out, v32) + offset[..., None])
+    ds = ds * scale_of(spec, q.shape[-1])
+    if spec.softcap is not None:
+        ds = ds * (1 - jnp.square(y / (spec.softcap * LOG2_E)))
+    dq = jnp.einsum("bkgs,bksh->bkgh", ds, k32).astype(q.dtype)
+    dk = jnp.einsum("bkgs,bkgh->bksh", ds, q32).astype(k.dtype)
+    dv = jnp.einsum("bkgs,bkgh->bksh", p, d_out).astype(v.dtype)
+    return dq, dk, dv
