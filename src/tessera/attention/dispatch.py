@@ -2,12 +2,20 @@
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention import reference, tpu_decode, tpu_prefill, tpu_sparse, xla_decode, xla_prefill, xla_sparse
+from tessera.attention import (
+    parallel,
+    reference,
+    tpu_decode,
+    tpu_prefill,
+    tpu_sparse,
+    xla_decode,
+    xla_prefill,
+    xla_sparse,
+)
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.shapes import ceil_div
 
@@ -78,10 +86,14 @@ def attention(
         per_sequence("kv_len", kv_len, k_BSKH.shape[1], batch),
         per_sequence("q_len", q_len, num_queries, batch),
     )
-    shapes = call_shapes(q_BTNH, k_BSKH, selection)
+    shapes = parallel.local_shapes(call_shapes(q_BTNH, k_BSKH, selection))
     kernel = choose(spec, shapes, backend=backend)
     config = kernel.default_config(spec, shapes)
-    return kernel.launch(q_BTNH, k_BSKH, v_BSKH, spec, positions, selection, config)
+
+    def launch(q, k, v, positions, selection):
+        return kernel.launch(q, k, v, spec, positions, selection, config)
+
+    return parallel.split(launch, spec.mass)(q_BTNH, k_BSKH, v_BSKH, positions, selection)
 
 
 def explain(
@@ -92,10 +104,10 @@ def explain(
     Args:
         spec: the call's spec; the role is score if spec.mass.
         shapes: the call's shapes (`call_shapes(q, k, selection)` makes them); a capacity makes the role sparse.
-        platform: "cpu", "gpu" or "tpu"; None is JAX's default backend.
+        platform: "cpu", "gpu" or "tpu"; None is that of the mesh in use, else JAX's default backend.
         backend: explain a call that names this backend.
     """
-    platform = jax.default_backend() if platform is None else platform
+    platform = parallel.platform() if platform is None else platform
     choices, found = [], None
     for kernel in KERNELS:
         reason = refusal(kernel, spec, shapes, platform, backend)

@@ -6,6 +6,7 @@ Sizes are physical: an array laid out in tiles of 8 x 128 with a last dimension 
 import re
 from dataclasses import dataclass
 from math import ceil, prod
+from typing import NamedTuple
 
 _SHAPE = re.compile(r"(pred|[a-z]+\d+[a-z0-9]*)\[([\d,]*)\](?:\{([\d,]*)(?::((?:[A-Z]\([^)]*\)|\([^)]*\))*))?[^}]*\})?")
 _INSTRUCTION = re.compile(
@@ -16,9 +17,10 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 FREE = frozenset(
     "parameter constant bitcast tuple get-tuple-element after-all partition-id replica-id opt-barrier iota "
     "copy-done slice-done async-done all-gather-done all-reduce-done collective-permute-done "
-    "call-start call-done".split()
+    "call-start call-done while conditional call".split()
 )
 """Opcodes that move nothing of their own."""
+COMMUNICATION = frozenset("all-reduce all-gather reduce-scatter collective-permute all-to-all".split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,27 +39,47 @@ class Operation:
     cycles: int | None
 
 
+class Collective(NamedTuple):
+    """One communication: opcode, bytes of its result on a device, and whether it stands in the program's entry
+    ("program"), in the loop over layers ("layer") or in a loop or branch inside of it ("inner loop")."""
+
+    opcode: str
+    bytes: int
+    where: str
+
+
 def kernel_names(text: str) -> tuple[str, ...]:
     """The compiler's names of the Pallas kernels that the program calls, in program order."""
     found = re.findall(r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"', text)
     return tuple(dict.fromkeys(found))
 
 
-def operations(text: str) -> tuple[Operation, ...]:
-    """The operations of the entry computation that move data, Pallas kernels left out."""
+def operations(text: str, computation: str | None = None, turns: int = 1) -> tuple[Operation, ...]:
+    """The operations of a computation (the entry) that move data, Pallas kernels left out.
+
+    Of an array whose first size is `turns` a loop over layers touches one slice a turn, and so does an operation whose
+    result has its operand's very type (an update in place).
+    """
     found, types = [], {}
-    for line in entry(text):
+    for line in entry(text) if computation is None else computations(text).get(computation, ()):
         match = _INSTRUCTION.match(line)
         if not match:
             continue
         types[match["name"]] = match["type"]
-        if match["opcode"] in FREE or 'custom_call_target="tpu_custom_call"' in match["rest"]:
+        if (
+            match["opcode"] in FREE
+            or match["opcode"].removesuffix("-start") in COMMUNICATION
+            or 'custom_call_target="tpu_custom_call"' in match["rest"]
+        ):
             continue
         if match["opcode"].endswith(("-start", "-update")):
             moved = _transferred_bytes(match["type"])
         else:
-            names = re.findall(r"%([\w.\-]+)", match["operands"])
-            moved = sum(physical_bytes(t) for t in [match["type"], *(types.get(n, "") for n in names)])
+            touched = [types.get(n, "") for n in re.findall(r"%([\w.\-]+)", match["operands"])]
+            if turns > 1 and match["type"] in touched and _slices(match["type"], turns) > 1:
+                moved = 2 * sum(physical_bytes(t) for t in touched if t != match["type"])
+            else:
+                moved = sum(physical_bytes(t) // _slices(t, turns) for t in [match["type"], *touched])
         cycles = _CYCLES.search(match["rest"])
         found.append(
             Operation(
@@ -80,15 +102,49 @@ def plain_entry(text: str) -> str:
 
 def entry(text: str) -> list[str]:
     """The lines of the entry computation."""
-    lines, inside = [], False
+    return computations(text).get("ENTRY", [])
+
+
+def computations(text: str) -> dict[str, list[str]]:
+    """The lines of every computation by name; the entry's also under "ENTRY"."""
+    found: dict[str, list[str]] = {}
+    lines = None
     for line in text.splitlines():
         if match := _COMPUTATION.match(line):
-            inside = bool(match["entry"])
-        elif inside and line.rstrip() == "}":  # attributes may hold lines that begin so
-            return lines
-        elif inside:
+            lines = found.setdefault(match["name"], [])
+            if match["entry"]:
+                found["ENTRY"] = lines
+        elif line.rstrip() == "}":  # attributes may hold lines that begin so
+            lines = None
+        elif lines is not None:
             lines.append(line)
-    return lines
+    return found
+
+
+def loop_body(text: str) -> str | None:
+    """The computation that the entry's loop over layers runs: the body of its longest while; None if it has none."""
+    bodies = re.findall(r" while\([^\n]*?body=%([\w.\-]+)", "\n".join(entry(text)))
+    found = computations(text)
+    return max(bodies, key=lambda name: len(found.get(name, ())), default=None)
+
+
+def collectives(text: str) -> tuple[Collective, ...]:
+    """Every communication between devices, by the computation it stands in."""
+    body, found, all_lines = loop_body(text), [], computations(text)
+    for name, lines in all_lines.items():
+        where = "program" if name == "ENTRY" else "layer" if name == body else "inner loop"
+        if name != "ENTRY" and lines is all_lines.get("ENTRY"):
+            continue
+        for line in lines:
+            match = _INSTRUCTION.match(line)
+            if match and match["opcode"].removesuffix("-start") in COMMUNICATION:
+                sizes = [size for size, _ in _arrays(match["type"])]
+                found.append(Collective(match["opcode"].removesuffix("-start"), max(sizes, default=0), where))
+    return tuple(found)
+
+
+def _slices(type_text: str, turns: int) -> int:
+    return turns if turns > 1 and re.match(rf"\w+\[{turns},", type_text) else 1
 
 
 def _transferred_bytes(type_text: str) -> int:

@@ -109,6 +109,8 @@ class Compiled:
         entry: the program's entry computation, attributes left out.
         executions: how often each scope runs, where the program's factory or kernel says so.
         settings: the block sizes that the kernel chose for this chip.
+        about: everything else that the program's factory says.
+        program: the compiled program's text.
     """
 
     chip: str
@@ -121,6 +123,8 @@ class Compiled:
     entry: str = ""
     executions: Mapping[str, float] | None = None
     settings: str | None = None
+    about: Mapping[str, Any] = MappingProxyType({})
+    program: str = ""
 
     @property
     def hbm_bytes(self) -> int:
@@ -196,6 +200,8 @@ def compile_for(
             entry=hlo.plain_entry(program_text),
             executions=reply["about"].get("executions"),
             settings=reply["about"].get("settings"),
+            about=reply["about"],
+            program=program_text,
         )
 
 
@@ -228,12 +234,10 @@ def _child(request: dict, env: dict, python: str, limit_s: float, niceness: int)
         try:
             out, err = child.communicate(json.dumps(request), timeout=limit_s)
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
             return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s}
-        except BaseException:
-            os.killpg(child.pid, signal.SIGKILL)
-            raise
+        finally:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
     if child.returncode == 0:
         return json.loads(out)
     last = " ".join(err.strip().splitlines()[-3:])

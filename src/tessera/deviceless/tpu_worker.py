@@ -49,6 +49,7 @@ def answer(request: dict) -> dict:
         devices = topology.devices[: request.get("devices", 1)]
         with on_chip(devices[0]):
             function, arguments, about = build(request, devices)
+        with on_mesh(arguments) or on_chip(devices[0]):
             traced = jit(function).trace(*arguments)
             lowered = traced.lower(lowering_platforms=("tpu",))
         stage, traced_at = "compile", time.perf_counter()
@@ -78,6 +79,16 @@ def on_chip(device):
 
     abstract = AbstractDevice(device.device_kind, getattr(device, "num_cores", 1), "tpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("chip",), abstract_device=abstract))
+
+
+def on_mesh(arguments):
+    """The same for a program on several devices: the mesh that its arguments are spread over; None for one device."""
+    import jax
+
+    for leaf in jax.tree.leaves(arguments):
+        if isinstance(getattr(leaf, "sharding", None), jax.sharding.NamedSharding):
+            return jax.sharding.use_abstract_mesh(leaf.sharding.mesh.abstract_mesh)
+    return None
 
 
 def build(request: dict, devices) -> tuple:

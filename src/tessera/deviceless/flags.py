@@ -1,0 +1,95 @@
+"""The flags of `tessera inspect`. Heavy imports wait until it runs."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Compile an attention kernel for a TPU that is not there: does it fit, what fills it, how long should it take."""
+
+    chip: Literal["v5e", "v5p", "v6e", "v7x"] = "v6e"
+    """For which chip; v7x counts each of its two cores as a device."""
+    role: Literal["dense", "score", "sparse"] = "dense"
+    """What the call returns or reads: all keys, all keys and every tile's mass, or selected tiles only."""
+    phase: Literal["prefill", "decode"] = "prefill"
+    """Many query rows per sequence, or one."""
+    batch: int = 1
+    """Sequences."""
+    length: int = 16384
+    """Keys per sequence; prefill has as many queries."""
+    queries: int | None = None
+    """Query rows of one prefill chunk, the last ones of the length; all if not given (2,048 with --model)."""
+    heads: int = 32
+    """Query heads."""
+    kv_heads: int = 8
+    """Key/value heads."""
+    head_dim: int = 128
+    """Numbers per head."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of queries, keys and values."""
+    tile: Literal[1, 16, 32, 64, 128] = 128
+    """Keys per tile."""
+    query_tile: int = 32
+    """Queries that share a selection."""
+    fraction: float = 0.1
+    """Share of the key tiles that the sparse role reads."""
+    window: int | None = None
+    """Sliding window in tokens."""
+    softcap: float | None = None
+    """Cap on the scores."""
+    model: str | None = None
+    """A whole step of this model instead of one call: llama-3.1-8b, or a Hugging Face folder."""
+    mesh: int = 8
+    """With --model: devices that share every layer."""
+    attention: Literal["kascade", "dense"] = "kascade"
+    """With --model: the policy; Kascade with five anchors."""
+    kernel: str | None = None
+    """A kernel by name; the one that runs on a TPU if not given."""
+    config: str | None = None
+    """Its block sizes as a JSON object; its own choice if not given."""
+    limit_s: float = 300.0
+    """Seconds the compiler may take."""
+    picture: Path | None = None
+    """Write roofline and slots to this SVG."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Print what was found; 1 if it does not compile."""
+        if self.model is not None:
+            return self.run_model()
+        from tessera.attention.contract import AttentionSpec
+        from tessera.deviceless import inspection
+
+        names = ("role", "phase", "batch", "length", "queries", "heads", "kv_heads", "head_dim", "dtype", "fraction")
+        spec = AttentionSpec(tile=self.tile, query_tile=self.query_tile, window=self.window, softcap=self.softcap)
+        spec, shapes = inspection.call(spec=spec, **{name: getattr(self, name) for name in names})
+        config = None if self.config is None else json.loads(self.config)
+        result = inspection.inspect_call(
+            self.chip, spec, shapes, kernel=self.kernel, config=config, limit_s=self.limit_s
+        )
+        if self.json:
+            print(json.dumps(result.json()))
+        else:
+            inspection.print_table(result)
+        if self.picture is not None and result.compiled:
+            inspection.picture(result, self.picture)
+        return 0 if result.compiled else 1
+
+    def run_model(self) -> int:
+        """The same for a whole step."""
+        from tessera.deviceless import model_inspection
+
+        names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction")
+        call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
+        result = model_inspection.inspect_step(self.chip, self.model, self.mesh, limit_s=self.limit_s, **call)
+        if self.json:
+            print(json.dumps(result.json()))
+        else:
+            model_inspection.print_step(result)
+        return 0 if result.compiled else 1

@@ -1,0 +1,169 @@
+"""`tessera inspect --model`: a whole prefill or decode step under tensor parallelism, on a mesh that is not there.
+
+The predicted time adds up per layer: the operations around attention (bytes over bandwidth, or the compiler's cycles
+where those are fewer), what the matrix products take beyond that (flops over peak), the attention kernels by their
+schedules, and the sums over the mesh (bytes over the links' bandwidth). Left out: latency of the sums, loops inside of
+tile selection, and waiting for one another.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from tessera.deviceless import hlo, predict, steps, tpu
+from tessera.memory import format_bytes
+
+MESHES = MappingProxyType(
+    {
+        "v5e": {1: "v5e:1x1", 4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"},
+        "v5p": {4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4"},
+        "v6e": {1: "v6e:1x1", 4: "v6e:2x2", 8: "v6e:2x4", 16: "v6e:4x4"},
+        "v7x": {8: "tpu7x:2x2x1", 16: "tpu7x:2x2x2"},
+    }
+)
+"""Topology with this many jax devices."""
+
+LINK_BYTES_PER_S = MappingProxyType({"v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "v7x": 600e9})
+"""Links to other chips, all of a jax device's together, both directions, nominal (docs.cloud.google.com/tpu/docs)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInspection:
+    """One step of a model on a mesh.
+
+    Attributes:
+        hbm_bytes: main memory held per device; `memory` says by what.
+        collectives: [opcode, bytes, where, times a step].
+        parts_ms: what predicted_ms consists of.
+        attention: per role: kernel, layers, milliseconds of one layer.
+    """
+
+    compiled: bool
+    model: str
+    chip: str
+    mesh: int
+    phase: str
+    error: str | None = None
+    hbm_bytes: int | None = None
+    memory: Mapping[str, int] = MappingProxyType({})
+    collectives: tuple[tuple[str, int, str, int | None], ...] = ()
+    predicted_ms: float | None = None
+    parts_ms: Mapping[str, float] = MappingProxyType({})
+    attention: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    tokens_per_s: float | None = None
+    compile_s: float | None = None
+
+    def json(self) -> dict[str, Any]:
+        """The object of `--json`."""
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
+
+
+def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **call: Any) -> StepInspection:
+    """Compile a step and predict its time.
+
+    Args:
+        chip: "v5e", "v5p", "v6e" or "v7x".
+        model: a name of `steps.MODELS`, or a folder with a config.json.
+        mesh: devices that share every layer.
+        limit_s: seconds for the compiler.
+        call: phase, batch, length, queries, attention, tile, query_tile, fraction (see `steps.model_step`).
+
+    Raises:
+        ValueError: no topology of this size, or the heads do not divide among the devices.
+    """
+    if mesh not in MESHES[chip]:
+        raise ValueError(f"--mesh {mesh} must be one of {', '.join(map(str, MESHES[chip]))} on {chip}")
+    config = steps.config_of(model)
+    if config.num_kv_heads % mesh:
+        raise ValueError(f"--mesh {mesh} must divide the model's {config.num_kv_heads} KV heads")
+    program = tpu.factory_program("tessera.deviceless.steps:model_step", model=model, **call)
+    found = tpu.compile_for(chip, program, topology=MESHES[chip][mesh], devices=mesh, limit_s=limit_s)
+    about = {"model": model, "chip": chip, "mesh": mesh, "phase": call["phase"]}
+    if found.error is not None:
+        return StepInspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
+    rows = call["batch"] * (1 if call["phase"] == "decode" else call["queries"])
+    kernels = attention_ms(found)
+    parts = {
+        "attention": sum(k["layers"] * k["ms"] for k in kernels.values()),
+        **around_ms(found, config, mesh, rows),
+        "collectives": collectives_ms(found, chip, mesh, config.num_layers),
+    }
+    total = sum(parts.values())
+    times = {"program": 1, "layer": config.num_layers}
+    return StepInspection(
+        compiled=True,
+        hbm_bytes=found.hbm_bytes,
+        memory=dict(found.memory),
+        collectives=tuple((*c, times.get(c.where)) for c in hlo.collectives(found.program)),
+        predicted_ms=round(total, 4),
+        parts_ms={name: round(ms, 4) for name, ms in parts.items()},
+        attention=kernels,
+        tokens_per_s=round(rows / total * 1e3, 1),
+        compile_s=round(found.compile_s, 1),
+        **about,
+    )
+
+
+def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
+    """Per role: kernel, layers, predicted milliseconds of one layer's call on one device."""
+    kernels = {}
+    for role, layers in found.about["roles"].items():
+        figures = found.about["calls"][role]
+        own = replace(found, schedules=tuple(s for s in found.schedules if role in s.name), operations=())
+        counts = figures["executions"] or {predict.BYTES: figures["bytes"]}
+        prediction = predict.predict(own, counts, predict.CALIBRATED)
+        kernels[role] = {"kernel": figures["kernel"], "layers": layers, "ms": round(prediction.ms, 5)}
+    return kernels
+
+
+def around_ms(found: tpu.Compiled, config: Any, mesh: int, rows: int) -> dict[str, float]:
+    """Milliseconds of everything but attention and communication: memory traffic, and products beyond it."""
+    on, layers = predict.device(found.chip), config.num_layers
+    bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
+
+    def seconds(operations):
+        return sum(min(o.bytes / bandwidth, o.cycles / on.clock_hz if o.cycles else 1e9) for o in operations)
+
+    body = hlo.loop_body(found.program)
+    memory_s = seconds(found.operations) + layers * seconds(hlo.operations(found.program, body, layers))
+    embedding = config.vocab_size * config.hidden_size
+    products = config.num_parameters - embedding * (1 if config.tie_embeddings else 2)
+    flops_s = 2.0 * (products * rows + embedding) / mesh / on.flops_per_s
+    weights_s = found.about["weight_bytes"] / bandwidth
+    return {"memory": 1e3 * memory_s, "products beyond memory": 1e3 * max(flops_s - weights_s, 0.0)}
+
+
+def collectives_ms(found: tpu.Compiled, chip: str, mesh: int, layers: int) -> float:
+    """Milliseconds of communication: a ring sends 2 (n - 1) / n of an all-reduce, at half the links' rate."""
+    total = 0.0
+    for c in hlo.collectives(found.program):
+        share = (2 if c.opcode == "all-reduce" else 1) * (mesh - 1) / mesh
+        total += share * c.bytes * {"program": 1, "layer": layers}.get(c.where, 1)
+    return 1e3 * total / (LINK_BYTES_PER_S[chip] / 2)
+
+
+def print_step(result: StepInspection) -> None:
+    """The result for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not result.compiled:
+        console.print(f"{result.model} {result.phase} on {result.mesh} x {result.chip} does not compile", markup=False)
+        console.print(f"  {result.error}", markup=False)
+        return
+    title = f"{result.model}, one {result.phase} step on {result.mesh} x {result.chip}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_row("predicted", f"{result.predicted_ms:.3f} ms, {result.tokens_per_s:,.0f} tokens/s")
+    for name, ms in result.parts_ms.items():
+        table.add_row(f"  {name}", f"{ms:.3f} ms")
+    for role, figures in result.attention.items():
+        table.add_row(f"  {role}", f"{figures['layers']} layers of {figures['ms']:.4f} ms ({figures['kernel']})")
+    table.add_row("memory per device", format_bytes(result.hbm_bytes))
+    for name, size in result.memory.items():
+        table.add_row(f"  {name.replace('_', ' ')}", format_bytes(size))
+    for opcode, size, where, times in result.collectives:
+        table.add_row(opcode, f"{format_bytes(size)} {f'x {times}' if times else f'in an {where}'}")
+    table.add_row("compiled in", f"{result.compile_s:.0f} s")
+    console.print(table)

@@ -1,0 +1,183 @@
+"""Whole-model steps under tensor parallelism, as programs to compile for a mesh that is not there.
+
+Weights are split by output (q, k, v, gate, up, head) or by input (o, down), so that a layer needs two sums over the
+mesh; the cache and attention are split by KV head (`attention/parallel.py`). Everything else is the partitioner's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.dispatch import choose
+from tessera.attention.parallel import AXIS
+from tessera.attention.selection import capacity_for
+from tessera.models.cache import Cache
+from tessera.models.checkpoint import read_config
+from tessera.models.config import ModelConfig, Rope
+from tessera.models.decoder import forward, logits
+from tessera.models.layers import Layer, Params
+from tessera.sparse.baselines import Dense
+from tessera.sparse.contract import Policy
+from tessera.sparse.kascade import Kascade
+
+MODELS = MappingProxyType(
+    {
+        "llama-3.1-8b": ModelConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_positions=131072,
+            rope=Rope(kind="llama3", theta=500000.0, factor=8.0),
+            norm_eps=1e-5,
+            dtype="bfloat16",
+        )
+    }
+)
+"""Models whose sizes are known without their files."""
+
+ANCHORS = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
+"""The paper's anchors; which layers they are does not change a step's cost, how many does."""
+
+SPLIT_INPUT = frozenset({"o", "down"})
+SPLIT_OUTPUT = frozenset({"q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias", "gate_bias", "up_bias"})
+
+
+def config_of(model: str) -> ModelConfig:
+    """A model of the table, or the one in a Hugging Face folder."""
+    if model in MODELS:
+        return MODELS[model]
+    if not (Path(model) / "config.json").is_file():
+        raise ValueError(f"--model {model} must be one of {', '.join(MODELS)}, or a folder with a config.json")
+    return read_config(model)
+
+
+def policy_of(
+    model: str, config: ModelConfig, *, attention: str, tile: int, query_tile: int, fraction: float
+) -> Policy:
+    """Dense, or Kascade with the paper's anchors (evenly spread for a model it does not name), every head its own."""
+    if attention == "dense":
+        return Dense()
+    count = min(5, config.num_layers)
+    anchors = ANCHORS.get(model, tuple(i * config.num_layers // count for i in range(count)))
+    head_map = ((*range(config.num_kv_heads),),) * config.num_layers
+    return Kascade(
+        anchors=anchors, head_map=head_map, heads="identity", tile=tile, query_tile=query_tile, fraction=fraction
+    )
+
+
+def abstract_params(config: ModelConfig, mesh: Mesh) -> Params:
+    """Stacked weights as shapes with shardings."""
+    d, f, v, layers = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_layers
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {"attn_norm": (d,), "q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "mlp_norm": (d,),
+              "gate": (f, d), "up": (f, d), "down": (d, f)}  # fmt: skip
+    if config.attention_bias:
+        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if config.qk_norm:
+        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
+    if config.output_bias or config.mlp_bias:
+        raise ValueError("a model with output or MLP biases is not split over a mesh yet")
+
+    def place(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype), sharding=NamedSharding(mesh, P(*spec)))
+
+    def split(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        spec = (None, AXIS) if name in SPLIT_OUTPUT else (None, None, AXIS) if name in SPLIT_INPUT else ()
+        return place((layers, *shape), *spec)
+
+    layer = Layer(**{name: split(name, shape) for name, shape in shapes.items()})
+    head = None if config.tie_embeddings else place((v, d), AXIS)
+    return Params(embed=place((v, d), AXIS if head is None else None), layers=layer, final_norm=place((d,)), head=head)
+
+
+def model_step(
+    model: str,
+    *,
+    phase: str,
+    batch: int,
+    length: int,
+    queries: int,
+    attention: str,
+    tile: int,
+    query_tile: int,
+    fraction: float,
+    devices: Any,
+) -> tuple[Any, tuple, dict]:
+    """(step, abstract arguments, about): `queries` rows of prefill, the last of `length`, or one decoded token.
+
+    The cache is donated, as the engine does; logits come of the last row.
+    """
+    config = config_of(model)
+    mesh = Mesh(np.array(devices), (AXIS,))
+    policy = policy_of(model, config, attention=attention, tile=tile, query_tile=query_tile, fraction=fraction)
+    rows = 1 if phase == "decode" else queries
+
+    def place(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    stored = place(
+        (config.num_layers, batch, config.num_kv_heads, length, config.head_dim),
+        jnp.dtype(config.dtype),
+        None,
+        None,
+        AXIS,
+    )
+    cache, whole = Cache(stored, stored), NamedSharding(mesh, P())
+
+    def step(params, cache, tokens_BT, positions):
+        hidden, cache, _ = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
+        return cache, logits(params, hidden[:, -1])
+
+    function = jax.jit(step, donate_argnums=1, out_shardings=(jax.tree.map(lambda x: x.sharding, cache), whole))
+    tokens = place((batch, rows), jnp.int32)
+    positions = Positions(*[place((batch,), jnp.int32)] * 3)
+    params = abstract_params(config, mesh)
+    shape = Shapes(batch, rows, length, config.num_heads // len(devices), config.num_kv_heads // len(devices),
+                   config.head_dim, None, config.dtype)  # fmt: skip
+    about = {"roles": roles(policy, config), "weight_bytes": weight_bytes(params, len(devices))}
+    about["calls"] = {role: attention_figures(role, policy, config, shape) for role in about["roles"]}
+    return function, (params, cache, tokens, positions), about
+
+
+def attention_figures(role: str, policy: Policy, config: ModelConfig, shapes: Shapes) -> dict[str, Any]:
+    """One device's attention call of a role: kernel, executions, flops. Asks for the chip, so only on its mesh."""
+    spec = AttentionSpec(window=config.window)
+    if isinstance(policy, Kascade):
+        spec = replace(spec, tile=policy.tile, query_tile=policy.query_tile, mass=role == "score")
+    if role == "sparse":
+        budget = {"fraction": policy.fraction, "minimum": policy.minimum}
+        shapes = shapes._replace(capacity=capacity_for(spec, shapes.num_keys, shapes.num_queries, **budget))
+    kernel = choose(spec, shapes, platform="tpu")
+    settings = kernel.default_config(spec, shapes)
+    counts = None if kernel.executions is None else dict(kernel.executions(spec, shapes, settings))
+    return {"kernel": kernel.name, "executions": counts, **kernel.cost(spec, shapes)}
+
+
+def roles(policy: Policy, config: ModelConfig) -> Mapping[str, int]:
+    """How many layers attend in which role."""
+    found = policy.roles() if isinstance(policy, Kascade) else ("dense",) * config.num_layers
+    return {role: found.count(role) for role in ("dense", "score", "sparse") if role in found}
+
+
+def weight_bytes(params: Params, parts: int) -> int:
+    """Bytes of the weights on one device."""
+    total = 0
+    for f in fields(Params):
+        for leaf in jax.tree.leaves(getattr(params, f.name)):
+            split = AXIS in jax.tree.leaves(tuple(leaf.sharding.spec))
+            total += prod(leaf.shape) * leaf.dtype.itemsize // (parts if split else 1)
+    return total

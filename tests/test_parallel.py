@@ -1,0 +1,51 @@
+"""Attention split over a mesh's "heads" axis equals attention on one device (a process counts its devices once)."""
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import tessera
+from tessera.attention.parallel import AXIS
+from tessera.sparse.kascade import Kascade
+
+assert len(jax.devices()) == 2
+mesh = Mesh(np.array(jax.devices()), (AXIS,))
+key = jax.random.split(jax.random.key(0), 3)
+q, k, v = (jax.random.normal(key[i], (2, 48, heads, 16)) for i, heads in enumerate((8, 4, 4)))
+spec = tessera.AttentionSpec(tile=16, query_tile=16, mass=True)
+
+def call(q, k, v):
+    scored = tessera.attention(q, k, v, spec)
+    selection = tessera.select_tiles(scored.mass, spec, fraction=0.4, minimum=16)
+    return scored, tessera.attention(q, k, v, tessera.AttentionSpec(tile=16, query_tile=16), selection=selection)
+
+whole = jax.jit(call)(q, k, v)
+with jax.set_mesh(mesh):
+    split = NamedSharding(mesh, P(None, None, AXIS))
+    parts = jax.jit(call)(*(jax.device_put(x, split) for x in (q, k, v)))
+assert "heads" in str(parts[0].out.sharding.spec)
+for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts)):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6, atol=1e-6)
+try:
+    with jax.set_mesh(mesh):
+        jax.jit(tessera.attention)(q[:, :, :3], k[:, :, :3], v[:, :, :3])
+except ValueError as error:
+    assert "multiple of the 2 devices" in str(error)
+else:
+    raise AssertionError("three heads on two devices were not refused")
+"""
+
+
+def test_a_call_split_by_heads_equals_the_whole():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        env=os.environ | flags,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
