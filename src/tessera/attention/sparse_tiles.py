@@ -20,6 +20,8 @@ from tessera.shapes import ceil_div, round_up
 LANES = 128
 PACKED = 16
 """Rows of a packed bfloat16 register: row blocks and tile copies start at multiples of it."""
+MOST_ITEMS, COPIES = 4, 256
+"""Row blocks side by side, and tiles they may fetch in one straight line: more only makes the program longer."""
 NEVER = 1 << 30
 """Position of a key that no row sees."""
 
@@ -66,7 +68,6 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
         tokens, parts = tokens // 2, parts * 2
     block_t = round_up(tokens, PACKED)
     num_blocks = ceil_div(shapes.num_queries, tokens)  # a query tile's parts past the last row do not exist
-    items = 1 if parts > 1 else min(max(config.step_rows // (block_t * groups), 1), num_blocks)
     num_keys = max(spec.tile, round_up(shapes.num_keys, PACKED))
     chunk_tiles = min(max(config.chunk // spec.tile, 1), shapes.capacity)
     block_tiles = max(min(config.block_s // spec.tile, round_up(shapes.capacity, chunk_tiles)), 1)
@@ -75,6 +76,8 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
     block_tiles = round_up(round_up(block_tiles, chunk_tiles), mask_tiles)
     while block_tiles % chunk_tiles:
         block_tiles += mask_tiles
+    most = max(min(MOST_ITEMS, COPIES // block_tiles), 1) if parts == 1 else 1
+    items = min(max(config.step_rows // (block_t * groups), 1), num_blocks, most)
     flat = (groups * shapes.head_dim) % LANES == 0
     half = config.half_exp and shapes.dtype == "bfloat16"
     sizes = (groups, shapes.head_dim, num_keys, num_blocks, tokens, block_t, parts, items)
@@ -86,10 +89,10 @@ class Refs(NamedTuple):
 
     lists: Array  # SMEM [1,1,P,1,1+C]: count, then tile ids
     ahead: Array  # the next grid step's
-    q: Array  # [1,P*block_t,G*H], or [1,G,P*block_t,H]
+    q: Array  # [1,G,P*block_t,H]
     k: Array  # HBM [B,K,S,H]
     v: Array
-    out: Array  # like q
+    out: Array  # [1,P*block_t,G*H], or like q
     lse: Array  # [1,1,P,1,R]
     q_scaled: Array  # [P,R,H]
     m: Array  # [P,R,128], equal lanes
@@ -290,7 +293,7 @@ def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
     rows = shapes.batch * shapes.num_heads * shapes.num_queries * (2 * shapes.head_dim * width + 4)
     # What stands once for the even and once for the odd buffer is two pieces of code of which one runs.
     once = {"step": len(buffers), "first": 1, "fetch_first": min(longest[0], cut.block_tiles), "buffer": buffers.sum()}
-    either = {"full": full.sum(), "masked": (buffers - full).sum(), "update": updates.sum()}
+    either = {"turn": buffers.sum(), "full": full.sum(), "masked": (buffers - full).sum(), "update": updates.sum()}
     either["clear"] = (updates * cut.mask_tiles - rest).sum()
     either["fetch_rest"] = np.maximum(ahead - updates * cut.mask_tiles, 0).sum()
     runs = {name: float(heads * n) for name, n in once.items()}

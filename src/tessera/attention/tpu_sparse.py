@@ -58,7 +58,7 @@ class Config:
 
     Attributes:
         rows: most rows (tokens x G) of a row block; a larger query tile is cut, its parts share the list.
-        step_rows: rows of a grid step to fill with query tiles that are computed side by side.
+        step_rows: rows of a grid step, filled with up to four query tiles that are computed side by side.
         block_s: keys per buffer, rounded down to whole tiles (at least one).
         chunk: keys per unmasked online-softmax update, rounded likewise, at most block_s.
         mask_s: keys per masked update, likewise.
@@ -187,7 +187,8 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
                 @pl.when((turn + c) % 2 == slot)
                 def either(slot=slot):
-                    absorb_buffer(refs, items, c, slot, Next(1 - slot, buffer, counts, own), cut)
+                    with jax.named_scope("turn"):
+                        absorb_buffer(refs, items, c, slot, Next(1 - slot, buffer, counts, own), cut)
 
     jax.lax.fori_loop(0, buffers, buffer_step, None)
     refs.turn[0] = (turn + buffers) % 2
@@ -245,9 +246,7 @@ def take_queries(refs: Refs, p: int, cut: Cut) -> None:
     factor = scale / cut.spec.softcap if cut.spec.softcap else scale * LOG2_E
     tokens = slice(p * cut.block_t, (p + 1) * cut.block_t)
     for g in range(cut.groups):
-        dims = slice(g * cut.head_dim, (g + 1) * cut.head_dim)
-        x = refs.q[0, tokens, dims] if cut.flat else refs.q[0, g, tokens]
-        x = (x.astype(jnp.float32) * factor).astype(refs.q_scaled.dtype)
+        x = (refs.q[0, g, tokens].astype(jnp.float32) * factor).astype(refs.q_scaled.dtype)
         refs.q_scaled[p, g * cut.block_t : (g + 1) * cut.block_t] = x
 
 
@@ -298,15 +297,14 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
         q = q.reshape(batch, length, num_heads, head_dim)
     elif num_queries < cut.items * cut.block_t:
         q = jnp.pad(q, [(0, 0), (0, cut.items * cut.block_t - num_queries), (0, 0), (0, 0)])
-    q = q.reshape(*q.shape[:2], -1) if cut.flat else jnp.swapaxes(q, 1, 2)
+    q = jnp.swapaxes(q, 1, 2)
 
     num_steps = ceil_div(cut.num_blocks, cut.items)
-    if cut.flat:
-        block = (1, cut.items * cut.block_t, cut.groups * head_dim)
-        row = pl.BlockSpec(block, lambda b, h, i, *_: (b, i, h))
-    else:
-        block = (1, cut.groups, cut.items * cut.block_t, head_dim)
-        row = pl.BlockSpec(block, lambda b, h, i, *_: (b, h, i, 0))
+    row = pl.BlockSpec((1, cut.groups, cut.items * cut.block_t, head_dim), lambda b, h, i, *_: (b, h, i, 0))
+    out, out_shape = row, q.shape
+    if cut.flat:  # a head is whole lanes: the output is written as the model's next product reads it, [B,T,N*H]
+        out_shape = (batch, q.shape[2], num_heads * head_dim)
+        out = pl.BlockSpec((1, cut.items * cut.block_t, cut.groups * head_dim), lambda b, h, i, *_: (b, i, h))
 
     def listed(ahead: int) -> pl.BlockSpec:
         shape = (1, 1, cut.items, 1, 1 + capacity)
@@ -326,7 +324,7 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
             num_scalar_prefetch=3,
             grid=(batch, kv_heads, num_steps),
             in_specs=[listed(0), listed(1), row, in_hbm, in_hbm],
-            out_specs=[row, pl.BlockSpec((1, 1, cut.items, 1, cut.rows), lambda b, h, i, *_: (b, h, i, 0, 0))],
+            out_specs=[out, pl.BlockSpec((1, 1, cut.items, 1, cut.rows), lambda b, h, i, *_: (b, h, i, 0, 0))],
             scratch_shapes=[
                 pltpu.VMEM((*rows, head_dim), q.dtype),
                 *(pltpu.VMEM(shape, jnp.float32) for shape in state),
@@ -336,7 +334,7 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(out_shape, q.dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, cut.num_blocks, 1, cut.rows), jnp.float32),
         ],
         # Prefetching ahead needs a head's row blocks in order, on one core; heads may go to different cores.
@@ -381,16 +379,18 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Block sizes by the schedules of LOG.md."""
-    wide = matrix_columns() >= 2 * LANES
+    """Block sizes by the schedules (LOG.md): how much independent work hides the latency of one softmax update.
+
+    One update per buffer leaves the fewest dependent steps; a v7x, whose registers spill sooner, does better with short
+    updates. float32 takes six passes of the matrix unit per product, so that little else shows.
+    """
+    wide = pltpu.get_tpu_info().mxu_column_size >= 2 * LANES if pltpu.is_tpu_device() else True
+    newest = pltpu.is_tpu_device() and pltpu.get_tpu_info().generation >= 7
     sums = shapes.head_dim % LANES != 0 or (wide and shapes.head_dim == LANES)
-    sizes = {"rows": 512, "step_rows": 512, "block_s": 2048, "chunk": 2048, "mask_s": 512}
+    if shapes.dtype == "float32":
+        return Config(rows=512, step_rows=512, block_s=1024, chunk=512, mask_s=512, matrix_sums=sums)
+    sizes = {"rows": 512, "step_rows": 1024, "block_s": 2048, "chunk": 256 if newest else 2048, "mask_s": 512}
     return Config(**sizes, matrix_sums=sums, half_exp=wide)
-
-
-def matrix_columns() -> int:
-    """Width of the chip's matrix unit; of a v6e where there is no TPU."""
-    return pltpu.get_tpu_info().mxu_column_size if pltpu.is_tpu_device() else 2 * LANES
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
