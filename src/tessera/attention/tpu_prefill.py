@@ -108,7 +108,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         for u in range(cut.block_t // cut.sub_t):
             partial_block(refs, u, start, keys, bank, cut)
 
-    if cut.spec.mass:
+    if cut.spec.mass and cut.banks > 1:
 
         @pl.when((block == keys.hi - 1) | ((block < keys.hi) & ((start + cut.block_s) % cut.bank_keys == 0)))
         @jax.named_scope("keep_maximum")
@@ -199,23 +199,25 @@ def write(refs: Refs, i, keys: Range, cut: Cut) -> None:
                 refs.out[0, g, tokens] = out[at : at + cut.sub_t]
     refs.lse[0, 0, 0] = (bits * LN_2).T[:1]
     if cut.spec.mass:
-        write_mass(refs, bits, keys, cut)
+        write_mass(refs, scale, keys, cut)
 
 
 def row_sums(refs: Refs, m: Array, keys: Range, cut: Cut) -> Array:
     """l = sum of 2^(s - m) per row, in every lane."""
-    if cut.spec.mass:
+    if cut.spec.mass and cut.banks > 1:
 
         @jax.named_scope("sum_bank")
         def add(g, total):
-            return total + jnp.exp2(bank_maximum(refs, g) - m) * lane_sum(refs.sums[g])
+            x = refs.sums[g] * jnp.exp2(bank_maximum(refs, g) - m)  # from here on every bank counts from the same m
+            refs.sums[g] = x
+            return total + x
 
-        return jax.lax.fori_loop(*banks_of(keys, cut), add, jnp.zeros_like(m))
+        return lane_sum(jax.lax.fori_loop(*banks_of(keys, cut), add, jnp.zeros_like(m)))
+    if refs.sums is not None:
+        return lane_sum(refs.sums[0])
     if cut.extra >= LANES:
         return refs.acc[:, cut.head_dim : cut.head_dim + LANES]
-    if cut.extra:
-        return jnp.broadcast_to(refs.acc[:, cut.head_dim : cut.head_dim + 1], m.shape)
-    return lane_sum(refs.sums[0])
+    return jnp.broadcast_to(refs.acc[:, cut.head_dim : cut.head_dim + 1], m.shape)
 
 
 def lane_sum(x: Array) -> Array:
@@ -230,8 +232,8 @@ def bank_maximum(refs: Refs, g) -> Array:
     return jnp.broadcast_to(jnp.where(lane == g % LANES, kept, -jnp.inf).max(-1, keepdims=True), kept.shape)
 
 
-def write_mass(refs: Refs, bits: Array, keys: Range, cut: Cut) -> None:
-    """Each tile's probability summed over the rows of each query tile: sum of (bank * 2^(m - lse))."""
+def write_mass(refs: Refs, scale: Array, keys: Range, cut: Cut) -> None:
+    """Each tile's probability summed over the rows of each query tile; scale is 1 / l, 0 for rows that do not count."""
     refs.mass[...] = jnp.zeros_like(refs.mass)
     tiles = cut.block_t // cut.spec.query_tile
     first = jax.lax.broadcasted_iota(jnp.int32, (tiles, cut.block_t), 0) * cut.spec.query_tile
@@ -240,8 +242,7 @@ def write_mass(refs: Refs, bits: Array, keys: Range, cut: Cut) -> None:
 
     @jax.named_scope("pool_bank")
     def put(g, _):
-        weight = jnp.where(bits > -jnp.inf, jnp.exp2(bank_maximum(refs, g) - bits), 0.0)
-        x = jnp.where(weight > 0, refs.sums[g] * weight, 0.0)
+        x = refs.sums[g] * scale
         x = x.reshape(-1, cut.groups, cut.sub_t, LANES).sum(1).reshape(cut.block_t, LANES)
         refs.mass[0, 0, 0, :, pl.ds(pl.multiple_of(g * LANES, LANES), LANES)] = dot(pool, x, 0)
 
