@@ -2,7 +2,7 @@
 
     kernel_s  = max(sum over scopes of executions x bundles / (clock x cores), bytes moved by the kernel / bandwidth)
     around_s  = bytes of XLA's copies, transposes and fusions around it / bandwidth
-    predicted = kernel_s + around_s + what Overheads adds
+    predicted = kernel_s + around_s, with what Overheads adds to each
 
 What it leaves out: waits for single DMAs shorter than their latency (small blocks), contention between cores, a chip
 that lowers its clock under load. `validation.py` holds it against measured times.
@@ -22,9 +22,15 @@ SPILLS = ("VLOAD:FILL", "VSTORE:SPILL")
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """Constants that no schedule shows."""
+    """What no schedule shows.
 
-    launch_s: float = 0.0
+    Attributes:
+        stall: cycles that pass per bundle; more than 1 where memory on the chip makes the core wait.
+        step_s: seconds that a grid step adds on its core (DMA set-up and waits).
+        bandwidth_share: part of the nominal main memory bandwidth that copies reach.
+    """
+
+    stall: float = 1.0
     step_s: float = 0.0
     bandwidth_share: float = 1.0
 
@@ -32,8 +38,8 @@ class Overheads:
 NOMINAL = Overheads()
 """No fitted constant at all."""
 
-CALIBRATED = Overheads()
-"""Fitted on v5p and v6e."""
+CALIBRATED = Overheads(stall=1.02, step_s=0.17e-6, bandwidth_share=0.8)
+"""Fitted to measured times of v5p and v6e alone; see evidence/tpu-prediction.jsonl for how well, v7x included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +126,13 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
                 capacity[unit] = capacity.get(unit, 0.0) + passes * region.bundles * found.capacity[unit]
     moved = float(sum(count for name, count in executions.items() if name.rpartition("/")[2] == BYTES))
     around_bytes = float(sum(o.bytes for o in compiled.operations))
-    compute_s = cycles / (on.clock_hz * on.cores) + steps / on.cores * overheads.step_s
+    compute_s = (overheads.stall * cycles / on.clock_hz + steps * overheads.step_s) / on.cores
     bandwidth = on.bytes_per_s * overheads.bandwidth_share
     dma_s, around_s = moved / bandwidth, around_bytes / bandwidth
     per_step = max(steps, 1.0)
     slots = {unit: {"used": used[unit] / per_step, "capacity": capacity[unit] / per_step} for unit in used}
     return Prediction(
-        ms=1e3 * (max(compute_s, dma_s) + around_s + overheads.launch_s),
+        ms=1e3 * (max(compute_s, dma_s) + around_s),
         compute_ms=1e3 * compute_s,
         dma_ms=1e3 * dma_s,
         around_ms=1e3 * around_s,

@@ -10,14 +10,18 @@ kernel with the same blocks is compiled here, its time predicted, and the two co
 
 import argparse
 import json
+import os
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tessera.deviceless import tpu
+import numpy as np
+
+from tessera import evidence
+from tessera.deviceless import hlo, predict, schedule, tpu
 
 PEER_PYTHON = Path(".venv-tokamax/bin/python")
 FILE = "pallas_mosaic_tpu_flash_attention.json"
@@ -93,20 +97,182 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def executions(point: Mapping[str, Any]) -> dict[str, float]:
+    """How often each part of the kernel runs: its grid has one step per block that the mask leaves."""
+    (batch, rows, heads, _), keys, config = point["q"], point["k"][1], point["config"]
+    block_q, block_kv = config["block_q"], config["block_kv"]
+    visible = [
+        (i, j)
+        for i in range(rows // block_q)
+        for j in range(keys // block_kv)
+        if not point["is_causal"] or j * block_kv < (i + 1) * block_q
+    ]
+    full = sum((j + 1) * block_kv - 1 <= i * block_q for i, j in visible) if point["is_causal"] else 0
+    calls, row_blocks = batch * heads, rows // block_q
+    steps = calls * len(visible)
+    return {
+        "step": steps,
+        "full": calls * full,
+        "masked": steps - calls * full,
+        "init": calls * row_blocks,
+        "end": calls * row_blocks,
+        predict.BYTES: float(moved_bytes(point, steps)),
+    }
+
+
+def moved_bytes(point: Mapping[str, Any], steps: int) -> int:
+    """Bytes the kernel moves: q, out and statistics once, K and V once a step unless one block holds all keys."""
+    (batch, rows, heads, dim), config, value_dim = point["q"], point["config"], point["v"][3]
+    query, out, key, value = (
+        size if layout == 2 else -(-size // 128) * 128  # layout 2 has the sequence in the lanes: nothing is padded
+        for size, layout in (
+            (dim, config["q_layout"]),
+            (value_dim, 1),
+            (dim, config["k_layout"]),
+            (value_dim, config["v_layout"]),
+        )
+    )
+    row_bytes = 2 * (query + out) + 4 * 128 * (2 * point["return_residuals"] + point["is_causal"])
+    loads = batch * heads if point["k"][1] == config["block_kv"] else steps
+    return batch * heads * rows * row_bytes + 2 * loads * config["block_kv"] * (key + value)
+
+
+def predicted_ms(point: Mapping[str, Any], overheads: predict.Overheads) -> float:
+    """The time that the collected schedule of a point predicts."""
+    regions = tuple(
+        schedule.Region(name=name, bundles=r["bundles"], slots=r["slots"], matmuls=0, depth=1, loops=0)
+        for name, r in point["regions"].items()
+    )
+    units = dict.fromkeys(regions[0].slots, 1)
+    kernel = schedule.Schedule(kernel="splash", capacity=units, regions=regions, vmem_bytes=0, smem_bytes=0)
+    names = ("name", "opcode", "bytes", "cycles")
+    operations = tuple(hlo.Operation(**dict(zip(names, values))) for values in point["operations"])
+    compiled = tpu.Compiled(
+        chip=point["chip"], error=None, compile_s=0, memory={}, cost={}, schedules=(kernel,), operations=operations
+    )
+    return predict.predict(compiled, executions(point), overheads).ms
+
+
+def summary(found: list[dict[str, Any]], overheads: predict.Overheads) -> dict[str, Any]:
+    """Errors of the prediction over points: medians of predicted / measured, of |error|, its 90th percentile, ranks."""
+    ratios = [predicted_ms(p, overheads) / p["measured_ms"] for p in found]
+    errors = [abs(r - 1) for r in ratios]
+    return {
+        "points": len(found),
+        "median_ratio": round(statistics.median(ratios), 4),
+        "median_absolute_error": round(statistics.median(errors), 4),
+        "p90_absolute_error": round(float(np.quantile(errors, 0.9)), 4),
+        "spearman": round(spearman([r * p["measured_ms"] for r, p in zip(ratios, found)], found), 5),
+    }
+
+
+def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
+    """Rank correlation of predicted and measured times."""
+    a, b = (np.argsort(np.argsort(x)) for x in (predictions, [p["measured_ms"] for p in found]))
+    return float(np.corrcoef(a, b)[0, 1]) if len(found) > 1 else 1.0
+
+
+def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
+    """One record per chip and one over all: predicted / measured of every point, and how far off they are."""
+    made = []
+    for name, chips in (*((chip, (chip,)) for chip in FOLDERS), ("all", tuple(FOLDERS))):
+        own = [p for p in found if p["chip"] in chips and not p["error"]]
+        if not own:
+            continue
+        dims = sorted({p["q"][3] for p in own})
+        facts = {
+            **summary(own, predict.CALIBRATED),
+            "by_head_dim": {str(d): summary([p for p in own if p["q"][3] == d], predict.CALIBRATED) for d in dims},
+            "no_fitted_constant": summary(own, predict.NOMINAL),
+            "constants": vars(predict.CALIBRATED),
+            "clock_hz": {chip: predict.device(chip).clock_hz for chip in chips},
+            "not_compiled": sum(p["chip"] in chips and bool(p["error"]) for p in found),
+        }
+        if name != "all":
+            facts["each"] = [describe(p) for p in own]
+        what = evidence.What(
+            op="prediction",
+            kernel="tokamax splash attention",
+            workload=f"shipped timings, {name}",
+            dtype="bfloat16",
+            title=f"predicted / measured time, {name}",
+        )
+        ratios = [predicted_ms(p, predict.CALIBRATED) / p["measured_ms"] for p in own]
+        how = evidence.How(iterations=len(own), check="constants fitted on v5p and v6e only, v7x untouched")
+        made.append(evidence.make(what, ratios, command=command, how=how, unit="fraction", facts=facts))
+    return made
+
+
+def describe(point: Mapping[str, Any]) -> list[Any]:
+    """A point in a record: shape of q, KV heads, causal, residuals, blocks, predicted ms, predicted / measured."""
+    ms = predicted_ms(point, predict.CALIBRATED)
+    blocks = [point["config"][name] for name in ("block_q", "block_kv", "block_kv_compute")]
+    flags = [point["is_causal"], point["return_residuals"]]
+    return [point["q"], point["k"][2], *flags, blocks, round(ms, 4), round(ms / point["measured_ms"], 4)]
+
+
+def picture(found: list[dict[str, Any]], path: Path) -> None:
+    """Predicted against measured, and their ratio, by chip and head dim."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    scatter, ratio = figure.subplots(1, 2)
+    colors = {"v5p": "tab:green", "v6e": "tab:blue", "v7x": "tab:red"}
+    marks = {64: "o", 128: "s", 192: "D", 256: "^"}
+    for chip, color in colors.items():
+        for dim, mark in marks.items():
+            own = [p for p in found if p["chip"] == chip and p["q"][3] == dim and not p["error"]]
+            if not own:
+                continue
+            x = [p["measured_ms"] for p in own]
+            y = [predicted_ms(p, predict.CALIBRATED) for p in own]
+            look = {"color": color, "marker": mark, "s": 18, "alpha": 0.7, "linewidths": 0}
+            scatter.scatter(x, y, label=f"{chip}, H {dim}", **look)
+            ratio.scatter(x, [b / a for a, b in zip(x, y)], **look)
+    ends = scatter.get_xlim()
+    scatter.plot([0.3, 30], [0.3, 30], "k-", linewidth=0.7)
+    scatter.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", title="Tokamax's kernel")
+    scatter.set_xlim(min(0.3, ends[0]) if ends[0] > 0 else 0.3, 30)
+    scatter.legend(fontsize=7, frameon=False)
+    ratio.axhspan(0.95, 1.05, color="0.9", linewidth=0)
+    ratio.axhline(1.0, color="k", linewidth=0.7)
+    ratio.set(xscale="log", xlabel="measured, ms", ylim=(0.7, 1.3), title="predicted / measured (band: 5 %)")
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Collect schedules, or report the comparison."""
     parser = argparse.ArgumentParser(prog="python -m tessera.deviceless.validation", description=main.__doc__)
     parser.add_argument("action", choices=("collect", "report"))
     parser.add_argument("--chip", choices=tuple(FOLDERS), default="v6e")
-    parser.add_argument("--timings", type=Path, help="folder with Tokamax's autotuning data")
-    parser.add_argument("--out", type=Path, default=Path("build/tpu-validation.jsonl"))
+    parser.add_argument("--timings", type=Path, help="Tokamax's data/autotuning; the installed wheel's if not given")
+    parser.add_argument("--out", type=Path, default=Path("build/tpu-validation.jsonl"), help="schedules, one line each")
     parser.add_argument("--limit-s", type=float, default=300.0)
     parser.add_argument("--most", type=int)
+    parser.add_argument("--evidence", type=Path, default=Path("evidence/tpu-prediction.jsonl"))
+    parser.add_argument("--picture", type=Path, default=Path("docs/tpu-prediction.svg"))
     options = parser.parse_args(argv)
-    if options.action == "collect":
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        collect(options.chip, options.timings, options.out, options.limit_s, options.most)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here, and libtpu without a chip is loud
+    if options.action == "report":
+        found = read(options.out)
+        made = records(found, "make peers-tpu")
+        evidence.append(options.evidence, made)
+        picture(found, options.picture)
+        for record in made:
+            print(record.what.workload, {k: v for k, v in record.facts.items() if k not in ("each", "by_head_dim")})
+        return 0
+    timings = options.timings or installed()
+    if not (timings / FOLDERS[options.chip] / FILE).is_file():
+        print(f"no timings of {options.chip} in {timings}: name a newer Tokamax's data/autotuning with --timings")
+        return 0
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    collect(options.chip, timings, options.out, options.limit_s, options.most)
     return 0
+
+
+def installed() -> Path:
+    """The timings in the wheel of the peers' environment."""
+    return next(PEER_PYTHON.parents[1].glob("lib/python3*/site-packages/tokamax/data/autotuning"), PEER_PYTHON)
 
 
 if __name__ == "__main__":
