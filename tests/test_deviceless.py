@@ -1,12 +1,13 @@
 """The deviceless TPU compiler: schedules read right, errors explained, times predicted as stated."""
 
+import itertools
 import json
 import time
 from pathlib import Path
 
 import pytest
 
-from tessera.deviceless import hlo, predict, schedule, tpu
+from tessera.deviceless import hlo, predict, schedule, sweep, tpu
 
 HERE = Path(__file__).parent
 KIB = 1024
@@ -162,6 +163,32 @@ def test_messages_are_sorted_by_meaning(text, kind):
 def test_an_unknown_chip_is_refused():
     with pytest.raises(ValueError, match="must be one of v5e, v5p, v6e, v7x"):
         tpu.compile_for("v3", {})
+
+
+CHIP_OF = dict(zip(sorted(k.name for k in sweep.tpu_kernels()), itertools.cycle(tpu.TOPOLOGIES)))
+
+
+@pytest.mark.parametrize("kernel", CHIP_OF)
+def test_kernels_compile_with_their_own_blocks(kernel):
+    """A fast part of `python -m tessera.deviceless.sweep`: every kernel on one of the chips, a short call."""
+    case = {
+        "chip": CHIP_OF[kernel],
+        "kernel": kernel,
+        "head_dim": 128,
+        "dtype": "bfloat16",
+        "tile": 128,
+        "length": 1024,
+    }
+    result = sweep.compile_case(case, limit_s=300)
+    assert result["error"] is None
+
+
+def test_the_sweep_covers_every_kernel_chip_and_head_dim():
+    found = list(sweep.cases(tuple(tpu.TOPOLOGIES)))
+    seen = {(c["chip"], c["kernel"], c["head_dim"], c["dtype"]) for c in found}
+    wanted = {(chip, k.name, dim, dtype) for k in sweep.tpu_kernels() for chip in tpu.TOPOLOGIES
+              for dim in sweep.HEAD_DIMS for dtype in k.dtypes}  # fmt: skip
+    assert seen == wanted
 
 
 KEYS = (

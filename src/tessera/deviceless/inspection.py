@@ -183,13 +183,10 @@ def print_table(result: Inspection) -> None:
     for unit, counts in result.slots.items():
         share = counts["used"] / counts["capacity"] if counts["capacity"] else 0.0
         console.print(f"  {unit:<13} {'#' * round(40 * share):<40} {share:6.1%}", markup=False, highlight=False)
-    for found in result.found.schedules:
-        for region in found.regions:
-            console.print(
-                f"  {found.name}/{region.name}: {region.bundles:,} cycles, {region.matmuls} products",
-                markup=False,
-                highlight=False,
-            )
+    total = sum(count * bundles for count, bundles in p.scopes.values())
+    for name, (count, bundles) in p.scopes.items():
+        share = count * bundles / total if total else 0.0
+        console.print(f"  {share:6.1%} {name}: {count:,.0f} x {bundles:,} cycles", markup=False, highlight=False)
     if p.assumed:
         console.print(f"  counted once per step, for want of a better figure: {', '.join(p.assumed)}", markup=False)
 

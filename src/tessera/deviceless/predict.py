@@ -57,6 +57,7 @@ class Prediction:
         moved_bytes: to and from main memory, kernels and what is around them.
         bound_by: "HBM", "XLA operations", or the unit of the core that is fullest.
         assumed: scopes whose number of executions the kernel does not state.
+        scopes: kernel/scope -> executions and bundles of one.
     """
 
     ms: float
@@ -70,6 +71,7 @@ class Prediction:
     moved_bytes: float
     bound_by: str
     assumed: tuple[str, ...]
+    scopes: Mapping[str, tuple[float, int]] = MappingProxyType({})
 
     def busy(self, unit: str) -> float:
         """Share of the unit's slots in use."""
@@ -114,6 +116,7 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
     cycles, steps, assumed = 0.0, 0.0, []
     used: dict[str, float] = {}
     capacity: dict[str, float] = {}
+    scopes: dict[str, tuple[float, int]] = {}
     for found in compiled.schedules:
         counts, missing = counts_of(found, executions)
         assumed += [f"{found.name}/{name}" for name in missing]
@@ -121,6 +124,7 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
         for region in found.regions:
             passes = counts[region.name]
             cycles += passes * region.bundles
+            scopes[f"{found.name}/{region.name}"] = (passes, region.bundles)
             for unit, count in region.slots.items():
                 used[unit] = used.get(unit, 0.0) + passes * count
                 capacity[unit] = capacity.get(unit, 0.0) + passes * region.bundles * found.capacity[unit]
@@ -143,6 +147,7 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
         moved_bytes=moved + around_bytes,
         bound_by=bound(slots, compute_s, dma_s, around_s),
         assumed=tuple(assumed),
+        scopes=MappingProxyType(scopes),
     )
 
 

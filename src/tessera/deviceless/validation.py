@@ -234,7 +234,7 @@ def picture(found: list[dict[str, Any]], path: Path) -> None:
     scatter.set(xscale="log", yscale="log", xlabel="measured, ms", ylabel="predicted, ms", title="Tokamax's kernel")
     scatter.set_xlim(min(0.3, ends[0]) if ends[0] > 0 else 0.3, 30)
     scatter.legend(fontsize=7, frameon=False)
-    ratio.axhspan(0.95, 1.05, color="0.9", linewidth=0)
+    ratio.axhspan(0.95, 1.05, color="0.9", linewidth=0, zorder=0)
     ratio.axhline(1.0, color="k", linewidth=0.7)
     ratio.set(xscale="log", xlabel="measured, ms", ylim=(0.7, 1.3), title="predicted / measured (band: 5 %)")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
