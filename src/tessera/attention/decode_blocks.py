@@ -8,6 +8,7 @@ what the row sees is one range there too).
 from collections import Counter
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Int32
@@ -31,6 +32,7 @@ class Cut(NamedTuple):
     A chain is a head group and a split: steps of one chain run in order on one core. `rows` are the G query rows of a
     KV head, padded to whole registers. `unit` keys are the smallest copy. A list is `pieces` x `piece` ids. With
     `lanes` K and V are taken as [B, K, H, S]: the layout a TPU gives [B, K, S, H] where H does not fill its 128 lanes.
+    A copy is then 128 keys at least: lists of smaller tiles become lists of such units, and of which tiles they hold.
     """
 
     role: str
@@ -60,6 +62,11 @@ class Cut(NamedTuple):
         return self.batch * self.pieces
 
     @property
+    def tiles_per_unit(self) -> int:
+        """Listed tiles that one copy may hold."""
+        return self.unit // self.spec.tile if self.role == "sparse" else 1
+
+    @property
     def tiles_at_once(self) -> int:
         """Tiles of a whole block whose copies start in one go."""
         per_block = self.block_s // self.unit
@@ -86,7 +93,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
         block_s = max(min(1 << tiles.bit_length() - 1, LANES) * spec.tile, unit)
     else:
         stored = max(stored, spec.tile)
-        unit = spec.tile
+        unit = LANES if shapes.head_dim % LANES and stored % LANES == 0 else spec.tile
         per_block = max(min(block_s // unit, shapes.capacity), 1)
         block_s = per_block * unit
         piece = round_up(min(shapes.capacity, max(PIECE_IDS // heads, 1)), per_block)
@@ -127,6 +134,32 @@ class Ranges(NamedTuple):
     whole_to: Int32[Array, "..."]
 
 
+class Lists(NamedTuple):
+    """Units of keys that each row reads, ascending [B, K, C], their number [B, K], and which tiles of them it reads."""
+
+    units: Int32[Array, "B K C"]
+    count: Int32[Array, "B K"]
+    bits: Int32[Array, "B K C"] | None
+
+
+def list_units(cut: Cut, selection: Selection) -> Lists:
+    """The selection of one row per sequence, several tiles to a unit if need be; no id points outside the cache."""
+    tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
+    per_unit = cut.tiles_per_unit
+    tiles = jnp.clip(tiles, 0, (cut.stored - 1) // cut.spec.tile)
+    if per_unit == 1:
+        return Lists(tiles, count, None)
+    listed = jnp.arange(tiles.shape[-1], dtype=jnp.int32) < count[..., None]
+    unit = tiles // per_unit
+    fresh = listed & (unit != jnp.pad(unit, [(0, 0), (0, 0), (1, 0)], constant_values=-1)[..., :-1])
+    entry = jnp.where(listed, jnp.cumsum(fresh, axis=-1, dtype=jnp.int32) - 1, tiles.shape[-1])
+    sequence, head = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, d) for d in (0, 1))
+    empty = jnp.zeros_like(tiles)
+    units = empty.at[sequence, head, entry].max(unit, mode="drop")
+    bits = empty.at[sequence, head, entry].add(1 << tiles % per_unit, mode="drop")
+    return Lists(units, fresh.sum(-1, dtype=jnp.int32), bits)
+
+
 def visible_keys(
     spec: AttentionSpec, positions: Positions, num_keys: int
 ) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
@@ -140,15 +173,15 @@ def visible_keys(
     return start, jnp.where((positions.q_len > 0) & (stop > start), stop, 0)
 
 
-def find_ranges(cut: Cut, positions: Positions, selection: Selection | None) -> Ranges:
+def find_ranges(cut: Cut, positions: Positions, lists: Lists | None) -> Ranges:
     """What each row sees, in keys or in list positions, and the blocks that hold it."""
     visible = visible_keys(cut.spec, positions, cut.num_keys)
     lo, hi = (jnp.broadcast_to(x[:, None], (cut.batch, cut.kv_heads)) for x in visible)
-    if selection is not None:
-        tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
-        listed = jnp.arange(tiles.shape[-1], dtype=jnp.int32) < count[..., None]
+    if lists is not None:
+        units, count, _ = lists
+        listed = jnp.arange(units.shape[-1], dtype=jnp.int32) < count[..., None]
         lo, hi = (
-            jnp.where(listed, jnp.clip(x[..., None] - tiles * cut.unit, 0, cut.unit), 0).sum(-1, dtype=jnp.int32)
+            jnp.where(listed, jnp.clip(x[..., None] - units * cut.unit, 0, cut.unit), 0).sum(-1, dtype=jnp.int32)
             for x in (lo, hi)
         )
     lo, hi = jnp.where(hi > lo, lo, 0), jnp.where(hi > lo, hi, 0)
@@ -173,9 +206,12 @@ def find_ranges(cut: Cut, positions: Positions, selection: Selection | None) -> 
     return Ranges(*(x.reshape(-1) for x in (lo, hi, begin, count, before, whole_from, whole_to)))
 
 
-def stream_lists(cut: Cut, selection: Selection) -> Array:
-    """Ids [groups of heads, steps, 1, 2 * heads * piece]: each step's piece of its lists, then the next step's."""
-    tiles = jnp.clip(selection.tiles[:, :, 0], 0, (cut.stored - 1) // cut.unit)  # never outside the cache
+def stream_lists(cut: Cut, lists: Lists) -> Array:
+    """Ids [groups of heads, steps, 1, 2 * heads * piece]: each step's piece of its lists, then the next step's.
+
+    With several tiles to a unit an entry is the unit's id times 256, and a bit for each tile of it that is listed.
+    """
+    tiles = lists.units if cut.tiles_per_unit == 1 else lists.units * 256 + lists.bits
     tiles = jnp.pad(tiles, [(0, 0), (0, 0), (0, cut.pieces * cut.piece - tiles.shape[-1])])
     tiles = tiles.reshape(cut.batch, -1, cut.heads, cut.pieces, cut.piece)
     tiles = tiles.transpose(1, 0, 3, 2, 4).reshape(-1, cut.steps, cut.heads * cut.piece)

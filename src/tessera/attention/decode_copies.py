@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -37,6 +38,21 @@ def span(stream: Stream, cut: Cut, step, head, block) -> tuple:
 def first_row(cut: Cut, step):
     """Of K and V as [B * K, S, H]: the step's first head."""
     return step // cut.pieces * cut.kv_heads + pl.program_id(0) // cut.splits * cut.heads
+
+
+def entry(stream: Stream, cut: Cut, step, head, block, i):
+    """Entry i of a head's list in a block: a unit's id; of several tiles, times 256 and a bit for each listed one."""
+    listed = (step - pl.program_id(1)) * cut.heads * cut.piece + block * (cut.block_s // cut.unit) % cut.piece
+    return stream.ids[0, 0, 0, listed + head * cut.piece + i]
+
+
+def listed_keys(stream: Stream, cut: Cut, step, head, block) -> Array | bool:
+    """Which keys of a head's block [1, block_s] lie in listed tiles, all if a unit is one tile."""
+    if cut.tiles_per_unit == 1:
+        return True
+    tile = jax.lax.broadcasted_iota(jnp.int32, (1, cut.unit), 1) // cut.spec.tile
+    bits = [entry(stream, cut, step, head, block, i) >> tile for i in range(cut.block_s // cut.unit)]
+    return (jnp.concatenate(bits, axis=1) & 1) == 1
 
 
 def is_whole(stream: Stream, cut: Cut, step, block):
@@ -90,12 +106,14 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) 
 
 def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
     """Start or await the copies of each head's listed tiles of a block."""
-    row, following = first_row(cut, step), step - pl.program_id(1)
-    per_block = cut.block_s // cut.unit
-    listed = following * cut.heads * cut.piece + block * per_block % cut.piece  # of head 0, in SMEM
+    row, per_block = first_row(cut, step), cut.block_s // cut.unit
     at_once = cut.tiles_at_once
     tail, last = cut.stored % cut.unit, cut.stored // cut.unit
     whole = is_whole(stream, cut, step, block)
+
+    def unit_id(head, i):
+        found = entry(stream, cut, step, head, block, i)
+        return found if cut.tiles_per_unit == 1 else found >> 8
 
     def move(head, tile, id_, size=cut.unit):
         source = pl.ds(pl.multiple_of(id_ * cut.unit, cut.unit), size)
@@ -106,7 +124,7 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str)
         with jax.named_scope(f"{name}_tiles"):
             head, first = n // (per_block // at_once), n % (per_block // at_once) * at_once
             for i in range(at_once):  # straight-line scalar code: addresses share their parts
-                move(head, first + i, stream.ids[0, 0, 0, listed + head * cut.piece + first + i])
+                move(head, first + i, unit_id(head, first + i))
 
     @pl.when(whole)
     def _():
@@ -119,7 +137,7 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str)
 
     def one(tile, head):
         with jax.named_scope(f"{name}_tile"):
-            id_ = stream.ids[0, 0, 0, listed + head * cut.piece + tile]
+            id_ = unit_id(head, tile)
             if tail == 0:
                 move(head, tile, id_)
             else:  # the cache ends inside its last tile

@@ -34,11 +34,12 @@ from tessera.attention.decode_blocks import (
     count_scopes,
     cut_call,
     find_ranges,
+    list_units,
     merge,
     stream_lists,
     visible_keys,
 )
-from tessera.attention.decode_copies import Stream, blank_values, is_whole, move_keys, move_tiles, span
+from tessera.attention.decode_copies import Stream, blank_values, is_whole, listed_keys, move_keys, move_tiles, span
 from tessera.attention.decode_gradient import row_gradients
 from tessera.attention.exact_products import product, thirds
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
@@ -110,7 +111,8 @@ def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> Array:
     y = z * (scale * LOG2_E) if cap is None else (cap * LOG2_E) * jnp.tanh(z * (scale / cap))
     lo, hi = span(refs.stream, cut, step, head, block)
     key = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1)
-    return jnp.where((key >= lo) & (key < hi), y, -jnp.inf)
+    seen = (key >= lo) & (key < hi) & (cut.role != "sparse" or listed_keys(refs.stream, cut, step, head, block))
+    return jnp.where(seen, y, -jnp.inf)
 
 
 def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
@@ -252,9 +254,9 @@ def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> At
     pad = [(0, 0), (0, 0), (0, cut.stored - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16
     k, v = (jnp.pad(jnp.swapaxes(x, 1, 2), pad).reshape(-1, cut.stored, cut.head_dim) for x in (k, v))
     k, v = (jnp.swapaxes(x, 1, 2) if cut.lanes else x for x in (k, v))
-    ranges = find_ranges(cut, positions, selection)
-    lists = () if selection is None else (stream_lists(cut, selection),)
-    out, lse, *mass = call(cut, q.dtype, k.dtype)(*ranges, rows, *lists, k, v)
+    lists = None if selection is None else list_units(cut, selection)
+    ids = () if lists is None else (stream_lists(cut, lists),)
+    out, lse, *mass = call(cut, q.dtype, k.dtype)(*find_ranges(cut, positions, lists), rows, *ids, k, v)
     out, lse = merge(out, lse[..., 0])
     shape = (cut.batch, cut.kv_heads, cut.rows)
     out = out.reshape(*shape, cut.head_dim)[:, :, : cut.groups].reshape(q.shape).astype(q.dtype)

@@ -1,0 +1,156 @@
+"""What the TPU decode kernels promise beyond the oracle: every byte once, ragged batches, long lists, both layouts."""
+
+import dataclasses
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+
+from tessera.attention import decode_blocks, tpu_decode
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.workloads import Workload
+
+KERNELS = {kernel.role: kernel for kernel in tpu_decode.KERNELS}
+RAGGED = Workload(
+    name="decode_lanes",  # keys lie in rows at H 128, in lanes at H 64
+    batch=4,
+    num_queries=1,
+    num_keys=768,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    spec=AttentionSpec(tile=128),
+    fraction=0.6,
+    q_start=(700, 300, 30, 767),
+    kv_len=(768, 130, 390, 0),
+    tags=("test", "decode"),
+)
+VARIANTS = {
+    "keys in lanes": (RAGGED, {"splits": 2}),
+    "keys in rows": (dataclasses.replace(RAGGED, head_dim=128, num_heads=4), {"splits": 2}),
+    "several tiles to a copy": (
+        dataclasses.replace(RAGGED, spec=AttentionSpec(tile=16, window=500, softcap=3.0), fraction=0.4),
+        {"splits": 1},
+    ),
+    "groups of more than 8": (dataclasses.replace(RAGGED, num_heads=24, num_kv_heads=2, head_dim=48), {"splits": 1}),
+}
+
+
+def meets_oracle(role: str, workload: Workload, dtype: str, config: object) -> None:
+    call = calls.make(workload, role, dtype)
+    answer = oracle.attend(call)
+    allowed = oracle.tolerance(call, answer, dtype)
+    result = calls.run(KERNELS[role], call, dtype, config)
+    empty = np.isinf(answer.lse)
+    assert np.abs(result.out - answer.out).max() <= allowed.out
+    assert np.array_equal(np.isneginf(result.lse), empty)
+    assert np.abs(result.lse[~empty] - answer.lse[~empty]).max(initial=0) <= allowed.lse
+    if role == "score":
+        assert np.abs(result.mass - answer.mass).max() <= allowed.mass
+
+
+@pytest.mark.parametrize("role", KERNELS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ragged_batches_in_both_layouts(role, name):
+    workload, sizes = VARIANTS[name]
+    config = tpu_decode.Config(block_s=256, block_heads=2, **sizes)
+    meets_oracle(role, workload, "bfloat16", config)
+
+
+def test_lists_longer_than_a_piece(monkeypatch):
+    """A list streams through SMEM in pieces: state and buffers pass from one to the next."""
+    monkeypatch.setattr(decode_blocks, "PIECE_IDS", 8)
+    workload = dataclasses.replace(
+        RAGGED,
+        batch=2,
+        spec=AttentionSpec(tile=16),
+        head_dim=128,
+        num_keys=320,
+        fraction=0.6,
+        q_start=(319, 300),
+        kv_len=(320, 200),
+    )
+    shapes = workload.shapes("sparse")
+    cut = decode_blocks.cut_call("sparse", workload.spec, shapes, 32, 2, 1)
+    assert cut.pieces == 3
+    calls.compiled.cache_clear()
+    meets_oracle("sparse", workload, "float32", tpu_decode.Config(block_s=32, block_heads=2, splits=2))
+    calls.compiled.cache_clear()
+
+
+def plain(batch: int, num_keys: int, kv_len: int) -> Positions:
+    return Positions(*(jnp.full((batch,), x, jnp.int32) for x in (kv_len - 1, kv_len, 1)))
+
+
+def long_call(role: str, head_dim: int, tile: int) -> tuple[AttentionSpec, Shapes]:
+    spec = AttentionSpec(tile=tile, mass=role == "score")
+    capacity = round(0.1 * 131072 / tile) if role == "sparse" else None
+    return spec, Shapes(1, 1, 131072, 32, 8, head_dim, capacity, "bfloat16")
+
+
+@pytest.mark.parametrize(("role", "limit"), [("dense", 1.05), ("score", 1.05), ("sparse", 1.15)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_bytes_moved_are_bytes_needed(role, limit, head_dim, tile):
+    """At 131,072 keys and at a length that divides nothing; and the record's count of bytes is the copies'."""
+    spec, shapes = long_call(role, head_dim, tile)
+    config = KERNELS[role].default_config(spec, shapes)
+    cut = decode_blocks.cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
+    for kv_len in (131072, 130001):
+        lists, needed = None, kv_len * 8
+        if role == "sparse":
+            ids = np.sort(np.random.default_rng(0).permutation(kv_len // tile)[: shapes.capacity - 1])
+            ids = np.append(ids, (kv_len - 1) // tile)
+            tiles = jnp.asarray(np.broadcast_to(ids, (1, 8, 1, len(ids))), jnp.int32)
+            lists = decode_blocks.list_units(cut, Selection(tiles, jnp.full((1, 8, 1), len(ids), jnp.int32)))
+            needed = 8 * int((np.minimum((ids + 1) * tile, kv_len) - ids * tile).sum())
+        ranges = decode_blocks.find_ranges(cut, plain(1, 131072, kv_len), lists)
+        moved = int(decode_blocks.bytes_copied(cut, ranges, 2)) / (2 * head_dim * 2)
+        if head_dim == 64 and role == "sparse" and tile < 128:
+            assert moved <= needed * 128 / tile  # keys lie in lanes: a copy is 128 keys wide
+        else:
+            assert 1 <= moved / needed <= limit
+            if kv_len == 131072:
+                counted = KERNELS[role].executions(spec, shapes, config)["hbm_bytes"]
+                assert counted / KERNELS[role].cost(spec, shapes)["bytes"] <= limit
+
+
+@pytest.mark.parametrize("role", KERNELS)
+def test_every_visible_block_is_visited_once(role):
+    """Over chains and steps: a sequence's blocks are disjoint and hold every key it sees, and no more."""
+    spec, shapes = long_call(role, 128, 128)
+    shapes = shapes._replace(batch=3)
+    cut = decode_blocks.cut_call(role, spec, shapes, 512, 4, 3)
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in ([131071, 5000, 70], [131072, 60000, 0], [1, 1, 1])))
+    lists = None
+    if role == "sparse":
+        tiles = jnp.broadcast_to(jnp.arange(shapes.capacity, dtype=jnp.int32), (3, 8, 1, shapes.capacity))
+        count = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32)[None, :, None], (3, 8, 1)) * 10
+        lists = decode_blocks.list_units(cut, Selection(tiles, count))
+    ranges = jax.tree.map(np.asarray, decode_blocks.find_ranges(cut, positions, lists))
+    lo, hi = (x.reshape(3, 2, 4) for x in (ranges.lo, ranges.hi))
+    first, count = (x.reshape(2, cut.splits, 3) for x in (ranges.first, ranges.count))
+    for group, sequence in np.ndindex(2, 3):
+        blocks = np.concatenate(
+            [np.arange(f, f + c) for f, c in zip(first[group, :, sequence], count[group, :, sequence], strict=True)]
+        )
+        assert len(set(blocks)) == len(blocks)
+        for low, high in zip(lo[sequence, group], hi[sequence, group], strict=True):
+            assert high <= low or set(range(low // 512, -(-high // 512))) <= set(blocks)
+        assert len(blocks) == -(-hi[sequence, group].max() // 512)
+
+
+@pytest.mark.parametrize(("change", "reason"), [({"head_dim": 320}, "256"), ({"num_queries": 2}, "one query row")])
+def test_refusals(change, reason):
+    spec, shapes = long_call("dense", 128, 128)
+    assert reason in KERNELS["dense"].supports(spec, shapes._replace(**change))
+
+
+def test_single_keys_are_refused():
+    for role in ("score", "sparse"):
+        spec, shapes = long_call(role, 128, 1)
+        assert "tile=1" in KERNELS[role].supports(spec, shapes)
+    assert KERNELS["dense"].supports(*long_call("dense", 128, 1)) is None
