@@ -32,7 +32,8 @@ FLAGS = {
     "bench": "--suite --only --resume --out --peer-python --debug".split(),
     "inspect": (
         "--chip --role --phase --batch --length --queries --heads --kv-heads --head-dim --dtype --tile --query-tile "
-        "--fraction --window --softcap --model --mesh --attention --kernel --config --limit-s --picture --json --debug"
+        "--fraction --window --softcap --model --mesh --attention --kernel --config --limit-s --picture --evidence "
+        "--json --debug"
     ).split(),
 }
 """The frozen command line: people's scripts use these. A flag that goes or changes its name is a breaking change."""

@@ -1,6 +1,7 @@
 """The flags of `tessera inspect`. Heavy imports wait until it runs."""
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +55,8 @@ class Inspect:
     """Seconds the compiler may take."""
     picture: Path | None = None
     """Write roofline and slots to this SVG."""
+    evidence: Path | None = None
+    """Append a record of the result to this file."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -79,6 +82,11 @@ class Inspect:
             inspection.print_table(result)
         if self.picture is not None and result.compiled:
             inspection.picture(result, self.picture)
+        if self.evidence is not None:
+            kernel = result.kernel if self.config is None else f"{result.kernel} {self.config}"
+            sizes = dict(zip("BTSNKH", shapes)) | {"tile": self.tile, "query tile": self.query_tile}
+            words = " ".join(f"{name} {size}" for name, size in sizes.items())
+            self.record("call", kernel, f"{self.role} {self.phase} {words}, {self.chip}", result)
         return 0 if result.compiled else 1
 
     def run_model(self) -> int:
@@ -92,4 +100,23 @@ class Inspect:
             print(json.dumps(result.json()))
         else:
             model_inspection.print_step(result)
+        if self.evidence is not None:
+            sizes = f"B {self.batch} T {1 if self.phase == 'decode' else call['queries']} S {self.length}"
+            self.record("step", self.attention, f"{self.model} {self.phase} {sizes}, {self.mesh} x {self.chip}", result)
         return 0 if result.compiled else 1
+
+    def record(self, what: str, kernel: str, workload: str, result) -> None:
+        """Append the result, or its error, as a record; nothing was measured, and the record says so."""
+        from tessera import evidence
+
+        made = evidence.make(
+            evidence.What(op=f"predicted {what}", kernel=kernel, workload=workload, dtype=self.dtype),
+            [result.predicted_ms / 1e3] if result.compiled else [],
+            command=" ".join(
+                ["tessera inspect", *(a for a in sys.argv[2:] if a not in ("--evidence", str(self.evidence)))]
+            ),
+            how=evidence.How(compile_s=result.compile_s, check="predicted from the compiler's schedule, not measured"),
+            facts=result.json(),
+            error=result.error,
+        )
+        evidence.append(self.evidence, made)
