@@ -73,23 +73,30 @@ def collect(chip: str, timings: Path, out: Path, limit_s: float, most: int | Non
     done = {identity(point) for point in read(out)}
     todo = [p for p in spread(list(points(timings, chip))) if identity(p) not in done]
     for number, point in enumerate(todo[:most], start=1):
-        names = ("q", "k", "v", "is_causal", "return_residuals", "config")
-        program = tpu.factory_program("tokamax_splash:forward", **{name: point[name] for name in names})
-        compiled = tpu.compile_for(
-            chip, program, python=str(PEER_PYTHON), paths=[str(Path("peers").resolve())], limit_s=limit_s, niceness=15
-        )
-        line = {**point, "compile_s": round(compiled.compile_s, 1), "error": str(compiled.error or "") or None}
-        for found in compiled.schedules:
-            line["regions"] = {r.name: {"bundles": r.bundles, "slots": dict(r.slots)} for r in found.regions}
-            line["vmem_bytes"] = found.vmem_bytes
-        line["operations"] = [[o.name, o.opcode, o.bytes, o.cycles] for o in compiled.operations]
-        line["memory"], line["entry"] = dict(compiled.memory), compiled.entry
+        line = compile_point(point, limit_s)
         with out.open("a") as file:
             file.write(json.dumps(line) + "\n")
         print(
-            f"{chip} {number}/{len(todo)} {point['q']} {compiled.compile_s:.0f} s {compiled.error or ''}"[:200],
+            f"{chip} {number}/{len(todo)} {point['q']} {line['compile_s']:.0f} s {line['error'] or ''}"[:200],
             flush=True,
         )
+
+
+def compile_point(point: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """The point with what its schedule says."""
+    names = ("q", "k", "v", "is_causal", "return_residuals", "config")
+    program = tpu.factory_program("tokamax_splash:forward", **{name: point[name] for name in names})
+    paths = [str(Path("peers").resolve())]
+    compiled = tpu.compile_for(
+        point["chip"], program, python=str(PEER_PYTHON), paths=paths, limit_s=limit_s, niceness=15
+    )
+    line = {**point, "compile_s": round(compiled.compile_s, 1), "error": str(compiled.error or "") or None}
+    for found in compiled.schedules:
+        line["regions"] = {r.name: {"bundles": r.bundles, "slots": dict(r.slots)} for r in found.regions}
+        line["vmem_bytes"] = found.vmem_bytes
+    line["operations"] = [[o.name, o.opcode, o.bytes, o.cycles] for o in compiled.operations]
+    line["memory"], line["entry"] = dict(compiled.memory), compiled.entry
+    return line
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,188 @@
+"""The figures that the TPU kernels are held to, predicted, ours and the peer's by the same compiler and the same model.
+
+    python -m tessera.deviceless.figures --chip v6e --timings FOLDER     # compiles; goes on where it stopped
+    python -m tessera.deviceless.figures --report                        # appends the records to evidence/
+
+The peer is Tokamax's splash attention with the best block sizes of its shipped timings (on v5e, which has none, v5p's).
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tessera import evidence
+from tessera.attention.contract import AttentionSpec
+from tessera.deviceless import inspection, predict, tpu, validation
+
+SHORT, LONG = 16384, 131072
+LAYERS, ANCHORS = 32, 5
+SELECTION_PASSES = 40
+"""Times that choosing tiles reads the masses: 31 halvings of the threshold, and what is around them; an upper bound."""
+
+GQA = MappingProxyType({"heads": 32, "kv_heads": 8})
+CALLS = MappingProxyType(
+    {
+        "dense": {"role": "dense", "length": SHORT, "heads": 16, "kv_heads": 16},
+        "dense gqa": {"role": "dense", "length": SHORT, **GQA},
+        "score gqa": {"role": "score", "length": SHORT, **GQA},
+        "dense long": {"role": "dense", "length": LONG, **GQA},
+        "score long": {"role": "score", "length": LONG, "query_tile": 128, **GQA},
+        **{
+            f"sparse {tile}/{rows}": {"role": "sparse", "length": LONG, "tile": tile, "query_tile": rows, **GQA}
+            for tile in (128, 32)
+            for rows in (128, 32)
+        },
+        "decode dense": {"role": "dense", "phase": "decode", "length": LONG, **GQA},
+        "decode sparse": {"role": "sparse", "phase": "decode", "length": LONG, **GQA},
+    }
+)
+"""What is compiled: head dim 128, bfloat16, a tenth of the key tiles where sparse."""
+
+TARGETS = MappingProxyType(
+    {
+        "dense prefill against the peer": {"v5e": 1.05, "v5p": 1.05, "v6e": 1.3, "v7x": 1.5},
+        "score / dense": {"v5e": 1.10, "v5p": 1.10, "v6e": 1.05, "v7x": 1.05},
+        "sparse per score, tile 128, 512 rows": dict.fromkeys(tpu.TOPOLOGIES, 1.25),
+        "sparse per score, tile 32, 512 rows": dict.fromkeys(tpu.TOPOLOGIES, 1.6),
+        "sparse per score, tile 128, 128 rows": dict.fromkeys(tpu.TOPOLOGIES, 2.0),
+        "sparse per score, tile 32, 128 rows": dict.fromkeys(tpu.TOPOLOGIES, 2.4),
+        "kascade prefill against dense": {"v5e": 3.2, "v5p": 3.2, "v6e": 3.5, "v7x": 3.5},
+        "decode, dense: bytes moved / needed": dict.fromkeys(tpu.TOPOLOGIES, 1.05),
+        "decode, sparse: bytes moved / needed": dict.fromkeys(tpu.TOPOLOGIES, 1.15),
+    }
+)
+"""At least this much for what is "against", at most this much for the others."""
+
+
+def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
+    """One of our calls on a chip."""
+    call = {"phase": "prefill", "tile": 128, "query_tile": 32, **CALLS[name]}
+    spec = AttentionSpec(tile=call.pop("tile"), query_tile=call.pop("query_tile"))
+    spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=spec, fraction=0.1, **call)
+    result = inspection.inspect_call(chip, spec, shapes, limit_s=limit_s)
+    if not result.compiled:
+        return {"error": result.error}
+    keys = LONG if shapes.capacity is None else shapes.capacity * spec.tile
+    needed = 2 * 2 * keys * shapes.num_kv_heads * 128 + 2 * 2 * shapes.num_heads * 128
+    return {
+        "ms": result.predicted_ms,
+        "flops": result.flops,
+        "kernel_bytes": (result.found.executions or {}).get(predict.BYTES),
+        "needed_bytes": needed if shapes.num_queries == 1 else None,
+        "bound_by": result.bound_by,
+        "kernel": result.kernel,
+        "config": result.config,
+        "compile_s": result.compile_s,
+    }
+
+
+def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
+    """The peer's dense causal call at its best shipped block sizes."""
+    measured_on = "v5p" if chip == "v5e" else chip
+    wanted = [1, SHORT, 16, 128]
+    [best] = [
+        p
+        for p in validation.points(timings, measured_on)
+        if p["q"] == wanted and p["is_causal"] and not p["return_residuals"]
+    ]
+    line = validation.compile_point({**best, "chip": chip}, limit_s)
+    if line["error"]:
+        return {"error": line["error"]}
+    ms = validation.predicted_ms(line, predict.CALIBRATED)
+    return {"ms": ms, "blocks": best["config"], "compile_s": line["compile_s"]}
+
+
+def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[tuple[str, float, list[str]]]:
+    """(figure, ratio, cases it is made of) for every figure whose cases compiled."""
+
+    def has(*names: str) -> bool:
+        return all("ms" in found.get(name, {}) for name in names)
+
+    if has("dense", "peer"):
+        yield "dense prefill against the peer", found["peer"]["ms"] / found["dense"]["ms"], ["dense", "peer"]
+    if has("dense gqa", "score gqa"):
+        yield "score / dense", found["score gqa"]["ms"] / found["dense gqa"]["ms"], ["score gqa", "dense gqa"]
+    for tile, query_tile in ((128, 128), (32, 128), (128, 32), (32, 32)):
+        name = f"sparse {tile}/{query_tile}"
+        if has(name, "dense long"):
+            sparse, dense = (found[n]["ms"] / found[n]["flops"] for n in (name, "dense long"))
+            yield f"sparse per score, tile {tile}, {4 * query_tile} rows", sparse / dense, [name, "dense long"]
+    if has("dense long", "score long", "sparse 128/128"):
+        masses = 4 * 8 * (LONG / 128) ** 2
+        selection_ms = 1e3 * SELECTION_PASSES * masses / predict.device(chip).bytes_per_s
+        anchors = ANCHORS * (found["score long"]["ms"] + selection_ms)
+        ours = anchors + (LAYERS - ANCHORS) * found["sparse 128/128"]["ms"]
+        cases = ["dense long", "score long", "sparse 128/128"]
+        yield "kascade prefill against dense", LAYERS * found["dense long"]["ms"] / ours, cases
+    for role in ("dense", "sparse"):
+        case = found.get(f"decode {role}", {})
+        if case.get("kernel_bytes"):
+            ratio = case["kernel_bytes"] / case["needed_bytes"]
+            yield f"decode, {role}: bytes moved / needed", ratio, [f"decode {role}"]
+
+
+def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) -> list[evidence.Record]:
+    """One record per figure and chip, with the target it had."""
+    made = []
+    for chip, cases in found.items():
+        for figure, ratio, names in comparisons(cases, chip):
+            target = TARGETS[figure][chip]
+            against = "against" in figure
+            met = ratio >= target if against else ratio <= target
+            goal = f"{'>=' if against else '<='} {target:g}"
+            what = evidence.What(op="predicted figure", kernel="tpu", workload=f"{figure}, {chip}", dtype="bfloat16")
+            made.append(
+                evidence.make(
+                    what,
+                    [ratio],
+                    command=command,
+                    unit="ratio",
+                    how=evidence.How(check="predicted from the compiler's schedule, not measured"),
+                    comparison=evidence.Comparison(
+                        against="tokamax splash" if "peer" in figure else "dense", ratio=ratio, target=goal, met=met
+                    ),
+                    facts={name: dict(cases[name]) for name in names},
+                )
+            )
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile what is missing, or report."""
+    parser = argparse.ArgumentParser(prog="python -m tessera.deviceless.figures", description=main.__doc__)
+    parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
+    parser.add_argument("--timings", type=Path, help="Tokamax's data/autotuning; the installed wheel's if not given")
+    parser.add_argument("--out", type=Path, default=Path("build/tpu-figures.json"))
+    parser.add_argument("--limit-s", type=float, default=600.0)
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here, and libtpu without a chip is loud
+    found = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if options.report:
+        made = records(found, "python -m tessera.deviceless.figures")
+        evidence.append("evidence/tpu-figures.jsonl", made)
+        for record in made:
+            print(f"{record.what.workload}: {record.median:.3f} ({record.comparison.target}, {record.comparison.met})")
+        return 0
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for chip in options.chip or tpu.TOPOLOGIES:
+        for name in ("peer", *CALLS):
+            cases = found.setdefault(chip, {})
+            if "ms" in cases.get(name, {}):
+                continue
+            if name == "peer":
+                cases[name] = inspect_peer(chip, options.timings or validation.installed(), options.limit_s)
+            else:
+                cases[name] = inspect_one(chip, name, options.limit_s)
+            options.out.write_text(json.dumps(found, indent=1))
+            print(chip, name, {k: cases[name][k] for k in ("ms", "bound_by", "error") if k in cases[name]}, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
