@@ -4,6 +4,7 @@ K and V stay in HBM. The tiles a list names are copied side by side into one of 
 on; lists are in SMEM, this grid step's and the next one's, so that the next step's first buffer is filled in time.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ import numpy as np
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Int32
 
-from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.shapes import ceil_div, round_up
 
 LANES = 128
@@ -87,7 +89,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
 class Refs(NamedTuple):
     """Everything the body touches, by name; P row blocks per grid step, two buffers."""
 
-    lists: Array  # SMEM [1,1,P,1,1+C]: count, then tile ids
+    lists: Array  # SMEM [1,1,P,1,X]: see pack_lists
     ahead: Array  # the next grid step's
     q: Array  # [1,G,P*block_t,H]
     k: Array  # HBM [B,K,S,H]
@@ -166,9 +168,22 @@ def read_item(lists: Array, p: int, step: Array, positions: Positions, cut: Cut)
     return Item(block, first, kv_len, q_len, count, whole_from, whole)
 
 
+def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
+    """Each list as the kernel reads it: count, then ids, then zeros up to whole buffers, so that no load needs a test.
+
+    Ids are brought into range here: a wild one reads wrong keys, never foreign memory.
+    """
+    tiles = jnp.clip(selection.tiles, 0, ceil_div(cut.num_keys, cut.spec.tile) - 1)
+    tiles = jnp.pad(tiles, [(0, 0)] * 3 + [(0, -tiles.shape[-1] % cut.block_tiles)])
+    return jnp.concatenate([selection.count[..., None], tiles], -1)[:, :, :, None]
+
+
 def tile_start(index: Array, cut: Cut) -> Array:
-    """Where a tile is read: a short last one is moved back to fit; a wild id reads wrong keys, never foreign memory."""
-    return pl.multiple_of(jnp.clip(index * cut.spec.tile, 0, cut.num_keys - cut.spec.tile), PACKED)
+    """Where a tile is read: a short last one is moved back to fit."""
+    start = index * cut.spec.tile
+    if cut.num_keys % cut.spec.tile:
+        start = jnp.minimum(start, cut.num_keys - cut.spec.tile)
+    return pl.multiple_of(start, PACKED)
 
 
 class Next(NamedTuple):
@@ -190,27 +205,34 @@ class Next(NamedTuple):
 def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:
     """Start copying tile j of row block p's next buffer, if it has one: a predicate, no branch."""
     batch, head, tile = pl.program_id(0), pl.program_id(1), cut.spec.tile
+    entry = target.buffer * cut.block_tiles + j + 1
+    index = jnp.where(target.own, refs.lists[0, 0, p, 0, entry], refs.ahead[0, 0, p, 0, entry])
+    key = tile_start(index, cut)
 
     @pl.when(j < target.counts[p])
     def start():
-        entry = target.buffer * cut.block_tiles + j + 1
-        index = jnp.where(target.own, refs.lists[0, 0, p, 0, entry], refs.ahead[0, 0, p, 0, entry])
-        key = tile_start(index, cut)
         at = pl.ds(j * tile if isinstance(j, int) else pl.multiple_of(j * tile, PACKED), tile)
         for hbm, tiles in zip((refs.k, refs.v), refs.tiles(target.slot), strict=True):
             source = hbm.at[batch, head, pl.ds(key, tile)]
             pltpu.make_async_copy(source, tiles.at[p, at], refs.arrived.at[target.slot]).start()
 
 
-def fetch_from(refs: Refs, begin: Array | int, target: Next, scope: str, cut: Cut) -> None:
-    """Start copying the rest of the next buffers, tiles begin.. of every row block."""
-    for p in range(cut.items):
+def fetch_run(refs: Refs, u: Array, target: Next, cut: Cut) -> None:
+    """Start copying the u-th mask_tiles tiles of the next buffers."""
+    for j in range(cut.mask_tiles):
+        for p in range(cut.items):
+            fetch(refs, p, u * cut.mask_tiles + j, target, cut)
 
-        def start(j, _, p=p):
-            with jax.named_scope(scope):
-                fetch(refs, p, j, target, cut)
 
-        jax.lax.fori_loop(begin, target.counts[p], start, None)
+def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cut) -> None:
+    """Start copying the next buffers from their run `first` on."""
+
+    def run(u, _):
+        with jax.named_scope(scope):
+            fetch_run(refs, u, target, cut)
+
+    runs = (functools.reduce(jnp.maximum, target.counts) + cut.mask_tiles - 1) // cut.mask_tiles
+    jax.lax.fori_loop(first, runs, run, None)
 
 
 def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
@@ -233,7 +255,7 @@ def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Arr
         position = jnp.full((1, width), NEVER, jnp.int32)
         for offset in range(0, width, tile):
             j = entry + (at + offset) // tile
-            index = refs.lists[0, 0, p, 0, jnp.clip(j, 0, jnp.maximum(item.count - 1, 0)) + 1]
+            index = refs.lists[0, 0, p, 0, j + 1]
             mine = lane + jnp.where(j < item.count, tile_start(index, cut) - offset, NEVER)
             if cut.num_keys % tile:
                 mine = jnp.where(mine >= index * tile, mine, NEVER)
@@ -292,10 +314,15 @@ def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
     lists = 4 * (1 + shapes.capacity) * 2 * len(buffers) * cut.items
     rows = shapes.batch * shapes.num_heads * shapes.num_queries * (2 * shapes.head_dim * width + 4)
     # What stands once for the even and once for the odd buffer is two pieces of code of which one runs.
-    once = {"step": len(buffers), "first": 1, "fetch_first": min(longest[0], cut.block_tiles), "buffer": buffers.sum()}
+    once = {
+        "step": len(buffers),
+        "first": 1,
+        "fetch_first": -(-min(longest[0], cut.block_tiles) // cut.mask_tiles),
+        "buffer": buffers.sum(),
+    }
     either = {"turn": buffers.sum(), "full": full.sum(), "masked": (buffers - full).sum(), "update": updates.sum()}
     either["clear"] = (updates * cut.mask_tiles - rest).sum()
-    either["fetch_rest"] = np.maximum(ahead - updates * cut.mask_tiles, 0).sum()
+    either["fetch_rest"] = np.maximum(-(-ahead // cut.mask_tiles) - updates, 0).sum()
     runs = {name: float(heads * n) for name, n in once.items()}
     runs |= {name: heads * n / 2 for name, n in either.items()}
     runs["drop"] = runs["step"] * 2

@@ -38,7 +38,9 @@ from tessera.attention.sparse_tiles import (
     executions,
     fetch,
     fetch_from,
+    fetch_run,
     key_positions,
+    pack_lists,
     read_item,
     wait,
 )
@@ -229,15 +231,13 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
 
             def update(u, _):
                 with jax.named_scope("update"):
-                    for j in range(cut.mask_tiles):
-                        for p in row_blocks:
-                            fetch(refs, p, u * cut.mask_tiles + j, target, cut)
+                    fetch_run(refs, u, target, cut)
                     states = [masked_update(refs, p, begin, u, slot, items[p], cut) for p in row_blocks]
                     for p in row_blocks:
                         store(refs, p, states[p])
 
             jax.lax.fori_loop(0, updates, update, None)
-            fetch_from(refs, updates * cut.mask_tiles, target, "fetch_rest", cut)
+            fetch_from(refs, updates, target, "fetch_rest", cut)
 
 
 def take_queries(refs: Refs, p: int, cut: Cut) -> None:
@@ -286,7 +286,7 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
     k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
     if cut.num_keys > k.shape[2]:  # only lengths that are no multiple of 16 are padded: a copy must start at one
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.num_keys - x.shape[2]), (0, 0)]) for x in (k, v))
-    lists = jnp.concatenate([selection.count[..., None], selection.tiles], -1)[:, :, :, None]
+    lists = pack_lists(selection, cut)
 
     length = cut.num_blocks * cut.block_t
     padded = cut.tokens != cut.block_t
@@ -307,7 +307,7 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
         out = pl.BlockSpec((1, cut.items * cut.block_t, cut.groups * head_dim), lambda b, h, i, *_: (b, i, h))
 
     def listed(ahead: int) -> pl.BlockSpec:
-        shape = (1, 1, cut.items, 1, 1 + capacity)
+        shape = (1, 1, cut.items, 1, lists.shape[-1])
         return pl.BlockSpec(
             shape,
             lambda b, h, i, *_: (b, h, jnp.minimum(i + ahead, num_steps - 1) // cut.parts, 0, 0),
