@@ -59,15 +59,17 @@ def test_prediction_is_executions_times_bundles_over_the_clock():
     found = tpu.Compiled(
         chip="v5p", error=None, compile_s=0.0, memory={}, cost={}, schedules=(little(),), operations=()
     )
-    counts = {"step": 1000, "double": 1000, "turn": 50_000, "hbm_bytes": 2765e3}
+    counts = {"step": 4, "double": 1000, "turn": 50_000, "hbm_bytes": 2765e3}
     got = predict.predict(found, counts)
-    cycles = 11 + 1000 * 85 + 1000 * 3 + 50_000 * 4
-    assert got.compute_ms == pytest.approx(1e3 * cycles / 1.75e9 / 2)  # v5p: two cores at 1.75 GHz
+    cycles = 11 + 4 * 85 + 1000 * 3 + 50_000 * 4
+    assert got.compute_ms == pytest.approx(1e3 * cycles / 1.75e9 / 2)  # 4 steps, 2 on each of v5p's cores
     assert got.dma_ms == pytest.approx(1e-3)
     assert got.ms == pytest.approx(max(got.compute_ms, got.dma_ms))
-    assert got.steps == 1000
-    assert got.bundles_per_step == pytest.approx(cycles / 1000)
+    assert got.steps == 4
+    assert got.bundles_per_step == pytest.approx(cycles / 4)
     assert not got.assumed
+    alone = predict.predict(found, counts | {"step": 2})  # the loop of one core has as many: nothing is shared
+    assert alone.compute_ms == pytest.approx(1e3 * (cycles - 2 * 85) / 1.75e9)
 
 
 def test_scopes_nobody_counted_run_once_per_step_and_are_named():

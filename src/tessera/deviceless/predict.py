@@ -1,6 +1,6 @@
 """From a schedule to a time: bundles on the executed path, the clock, and bytes over the memory's bandwidth.
 
-    kernel_s  = max(sum over scopes of executions x bundles / (clock x cores), bytes moved by the kernel / bandwidth)
+    kernel_s  = max(sum over scopes of executions x bundles / clock / cores, bytes moved by the kernel / bandwidth)
     around_s  = bytes of XLA's copies, transposes and fusions around it / bandwidth
     predicted = kernel_s + around_s, with what Overheads adds to each
 
@@ -113,24 +113,26 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
         overheads: what is added for what no schedule shows.
     """
     on = device(compiled.chip)
-    cycles, steps, assumed = 0.0, 0.0, []
+    cycles, steps, compute_s, assumed = 0.0, 0.0, 0.0, []
     used: dict[str, float] = {}
     capacity: dict[str, float] = {}
     scopes: dict[str, tuple[float, int]] = {}
     for found in compiled.schedules:
         counts, missing = counts_of(found, executions)
         assumed += [f"{found.name}/{name}" for name in missing]
-        steps += counts.get(STEP, 0.0)
+        steps += counts[STEP]
+        own = sum(counts[region.name] * region.bundles for region in found.regions)
+        cycles += own
+        cores = cores_at_work(found, counts[STEP], on.cores)
+        compute_s += (overheads.stall * own / on.clock_hz + counts[STEP] * overheads.step_s) / cores
         for region in found.regions:
             passes = counts[region.name]
-            cycles += passes * region.bundles
             scopes[f"{found.name}/{region.name}"] = (passes, region.bundles)
             for unit, count in region.slots.items():
                 used[unit] = used.get(unit, 0.0) + passes * count
                 capacity[unit] = capacity.get(unit, 0.0) + passes * region.bundles * found.capacity[unit]
     moved = float(sum(count for name, count in executions.items() if name.rpartition("/")[2] == BYTES))
     around_bytes = float(sum(o.bytes for o in compiled.operations))
-    compute_s = (overheads.stall * cycles / on.clock_hz + steps * overheads.step_s) / on.cores
     bandwidth = on.bytes_per_s * overheads.bandwidth_share
     dma_s, around_s = moved / bandwidth, around_bytes / bandwidth
     per_step = max(steps, 1.0)
@@ -151,11 +153,22 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
     )
 
 
+def cores_at_work(found: Schedule, steps: float, cores: int) -> int:
+    """How many of a device's cores share the grid: the loop of one core then has so many times fewer turns than steps.
+
+    A pipelined loop takes two turns more: the first block's copy in, the last one's out.
+    """
+    if cores == 1 or steps < 2:
+        return 1
+    if found.turns is None:
+        return cores
+    return max(1, min(cores, round(steps / max(found.turns - 2, 1))))
+
+
 def counts_of(found: Schedule, executions: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
     """Executions per region of one kernel, and the scopes among them that nothing was said about."""
     own = {name.partition("/")[2]: n for name, n in executions.items() if name.partition("/")[0] == found.name}
     own = {name: n for name, n in executions.items() if "/" not in name} | own
-    # A pipelined grid takes two turns more than steps: the first block's copy in, the last one's out.
     steps = own.get(STEP, float(max((found.turns or 1) - 2, 1)))
     counts = {region.name: own.get(region.name, steps) for region in found.regions}
     counts[LAUNCH] = own.get(LAUNCH, 1.0)

@@ -55,7 +55,7 @@ class Schedule:
         capacity: slots per bundle of each unit.
         regions: in order of first appearance.
         vmem_bytes, smem_bytes: scratch and windows of the kernel, all buffers counted.
-        turns: trips of its first loop, the grid's where it has one; None if the compiler does not know them.
+        turns: trips of its first loop on one core, the grid's where it has one; None if only known at run time.
     """
 
     kernel: str
@@ -135,8 +135,9 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
 
 
 def _turns(text: str) -> int | None:
-    found = re.search(r"\bloop: start=(\d+), step=(\d+), limit=(\d+)", text)
-    return None if found is None else -(-(int(found[3]) - int(found[1])) // int(found[2]))
+    first = re.search(r"\bloop: start=[^\n]*", text)
+    found = first and re.search(r"start=(\d+), step=(\d+), limit=(\d+)", first[0])
+    return -(-(int(found[3]) - int(found[1])) // int(found[2])) if found else None
 
 
 def _bundles(text: str) -> list[tuple[int, str]]:
