@@ -76,10 +76,6 @@ class Inspect:
         result = inspection.inspect_call(
             self.chip, spec, shapes, kernel=self.kernel, config=config, limit_s=self.limit_s
         )
-        if self.json:
-            print(json.dumps(result.json()))
-        else:
-            inspection.print_table(result)
         if self.picture is not None and result.compiled:
             inspection.picture(result, self.picture)
         if self.evidence is not None:
@@ -87,6 +83,10 @@ class Inspect:
             sizes = dict(zip("BTSNKH", shapes)) | {"tile": self.tile, "query tile": self.query_tile}
             words = " ".join(f"{name} {size}" for name, size in sizes.items())
             self.record("call", kernel, f"{self.role} {self.phase} {words}, {self.chip}", result)
+        if self.json:
+            print(json.dumps(result.json()))
+        else:
+            inspection.print_table(result)
         return 0 if result.compiled else 1
 
     def run_model(self) -> int:
