@@ -162,6 +162,11 @@ def test_messages_are_sorted_by_meaning(text, kind):
     assert tpu.explain(text).kind == kind
 
 
+def test_a_missing_compiler_says_what_to_install():
+    said = tpu.explain("RuntimeError: JAX TPU support not installed; cannot generate TPU topology.")
+    assert "tessera-attention[deviceless]" in said.way_out
+
+
 def test_an_unknown_chip_is_refused():
     with pytest.raises(ValueError, match="must be one of v5e, v5p, v6e, v7x"):
         tpu.compile_for("v3", {})

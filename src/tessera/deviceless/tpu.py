@@ -252,7 +252,7 @@ def explain(text: str, limit_s: float | None = None) -> CompileError:
     if limit_s is not None:
         meaning = f"the compiler took longer than {limit_s:g} s and was ended"
         return CompileError("time", text, meaning, "take smaller or fewer unrolled blocks, or raise the limit")
-    if re.search(r"(?i)libtpu|No module named", text) and "Mosaic" not in text and "not" in text:
+    if re.search(r"TPU support not installed|No module named", text):
         way_out = "install the extra: pip install 'tessera-attention[deviceless]'"
         return CompileError("program", text, "the TPU compiler (libtpu) or a module is missing", way_out)
     text = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
