@@ -113,6 +113,11 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     return Cut(spec, *sizes, flat, config.matrix_sums, half)
 
 
+def whole(x, size: int):
+    """Whole blocks of `size`, a power of two, below x: a shift, since a TPU's scalar unit divides in a dozen steps."""
+    return x >> (size.bit_length() - 1)
+
+
 class Range(NamedTuple):
     """Keys a row block needs: blocks [lo, hi); its first row's position; keys that exist."""
 
@@ -131,15 +136,15 @@ def key_range(b: Array, i: Array, positions: Positions, cut: Cut) -> Range:
     last = q_start + jnp.minimum((i + 1) * cut.block_t, q_len) - 1
     stop = jnp.minimum(kv_len, last + 1) if cut.spec.causal else kv_len
     stop = jnp.where(i * cut.block_t < q_len, jnp.maximum(stop, 0), 0)
-    hi = (stop + cut.block_s - 1) // cut.block_s
+    hi = whole(stop + cut.block_s - 1, cut.block_s)
     start = 0 if cut.spec.window is None else jnp.maximum(first - cut.spec.window + 1, 0)
-    return Range(jnp.minimum(start // cut.block_s, hi), hi, first, kv_len, q_len)
+    return Range(jnp.minimum(whole(start, cut.block_s), hi), hi, first, kv_len, q_len)
 
 
 def banks_of(keys: Range, cut: Cut) -> tuple[Array, Array]:
     """Banks that this row block visited: [start, stop)."""
-    stop = (keys.hi * cut.block_s + cut.bank_keys - 1) // cut.bank_keys
-    return keys.lo * cut.block_s // cut.bank_keys, jnp.where(keys.hi > keys.lo, stop, 0)
+    stop = whole(keys.hi * cut.block_s + cut.bank_keys - 1, cut.bank_keys)
+    return whole(keys.lo * cut.block_s, cut.bank_keys), jnp.where(keys.hi > keys.lo, stop, 0)
 
 
 def bank_bytes(spec: AttentionSpec, shapes: Shapes) -> int:
@@ -150,12 +155,12 @@ def bank_bytes(spec: AttentionSpec, shapes: Shapes) -> int:
 
 def is_whole(first, start, kv_len, cut: Cut):
     """Whether every row from position `first` on sees all of the key block from `start`."""
-    whole = start + cut.block_s <= kv_len
+    fits = start + cut.block_s <= kv_len
     if cut.spec.causal:
-        whole = whole & (start + cut.block_s - 1 <= first)
+        fits = fits & (start + cut.block_s - 1 <= first)
     if cut.spec.window is not None:
-        whole = whole & (start > first + cut.block_t - 1 - cut.spec.window)
-    return whole
+        fits = fits & (start > first + cut.block_t - 1 - cut.spec.window)
+    return fits
 
 
 def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
@@ -167,7 +172,7 @@ def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
     last = first + cut.sub_t - 1
 
     def step_of(position, up: bool):
-        return (xp.clip(position - start, 0, cut.block_s) + (cut.step - 1 if up else 0)) // cut.step
+        return whole(xp.clip(position - start, 0, cut.block_s) + (cut.step - 1 if up else 0), cut.step)
 
     stop = full_stop = kv_len
     if cut.spec.causal:
@@ -190,19 +195,19 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
     seen = start < end
     if spec.window is not None:
         seen = seen & (start + cut.block_s > first - spec.window + 1)
-    whole = seen & is_whole(first, start, shapes.num_keys, cut)
+    full = seen & is_whole(first, start, shapes.num_keys, cut)
     sub_blocks = cut.block_t // cut.sub_t
     runs = np.zeros(3)
     for u in range(sub_blocks):
         edges = step_ranges(first + u * cut.sub_t, start, shapes.num_keys, cut, np)
-        runs += [((high - low) * (seen & ~whole)).sum() for low, high in zip(edges, edges[1:])]
+        runs += [((high - low) * (seen & ~full)).sum() for low, high in zip(edges, edges[1:])]
     # The body holds a copy of each loop per token block; one pass over all copies is one execution.
     window_step, whole_step, masked_step = runs / sub_blocks
     counts = {
         "step": blocks * launch_steps(spec, shapes, cut),
         "first": blocks,
         "last": blocks,
-        "full": whole.sum(),
+        "full": full.sum(),
         "whole_step": whole_step,
         "masked_step": masked_step,
     }

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.attention.prefill_blocks import LANES, Cut
+from tessera.attention.prefill_blocks import LANES, Cut, whole
 from tessera.shapes import ceil_div
 
 LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
@@ -76,7 +76,7 @@ def add_lanes(sums: Array, p: Array) -> Array:
 def put_tile_sums(sums: Array, p: Array, start: Array) -> Array:
     """Masses of tiles of 128 keys: each row sum goes to its tile's lane, which holds nothing yet."""
     lane = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
-    first = (start // LANES) % LANES
+    first = whole(start, LANES) & (LANES - 1)
     for c in range(p.shape[1] // LANES):
         part = p[:, c * LANES : (c + 1) * LANES].astype(jnp.float32).sum(-1, keepdims=True)
         sums = jnp.where(lane == first + c, jnp.broadcast_to(part, sums.shape), sums)

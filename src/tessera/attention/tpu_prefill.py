@@ -42,6 +42,7 @@ from tessera.attention.prefill_blocks import (
     key_range,
     launch_steps,
     step_ranges,
+    whole,
 )
 from tessera.attention.prefill_rows import FLOOR, LN_2, LOG2_E, Rows, absorb, dot, visible, widen
 from tessera.shapes import ceil_div
@@ -76,8 +77,8 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
     keys = key_range(b, i, Positions(q_start, kv_len, q_len), cut)
     block = keys.lo + j
     start = block * cut.block_s
-    bank = start // cut.bank_keys if cut.spec.mass else 0
-    whole = is_whole(keys.first, start, keys.kv_len, cut)
+    bank = whole(start, cut.bank_keys) if cut.spec.mass else 0
+    no_mask = is_whole(keys.first, start, keys.kv_len, cut)
 
     @pl.when(j == 0)
     @jax.named_scope("first")
@@ -90,12 +91,12 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
     if cut.spec.mass:
 
-        @pl.when((block < keys.hi) & ((j == 0) | (start % cut.bank_keys == 0)))
+        @pl.when((block < keys.hi) & ((j == 0) | (start & (cut.bank_keys - 1) == 0)))
         @jax.named_scope("new_bank")
         def new_bank():
             refs.sums[bank] = jnp.zeros(refs.sums.shape[1:], jnp.float32)
 
-    @pl.when((block < keys.hi) & whole)
+    @pl.when((block < keys.hi) & no_mask)
     @jax.named_scope("full")
     def full():
         state = load(refs, slice(None), bank)
@@ -103,19 +104,19 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
             state = update(refs, slice(None), state, start, c * cut.chunk, cut)
         store(refs, slice(None), bank, state)
 
-    @pl.when((block < keys.hi) & ~whole)
+    @pl.when((block < keys.hi) & ~no_mask)
     def partial():
         for u in range(cut.block_t // cut.sub_t):
             partial_block(refs, u, start, keys, bank, cut)
 
     if cut.spec.mass and cut.banks > 1:
 
-        @pl.when((block == keys.hi - 1) | ((block < keys.hi) & ((start + cut.block_s) % cut.bank_keys == 0)))
+        @pl.when((block == keys.hi - 1) | ((block < keys.hi) & ((start + cut.block_s) & (cut.bank_keys - 1) == 0)))
         @jax.named_scope("keep_maximum")
         def keep_maximum():
             lane = jax.lax.broadcasted_iota(jnp.int32, refs.m.shape, 1)
-            kept = refs.bank_m[bank // LANES]
-            refs.bank_m[bank // LANES] = jnp.where(lane == bank % LANES, refs.m[...], kept)
+            kept = refs.bank_m[whole(bank, LANES)]
+            refs.bank_m[whole(bank, LANES)] = jnp.where(lane == bank & (LANES - 1), refs.m[...], kept)
 
     @pl.when(j == pl.num_programs(3) - 1)
     @jax.named_scope("last")
@@ -227,9 +228,9 @@ def lane_sum(x: Array) -> Array:
 
 def bank_maximum(refs: Refs, g) -> Array:
     """The running maximum bank g was taken at, in every lane."""
-    kept = refs.bank_m[g // LANES]
+    kept = refs.bank_m[whole(g, LANES)]
     lane = jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
-    return jnp.broadcast_to(jnp.where(lane == g % LANES, kept, -jnp.inf).max(-1, keepdims=True), kept.shape)
+    return jnp.broadcast_to(jnp.where(lane == g & (LANES - 1), kept, -jnp.inf).max(-1, keepdims=True), kept.shape)
 
 
 def write_mass(refs: Refs, scale: Array, keys: Range, cut: Cut) -> None:
@@ -381,16 +382,17 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """About 2,048 rows against 4,096 keys; fewer rows where their masses would not fit.
+    """2,048 or 4,096 rows against 4,096 keys; fewer rows where their masses would not fit.
 
-    Sizes by the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e.
+    Sizes by the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e; more
+    rows share the cost of a row block's first and last step, which counts where the products are fast.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
-    rows, block_s = (1024, 1024) if shapes.dtype == "float32" else (2048, 4096)
+    width, vmem_bytes = chip()
+    rows, block_s = (1024, 1024) if shapes.dtype == "float32" else (4096 if width == 256 else 2048, 4096)
     if spec.mass:
         while rows > LANES and rows * bank_bytes(spec, shapes) > BANK_BYTES:
             rows //= 2
-    width, vmem_bytes = chip()
     return Config(
         block_t=max(rows // groups, 1),
         block_s=block_s,
