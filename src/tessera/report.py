@@ -196,8 +196,60 @@ def _policy(record: Record) -> str:
     return ", ".join([record.what.kernel, *parts])
 
 
+def tpu(records: Sequence[Record]) -> str:
+    """What the TPU kernels are held to, predicted: a row per figure, a column per chip."""
+    chosen = [r for r in records if r.what.op == "predicted figure"]
+    figures: dict[str, dict[str, Record]] = {}
+    for record in chosen:
+        figure, _, chip = record.what.workload.rpartition(", ")
+        figures.setdefault(figure, {})[chip] = record
+    chips = sorted({chip for found in figures.values() for chip in found})
+    rows = [[figure, *(_held(found.get(chip)) for chip in chips)] for figure, found in figures.items()]
+    return markdown(["predicted", *chips], rows) + provenance(chosen) if rows else ""
+
+
+def _held(record: Record | None) -> str:
+    if record is None or record.comparison is None:
+        return ""
+    versus = record.comparison
+    return f"{versus.ratio:.2f} ({versus.target}: {'met' if versus.met else '**missed**'})"
+
+
+def prediction(records: Sequence[Record]) -> str:
+    """How far predicted times are from measured ones, per chip."""
+    chosen = [r for r in records if r.what.op == "prediction"]
+    rows = []
+    for record in chosen:
+        facts, plain = record.facts, record.facts["no_fitted_constant"]
+        errors = [quantity(found["median_absolute_error"], "fraction") for found in (facts, plain)]
+        worst = quantity(facts["p90_absolute_error"], "fraction")
+        rows.append([_title(record), str(facts["points"]), errors[0], worst, f"{facts['spearman']:.4f}", errors[1]])
+    header = ["against", "points", "median error", "90th percentile", "rank correlation", "median, nothing fitted"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def steps(records: Sequence[Record]) -> str:
+    """Whole-model steps on a mesh: predicted time, memory, what is communicated."""
+    chosen = [r for r in records if r.what.op == "predicted step"]
+    rows = []
+    for record in chosen:
+        parts = "; ".join(f"{name} {quantity(ms / 1e3, 's')}" for name, ms in record.facts["parts_ms"].items() if ms)
+        held = quantity(record.facts["hbm_bytes"], "bytes")
+        rows.append([record.what.workload, record.what.kernel, _result(record), held, parts])
+    header = ["step", "attention", "predicted", "memory per device", "of which"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
-    {"speed": speed, "quality": quality, "memory": memory, "costs": costs}
+    {
+        "speed": speed,
+        "quality": quality,
+        "memory": memory,
+        "costs": costs,
+        "tpu": tpu,
+        "prediction": prediction,
+        "steps": steps,
+    }
 )
 
 

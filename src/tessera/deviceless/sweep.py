@@ -90,7 +90,7 @@ def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
         "by_kernel": {name: [sum(ok), len(ok)] for name, ok in groups.items()},
         "failures": [{k: v for k, v in case.items() if k != "compiled"} for case in found if not case["compiled"]],
     }
-    what = evidence.What(op="compile", kernel="tpu", workload="every kernel, chip, head dim, dtype, tile")
+    what = evidence.What(op="tpu sweep", kernel="tpu", workload="every kernel, chip, head dim, dtype, tile")
     share = sum(case["compiled"] for case in found) / len(found)
     return evidence.make(what, [share], command=command, unit="fraction", facts=facts)
 

@@ -1,0 +1,105 @@
+"""What is said of predictions: the peer's step counts, the figures and their targets, and the tables they end in."""
+
+import pytest
+
+from tessera import evidence, report
+from tessera.deviceless import figures, model_inspection, predict, steps, validation
+
+
+def point(**changes) -> dict:
+    config = {"block_q": 1024, "block_kv": 1024, "block_kv_compute": 512, "q_layout": 1, "k_layout": 1, "v_layout": 1}
+    shape = [2, 4096, 8, 128]
+    bundles = {"step": 100, "full": 1000, "masked": 2000, "launch": 50}
+    base = {
+        **{"chip": "v6e", "q": shape, "k": shape, "v": shape, "is_causal": True, "return_residuals": False},
+        **{"config": config, "measured_ms": 1.0, "error": None, "operations": [["copy.1", "copy", 16_380_000, None]]},
+        "regions": {name: {"bundles": count, "slots": {"MXU": 0}} for name, count in bundles.items()},
+    }
+    return base | changes
+
+
+def test_the_peer_visits_only_blocks_that_the_mask_leaves():
+    counts = validation.executions(point())
+    assert counts["step"] == 2 * 8 * 10  # 4 on the diagonal, 6 below
+    assert counts["full"] == 2 * 8 * 6
+    assert counts["masked"] == 2 * 8 * 4
+    assert counts["init"] == counts["end"] == 2 * 8 * 4
+    assert validation.executions(point(is_causal=False))["step"] == 2 * 8 * 16
+
+
+def test_a_points_time_is_its_cycles_and_its_copies():
+    cycles = 50 + 160 * 100 + 96 * 1000 + 64 * 2000
+    assert validation.predicted_ms(point(), predict.NOMINAL) == pytest.approx(
+        1e3 * (cycles / 1.75e9 + 16.38e6 / 1638e9)
+    )
+
+
+def test_every_beginning_of_the_points_is_spread():
+    found = [point(measured_ms=float(i)) for i in range(64)]
+    first = sorted(p["measured_ms"] for p in validation.spread(found)[:8])
+    assert max(b - a for a, b in zip(first, first[1:])) <= 16
+
+
+def test_a_perfect_prediction_has_no_error_and_rank_one():
+    found = [point(q=[2, 4096, heads, 128]) for heads in (2, 4, 8)]
+    exact = [p | {"measured_ms": validation.predicted_ms(p, predict.NOMINAL)} for p in found]
+    got = validation.summary(exact, predict.NOMINAL)
+    assert got["median_absolute_error"] == 0
+    assert got["spearman"] == 1
+
+
+def test_figures_meet_their_targets_from_the_right_side():
+    cases = {
+        "v6e": {
+            "peer": {"ms": 4.0},
+            "dense": {"ms": 2.0},
+            "dense gqa": {"ms": 10.0},
+            "score gqa": {"ms": 11.0},
+            "decode dense": {"ms": 1.0, "kernel_bytes": 104.0, "needed_bytes": 100.0},
+        }
+    }
+    made = {r.what.workload: r for r in figures.records(cases, "test")}
+    assert made["dense prefill against the peer, v6e"].comparison.met is True
+    assert made["score / dense, v6e"].comparison.met is False
+    assert made["decode, dense: bytes moved / needed, v6e"].median == pytest.approx(1.04)
+    assert set(figures.TARGETS) >= {workload.rpartition(", ")[0] for workload in made}
+    shown = report.tpu(list(made.values())) if all(r.code.commit for r in made.values()) else ""
+    assert not shown or "| score / dense | 1.10 (<= 1.05: **missed**) |" in shown
+
+
+def test_kascade_counts_anchors_reuse_and_selection():
+    cases = {name: {"ms": ms, "flops": 1.0} for name, ms in
+             (("dense long", 100.0), ("score long", 104.0), ("sparse 128/128", 12.0))}  # fmt: skip
+    ratios = {name: ratio for name, ratio, _ in figures.comparisons(cases, "v6e")}
+    selection_ms = 40 * 4 * 8 * 1024 * 1024 / 1638e9 * 1e3
+    assert ratios["kascade prefill against dense"] == pytest.approx(3200 / (5 * (104 + selection_ms) + 27 * 12))
+
+
+def test_weights_of_llama_split_over_eight_chips():
+    config = steps.config_of("llama-3.1-8b")
+    assert config.num_parameters == pytest.approx(8.03e9, rel=1e-3)
+    roles = steps.roles(
+        steps.policy_of("llama-3.1-8b", config, attention="kascade", tile=128, query_tile=32, fraction=0.1), config
+    )
+    assert sum(roles.values()) == 32
+    assert roles["score"] + roles["dense"] == 5
+
+
+def test_a_mesh_that_does_not_exist_or_divide_is_refused():
+    call = {"phase": "decode", "batch": 1, "length": 1024, "queries": 1, "attention": "dense", "tile": 128,
+            "query_tile": 32, "fraction": 0.1}  # fmt: skip
+    with pytest.raises(ValueError, match="must be one of 1, 4, 8, 16"):
+        model_inspection.inspect_step("v6e", "llama-3.1-8b", 5, **call)
+    with pytest.raises(ValueError, match="must divide the model's 8 KV heads"):
+        model_inspection.inspect_step("v6e", "llama-3.1-8b", 16, **call)
+    with pytest.raises(ValueError, match="must be one of llama-3.1-8b"):
+        model_inspection.inspect_step("v6e", "gpt", 8, **call)
+
+
+def test_tables_of_predictions_render_what_the_records_say():
+    facts = validation.summary([point(measured_ms=0.16)], predict.CALIBRATED)
+    facts["no_fitted_constant"] = validation.summary([point(measured_ms=0.16)], predict.NOMINAL)
+    what = evidence.What(op="prediction", kernel="k", workload="w", title="predicted / measured time, v6e")
+    made = evidence.make(what, [1.0], command="make peers-tpu", unit="fraction", facts=facts)
+    if made.code.commit:  # a checkout
+        assert "| predicted / measured time, v6e | 1 |" in report.prediction([made])
