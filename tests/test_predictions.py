@@ -71,8 +71,10 @@ def test_kascade_counts_anchors_reuse_and_selection():
     cases = {name: {"ms": ms, "flops": 1.0} for name, ms in
              (("dense long", 100.0), ("score long", 104.0), ("sparse 128/128", 12.0))}  # fmt: skip
     ratios = {name: ratio for name, ratio, _ in figures.comparisons(cases, "v6e")}
+    share = figures.share_listed(131072, 128, 128, 0.1)
+    assert 0.5 < share < 0.52  # a causal prefill sees half of the square
     selection_ms = 40 * 4 * 8 * 1024 * 1024 / 1638e9 * 1e3
-    assert ratios["kascade prefill against dense"] == pytest.approx(3200 / (5 * (104 + selection_ms) + 27 * 12))
+    assert ratios["kascade prefill against dense"] == pytest.approx(3200 / (5 * (104 + selection_ms) + 27 * 12 * share))
 
 
 def test_weights_of_llama_split_over_eight_chips():
