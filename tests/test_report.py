@@ -132,4 +132,13 @@ def test_rewriting_a_file_makes_it_fresh_and_an_edit_makes_it_stale(tmp_path):
 
 
 def test_the_readme_shows_what_the_records_say():
-    assert report.stale(ROOT / "README.md", ROOT / "evidence") == []
+    for page in report.PAGES:
+        assert report.stale(ROOT / page, ROOT / "evidence") == [], page
+
+
+def test_headline_has_a_column_per_machine_and_marks_what_missed():
+    missed = [on(INTEL, r) for r in compared()]
+    versus = replace(missed[1].comparison, ratio=1.2, met=False)
+    text = report.render("headline", [*compared(), missed[0], replace(missed[1], comparison=versus)])
+    assert "| faster by | AMD EPYC, 2 cores | Intel Xeon, 2 cores | target |" in text
+    assert "| dense prefill of 8,192, float32: ours against torch | 2.00x | **1.20x** | >= 1.5x |" in text

@@ -1,4 +1,4 @@
-"""Records to Markdown: the README's tables are written by this module and by nobody else.
+"""Records to Markdown: the tables of the README and of docs/evidence.md are written by this module and by nobody else.
 
 A table stands between `<!-- records:NAME -->` and `<!-- end -->`. `python -m tessera.report` rewrites them all from
 the files under evidence/; a test fails while one differs from what the records say.
@@ -14,6 +14,9 @@ from types import MappingProxyType
 
 from tessera import evidence
 from tessera.evidence import Key, Record
+
+PAGES = ("README.md", "docs/evidence.md")
+"""Where rendered tables stand."""
 
 _BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- end -->)", re.DOTALL)
 
@@ -95,6 +98,26 @@ def _title(record: Record) -> str:
 
 def _result(record: Record) -> str:
     return f"error: {record.error}" if record.error or record.median is None else quantity(record.median, record.unit)
+
+
+def headline(records: Sequence[Record]) -> str:
+    """The compared measurements in short: a row per workload, a column per machine, targets missed in bold."""
+    chosen = [r for r in records if r.what.op in ("attention", "model") and r.comparison and r.comparison.target]
+    machines = sorted({r.where.machine for r in chosen})
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in chosen:
+        lead = (_title(record), f"{record.what.kernel} against {record.comparison.against}")
+        rows.setdefault(lead, {})[record.where.machine] = record
+    lines = []
+    for (title, sides), found in rows.items():
+        shown = [_short(found[m].comparison) if m in found else "" for m in machines]
+        [target, *_] = {r.comparison.target for r in found.values()}
+        lines.append([f"{title}: {sides}", *shown, f"{target}x"])
+    return markdown(["faster by", *machines, "target"], lines) + provenance(chosen) if lines else ""
+
+
+def _short(versus: evidence.Comparison) -> str:
+    return f"{versus.ratio:.2f}x" if versus.met else f"**{versus.ratio:.2f}x**"
 
 
 def speed(records: Sequence[Record]) -> str:
@@ -242,6 +265,7 @@ def steps(records: Sequence[Record]) -> str:
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
     {
+        "headline": headline,
         "speed": speed,
         "quality": quality,
         "memory": memory,
@@ -290,19 +314,20 @@ def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the tables of a file in place; `--check` only says which are stale (exit status 1)."""
+    """Rewrite the tables of the pages in place; `--check` only says which are stale (exit status 1)."""
     parser = argparse.ArgumentParser(prog="python -m tessera.report", description=main.__doc__)
-    parser.add_argument("readme", nargs="?", default="README.md")
+    parser.add_argument("pages", nargs="*", default=PAGES)
     parser.add_argument("--evidence", default="evidence")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args(argv)
     if options.check:
-        wrong = stale(options.readme, options.evidence)
+        wrong = [f"{name} in {page}" for page in options.pages for name in stale(page, options.evidence)]
         for name in wrong:
             print(f"stale: {name}; `make readme` renders it", file=sys.stderr)
         return 1 if wrong else 0
-    path = Path(options.readme)
-    path.write_text(rewrite(path.read_text(), evidence.collect(options.evidence)))
+    records = evidence.collect(options.evidence)
+    for path in map(Path, options.pages):
+        path.write_text(rewrite(path.read_text(), records))
     return 0
 
 
