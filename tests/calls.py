@@ -66,6 +66,13 @@ def small_config(kernel: Kernel) -> object:
     return kernel.Config(**sizes)
 
 
+def other_config(kernel: Kernel) -> object:
+    """Blocks four times those, and every switch the other way round."""
+    small = small_config(kernel)
+    values = {field.name: getattr(small, field.name) for field in dataclasses.fields(small)}
+    return kernel.Config(**{n: not v if isinstance(v, bool) else 4 * v for n, v in values.items()})
+
+
 def spec_of(call: oracle.Call, role: str) -> AttentionSpec:
     """The call's spec in this role."""
     return AttentionSpec(
