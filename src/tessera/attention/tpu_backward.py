@@ -402,12 +402,14 @@ def vmem_bytes() -> int:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Row blocks of about 2,048 rows, chunks of 512 keys, and slabs that fill half of VMEM."""
+    """Row blocks of 512 tokens and up to 4,096 rows, chunks of 512 keys, and slabs that fill half of VMEM.
+
+    By the compiled schedules (LOG.md): shorter blocks or chunks hide less, longer ones waste more above the diagonal.
+    """
     groups = shapes.num_heads // shapes.num_kv_heads
-    width = jnp.dtype(shapes.dtype).itemsize
-    key_bytes = round_up(shapes.head_dim, LANES) * (4 * width + 8)
-    block_s = 1 << ((vmem_bytes() // 2) // key_bytes).bit_length() - 1
-    tokens = (2048 if width == 2 else 512) // groups
+    width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)
+    block_s = 1 << ((vmem_bytes() // 2) // (dim * (4 * width + 8))).bit_length() - 1
+    tokens = (4096 if width == 2 else 512) * LANES // dim // groups
     block_t = 1 << min(max(tokens, LANES), 512).bit_length() - 1
     return Config(block_t=block_t, block_s=block_s, chunk=512 if width == 2 else 256)
 
