@@ -75,8 +75,8 @@ class Cut(NamedTuple):
 
     @property
     def banks(self) -> int:
-        """Banks of 128 tiles that all keys make."""
-        return ceil_div(self.num_keys, self.bank_keys)
+        """Banks of 128 tiles that all keys make; one where no masses are kept."""
+        return ceil_div(self.num_keys, self.bank_keys) if self.spec.mass else 1
 
     @property
     def extra(self) -> int:
@@ -218,8 +218,8 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
     moved = 2 * seen.sum() * cut.block_s * dim * width + rows * (2 * dim * width + 4)
     if spec.mass:
         banks = sum(len(set(np.flatnonzero(row) * cut.block_s // cut.bank_keys)) for row in seen)
-        counts |= {"new_bank": banks, "pool_bank": banks}
-        counts |= {"keep_maximum": banks, "sum_bank": banks} if cut.banks > 1 else {}
+        names = ("new_bank", "keep_maximum", "sum_bank", "pool_bank") if cut.banks > 1 else ("pool_bank",)
+        counts |= dict.fromkeys(names, banks)
         moved += 4 * LANES * ceil_div(shapes.num_keys, cut.bank_keys) * blocks * (cut.block_t // spec.query_tile)
     heads = shapes.batch * shapes.num_kv_heads
     return {name: float(heads * count) for name, count in (counts | {"hbm_bytes": moved}).items()}

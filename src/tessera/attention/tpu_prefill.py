@@ -86,10 +86,10 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         take_queries(refs, i, keys.q_len, cut)
         refs.m[...] = jnp.full_like(refs.m, FLOOR)
         refs.acc[...] = jnp.zeros_like(refs.acc)
-        if refs.sums is not None and not cut.spec.mass:
+        if refs.sums is not None and cut.banks == 1:  # else rows that see no key would find the last row block's
             refs.sums[0] = jnp.zeros(refs.sums.shape[1:], jnp.float32)
 
-    if cut.spec.mass:
+    if cut.banks > 1:
 
         @pl.when((block < keys.hi) & ((j == 0) | (start & (cut.bank_keys - 1) == 0)))
         @jax.named_scope("new_bank")
@@ -109,7 +109,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         for u in range(cut.block_t // cut.sub_t):
             partial_block(refs, u, start, keys, bank, cut)
 
-    if cut.spec.mass and cut.banks > 1:
+    if cut.banks > 1:
 
         @pl.when((block == keys.hi - 1) | ((block < keys.hi) & ((start + cut.block_s) & (cut.bank_keys - 1) == 0)))
         @jax.named_scope("keep_maximum")
@@ -205,7 +205,7 @@ def write(refs: Refs, i, keys: Range, cut: Cut) -> None:
 
 def row_sums(refs: Refs, m: Array, keys: Range, cut: Cut) -> Array:
     """l = sum of 2^(s - m) per row, in every lane."""
-    if cut.spec.mass and cut.banks > 1:
+    if cut.banks > 1:
 
         @jax.named_scope("sum_bank")
         def add(g, total):
@@ -286,7 +286,7 @@ def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positio
         pltpu.VMEM((cut.rows, LANES), jnp.float32),
         pltpu.VMEM((cut.rows, wide), jnp.float32),
     ]
-    banks = ceil_div(k.shape[2], cut.bank_keys) if spec.mass else 1
+    banks = cut.banks
     if spec.mass or not cut.extra:
         scratch.append(pltpu.VMEM((banks, cut.rows, LANES), jnp.float32))
     if spec.mass:
@@ -384,8 +384,8 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """2,048 or 4,096 rows against 4,096 keys; fewer rows where their masses would not fit.
 
-    Sizes by the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e; more
-    rows share the cost of a row block's first and last step, which counts where the products are fast.
+    Sizes by the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e;
+    more rows share the cost of a row block's first and last step, which counts where the products are fast.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
     width, vmem_bytes = chip()
