@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -256,13 +257,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("build/tpu-validation.jsonl"), help="schedules, one line each")
     parser.add_argument("--limit-s", type=float, default=300.0)
     parser.add_argument("--most", type=int)
+    parser.add_argument("--source", default="the wheel that peers/requirements-tpu.txt names", help="of the timings")
     parser.add_argument("--evidence", type=Path, default=Path("evidence/tpu-prediction.jsonl"))
     parser.add_argument("--picture", type=Path, default=Path("docs/tpu-prediction.svg"))
     options = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here, and libtpu without a chip is loud
     if options.action == "report":
         found = read(options.out)
-        made = records(found, "make peers-tpu")
+        made = [replace(r, facts={**r.facts, "timings": options.source}) for r in records(found, "make peers-tpu")]
         evidence.append(options.evidence, made)
         picture(found, options.picture)
         for record in made:
