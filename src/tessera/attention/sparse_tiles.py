@@ -322,6 +322,7 @@ def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
     }
     either = {"turn": buffers.sum(), "full": full.sum(), "masked": (buffers - full).sum(), "update": updates.sum()}
     either["clear"] = (updates * cut.mask_tiles - rest).sum()
+    either["cross"] = ((stop + 1) * (shapes.num_keys % tile > 0) > shapes.num_keys // tile * tile).sum() / cut.items
     either["fetch_rest"] = np.maximum(-(-ahead // cut.mask_tiles) - updates, 0).sum()
     runs = {name: float(heads * n) for name, n in once.items()}
     runs |= {name: heads * n / 2 for name, n in either.items()}
