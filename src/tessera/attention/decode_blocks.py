@@ -62,6 +62,11 @@ class Cut(NamedTuple):
         return self.batch * self.pieces
 
     @property
+    def paged(self) -> bool:
+        """K and V are taken as [B * K * J, tile, H]: a listed tile's address then takes a shift and an add."""
+        return self.role == "sparse" and not self.lanes and self.stored % self.unit == 0
+
+    @property
     def tiles_per_unit(self) -> int:
         """Listed tiles that one copy may hold."""
         return self.unit // self.spec.tile if self.role == "sparse" else 1
@@ -210,8 +215,12 @@ def stream_lists(cut: Cut, lists: Lists) -> Array:
     """Ids [groups of heads, steps, 1, 2 * heads * piece]: each step's piece of its lists, then the next step's.
 
     With several tiles to a unit an entry is the unit's id times 256, and a bit for each tile of it that is listed.
+    Of a paged cache it is the page: the unit's place among all sequences' and heads'.
     """
     tiles = lists.units if cut.tiles_per_unit == 1 else lists.units * 256 + lists.bits
+    if cut.paged:
+        head = jnp.arange(cut.batch * cut.kv_heads, dtype=jnp.int32).reshape(cut.batch, cut.kv_heads, 1)
+        tiles = tiles + head * (cut.stored // cut.unit)
     tiles = jnp.pad(tiles, [(0, 0), (0, 0), (0, cut.pieces * cut.piece - tiles.shape[-1])])
     tiles = tiles.reshape(cut.batch, -1, cut.heads, cut.pieces, cut.piece)
     tiles = tiles.transpose(1, 0, 3, 2, 4).reshape(-1, cut.steps, cut.heads * cut.piece)
@@ -237,7 +246,11 @@ def bytes_copied(cut: Cut, ranges: Ranges, width: int) -> Array:
 
 def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
     """How often each named scope of the kernel runs if every row sees [lo, hi)."""
-    counts: Counter[str] = Counter()
+    parts = ("tiles", "head", "run", "tile") if cut.role == "sparse" else ("unit",)
+    scopes = [f"{name}_{part}" for name in ("lead", "start", "wait") for part in ("whole", "part", *parts)]
+    counts = Counter(
+        dict.fromkeys([*scopes, "blank", "blank_head", "blank_unit"], 0)
+    )  # none is left out: 0 is an answer
     first, last = lo // cut.block_s, ceil_div(hi, cut.block_s)
     size = ceil_div(last - first, cut.splits)
     for split in range(cut.splits):
@@ -253,7 +266,10 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
                 if whole and cut.role == "sparse" and name != "wait":
                     counts[f"{name}_tiles"] += times * cut.heads * (cut.block_s // cut.unit // cut.tiles_at_once)
                 elif not whole and cut.role == "sparse":
-                    counts.update({f"{name}_head": times * cut.heads, f"{name}_tile": times * cut.heads * units})
+                    runs = 0 if name == "wait" else max(units - (cut.stored % cut.unit > 0), 0) // cut.tiles_at_once
+                    singles = units - runs * cut.tiles_at_once
+                    found = {"head": 1, "run": runs, "tile": singles}
+                    counts.update({f"{name}_{part}": times * cut.heads * n for part, n in found.items()})
                 elif not whole:
                     counts[f"{name}_unit"] += times * units
             if not whole:

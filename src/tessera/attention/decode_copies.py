@@ -21,7 +21,7 @@ class Stream(NamedTuple):
 
     ranges: Ranges
     ids: Any  # [1, 1, 1, 2 * heads * piece] in SMEM: this step's and the next one's; sparse only
-    k: Any  # [B * K, S, H] in HBM, or [B * K, H, S]; as v
+    k: Any  # [B * K, S, H] in HBM, [B * K, H, S] or [B * K * J, tile, H]; as v
     v: Any
     k_block: Any  # [2, heads, block_s, H] or [2, heads, H, block_s], as v_block
     v_block: Any
@@ -40,10 +40,10 @@ def first_row(cut: Cut, step):
     return step // cut.pieces * cut.kv_heads + pl.program_id(0) // cut.splits * cut.heads
 
 
-def entry(stream: Stream, cut: Cut, step, head, block, i):
-    """Entry i of a head's list in a block: a unit's id; of several tiles, times 256 and a bit for each listed one."""
-    listed = (step - pl.program_id(1)) * cut.heads * cut.piece + block * (cut.block_s // cut.unit) % cut.piece
-    return stream.ids[0, 0, 0, listed + head * cut.piece + i]
+def first_entry(cut: Cut, step, head, block):
+    """Where a head's list for a block starts in SMEM, in entries as `stream_lists` makes them."""
+    following = step - pl.program_id(1)
+    return (following * cut.heads + head) * cut.piece + block * (cut.block_s // cut.unit) % cut.piece
 
 
 def listed_keys(stream: Stream, cut: Cut, step, head, block) -> Array | bool:
@@ -51,7 +51,8 @@ def listed_keys(stream: Stream, cut: Cut, step, head, block) -> Array | bool:
     if cut.tiles_per_unit == 1:
         return True
     tile = jax.lax.broadcasted_iota(jnp.int32, (1, cut.unit), 1) // cut.spec.tile
-    bits = [entry(stream, cut, step, head, block, i) >> tile for i in range(cut.block_s // cut.unit)]
+    first = first_entry(cut, step, head, block)
+    bits = [stream.ids[0, 0, 0, first + i] >> tile for i in range(cut.block_s // cut.unit)]
     return (jnp.concatenate(bits, axis=1) & 1) == 1
 
 
@@ -61,20 +62,31 @@ def is_whole(stream: Stream, cut: Cut, step, block):
     return (block >= stream.ranges.whole_from[index]) & (block < stream.ranges.whole_to[index])
 
 
-def part(cut: Cut, heads, keys) -> tuple:
-    """The index of some keys of some heads, keys in rows or in lanes."""
-    return (heads, slice(None), keys) if cut.lanes else (heads, keys)
+def part(cut: Cut, *index) -> tuple:
+    """The index of some keys (last) of some heads: keys in rows or in lanes."""
+    return (*index[:-1], slice(None), index[-1]) if cut.lanes else index
 
 
-def copies(stream: Stream, cut: Cut, source: tuple, slot, target: tuple) -> list:
-    """The copies of some heads' keys (source and target: heads, keys) of K and V from HBM into a buffer."""
-    source, target = part(cut, *source), (slot, *part(cut, *target))
-    pairs = ((stream.k, stream.k_block, 0), (stream.v, stream.v_block, 1))
-    return [pltpu.make_async_copy(x.at[source], y.at[target], stream.copied.at[slot, i]) for x, y, i in pairs]
+def copies(stream: Stream, source: tuple, target: tuple, inner: tuple = ()) -> list:
+    """The copies of one stretch of K and V from HBM into a buffer, whose number stands first in target.
+
+    With `inner`, into that part of the target: constants there cost the scalar unit nothing.
+    """
+    found = []
+    for i, (x, y) in enumerate(((stream.k, stream.k_block), (stream.v, stream.v_block))):
+        into = y.at[target].at[inner] if inner else y.at[target]
+        found.append(pltpu.make_async_copy(x.at[source], into, stream.copied.at[target[0], i]))
+    return found
+
+
+def await_block(stream: Stream, slot) -> None:
+    """Await a whole block: semaphores count bytes, so one wait stands for all its copies."""
+    for i, block in enumerate((stream.k_block.at[slot], stream.v_block.at[slot])):
+        pltpu.make_async_copy(block, block, stream.copied.at[slot, i]).wait()
 
 
 def each(act: str, copies: list) -> None:
-    """Start or await copies. A wait counts bytes, so one may stand for many starts."""
+    """Start or await copies."""
     for copy in copies:
         getattr(copy, act)()
 
@@ -88,7 +100,10 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) 
     @pl.when(whole)
     def _():
         with jax.named_scope(f"{name}_whole"):
-            each(act, copies(stream, cut, (heads, pl.ds(begin, cut.block_s)), slot, (slice(None), slice(None))))
+            if act == "start":
+                each(act, copies(stream, part(cut, heads, pl.ds(begin, cut.block_s)), (slot,)))
+            else:
+                await_block(stream, slot)
 
     @pl.when(~whole)
     def _():
@@ -98,57 +113,71 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) 
             def unit(i, _):
                 with jax.named_scope(f"{name}_unit"):
                     at = pl.multiple_of(i * cut.unit, cut.unit)
-                    source, target = pl.ds(begin + at, cut.unit), pl.ds(at, cut.unit)
-                    each(act, copies(stream, cut, (heads, source), slot, (slice(None), target)))
+                    source = part(cut, heads, pl.ds(begin + at, cut.unit))
+                    each(act, copies(stream, source, part(cut, slot, slice(None), pl.ds(at, cut.unit))))
 
             jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, unit, None)
 
 
 def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
     """Start or await the copies of each head's listed tiles of a block."""
-    row, per_block = first_row(cut, step), cut.block_s // cut.unit
-    at_once = cut.tiles_at_once
+    row, runs = first_row(cut, step), cut.block_s // cut.unit // cut.tiles_at_once
     tail, last = cut.stored % cut.unit, cut.stored // cut.unit
     whole = is_whole(stream, cut, step, block)
 
-    def unit_id(head, i):
-        found = entry(stream, cut, step, head, block, i)
-        return found if cut.tiles_per_unit == 1 else found >> 8
+    def source(head, found, size=cut.unit):
+        if cut.paged:
+            return (found,)
+        id_ = found if cut.tiles_per_unit == 1 else found >> 8
+        return part(cut, row + head, pl.ds(pl.multiple_of(id_ * cut.unit, cut.unit), size))
 
-    def move(head, tile, id_, size=cut.unit):
-        source = pl.ds(pl.multiple_of(id_ * cut.unit, cut.unit), size)
-        target = pl.ds(pl.multiple_of(tile * cut.unit, cut.unit), size)
-        each(act, copies(stream, cut, (row + head, source), slot, (head, target)))
+    def run(head, first):  # straight-line scalar code: addresses share their parts
+        at = first_entry(cut, step, head, block) + first
+        into = pl.ds(pl.multiple_of(first * cut.unit, cut.unit), cut.tiles_at_once * cut.unit)
+        for i in range(cut.tiles_at_once):
+            one = source(head, stream.ids[0, 0, 0, at + i])
+            inner = part(cut, pl.ds(i * cut.unit, cut.unit))
+            each(act, copies(stream, one, part(cut, slot, head, into), inner))
 
-    def some(n, _):
+    def whole_run(n, _):
         with jax.named_scope(f"{name}_tiles"):
-            head, first = n // (per_block // at_once), n % (per_block // at_once) * at_once
-            for i in range(at_once):  # straight-line scalar code: addresses share their parts
-                move(head, first + i, unit_id(head, first + i))
+            run(n // runs, n % runs * cut.tiles_at_once)
 
     @pl.when(whole)
     def _():
         with jax.named_scope(f"{name}_whole"):
             if act == "start":
-                jax.lax.fori_loop(0, cut.heads * (per_block // at_once), some, None)
+                jax.lax.fori_loop(0, cut.heads * runs, whole_run, None)
             else:
-                whole_block = (slice(None), slice(None))
-                each(act, copies(stream, cut, (pl.ds(0, cut.heads), pl.ds(0, cut.block_s)), slot, whole_block))
+                await_block(stream, slot)
 
-    def one(tile, head):
+    def single(tile, head):
         with jax.named_scope(f"{name}_tile"):
-            id_ = unit_id(head, tile)
+            found = stream.ids[0, 0, 0, first_entry(cut, step, head, block) + tile]
+
+            def move(size):
+                into = part(cut, slot, head, pl.ds(pl.multiple_of(tile * cut.unit, cut.unit), size))
+                each(act, copies(stream, source(head, found, size), into))
+
             if tail == 0:
-                move(head, tile, id_)
+                move(cut.unit)
             else:  # the cache ends inside its last tile
-                pl.when(id_ < last)(functools.partial(move, head, tile, id_))
-                pl.when(id_ >= last)(functools.partial(move, head, tile, id_, tail))
+                pl.when(found < last)(functools.partial(move, cut.unit))
+                pl.when(found >= last)(functools.partial(move, tail))
         return head
 
     def head_tiles(head, _):
         with jax.named_scope(f"{name}_head"):
             lo, hi = span(stream, cut, step, head, block)
-            jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, one, head)
+            begin, end = lo // cut.unit, (hi + cut.unit - 1) // cut.unit
+            some = jnp.maximum(end - begin - (tail > 0), 0) // cut.tiles_at_once if act == "start" else 0
+
+            def part_run(n, _):
+                with jax.named_scope(f"{name}_run"):
+                    run(head, begin + n * cut.tiles_at_once)
+
+            jax.lax.fori_loop(0, some, part_run, None)
+            jax.lax.fori_loop(begin + some * cut.tiles_at_once, end, single, head)
 
     @pl.when(~whole)
     def _():
@@ -168,7 +197,7 @@ def blank_values(stream: Stream, cut: Cut, step, block, slot) -> None:
             def unit(i, _):
                 with jax.named_scope("blank_unit"):
                     at = pl.multiple_of(jnp.where(i < start, i, i + stop - start) * cut.unit, cut.unit)
-                    index = (slot, *part(cut, head, pl.ds(at, cut.unit)))
+                    index = part(cut, slot, head, pl.ds(at, cut.unit))
                     v = stream.v_block[index]
                     key = at + jax.lax.broadcasted_iota(jnp.int32, v.shape, 1 if cut.lanes else 0)
                     seen = jnp.where((key >= lo) & (key < hi), v.astype(jnp.float32), 0.0)

@@ -254,6 +254,8 @@ def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> At
     pad = [(0, 0), (0, 0), (0, cut.stored - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16
     k, v = (jnp.pad(jnp.swapaxes(x, 1, 2), pad).reshape(-1, cut.stored, cut.head_dim) for x in (k, v))
     k, v = (jnp.swapaxes(x, 1, 2) if cut.lanes else x for x in (k, v))
+    if cut.paged:
+        k, v = (x.reshape(-1, cut.unit, cut.head_dim) for x in (k, v))
     lists = None if selection is None else list_units(cut, selection)
     ids = () if lists is None else (stream_lists(cut, lists),)
     out, lse, *mass = call(cut, q.dtype, k.dtype)(*find_ranges(cut, positions, lists), rows, *ids, k, v)
@@ -419,10 +421,10 @@ def cost(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 
 
 def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
-    """How often each named scope runs in a plain call: every sequence full, every list at capacity."""
+    """How often each named scope runs in a plain call: sequences and lists full, no two tiles in one copy."""
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
     start = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
-    listed = min((shapes.capacity or 0) * spec.tile, shapes.num_keys)
+    listed = min((shapes.capacity or 0) * cut.unit, shapes.num_keys)
     lo, hi = (0, listed) if role == "sparse" else (start, shapes.num_keys)
     return count_scopes(cut, lo, hi, jnp.dtype(shapes.dtype).itemsize)
 
