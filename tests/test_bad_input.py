@@ -156,12 +156,15 @@ def test_tensor_of_the_wrong_shape(capsys, folder):
     assert "model.layers.0.mlp" in line
     assert "48" in line
     assert "64" in line
+    assert "correct config.json, or download the model again" in line
 
 
 def test_weights_that_are_not_finite(capsys, tmp_path):
     params = random_params(CONFIG)
     save_folder(tmp_path, replace(params, final_norm=params.final_norm * np.inf), CONFIG, byte_tokenizer())
-    assert "model.norm.weight" in refuse(capsys, "generate", "x", "--model", str(tmp_path))
+    line = refuse(capsys, "generate", "x", "--model", str(tmp_path))
+    assert "model.norm.weight" in line
+    assert line.endswith("download it again")
 
 
 def test_unsupported_config(capsys, folder):
@@ -232,10 +235,22 @@ def test_unknown_dtype():
         (["calibrate", "--text", "no/such/text", "--model", "MODEL"], "no/such/text"),
         (["calibrate", "--text", "x", "--out", "no/such/folder/plan.json", "--model", "MODEL"], "no/such/folder"),
         (["calibrate", "--text", "x", "--out", ".", "--model", "MODEL"], "is a folder"),
+        (["calibrate", "--text", "x", "--crossover", "-1", "--model", "MODEL"], "crossover=-1 must be at least 0"),
+        (["calibrate", "--text", "x", "--max-tokens", "0", "--model", "MODEL"], "max_tokens=0 must be at least 1"),
+        (["generate", "x", "--model", ""], "is not a model folder: it has no config.json"),
+        (["train", "--out", __file__, "--recipe", "tiny"], "is no folder that can be written to"),
+        (["train", "--out", "no", "--recipe", "tiny", "--until", "-3"], "until=-3 must be at least 0"),
+        (["train", "--out", "no", "--text", __file__, "--rate", "nan"], "rate=nan must be a positive number"),
     ],
 )
 def test_bad_command_lines(capsys, good, arguments, words):
     assert words in refuse(capsys, *(str(good) if word == "MODEL" else word for word in arguments))
+
+
+def test_calibration_without_a_tokenizer(capsys, tmp_path):
+    folder = save_tiny(tmp_path, tokenizer=False, plan=False)
+    line = refuse(capsys, "calibrate", "--text", __file__, "--model", str(folder), "--out", str(tmp_path / "p.json"))
+    assert "add its tokenizer.json" in line
 
 
 def test_a_file_that_is_not_text(capsys, good, tmp_path):

@@ -89,6 +89,9 @@ def calibrate(
     config = model.config
     check_budget(fraction, minimum)
     AttentionSpec(tile=tile, query_tile=query_tile)
+    for name, value, least in (("crossover", crossover or 0, 0), ("max_tokens", max_tokens, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
     if heads not in HEADS:
         raise ValueError(f"{heads=} must be one of {HEADS}")
     if tile > config.max_positions:

@@ -37,7 +37,7 @@ class ModelFlags:
         """The model these flags name."""
         from tessera.generate import load
 
-        return load(self.model or shipped_model(), dtype=self.dtype, attention=self.attention, plan=self.plan)
+        return load(named_model(self.model), dtype=self.dtype, attention=self.attention, plan=self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +191,7 @@ class Calibrate:
         if self.out.is_dir():
             raise ValueError(f"--out {self.out} is a folder: name a file in it, such as {self.out / 'plan.json'}")
         plan = calibrate(
-            load(self.model or shipped_model(), dtype=self.dtype),
+            load(named_model(self.model), dtype=self.dtype),
             self.text,
             anchors=self.anchors,
             tile=self.tile,
@@ -387,6 +387,11 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first") from None
+
+
+def named_model(name: str | None) -> str | Path:
+    """The model that --model names. An empty name (an unset variable of a script) is a mistake, not the default."""
+    return shipped_model() if name is None else name
 
 
 def shipped_model() -> Path:

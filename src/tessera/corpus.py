@@ -106,7 +106,7 @@ def _encode(model: Any, text: str | Sequence[int]) -> np.ndarray:
             )
         return row.astype(np.int32)
     if model.tokenizer is None:
-        raise ValueError("the model has no tokenizer: pass token lists instead of texts")
+        raise ValueError("the model has no tokenizer: add its tokenizer.json, or pass token lists instead of texts")
     return np.asarray(model.tokenizer.encode(text), np.int32)
 
 

@@ -38,6 +38,8 @@ class Stage:
         for name in ("length", "batch", "steps", "accumulate"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.rate < float("inf"):
+            raise ValueError(f"rate={self.rate} must be a positive number")
         if self.batch % self.accumulate:
             raise ValueError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
         unknown = {kind for kind, _ in self.mixture} - data.KINDS.keys()

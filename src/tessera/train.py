@@ -244,6 +244,8 @@ def train(
         FileNotFoundError: no such text.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the checkpoint is written first and the message says how to go on.
     """
+    if until is not None and until < 0:
+        raise ValueError(f"{until=} must be at least 0 steps, or None to run the recipe to its end")
     console = Console(stderr=True) if console is None else console
     tokenizer = byte_tokenizer() if recipe.base is None else load_tokenizer(Path(recipe.base))
     corpus = data.library_corpus() if recipe.text is None else data.read_split(recipe.text, tokenizer)
@@ -251,7 +253,10 @@ def train(
     if len(corpus.train) <= longest:
         raise ValueError(f"the text has {len(corpus.train)} tokens, more than length={longest} are needed: add text")
     folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} is no folder that can be written to ({error.strerror}): name another") from error
     found = checkpoints(folder)
     state, step = load_checkpoint(found[-1], recipe) if found else (init_state(recipe), 0)
     state = jax.device_put(state, spread())

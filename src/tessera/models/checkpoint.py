@@ -63,6 +63,9 @@ Tensor = tuple[jax.Array, int | None]
 """An array, or one layer of a stacked array."""
 
 
+RETRY = "correct config.json, or download the model again"
+
+
 def resolve(path_or_hub_id: str | os.PathLike) -> Path:
     """The folder of a model: a local one, or a Hugging Face hub id ("owner/name"), downloaded into the hub's cache.
 
@@ -103,7 +106,7 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
     folder = Path(folder)
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} is not a model folder: it has no config.json")
+        raise ValueError(f"{folder} is not a model folder: it has no config.json: pass a Hugging Face folder")
     generation = folder / "generation_config.json"
     raw, extra = read_json(path), read_json(generation) if generation.is_file() else {}
     try:
@@ -242,13 +245,13 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def _check_tensors(stored: Mapping[str, Stored], config: ModelConfig, folder: Path) -> None:
     expected = expected_shapes(config)
     if missing := sorted(expected.keys() - stored.keys()):
-        raise ValueError(f"{folder} lacks {_some(missing)}, which its config.json calls for")
+        raise ValueError(f"{folder} lacks {_some(missing)}, which its config.json calls for: {RETRY}")
     if config.tie_embeddings and HEAD in stored:
         expected[HEAD] = expected[EMBED]
     # old checkpoints store the rope frequencies, which follow from the config
     extra = sorted(name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq"))
     if extra:
-        raise ValueError(f"{folder} holds {_some(extra)}, which its config.json does not call for")
+        raise ValueError(f"{folder} holds {_some(extra)}, which its config.json does not call for: {RETRY}")
     for name, shape in expected.items():
         check_stored(name, stored[name], shape)
 

@@ -98,14 +98,17 @@ def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
         ValueError: naming the tensor and the value.
     """
     if tensor.shape != shape:
-        raise ValueError(f"{name} in {tensor.path} has shape {tensor.shape}, but config.json calls for {shape}")
+        raise ValueError(
+            f"{name} in {tensor.path} has shape {tensor.shape}, but config.json calls for {shape}: "
+            f"correct config.json, or download the model again"
+        )
     if tensor.dtype not in DTYPES:
         raise ValueError(
             f"{name} in {tensor.path} is {tensor.dtype}: weights must be {', '.join(DTYPES)}, not quantised"
         )
     num_bytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[tensor.dtype].itemsize
     if tensor.num_bytes != num_bytes or tensor.offset < 8:
-        raise ValueError(f"{name} in {tensor.path} has {tensor.num_bytes} bytes for shape {shape}: the file is broken")
+        raise ValueError(f"{name} in {tensor.path} has {tensor.num_bytes} bytes for shape {shape}: download it again")
 
 
 def map_blocks(tensor: Stored) -> Iterator[np.ndarray]:
@@ -127,7 +130,7 @@ def read_tensor(name: str, tensor: Stored, out: np.ndarray) -> np.ndarray:
     bits, exponent = EXPONENTS[tensor.dtype]
     for block in map_blocks(tensor):
         if np.any((block.view(bits) & exponent) == exponent):
-            raise ValueError(f"{name} in {tensor.path} holds values that are not finite: the checkpoint is broken")
+            raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
         flat[done : done + block.shape[0]] = block
         done += block.shape[0]
     return out
