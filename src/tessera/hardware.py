@@ -26,7 +26,7 @@ class Chip:
         on_chip_bytes: scratch memory of one core (VMEM or shared memory).
         devices: jax devices that one chip shows.
         clock_hz: cycles per second of a TensorCore; None for the others. It follows from a peak rate: flops per second
-            / (cores x matrix units x their side squared x 2), 4 units of 128 up to v5p, then 2 of 256 that take two rows
+            / (cores x matrix units x their side squared x 2), 4 units of 128 up to v5p, then 2 of 256 taking two rows
             a cycle. The peak is Google's, for v7x the compiler's own (996 TFLOP/s a core in `cost_analysis` of a large
             product, 1.9 GHz; Google's would be 2.2 GHz). Held against measured times: `deviceless/validation.py`.
     """
