@@ -194,6 +194,12 @@ def test_plans_that_do_not_fit(capsys, folder, change, words):
     assert words in refuse(capsys, "generate", "x", "--model", str(folder), "--attention", "kascade")
 
 
+def test_a_plan_for_another_attention_is_not_ignored(capsys, folder):
+    line = refuse(capsys, "generate", "x", "--model", str(folder), "--plan", "plan.json")
+    assert "--plan plan.json" in line
+    assert "--attention kascade" in line
+
+
 def test_corrupt_plan(capsys, folder):
     path = folder / "plan.json"
     path.write_bytes(path.read_bytes()[:40])

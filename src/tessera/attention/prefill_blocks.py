@@ -16,6 +16,8 @@ from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.shapes import ceil_div, round_up
 
 LANES = 128
+SUB_ROWS = 1024
+"""Rows of a token block at least: fewer leave the matrix unit waiting for each other's results."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     step = min(config.step, block_s)
     chunk = min(config.chunk, step)
     sub_t = block_t
-    while sub_t > step and sub_t % 32 == 0:
+    while sub_t > step and sub_t * groups > SUB_ROWS and sub_t % 32 == 0:
         sub_t //= 2
     half = config.half_exp and shapes.dtype == "bfloat16"
     flat = (groups * shapes.head_dim) % LANES == 0
