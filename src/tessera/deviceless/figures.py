@@ -8,12 +8,13 @@ The peer is Tokamax's splash attention with the best block sizes of its shipped 
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+import jax
 
 from tessera import evidence
 from tessera.attention.contract import AttentionSpec
@@ -172,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--report", action="store_true")
     options = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here, and libtpu without a chip is loud
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     if options.report:
         made = records(found, "python -m tessera.deviceless.figures")

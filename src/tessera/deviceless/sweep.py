@@ -6,13 +6,14 @@ python -m tessera.deviceless.sweep --report              # one record: what comp
 
 import argparse
 import json
-import os
 import random
 import sys
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from tessera import evidence
 from tessera.attention.contract import AttentionSpec, Kernel
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say what is to do, and stop")
     parser.add_argument("--report", action="store_true", help="append one record of the file to evidence")
     options = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here, and libtpu without a chip is loud
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     found = [json.loads(line) for line in lines]
     if options.report:

@@ -10,7 +10,6 @@ kernel with the same blocks is compiled here, its time predicted, and the two co
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 
 from tessera import evidence
@@ -261,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--evidence", type=Path, default=Path("evidence/tpu-prediction.jsonl"))
     parser.add_argument("--picture", type=Path, default=Path("docs/tpu-prediction.svg"))
     options = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs here, and libtpu without a chip is loud
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
     if options.action == "report":
         found = read(options.out)
         made = [replace(r, facts={**r.facts, "timings": options.source}) for r in records(found, "make peers-tpu")]
