@@ -71,13 +71,11 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
     block_t = round_up(tokens, PACKED)
     num_blocks = ceil_div(shapes.num_queries, tokens)  # a query tile's parts past the last row do not exist
     num_keys = max(spec.tile, round_up(shapes.num_keys, PACKED))
-    chunk_tiles = min(max(config.chunk // spec.tile, 1), shapes.capacity)
-    block_tiles = max(min(config.block_s // spec.tile, round_up(shapes.capacity, chunk_tiles)), 1)
-    chunk_tiles = min(chunk_tiles, block_tiles)
-    mask_tiles = min(max(config.mask_s // spec.tile, 1), block_tiles)
-    block_tiles = round_up(round_up(block_tiles, chunk_tiles), mask_tiles)
+    mask_tiles = min(max(config.mask_s // spec.tile, 1), shapes.capacity)
+    block_tiles = round_up(min(max(config.block_s // spec.tile, 1), shapes.capacity), mask_tiles)
+    chunk_tiles = min(max(config.chunk // spec.tile, 1), block_tiles)
     while block_tiles % chunk_tiles:
-        block_tiles += mask_tiles
+        chunk_tiles -= 1
     most = max(min(MOST_ITEMS, COPIES // block_tiles), 1) if parts == 1 else 1
     items = min(max(config.step_rows // (block_t * groups), 1), num_blocks, most)
     flat = (groups * shapes.head_dim) % LANES == 0
@@ -320,7 +318,13 @@ def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
         "fetch_first": -(-min(longest[0], cut.block_tiles) // cut.mask_tiles),
         "buffer": buffers.sum(),
     }
-    either = {"turn": buffers.sum(), "full": full.sum(), "masked": (buffers - full).sum(), "update": updates.sum()}
+    either = {
+        "turn": buffers.sum(),
+        "full": full.sum(),
+        "masked": (buffers - full).sum(),
+        "update": (updates - plain).sum(),
+        "plain": plain.sum(),
+    }
     either["clear"] = (updates * cut.mask_tiles - rest).sum()
     either["cross"] = ((stop + 1) * (shapes.num_keys % tile > 0) > shapes.num_keys // tile * tile).sum() / cut.items
     either["fetch_rest"] = np.maximum(-(-ahead // cut.mask_tiles) - updates, 0).sum()

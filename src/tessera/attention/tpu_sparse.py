@@ -389,8 +389,9 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     sums = shapes.head_dim % LANES != 0 or (wide and shapes.head_dim == LANES)
     if shapes.dtype == "float32":
         return Config(rows=512, step_rows=512, block_s=1024, chunk=512, mask_s=512, matrix_sums=sums)
+    block_s = 2048 if shapes.capacity * spec.tile >= 3072 else 1024  # a short list should still fill a buffer
     chunk = (256 if shapes.head_dim <= LANES else 512) if newest else 2048
-    sizes = {"rows": 512, "step_rows": 1024, "block_s": 2048, "chunk": chunk, "mask_s": 512}
+    sizes = {"rows": 512, "step_rows": 1024, "block_s": block_s, "chunk": chunk, "mask_s": 512}
     return Config(**sizes, matrix_sums=sums, half_exp=wide)
 
 
