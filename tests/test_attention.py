@@ -354,3 +354,18 @@ def test_decode_copies_no_cache(role):
         made = line.partition("=")[2].strip()
         if made.startswith(sizes):
             assert any(word in made for word in ("parameter(", "get-tuple-element(", "bitcast(")), line
+
+
+@pytest.mark.parametrize("kernel", [k for k in calls.kernels() if k.executions is not None], ids=lambda k: k.name)
+def test_executions_count_what_every_workload_does(kernel):
+    """Steps and bytes of every call it takes: positive, finite, and no fewer bytes than q and out."""
+    for workload in tagged(kernel.phase):
+        if (w := calls.taken(kernel, workload)) is None:
+            continue
+        spec, shapes = w.role_spec(kernel.role), w.shapes(kernel.role)
+        runs = kernel.executions(spec, shapes, kernel.default_config(spec, shapes))
+        assert all(np.isfinite(n) and n >= 0 for n in runs.values()), f"{workload.name}: {runs}"
+        steps = sum(n for name, n in runs.items() if name.rpartition("/")[2] == "step")
+        moved = sum(n for name, n in runs.items() if name.rpartition("/")[2] == "hbm_bytes")
+        assert steps >= 1
+        assert moved >= 2 * 4 * w.batch * w.num_queries * w.num_heads * w.head_dim

@@ -318,13 +318,7 @@ def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
         "fetch_first": -(-min(longest[0], cut.block_tiles) // cut.mask_tiles),
         "buffer": buffers.sum(),
     }
-    either = {
-        "turn": buffers.sum(),
-        "full": full.sum(),
-        "masked": (buffers - full).sum(),
-        "update": (updates - plain).sum(),
-        "plain": plain.sum(),
-    }
+    either = {"turn": buffers.sum(), "full": full.sum(), "masked": (buffers - full).sum(), "update": updates.sum()}
     either["clear"] = (updates * cut.mask_tiles - rest).sum()
     either["cross"] = ((stop + 1) * (shapes.num_keys % tile > 0) > shapes.num_keys // tile * tile).sum() / cut.items
     either["fetch_rest"] = np.maximum(-(-ahead // cut.mask_tiles) - updates, 0).sum()
