@@ -38,7 +38,7 @@ class ModelFlags:
         from tessera.generate import load
 
         if self.plan is not None and self.attention != "kascade":
-            raise ValueError(f"--plan {self.plan} has no use with --attention {self.attention}: add --attention kascade")
+            raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
         return load(named_model(self.model), dtype=self.dtype, attention=self.attention, plan=self.plan)
 
 
