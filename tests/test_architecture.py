@@ -20,6 +20,8 @@ ORDER = [
         "attention.sparse_tiles",
         "attention.decode_blocks",
         "attention.parallel",
+        "attention.work",
+        "attention.matrix_unit",
     },
     {"attention.decode_copies", "attention.decode_gradient", "attention.exact_products", "attention.prefill_blocks"},
     {"attention.prefill_rows", "attention.tpu_backward"},
@@ -102,7 +104,7 @@ def test_kernel_files_do_not_import_each_other():
         if path.stem.split("_")[0] in {"xla", "tpu", "gpu"}:
             allowed = {"attention.contract", "attention.online_softmax", "attention.sparse_tiles", "shapes"}
             allowed |= {"attention.decode_blocks", "attention.decode_copies", "attention.decode_gradient"}
-            allowed |= {"attention.exact_products"}
+            allowed |= {"attention.exact_products", "attention.matrix_unit", "attention.work"}
             allowed |= {"attention.prefill_blocks", "attention.prefill_rows"}
             if path.stem == "tpu_prefill":  # its gradient
                 allowed |= {"attention.tpu_backward"}

@@ -40,7 +40,7 @@ def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Float[Array, ".
     """Batched product over all leading dimensions but two, accumulated in float32.
 
     A float32 left operand (probabilities) is rounded to the right one's dtype for 16-bit matrix units. On CPU nothing
-    is rounded: 16-bit operands are widened, as XLA's float32 product is 1.5 to 1.9 times as fast there (LOG.md).
+    is rounded: 16-bit operands are widened, as XLA's float32 product is the faster one there (LOG.md).
     """
     batch = tuple(range(a.ndim - 2))
     dims = (((contract_a % a.ndim,), (contract_b % b.ndim,)), (batch, batch))

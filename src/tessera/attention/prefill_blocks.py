@@ -233,18 +233,3 @@ def launch_steps(spec: AttentionSpec, shapes: Shapes, cut: Cut) -> int:
     if spec.window is None:
         return steps
     return min(steps, ceil_div(spec.window + cut.block_t, cut.block_s) + 1)
-
-
-def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Flops of the two products over visible pairs (q_start = S - T), and bytes of q, k, v, out, lse moved once."""
-    t, s = shapes.num_queries, shapes.num_keys
-    pairs = t * s - (min(t, s) * (min(t, s) - 1) / 2 if spec.causal else 0)
-    if spec.window is not None:
-        pairs = min(pairs, t * spec.window)
-    width = jnp.dtype(shapes.dtype).itemsize
-    rows = shapes.batch * shapes.num_heads * t
-    kv_bytes = 2 * shapes.batch * shapes.num_kv_heads * s * shapes.head_dim * width
-    return {
-        "flops": 4.0 * shapes.batch * shapes.num_heads * shapes.head_dim * pairs,
-        "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + kv_bytes),
-    }

@@ -10,12 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from tessera.attention.matrix_unit import dot, widen
+from tessera.attention.online_softmax import LOG2_E
 from tessera.attention.prefill_blocks import LANES, Cut, whole
-from tessera.shapes import ceil_div
-
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-FLOOR = -1e30
-"""Where the running maximum starts: 2^(-inf - FLOOR) is 0, never NaN."""
 
 
 class Rows(NamedTuple):
@@ -50,20 +47,6 @@ def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
     else:
         sums = add_lanes(sums, p)
     return Rows(m, acc, sums)
-
-
-def dot(a: Array, b: Array, contract_b: int) -> Array:
-    """a [R,X] with b, contracting a's last dimension, accumulated in float32; float32 operands at full precision."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((1,), (contract_b,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def widen(x: Array, width: int) -> Array:
-    """[R,128] of equal lanes as [R,width]."""
-    if width <= LANES:
-        return x[:, :width]
-    return jnp.tile(x, (1, ceil_div(width, LANES)))[:, :width]
 
 
 def add_lanes(sums: Array, p: Array) -> Array:

@@ -27,10 +27,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.online_softmax import LOG2_E
 from tessera.shapes import ceil_div, round_up
 
 LANES = 128
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Selection, Shapes
 from tessera.attention.decode_blocks import (
     LANES,
@@ -408,18 +409,6 @@ def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Con
                 yield Config(block_s=max(block_s, LANES), block_heads=heads, splits=splits)
 
 
-def cost(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """4 H flops per visible (row, key) pair; K and V of the visible or listed keys read once."""
-    keys = shapes.num_keys if spec.window is None else min(shapes.num_keys, spec.window)
-    if role == "sparse":
-        keys = min(shapes.capacity * spec.tile, shapes.num_keys)
-    width = jnp.dtype(shapes.dtype).itemsize
-    return {
-        "flops": 4.0 * shapes.batch * shapes.num_heads * shapes.head_dim * keys,
-        "bytes": 2.0 * shapes.batch * shapes.num_kv_heads * shapes.head_dim * keys * width,
-    }
-
-
 def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
     """How often each named scope runs in a plain call: sequences and lists full, no two tiles in one copy."""
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
@@ -441,7 +430,7 @@ def _kernel(role: str) -> Kernel:
         Config=Config,
         default_config=functools.partial(default_config, role),
         search_space=functools.partial(search_space, role),
-        cost=functools.partial(cost, role),
+        cost=functools.partial(work.decode, role),
         executions=functools.partial(executions, role),
     )
 

@@ -26,8 +26,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tessera.attention import tpu_backward
+from tessera.attention import tpu_backward, work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.matrix_unit import dot, widen
+from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
 from tessera.attention.prefill_blocks import (
     LANES,
     Config,
@@ -35,7 +37,6 @@ from tessera.attention.prefill_blocks import (
     Range,
     bank_bytes,
     banks_of,
-    cost,
     cut_call,
     executions,
     is_whole,
@@ -44,7 +45,7 @@ from tessera.attention.prefill_blocks import (
     step_ranges,
     whole,
 )
-from tessera.attention.prefill_rows import FLOOR, LN_2, LOG2_E, Rows, absorb, dot, visible, widen
+from tessera.attention.prefill_rows import Rows, absorb, visible
 from tessera.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
@@ -322,9 +323,9 @@ def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positio
 
 def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
     """What XLA's scheduler is told."""
-    work = cost(spec, shapes)
-    pairs = work["flops"] / (4 * shapes.head_dim)
-    return pl.CostEstimate(flops=int(work["flops"]), bytes_accessed=int(work["bytes"]), transcendentals=int(pairs))
+    needed = work.prefill(spec, shapes)
+    pairs = needed["flops"] / (4 * shapes.head_dim)
+    return pl.CostEstimate(flops=int(needed["flops"]), bytes_accessed=int(needed["bytes"]), transcendentals=int(pairs))
 
 
 def chip() -> tuple[int, int]:
@@ -428,7 +429,7 @@ def _kernel(role: str) -> Kernel:
         Config=Config,
         default_config=default_config,
         search_space=search_space,
-        cost=cost,
+        cost=work.prefill,
         executions=executions,
     )
 

@@ -14,7 +14,7 @@ columns. Work: 4 H flops per (row, listed key) pair; HBM traffic: 2 H bytes-per-
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +24,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.matrix_unit import dot, widen
+from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
 from tessera.attention.sparse_tiles import (
     LANES,
     NEVER,
@@ -47,9 +50,6 @@ from tessera.attention.sparse_tiles import (
 from tessera.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
-LOG2_E, LN_2 = 1.4426950408889634, 0.6931471805599453
-FLOOR = -1e30
-"""Where the running maximum starts: 2^(-inf - FLOOR) is 0, never NaN."""
 VMEM_BYTES = 56 << 20
 """Of the 64 MiB of a v5p or v7x core."""
 
@@ -123,20 +123,6 @@ def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | N
         part = p[:, at : at + LANES].astype(jnp.float32)
         sums = sums + (part if part.shape[1] == LANES else jnp.pad(part, ((0, 0), (0, LANES - part.shape[1]))))
     return State(m, acc, sums)
-
-
-def dot(a: Array, b: Array, contract_b: int) -> Array:
-    """a [R,X] with b, contracting a's last dimension, accumulated in float32; float32 operands at full precision."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dims = (((1,), (contract_b,)), ((), ()))
-    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def widen(x: Array, width: int) -> Array:
-    """[R,128] of equal lanes as [R,width]."""
-    if width <= LANES:
-        return x[:, :width]
-    return jnp.tile(x, (1, ceil_div(width, LANES)))[:, :width]
 
 
 def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: Item, cut: Cut) -> State:
@@ -318,6 +304,7 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
     state = [(*rows, LANES), (*rows, head_dim + cut.ones), *([] if cut.ones else [(*rows, LANES)])]
     tiles = pltpu.VMEM((cut.items, cut.block_tiles * spec.tile, head_dim), q.dtype)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    needed = work.sparse_prefill(spec, shapes)
     out, lse = pl.pallas_call(
         functools.partial(body, cut=cut),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -344,9 +331,9 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
             disable_bounds_checks=True,  # every start is clamped; a check would cost 7 bundles a copy
         ),
         cost_estimate=pl.CostEstimate(
-            flops=int(cost(spec, shapes)["flops"]),
-            bytes_accessed=int(cost(spec, shapes)["bytes"]),
-            transcendentals=int(cost(spec, shapes)["flops"]) // (4 * head_dim),
+            flops=int(needed["flops"]),
+            bytes_accessed=int(needed["bytes"]),
+            transcendentals=int(needed["flops"]) // (4 * head_dim),
         ),
         name="tpu_sparse_prefill",
     )(*positions, lists, lists, q, k, v)
@@ -405,18 +392,6 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
                     yield replace(default, block_s=block_s, chunk=chunk, step_rows=step_rows)
 
 
-def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Flops of the two products over the listed pairs (capacity tiles), bytes of q, out, lse and the listed K and V."""
-    width = jnp.dtype(shapes.dtype).itemsize
-    keys = min(shapes.capacity * spec.tile, shapes.num_keys)
-    rows = shapes.batch * shapes.num_heads * shapes.num_queries
-    lists = shapes.batch * shapes.num_kv_heads * ceil_div(shapes.num_queries, spec.query_tile)
-    return {
-        "flops": 4.0 * rows * shapes.head_dim * keys,
-        "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + 2 * lists * keys * shapes.head_dim * width),
-    }
-
-
 KERNELS = (
     Kernel(
         name="tpu_prefill_sparse",
@@ -429,7 +404,7 @@ KERNELS = (
         Config=Config,
         default_config=default_config,
         search_space=search_space,
-        cost=cost,
+        cost=work.sparse_prefill,
         executions=lambda spec, shapes, config: executions(shapes, cut_call(spec, shapes, config)),
     ),
 )

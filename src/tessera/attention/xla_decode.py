@@ -7,7 +7,7 @@ role reads only the listed tiles.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
+from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.decode_gradient import row_gradients
 from tessera.attention.online_softmax import LOG2_E, SoftmaxState, absorb, finish_state, init_state, score_bits
@@ -53,18 +54,6 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     """Powers of two around the default."""
     for block_s in (128, 256, 512, 1024, 2048):
         yield Config(block_s=block_s)
-
-
-def cost(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """4 H flops per visible (row, key) pair; K and V of the visible or listed keys read once."""
-    keys = shapes.num_keys if spec.window is None else min(shapes.num_keys, spec.window)
-    if role == "sparse":
-        keys = min(shapes.capacity * spec.tile, shapes.num_keys)
-    width = jnp.dtype(shapes.dtype).itemsize
-    return {
-        "flops": 4.0 * shapes.batch * shapes.num_heads * shapes.head_dim * keys,
-        "bytes": 2.0 * shapes.batch * shapes.num_kv_heads * shapes.head_dim * keys * width,
-    }
 
 
 class Range(NamedTuple):
@@ -266,7 +255,7 @@ def _kernel(role: str, launch) -> Kernel:
         Config=Config,
         default_config=default_config,
         search_space=search_space,
-        cost=functools.partial(cost, role),
+        cost=functools.partial(work.decode, role),
     )
 
 

@@ -11,7 +11,7 @@ the last block: dense attention and every tile's mass in one pass (KASCADE.md, f
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
+from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
 from tessera.attention.online_softmax import (
     LN_2,
@@ -368,21 +369,6 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
             yield Config(block_t=max(rows // groups, 1), block_s=block_s)
 
 
-def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Flops of the two products over visible pairs (q_start = S - T), and bytes of q, k, v, out, lse moved once."""
-    t, s = shapes.num_queries, shapes.num_keys
-    pairs = t * s - (min(t, s) * (min(t, s) - 1) / 2 if spec.causal else 0)
-    if spec.window is not None:
-        pairs = min(pairs, t * spec.window)
-    width = jnp.dtype(shapes.dtype).itemsize
-    rows = shapes.batch * shapes.num_heads * t
-    kv_bytes = 2 * shapes.batch * shapes.num_kv_heads * s * shapes.head_dim * width
-    return {
-        "flops": 4.0 * shapes.batch * shapes.num_heads * shapes.head_dim * pairs,
-        "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + kv_bytes),
-    }
-
-
 def _kernel(role: str, launch) -> Kernel:
     return Kernel(
         name=f"xla_prefill_{role}",
@@ -395,7 +381,7 @@ def _kernel(role: str, launch) -> Kernel:
         Config=Config,
         default_config=default_config,
         search_space=search_space,
-        cost=cost,
+        cost=work.prefill,
     )
 
 

@@ -7,7 +7,7 @@ tiles to be neighbours (2 H bytes-per-element per key, 1 / rows of the step's pr
 place. The number of steps is a run-time value. Work is 4 H flops per (row, listed key) pair.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
+from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.online_softmax import absorb, finish_state, init_state, raw_scores, sees_any, visible_mask
 from tessera.shapes import ceil_div
@@ -176,18 +177,6 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
             yield Config(block_s=block_s, mask_s=mask_s)
 
 
-def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Flops of the two products over the listed pairs (capacity tiles), bytes of q, out, lse and the listed K and V."""
-    width = jnp.dtype(shapes.dtype).itemsize
-    keys = min(shapes.capacity * spec.tile, shapes.num_keys)
-    rows = shapes.batch * shapes.num_heads * shapes.num_queries
-    lists = shapes.batch * shapes.num_kv_heads * ceil_div(shapes.num_queries, spec.query_tile)
-    return {
-        "flops": 4.0 * rows * shapes.head_dim * keys,
-        "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + 2 * lists * keys * shapes.head_dim * width),
-    }
-
-
 KERNELS = (
     Kernel(
         name="xla_prefill_sparse",
@@ -200,6 +189,6 @@ KERNELS = (
         Config=Config,
         default_config=default_config,
         search_space=search_space,
-        cost=cost,
+        cost=work.sparse_prefill,
     ),
 )

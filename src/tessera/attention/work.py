@@ -1,0 +1,47 @@
+"""The work of an attention call, whichever kernel does it: flops, and bytes that no kernel can do without."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.shapes import ceil_div
+
+
+def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
+    """Flops of the two products over visible pairs (q_start = S - T), and bytes of q, k, v, out, lse moved once."""
+    t, s = shapes.num_queries, shapes.num_keys
+    pairs = t * s - (min(t, s) * (min(t, s) - 1) / 2 if spec.causal else 0)
+    if spec.window is not None:
+        pairs = min(pairs, t * spec.window)
+    width = jnp.dtype(shapes.dtype).itemsize
+    rows = shapes.batch * shapes.num_heads * t
+    kv_bytes = 2 * shapes.batch * shapes.num_kv_heads * s * shapes.head_dim * width
+    return {
+        "flops": 4.0 * shapes.batch * shapes.num_heads * shapes.head_dim * pairs,
+        "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + kv_bytes),
+    }
+
+
+def sparse_prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
+    """Flops of the two products over the listed pairs (capacity tiles), bytes of q, out, lse and the listed K and V."""
+    width = jnp.dtype(shapes.dtype).itemsize
+    keys = min(shapes.capacity * spec.tile, shapes.num_keys)
+    rows = shapes.batch * shapes.num_heads * shapes.num_queries
+    lists = shapes.batch * shapes.num_kv_heads * ceil_div(shapes.num_queries, spec.query_tile)
+    return {
+        "flops": 4.0 * rows * shapes.head_dim * keys,
+        "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + 2 * lists * keys * shapes.head_dim * width),
+    }
+
+
+def decode(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
+    """4 H flops per visible (row, key) pair; K and V of the visible or listed keys read once."""
+    keys = shapes.num_keys if spec.window is None else min(shapes.num_keys, spec.window)
+    if role == "sparse":
+        keys = min(shapes.capacity * spec.tile, shapes.num_keys)
+    width = jnp.dtype(shapes.dtype).itemsize
+    return {
+        "flops": 4.0 * shapes.batch * shapes.num_heads * shapes.head_dim * keys,
+        "bytes": 2.0 * shapes.batch * shapes.num_kv_heads * shapes.head_dim * keys * width,
+    }
