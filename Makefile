@@ -8,7 +8,7 @@ FIND_PYTHON = for p in "$(PYTHON)" python3.12 python3.13 python3.14 python3 \
 	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
 	[ -n "$$p" ] && "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo "$$p"; break; }; done
 
-.PHONY: help demo test lint format peers peers-tpu bench readme clean
+.PHONY: help demo test lint format peers peers-tpu harness bench readme clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -18,7 +18,7 @@ demo: $(VENV)/.core ## ask a real model about a real document, dense and with Ka
 
 test: $(VENV)/.dev ## run the whole test suite
 	$(BIN)/ruff check src tests
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 lint: $(VENV)/.dev ## check style
 	$(BIN)/ruff check src tests && $(BIN)/ruff format --check src tests
@@ -33,6 +33,9 @@ peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict Tokamax's TPU kernel at i
 	for chip in v5p v6e v7x; do $(BIN)/python -m tessera.deviceless.validation collect --chip $$chip || exit 1; done
 	$(BIN)/python -m tessera.deviceless.validation report
 
+harness: .venv-harness/.done ## the shipped model under the real lm_eval, on tasks made here
+	.venv-harness/bin/python tests/golden/check_harness.py
+
 bench: $(VENV)/.core .venv-peers/.done ## measure speed against the peers and the demo's answers; appends to evidence/
 	$(BIN)/tessera bench --suite cpu
 	$(BIN)/tessera bench --suite demo
@@ -41,7 +44,7 @@ readme: $(VENV)/.core ## render the README's tables from the stored records
 	$(BIN)/python -m tessera.report
 
 clean: ## remove what the targets above built
-	rm -rf $(VENV) .venv-peers .venv-tokamax build dist src/*.egg-info
+	rm -rf $(VENV) .venv-peers .venv-tokamax .venv-harness build dist src/*.egg-info
 
 $(VENV)/.python:
 	@python="$$($(FIND_PYTHON))"; \
@@ -61,6 +64,11 @@ PEER_PYTHON ?= python3
 .venv-peers/.done: $(VENV)/.core peers/requirements.txt
 	rm -rf .venv-peers && $(PEER_PYTHON) -m venv .venv-peers
 	.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r peers/requirements.txt
+	@touch $@
+
+.venv-harness/.done: $(VENV)/.python pyproject.toml
+	rm -rf .venv-harness && $(BIN)/python -m venv .venv-harness
+	.venv-harness/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[eval]'
 	@touch $@
 
 # Needs no chip and no torch; libtpu is the compiler.

@@ -7,3 +7,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp(prefix="tessera-test-cache-"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# XLA's threads on the CPU: simulated warpgroups wait on them, and two (a machine of two cores) can wait for each other.
+os.environ.setdefault("NPROC", "8")
+
+import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What is spread over processes: a file as a whole, but tests over the kernel table kernel by kernel."""
+    for item in items:
+        kernel = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
+        name = getattr(kernel, "name", kernel if isinstance(kernel, str) else "")
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {name}".strip()))

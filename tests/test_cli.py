@@ -29,7 +29,13 @@ FLAGS = {
     "train": "--out --recipe --save-every-s --until --text --base --steps --length --batch --rate --debug".split(),
     "demo": "--out --debug".split(),
     "doctor": "--json --debug".split(),
-    "bench": "--suite --only --resume --out --peer-python --debug".split(),
+    "bench": "--suite --only --resume --out --peer-python --gate --compare --debug".split(),
+    "verify": "--kernel --simulate --random --seed --out --debug".split(),
+    "tune": (
+        "--workload --role --candidates --quick --finalists --rounds --limit-s --seed --out --table --debug"
+    ).split(),
+    "eval": "--model --plan --suite --text --out --resume --debug".split(),
+    "report": "--evidence --out --tables --check --debug".split(),
     "inspect": (
         "--chip --role --phase --batch --length --queries --heads --kv-heads --head-dim --dtype --tile --query-tile "
         "--fraction --window --softcap --model --mesh --attention --kernel --config --limit-s --picture --evidence "

@@ -116,7 +116,8 @@ def test_every_chip_compiles_and_tells_the_kernel_which_it_is(chip, columns):
     assert found.settings == f"{columns} columns"
     [kernel] = found.schedules
     assert {"first", "full", "last", "step", "launch"} == {region.name for region in kernel.regions}
-    assert kernel.region("full").matmuls == 16 * 256 // columns * (1 if columns == 256 else 2)
+    products = 16 * 256 // columns * (1 if columns == 256 else 2)  # of 16 rows each
+    assert kernel.region("full").product_cycles == 4 * products
     got = predict.predict(found, found.executions)
     assert not got.assumed
     assert 0 < got.ms < 1
@@ -199,17 +200,17 @@ def test_the_sweep_covers_every_kernel_chip_and_head_dim():
 
 
 KEYS = (
-    "compiled error vmem_bytes smem_bytes hbm_bytes steps bundles_per_step slots spill_slots flops predicted_ms "
-    "predicted_tflops percent_of_peak bound_by compile_s"
+    "chip kernel config compiled error vmem_bytes smem_bytes hbm_bytes steps bundles_per_step slots spill_slots flops "
+    "predicted_ms predicted_tflops percent_of_peak bound_by compile_s"
 ).split()
 
 
-def test_inspect_prints_one_json_object(capsys):
+@pytest.mark.parametrize("kernel", ["xla_prefill_dense", "tpu_prefill_score"])
+def test_inspect_prints_one_json_object(kernel, capsys):
     from tessera import cli
 
-    flags = (
-        "--chip v6e --role dense --length 512 --heads 2 --kv-heads 1 --head-dim 128 --kernel xla_prefill_dense --json"
-    )
+    role = kernel.rpartition("_")[2]
+    flags = f"--chip v6e --role {role} --length 512 --heads 2 --kv-heads 1 --head-dim 128 --kernel {kernel} --json"
     assert cli.main(["inspect", *flags.split()]) == 0
     out = json.loads(capsys.readouterr().out)
     assert list(out) == KEYS

@@ -6,9 +6,9 @@ import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
+from tessera import oracle
 from tessera.attention import tpu_backward, xla_prefill
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.attention.dispatch import KERNELS

@@ -6,9 +6,9 @@ import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 
+from tessera import oracle
 from tessera.attention import decode_blocks, tpu_decode
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.workloads import Workload

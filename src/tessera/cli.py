@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Union
 import tyro
 
 from tessera.deviceless.flags import Inspect
+from tessera.workbench import Bench, Eval, Report, Tune, Verify
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
 DESCRIPTION = "LLaMA-family models at long context in JAX: attention reads only the key tiles that matter."
@@ -275,30 +276,6 @@ class Demo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Measure a suite against its peers and append the records."""
-
-    suite: Literal["cpu", "demo", "smoke"] = "cpu"
-    """"cpu" is speed, "demo" the shipped model's answers, "smoke" shows in seconds that everything runs."""
-    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A case to run; may be repeated; all if not given."""
-    resume: bool = False
-    """Skip cases that this very commit already has a record of."""
-    out: Path | None = None
-    """File to append to; evidence/<device>.jsonl if not given."""
-    peer_python: Path = Path(".venv-peers/bin/python")
-    """Interpreter of the environment with torch and transformers (make peers)."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Run the cases; 1 if one failed."""
-        from tessera import bench
-
-        return bench.run(self.suite, out=self.out, peer_python=self.peer_python, only=self.only, resume=self.resume)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Look at this installation: versions, devices, kernels and why, caches, memory."""
 
@@ -328,6 +305,10 @@ COMMANDS = MappingProxyType(
         "demo": Demo,
         "doctor": Doctor,
         "bench": Bench,
+        "verify": Verify,
+        "tune": Tune,
+        "eval": Eval,
+        "report": Report,
         "inspect": Inspect,
     }
 )
@@ -336,7 +317,7 @@ COMMANDS = MappingProxyType(
 def main(argv: list[str] | None = None) -> int:
     """Run one command; a user's error is one line on standard error and status 2, Ctrl-C is 130."""
     argv = sys.argv[1:] if argv is None else argv
-    hide_absent_tpu()
+    hide_absent_chips()
     if argv == ["--version"]:
         from importlib.metadata import version
 
@@ -360,11 +341,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def hide_absent_tpu() -> None:
-    """Keep JAX from asking libtpu (the extra "deviceless") for chips that this host lacks: it complains at length."""
-    chips = [*Path("/dev").glob("accel*"), *Path("/dev").glob("vfio/[0-9]*")]
-    others = [name for name in ("jax_cuda13_plugin", "jax_cuda12_plugin", "jax_rocm7_plugin") if find_spec(name)]
-    if find_spec("libtpu") and not chips and not others:
+def hide_absent_chips() -> None:
+    """Keep JAX from asking the compilers of the extra "deviceless" for chips that this host lacks: they complain at
+    length. An NVIDIA GPU shows as /dev/nvidia0, under Windows' Linux as /dev/dxg."""
+    patterns = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg")
+    chips = [file for pattern in patterns for file in Path("/dev").glob(pattern)]
+    compilers = [name for name in ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin") if find_spec(name)]
+    if compilers and not chips and not find_spec("jax_rocm7_plugin"):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
@@ -402,3 +385,7 @@ def shipped_model() -> Path:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"the shipped demo model is missing at {folder}: reinstall, or pass --model")
     return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -6,6 +6,7 @@ line that a kill cut short is dropped by the reader and removed by the next writ
 
 import functools
 import json
+import math
 import os
 import platform
 import re
@@ -190,6 +191,13 @@ def make(
     if private:
         raise ValueError(f"a record must not name {private}: pass relative paths and plain words")
     return record
+
+
+def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+    share, square = right / trials, z * z / trials
+    middle, half = share + square / 2, z * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
 
 
 def now() -> str:

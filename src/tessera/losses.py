@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from tessera.models.files import write_text, write_whole
+from tessera.files import write_text, write_whole
 
 LOG_NAME = "loss.jsonl"
 PLAIN_EVERY_S = 30.0

@@ -239,16 +239,31 @@ def _held(record: Record | None) -> str:
 
 
 def prediction(records: Sequence[Record]) -> str:
-    """How far predicted times are from measured ones, per chip."""
+    """How far predicted times are from measured ones, per chip; what misses its goal in bold."""
     chosen = [r for r in records if r.what.op == "prediction"]
     rows = []
     for record in chosen:
         facts, plain = record.facts, record.facts["no_fitted_constant"]
-        errors = [quantity(found["median_absolute_error"], "fraction") for found in (facts, plain)]
-        worst = quantity(facts["p90_absolute_error"], "fraction")
-        rows.append([_title(record), str(facts["points"]), errors[0], worst, f"{facts['spearman']:.4f}", errors[1]])
-    header = ["against", "points", "median error", "90th percentile", "rank correlation", "median, nothing fitted"]
+        middle, worst = (facts[f"{name}_absolute_error"] for name in ("median", "p90"))
+        by_dim = {dim: found["spearman"] for dim, found in facts.get("by_head_dim", {}).items()}
+        rows.append(
+            [
+                _title(record),
+                str(facts["points"]),
+                _goal(quantity(middle, "fraction"), middle <= 0.05),
+                _goal(quantity(worst, "fraction"), worst <= 0.12),
+                _goal(f"{facts['spearman']:.4f}", facts["spearman"] >= 0.99),
+                ", ".join(_goal(f"{dim}: {rank:.3f}", rank >= 0.99) for dim, rank in by_dim.items()),
+                quantity(plain["median_absolute_error"], "fraction"),
+            ]
+        )
+    header = ["against", "points", "median error (<= 5 %)", "90th percentile (<= 12 %)", "rank correlation (>= 0.99)"]
+    header += ["the same by head dim", "median error, nothing fitted"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _goal(text: str, met: bool) -> str:
+    return text if met else f"**{text}**"
 
 
 def steps(records: Sequence[Record]) -> str:

@@ -30,11 +30,11 @@ from safetensors.numpy import save_file
 from tessera import data
 from tessera.attention import xla_prefill
 from tessera.attention.contract import Positions
+from tessera.files import write_whole
 from tessera.losses import LOG_NAME, Line, draw_losses, open_log, read_losses
 from tessera.models import decoder
 from tessera.models.checkpoint import load_params, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.files import write_whole
 from tessera.models.layers import Params, init_params, rope_frequencies
 from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
 from tessera.recipes import Recipe, Stage

@@ -17,7 +17,8 @@ class Workload:
         spec: the dense call; the role score adds `mass`.
         fraction: share of the key tiles that the sparse role lists.
         q_start, kv_len, q_len: per sequence; None is the contract's default (0, S, T).
-        tags: "test" (small: against the oracles), "bench" (timed), "prefill" or "decode".
+        tags: "test" (small: against the oracles), "hopper" (small, in shapes that Hopper takes), "bench" (timed),
+            "prefill" or "decode".
     """
 
     name: str
@@ -177,6 +178,66 @@ WORKLOADS: tuple[Workload, ...] = (
         fraction=0.7,
         kv_len=(290,),
         tags=("test", "decode"),
+    ),
+    # The same for Hopper, whose products take head dims of whole swizzled lines; G of 1, 2, 7 and 16.
+    Workload(
+        name="hopper_ragged",
+        batch=3,
+        num_queries=70,
+        num_keys=200,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+        dtype="bfloat16",
+        spec=AttentionSpec(tile=32, query_tile=16),
+        fraction=0.6,
+        q_start=(130, -7, 0),
+        kv_len=(200, 63, 0),
+        q_len=(70, 70, 33),
+        tags=("hopper", "prefill"),
+    ),
+    Workload(
+        name="hopper_window",
+        num_queries=40,
+        num_keys=310,
+        num_heads=7,
+        num_kv_heads=1,
+        head_dim=64,
+        dtype="bfloat16",
+        spec=AttentionSpec(window=50, softcap=2.0, tile=64, query_tile=32),
+        fraction=0.8,
+        q_start=(265,),
+        kv_len=(305,),
+        tags=("hopper", "prefill"),
+    ),
+    Workload(
+        name="hopper_both_ways",
+        num_queries=33,
+        num_keys=500,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype="bfloat16",
+        spec=AttentionSpec(causal=False, scale=0.3, tile=128, query_tile=32),
+        fraction=1.0,
+        kv_len=(450,),
+        tags=("hopper", "prefill"),
+    ),
+    Workload(
+        name="hopper_decode",
+        batch=4,
+        num_queries=1,
+        num_keys=700,
+        num_heads=16,
+        num_kv_heads=1,
+        head_dim=128,
+        dtype="bfloat16",
+        spec=AttentionSpec(tile=64),
+        fraction=0.6,
+        q_start=(699, 128, 0, 20),
+        kv_len=(700, 129, 0, 21),
+        q_len=(1, 1, 1, 0),
+        tags=("hopper", "decode"),
     ),
     # Timed ones.
     Workload(

@@ -101,6 +101,14 @@ class Shapes(NamedTuple):
     dtype: str
 
 
+def call_shapes(q_BTNH: Array, k_BSKH: Array, selection: Selection | None = None) -> Shapes:
+    """The static sizes and dtype of a call on these arrays."""
+    batch, num_queries, num_heads, head_dim = q_BTNH.shape
+    num_keys, num_kv_heads = k_BSKH.shape[1:3]
+    capacity = None if selection is None else selection.tiles.shape[-1]
+    return Shapes(batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, capacity, str(q_BTNH.dtype))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
     """One implementation of one role on one platform.

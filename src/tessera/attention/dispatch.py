@@ -2,27 +2,39 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention import (
+    gpu_cudnn,
+    gpu_decode,
+    gpu_keys,
+    gpu_prefill,
+    gpu_sparse,
     parallel,
     reference,
     tpu_decode,
     tpu_prefill,
     tpu_sparse,
+    tuned,
     xla_decode,
     xla_prefill,
     xla_sparse,
 )
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
 from tessera.shapes import ceil_div
 
 KERNELS: tuple[Kernel, ...] = (
     *tpu_decode.KERNELS,
     *tpu_prefill.KERNELS,
     *tpu_sparse.KERNELS,
+    *gpu_cudnn.KERNELS,  # before our own dense prefill, but where a record says that ours is faster
+    *gpu_decode.KERNELS,
+    *gpu_sparse.KERNELS,
+    *gpu_keys.KERNELS,
+    *gpu_prefill.KERNELS,
     *xla_decode.KERNELS,
     *xla_prefill.KERNELS,
     *xla_sparse.KERNELS,
@@ -88,7 +100,7 @@ def attention(
     )
     shapes = parallel.local_shapes(call_shapes(q_BTNH, k_BSKH, selection))
     kernel = choose(spec, shapes, backend=backend)
-    config = kernel.default_config(spec, shapes)
+    config = tuned.config(kernel, spec, shapes)
 
     def launch(q, k, v, positions, selection):
         return kernel.launch(q, k, v, spec, positions, selection, config)
@@ -151,6 +163,8 @@ def refusal(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, platform: str, 
         return f"its role is {kernel.role}, the call's is {role}"
     if kernel.platform not in ("any", platform):
         return f"it runs on {kernel.platform}, this is {platform}"
+    if kernel.platform == "gpu" and (capability := missing_capability(kernel)):
+        return f"it needs compute capability {capability}"
     if kernel.phase == "decode" and phase == "prefill":
         return f"it takes one query row per sequence, the call has {shapes.num_queries}"
     if shapes.dtype not in kernel.dtypes:
@@ -159,6 +173,19 @@ def refusal(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, platform: str, 
         scores, limit = reference.num_scores(shapes), reference.AUTOMATIC_SCORES
         return f"it would hold {scores} scores, more than {limit}; name backend='reference' to run it all the same"
     return kernel.supports(spec, shapes)
+
+
+def missing_capability(kernel: Kernel) -> str | None:
+    """What the kernel needs of a GPU that the one here lacks; None if nothing, or if there is none to ask.
+
+    Ours use Hopper's own matrix instruction, which later chips do not have either; cuDNN's needs Ampere.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    here = jax.devices()[0].compute_capability
+    if kernel in gpu_cudnn.KERNELS:
+        return None if float(here) >= 8.0 else f"8.0 (Ampere) or later, this GPU has {here}"
+    return None if here == "9.0" else f"9.0 (Hopper), this GPU has {here}"
 
 
 def is_named(kernel: str, backend: str) -> bool:
@@ -171,14 +198,6 @@ def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
     if shapes.capacity is not None:
         return "sparse"
     return "score" if spec.mass else "dense"
-
-
-def call_shapes(q_BTNH: Array, k_BSKH: Array, selection: Selection | None = None) -> Shapes:
-    """The static sizes and dtype of a call on these arrays."""
-    batch, num_queries, num_heads, head_dim = q_BTNH.shape
-    num_keys, num_kv_heads = k_BSKH.shape[1:3]
-    capacity = None if selection is None else selection.tiles.shape[-1]
-    return Shapes(batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, capacity, str(q_BTNH.dtype))
 
 
 def check(q: Array, k: Array, v: Array, spec: AttentionSpec, selection: Selection | None) -> None:

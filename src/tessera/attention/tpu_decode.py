@@ -27,7 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Selection, Shapes
+from tessera.attention.config_space import distinct
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Shapes, call_shapes
 from tessera.attention.decode_blocks import (
     LANES,
     Cut,
@@ -38,10 +39,9 @@ from tessera.attention.decode_blocks import (
     list_units,
     merge,
     stream_lists,
-    visible_keys,
 )
 from tessera.attention.decode_copies import Stream, blank_values, is_whole, listed_keys, move_keys, move_tiles, span
-from tessera.attention.decode_gradient import row_gradients
+from tessera.attention.decode_gradient import differentiable
 from tessera.attention.exact_products import product, thirds
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.shapes import ceil_div, round_up
@@ -270,29 +270,8 @@ def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> At
     return AttentionOut(out, lse, mass[0].reshape(*shape[:2], 1, -1)[..., :tiles])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def dense(q, k, v, positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Dense decode, differentiable in q, k and v."""
-    return attend("dense", q, k, v, spec, positions, None, config)
-
-
-def _forward(q, k, v, positions, spec, config):
-    result = attend("dense", q, k, v, spec, positions, None, config)
-    return result, (q, k, v, positions, result)
-
-
-def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
-    q, k, v, positions, result = saved
-    start, stop = (x[:, None] for x in visible_keys(spec, positions, k.shape[1]))
-    key = jnp.arange(k.shape[1], dtype=jnp.int32)
-    shape = (q.shape[0], k.shape[2], -1)
-    rows = [(x.out.reshape(*shape, q.shape[3]), x.lse.reshape(shape)) for x in (result, cotangents)]
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    dq, dk, dv = row_gradients(q.reshape(rows[0][0].shape), k, v, (key >= start) & (key < stop), *rows, spec)
-    return dq.reshape(q.shape), jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2), None
-
-
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend)
+"""Dense decode, differentiable in q, k and v."""
 
 
 def launch(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
@@ -300,12 +279,6 @@ def launch(role: str, q, k, v, spec, positions, selection, config: Config) -> At
     if role == "dense":
         return dense(q, k, v, positions, spec, config)
     return attend(role, q, k, v, spec, positions, selection, config)
-
-
-def call_shapes(q: Array, k: Array, selection: Selection | None) -> Shapes:
-    """Static sizes of the call."""
-    capacity = None if selection is None else selection.tiles.shape[-1]
-    return Shapes(q.shape[0], 1, k.shape[1], q.shape[2], k.shape[2], q.shape[3], capacity, str(q.dtype))
 
 
 def call(cut: Cut, out_dtype, dtype):
@@ -401,12 +374,14 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Block sizes around the default, with one and two splits."""
+    """Blocks, heads and splits around the default."""
     best = default_config(role, spec, shapes)
-    for block_s in (best.block_s // 2, best.block_s, best.block_s * 2):
-        for heads in {best.block_heads, max(best.block_heads // 2, 1)}:
-            for splits in (1,) if role == "score" else (1, 2):
-                yield Config(block_s=max(block_s, LANES), block_heads=heads, splits=splits)
+    axes = {
+        "block_s": [max(best.block_s * times // 4, LANES) for times in (1, 2, 4, 8)],
+        "block_heads": [max(best.block_heads // parts, 1) for parts in (1, 2, 4)],
+        "splits": (1, 2, 4),
+    }
+    return distinct(best, axes, lambda c: cut_call(role, spec, shapes, c.block_s, c.block_heads, c.splits))
 
 
 def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import tpu_backward, work
+from tessera.attention.config_space import distinct
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
 from tessera.attention.matrix_unit import dot, widen
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
@@ -391,6 +392,8 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     groups = shapes.num_heads // shapes.num_kv_heads
     width, vmem_bytes = chip()
     rows, block_s = (1024, 1024) if shapes.dtype == "float32" else (4096 if width == 256 else 2048, 4096)
+    if spec.mass and shapes.head_dim > LANES and vmem_bytes <= 64 << 20:
+        block_s = min(block_s, 2048)  # what the masses spill does not fit beside longer blocks
     if spec.mass:
         while rows > LANES and rows * bank_bytes(spec, shapes) > BANK_BYTES:
             rows //= 2
@@ -404,17 +407,16 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Rows, keys and chunks around the default, row sums from either unit."""
+    """Rows, keys, chunks and steps around the default, row sums from either unit."""
     groups = shapes.num_heads // shapes.num_kv_heads
-    default = default_config(spec, shapes)
-    for rows in (512, 1024, 2048, 4096):
-        for block_s in (1024, 2048, 4096):
-            for chunk in (256, 512, 1024):
-                for matrix_sums in (False, True):
-                    sums = {"matrix_sums": matrix_sums, "half_exp": default.half_exp}
-                    yield Config(
-                        block_t=max(rows // groups, 1), block_s=block_s, chunk=chunk, step=max(chunk, 512), **sums
-                    )
+    axes = {
+        "block_t": [max(rows // groups, 1) for rows in (512, 1024, 2048, 4096, 8192)],
+        "block_s": (1024, 2048, 4096, 8192),
+        "chunk": (128, 256, 512, 1024),
+        "step": (256, 512, 1024, 2048),
+        "matrix_sums": (False, True),
+    }
+    return distinct(default_config(spec, shapes), axes, functools.partial(cut_call, spec, shapes))
 
 
 def _kernel(role: str) -> Kernel:

@@ -15,7 +15,7 @@ columns. Work: 4 H flops per (row, listed key) pair; HBM traffic: 2 H bytes-per-
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
+from tessera.attention.config_space import distinct
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.matrix_unit import dot, widen
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
@@ -383,13 +384,16 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Keys per buffer and per update around the default."""
-    default = default_config(spec, shapes)
-    for block_s in (1024, 2048, 4096):
-        for chunk in (256, 512, 1024, 2048):
-            for step_rows in (512, 1024):
-                if chunk <= block_s:
-                    yield replace(default, block_s=block_s, chunk=chunk, step_rows=step_rows)
+    """Rows, keys per buffer and per update, row sums from either unit."""
+    axes = {
+        "rows": (256, 512, 1024),
+        "step_rows": (256, 512, 1024, 2048),
+        "block_s": (512, 1024, 2048, 4096),
+        "chunk": (256, 512, 1024, 2048),
+        "mask_s": (256, 512, 1024),
+        "matrix_sums": (False, True),
+    }
+    return distinct(default_config(spec, shapes), axes, functools.partial(cut_call, spec, shapes))
 
 
 KERNELS = (

@@ -3,11 +3,14 @@
     tessera bench --suite cpu                      all cases, appended to evidence/<device>.jsonl
     tessera bench --suite cpu --only start_up      one case
     tessera bench --suite cpu --resume             only the cases this commit has no record of
+    tessera bench --suite cpu --gate               nothing kept; fails where a stored figure got worse beyond noise
+    tessera bench --compare OLD NEW                two files of records, measured before
 
 A case that fails becomes a record with its error, and the exit status says so.
 """
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +20,7 @@ from typing import Final, NamedTuple
 from rich.console import Console
 
 from tessera import evidence
-from tessera.bench import answers, attention, model
+from tessera.bench import answers, attention, compare, model
 from tessera.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
 from tessera.evidence import Record, What
 
@@ -105,6 +108,41 @@ def run(
     finally:
         stand.close()
     return int(failed)
+
+
+def gate(suite: str = "cpu", **options) -> int:
+    """Run a suite and hold it against this device's stored records.
+
+    Args:
+        suite, options: as for `run`, without out and resume.
+
+    Returns:
+        0; 1 if a case failed or a figure is worse than the stored one beyond noise.
+
+    Raises:
+        ValueError: nothing is stored for this device, or an unknown suite or case.
+    """
+    stored = Path("evidence") / f"{evidence.device_slug()}.jsonl"
+    if not stored.exists():
+        raise ValueError(f"{stored} does not exist: there is nothing to hold against; run without --gate first")
+    with tempfile.TemporaryDirectory(prefix="tessera-gate-") as folder:
+        fresh = Path(folder) / "fresh.jsonl"
+        run(suite, out=fresh, **options)
+        return compare_files(stored, fresh)
+
+
+def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
+    """Print what changed from one file of records to another; 1 if a figure got worse beyond noise, or broke.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing, holds no records, or shares no figure with the other.
+    """
+    old, new = evidence.read(before), evidence.read(after)
+    changes, errors = list(compare.changes(old, new)), compare.broken(old, new)
+    if not changes and not errors:
+        raise ValueError(f"{before} and {after} share no figure: op, kernel, workload, dtype and machine must be equal")
+    compare.print_changes(changes, errors)
+    return int(bool(errors) or any(change.regressed for change in changes))
 
 
 def _run_case(stand: Stand, name: str) -> list[Record]:

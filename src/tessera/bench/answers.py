@@ -1,10 +1,9 @@
 """Answers kept: the shipped model's pass keys, dense against Kascade on the same tasks."""
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from tessera import generate
+from tessera import evidence, generate
 from tessera.bench.stand import Stand
 from tessera.evidence import How, Record, What
 from tessera.quality import passkey_accuracy, passkey_tasks
@@ -26,7 +25,7 @@ def pass_keys(stand: Stand) -> Iterator[Record]:
         tasks = passkey_tasks(stand.sizes.passkeys, length)
         for name, model in models.items():
             found = passkey_accuracy(model, tasks, batch=1)
-            low, high = wilson(found.num_right, found.num_tasks)
+            low, high = evidence.wilson(found.num_right, found.num_tasks)
             what = What(
                 op="quality",
                 kernel=name,
@@ -43,10 +42,3 @@ def pass_keys(stand: Stand) -> Iterator[Record]:
                 density=(found.density,),
                 facts={"trials": found.num_tasks, "right": found.num_right, "low": low, "high": high},
             )
-
-
-def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
-    share, square = right / trials, z * z / trials
-    middle, half = share + square / 2, z * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))

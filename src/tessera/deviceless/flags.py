@@ -2,17 +2,20 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
+
+CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config picture".split()
+"""Flags that a step of a model does not take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Compile an attention kernel for a TPU that is not there: does it fit, what fills it, how long should it take."""
+    """Compile an attention kernel for a chip that is not there: does it fit, what fills it, how long should it take."""
 
-    chip: Literal["v5e", "v5p", "v6e", "v7x"] = "v6e"
-    """For which chip; v7x counts each of its two cores as a device."""
+    chip: Literal["v5e", "v5p", "v6e", "v7x", "h200"] = "v6e"
+    """For which chip; v7x counts each of its two cores as a device. For h200 the time is a roofline."""
     role: Literal["dense", "score", "sparse"] = "dense"
     """What the call returns or reads: all keys, all keys and every tile's mass, or selected tiles only."""
     phase: Literal["prefill", "decode"] = "prefill"
@@ -29,7 +32,7 @@ class Inspect:
     """Key/value heads."""
     head_dim: int = 128
     """Numbers per head."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Of queries, keys and values."""
     tile: Literal[1, 16, 32, 64, 128] = 128
     """Keys per tile."""
@@ -48,7 +51,7 @@ class Inspect:
     attention: Literal["kascade", "dense"] = "kascade"
     """With --model: the policy; Kascade with five anchors."""
     kernel: str | None = None
-    """A kernel by name; the one that runs on a TPU if not given."""
+    """A kernel by name; the one that runs on this chip if not given."""
     config: str | None = None
     """Its block sizes as a JSON object; its own choice if not given."""
     limit_s: float = 300.0
@@ -64,20 +67,18 @@ class Inspect:
 
     def run(self) -> int:
         """Print what was found; 1 if it does not compile."""
+        self.check()
         if self.model is not None:
             return self.run_model()
         from tessera.attention.contract import AttentionSpec
-        from tessera.deviceless import inspection
+        from tessera.deviceless import gpu_inspection, inspection
 
         names = ("role", "phase", "batch", "length", "queries", "heads", "kv_heads", "head_dim", "dtype", "fraction")
         spec = AttentionSpec(tile=self.tile, query_tile=self.query_tile, window=self.window, softcap=self.softcap)
         spec, shapes = inspection.call(spec=spec, **{name: getattr(self, name) for name in names})
-        config = None if self.config is None else json.loads(self.config)
-        result = inspection.inspect_call(
-            self.chip, spec, shapes, kernel=self.kernel, config=config, limit_s=self.limit_s
-        )
-        if self.picture is not None and result.compiled:
-            inspection.picture(result, self.picture)
+        config = None if self.config is None else self.sizes()
+        chips = gpu_inspection if self.chip == "h200" else inspection
+        result = chips.inspect_call(self.chip, spec, shapes, kernel=self.kernel, config=config, limit_s=self.limit_s)
         if self.evidence is not None:
             kernel = result.kernel if self.config is None else f"{result.kernel} {self.config}"
             sizes = dict(zip("BTSNKH", shapes)) | {"tile": self.tile, "query tile": self.query_tile}
@@ -86,13 +87,52 @@ class Inspect:
         if self.json:
             print(json.dumps(result.json()))
         else:
-            inspection.print_table(result)
+            chips.print_table(result)
+        if self.picture is not None and result.compiled:
+            chips.picture(result, self.picture)
         return 0 if result.compiled else 1
+
+    def sizes(self) -> dict:
+        """What --config says."""
+        try:
+            return json.loads(self.config)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--config {self.config} is not JSON ({error}): write '{{\"block_s\": 512}}'") from error
+
+    def check(self) -> None:
+        """Refuse what no compile can mend, before one starts."""
+        for name in ("batch", "length", "queries", "heads", "kv_heads", "head_dim"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if self.queries is not None and self.queries > self.length:
+            raise ValueError(f"--queries {self.queries} must be at most --length {self.length}: raise --length")
+        if not self.limit_s > 0:  # NaN too
+            raise ValueError(f"--limit-s {self.limit_s} must be above 0")
+        if self.model is not None:
+            defaults = {field.name: field.default for field in fields(self)}
+            given = [f"--{n.replace('_', '-')}" for n in CALL_ONLY if getattr(self, n) != defaults[n]]
+            if given:
+                raise ValueError(f"{', '.join(given)} must not stand beside --model: they describe a single call")
+        if self.picture is not None:
+            self.check_picture()
+
+    def check_picture(self) -> None:
+        """Refuse a picture that could not be written."""
+        from matplotlib.figure import Figure
+
+        kinds = Figure().canvas.get_supported_filetypes()
+        if self.picture.suffix[1:].lower() not in kinds:
+            raise ValueError(f"--picture {self.picture} must end in one of {', '.join(f'.{kind}' for kind in kinds)}")
+        if not self.picture.parent.is_dir():
+            raise FileNotFoundError(f"the folder {self.picture.parent} for --picture does not exist: create it")
 
     def run_model(self) -> int:
         """The same for a whole step."""
         from tessera.deviceless import model_inspection
 
+        if self.chip == "h200":
+            raise ValueError(f"--chip {self.chip} inspects single calls: drop --model, or name a TPU")
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
         result = model_inspection.inspect_step(self.chip, self.model, self.mesh, limit_s=self.limit_s, **call)
@@ -109,13 +149,16 @@ class Inspect:
         """Append the result, or its error, as a record; nothing was measured, and the record says so."""
         from tessera import evidence
 
+        ms, kind, check = "predicted_ms", "predicted", "predicted from the compiler's schedule, not measured"
+        if self.chip == "h200":
+            ms, kind, check = "roofline_ms", "roofline of", "a bound from the call's work, not measured"
         made = evidence.make(
-            evidence.What(op=f"predicted {what}", kernel=kernel, workload=workload, dtype=self.dtype),
-            [result.predicted_ms / 1e3] if result.compiled else [],
+            evidence.What(op=f"{kind} {what}", kernel=kernel, workload=workload, dtype=self.dtype),
+            [getattr(result, ms) / 1e3] if result.compiled else [],
             command=" ".join(
                 ["tessera inspect", *(a for a in sys.argv[2:] if a not in ("--evidence", str(self.evidence)))]
             ),
-            how=evidence.How(compile_s=result.compile_s, check="predicted from the compiler's schedule, not measured"),
+            how=evidence.How(compile_s=result.compile_s, check=check),
             facts=result.json(),
             error=result.error,
         )

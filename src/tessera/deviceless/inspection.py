@@ -13,14 +13,14 @@ from tessera.memory import format_bytes
 from tessera.shapes import ceil_div
 
 KEYS = (
-    "compiled error vmem_bytes smem_bytes hbm_bytes steps bundles_per_step slots spill_slots flops "
-    "predicted_ms predicted_tflops percent_of_peak bound_by compile_s"
+    "chip kernel config compiled error vmem_bytes smem_bytes hbm_bytes steps bundles_per_step slots spill_slots "
+    "flops predicted_ms predicted_tflops percent_of_peak bound_by compile_s"
 ).split()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """One program on one chip; the fields up to `compile_s` are the JSON object of `tessera inspect --json`.
+    """One program on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
 
     Attributes:
         hbm_bytes: main memory that the program holds while it runs.
@@ -107,9 +107,10 @@ def inspect_call(
         paths: folders added to the compiling process's import path.
 
     Raises:
-        ValueError: no kernel runs this call on a TPU, with the reasons.
+        ValueError: no kernel runs this call on a TPU, with the reasons; or `config` does not fit the kernel.
     """
     chosen = programs.kernel_named(kernel) if kernel else choose(spec, shapes, platform="tpu")
+    programs.check(chosen, spec, shapes, config, "tpu")
     found = tpu.compile_for(
         chip, tpu.attention_program(chosen.name, spec, shapes, config), limit_s=limit_s, paths=paths
     )

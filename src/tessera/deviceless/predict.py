@@ -1,7 +1,8 @@
 """From a schedule to a time: bundles on the executed path, the clock, and bytes over the memory's bandwidth.
 
-    kernel_s  = max(sum over scopes of executions x bundles / clock / cores, bytes moved by the kernel / bandwidth)
+    kernel_s  = max(sum over scopes of executions x cycles / clock / cores, bytes moved by the kernel / bandwidth)
     around_s  = bytes of XLA's copies, transposes and fusions around it / bandwidth
+    cycles    = bundles of a scope, or what its products take in the matrix units if that is longer
     predicted = kernel_s + around_s, with what Overheads adds to each
 
 What it leaves out: waits for single DMAs shorter than their latency (small blocks), contention between cores, a chip
@@ -57,7 +58,7 @@ class Prediction:
         moved_bytes: to and from main memory, kernels and what is around them.
         bound_by: "HBM", "XLA operations", or the unit of the core that is fullest.
         assumed: scopes whose number of executions the kernel does not state.
-        scopes: kernel/scope -> executions and bundles of one.
+        scopes: kernel/scope -> executions and cycles of one.
     """
 
     ms: float
@@ -121,16 +122,16 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
         counts, missing = counts_of(found, executions)
         assumed += [f"{found.name}/{name}" for name in missing]
         steps += counts[STEP]
-        own = sum(counts[region.name] * region.bundles for region in found.regions)
+        own = sum(counts[region.name] * region.cycles for region in found.regions)
         cycles += own
         cores = cores_at_work(found, counts[STEP], on.cores)
         compute_s += (overheads.stall * own / on.clock_hz + counts[STEP] * overheads.step_s) / cores
         for region in found.regions:
             passes = counts[region.name]
-            scopes[f"{found.name}/{region.name}"] = (passes, region.bundles)
+            scopes[f"{found.name}/{region.name}"] = (passes, region.cycles)
             for unit, count in region.slots.items():
                 used[unit] = used.get(unit, 0.0) + passes * count
-                capacity[unit] = capacity.get(unit, 0.0) + passes * region.bundles * found.capacity[unit]
+                capacity[unit] = capacity.get(unit, 0.0) + passes * region.cycles * found.capacity[unit]
     moved = float(sum(count for name, count in executions.items() if name.rpartition("/")[2] == BYTES))
     around_bytes = float(sum(o.bytes for o in compiled.operations))
     bandwidth = on.bytes_per_s * overheads.bandwidth_share

@@ -1,11 +1,13 @@
 """Programs to compile without a chip: attention calls as the model makes them."""
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from tessera.attention import gpu_cudnn, tuned
 from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.shapes import ceil_div
@@ -23,6 +25,31 @@ def kernel_named(name: str) -> Kernel:
     raise ValueError(f"kernel={name!r} must be one of {', '.join(k.name for k in KERNELS)}")
 
 
+def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None, platform: str) -> None:
+    """Refuse, before a compiler starts, what it could only fail at.
+
+    Raises:
+        ValueError: the kernel is another platform's, refuses the call, or has no such block sizes.
+    """
+    if kernel.platform not in ("any", platform):
+        raise ValueError(f"kernel {kernel.name} runs on {kernel.platform}, this chip is a {platform}: name another")
+    if kernel in gpu_cudnn.KERNELS:
+        raise ValueError(f"kernel {kernel.name} is compiled by cuDNN, on a GPU alone: take gpu_prefill_dense")
+    reason = kernel.supports(spec, shapes)
+    if reason is not None:
+        raise ValueError(f"kernel {kernel.name} does not support this call: {reason}")
+    if config is None:
+        return
+    if not isinstance(config, Mapping):
+        raise ValueError(f"config {config!r} must be a JSON object of block sizes")
+    names = [field.name for field in fields(kernel.Config)]
+    if strange := [name for name in config if name not in names]:
+        raise ValueError(f"config {', '.join(strange)}: {kernel.name} has no such size; it has {', '.join(names)}")
+    needed = [field.name for field in fields(kernel.Config) if field.default is field.default_factory is MISSING]
+    if missing := [name for name in needed if name not in config]:
+        raise ValueError(f"config lacks {', '.join(missing)}: {kernel.name} needs {', '.join(needed)}")
+
+
 def attention_call(
     kernel: str, spec: Mapping, shapes: Mapping, config: Mapping | None = None
 ) -> tuple[Any, tuple, dict]:
@@ -35,7 +62,7 @@ def attention_call(
     reason = found.supports(spec, shapes)
     if reason is not None:
         raise ValueError(f"{kernel} does not support this call: {reason}")
-    settings = found.default_config(spec, shapes) if config is None else found.Config(**config)
+    settings = tuned.config(found, spec, shapes) if config is None else found.Config(**config)
     s = shapes
     dtype = jnp.dtype(s.dtype)
     query = jax.ShapeDtypeStruct((s.batch, s.num_heads, s.num_queries, s.head_dim), dtype)

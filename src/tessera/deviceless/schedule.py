@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 STEP, LAUNCH = "step", "launch"
 
@@ -19,10 +20,14 @@ _BUNDLE = re.compile(r"^\s*(?:0x)?[0-9a-f]+\s+(?:LH|LB|LE|PB|PF|CT)?\s*:\s*((?:>
 _ONLY_MARKER = re.compile(r"^\{\s*%\d+ = vtrace \d+\s*(?:/\*[^*]*\*/)?\s*\}")
 _OPEN = re.compile(r"/\* TraceMeStart\((.*?)\) \[ \*/")
 _CLOSE = re.compile(r"/\* \] TraceMeEnd\((.*?)\) \*/")
+_PRODUCT = re.compile(r"= vmatmul\S*?\.(bf16|f32)\b")
 _FILE = re.compile(r"^\d+-(?P<kernel>.+?)-\d+-final_bundles\.txt$")
 _ALLOCATION = re.compile(
     r"#allocation\d+ \[shape = .*?, space=(\w+), size = (0x[0-9a-f]+),[^\n]*?scoped, tag = '(.*?)'\]"
 )
+
+CYCLES = MappingProxyType({"bf16": 4, "f32": 2})
+"""What one product instruction costs all matrix units of a core together; see `Region.product_cycles`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +38,9 @@ class Region:
         name: the scope's name, or "step" or "launch".
         bundles: cycles of one pass, if nothing waits.
         slots: used slots per unit in one pass.
-        matmuls: matrix multiplications among them.
+        product_cycles: cycles that the matrix units need for its products, whatever the bundles say: a register of rows
+            (16 of bfloat16, 8 of float32) enters one of 128 columns in as many cycles, 4 of those work at a time; of
+            256 columns, two rows enter at a time and 2 units work.
         depth: depth of the deepest loop the scope is in; 1 is the grid.
         loops: deeper loops that hold bundles of this scope and have no scope of their own.
     """
@@ -41,9 +48,14 @@ class Region:
     name: str
     bundles: int
     slots: Mapping[str, int]
-    matmuls: int
+    product_cycles: int
     depth: int
     loops: int
+
+    @property
+    def cycles(self) -> int:
+        """Cycles of one pass: a bundle each, unless the matrix units take longer."""
+        return max(self.bundles, self.product_cycles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +91,13 @@ class _Tally:
     """A region while it is counted."""
 
     def __init__(self, units: Iterable[str]):
-        self.bundles = self.matmuls = self.loops = 0
+        self.bundles = self.product_cycles = self.loops = 0
         self.entered = self.deepest = None
         self.slots = dict.fromkeys(units, 0)
 
     def add(self, text: str, depth: int, used: Iterable[int]) -> None:
         self.bundles += 1
-        self.matmuls += text.count("= vmatmul")
+        self.product_cycles += sum(CYCLES[dtype] for dtype in _PRODUCT.findall(text))
         self.entered = depth if self.entered is None else min(depth, self.entered)
         if self.deepest is not None and depth > self.deepest:
             self.loops += 1
@@ -125,7 +137,14 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
         kernel=kernel,
         capacity=capacity,
         regions=tuple(
-            Region(name=n, bundles=t.bundles, slots=t.slots, matmuls=t.matmuls, depth=t.deepest, loops=t.loops)
+            Region(
+                name=n,
+                bundles=t.bundles,
+                slots=t.slots,
+                product_cycles=t.product_cycles,
+                depth=t.deepest,
+                loops=t.loops,
+            )
             for n, t in tallies.items()
         ),
         vmem_bytes=memory["vmem"],

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tessera.attention import tuned
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.dispatch import choose
 from tessera.attention.parallel import AXIS
@@ -162,7 +163,7 @@ def attention_figures(role: str, policy: Policy, config: ModelConfig, shapes: Sh
         budget = {"fraction": policy.fraction, "minimum": policy.minimum}
         shapes = shapes._replace(capacity=capacity_for(spec, shapes.num_keys, shapes.num_queries, **budget))
     kernel = choose(spec, shapes, platform="tpu")
-    settings = kernel.default_config(spec, shapes)
+    settings = tuned.config(kernel, spec, shapes)
     counts = None if kernel.executions is None else dict(kernel.executions(spec, shapes, settings))
     return {"kernel": kernel.name, "executions": counts, **kernel.cost(spec, shapes)}
 

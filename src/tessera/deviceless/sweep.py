@@ -9,13 +9,14 @@ import json
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from tessera import evidence
+from tessera import evidence, files
 from tessera.attention.contract import AttentionSpec, Kernel
 from tessera.attention.dispatch import KERNELS
 from tessera.deviceless import inspection, tpu
@@ -88,6 +89,7 @@ def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
         groups.setdefault(f"{case['kernel']} on {case['chip']}", []).append(case["compiled"])
     facts = {
         "cases": len(found),
+        "planned": sum(1 for _ in cases(tuple(tpu.TOPOLOGIES))),
         "by_kernel": {name: [sum(ok), len(ok)] for name, ok in groups.items()},
         "failures": [{k: v for k, v in case.items() if k != "compiled"} for case in found if not case["compiled"]],
     }
@@ -100,6 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compile what is not in the file yet; 1 if anything did not compile."""
     parser = argparse.ArgumentParser(prog="python -m tessera.deviceless.sweep", description=main.__doc__)
     parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
+    parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
     parser.add_argument("--out", type=Path, default=Path("build/tpu-sweep.jsonl"))
     parser.add_argument("--limit-s", type=float, default=300.0)
     parser.add_argument("--niceness", type=int, default=0)
@@ -107,23 +110,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="append one record of the file to evidence")
     options = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
-    lines = options.out.read_text().splitlines() if options.out.exists() else []
-    found = [json.loads(line) for line in lines]
+    found = files.read_lines(options.out)
     if options.report:
+        if not found:
+            parser.error(f"{options.out} has no lines: compile first, without --report")
         evidence.append("evidence/tpu-compile.jsonl", report(found, "python -m tessera.deviceless.sweep"))
         return 0
     done = [{k: c[k] for k in ("chip", "kernel", "head_dim", "dtype", "tile", "length")} for c in found]
-    todo = [case for case in cases(tuple(options.chip or tpu.TOPOLOGIES)) if case not in done]
+    wanted = [case for case in cases(tuple(options.chip or tpu.TOPOLOGIES)) if options.kernel in case["kernel"]]
+    todo = [case for case in wanted if case not in done]
     random.Random(0).shuffle(todo)  # a sweep that is cut short has seen something of everything
     if options.list:
         print("\n".join(json.dumps(case) for case in todo))
         return 0
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    code = asdict(evidence.code())
     for number, case in enumerate(todo, start=1):
-        result = compile_case(case, options.limit_s, options.niceness)
+        result = compile_case(case, options.limit_s, options.niceness) | code
         found.append(result)
-        with options.out.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+        files.append_line(options.out, result)
         print(f"{number}/{len(todo)} {' '.join(map(str, case.values()))}: {result['error'] or 'ok'}"[:240], flush=True)
     return 0 if all(case["compiled"] for case in found) else 1
 

@@ -175,7 +175,8 @@ def compile_for(
         raise ValueError(f"{chip=} must be one of {', '.join(TOPOLOGIES)}")
     with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
         request = {**program, "topology": topology or TOPOLOGIES[chip], "devices": devices, "dump": folder}
-        reply = _child(request, environment(folder, paths), python or sys.executable, limit_s, niceness)
+        command = [python or sys.executable, "-P", str(WORKER)]
+        reply = ask(command, request, environment(folder, paths), limit_s, niceness)
         if not reply["compiled"]:
             error = explain(reply["error"], limit_s if reply["stage"] == "time" else None)
             return Compiled(
@@ -223,10 +224,13 @@ def environment(folder: str, paths: Sequence[str] = ()) -> dict[str, str]:
     return found
 
 
-def _child(request: dict, env: dict, python: str, limit_s: float, niceness: int) -> dict:
-    """The worker's reply; {"compiled": False, "stage": "time"} if it was ended."""
-    command = ["nice", "-n", str(niceness)] if niceness else []
-    command += [python, "-P", str(WORKER)]
+def ask(command: list[str], request: dict, env: dict, limit_s: float, niceness: int = 0) -> dict:
+    """The reply of a worker started for this request; {"compiled": False, "stage": "time"} if it was ended.
+
+    Raises:
+        ValueError: the worker could not start the compiler at all.
+    """
+    command = ["nice", "-n", str(niceness), *command] if niceness else command
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True,
         start_new_session=True,
@@ -250,8 +254,7 @@ def explain(text: str, limit_s: float | None = None) -> CompileError:
     """What a compiler's message means, and what helps."""
     text = " ".join(text.split())
     if limit_s is not None:
-        meaning = f"the compiler took longer than {limit_s:g} s and was ended"
-        return CompileError("time", text, meaning, "take smaller or fewer unrolled blocks, or raise the limit")
+        return out_of_time(text, limit_s)
     if re.search(r"TPU support not installed|No module named", text):
         way_out = "install the extra: pip install 'tessera-attention[deviceless]'"
         return CompileError("program", text, "the TPU compiler (libtpu) or a module is missing", way_out)
@@ -261,6 +264,12 @@ def explain(text: str, limit_s: float | None = None) -> CompileError:
         if named[1].upper() == kind if named else re.search(pattern, text):
             return CompileError(kind, text, meaning, way_out)
     return CompileError("program", text, "the program is wrong before it meets the chip", "read the message")
+
+
+def out_of_time(text: str, limit_s: float) -> CompileError:
+    """What it means that the worker was ended."""
+    meaning = f"the compiler took longer than {limit_s:g} s and was ended"
+    return CompileError("time", text, meaning, "take smaller or fewer unrolled blocks, or raise the limit")
 
 
 def clock_hz(chip: str) -> float:

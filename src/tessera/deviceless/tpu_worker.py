@@ -56,7 +56,8 @@ def answer(request: dict) -> dict:
         compiled = lowered.compile(compiler_options=request.get("compiler_options"))
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, KeyError, LookupError) as error:
         short = f"{type(error).__name__}: {error}"
-        return {"compiled": False, "stage": stage, "error": short, "trace": traceback.format_exc()[-4000:]}
+        took, trace = time.perf_counter() - start, traceback.format_exc()[-4000:]
+        return {"compiled": False, "stage": stage, "error": short, "compile_s": took, "trace": trace}
     reply = {"compiled": True, "trace_s": traced_at - start, "compile_s": time.perf_counter() - traced_at}
     reply |= {"memory": memory(compiled), "cost": cost(compiled), "jax": jax.__version__, "about": about}
     if request.get("dump"):

@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tessera import evidence
+from tessera import evidence, files
 from tessera.deviceless import hlo, predict, schedule, tpu
 
 PEER_PYTHON = Path(".venv-tokamax/bin/python")
@@ -71,12 +71,11 @@ def identity(point: dict[str, Any]) -> str:
 
 def collect(chip: str, timings: Path, out: Path, limit_s: float, most: int | None) -> None:
     """Compile what is not in `out` yet and append what the schedule says, one JSON object a line."""
-    done = {identity(point) for point in read(out)}
+    done, code = {identity(point) for point in files.read_lines(out)}, asdict(evidence.code())
     todo = [p for p in spread(list(points(timings, chip))) if identity(p) not in done]
     for number, point in enumerate(todo[:most], start=1):
-        line = compile_point(point, limit_s)
-        with out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        line = compile_point(point, limit_s) | code
+        files.append_line(out, line)
         print(
             f"{chip} {number}/{len(todo)} {point['q']} {line['compile_s']:.0f} s {line['error'] or ''}"[:200],
             flush=True,
@@ -93,16 +92,11 @@ def compile_point(point: dict[str, Any], limit_s: float) -> dict[str, Any]:
     )
     line = {**point, "compile_s": round(compiled.compile_s, 1), "error": str(compiled.error or "") or None}
     for found in compiled.schedules:
-        line["regions"] = {r.name: {"bundles": r.bundles, "slots": dict(r.slots)} for r in found.regions}
+        line["regions"] = {r.name: vars(r) | {"slots": dict(r.slots)} for r in found.regions}
         line["vmem_bytes"] = found.vmem_bytes
     line["operations"] = [[o.name, o.opcode, o.bytes, o.cycles] for o in compiled.operations]
     line["memory"], line["entry"] = dict(compiled.memory), compiled.entry
     return line
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """The lines collected so far."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def executions(point: Mapping[str, Any]) -> dict[str, float]:
@@ -147,10 +141,7 @@ def moved_bytes(point: Mapping[str, Any], steps: int) -> int:
 
 def predicted_ms(point: Mapping[str, Any], overheads: predict.Overheads) -> float:
     """The time that the collected schedule of a point predicts."""
-    regions = tuple(
-        schedule.Region(name=name, bundles=r["bundles"], slots=r["slots"], matmuls=0, depth=1, loops=0)
-        for name, r in point["regions"].items()
-    )
+    regions = tuple(schedule.Region(**region) for region in point["regions"].values())
     units = dict.fromkeys(regions[0].slots, 1)
     kernel = schedule.Schedule(kernel="splash", capacity=units, regions=regions, vmem_bytes=0, smem_bytes=0)
     names = ("name", "opcode", "bytes", "cycles")
@@ -263,7 +254,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
     if options.action == "report":
-        found = read(options.out)
+        found = files.read_lines(options.out)
+        if not found:
+            parser.error(f"{options.out} has no lines: `make peers-tpu` collects them")
         made = [replace(r, facts={**r.facts, "timings": options.source}) for r in records(found, "make peers-tpu")]
         evidence.append(options.evidence, made)
         picture(found, options.picture)
@@ -271,10 +264,12 @@ def main(argv: list[str] | None = None) -> int:
             print(record.what.workload, {k: v for k, v in record.facts.items() if k not in ("each", "by_head_dim")})
         return 0
     timings = options.timings or installed()
-    if not (timings / FOLDERS[options.chip] / FILE).is_file():
-        print(f"no timings of {options.chip} in {timings}: name a newer Tokamax's data/autotuning with --timings")
+    reason = missing(timings, options.chip)
+    if reason is not None and not (PEER_PYTHON.is_file() and timings.is_dir()):
+        parser.error(reason)
+    if reason is not None:  # an older wheel without this chip: `make peers-tpu` goes on with the next
+        print(reason)
         return 0
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     collect(options.chip, timings, options.out, options.limit_s, options.most)
     return 0
 
@@ -282,6 +277,17 @@ def main(argv: list[str] | None = None) -> int:
 def installed() -> Path:
     """The timings in the wheel of the peers' environment."""
     return next(PEER_PYTHON.parents[1].glob("lib/python3*/site-packages/tokamax/data/autotuning"), PEER_PYTHON)
+
+
+def missing(timings: Path, chip: str) -> str | None:
+    """What of the peer is not there, in a sentence; None if a point of this chip can be compiled."""
+    if not PEER_PYTHON.is_file():
+        return f"the peer's environment ({PEER_PYTHON}) is missing: `make peers-tpu` installs it"
+    if not timings.is_dir():
+        return f"no timings in {timings}: `make peers-tpu` installs the wheel that has them, --timings names a folder"
+    if not (timings / FOLDERS[chip] / FILE).is_file():
+        return f"no timings of {chip} in {timings}: name a newer Tokamax's data/autotuning with --timings"
+    return None
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from tessera.attention.contract import AttentionSpec
+from tessera.files import replace_text
 
 SCHEMA = 1
 HEADS = ("remap", "identity", "pooled")
@@ -69,19 +69,8 @@ class Plan:
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never half of one."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"schema": SCHEMA, "kind": "tessera-plan", **asdict(self)}, indent=1) + "\n"
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        finally:
-            Path(temporary).unlink(missing_ok=True)
+        replace_text(Path(path), text)
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":

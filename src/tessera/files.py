@@ -1,10 +1,15 @@
-"""Files and folders that are whole or absent: written beside their place, flushed to the disk, renamed."""
+"""Files and folders that are whole or absent: written beside their place, flushed to the disk, renamed.
 
+And files of JSON lines, of which a kill costs the line that was being written.
+"""
+
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, BinaryIO
 
 
 def write_text(path: Path, text: str) -> None:
@@ -22,6 +27,67 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace one file by this text, whole or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda temporary: write_text(temporary, text))
+
+
+def read_lines(path: Path) -> list[Any]:
+    """The values of a file of JSON lines, none where there is no file; a last line that a kill cut short is left out.
+
+    Raises:
+        ValueError: a line other than that is no JSON, by its number.
+    """
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    if not _whole(lines[-1]):  # empty when the file ends in a line end
+        lines.pop()
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path} line {number} is not JSON ({error}): delete it") from error
+    return found
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Add a JSON object to a file of such lines, on the disk at the return; its folder is made. One writer at a time.
+
+    A line that a kill cut short before is removed first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        data = json.dumps(value).encode() + b"\n"
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read() != b"\n":
+                data = _mend(file) + data
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _mend(file: BinaryIO) -> bytes:
+    """Cut the last line off, unless it is whole: then what is missing is its line end, which is returned."""
+    file.seek(0)
+    text = file.read()
+    start = text.rfind(b"\n") + 1
+    if _whole(text[start:]):
+        return b"\n"
+    file.truncate(start)
+    return b""
+
+
+def _whole(line: bytes) -> bool:
+    """Whether a line is complete JSON; a proper prefix of a JSON object never is."""
+    try:
+        json.loads(line)
+    except ValueError:  # JSON and UTF-8 errors both
+        return False
+    return True
 
 
 @contextmanager

@@ -1,0 +1,170 @@
+"""Block sizes that a search found better than a kernel's default: shipped tables, one file per device, one row a line.
+
+A row holds for the calls of its kernel that fall into its bucket. A bucket names measures of a call (`measures`), each
+with the value it must have or the [low, high] it must lie in, ends included; measures it does not name do not matter.
+What changes the shape of the work is exact (dtype, head_dim, groups; kv_heads in decode; tile and query_tile where the
+role has them), lengths and batches are intervals around what was searched. Rows are found for causal calls without
+window and cap, and hold for those alone. The first row that holds answers; where none does, the kernel's default.
+
+Each row points at the record in evidence/ that it rests on: every candidate tried, and its time or error.
+"""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from tessera import evidence, files, hardware
+from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+
+TABLES = Path(__file__).with_name("tables")
+
+MEASURES = (
+    *("dtype", "head_dim", "groups", "kv_heads", "batch", "num_queries", "num_keys"),
+    *("tile", "query_tile", "listed"),
+)
+"""What a bucket may name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of a table.
+
+    Attributes:
+        kernel: name in `dispatch.KERNELS`; role and phase are its.
+        bucket: measure -> value, or (low, high).
+        config: fields of the kernel's Config.
+        gain: the default's time over this one's; 1 where the default stands, None where the default does not compile.
+        record: file in evidence/, workload and date of the one record (of this kernel) that says so.
+    """
+
+    kernel: str
+    bucket: Mapping[str, Any]
+    config: Mapping[str, Any]
+    gain: float | None
+    record: Mapping[str, str]
+
+    def __post_init__(self):
+        for name, wanted in self.bucket.items():
+            if name not in MEASURES:
+                raise ValueError(f"bucket[{name!r}] must be one of {', '.join(MEASURES)}")
+            if isinstance(wanted, tuple) and not (len(wanted) == 2 and wanted[0] <= wanted[1]):
+                raise ValueError(f"bucket[{name!r}]={wanted} must be a value or [low, high]")
+        if set(self.record) != {"file", "workload", "date"}:
+            raise ValueError(f"record={dict(self.record)} must name file, workload and date")
+
+    def holds(self, kernel: str, spec: AttentionSpec, shapes: Shapes) -> bool:
+        """Whether this row answers a call."""
+        plain = spec.causal and spec.window is None and spec.softcap is None
+        if kernel != self.kernel or not plain:
+            return False
+        found = measures(spec, shapes)
+        return all(
+            wanted[0] <= (found[name] or 0) <= wanted[1] if isinstance(wanted, tuple) else found[name] == wanted
+            for name, wanted in self.bucket.items()
+        )
+
+
+def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
+    """What buckets look at; `listed` is the keys that a list has room for, None where there is none."""
+    return {
+        "dtype": shapes.dtype,
+        "head_dim": shapes.head_dim,
+        "groups": shapes.num_heads // shapes.num_kv_heads,
+        "kv_heads": shapes.num_kv_heads,
+        "batch": shapes.batch,
+        "num_queries": shapes.num_queries,
+        "num_keys": shapes.num_keys,
+        "tile": spec.tile,
+        "query_tile": spec.query_tile,
+        "listed": None if shapes.capacity is None else shapes.capacity * spec.tile,
+    }
+
+
+def config(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> Any:
+    """The kernel's Config for a call on the device that is traced for: the table's, else the kernel's default.
+
+    Raises:
+        ValueError: the table's row does not fit the kernel's Config.
+    """
+    for row in table(device()):
+        if row.holds(kernel.name, spec, shapes):
+            return built(row, kernel)
+    return kernel.default_config(spec, shapes)
+
+
+def built(row: Row, kernel: Kernel) -> Any:
+    """The row's config as the kernel's Config.
+
+    Raises:
+        ValueError: it has other fields, or values that the kernel refuses.
+    """
+    try:
+        return kernel.Config(**row.config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tuned config {dict(row.config)} does not fit {kernel.name}: {error}") from error
+
+
+def device() -> str:
+    """The table's name for the device that is traced for: "v6e", "h200", or a CPU's as evidence/ names its files."""
+    on = jax.sharding.get_abstract_mesh().abstract_device
+    kind = jax.devices()[0].device_kind if on is None else on.device_kind
+    chip = hardware.chip(kind)
+    if chip is not None:
+        return chip.name
+    return this_cpu() if kind == "cpu" else kind
+
+
+@functools.cache
+def this_cpu() -> str:
+    """The name of this host's CPU, looked up once: it reads /proc."""
+    return evidence.device_slug()
+
+
+@functools.cache
+def table(name: str) -> tuple[Row, ...]:
+    """The shipped rows of a device, read on first use; none where there is no table."""
+    path = TABLES / f"{name}.jsonl"
+    return read(path) if path.exists() else ()
+
+
+def read(path: Path) -> tuple[Row, ...]:
+    """The rows of a table.
+
+    Raises:
+        ValueError: a line is no row, by its number.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            body = json.loads(line)
+            bucket = {k: tuple(v) if isinstance(v, list) else v for k, v in body["bucket"].items()}
+            rows.append(Row(**{**body, "bucket": bucket}))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path.name} line {number} is not a row of tuned block sizes: {error}") from error
+    return tuple(rows)
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """Put rows into a table; old rows of other kernels, and of other buckets and workloads of the same, stay.
+
+    A row whose bucket has changed since replaces the one that was found for its workload before.
+    """
+    rows = tuple(rows)
+    found_anew = {_searched(row) for row in rows}
+    kept = {_key(row): row for row in (read(path) if path.exists() else ()) if _searched(row) not in found_anew}
+    kept |= {_key(row): row for row in rows}
+    lines = [json.dumps(asdict(row)) for row in sorted(kept.values(), key=_key)]
+    files.replace_text(path, "".join(f"{line}\n" for line in lines))
+
+
+def _key(row: Row) -> tuple[str, str]:
+    return row.kernel, json.dumps(row.bucket, sort_keys=True)
+
+
+def _searched(row: Row) -> tuple[str, str]:
+    return row.kernel, row.record["workload"]

@@ -1,0 +1,73 @@
+"""Words that every Hopper kernel here is written in: what the interpreter lacks, and how tiles lie in shared memory.
+
+A *warpgroup* is 128 threads that issue one matrix product (wgmma) of 64 rows together. Shared memory that a product
+reads is swizzled in lines of 128 bytes, so that neither the copy engine (TMA) nor the product meets bank conflicts.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+ROWS = 64
+"""Rows of one warpgroup's product."""
+SHARED_BYTES = 232_448
+"""Shared memory that one block of threads may have on Hopper."""
+LINE_BYTES = 128
+"""A swizzled line of shared memory."""
+
+ROW = plgpu.Layout.WGMMA.reduce(1)
+"""Layout in registers of one number per row of a product."""
+
+
+def swizzled(dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """Transforms of a [..., rows, columns] tile in shared memory that products read."""
+    return plgpu.TilingTransform((8, LINE_BYTES // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(LINE_BYTES)
+
+
+def simulated() -> bool:
+    """Whether the kernel that is traced will run in the interpreter, which lacks a few operations."""
+    return isinstance(jax._src.config.pallas_tpu_interpret_mode_context_manager.value, plgpu.InterpretGPUParams)
+
+
+def scores(q_smem, k_smem, while_busy: Callable[[], None] = lambda: None) -> Array:
+    """q k^T of [64,H] queries and [X,H] keys in shared memory, float32 [64,X] in registers.
+
+    while_busy is issued while the tensor core works.
+    """
+
+    def product(acc):
+        plgpu.wgmma(acc, q_smem, k_smem.transpose((1, 0)))
+        while_busy()
+        return acc[...]
+
+    return pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
+
+
+def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = lambda: None) -> Array:
+    """acc + p v of [64,X] probabilities in registers and [X,H] values in shared memory."""
+    if simulated():  # no product with its left operand in registers, no run_state
+        scores(v_smem.at[pl.ds(0, ROWS)], v_smem)  # for its reads alone: the asynchronous proxy's, as the product's are
+        acc = acc + jnp.dot(p.astype(jnp.float32), v_smem[...].astype(jnp.float32), precision="highest")
+        plgpu.commit_smem()  # what was read here as no chip would is not in the way of the next copy
+        while_busy()
+        return acc
+
+    def product(ref):
+        plgpu.wgmma(ref, p, v_smem)
+        while_busy()
+
+    return pl.run_state(product)(plgpu.ACC.init(acc))
+
+
+def per_row(x: Array, like: Array) -> Array:
+    """One number per row, in every column of `like`."""
+    return jax.lax.broadcast_in_dim(x, like.shape, [0])
+
+
+def filled(shape: tuple[int, ...], value: float, layout=plgpu.Layout.WGMMA) -> Array:
+    """A float32 array in registers."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -1,0 +1,120 @@
+"""Two sets of records held against each other: what got better, what got worse, and what is noise.
+
+A figure that was taken beside a peer is compared by its ratio to the peer: both sides ran interleaved, so a slower day
+of the machine cancels. A figure without one is compared as it is. The interval is a bootstrap over the raw samples of
+both sets; rounds of a pair are redrawn together.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from tessera import evidence
+from tessera.evidence import Key, Record
+
+DRAWS, TAIL = 4000, 0.025
+MARGIN: Final = 0.05
+"""Part of the figure that may be lost before it counts as a regression, noise apart."""
+LESS_IS_BETTER: Final = ("s", "bytes", "of tolerance")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One figure in two sets.
+
+    Attributes:
+        key: what was measured.
+        before, after: medians, or ratios to the peer where `against` names one.
+        unit: of both, "x" for a ratio.
+        against: the peer of both.
+        factor: how many times better the second is; below 1 is worse.
+        interval: its bootstrap 95 % interval.
+    """
+
+    key: Key
+    before: float
+    after: float
+    unit: str
+    against: str | None
+    factor: float
+    interval: tuple[float, float]
+
+    @property
+    def regressed(self) -> bool:
+        """Worse by more than the margin, even at the kind end of the interval."""
+        return self.interval[1] < 1 - MARGIN
+
+
+def changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
+    """Every figure that both sets have without an error; of several records the latest counts."""
+    old, new = evidence.latest(before), evidence.latest(after)
+    for key, record in new.items():
+        if key in old and record.median is not None and old[key].median is not None and old[key].unit == record.unit:
+            yield change(key, (old[key], peer_of(old[key], old)), (record, peer_of(record, new)))
+
+
+def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
+    """Records of the second set that are an error where the first had a figure, or a crash of a whole case."""
+    old = evidence.latest(before)
+    return [r for key, r in evidence.latest(after).items() if r.error and (key not in old or not old[key].error)]
+
+
+def peer_of(record: Record, table: dict[Key, Record]) -> Record | None:
+    """The other side of the same interleaved run, if it is in the set."""
+    if record.comparison is None or not record.how.interleaved:
+        return None
+    found = table.get(record.key._replace(kernel=record.comparison.against))
+    same_run = found is not None and found.command == record.command and len(found.samples) == len(record.samples)
+    return found if same_run else None
+
+
+def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, Record | None]) -> Change:
+    """The change of one figure, relative to the peer if both runs had it."""
+    paired = before[1] is not None and after[1] is not None
+    rng = np.random.default_rng(0)
+    sides = [drawn(record, peer if paired else None, rng) for record, peer in (before, after)]
+    (old, old_draws), (new, new_draws) = sides
+    less = not paired and before[0].unit in LESS_IS_BETTER
+    factors = old_draws / new_draws if less else new_draws / old_draws
+    low, high = np.quantile(factors, [TAIL, 1 - TAIL])
+    return Change(
+        key=key,
+        before=old,
+        after=new,
+        unit="x" if paired else before[0].unit,
+        against=before[0].comparison.against if paired else None,
+        factor=old / new if less else new / old,
+        interval=(float(low), float(high)),
+    )
+
+
+def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray]:
+    """(the figure, its bootstrap draws): the median, or the peer's median over it."""
+    samples = np.asarray(record.samples)
+    pick = rng.integers(0, len(samples), (DRAWS, len(samples)))
+    own = np.median(samples[pick], axis=1)
+    if peer is None:
+        return record.median, own
+    return peer.median / record.median, np.median(np.asarray(peer.samples)[pick], axis=1) / own
+
+
+def print_changes(found: Sequence[Change], errors: Sequence[Record]) -> None:
+    """A line per figure, the worst first; then what no longer runs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.width = max(console.width, 110)
+    table = Table(title="second set against first, above 1 is better", title_justify="left")
+    for name in ("figure", "dtype", "before", "after", "change", "95 % interval", ""):
+        table.add_column(name, justify="left" if name in ("figure", "dtype", "") else "right", no_wrap=name != "figure")
+    for c in sorted(found, key=lambda c: c.factor):
+        name = f"{c.key.workload}: {c.key.kernel}" + (f" against {c.against}" if c.against else "")
+        low, high = c.interval
+        values = (f"{c.before:.4g} {c.unit}", f"{c.after:.4g} {c.unit}", f"{c.factor:.3f}", f"{low:.3f} to {high:.3f}")
+        table.add_row(name, c.key.dtype, *values, "REGRESSED" if c.regressed else "")
+    console.print(table)
+    for record in errors:
+        console.print(f"{record.what.workload}: {record.what.kernel}: error: {record.error}", style="red", markup=False)

@@ -1,0 +1,234 @@
+"""`tessera inspect --chip h200`: one attention call compiled for an NVIDIA GPU that is not there, and its roofline.
+
+What is read is the machine code (registers, spills, shared memory, instructions). The time is a roofline, a bound from
+the call's work and the chip's measured ceilings: it says what no kernel can beat, not what this one takes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tessera import hardware
+from tessera.attention import gpu_cudnn, work
+from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.dispatch import KERNELS, choose, refusal
+from tessera.deviceless import gpu, gpu_gates, programs, sass, tpu
+from tessera.memory import format_bytes
+
+KEYS = (
+    "chip kernel config compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes steps instructions "
+    "gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
+).split()
+
+
+class Ceilings(NamedTuple):
+    """What a chip reaches at all: measured rates, and exponentials by clock (16 a cycle and multiprocessor)."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    exponentials_per_s: float
+
+
+CEILINGS = MappingProxyType({"h200": Ceilings(790e12, 4.3e12, 132 * 16 * 1.98e9)})
+"""H200: a bfloat16 product of 8192 squared on random numbers, and a copy within the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """One call on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
+
+    Attributes:
+        registers: of a thread at launch, the largest of the call's kernels; likewise spill_bytes, shared_bytes.
+        spill_bytes: per thread, stores and loads together.
+        hbm_bytes, temp_bytes: main memory held while it runs, and of it what is neither argument nor result.
+        steps: blocks of threads launched.
+        instructions: in the code of all the call's kernels, not how often they run.
+        gates: what the code breaks, empty if nothing.
+        flops: the work's: masked and padded products do not count.
+        roofline_ms: max(flops / rate, bytes / bandwidth, exponentials / rate): a bound, not a prediction.
+        percent_of_peak: flops in roofline_ms over the chip's nominal rate.
+    """
+
+    compiled: bool
+    error: str | None = None
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    hbm_bytes: int | None = None
+    temp_bytes: int | None = None
+    steps: int | None = None
+    instructions: Mapping[str, int] = MappingProxyType({})
+    gates: tuple[str, ...] = ()
+    flops: float | None = None
+    roofline_ms: float | None = None
+    roofline_tflops: float | None = None
+    percent_of_peak: float | None = None
+    bound_by: str | None = None
+    compile_s: float | None = None
+    chip: str = ""
+    kernel: str = ""
+    config: str = ""
+    moved_bytes: float | None = None
+    found: gpu.Compiled | None = None
+
+    def json(self) -> dict[str, Any]:
+        """The object of `--json`."""
+        return {key: getattr(self, key) for key in KEYS} | {"instructions": dict(self.instructions)}
+
+
+def inspect_call(
+    chip: str,
+    spec: AttentionSpec,
+    shapes: Shapes,
+    *,
+    kernel: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    limit_s: float = 300.0,
+    **where: Any,
+) -> Inspection:
+    """Compile one attention call and bound its time.
+
+    Args:
+        chip: "h200".
+        spec, shapes: the call.
+        kernel: name of the kernel; the first that dispatch would take on a GPU, cuDNN's left out, if not given.
+        config: its block sizes; its own default for this call if not given.
+        limit_s: seconds for the compiler.
+        where: `python` and `paths` of the compiling process.
+
+    Raises:
+        ValueError: no kernel runs this call on a GPU, with the reasons; or `config` does not fit the kernel.
+    """
+    chosen = programs.kernel_named(kernel) if kernel else first_of_ours(spec, shapes)
+    programs.check(chosen, spec, shapes, config, "gpu")
+    program = tpu.attention_program(chosen.name, spec, shapes, config)
+    found = gpu.compile_for(chip, program, limit_s=limit_s, **where)
+    about = {"chip": chip, "kernel": chosen.name, "config": str(config or found.settings or "default"), "found": found}
+    if found.error is not None:
+        return Inspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
+    return measure(chosen, spec, shapes, found, about)
+
+
+def first_of_ours(spec: AttentionSpec, shapes: Shapes) -> Kernel:
+    """The first kernel that takes the call; not cuDNN's, which is compiled on a GPU alone.
+
+    Raises:
+        ValueError: none does, with the reasons.
+    """
+    for kernel in KERNELS:
+        if kernel not in gpu_cudnn.KERNELS and refusal(kernel, spec, shapes, "gpu", None) is None:
+            return kernel
+    return choose(spec, shapes, platform="gpu")
+
+
+def measure(
+    kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled, about: Mapping[str, Any]
+) -> Inspection:
+    """The figures of a compiled attention call."""
+    reports, flops = found.kernels, kernel.cost(spec, shapes)["flops"]
+    moved = moved_bytes(kernel, spec, shapes)
+    seconds, bound_by = roofline(about["chip"], flops, moved, shapes.head_dim)
+    counts = {name: sum(r.instructions.get(name, 0) for r in reports) for name in gpu_gates.WATCHED}
+    peak = hardware.chip(about["chip"]).bf16_flops_per_s
+    return Inspection(
+        compiled=True,
+        registers=max((r.registers for r in reports), default=None),
+        spill_bytes=max((sum(r.spill_bytes) for r in reports), default=None),
+        shared_bytes=max((r.shared_bytes for r in reports), default=None),
+        hbm_bytes=found.hbm_bytes,
+        temp_bytes=found.memory["temp"],
+        steps=sum(r.blocks or 0 for r in reports) or None,
+        instructions={name: count for name, count in counts.items() if count},
+        gates=tuple(gpu_gates.broken_program(reports)) if kernel.platform == "gpu" else (),
+        flops=flops,
+        roofline_ms=round(1e3 * seconds, 6),
+        roofline_tflops=round(flops / seconds / 1e12, 3),
+        percent_of_peak=round(100 * flops / seconds / peak, 2),
+        bound_by=bound_by,
+        compile_s=round(found.compile_s, 2),
+        moved_bytes=moved,
+        **about,
+    )
+
+
+def moved_bytes(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> float:
+    """Least bytes through main memory: a sparse prefill's lists overlap, what they share comes from the L2 cache."""
+    moved = kernel.cost(spec, shapes)["bytes"]
+    if kernel.role == "sparse" and shapes.num_queries > 1:
+        moved = min(moved, work.prefill(spec, shapes)["bytes"])
+    return moved
+
+
+def roofline(chip: str, flops: float, moved: float, head_dim: int) -> tuple[float, str]:
+    """(least seconds, what bounds them) for this much work: 4 H flops and one exponential per score."""
+    on = CEILINGS[chip]
+    bounds = {
+        "tensor cores": flops / on.flops_per_s,
+        "main memory": moved / on.bytes_per_s,
+        "exponentials": flops / (4 * head_dim) / on.exponentials_per_s,
+    }
+    name = max(bounds, key=bounds.__getitem__)
+    return bounds[name], name
+
+
+def print_table(result: Inspection) -> None:
+    """The result for people: the bound, what fills the chip, a line per kernel."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not result.compiled:
+        console.print(f"[bold]{result.kernel} on {result.chip}[/bold] does not compile")
+        for name, text in result.found.error._asdict().items():
+            console.print(f"  {name.replace('_', ' ')}: {text}", markup=False)
+        return
+    table = Table(title=f"{result.kernel} on {result.chip}, {result.config}", title_justify="left", show_header=False)
+    rows = {
+        "roofline, not a prediction": f"{result.roofline_ms:.3f} ms, bound by {result.bound_by}",
+        "rate at the roofline": f"{result.roofline_tflops:.1f} TFLOP/s, {result.percent_of_peak:.1f} % of nominal peak",
+        "main memory": f"{format_bytes(result.hbm_bytes)} held, {format_bytes(result.temp_bytes)} of it temporary, "
+        f"at least {format_bytes(result.moved_bytes)} moved",
+        "gates": "passed" if not result.gates else f"{len(result.gates)} broken",
+        "compiled in": f"{result.compile_s:.1f} s",
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console.print(table)
+    if not result.found.kernels:
+        console.print("  no kernel of ours in it: XLA's own code, of which nothing is read", markup=False)
+    for report in result.found.kernels:
+        console.print(f"  {describe(report)}", markup=False, highlight=False)
+    for text in result.gates:
+        console.print(f"  broken: {text}", style="red", markup=False, highlight=False)
+
+
+def describe(report: sass.Report) -> str:
+    """One kernel in a few lines."""
+    launch = "" if report.blocks is None else f"{report.blocks:,} blocks of {report.threads} threads, "
+    counts = ", ".join(f"{n} {c}" for n in gpu_gates.WATCHED if (c := report.instructions.get(n)))
+    return (
+        f"{report.kernel}: {launch}{report.registers} registers, {sum(report.spill_bytes)} bytes spilled, "
+        f"{format_bytes(report.shared_bytes)} shared, {report.barriers} barriers\n    in the code: {counts}"
+    )
+
+
+def picture(result: Inspection, path: Path) -> None:
+    """The roofline with the call on it, and the instructions in its kernels' code, as SVG (or what the suffix says)."""
+    from matplotlib.figure import Figure
+
+    on = CEILINGS[result.chip]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    roof, bars = figure.subplots(1, 2)
+    intensity, ridge = result.flops / result.moved_bytes, on.flops_per_s / on.bytes_per_s
+    low, high = min(intensity, ridge) / 10, max(intensity, ridge) * 10
+    roof.plot([low, ridge, high], [low * on.bytes_per_s / 1e12, on.flops_per_s / 1e12, on.flops_per_s / 1e12], "k-")
+    roof.plot([intensity], [result.roofline_tflops], "o", color="tab:red")
+    roof.set(xscale="log", yscale="log", xlabel="flops per byte of main memory", ylabel="TFLOP/s")
+    roof.set_title(f"{result.kernel} on {result.chip}: at least {result.roofline_ms:.3g} ms", fontsize=10)
+    bars.barh(list(result.instructions), list(result.instructions.values()), color="tab:blue")
+    bars.invert_yaxis()
+    bars.set(xscale="log", xlabel="instructions in the code")
+    bars.set_title(f"{result.registers} registers, {format_bytes(result.shared_bytes)} shared", fontsize=10)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

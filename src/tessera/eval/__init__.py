@@ -1,0 +1,263 @@
+"""Does Kascade keep the answers? Tasks, fidelity to dense, and what the plan's choices cost.
+
+    tessera eval                              the shipped model: policies side by side on all tasks, minutes
+    tessera eval --suite study                tile by query tile, heads, anchors, fractions: fidelity and pass keys
+    tessera eval --model FOLDER --text FILE   another model, on its own plan and text
+
+A record per policy and question; `--resume` skips what this very commit has recorded.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from tessera import evidence
+from tessera.data import library_corpus
+from tessera.eval import tasks
+from tessera.eval.fidelity import fidelity
+from tessera.evidence import How, Record, What
+from tessera.generate import Model
+from tessera.sparse.baselines import Window
+from tessera.sparse.plan import Plan
+
+LEVEL_TAIL, DRAWS = 0.025, 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much is asked.
+
+    Attributes:
+        kinds: kinds of tasks.
+        lengths: tokens of prompt and answer.
+        samples: tasks per kind and length; depths are spread evenly over them.
+        windows: pieces of held-out text for the fidelity.
+        window_tokens: tokens of each.
+    """
+
+    kinds: tuple[str, ...] = tuple(tasks.KINDS)
+    lengths: tuple[int, ...] = (1024, 2048, 4096)
+    samples: int = 10
+    windows: int = 8
+    window_tokens: int = 4096
+
+
+SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
+    {
+        "demo": Sizes(),
+        "study": Sizes(kinds=("single",), lengths=(4096,), samples=10, windows=12),
+        "smoke": Sizes(lengths=(512,), samples=1, windows=1, window_tokens=512),
+    }
+)
+"""Sizes by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A policy on the model's weights, and what sets it apart."""
+
+    name: str
+    title: str
+    model: Model
+    config: Mapping[str, Any]
+
+
+def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
+    """Dense, Kascade at three fractions, the window that reads as many keys, and the oracle (every layer its own)."""
+    plan = dataclasses.replace(plan, crossover_tokens=0)
+    yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
+    for fraction in (0.05, 0.1, 0.2):
+        minimum = plan.minimum if fraction >= 0.1 else plan.minimum // 2
+        yield kascade(model, dataclasses.replace(plan, fraction=fraction, minimum=minimum), f"fraction {fraction:g}")
+    window = Window(window=round(length * plan.fraction), sinks=plan.tile, tile=plan.tile, query_tile=plan.query_tile)
+    windowed = dataclasses.replace(model, policy=window)
+    yield Contender(name="window", title=f"window {window.window} + sinks", model=windowed, config=asdict(window))
+    oracle = model.with_attention("oracle", plan)
+    yield Contender(name="oracle", title="every layer selects", model=oracle, config=settings(plan))
+
+
+def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
+    """The plan with one choice changed: tile by query tile, heads, fraction; anchors need a calibration each."""
+    plan = dataclasses.replace(plan, crossover_tokens=0)
+    for tile in (1, 16, 32, 64, 128):
+        for query_tile in (16, 32, 64, 128):
+            changed = dataclasses.replace(plan, tile=tile, query_tile=query_tile)
+            yield kascade(model, changed, f"tile {tile}, query tile {query_tile}")
+    for fraction in (0.05, 0.2):
+        yield kascade(model, dataclasses.replace(plan, fraction=fraction, minimum=64), f"fraction {fraction:g}")
+    for heads in ("remap", "identity", "pooled"):
+        changed = dataclasses.replace(make_plan(heads=heads), crossover_tokens=0)
+        yield kascade(model, changed, f"heads {heads}")
+    for anchors in (2, 3, 4, 5, 6):
+        if anchors < model.config.num_layers:
+            changed = dataclasses.replace(make_plan(anchors=anchors), crossover_tokens=0)
+            yield kascade(model, changed, f"{anchors} anchors")
+
+
+def kascade(model: Model, plan: Plan, title: str) -> Contender:
+    """The model under a Kascade plan."""
+    return Contender(name="kascade", title=title, model=model.with_attention("kascade", plan), config=settings(plan))
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """What a record says of a plan."""
+    names = ("model", "anchors", "heads", "tile", "query_tile", "fraction", "minimum")
+    return {name: getattr(plan, name) for name in names} | {"anchors": list(plan.anchors)}
+
+
+def hay_of(model: Model, text: str | None) -> tasks.Hay:
+    """Filler for the tasks: the text given, else held-out library text.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source} has no tokenizer: tasks are text")
+    text = bytes(library_corpus().held_out.astype(np.uint8)).decode("utf-8", "replace") if text is None else text
+    return tasks.Hay(text=text, count=lambda piece: len(model.tokenizer.encode(piece)))
+
+
+def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.Hay, command: str) -> Record:
+    """One record: the contender's score on one kind at one length, greedily, task by task."""
+    scores, depths, density = [], [], []
+    for index in range(sizes.samples):
+        depth = (index + 0.5) / sizes.samples
+        sample = tasks.make(kind, hay, length, seed=(length, index), depth=depth)
+        [answer] = contender.model.generate([sample.prompt], max_new_tokens=sample.answer_tokens)
+        scores.append(sample.score(answer.text))
+        depths.append(depth)
+        density.append(answer.density)
+    low, high = mean_interval(scores)
+    what = What(
+        op="eval task",
+        kernel=contender.name,
+        workload=f"{kind} at {length}: {contender.title}",
+        dtype=str(contender.model.params.embed.dtype),
+        config=dict(contender.config),
+        title=f"{kind.replace('_', ' ')}, {length:,} tokens",
+    )
+    return evidence.make(
+        what,
+        [float(np.mean(scores))],
+        command=command,
+        unit="fraction",
+        how=How(iterations=len(scores), check="share of the expected strings in the greedy answer"),
+        density=(float(np.mean(density)),),
+        facts={"scores": scores, "depths": depths, "low": low, "high": high, "length": length, "kind": kind}
+        | {"policy": contender.title},
+    )
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a mean: Wilson's where all are 0 or 1, else a bootstrap."""
+    values = np.asarray(values, float)
+    if np.isin(values, (0.0, 1.0)).all():
+        return evidence.wilson(int(values.sum()), len(values))
+    pick = np.random.default_rng(0).integers(0, len(values), (DRAWS, len(values)))
+    low, high = np.quantile(values[pick].mean(1), [LEVEL_TAIL, 1 - LEVEL_TAIL])
+    return float(low), float(high)
+
+
+def measure_fidelity(contender: Contender, windows: Sequence[np.ndarray], command: str) -> Record:
+    """One record: KL divergence from dense per token, perplexities, share of equal best guesses."""
+    found = fidelity(contender.model, contender.model.policy, windows)
+    low, high = mean_interval(found.kl)
+    what = What(
+        op="eval fidelity",
+        kernel=contender.name,
+        workload=f"held-out text: {contender.title}",
+        dtype=str(contender.model.params.embed.dtype),
+        config=dict(contender.config),
+        title=contender.title,
+    )
+    facts = {"perplexity": found.perplexity, "perplexity_dense": found.perplexity_dense, "agreement": found.agreement}
+    facts |= {
+        "mean": float(np.mean(found.kl)),
+        "low": low,
+        "high": high,
+        "tokens": found.num_tokens,
+        "policy": contender.title,
+    }
+    how = How(iterations=len(found.kl), check="KL(dense || policy), mean over the tokens of each window")
+    return evidence.make(what, found.kl, command=command, unit="nats", how=how, facts=facts)
+
+
+def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
+    """Pieces of the filler text from all over it.
+
+    Raises:
+        ValueError: the text is shorter than one window.
+    """
+    ids = np.asarray(model.tokenizer.encode(hay.text[: 40 * sizes.windows * sizes.window_tokens]), np.int32)
+    if len(ids) < sizes.window_tokens:
+        raise ValueError(f"the text has {len(ids)} tokens: a window needs {sizes.window_tokens}")
+    starts = np.linspace(0, len(ids) - sizes.window_tokens, sizes.windows).astype(int)
+    return [ids[start : start + sizes.window_tokens] for start in starts]
+
+
+def done_before(path: Path) -> set[tuple[str, str, str]]:
+    """(op, kernel, workload) of what this very commit has recorded without error."""
+    code = evidence.code()
+    if code.dirty or code.commit is None or not path.exists():
+        return set()
+    return {(r.what.op, r.what.kernel, r.what.workload) for r in evidence.read(path) if r.code == code and not r.error}
+
+
+def run(
+    model: Model,
+    plan: Plan,
+    *,
+    suite: str = "demo",
+    make_plan: Callable[..., Plan] | None = None,
+    text: str | None = None,
+    out: str | os.PathLike | None = None,
+    resume: bool = False,
+    command: str = "tessera eval",
+) -> int:
+    """Run a suite on a model and append its records, as they come.
+
+    Args:
+        model, plan: what is judged; the plan's cross-over is left aside.
+        suite: "demo" (policies side by side), "study" (the plan's choices) or "smoke".
+        make_plan: (heads=..., anchors=...) -> Plan, for the study; calibrates.
+        text: filler of the tasks, and what the fidelity is measured on; held-out library text if None.
+        out: file of records; evidence/eval-<device>.jsonl if None.
+        resume: skip what the file holds of this very commit.
+
+    Raises:
+        ValueError: an unknown suite, a model without tokenizer, a context shorter than the tasks.
+    """
+    from rich.console import Console
+
+    if suite not in SUITES:
+        raise ValueError(f"{suite=} must be one of {', '.join(SUITES)}")
+    sizes = SUITES[suite]
+    longest = max(*sizes.lengths, sizes.window_tokens)
+    if model.config.max_positions < longest:
+        raise ValueError(f"the model's context of {model.config.max_positions} tokens is shorter than {longest}")
+    out = Path("evidence") / f"eval-{evidence.device_slug()}.jsonl" if out is None else Path(out)
+    hay, console = hay_of(model, text), Console(stderr=True, highlight=False)
+    windows, done = windows_of(model, hay, sizes), done_before(out) if resume else set()
+    entries = variants(model, plan, make_plan) if suite == "study" else side_by_side(model, plan, max(sizes.lengths))
+    for contender in entries:
+        jobs: list[tuple[tuple[str, str, str], Callable[[], Record]]] = []
+        if contender.name != "dense":
+            name = ("eval fidelity", contender.name, f"held-out text: {contender.title}")
+            jobs.append((name, lambda c=contender: measure_fidelity(c, windows, command)))
+        for kind in sizes.kinds:
+            for length in sizes.lengths:
+                name = ("eval task", contender.name, f"{kind} at {length}: {contender.title}")
+                jobs.append((name, lambda c=contender, k=kind, n=length: ask(c, k, n, sizes, hay, command)))
+        for name, job in jobs:
+            if name not in done:
+                record = job()
+                evidence.append(out, record)
+                low, high = record.facts["low"], record.facts["high"]
+                console.print(f"{name[2]}: {np.mean(record.samples):.4g} {record.unit} ({low:.3g} to {high:.3g})")
+    return 0

@@ -1,0 +1,9 @@
+"""Everything to be found out on a machine with a Hopper GPU, in one command: `scripts/gpu_check.sh` runs it.
+
+    python -m tessera.gpu_check                    # env, correct, time, tune; ends by itself within --limit-s
+    python -m tessera.gpu_check correct time       # pieces
+    python -m tessera.gpu_check --dry --out FILE   # all of it here: interpreter, tiny shapes, nothing meant
+
+Needs Python, jax, numpy; torch and flash_attn are timed where they are installed. Every result is a record, a failed
+candidate's error too, appended as it goes; what the file already holds from this commit is not done again.
+"""

@@ -1,0 +1,131 @@
+"""The attention calls of the GPU script, their numbers, and kernels made ready to run on them."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tessera import trials
+from tessera.attention import gpu_cudnn, tuned
+from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.dispatch import KERNELS
+from tessera.attention.selection import select_tiles
+from tessera.gpu_check.session import Session
+from tessera.shapes import ceil_div
+
+FRACTION = 0.1
+TILES = (64, 128, 32, 16, 1)
+MOST_SINGLE_KEYS = 16384
+"""Masses and lists of single keys take gigabytes beyond."""
+LLAMA_8B, LLAMA_70B = (32, 8), (64, 8)
+"""Query and KV heads of Llama 3.1."""
+
+
+class Setting(NamedTuple):
+    """One call: B, T, S, query and KV heads, head dim, causal, dtype."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    causal: bool = True
+    dtype: str = "bfloat16"
+
+    @property
+    def phase(self) -> str:
+        return "decode" if self.queries == 1 else "prefill"
+
+    def words(self) -> str:
+        """As a record names it."""
+        mask = "causal" if self.causal else "both ways"
+        size = f"{self.batch} x {self.queries} x {self.keys}"
+        return f"{self.phase} {size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {mask}"
+
+    def call(self, role: str, tile: int = 64, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
+        """(spec, shapes) in a role; a sparse call has room for what select_tiles lists."""
+        spec = AttentionSpec(causal=self.causal, tile=tile, query_tile=query_tile, mass=role == "score")
+        capacity = None
+        if role == "sparse":
+            selection = jax.eval_shape(lambda: self.selection(spec, jax.random.key(0)))
+            capacity = selection.tiles.shape[-1]
+        return spec, Shapes(*self[:6], capacity, self.dtype)
+
+    def positions(self) -> Positions:
+        """Every key is valid; the rows are the last of them."""
+        starts = (self.keys - self.queries, self.keys, self.queries)
+        return Positions(*(jnp.full((self.batch,), start, jnp.int32) for start in starts))
+
+    def inputs(self, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q, k, v of normal numbers, on the device."""
+        sizes = ((self.queries, self.heads), (self.keys, self.kv_heads), (self.keys, self.kv_heads))
+        keys = jax.random.split(key, 3)
+        made = (jax.random.normal(k, (self.batch, *size, self.head_dim), self.dtype) for k, size in zip(keys, sizes))
+        return tuple(made)
+
+    def selection(self, spec: AttentionSpec, key: jax.Array) -> Selection:
+        """What select_tiles lists at 10 % of random masses."""
+        size = (ceil_div(self.queries, spec.query_tile), ceil_div(self.keys, spec.tile))
+        mass = jax.random.uniform(key, (self.batch, self.kv_heads, *size))
+        p = self.positions()
+        return select_tiles(mass, spec, fraction=FRACTION, q_start=p.q_start, kv_len=p.kv_len, q_len=p.q_len)
+
+
+def gpu_kernels(session: Session, phase: str | None = None) -> Iterator[Kernel]:
+    """Kernels for NVIDIA GPUs; in a dry run the first of each role that the simulator takes."""
+    found = [kernel for kernel in KERNELS if kernel.platform == "gpu"]
+    if session.dry:
+        found = [kernel for kernel in found if kernel not in gpu_cudnn.KERNELS]
+        found = [next(k for k in found if k.role == role) for role in ("dense", "score", "sparse")]
+    yield from (kernel for kernel in found if phase in (None, kernel.phase))
+
+
+def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
+    """(spec, shapes) at the first tile the kernel takes, None if it takes none; single keys up to MOST_SINGLE_KEYS."""
+    for tile in TILES if kernel.role != "dense" else TILES[:1]:
+        if tile == 1 and setting.keys > MOST_SINGLE_KEYS:
+            continue
+        spec, shapes = setting.call(kernel.role, tile, query_tile)
+        if kernel.supports(spec, shapes) is None:
+            return spec, shapes
+    return None
+
+
+def ready(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any = None) -> Callable[..., Any]:
+    """The kernel under jit: (q, K and V as the model caches them [B,K,S,H], positions, selection) -> AttentionOut.
+
+    Its tuned blocks if no config is given.
+    """
+    config = tuned.config(kernel, spec, shapes) if config is None else config
+
+    def call(q, k_cache, v_cache, positions, selection):
+        k, v = (jnp.swapaxes(x, 1, 2) for x in (k_cache, v_cache))
+        return kernel.launch(q, k, v, spec, positions, selection, config)
+
+    return jax.jit(call)
+
+
+def as_cached(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B,S,K,H] keys and values laid out as the model's cache: [B,K,S,H]."""
+    return tuple(jnp.swapaxes(x, 1, 2) for x in (k, v))
+
+
+def machine(kernel: Kernel) -> contextlib.AbstractContextManager:
+    """Where the kernel runs: here, or in the simulator of a dry run."""
+    return trials.machine(kernel)
+
+
+def fresh_key() -> tuple[int, jax.Array]:
+    """(seed, random key) that nobody has seen before."""
+    seed = int.from_bytes(os.urandom(4), "little") >> 1
+    return seed, jax.random.key(seed)
+
+
+def relative_error(found: jax.Array, expected: jax.Array) -> float:
+    """Norm of the difference over the norm of what is expected, in float32; NaN stays NaN."""
+    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
+    return float(jnp.linalg.norm((found - expected).ravel()) / jnp.linalg.norm(expected.ravel()))

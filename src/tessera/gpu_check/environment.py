@@ -1,0 +1,84 @@
+"""The machine: device, driver, clocks, versions, tools, and the target configuration that a deviceless compile uses."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+
+import jax
+
+from tessera.deviceless import targets
+from tessera.evidence import What
+from tessera.gpu_check.session import ERRORS, Session, on_gpu, plain
+
+PACKAGES = (
+    "jax jaxlib jax-cuda13-plugin jax-cuda13-pjrt numpy torch triton flash-attn nvidia-cudnn-cu13 jaxtyping".split()
+)
+TOOLS = "ptxas nvdisasm nvcc ncu nvidia-smi".split()
+
+
+def run(session: Session) -> None:
+    """One record: how many of the facts of the shipped target configuration this device has otherwise."""
+    session.attempt(What(op="environment", kernel="", workload="gpu"), lambda: look(session))
+
+
+def look(session: Session) -> dict:
+    """Everything as facts; the sample is the number of differing target facts."""
+    device = jax.devices()[0]
+    names = ("compute_capability", "core_count", "shared_memory_per_block_optin", "device_kind", "platform")
+    target, differing = target_configuration()
+    return {
+        "samples": [float(len(differing))],
+        "unit": "differing facts",
+        "facts": {
+            "device": {name: str(getattr(device, name, None)) for name in names},
+            "packages": {name: version(name) for name in PACKAGES},
+            "tools": {name: tool(name) for name in TOOLS},
+            "target_config": target,
+            "differs_from_shipped": differing,
+        },
+    }
+
+
+def target_configuration() -> tuple[str, dict[str, list[str | None]]]:
+    """What XLA says of this GPU, and which facts of the shipped H200 file it contradicts: name -> [shipped, here]."""
+    if not on_gpu():
+        return "no GPU", {}
+    from jax._src.lib import xla_client
+
+    try:
+        text = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
+    except ERRORS as error:
+        return f"not told: {plain(error)}", {}
+    here, shipped = facts(text), facts(targets.TARGETS["h200"].read_text())
+    return text[:4000], {name: [value, here.get(name)] for name, value in shipped.items() if here.get(name) != value}
+
+
+def facts(text: str) -> dict[str, str]:
+    """The numbers of a target configuration by name."""
+    return dict(re.findall(r"^\s*(\w+): (\d[\d.]*)$", text, re.MULTILINE))
+
+
+def version(name: str) -> str | None:
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def tool(name: str) -> str | None:
+    """The last line of a tool's --version, or where Python's packages have it; None if neither."""
+    path = shutil.which(name)
+    if path is None:
+        wheels = importlib.util.find_spec("nvidia")
+        places = [] if wheels is None else list(wheels.submodule_search_locations)
+        return "in nvidia/cu13/bin" if any(os.path.exists(f"{p}/cu13/bin/{name}") for p in places) else None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "does not run"
+    lines = done.stdout.strip().splitlines()
+    return lines[-1] if lines else "says nothing"

@@ -1,0 +1,91 @@
+"""The search itself, without kernels or clocks: a small genetic algorithm over a finite space, never twice the same.
+
+Genomes are dicts of a Config's fields. It begins with what the cost model ranks first (and the default), then breeds:
+two parents by tournament, each field from either, one field moved to a neighbouring value; a child outside the space or
+known already is thrown away. Deterministic in its seed and in what the evaluations return, so that a search that was
+killed goes on where it stopped by replaying what it had evaluated.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Genome = Mapping[str, Any]
+TRIES = 200
+"""Children that may be thrown away in a row before the space counts as exhausted near the population."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """A candidate and where it came from: "default", "seed" (the cost model's choice) or "bred" from two parents."""
+
+    genome: Genome
+    origin: str
+    parents: tuple[int, ...] = ()
+
+
+def evolve(
+    space: Sequence[Genome],
+    seeds: Sequence[Proposal],
+    fitness: Callable[[Proposal], float | None],
+    *,
+    budget: int,
+    population: int = 8,
+    seed: int = 0,
+) -> Iterator[tuple[Proposal, float | None]]:
+    """Evaluate up to `budget` different members of the space and yield each with its fitness.
+
+    Args:
+        space: all that may be tried.
+        seeds: tried first, in this order.
+        fitness: less is better; None is a failure, which breeds no children.
+        budget: evaluations.
+        population: the best so many may become parents.
+        seed: of the random choices.
+    """
+    rng = random.Random(seed)
+    members = {key(genome): genome for genome in space}
+    values = {name: sorted({g[name] for g in space}, key=_order) for name in space[0]}
+    done: list[tuple[Proposal, float | None]] = []
+    known: set = set()
+
+    def evaluate(proposal: Proposal) -> tuple[Proposal, float | None]:
+        known.add(key(proposal.genome))
+        done.append((proposal, fitness(proposal)))
+        return done[-1]
+
+    for proposal in seeds:
+        if len(done) < budget and key(proposal.genome) in members and key(proposal.genome) not in known:
+            yield evaluate(proposal)
+    while len(done) < min(budget, len(members)):
+        ranked = sorted((f, i) for i, (_, f) in enumerate(done) if f is not None)[:population]
+        child = _breed([i for _, i in ranked], [p.genome for p, _ in done], values, members, known, rng)
+        if child is None:  # nothing new near the best: anything untried
+            rest = [genome for name, genome in members.items() if name not in known]
+            child = Proposal(genome=rng.choice(rest), origin="random")
+        yield evaluate(child)
+
+
+def _breed(parents, genomes, values, members, known, rng: random.Random) -> Proposal | None:
+    if not parents:
+        return None
+    for _ in range(TRIES):
+        pair = tuple(min(rng.sample(range(len(parents)), min(2, len(parents)))) for _ in range(2))
+        mother, father = (parents[i] for i in pair)
+        child = {name: genomes[rng.choice((mother, father))][name] for name in values}
+        name = rng.choice(list(values))
+        at = values[name].index(child[name]) + rng.choice((-1, 0, 1))
+        child[name] = values[name][min(max(at, 0), len(values[name]) - 1)]
+        if key(child) in members and key(child) not in known:
+            return Proposal(genome=child, origin="bred", parents=tuple(sorted({mother, father})))
+    return None
+
+
+def key(genome: Genome) -> tuple:
+    """What makes two genomes the same."""
+    return tuple(sorted((name, repr(value)) for name, value in genome.items()))
+
+
+def _order(value) -> tuple:
+    return (value is not None, value if isinstance(value, int | float) else str(value))

@@ -1,0 +1,103 @@
+"""A finished search becomes a record, and a row of the table that dispatch reads."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tessera import evidence
+from tessera.attention import tuned
+from tessera.tune import Budget, Task
+
+
+def record(task: Task, budget: Budget, found: Mapping[str, Any], command: str) -> evidence.Record:
+    """Everything tried and what came of it; the sample is the gain of what is shipped over the default."""
+    s, spec = task.shapes, task.spec
+    size = f"{s.num_queries:,} x {s.num_keys:,}, heads {s.num_heads} of {s.num_kv_heads} x {s.head_dim}"
+    what = evidence.What(
+        op="tune",
+        kernel=task.kernel.name,
+        workload=task.name,
+        dtype=s.dtype,
+        title=f"{size}, tile {spec.tile}" if task.kernel.role == "sparse" else size,
+        config=found["winner"],
+    )
+    names = ("default", "interval", "elsewhere", "confirmed", "refused", "rank_correlation", "candidates")
+    facts = {name: found[name] for name in names if found.get(name) is not None}
+    shipped = found["gain"] if found["winner"] != found["default"] else 1.0
+    return evidence.make(
+        what,
+        [shipped],
+        command=command,
+        unit="gain",
+        how=evidence.How(
+            warmup=1,
+            iterations=budget.rounds,
+            interleaved=True,
+            check="rows of the first and last call against float64",
+        ),
+        facts=facts | {"budget": vars(budget), "resumed_answers": found["replayed"]},
+    )
+
+
+def row(task: Task, found: Mapping[str, Any], made: evidence.Record, file: Path) -> tuned.Row:
+    """The table's row: exact in what changes the shape of the work, within a factor of two in lengths."""
+    found_measures = tuned.measures(task.spec, task.shapes)
+    decode = task.kernel.phase == "decode"
+    exact = ["dtype", "head_dim", "groups"] + (["kv_heads"] if decode else [])
+    exact += ["tile"] if task.kernel.role != "dense" else []
+    exact += ["query_tile"] if task.kernel.role != "dense" and not decode else []
+    ranged = ["num_keys"] if task.shapes.capacity is None else ["listed"]
+    ranged += [] if decode else ["num_queries"]
+    bucket = {name: found_measures[name] for name in exact}
+    bucket |= {name: (found_measures[name] // 2 + 1, found_measures[name] * 2) for name in ranged}
+    bucket["batch"] = (1, 2 * task.shapes.batch)
+    return tuned.Row(
+        kernel=task.kernel.name,
+        bucket=bucket,
+        config=found["winner"],
+        gain=round(made.median, 4),
+        record={"file": file.as_posix(), "workload": made.what.workload, "date": made.date},
+    )
+
+
+def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, table: Path | None = None) -> int:
+    """Tune one workload of the catalogue, show progress, keep the record and the row.
+
+    Args:
+        out: file of the record; evidence/tune-<device>.jsonl if None.
+        table: file of the row; the shipped table of this device if None.
+
+    Raises:
+        ValueError: no such workload, or the journal is of another search.
+        RuntimeError: the default itself does not run.
+    """
+    from rich.console import Console
+
+    from tessera import tune
+
+    task, slug = tune.task_of(workload, role), evidence.device_slug()
+    out = Path("evidence") / f"tune-{slug}.jsonl" if out is None else out
+    table = tuned.TABLES / f"{tuned.device()}.jsonl" if table is None else table
+    journal = Path("build/tune") / f"{slug}-{workload}-{role}.jsonl"
+    console = Console(stderr=True, highlight=False)
+    console.print(f"{task.kernel.name} on {task.name}; Ctrl-C stops, the same command goes on ({journal})")
+    found = tune.tune(task, budget, journal, on_step=console.print)
+    command = f"tessera tune --workload {workload} --role {role} --candidates {budget.candidates} --seed {budget.seed}"
+    made = record(task, budget, found, command)
+    evidence.append(out, made)
+    tuned.write(table, [row(task, found, made, out)])
+    print_result(console, found)
+    return 0
+
+
+def print_result(console, found: Mapping[str, Any]) -> None:
+    """What won, by how much, how sure, and how well the cheap stages foretold it."""
+    if found["winner"] == found["default"]:
+        refused = f"; {found['refused']} was not confirmed ({found['gain']:.3f}x)" if "refused" in found else ""
+        console.print(f"the default stands: {found['default']}{refused}")
+    else:
+        low, high = found["interval"]
+        elsewhere = ", ".join(f"{name}: {gain:.3f}x" for name, gain in found["elsewhere"].items())
+        console.print(f"{found['winner']}: {found['gain']:.3f}x the default ({low:.3f} to {high:.3f}); {elsewhere}")
+    for name, value in found["rank_correlation"].items():
+        console.print(f"rank correlation, {name.replace('_', ' ')}: {'none' if value is None else f'{value:.2f}'}")

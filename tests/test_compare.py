@@ -1,0 +1,92 @@
+"""Comparing two sets of records: a regression of 20 % is found, noise is not, a slow day cancels."""
+
+import numpy as np
+import pytest
+
+from tessera import bench, cli, evidence
+from tessera.bench import compare
+
+
+def run(ours: float, peer: float | None = 1.0, *, noise: float = 0.03, seed: int = 0, unit: str = "s") -> list:
+    """Records of one interleaved run, or of one side alone."""
+    rng = np.random.default_rng(seed)
+    draw = lambda centre: list(centre * (1 + noise * rng.standard_normal(9)))  # noqa: E731
+    how = evidence.How(iterations=9, interleaved=peer is not None)
+
+    def record(kernel, samples, **fields):
+        what = evidence.What(op="attention", kernel=kernel, workload="case", dtype="float32")
+        return evidence.make(what, samples, command="tessera bench --only case", how=how, unit=unit, **fields)
+
+    if peer is None:
+        return [record("ours", draw(ours))]
+    versus = evidence.Comparison(against="peer", ratio=peer / ours)
+    return [record("peer", draw(peer)), record("ours", draw(ours), comparison=versus)]
+
+
+def only(before, after) -> compare.Change:
+    return next(c for c in compare.changes(before, after) if c.key.kernel == "ours")
+
+
+@pytest.mark.parametrize("peer", [1.0, None])
+def test_twenty_percent_slower_is_a_regression(peer):
+    found = only(run(1.0, peer), run(1.25, peer, seed=1))
+    assert found.regressed
+    assert found.factor == pytest.approx(0.8, abs=0.05)
+    assert found.interval[0] < found.factor < found.interval[1]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_noise_is_none(seed):
+    assert not only(run(1.0, noise=0.1, seed=seed), run(1.0, noise=0.1, seed=100 + seed)).regressed
+    assert not only(run(1.0, None, noise=0.1, seed=seed), run(1.0, None, noise=0.1, seed=100 + seed)).regressed
+
+
+def test_a_slow_day_cancels_where_both_sides_ran_together():
+    found = only(run(1.0), run(2.0, 2.0, seed=1))
+    assert found.against == "peer"
+    assert found.unit == "x"
+    assert not found.regressed
+    assert only(run(1.0, None), run(2.0, None, seed=1)).regressed
+
+
+def test_more_is_better_for_a_share():
+    assert only(run(0.99, None, unit="fraction"), run(0.6, None, unit="fraction", seed=1)).regressed
+    assert not only(run(0.6, None, unit="fraction"), run(0.99, None, unit="fraction", seed=1)).regressed
+
+
+def test_what_no_longer_runs_is_said():
+    what = evidence.What(op="attention", kernel="", workload="case")
+    crash = evidence.make(what, (), command="tessera bench --only case", error="ValueError: no")
+    assert compare.broken(run(1.0), [crash]) == [crash]
+    assert compare.broken(run(1.0), run(1.0)) == []
+
+
+def test_the_table_names_the_worst_first(capsys):
+    found = list(compare.changes(run(1.0), run(1.5, seed=1)))
+    compare.print_changes(found, [])
+    text = capsys.readouterr().out
+    assert text.index("ours against peer") < text.index("case: peer")
+    assert "REGRESSED" in text
+
+
+def test_the_command_compares_files_and_says_regression_by_its_status(tmp_path, capsys):
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    evidence.append(old, run(1.0))
+    evidence.append(new, run(1.25, seed=1))
+    assert cli.main(["bench", "--compare", str(old), str(old)]) == 0
+    assert cli.main(["bench", "--compare", str(old), str(new)]) == 1
+    assert cli.main(["bench", "--compare", str(old), str(tmp_path / "none.jsonl")]) == 2
+    other = tmp_path / "other.jsonl"
+    evidence.append(other, run(1.0, unit="bytes")[:0] or [])
+    assert cli.main(["bench", "--compare", str(old), str(other)]) == 2
+    assert "share no figure" in capsys.readouterr().err
+
+
+def test_a_gate_holds_a_fresh_run_against_the_stored_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="nothing to hold against"):
+        bench.gate("smoke")
+    evidence.append(f"evidence/{evidence.device_slug()}.jsonl", run(1.0))
+    for slower, status in ((1.0, 0), (1.25, 1)):
+        monkeypatch.setattr(bench, "run", lambda suite, out, slower=slower: evidence.append(out, run(slower, seed=1)))
+        assert bench.gate("smoke") == status

@@ -1,0 +1,112 @@
+"""cuDNN behind the contract: what surrounds it is right, what it cannot honour is refused, and who comes first.
+
+cuDNN itself runs on a GPU alone (`scripts/gpu_check.sh correct` holds it to float32 there). Here its place is taken by
+its own definition in plain arithmetic, so that lengths, padding, empty rows and positions are tested all the same.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tessera import oracle, trials, verify
+from tessera.attention import dispatch, gpu_cudnn
+from tessera.attention.contract import AttentionOut, AttentionSpec, Shapes
+from tessera.attention.dispatch import explain
+from tessera.workloads import Workload
+
+KERNEL = gpu_cudnn.KERNELS[0]
+SQUARE = Workload(
+    name="square",
+    batch=3,
+    num_queries=70,
+    num_keys=70,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    dtype="bfloat16",
+    kv_len=(70, 33, 0),
+    q_len=(70, 70, 20),
+    tags=("prefill",),
+)
+SHAPES = Shapes(1, 1024, 1024, 8, 2, 128, None, "bfloat16")
+
+
+def definition(q, k, v, kv_len, scale, causal):
+    """What cuDNN is documented to compute: the diagonal starts at the first key, keys at kv_len and on are masked."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x.astype(jnp.float32), groups, axis=2) for x in (k, v))
+    z = jnp.einsum("BTNH,BSNH->BNTS", q.astype(jnp.float32), k, precision="highest") * scale
+    mask = (jnp.arange(k.shape[1]) < kv_len[:, None])[:, None, None]
+    if causal:
+        mask &= jnp.tril(jnp.ones(z.shape[2:], bool))
+    z = jnp.where(mask, z, -1e30)
+    out = jnp.einsum("BNTS,BSNH->BTNH", jax.nn.softmax(z, axis=-1), v, precision="highest")
+    return out.astype(q.dtype), jax.nn.logsumexp(z, axis=-1)
+
+
+@pytest.mark.parametrize("q_start", [None, (0, 0, 0), (5, -9, 3), (-80, 60, 0)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_all_around_it_meets_the_oracle(monkeypatch, causal, q_start):
+    monkeypatch.setattr(gpu_cudnn, "cudnn", definition)
+    workload = replace(SQUARE, q_start=q_start, spec=AttentionSpec(causal=causal, scale=0.2))
+    call = trials.make(workload, "dense", "bfloat16")
+    truth = oracle.attend(call)
+    allowed = oracle.tolerance(call, truth, "bfloat16")
+    q, k, v = (jnp.asarray(x) for x in (call.q, call.k, call.v))
+    positions = gpu_cudnn.Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+    found = jax.jit(lambda *a: KERNEL.launch(*a, workload.spec, positions, None, gpu_cudnn.Config()))(q, k, v)
+    assert found.lse.dtype == jnp.float32
+    found = AttentionOut(*(None if x is None else np.asarray(x.astype(jnp.float32)) for x in found))
+    errors, wrong = verify.compare(found, truth, allowed, "dense")
+    assert not wrong
+    assert errors.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "shapes", "reason"),
+    [
+        (AttentionSpec(), SHAPES._replace(num_queries=1), "doubles the traffic"),
+        (AttentionSpec(window=9), SHAPES, "no window of this kind, the call has window=9"),
+        (AttentionSpec(softcap=9.0), SHAPES, "softcap=9.0"),
+        (AttentionSpec(), SHAPES._replace(num_keys=4096), "must be square, it has 1024 queries, 4096 keys"),
+        (AttentionSpec(), SHAPES._replace(head_dim=256), "head_dim=256"),
+        (AttentionSpec(), SHAPES._replace(dtype="float32"), "dtype float32"),
+    ],
+)
+def test_what_it_cannot_honour_is_refused_with_the_reason(spec, shapes, reason):
+    assert reason in KERNEL.supports(spec, shapes)
+
+
+def chosen(spec, shapes) -> str:
+    return next(c.kernel for c in explain(spec, shapes, platform="gpu") if c.chosen)
+
+
+def test_cudnn_comes_first_until_a_record_says_otherwise(monkeypatch):
+    assert chosen(AttentionSpec(), SHAPES) == "gpu_cudnn_dense"
+    monkeypatch.setattr(gpu_cudnn, "BEATEN", {(128, True): "1.1 times as fast in evidence/gpu-x.jsonl"})
+    assert "our own kernel is faster here: 1.1" in KERNEL.supports(AttentionSpec(), SHAPES)
+    assert KERNEL.supports(AttentionSpec(causal=False), SHAPES) is None
+
+
+class Device:
+    def __init__(self, capability):
+        self.compute_capability = capability
+
+
+@pytest.mark.parametrize(
+    ("capability", "mosaic", "cudnn"),
+    [("9.0", None, None), ("8.0", "needs compute capability 9.0", None), ("7.5", "9.0", "needs compute capability 8.0"),
+     ("10.0", "needs compute capability 9.0 (Hopper), this GPU has 10.0", None)],
+)  # fmt: skip
+def test_older_and_newer_chips_get_the_portable_path_with_the_reason(monkeypatch, capability, mosaic, cudnn):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
+    for kernel, choice in zip(dispatch.KERNELS, explain(AttentionSpec(), SHAPES, platform="gpu"), strict=True):
+        if kernel.platform == "gpu" and kernel.role == "dense" and kernel.phase == "prefill":
+            wanted = cudnn if kernel is KERNEL else mosaic
+            assert (choice.reason or "") and wanted in choice.reason if wanted else "capability" not in str(choice)
+    if cudnn:
+        assert chosen(AttentionSpec(), SHAPES) == "xla_prefill_dense"

@@ -1,0 +1,284 @@
+"""The deviceless CUDA compiler and the gates: reports read right, errors explained, every Hopper kernel lowered and
+compiled to machine code on a machine without a GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tessera import hardware
+from tessera.deviceless import gpu, gpu_gates, gpu_inspection, sass, tpu
+
+HERE = Path(__file__).parent
+
+
+def compiled(subject: str, limit_s: float = 120.0, **kwargs) -> gpu.Compiled:
+    program = tpu.factory_program(f"gpu_subjects:{subject}", **kwargs)
+    return gpu.compile_for("h200", program, paths=[str(HERE)], limit_s=limit_s)
+
+
+def text_of(**changes) -> str:
+    """A report of ptxas and a disassembly, as the worker leaves them."""
+    text = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'two_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for two_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+ptxas info    : Compile time = 68.300 ms
+
+//--------------------- .text.two_mosaic_gpu_kernel --------------------------
+        /*0000*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0010*/               @P1 UTMALDG.4D [UR8], [UR4] ;
+        /*0020*/              @!P2 LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64] ;
+        /*0030*/             @!UP0 UMOV UR4, 0x1 ;
+"""
+    for old, new in changes.values():
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+RESOURCES = (
+    "Resources(smem_scratch_bytes=65536, barrier_counts=Counter({Barrier(arrival_count=2, num_barriers=2, "
+    "orders_tensor_core=False): 3, Barrier(arrival_count=1, num_barriers=4, orders_tensor_core=False): 1}), gmem={})"
+)
+
+
+def write(folder: Path, text: str, *names: str) -> tuple[sass.Report, ...]:
+    (folder / sass.COMPILER).write_text(text)
+    for name in names:
+        (folder / f"{name}.resources.txt").write_text(RESOURCES)
+    return sass.read(folder)
+
+
+def test_a_report_is_read_line_by_line(tmp_path):
+    [found] = write(tmp_path, text_of(), "two_0")
+    assert (found.kernel, found.registers, found.spill_bytes, found.stack_bytes) == ("two", 168, (0, 0), 0)
+    assert found.barriers == 2 * 3 + 4
+    assert found.shared_bytes == 65536 + 8 * 10 + 1
+    assert found.instructions == {"HGMMA": 1, "UTMALDG": 1, "LDGSTS": 1, "LDGSTS.128": 1, "UMOV": 1}
+    assert gpu_gates.broken_program((found,)) == []
+
+
+def test_two_kernels_are_told_apart(tmp_path):
+    other = text_of().replace("two_", "one_more_").replace("Used 168", "Used 32")
+    found = write(tmp_path, other + text_of(), "two_0", "one_more_1")
+    assert [(r.kernel, r.registers) for r in found] == [("one_more", 32), ("two", 168)]
+
+
+def test_identical_kernels_are_compiled_once(tmp_path):
+    [found] = write(tmp_path, text_of(), "two_0", "two_1")
+    assert found.kernel == "two"
+
+
+def test_a_kernel_without_its_disassembly_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="two was compiled but not disassembled: is nvdisasm"):
+        write(tmp_path, text_of().split("//---")[0], "two_0")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("0 bytes spill loads", "8 bytes spill loads"), "spilled: '0 bytes stack frame, 0 bytes spill stores, 8"),
+        (("UMOV UR4, 0x1", "STL [R1], R10"), r"local memory is touched, 1 times: '/\*0030\*/ @!UP0 STL"),
+        (("1 bytes smem", "170000 bytes smem"), f"235616 bytes of shared memory, a block has {227 * 1024}"),
+        (("HGMMA", "HMMA"), "HGMMA is missing"),
+        (("ptxas info    : 0 bytes gmem", "ptxas info : (C7512) Potential Performance Loss: wgmma in 'two'"), "C7512"),
+    ],
+    ids=["spills", "local memory", "shared memory", "tensor cores", "serialised"],
+)
+def test_every_gate_bites_and_quotes_the_report(tmp_path, change, said):
+    found = write(tmp_path, text_of(change=change), "two_0")
+    [text] = gpu_gates.broken_program(found)
+    assert re.search(said, text), text
+
+
+def test_loads_must_be_asynchronous(tmp_path):
+    text = text_of(tma=("UTMALDG", "LDG"), rows=("BYPASS.128", "64"))
+    [said] = gpu_gates.broken_program(write(tmp_path, text, "two_0"))
+    assert "UTMALDG and LDGSTS.128 are missing" in said
+
+
+def test_a_program_compiles_to_machine_code_without_a_gpu():
+    found = compiled("product")
+    assert found.error is None
+    assert found.settings == "2 stages"
+    [report] = found.kernels
+    assert (report.kernel, report.blocks, report.threads, report.barriers) == ("subject_product", 1, 256, 4)
+    assert report.shared_bytes == 2 * (64 * 64 + 64 * 128) * 2 + 64 * 128 * 2 + 8 * 4 + 1
+    assert report.instructions["HGMMA"] == 4
+    assert gpu_gates.broken(report) == []
+
+
+def test_spills_are_reported_not_hidden():
+    [report] = compiled("spilling").kernels
+    assert report.registers == 255
+    assert min(report.spill_bytes) > 0
+    spilled, local, serial = gpu_gates.broken(report)
+    assert f"{report.spill_bytes[0]} bytes spill stores" in spilled
+    assert "STL" in local
+    assert "serialized" in serial
+
+
+@pytest.mark.parametrize(
+    ("subject", "kind"),
+    [("large_shared", "shared memory"), ("wide_copy", "TMA"), ("odd_rows", "TMA"), ("sorting", "unsupported"),
+     ("two_layouts", "layout"), ("odd_registers", "registers"), ("odd_product", "layout")],
+)  # fmt: skip
+def test_refusals_are_results_with_a_way_out(subject, kind):
+    error = compiled(subject).error
+    assert error.kind == kind, error
+    assert error.way_out
+
+
+def test_the_time_limit_ends_the_process():
+    start = time.perf_counter()
+    assert compiled("slow", limit_s=3).error.kind == "time"
+    assert time.perf_counter() - start < 20
+
+
+def test_an_error_of_the_program_is_a_result_too():
+    assert compiled("product", blocks="many").error.kind == "program"
+
+
+def test_one_process_compiles_one_program_after_another():
+    programs = [tpu.factory_program(f"gpu_subjects:{name}") for name in ("product", "slow", "odd_rows", "product")]
+    with gpu.Compiler("h200", paths=[str(HERE)]) as compiler:
+        first, slow, refused, again = (compiler.compile(p, limit_s=60 if p is not programs[1] else 3) for p in programs)
+    assert slow.error.kind == "time"
+    assert refused.error.kind == "TMA"
+    assert replace(first.kernels[0], report="") == replace(again.kernels[0], report="")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["NotImplementedError: topology not implemented for cuda", "FileNotFoundError: ptxas and nvdisasm are missing"],
+)
+def test_a_missing_compiler_says_what_to_install(text):
+    said = gpu.explain(text, stage="compiler")
+    assert said.way_out == "install the extra: pip install 'tessera-attention[deviceless]'"
+    assert str(said).startswith("program: the CUDA compiler (jax's CUDA plug-in, ptxas, nvdisasm) is missing")
+
+
+def test_what_ptxas_refuses_is_quoted():
+    said = gpu.explain("XlaRuntimeError: INTERNAL: failed", said="ptxas error   : Entry function 'f' uses 9999 words")
+    assert said.kind == "ptxas"
+    assert "uses 9999 words" in said.text
+
+
+def test_an_unknown_chip_is_refused():
+    with pytest.raises(ValueError, match="must be one of h200"):
+        gpu.compile_for("h20", {})
+
+
+def test_the_target_configuration_is_the_chip_of_the_table():
+    text = gpu.TARGETS["h200"].read_text()
+    chip = hardware.chip("h200")
+    assert f"core_count: {chip.cores}\n" in text
+    assert f"memory_bandwidth: {int(chip.bytes_per_s)}\n" in text
+    assert f"shared_memory_per_block_optin: {chip.on_chip_bytes}\n" in text
+    assert "ACCELERATED_FEATURES" in text  # sm_90a: without it there is no wgmma
+
+
+FIRST = {case["kernel"]: case for case in gpu_gates.first_cases()}
+
+
+def test_the_fast_subset_holds_every_kernel():
+    assert set(FIRST) == {kernel.name for kernel in gpu_gates.gpu_kernels()}
+
+
+@pytest.mark.parametrize("kernel", FIRST)
+def test_kernels_lower_for_cuda_with_the_jax_that_is_here(kernel):
+    """Every head dim and mask of each kernel; no compiler is needed."""
+    for case in gpu_gates.spread_cases(FIRST[kernel]):
+        error = gpu.lower(tpu.attention_program(kernel, *gpu_gates.call(case)))
+        assert error is None, f"{gpu_gates.identity(case)}: {error}"
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    with gpu.Compiler("h200") as found:
+        yield found
+
+
+@pytest.mark.parametrize("kernel", FIRST)
+def test_kernels_pass_the_gates_as_machine_code(compiler, kernel):
+    """A fast part of `python -m tessera.deviceless.gpu_gates`: the default blocks of every kernel."""
+    result = gpu_gates.run(FIRST[kernel], compiler)
+    assert result["broken"] == []
+
+
+def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configuration():
+    found = list(gpu_gates.cases())
+    assert len({gpu_gates.identity(case) for case in found}) == len(found)
+    for kernel in gpu_gates.gpu_kernels():
+        mine = [case for case in found if case["kernel"] == kernel.name]
+        assert {case["dtype"] for case in mine} == set(kernel.dtypes)
+        assert {case["mask"] for case in mine} == set(gpu_gates.MASKS)
+        assert {case["head_dim"] for case in mine} >= {64, 128}
+        spec, shapes = gpu_gates.call(FIRST[kernel.name])
+        assert sum(case["config"] is None for case in mine) >= 1
+        wanted = sum(config != kernel.default_config(spec, shapes) for config in kernel.search_space(spec, shapes))
+        names = ("head_dim", "dtype", "tile", "mask")
+        first = [FIRST[kernel.name][name] for name in names]
+        assert sum(case["config"] is not None and [case[n] for n in names] == first for case in mine) == wanted
+
+
+def test_a_record_per_kernel_and_configuration():
+    good = {"kernel": "k", "head_dim": 64, "dtype": "bfloat16", "tile": 64, "mask": "causal", "group": 4}
+    good |= {"config": None, "settings": "C(stages=2)", "broken": [], "kernels": []}
+    bad = {**good, "mask": "window", "broken": ["k C(stages=2): registers are spilled"]}
+    other = {**good, "settings": "C(stages=3)"}
+    two, one = gpu_gates.records([good, bad, other], "command")
+    assert (two.median, one.median) == (0.5, 1.0)
+    assert two.facts["broken"] == bad["broken"]
+    assert two.what.workload == "C(stages=2), h200"
+
+
+KEYS = (
+    "chip kernel config compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes steps instructions "
+    "gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
+).split()
+
+
+def test_the_roofline_takes_the_slowest_of_three_bounds():
+    on = gpu_inspection.CEILINGS["h200"]
+    assert gpu_inspection.roofline("h200", on.flops_per_s, 1.0, 128) == (1.0, "tensor cores")
+    assert gpu_inspection.roofline("h200", 1.0, on.bytes_per_s, 128) == (1.0, "main memory")
+    assert gpu_inspection.roofline("h200", on.flops_per_s, 1.0, 16)[1] == "exponentials"
+
+
+@pytest.mark.parametrize("kernel", gpu_gates.gpu_kernels()[:1], ids=lambda k: k.name)
+def test_inspect_prints_one_json_object(kernel, capsys):
+    from tessera import cli
+
+    flags = f"--chip h200 --role {kernel.role} --phase {kernel.phase} --length 4096 --heads 8 --kv-heads 2 --json"
+    assert cli.main(["inspect", *flags.split(), "--kernel", kernel.name]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert list(out) == KEYS
+    assert out["compiled"] is True
+    assert out["gates"] == []
+    assert out["roofline_ms"] > 0
+    assert out["spill_bytes"] == 0
+
+
+def test_a_whole_model_is_not_inspected_for_a_gpu(capsys):
+    from tessera import cli
+
+    assert cli.main(["inspect", "--chip", "h200", "--model", "llama-3.1-8b"]) == 2
+    assert "drop --model" in capsys.readouterr().err
+
+
+def test_compilers_for_absent_chips_do_not_complain():
+    """With libtpu and the CUDA plug-in installed and neither chip here, a command says nothing but its answer."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-W", "error", "-m", "tessera", "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stderr == ""
+    assert {device["platform"] for device in json.loads(done.stdout)["devices"]} <= {"cpu", "gpu", "tpu"}

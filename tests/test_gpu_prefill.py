@@ -1,0 +1,182 @@
+"""Hopper prefill where the catalogue does not reach: ranges longer than the pipeline, every order of products, chunks
+of queries, tiles wider than blocks, the gradient's two cuts, and the ranges of blocks against brute force."""
+
+import dataclasses
+import itertools
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tessera import oracle
+from tessera.attention import block_ranges, dense_rows, gpu_prefill
+from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.workloads import Workload
+
+DENSE, SCORE = gpu_prefill.KERNELS
+LONG = Workload(
+    name="long",
+    num_queries=70,
+    num_keys=500,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    dtype="bfloat16",
+    spec=AttentionSpec(tile=128, query_tile=24),
+    q_start=(420,),
+    kv_len=(485,),
+    tags=(),
+)
+"""Eight blocks of 64 keys: whole ones, the diagonal, the last valid key in the middle of one."""
+WINDOW = dataclasses.replace(LONG, name="window", spec=AttentionSpec(window=300, tile=16, query_tile=12))
+
+
+def check(kernel, workload, config, dtype="bfloat16"):
+    """One call against the oracle, races counted."""
+    call = calls.make(workload, kernel.role, dtype)
+    answer = oracle.attend(call)
+    allowed = oracle.tolerance(call, answer, dtype)
+    result = calls.run(kernel, call, dtype, config)
+    seen = ~np.isinf(answer.lse)
+    assert np.abs(result.out - answer.out).max() <= allowed.out
+    assert np.array_equal(np.isneginf(result.lse), ~seen)
+    assert np.abs(result.lse[seen] - answer.lse[seen]).max() <= allowed.lse
+    assert result.mass is None or np.abs(result.mass - answer.mass).max() <= allowed.mass
+    return result
+
+
+@pytest.mark.parametrize(
+    ("overlap", "turns", "stages"), [(True, True, 3), (True, False, 2), (False, True, 2), (False, False, 4)]
+)
+def test_every_order_of_products(overlap, turns, stages):
+    """Ranges longer than the pipeline is deep, masked at both ends or at one."""
+    config = dense_rows.Config(block_s=64, stages=stages, overlap=overlap, turns=turns)
+    check(DENSE, WINDOW if turns else LONG, config)
+
+
+def test_one_block_and_head_dim_256():
+    """Fewer keys than a block, fewer rows than a product."""
+    one = dataclasses.replace(LONG, num_queries=5, num_keys=40, head_dim=256, q_start=(30,), kv_len=(37,))
+    check(DENSE, one, DENSE.default_config(one.spec, one.shapes("dense")))
+
+
+def test_padding_changes_nothing_bit_for_bit():
+    """Whatever stands at or past kv_len and q_len, NaN included, the result is the same."""
+    ragged = dataclasses.replace(LONG, q_len=(60,), kv_len=(455,))
+    call = calls.make(ragged, "dense", "bfloat16")
+    assert np.isnan(call.k.astype(np.float32)).any()
+    finite = call._replace(**{x: np.nan_to_num(getattr(call, x).astype(np.float32), nan=7.0) for x in "qkv"})
+    a, b = (calls.run(DENSE, x, "bfloat16", dense_rows.Config(block_s=64)) for x in (call, finite))
+    assert np.array_equal(a.out, b.out)
+    assert np.array_equal(a.lse, b.lse)
+    assert np.all(a.out[0, 60:] == 0)
+
+
+@pytest.mark.parametrize("workload", [LONG, WINDOW], ids=["tile wider than a block", "window"])
+def test_chunks_of_queries_change_nothing(workload, monkeypatch):
+    """Tiles wider than a block, query tiles that no copy is aligned to; the same bits from two passes as from one."""
+    workload = dataclasses.replace(workload, num_queries=400, q_start=(90,), q_len=(395,))
+    config = dense_rows.Config(block_s=64)
+    whole = check(SCORE, workload, config)
+    cut = dense_rows.Cut(workload.role_spec("score"), config, 2, 500, 64, "bfloat16")
+    monkeypatch.setattr(gpu_prefill, "BITS", 384 * 2 * cut.units)
+    assert gpu_prefill.chunk_rows(1, 400, 2, cut) == 384
+    calls.compiled.cache_clear()
+    chunked = calls.run(SCORE, calls.make(workload, "score", "bfloat16"), "bfloat16", config)
+    calls.compiled.cache_clear()
+    for mine, other in zip(chunked, whole, strict=True):
+        assert np.array_equal(mine, other)
+
+
+def test_scratch_is_bounded():
+    """What a scoring pass leaves behind never outgrows q, nor BITS, but for one chunk of whole query tiles."""
+    spec = AttentionSpec(tile=16, query_tile=32, mass=True)
+    for num_queries, num_keys in ((4096, 4096), (131072, 131072), (100, 131072)):
+        cut = dense_rows.Cut(spec, dense_rows.Config(), 4, num_keys, 128, "bfloat16")
+        rows = gpu_prefill.chunk_rows(1, num_queries, 32, cut)
+        assert rows % 128 == 0
+        bound = min(gpu_prefill.BITS, num_queries * 32 * 128)
+        assert rows == 128 or rows * 32 * cut.units <= bound
+
+
+@pytest.mark.parametrize(("head_dim", "softcap"), [(128, 3.0), (64, None)])
+def test_gradient_through_out_and_lse(head_dim, softcap):
+    """Both cuts of dk and dv, G = 2, more steps than stages; lse has a cotangent too."""
+    spec = AttentionSpec(window=150, softcap=softcap)
+    workload = dataclasses.replace(LONG, num_keys=220, head_dim=head_dim, spec=spec, q_start=(140,), kv_len=(205,))
+    call = calls.make(workload, "dense", "bfloat16")
+    rng = np.random.default_rng(5)
+    d_out, d_lse = rng.standard_normal(call.q.shape), rng.standard_normal(call.q.shape[:3])
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+    config = DENSE.default_config(spec, workload.shapes("dense"))
+
+    def loss(q, k, v):
+        result = DENSE.launch(q, k, v, spec, positions, None, config)
+        return jnp.sum(result.out * d_out) + jnp.sum(result.lse * d_lse)
+
+    with calls.machine(DENSE):
+        got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*(jnp.asarray(x) for x in (call.q, call.k, call.v)))
+    exact = [x + y for x, y in zip(oracle.gradients(call, d_out), lse_gradients(call, d_lse), strict=True)]
+    for mine, truth in zip(got, exact, strict=True):
+        assert np.abs(np.asarray(mine, np.float32) - truth).max() <= 2**-5 * max(1.0, np.abs(truth).max())
+
+
+def lse_gradients(call, d_lse):
+    """Gradient of sum(d_lse * lse) with respect to q, k and v, row by row."""
+    dq, dk, dv = (np.zeros(x.shape) for x in (call.q, call.k, call.v))
+    group, scale = call.q.shape[2] // call.k.shape[2], call.q.shape[-1] ** -0.5
+    for b, t, head in np.ndindex(*call.q.shape[:3]):
+        seen, kv = np.flatnonzero(oracle.sees(call, b, t, head)), head // group
+        z = oracle.scores(call._replace(k=call.k[:, seen]), b, t, head)
+        d_z = d_lse[b, t, head] * np.exp(z - z.max()) / np.exp(z - z.max()).sum() * scale
+        d_z = d_z * (1.0 if call.softcap is None else 1 - (z / call.softcap) ** 2)
+        dq[b, t, head] += d_z @ call.k[b, seen, kv].astype(np.float64)
+        dk[b, seen, kv] += np.outer(d_z, call.q[b, t, head].astype(np.float64))
+    return dq, dk, dv
+
+
+def test_what_it_cannot_do_is_refused():
+    shapes = Shapes(1, 64, 64, 2, 1, 96, None, "bfloat16")
+    assert "head_dim=96" in DENSE.supports(AttentionSpec(), shapes)
+    assert "tile=1" in SCORE.supports(AttentionSpec(tile=1, mass=True), shapes._replace(head_dim=64))
+    assert "float32" in DENSE.supports(AttentionSpec(), shapes._replace(head_dim=64, dtype="float32"))
+    with pytest.raises(ValueError, match="block_s=96"):
+        dense_rows.Config(block_s=96)
+    q = jnp.zeros((1, 8, 1, 256), jnp.bfloat16)
+    positions = Positions(*(jnp.full((1,), n, jnp.int32) for n in (0, 8, 8)))
+    with pytest.raises(ValueError, match="head_dim=256"):
+        jax.eval_shape(jax.grad(lambda q: DENSE.launch(q, q, q, AttentionSpec(), positions, None, CONFIG).out.sum()), q)
+
+
+CONFIG = dense_rows.Config(block_s=64)
+
+
+def test_ranges_of_blocks_against_brute_force():
+    """Every visible pair lies in [start, stop), and every pair in [whole, masked) is visible."""
+    rng = np.random.default_rng(6)
+    for causal, window, size in itertools.product((True, False), (None, 1, 37, 64), (16, 64)):
+        if window is not None and not causal:
+            continue
+        spec = AttentionSpec(causal=causal, window=window)
+        for _ in range(40):
+            q_start, kv_len, q_len = (int(rng.integers(*x)) for x in ((-50, 150), (0, 200), (0, 130)))
+            row, key = np.arange(128)[:, None], np.arange(256)[None]
+            mask = (key < kv_len) & (row < q_len) & ((key <= row + q_start) | (not causal))
+            mask &= (key > row + q_start - window) if window is not None else True
+            run = slice(64, 128)
+            keys = block_ranges.key_blocks(q_start + 64, min(q_len - 64, 64), kv_len, spec, size)
+            compare(mask[run][: max(min(q_len - 64, 64), 0)], keys, size)
+            mask |= row >= q_len  # rows past q_len count as rows that see everything
+            rows = block_ranges.row_blocks(64, 64, q_start, (kv_len, q_len), spec, size)
+            compare(mask[:q_len, run].T, rows, size, mask[:, run].T)
+
+
+def compare(mask, blocks, size, padded=None):
+    """mask [fixed, swept] against the blocks of the swept axis."""
+    start, whole, masked, stop = (int(x) for x in blocks)
+    assert start <= whole <= masked <= stop
+    swept = np.flatnonzero(mask.any(0)) // size
+    assert swept.size == 0 or (start <= swept.min() and swept.max() < stop)
+    assert (mask if padded is None else padded)[:, whole * size : masked * size].all()

@@ -1,0 +1,111 @@
+"""The files that long compilations append to: what a kill leaves of them, and what a line says was compiled."""
+
+import json
+
+import pytest
+
+from tessera import evidence, files
+from tessera.deviceless import blocks, figures, gpu_gates, sweep, validation
+
+LINES = [{"a": 1}, {"b": "é", "c": [1, 2]}]
+CODE = {"commit": "0" * 40, "dirty": False}
+
+
+def written(path) -> bytes:
+    for line in LINES:
+        files.append_line(path, line)
+    return path.read_bytes()
+
+
+def test_no_cut_of_the_last_line_costs_another(tmp_path):
+    path = tmp_path / "made" / "lines.jsonl"
+    assert files.read_lines(path) == []
+    whole = written(path)
+    assert files.read_lines(path) == LINES
+    first = whole.index(b"\n") + 1
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        left = LINES[: (cut >= first - 1) + (cut >= len(whole) - 1)]  # complete without its line end is complete
+        assert files.read_lines(path) == left
+        files.append_line(path, {"d": 4})
+        assert files.read_lines(path) == [*left, {"d": 4}]
+        assert path.read_bytes().count(b"\n") == len(left) + 1
+
+
+def test_a_broken_line_that_no_kill_explains_is_named(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n{"b": \n{"c": 3}\n')
+    with pytest.raises(ValueError, match="lines.jsonl line 2 is not JSON"):
+        files.read_lines(path)
+
+
+@pytest.mark.parametrize("command", [sweep, gpu_gates])
+def test_a_list_of_what_is_to_do_survives_a_cut_line(command, tmp_path, capsys):
+    path = tmp_path / "out.jsonl"
+    case = next(iter(sweep.cases(("v5e",)) if command is sweep else gpu_gates.cases()))
+    path.write_text(json.dumps(case) + "\n" + json.dumps(case)[:40])
+    assert command.main(["--list", "--out", str(path), "--kernel", case["kernel"]]) == 0
+    todo = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert todo
+    assert case not in todo
+
+
+def test_a_sweep_says_of_each_line_what_was_checked_out(tmp_path, monkeypatch):
+    path = tmp_path / "out.jsonl"
+    monkeypatch.setattr(sweep, "compile_case", lambda case, *limits: {**case, "compiled": True, "error": None})
+    monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
+    kernel = sweep.tpu_kernels()[0].name
+    assert sweep.main(["--chip", "v5e", "--kernel", kernel, "--out", str(path)]) == 0
+    assert all(line.items() >= CODE.items() for line in files.read_lines(path))
+    made = len(files.read_lines(path))
+    assert sweep.main(["--chip", "v5e", "--kernel", kernel, "--out", str(path)]) == 0
+    assert len(files.read_lines(path)) == made > 0
+
+
+def test_blocks_read_a_cut_file(tmp_path):
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"chip": "v5e", "ca')
+    assert blocks.main(["--report", "--out", str(path)]) == 0
+
+
+def test_figures_compile_again_what_failed_and_what_another_commit_made(tmp_path, monkeypatch):
+    path = tmp_path / "made" / "figures.json"
+    now, other = CODE, {"commit": "1" * 40, "dirty": False}
+    names = ("peer", *figures.CALLS)
+    held = dict.fromkeys(names, {"ms": 1.0, **now}) | {names[0]: {"ms": 1.0}}
+    held |= {names[1]: {"error": "time", **now}, names[2]: {"ms": 1.0, **other}}
+    files.replace_text(path, json.dumps({"v6e": held}))
+    asked = []
+    monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
+    monkeypatch.setattr(figures, "inspect_one", lambda chip, name, limit_s: asked.append(name) or {"ms": 2.0})
+    assert figures.main(["--chip", "v6e", "--out", str(path)]) == 0
+    assert asked == list(names[1:3])
+    found = json.loads(path.read_text())["v6e"]
+    assert found == held | dict.fromkeys(asked, {"ms": 2.0, **now})
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("command", "arguments"), [(sweep, ["--report"]), (validation, ["report"])])
+def test_a_report_of_nothing_is_refused_in_a_sentence(command, arguments, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main([*arguments, "--out", str(tmp_path / "none.jsonl")])
+    assert ended.value.code == 2
+    assert "none.jsonl has no lines" in capsys.readouterr().err
+
+
+def test_a_missing_peer_is_named_with_what_installs_it(tmp_path, monkeypatch, capsys):
+    collect = ["collect", "--chip", "v6e", "--out", str(tmp_path / "out.jsonl")]
+    monkeypatch.setattr(validation, "PEER_PYTHON", tmp_path / "bin" / "python")
+    with pytest.raises(SystemExit) as ended:
+        validation.main(collect)
+    assert ended.value.code == 2
+    assert "`make peers-tpu` installs it" in capsys.readouterr().err
+    assert "make peers-tpu" in figures.inspect_peer("v6e", validation.installed(), 1.0)["error"]
+
+    validation.PEER_PYTHON.parent.mkdir()
+    validation.PEER_PYTHON.touch()
+    with pytest.raises(SystemExit):
+        validation.main([*collect, "--timings", str(tmp_path / "nowhere")])
+    assert "--timings names a folder" in capsys.readouterr().err
+    assert validation.main([*collect, "--timings", str(tmp_path)]) == 0  # timings, but not of this chip
+    assert "no timings of v6e" in capsys.readouterr().out

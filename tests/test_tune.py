@@ -1,0 +1,175 @@
+"""The tuner: a search that repeats itself never, a child that may die, gains that are confirmed, rows that are read."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tune_subjects
+
+from tessera import evidence, oracle, tune
+from tessera.attention import tuned
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.dispatch import KERNELS
+from tessera.tune import calls, search, seeding, ship
+from tessera.tune.child import Child
+
+HERE = str(Path(__file__).parent)
+SPACE = [{"x": x, "y": y} for x in range(12) for y in range(12)]
+SMALL = Shapes(1, 128, 128, 4, 2, 16, None, "float32")
+BUDGET = tune.Budget(candidates=6, quick=1, finalists=2, rounds=3, limit_s=20.0)
+
+
+def bowl(proposal: search.Proposal) -> float | None:
+    x, y = proposal.genome["x"], proposal.genome["y"]
+    return None if x == y else (x - 9) ** 2 + (y - 4) ** 2 + 1.0
+
+
+def traps(**changes) -> tune.Task:
+    task = tune.Task(
+        kernel=tune_subjects.TRAPS, name="traps, dense", spec=AttentionSpec(), shapes=SMALL, named="tune_subjects:TRAPS"
+    )
+    return dataclasses.replace(task, **changes)
+
+
+def run(path: Path, task: tune.Task | None = None, **kwargs) -> dict:
+    return tune.tune(task or traps(), BUDGET, path, paths=[HERE], **kwargs)
+
+
+def test_the_search_finds_the_bottom_and_never_asks_twice():
+    seeds = [search.Proposal(genome={"x": 0, "y": 11}, origin="default")]
+    found = list(search.evolve(SPACE, seeds, bowl, budget=60, seed=1))
+    asked = [search.key(p.genome) for p, _ in found]
+    assert len(asked) == len(set(asked)) == 60
+    assert min(f for _, f in found if f is not None) <= 3  # of 144, chance alone would reach it one time in three
+    assert found[0][0].origin == "default"
+    assert all(p.origin in ("default", "bred", "random") for p, _ in found)
+    assert all(max(p.parents) < i for i, (p, _) in enumerate(found) if p.parents)
+
+
+def test_the_same_seed_makes_the_same_search():
+    once, again, other = (list(search.evolve(SPACE, [], bowl, budget=30, seed=s)) for s in (4, 4, 5))
+    assert once == again
+    assert once != other
+
+
+def test_a_small_space_is_tried_whole():
+    found = list(search.evolve(SPACE[:5], [], bowl, budget=50))
+    assert sorted(search.key(p.genome) for p, _ in found) == sorted(search.key(g) for g in SPACE[:5])
+
+
+def test_drawn_calls_list_visible_tiles_and_are_right_by_the_check():
+    kernel = next(k for k in KERNELS if k.name == "xla_prefill_sparse")
+    spec, shapes = AttentionSpec(tile=16, query_tile=32), Shapes(2, 96, 160, 4, 2, 16, 4, "float32")
+    call = calls.draw(spec, shapes, 3)
+    last = (64 + 32 * (np.arange(3) + 1) - 1) // 16
+    assert np.array_equal(np.max(np.asarray(call.selection.tiles), -1), np.broadcast_to(last, (2, 2, 3)))
+    assert np.all(np.asarray(call.selection.count) == 4)
+    config = kernel.default_config(spec, shapes)
+    out = kernel.launch(*call[:3], spec, call.positions, call.selection, config)
+    assert calls.fault(spec, call, out, "sparse") is None
+    assert "lse of row" in calls.fault(spec, call, out._replace(lse=out.lse + 1e-3), "sparse")
+    fewer = call.selection._replace(count=call.selection.count - 1)
+    wrong = kernel.launch(*call[:3], spec, call.positions, fewer, config)
+    assert "out of row" in calls.fault(spec, call, wrong, "sparse")
+
+
+def test_masses_are_checked():
+    kernel = next(k for k in KERNELS if k.name == "xla_prefill_score")
+    spec, shapes = AttentionSpec(tile=16, query_tile=32, mass=True), Shapes(1, 80, 80, 2, 1, 16, None, "float32")
+    call = calls.draw(spec, shapes, 3)
+    out = kernel.launch(*call[:3], spec, call.positions, None, kernel.default_config(spec, shapes))
+    assert calls.fault(spec, call, out, "score") is None
+    assert "sum to" in calls.fault(spec, call, out._replace(mass=out.mass * 1.1), "score")
+    assert "last query tile" in calls.fault(spec, call, out._replace(mass=jnp.roll(out.mass, 1, -1)), "score")
+
+
+def test_a_row_of_a_call_is_that_row():
+    spec, shapes = AttentionSpec(), Shapes(1, 5, 9, 2, 1, 16, None, "float32")
+    one = calls.row_call(spec, calls.draw(spec, shapes, 0), 2)
+    assert oracle.sees(one, 0, 0, 0).sum() == 4 + 2 + 1
+
+
+def test_candidates_that_hang_die_lie_or_raise_are_results_and_the_search_goes_on(tmp_path):
+    """One is very fast and wrong: correctness comes before speed."""
+    found = run(tmp_path / "journal.jsonl")
+    errors = {t["config"]["block_s"]: t["error"] for t in found["candidates"]}
+    assert "killed after 20 s" in errors[tune_subjects.HANGS]
+    assert "died with status 9" in errors[tune_subjects.DIES]
+    assert "wrong: " in errors[tune_subjects.WRONG]
+    assert "NotImplementedError: no such layout" in errors[tune_subjects.RAISES]
+    assert errors[tune_subjects.SLOW] is errors[tune_subjects.FAST] is None
+    assert found["winner"] == {"block_s": tune_subjects.FAST}
+    assert found["confirmed"]
+    assert found["gain"] > 1.5
+    assert found["interval"][0] > 1
+    assert set(found["elsewhere"]) == {"64 x 64", "192 x 192"}
+
+    asked = []
+    again = run(tmp_path / "journal.jsonl", on_step=asked.append)  # nothing is left to ask
+    assert again == {**found, "replayed": again["replayed"]}
+    assert again["replayed"] > 6
+
+    task, made = traps(), ship.record(traps(), BUDGET, found, "tessera tune --workload traps")
+    assert made.median == found["gain"]
+    table = tmp_path / "cpu.jsonl"
+    tuned.write(table, [ship.row(task, found, made, Path("evidence/tune.jsonl"))])
+    [row] = tuned.read(table)
+    assert row.holds("traps", task.spec, SMALL)
+    assert not row.holds("traps", task.spec, SMALL._replace(num_keys=1024))
+    assert tuned.built(row, tune_subjects.TRAPS) == tune_subjects.Config(block_s=tune_subjects.FAST)
+    evidence.append(tmp_path / "evidence.jsonl", made)
+    assert evidence.read(tmp_path / "evidence.jsonl")[0].facts["candidates"] == json.loads(
+        json.dumps(found["candidates"])
+    )
+
+
+def test_a_killed_search_goes_on_where_it_stopped(tmp_path):
+    """The journal of a run cut after two answers, its last line half written."""
+    whole = tmp_path / "whole.jsonl"
+    few = tune.Budget(candidates=2, quick=1, finalists=1, rounds=1, limit_s=20.0)
+    space = [tune_subjects.Config(block_s=n) for n in (tune_subjects.SLOW, tune_subjects.FAST)]
+    kernel = dataclasses.replace(tune_subjects.TRAPS, search_space=lambda spec, shapes: iter(space))
+    task = traps(kernel=kernel)
+    tune.tune(task, few, whole, paths=[HERE])
+    lines = whole.read_text().splitlines()
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("\n".join(lines[:3]) + "\n" + lines[3][: len(lines[3]) // 2])
+    found = tune.tune(task, few, cut, paths=[HERE])
+    assert found["replayed"] == 2
+    assert cut.read_text().splitlines()[:3] == lines[:3]
+    with pytest.raises(ValueError, match="of another search"):
+        tune.tune(task, dataclasses.replace(few, seed=1), cut, paths=[HERE])
+
+
+def test_a_default_that_fails_ends_the_search_with_its_reason(tmp_path):
+    broken = dataclasses.replace(
+        tune_subjects.TRAPS, default_config=lambda spec, shapes: tune_subjects.Config(block_s=tune_subjects.RAISES)
+    )
+    with pytest.raises(RuntimeError, match="no such layout"):
+        run(tmp_path / "journal.jsonl", traps(kernel=broken))
+
+
+def test_a_child_over_its_memory_is_a_result():
+    with Child(limit_s=60.0, memory_bytes=1 << 28, paths=[HERE]) as child:
+        answer = child.ask(traps().request({"block_s": tune_subjects.FAST}, rounds=1, seed=0))
+    assert answer["error"]
+    assert not answer["samples"]
+
+
+def test_the_cost_model_sees_waste_and_steps():
+    kernel = next(k for k in KERNELS if k.name == "xla_prefill_dense")
+    shapes = Shapes(1, 4096, 4096, 8, 8, 128, None, "float32")
+
+    def cost(block_t, block_s):
+        return seeding.estimate(kernel, AttentionSpec(), shapes, kernel.Config(block_t=block_t, block_s=block_s))
+
+    assert cost(256, 256) < cost(2048, 2048)  # above the diagonal
+    assert cost(256, 256) < cost(16, 16)  # steps
+
+
+def test_an_unknown_workload_is_refused_by_name():
+    with pytest.raises(ValueError, match="--workload nosuch must be one of prefill_8k"):
+        tune.task_of("nosuch", "dense")

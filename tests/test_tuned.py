@@ -1,0 +1,260 @@
+"""Tuned block sizes: what rows hold for, that every shipped row stands on its record, and the search behind them."""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from itertools import product
+from pathlib import Path
+
+import jax
+import pytest
+
+from tessera import evidence
+from tessera.attention import dispatch, tuned
+from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.deviceless import blocks, programs
+
+EVIDENCE = Path(__file__).parents[1] / "evidence"
+SPEC = AttentionSpec()
+SHAPES = Shapes(1, 8192, 8192, 8, 2, 128, None, "bfloat16")
+RECORD = {"file": "some.jsonl", "workload": "w", "date": "2026-01-01T00:00:00+00:00"}
+DENSE = programs.kernel_named("tpu_prefill_dense")
+CONFIG = {"block_t": 256, "block_s": 1024, "chunk": 512}
+
+
+def row(**changes) -> tuned.Row:
+    bucket = {"dtype": "bfloat16", "groups": 4, "num_keys": (4096, 16384)}
+    base = {"kernel": DENSE.name, "bucket": bucket, "config": CONFIG, "gain": 1.5, "record": RECORD}
+    return tuned.Row(**(base | changes))
+
+
+def shipped() -> list[tuple[str, tuned.Row]]:
+    return [(path.stem, row) for path in sorted(tuned.TABLES.glob("*.jsonl")) for row in tuned.read(path)]
+
+
+def named(found: tuple[str, tuned.Row]) -> str:
+    device, row = found
+    return f"{device}-{row.record['workload']}".replace(" ", "_")
+
+
+def record_of(row: tuned.Row) -> evidence.Record:
+    """The one record that a row points at."""
+    [found] = [
+        record
+        for record in evidence.read(EVIDENCE / row.record["file"])
+        if (record.what.kernel, record.what.workload, record.date)
+        == (row.kernel, row.record["workload"], row.record["date"])
+    ]
+    return found
+
+
+@pytest.mark.parametrize("found", shipped(), ids=named)
+def test_a_shipped_row_stands_on_its_record_and_answers_its_call(found):
+    device, row = found
+    kernel, record = programs.kernel_named(row.kernel), record_of(row)
+    assert dict(record.what.config) == dict(row.config) == asdict(tuned.built(row, kernel))
+    assert row.gain is None or row.gain == pytest.approx(record.comparison.ratio, abs=1e-4)
+    assert row.gain is None or row.gain == 1 or row.gain >= blocks.LEAST_GAIN
+    spec, shapes = AttentionSpec(**record.facts["spec"]), Shapes(**record.facts["shapes"])
+    with blocks.on_chip(device):
+        assert kernel.supports(spec, shapes) is None
+        assert dispatch.choose(spec, shapes).name == row.kernel
+        assert tuned.config(kernel, spec, shapes) == kernel.Config(**row.config)
+
+
+def test_every_chip_has_a_table():
+    assert {device for device, _ in shipped()} >= set(blocks.DEVICES)
+
+
+def test_a_row_holds_inside_its_bucket_alone():
+    assert row().holds(DENSE.name, SPEC, SHAPES)
+    for edge, inside in ((4095, False), (4096, True), (16384, True), (16385, False)):
+        assert row().holds(DENSE.name, SPEC, SHAPES._replace(num_keys=edge)) == inside
+    assert not row().holds("tpu_prefill_score", SPEC, SHAPES)
+    assert not row().holds(DENSE.name, SPEC, SHAPES._replace(dtype="float32"))
+    assert not row().holds(DENSE.name, SPEC, SHAPES._replace(num_heads=16))
+    assert row().holds(DENSE.name, SPEC, SHAPES._replace(batch=7))  # not named: it does not matter
+    for spec in (AttentionSpec(causal=False), AttentionSpec(window=128), AttentionSpec(softcap=30.0)):
+        assert not row().holds(DENSE.name, spec, SHAPES)
+    listed = row(bucket={"listed": (1, 4096)})
+    assert not listed.holds(DENSE.name, SPEC, SHAPES)  # nothing is listed
+    assert listed.holds(DENSE.name, SPEC, SHAPES._replace(capacity=32))
+
+
+def test_lookup_takes_the_row_inside_its_bucket_and_the_default_outside(tmp_path, monkeypatch):
+    tuned.write(tmp_path / "v6e.jsonl", [row()])
+    monkeypatch.setattr(tuned, "TABLES", tmp_path)
+    tuned.table.cache_clear()
+    try:
+        with blocks.on_chip("v6e"):
+            assert tuned.config(DENSE, SPEC, SHAPES) == DENSE.Config(**CONFIG)
+            longer = SHAPES._replace(num_queries=32768, num_keys=32768)
+            assert tuned.config(DENSE, SPEC, longer) == DENSE.default_config(SPEC, longer)
+            call = programs.attention_call(DENSE.name, asdict(SPEC), SHAPES._asdict())
+            assert call[2]["settings"] == str(DENSE.Config(**CONFIG))
+        with blocks.on_chip("v5e"):  # no table
+            assert tuned.config(DENSE, SPEC, SHAPES) == DENSE.default_config(SPEC, SHAPES)
+    finally:
+        tuned.table.cache_clear()
+
+
+def test_the_attention_call_takes_its_blocks_from_the_table(tmp_path, monkeypatch):
+    q = jax.ShapeDtypeStruct((1, 64, 4, 16), "float32")
+    kernel = dispatch.choose(SPEC, dispatch.call_shapes(q, q))
+    small = next(c for c in kernel.search_space(SPEC, dispatch.call_shapes(q, q)))
+    taken = []
+
+    def launch(q, k, v, spec, positions, selection, config):
+        taken.append(config)
+        return kernel.launch(q, k, v, spec, positions, selection, config)
+
+    watched = Kernel(**{f.name: getattr(kernel, f.name) for f in fields(Kernel)} | {"launch": launch})
+    monkeypatch.setattr(dispatch, "KERNELS", (watched,))
+    monkeypatch.setattr(tuned, "TABLES", tmp_path)
+    for rows in ([], [row(kernel=kernel.name, bucket={"num_keys": (1, 64)}, config=asdict(small))]):
+        tuned.table.cache_clear()
+        tuned.write(tmp_path / f"{tuned.device()}.jsonl", rows)
+        jax.eval_shape(lambda *arrays: dispatch.attention(*arrays), q, q, q)  # a new function: nothing was traced
+    tuned.table.cache_clear()
+    assert taken == [kernel.default_config(SPEC, dispatch.call_shapes(q, q)), small]
+
+
+def test_devices_are_named_as_tables_are():
+    for chip in blocks.DEVICES:
+        with blocks.on_chip(chip):
+            assert tuned.device() == chip
+    if jax.default_backend() == "cpu":
+        assert tuned.device() == evidence.device_slug()
+    h200 = jax.sharding.AbstractDevice("NVIDIA H200", 1, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=h200)):
+        assert tuned.device() == "h200"
+
+
+BAD = {
+    "measure": ({"bucket": {"length": 3}}, r"bucket\['length'\] must be one of dtype, head_dim"),
+    "interval": ({"bucket": {"num_keys": [9, 3]}}, r"bucket\['num_keys'\]=\(9, 3\) must be a value or \[low, high\]"),
+    "pointer": ({"record": {"file": "x"}}, "must name file, workload and date"),
+    "field": ({"speed": 3}, "unexpected keyword argument 'speed'"),
+    "missing": ({"config": None}, "missing 1 required keyword-only argument: 'config'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_row_is_named_by_its_line(name, tmp_path):
+    change, message = BAD[name]
+    body = {key: value for key, value in (asdict(row()) | change).items() if value is not None}
+    path = tmp_path / "v6e.jsonl"
+    path.write_text(f"{json.dumps(asdict(row()))}\n{json.dumps(body)}\n")
+    with pytest.raises(ValueError, match=f"v6e.jsonl line 2 is not a row of tuned block sizes: .*{message}"):
+        tuned.read(path)
+
+
+def test_a_config_that_the_kernel_does_not_take_is_refused():
+    with pytest.raises(ValueError, match="does not fit tpu_prefill_dense: .*'warp'"):
+        tuned.built(row(config={"warp": 4}), DENSE)
+    with pytest.raises(ValueError, match="does not fit tpu_prefill_dense: block_s=100 must be a power of two"):
+        tuned.built(row(config=CONFIG | {"block_s": 100}), DENSE)
+
+
+def test_writing_replaces_the_row_of_the_same_bucket(tmp_path):
+    path = tmp_path / "v6e.jsonl"
+    other = row(bucket={"groups": 1}, record=RECORD | {"workload": "another"})
+    tuned.write(path, [row(), other])
+    tuned.write(path, [row(gain=2.0)])
+    assert {r.gain for r in tuned.read(path)} == {2.0, 1.5}
+    assert other in tuned.read(path)
+
+
+def test_writing_drops_the_row_that_the_same_workload_had_for_other_calls(tmp_path):
+    path = tmp_path / "v6e.jsonl"
+    score = row(kernel="tpu_prefill_score")
+    tuned.write(path, [row(), row(bucket={"groups": 1}), score])  # one search may speak for two buckets
+    assert len(tuned.read(path)) == 3
+    longer = row(bucket=row().bucket | {"num_keys": (4096, 32768)}, record=RECORD | {"date": "2026-02-01"})
+    tuned.write(path, [longer])
+    assert tuned.read(path) == (longer, score)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    x: int
+    y: int
+    flag: bool = False
+
+
+SPACE = [Sizes(x=x, y=y, flag=flag) for x, y, flag in product((1, 2, 4, 8), (16, 32, 64), (False, True))]
+
+
+NAMES = [f.name for f in fields(Sizes)]
+
+
+def no_floor(config: Sizes) -> float:
+    return 0.0
+
+
+def test_around_moves_one_field_by_one_value():
+    at = Sizes(x=2, y=16)
+    assert [c.x for c in blocks.around(at, "x", SPACE)] == [1, 4]
+    assert [c.y for c in blocks.around(at, "y", SPACE)] == [32]
+    assert [c.flag for c in blocks.around(at, "flag", SPACE)] == [True]
+    assert [c.x for c in blocks.around(Sizes(x=3, y=16), "x", SPACE)] == [2, 4]  # a default outside the space
+
+
+def test_the_search_walks_down_to_the_best_and_keeps_to_its_budget():
+    tried = []
+
+    def ms_of(config):
+        tried.append(config)
+        return None if config.flag else abs(config.x - 8) + abs(config.y - 64) / 8 + 1
+
+    blocks.search([Sizes(x=1, y=16)], SPACE, ms_of, no_floor, NAMES, 20)
+    assert Sizes(x=8, y=64) in tried
+    assert len(tried) == len(set(tried)) <= 20
+    tried.clear()
+    blocks.search([Sizes(x=1, y=16), Sizes(x=8, y=64)], SPACE, ms_of, no_floor, NAMES, 3)
+    assert tried[:2] == [Sizes(x=1, y=16), Sizes(x=8, y=64)]
+    assert len(tried) == 3
+
+
+def test_a_default_that_does_not_compile_is_left_behind():
+    tried = []
+
+    def ms_of(config):
+        tried.append(config)
+        return None if config.x == 1 else float(config.x)
+
+    blocks.search([Sizes(x=1, y=16)], SPACE, ms_of, no_floor, NAMES, 20)
+    assert Sizes(x=2, y=16) in tried
+
+
+def test_what_cannot_win_by_its_bytes_is_not_tried():
+    tried = []
+
+    def ms_of(config):
+        tried.append(config)
+        return 10.0
+
+    blocks.search([Sizes(x=2, y=16)], SPACE, ms_of, lambda config: 9.95 if config.x == 2 else 9.0, NAMES, 20)
+    assert {config.x for config in tried[1:]} == {1, 4}
+
+
+def test_a_winner_beats_the_default_by_a_hundredth():
+    lines = [{"default": True, "ms": 1.0}, {"default": False, "ms": 0.995}, {"default": False, "error": "VMEM"}]
+    assert blocks.winner(lines) is lines[0]
+    lines[1]["ms"] = 0.98
+    assert blocks.winner(lines) is lines[1]
+    assert blocks.winner(lines[2:]) is None
+
+
+@pytest.mark.parametrize("name", blocks.CASES)
+def test_the_rows_of_a_case_speak_for_its_call(name):
+    case = blocks.CASES[name]
+    spec, shapes = case.call()
+    kernel = blocks.kernel_of(case)
+    assert tuned.Row(kernel=kernel.name, bucket=case.bucket(), config={}, gain=1, record=RECORD).holds(
+        kernel.name, spec, shapes
+    )
+    with blocks.on_chip("v6e"):
+        default, space = kernel.default_config(spec, shapes), list(kernel.search_space(spec, shapes))
+    assert default in space
+    assert len(set(space)) == len(space)
+    assert sum(len(list(blocks.around(default, f.name, space))) for f in fields(default)) >= 4

@@ -1,0 +1,111 @@
+"""`tessera verify` passes what is right, and names what is wrong: planted faults."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tessera import evidence, trials, verify
+from tessera.attention.contract import Selection
+from tessera.attention.dispatch import KERNELS
+from tessera.workloads import WORKLOADS
+
+NAMED = {w.name: w for w in WORKLOADS}
+SPARSE = next(k for k in KERNELS if k.name == "xla_prefill_sparse")
+SCORE = next(k for k in KERNELS if k.name == "xla_prefill_score")
+
+
+def outcome(kernel, launch=None, numbers="normal", workload="ragged") -> verify.Outcome:
+    planted = kernel if launch is None else dataclasses.replace(kernel, launch=launch)
+    return verify.attempt(verify.Trial(planted, NAMED[workload], "float32", numbers, 0))
+
+
+def without_last_tile(q, k, v, spec, positions, selection, config):
+    cut = Selection(selection.tiles, jnp.maximum(selection.count - 1, 0))
+    return SPARSE.launch(q, k, v, spec, positions, cut, config)
+
+
+def with_all_tiles(q, k, v, spec, positions, selection, config):
+    num_tiles = -(-k.shape[1] // spec.tile)
+    tiles = jnp.broadcast_to(jnp.arange(num_tiles, dtype=jnp.int32), (*selection.count.shape, num_tiles))
+    return SPARSE.launch(q, k, v, spec, positions, Selection(tiles, jnp.full_like(selection.count, num_tiles)), config)
+
+
+def without_window(q, k, v, spec, positions, selection, config):
+    return SCORE.launch(q, k, v, dataclasses.replace(spec, window=None), positions, selection, config)
+
+
+def with_mass_of_wrong_rows(q, k, v, spec, positions, selection, config):
+    result = SCORE.launch(q, k, v, spec, positions, selection, config)
+    return result._replace(mass=jnp.roll(result.mass, 1, axis=2))
+
+
+def with_a_nan(q, k, v, spec, positions, selection, config):
+    result = SCORE.launch(q, k, v, spec, positions, selection, config)
+    return result._replace(out=result.out.at[0, 3, 0, 0].set(jnp.nan))
+
+
+def that_fails(q, k, v, spec, positions, selection, config):
+    raise NotImplementedError("no such layout")
+
+
+@pytest.mark.parametrize("numbers", verify.NUMBERS)
+@pytest.mark.parametrize("kernel", [SPARSE, SCORE], ids=lambda k: k.name)
+def test_a_right_kernel_passes(kernel, numbers):
+    found = outcome(kernel, numbers=numbers)
+    assert found.passed, verify.reason(found)
+    assert numbers == "no_key" or found.errors.size > 1000
+
+
+@pytest.mark.parametrize(
+    ("kernel", "launch", "workload", "said"),
+    [
+        (SPARSE, without_last_tile, "ragged", "past the tolerance"),
+        (SPARSE, with_all_tiles, "ragged", "past the tolerance"),  # dense in disguise
+        (SCORE, without_window, "window_softcap", "past the tolerance"),
+        (SCORE, with_mass_of_wrong_rows, "ragged", "past the tolerance"),
+        (SCORE, with_a_nan, "ragged", "NaN"),
+        (SCORE, that_fails, "ragged", "NotImplementedError: no such layout"),
+    ],
+    ids=lambda x: getattr(x, "__name__", None),
+)
+def test_a_planted_fault_is_caught_and_named(kernel, launch, workload, said):
+    found = outcome(kernel, launch, workload=workload)
+    assert not found.passed
+    assert said in verify.reason(found)
+
+
+def test_random_shapes_are_legal_and_differ():
+    rng = np.random.default_rng(0)
+    drawn = [verify.random_workload(rng, phase, n) for n, phase in enumerate(["prefill", "decode"] * 20)]
+    assert all((w.num_queries == 1) == ("decode" in w.tags) or w.num_queries > 1 for w in drawn)
+    assert len({w.shapes("dense") for w in drawn}) > 35
+    assert any(w.spec.window for w in drawn)
+    assert any(not w.spec.causal for w in drawn)
+
+
+def test_a_run_keeps_records_and_says_failure_by_its_status(tmp_path, monkeypatch, capsys):
+    small = NAMED["aligned"], NAMED["ragged"]
+    monkeypatch.setattr(verify, "tagged", lambda *tags: small if tags == ("test",) else ())
+    path = tmp_path / "verify.jsonl"
+    assert verify.run(kernel="xla_prefill_sparse", random_shapes=1, seed=3, out=str(path)) == 0
+    good = evidence.read(path)
+    assert {r.what.dtype for r in good} == set(SPARSE.dtypes)
+    assert all(r.error is None and r.facts["trials"] == 7 and r.facts["seed"] == 3 for r in good)
+    assert all(0 < r.facts["distribution"]["p50"] <= r.facts["distribution"]["max"] <= 1 for r in good)
+
+    broken = dataclasses.replace(SPARSE, launch=without_last_tile)
+    monkeypatch.setattr(trials, "KERNELS", (broken,))
+    trials.compiled.cache_clear()
+    assert verify.run(random_shapes=0, seed=3, out=str(path)) == 1
+    bad = evidence.read(path)[len(good) :]
+    assert all("xla_prefill_sparse" in r.error and "--seed 3" in r.error for r in bad)
+    assert "FAILED" in capsys.readouterr().out
+    assert json.loads(path.read_text().splitlines()[-1])["what"]["op"] == "verify"
+
+
+def test_a_kernel_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="'nosuch' must be part of one of"):
+        verify.run(kernel="nosuch")
