@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.deviceless import hlo, predict, schedule, sweep, tpu
+from tessera.deviceless import hlo, predict, schedule, steps, sweep, tpu
 
 HERE = Path(__file__).parent
 KIB = 1024
@@ -215,4 +215,23 @@ def test_inspect_prints_one_json_object(kernel, capsys):
     out = json.loads(capsys.readouterr().out)
     assert list(out) == KEYS
     assert out["compiled"] is True
+    assert out["predicted_ms"] > 0
+
+
+@pytest.mark.parametrize("mesh", [1, 2])
+def test_a_whole_decode_step_compiles_for_a_mesh(mesh, capsys):
+    """The shipped model under Kascade: each role's kernel of its own, two sums over the mesh a layer."""
+    from tessera import cli
+
+    folder = Path(steps.__file__).parents[1] / "demo" / "model"
+    flags = f"--chip v6e --model {folder} --mesh {mesh} --phase decode --length 2048 --json"
+    assert cli.main(["inspect", *flags.split()]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["compiled"] is True
+    assert {role: figures["kernel"] for role, figures in out["attention"].items()} == {
+        role: f"tpu_decode_{role}" for role in ("dense", "score", "sparse")
+    }
+    in_layers = [c for c in out["collectives"] if c[2] == "layer"]
+    assert len(in_layers) == (2 if mesh == 2 else 0)
+    assert out["hbm_bytes"] > 0
     assert out["predicted_ms"] > 0

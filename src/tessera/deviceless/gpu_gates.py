@@ -34,6 +34,7 @@ HEAD_DIMS = (64, 128, 256)
 MASKS = MappingProxyType(
     {"causal": {}, "both ways": {"causal": False}, "window": {"window": 1000}, "softcap": {"softcap": 30.0}}
 )
+PLAIN = "causal"
 GROUPS = (4, 1, 7, 16)
 """Query heads per KV head; others than the first only with the default blocks, causal, in the first dtype."""
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
@@ -104,22 +105,29 @@ def kernel_of(case: Mapping[str, Any]) -> Kernel:
 def cases() -> Iterator[dict[str, Any]]:
     """Every case: kernel, head dim, dtype, tile, mask and configuration (None is the default), and other groups.
 
-    What a kernel refuses is left out.
+    Default blocks meet every dtype, tile and mask. Every other configuration meets every head dim and tile causally in
+    the first dtype, and every mask at one of the tiles and in one of the dtypes, in turn: a dtype changes the names of
+    instructions, not their registers. What a kernel refuses is left out.
     """
     for kernel, head_dim in product(gpu_kernels(), HEAD_DIMS):
         tiles = TILES if kernel.role != "dense" else (128,)
-        for dtype, tile, mask, group in product(kernel.dtypes, tiles, MASKS, GROUPS):
-            case = {"kernel": kernel.name, "head_dim": head_dim, "dtype": dtype, "tile": tile, "query_tile": 32}
-            case |= {"mask": mask, "group": group, "config": None}
+        for (number, mask), (at, tile) in product(enumerate(MASKS), enumerate(tiles)):
+            case = {"kernel": kernel.name, "head_dim": head_dim, "dtype": kernel.dtypes[0], "tile": tile}
+            case |= {"query_tile": 32, "mask": mask, "group": GROUPS[0], "config": None}
             spec, shapes = call(case)
-            plain = mask == "causal" and dtype == kernel.dtypes[0]
-            if kernel.supports(spec, shapes) is not None or not (group == GROUPS[0] or plain):
+            if kernel.supports(spec, shapes) is not None:
                 continue
-            yield case
-            if group == GROUPS[0]:
-                default = kernel.default_config(spec, shapes)
-                configs = (asdict(c) for c in kernel.search_space(spec, shapes) if c != default)
-                yield from ({**case, "config": config} for config in configs)
+            yield from ({**case, "dtype": dtype} for dtype in kernel.dtypes)
+            if mask == PLAIN:
+                others = ({**case, "group": group} for group in GROUPS[1:])
+                yield from (other for other in others if kernel.supports(*call(other)) is None)
+            default = kernel.default_config(spec, shapes)
+            for turn, config in enumerate(c for c in kernel.search_space(spec, shapes) if c != default):
+                if mask == PLAIN:
+                    yield {**case, "config": asdict(config)}
+                elif (turn + number) % len(tiles) == at:
+                    dtype = kernel.dtypes[(turn + number) % len(kernel.dtypes)]
+                    yield {**case, "dtype": dtype, "config": asdict(config)}
 
 
 def first_cases() -> Iterator[dict[str, Any]]:
@@ -144,7 +152,7 @@ def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def urgency(case: Mapping[str, Any]) -> int:
     """Defaults first, then every configuration in the plainest call, then the rest."""
-    plain = case["mask"] == "causal" and case["dtype"] == kernel_of(case).dtypes[0]
+    plain = case["mask"] == PLAIN and case["dtype"] == kernel_of(case).dtypes[0]
     return 0 if case["config"] is None else 1 if plain else 2
 
 

@@ -16,13 +16,13 @@ from tessera.memory import format_bytes
 
 MESHES = MappingProxyType(
     {
-        "v5e": {1: "v5e:1x1", 4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"},
-        "v5p": {4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4"},
-        "v6e": {1: "v6e:1x1", 4: "v6e:2x2", 8: "v6e:2x4", 16: "v6e:4x4"},
-        "v7x": {8: "tpu7x:2x2x1", 16: "tpu7x:2x2x2"},
+        "v5e": {1: "v5e:2x2", 2: "v5e:2x2", 4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"},
+        "v5p": {1: "v5p:2x2x1", 2: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2", 16: "v5p:2x2x4"},
+        "v6e": {1: "v6e:2x2", 2: "v6e:2x2", 4: "v6e:2x2", 8: "v6e:2x4", 16: "v6e:4x4"},
+        "v7x": {1: "tpu7x:2x2x1", 2: "tpu7x:2x2x1", 4: "tpu7x:2x2x1", 8: "tpu7x:2x2x1", 16: "tpu7x:2x2x2"},
     }
 )
-"""Topology with this many jax devices."""
+"""Topology whose first devices these are; the smallest one that the compiler answers for has four chips."""
 
 LINK_BYTES_PER_S = MappingProxyType({"v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "v7x": 600e9})
 """Links to other chips, all of a jax device's together, both directions, nominal (docs.cloud.google.com/tpu/docs)."""
