@@ -13,6 +13,11 @@ os.environ.setdefault("NPROC", "8")
 import pytest
 
 
+def pytest_configure(config):
+    """The mark that pytest-xdist groups by; without xdist it says nothing."""
+    config.addinivalue_line("markers", "xdist_group(name): tests of one name run in one process")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """What is spread over processes: a file as a whole, but tests over the kernel table kernel by kernel."""

@@ -67,8 +67,8 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
 
         def copy_row(row, _):
             key = refs.tiles[item.b, item.h, item.i, jnp.minimum(first + row, last)]
-            refs.k_smem[slot, row] = refs.k[item.b, key, item.h]
-            refs.v_smem[slot, row] = refs.v[item.b, key, item.h]
+            refs.k_smem[slot, row] = refs.k[item.b, item.h, key]
+            refs.v_smem[slot, row] = refs.v[item.b, item.h, key]
             refs.ids[slot, row] = jnp.where(first + row <= last, key, NEVER)
 
         jax.lax.fori_loop(0, cut.block_s, copy_row, None)
@@ -77,8 +77,8 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
     together, lines = THREADS // columns, swizzled(cut.dtype)
     thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=PER_THREAD)
     place = place_of(thread // columns, thread % columns, columns)
-    in_list = ((item.b * refs.k.shape[2] + item.h) * cut.num_tiles + item.i) * refs.tiles.shape[3]
-    num_keys, kv_heads = refs.k.shape[1:3]
+    in_list = ((item.b * refs.k.shape[1] + item.h) * cut.num_tiles + item.i) * refs.tiles.shape[3]
+    kv_heads, num_keys = refs.k.shape[1:3]
     memory, one = plgpu.RefType(), plgpu.Layout.WG_SPLAT
     swizzled_memory = plgpu.RefType(lines)
 
@@ -102,8 +102,8 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
 
         for n in range(cut.block_s // together):
             key, _ = key_at(arith.addi(row, mosaic.c(n * together, i32)))
-            line = arith.addi(base, arith.muli(key, mosaic.c(kv_heads, i32)))
-            at = arith.muli(arith.extui(i64, line), mosaic.c(cut.head_dim, i64))
+            line = arith.addi(arith.extui(i64, base), arith.extui(i64, key))
+            at = arith.muli(line, mosaic.c(cut.head_dim, i64))
             at = arith.addi(at, arith.extui(i64, arith.muli(column, mosaic.c(8, i32))))
             to = arith.addi(place, mosaic.c(n * together * cut.head_dim, i32))
             for source, target in ((k, k_smem), (v, v_smem)):
@@ -117,7 +117,7 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
         target = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(ids), [row], i32)
         llvm.store(arith.select(inside, key, mosaic.c(NEVER, i32)), target)
 
-    base = item.b * num_keys * kv_heads + item.h
+    base = (item.b * kv_heads + item.h) * num_keys
     k_smem, v_smem, ids = (x.at[slot] for x in (refs.k_smem, refs.v_smem, refs.ids))
     start(refs.k, refs.v, refs.tiles, k_smem, v_smem, ids, place, in_list + first, in_list + last, base)
 
@@ -192,6 +192,7 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
     cut = cut_keys(spec, shapes, config)
     ids = plgpu.SMEM((cut.stages, cut.block_s), jnp.int32)
     source = listed_rows.Source("gpu_keys_sparse", fetch, hide, arrivals=1, scratch=(ids,))
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # the model's cache is head-major: nothing moves
     return listed_rows.launch(q, k, v, positions, selection, cut, source)
 
 
