@@ -3,16 +3,24 @@
 import sys
 import textwrap
 from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import bench, evidence, measure
+from tessera import bench, evidence, hardware, measure
 from tessera.attention.contract import AttentionSpec, Selection
+from tessera.bench import amdahl, model
 from tessera.bench import attention as cases
-from tessera.bench.stand import SMOKE, Stand, causal_pairs, model_work, versus
+from tessera.bench.stand import SMOKE, Stand, causal_pairs, model_work, utilisation, versus
+from tessera.calibrate import find_crossover
+from tessera.engine import Session
 from tessera.evidence import How, What
+from tessera.models.layers import init_params
+from tessera.sparse.baselines import Dense
+from tessera.sparse.kascade import Kascade
 
 # The peer's protocol served by NumPy, as torch is not in this environment: it computes what it is asked for.
 WORKER = """
@@ -54,16 +62,44 @@ def with_worker(stand, tmp_path, shift):
     return stand
 
 
-def test_dense_prefill_compares_both_sides_on_the_same_inputs(stand, tmp_path):
-    peer, ours = cases.dense_prefill(with_worker(stand, tmp_path, "0"), "float32")
-    assert peer.what.kernel == "torch sdpa"
-    assert len(peer.samples) == len(ours.samples) == SMOKE.rounds + 2
+def test_dense_prefill_compares_all_sides_on_the_same_inputs(stand, tmp_path):
+    peer, ours, jaxs, again = cases.dense_prefill(with_worker(stand, tmp_path, "0"), "float32")
+    assert (peer.what.kernel, jaxs.what.kernel) == ("torch sdpa", "jax dot_product_attention")
+    assert len(peer.samples) == len(ours.samples) == len(jaxs.samples) == SMOKE.rounds + 2
     assert ours.comparison.ratio == pytest.approx(measure.ratio(peer.samples, ours.samples))
     assert ours.comparison.target == ">= 1.5"
     assert ours.flops == 4 * 8 * 128 * causal_pairs(SMOKE.attention_tokens)
     assert ours.how.interleaved
     assert ours.how.compile_s > 0
     assert ours.command == "tessera bench --suite smoke --only planted"
+    assert again.samples == ours.samples
+    assert again.comparison.ratio == pytest.approx(measure.ratio(jaxs.samples, ours.samples))
+    assert len({r.key for r in (peer, ours, jaxs, again)}) == 4
+    assert jaxs.key == again.key._replace(kernel=again.comparison.against)  # how tables and --gate find the other side
+    assert "skipped" not in ours.facts
+
+
+def test_a_peer_in_this_process_with_wrong_outputs_is_caught(stand, tmp_path, monkeypatch):
+    right = jax.nn.dot_product_attention
+
+    def all_keys(*arrays, is_causal, implementation):
+        return right(*arrays, implementation=implementation)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", all_keys)
+    with pytest.raises(ValueError, match="jax dot_product_attention is wrong on a timed call"):
+        list(cases.dense_prefill(with_worker(stand, tmp_path, "0"), "float32"))
+
+
+def test_scores_that_do_not_fit_are_left_out_with_the_reason(stand, tmp_path, monkeypatch):
+    assert cases.scores_too_large(8, 8192) == ""
+    assert "16.0 GiB, above the limit of 4.0 GiB" in cases.scores_too_large(8, 16384)
+    x = jax.ShapeDtypeStruct((1, 1024, 8, 128), jnp.bfloat16)
+    _, step = cases._compile(partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"), [x, x, x])
+    assert step.memory_analysis().temp_size_in_bytes == pytest.approx(8 * 8 * 1024**2, rel=0.3)
+    monkeypatch.setattr(cases, "MOST_SCORE_BYTES", 8 * 8 * SMOKE.attention_tokens**2 - 1)
+    peer, ours = cases.dense_prefill(with_worker(stand, tmp_path, "0"), "float32")
+    assert peer.what.workload == ours.what.workload == "dense_prefill_f32"
+    assert ours.facts["skipped"].startswith("jax dot_product_attention: two arrays of 8 x 256 x 256 scores")
 
 
 def test_a_peer_with_wrong_outputs_is_caught(stand, tmp_path):
@@ -129,6 +165,115 @@ def test_model_work_is_the_sum_of_its_tokens():
     steps = sum(model_work(config, 1, past=past)["flops"] for past in range(8))
     head = 2.0 * config.vocab_size * config.hidden_size
     assert steps - 7 * head == pytest.approx(whole)
+
+
+def test_utilisation_is_work_over_time_and_ceiling(stand):
+    ceilings = measure.Ceilings(flops_per_s={"float32": 4e9, "bfloat16": 8e9}, bytes_per_s=1e9)
+    found = utilisation(2e9, 1e8, 2.0, "float32", ceilings)
+    assert (found["mfu"], found["bandwidth_share"]) == pytest.approx((0.25, 0.05))
+    assert not {"mfu_nominal", "bandwidth_share_nominal"} & set(found)
+    chip = hardware.chip("v7x")  # two devices
+    found = utilisation(2e12, 1e9, 0.1, "bfloat16", ceilings, chip)
+    assert found["mfu_nominal"] == pytest.approx(2e13 / (chip.bf16_flops_per_s / 2))
+    assert found["bandwidth_share_nominal"] == pytest.approx(1e10 / (chip.bytes_per_s / 2))
+    assert "mfu_nominal" not in utilisation(2e12, 1e9, 0.1, "float32", ceilings, chip)
+
+
+def test_records_of_the_whole_model_hold_their_utilisation(stand):
+    stand.ceilings = measure.Ceilings(flops_per_s={"float32": 1e9, "bfloat16": 1e9}, bytes_per_s=1e8)
+    work = {"flops": 1e9, "bytes": 4e8}
+    whole, part = (
+        stand.record(What(op=op, kernel="k", workload="w", dtype="float32"), [8.0], How(), work=work, facts={"a": 1})
+        for op in ("model", "attention")
+    )
+    assert whole.facts["a"] == 1
+    assert (whole.facts["mfu"], whole.facts["bandwidth_share"]) == pytest.approx((1 / 8, 1 / 2))
+    assert whole.peak_fraction == pytest.approx(1 / 2)  # the larger: bytes bound this one
+    assert part.facts == {"a": 1}
+
+
+def test_amdahls_law():
+    assert amdahl.amdahl_gain(0.5, 2.0) == pytest.approx(4 / 3)
+    assert amdahl.amdahl_gain(0.0, 9.0) == 1
+    assert amdahl.amdahl_gain(1.0, 9.0) == 9
+    for share, gain in ((1.1, 2.0), (-0.1, 2.0), (0.5, 0.0)):
+        with pytest.raises(ValueError, match="must be between 0 and 1"):
+            amdahl.amdahl_gain(share, gain)
+    found = amdahl.predict([10.0, 10.0], {"dense": [6.0, 6.0], "kascade": [2.0, 2.0]})
+    assert (found["attention_share"], found["attention_gain"]) == pytest.approx((0.6, 3.0))
+    assert found["amdahl_gain"] == pytest.approx(10 / (4 + 2))
+    too_small = amdahl.predict([1.0], {"dense": [1.5], "kascade": [1.0]})
+    assert too_small["attention_share"] == 1.5
+    assert "amdahl_gain" not in too_small
+
+
+def test_attention_alone_does_the_whole_prefills_attention():
+    """150 tokens: three chunks and a padded end; the dense row is checked against float64 inside."""
+    config = replace(SMOKE.config, num_layers=2)
+    params = init_params(config, jax.random.key(0), jnp.float32)
+    plan = replace(model.synthetic_plan(params, config), anchors=(0,), tile=16, minimum=16)
+    for policy in (Dense(), Kascade.from_plan(plan)):
+        session = Session(params, config, policy, batch=1, num_keys=150)
+        alone = amdahl.AttentionAlone(session, 150)
+        assert alone.sample(0) > 0
+        _, reads = session.prefill([np.arange(150) % config.vocab_size])
+        assert alone.density == pytest.approx(amdahl.density_of(reads))
+        visible = sum(float(np.sum(r.visible)) for r in alone.reads)
+        assert visible == 2 * config.num_kv_heads * causal_pairs(150)
+    assert alone.density < 0.8
+
+
+def test_attention_alone_that_skips_keys_is_caught():
+    class Skipping(Dense):
+        def attend(self, layer, q, k, v, spec, positions, state):
+            return super().attend(layer, q, k, v, replace(spec, window=64), positions, state)
+
+    config = replace(SMOKE.config, num_layers=2)
+    session = Session(init_params(config, jax.random.key(0), jnp.float32), config, Skipping(), batch=1, num_keys=128)
+    with pytest.raises(ValueError, match="dense attention alone is wrong on a timed call"):
+        amdahl.AttentionAlone(session, 128).sample(0)
+
+
+def test_the_kascade_case_holds_amdahls_prediction_beside_its_gain(stand):
+    stand.sizes = replace(stand.sizes, config=replace(stand.sizes.config, num_layers=3))
+    dense, kascade = bench.CASES["kascade_prefill"].run(stand)
+    facts = kascade.facts
+    alone = {name: facts[f"attention_{name}_s"] for name in ("dense", "kascade")}
+    assert {name: len(samples) for name, samples in alone.items()} == dict.fromkeys(alone, SMOKE.long_rounds)
+    parts = amdahl.predict(dense.samples, alone)
+    assert parts == {name: facts[name] for name in parts}
+    assert facts["attention_gain"] == pytest.approx(measure.ratio(alone["dense"], alone["kascade"]))
+    assert kascade.comparison.ratio == pytest.approx(measure.ratio(dense.samples, kascade.samples))
+    assert "mfu" in dense.facts
+    assert "attention_share" not in dense.facts
+
+
+def test_the_crossover_is_the_rule_of_calibrate_on_the_records_own_medians(stand):
+    stand.sizes = replace(stand.sizes, crossover_tokens=(128, 256))
+    records = list(bench.CASES["crossover"].run(stand))
+    assert [(r.what.workload, r.what.kernel) for r in records] == [
+        (f"crossover_{n}", side) for n in (128, 256) for side in ("dense", "kascade")
+    ]
+    medians = {side: [r.median for r in records if r.what.kernel == side] for side in ("dense", "kascade")}
+    facts = records[-1].facts
+    assert facts["crossover_tokens"] == find_crossover((128, 256), medians["dense"], medians["kascade"])
+    assert (facts["lengths"], facts["dense_s"], facts["kascade_s"]) == ([128, 256], *medians.values())
+    assert [len(r.samples) for r in records] == [SMOKE.rounds] * 2 + [SMOKE.long_rounds] * 2
+    assert records[-1].density[0] < 0.9
+    assert records[-1].comparison.ratio == pytest.approx(medians["dense"][1] / medians["kascade"][1])
+    assert not any("crossover_tokens" in r.facts for r in records[:-1])
+
+
+def test_a_crossover_of_dense_runs_in_disguise_is_caught(stand, monkeypatch):
+    stand.sizes = replace(stand.sizes, crossover_tokens=(64,), long_rounds=1)
+    load = model.generate.load
+
+    def load_all(folder, attention):
+        return load(folder, attention=attention).with_attention(attention, fraction=1.0)
+
+    monkeypatch.setattr(model.generate, "load", load_all)
+    with pytest.raises(ValueError, match="dense work in disguise"):
+        list(model.crossover(stand))
 
 
 def test_wilson_interval_of_a_share():

@@ -32,7 +32,7 @@ FLAGS = {
     "bench": "--suite --only --resume --out --peer-python --gate --compare --debug".split(),
     "verify": "--kernel --simulate --random --seed --out --debug".split(),
     "tune": (
-        "--workload --role --candidates --quick --finalists --rounds --limit-s --seed --out --table --debug"
+        "--workload --role --method --candidates --quick --finalists --rounds --limit-s --seed --out --table --debug"
     ).split(),
     "eval": "--model --plan --suite --text --out --resume --debug".split(),
     "report": "--evidence --out --tables --check --debug".split(),
@@ -74,6 +74,7 @@ def test_choices_are_those_of_the_library():
     from tessera.attention.contract import TILES
     from tessera.recipes import RECIPES
     from tessera.sparse.plan import HEADS
+    from tessera.tune import METHODS
 
     def choices(kind: type, name: str) -> tuple:
         return typing.get_args(typing.get_type_hints(kind)[name])
@@ -83,6 +84,7 @@ def test_choices_are_those_of_the_library():
     assert choices(cli.Calibrate, "heads") == HEADS
     assert set(choices(cli.Train, "recipe")) == set(RECIPES)
     assert set(choices(cli.Bench, "suite")) == set(bench.SUITES)
+    assert choices(cli.Tune, "method") == tuple(METHODS)
 
 
 def test_help_and_version_import_nothing_heavy():

@@ -95,7 +95,7 @@ def test_weights_of_llama_split_over_eight_chips():
 def test_a_mesh_that_does_not_exist_or_divide_is_refused():
     call = {"phase": "decode", "batch": 1, "length": 1024, "queries": 1, "attention": "dense", "tile": 128,
             "query_tile": 32, "fraction": 0.1}  # fmt: skip
-    with pytest.raises(ValueError, match="must be one of 1, 4, 8, 16"):
+    with pytest.raises(ValueError, match="must be one of 1, 2, 4, 8, 16"):
         model_inspection.inspect_step("v6e", "llama-3.1-8b", 5, **call)
     with pytest.raises(ValueError, match="must divide the model's 8 KV heads"):
         model_inspection.inspect_step("v6e", "llama-3.1-8b", 16, **call)

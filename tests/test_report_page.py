@@ -5,6 +5,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from matplotlib.figure import Figure
 
 from tessera import cli, evidence, report_page, report_pictures
 from tessera.evidence import Comparison, How, What
@@ -18,12 +19,25 @@ def record(op="attention", samples=(1.0, 1.1), *, kernel="ours", workload="case"
     return dataclasses.replace(made, code=CODE)
 
 
-def task(policy: str, kind: str, length: int, scores, **fields):
+def task(policy: str, kind: str, length: int, scores, *, suite="demo", **fields):
     mean = sum(scores) / len(scores)
     facts = {"policy": policy, "kind": kind, "length": length, "scores": scores, "low": mean / 2, "high": 1.0}
     facts |= {"depths": [(i + 0.5) / len(scores) for i in range(len(scores))]}
     return record("eval task", [mean], workload=f"{kind} at {length}: {policy}", unit="fraction", facts=facts,
-                  density=(0.3,), command="tessera eval", **fields)  # fmt: skip
+                  density=(0.3,), command=f"tessera eval --suite {suite}", **fields)  # fmt: skip
+
+
+def tiled(tile: int, rows: int, suite: str = "study"):
+    title = f"tile {tile}, query tile {rows}"
+    facts = {"policy": title, "mean": 0.15, "low": 0.1, "high": 0.2}
+    words = {"workload": f"held-out text: {title}", "command": f"tessera eval --suite {suite}", "unit": "nats"}
+    return record("eval fidelity", [0.1, 0.2], config={"tile": tile, "query_tile": rows}, facts=facts, **words)
+
+
+def prefill(kernel: str, tokens: int, seconds: float, **fields):
+    words = {"workload": f"crossover_{tokens}", "command": "tessera bench --suite cpu --only crossover"}
+    samples = [0.9 * seconds, seconds, 1.2 * seconds]
+    return record("model", samples, kernel=kernel, config={"tokens": tokens}, **words, **fields)
 
 
 def everything() -> list:
@@ -31,7 +45,8 @@ def everything() -> list:
     figures = [
         record("predicted figure", [r], kernel="tpu", workload=f"dense prefill against the peer, {chip}", unit="ratio",
                how=How(check="predicted from the compiler's schedule, not measured"),
-               comparison=Comparison(against="peer", ratio=r, target=">= 1.05", met=r > 1.05))
+               comparison=Comparison(against="peer", ratio=r, target=">= 1.05", met=r > 1.05),
+               facts={"dense": {"ms": 1.0, "busy": {"MXU": 0.9, "VLOAD": 0.5, "VLOAD:FILL": 0.4}}, "peer": {"ms": 1.1}})
         for chip, r in (("v5e", 1.1), ("v6e", 1.0))
     ]  # fmt: skip
     versus = [
@@ -40,18 +55,15 @@ def everything() -> list:
         )
         for day, r in ((1, 1.0), (2, 1.4))
     ]
-    tiles = [
-        record("eval fidelity", [0.1, 0.2], kernel="kascade", workload=f"held-out text: tile {tile}, query tile {rows}",
-               unit="nats", config={"tile": tile, "query_tile": rows}, command="tessera eval --suite study",
-               facts={"policy": f"tile {tile}, query tile {rows}", "mean": 0.15, "low": 0.1, "high": 0.2})
-        for tile in (16, 64) for rows in (16, 32)
-    ]  # fmt: skip
     return [
         record(workload="rated", work={"flops": 1e9, "bytes": 1e6}, peak_fraction=0.5),
         *versus,
         *figures,
         *(task(p, k, n, [1.0, 0.0]) for p in ("dense", "kascade") for k in ("single", "tracking") for n in (512, 1024)),
-        *tiles,
+        *(prefill("dense", n, n / 1000) for n in (512, 1024)),
+        prefill("kascade", 512, 0.6),
+        prefill("kascade", 1024, 0.8, facts={"crossover_tokens": 1024}),
+        *(tiled(tile, rows) for tile in (16, 64) for rows in (16, 32)),
         record("tune", [1.2], unit="gain", facts={"candidates": candidates}),
         record("model", (), workload="broken", error="ValueError: <script>no</script>"),
     ]
@@ -65,6 +77,61 @@ def test_every_picture_shows_its_records_and_nothing_else():
         assert picture.svg.startswith("<svg")
         assert picture.records
         assert draw([r for r in records if r not in picture.records]) is None, name
+
+
+def test_suites_machines_and_errors_do_not_mix_in_a_picture():
+    records = everything()
+    elsewhere = task("dense", "single", 512, [0.0, 0.0])
+    others = [
+        task("tile 16, query tile 16", "single", 4096, [0.0, 0.0], suite="study"),
+        task("dense", "single", 512, [0.0, 0.0], suite="smoke"),
+        dataclasses.replace(elsewhere, where=dataclasses.replace(elsewhere.where, device="TPU v6 lite")),
+        tiled(32, 16, "demo"),
+        record("eval task", (), workload="single at 512: window", error="killed", command="tessera eval --suite demo"),
+        record("eval fidelity", (), workload="held-out text: tile 1, query tile 16", error="killed",
+               command="tessera eval --suite study"),
+    ]  # fmt: skip
+    for name in ("needles", "quality", "granularity"):
+        draw = report_pictures.PICTURES[name]
+        assert draw([*others, *records]).svg == draw(records).svg, name
+        assert not set(map(id, draw([*others, *records]).records)) & set(map(id, others))
+    page = report_page.render([*others, *records, task("dense", "single", 512, [1.0, 0.0], suite="study")])
+    assert page.count("<svg") == len(report_pictures.PICTURES)
+    assert page.count(">single at 512: dense<") == 4, "demo, study, smoke, and demo on another machine"
+
+
+def test_speed_over_length_is_drawn_half_done_without_errors_and_without_a_crossover():
+    begun = [prefill("dense", 512, 0.5), prefill("kascade", 512, 0.6)]
+    assert report_pictures.lengths(begun) is None, "one length is no line"
+    broken = record("model", (), kernel="", workload="crossover_9", error="killed")
+    half = [*begun, prefill("dense", 1024, 1.0)]
+    assert report_pictures.lengths([*half, broken]).records == tuple(half)
+    assert report_pictures.lengths([*half, prefill("kascade", 1024, 1.1, facts={"crossover_tokens": None})]) is not None
+
+
+def test_predicted_pictures_show_the_newest_of_each_chip():
+    new = [r for r in everything() if r.what.op == "predicted figure"]
+    old = [
+        dataclasses.replace(r, date="2020-01-01T00:00:00+00:00", median=9.0, facts={"dense": {"busy": {"MXU": 0.1}}},
+                            where=dataclasses.replace(r.where, cpu="Old CPU")) for r in new
+    ]  # fmt: skip
+    for name in ("predicted", "slots"):
+        draw = report_pictures.PICTURES[name]
+        assert draw([*new, *old]).records == draw(new).records == tuple(new)
+        assert draw([*new, *old]).svg == draw(new).svg
+
+
+def test_shares_beside_crowded_marks_do_not_meet():
+    """Every mark of a roofline at one place: each text still finds a side of its own."""
+    figure = Figure(figsize=(6, 4))
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log", xlim=(1, 1e4), ylim=(1e-3, 1e3))
+    rated = record(work={"flops": 1e9, "bytes": 1e6}, peak_fraction=0.5)
+    figure.draw_without_rendering()
+    report_pictures._label_shares(axes, [rated] * 6, ["black"] * 6)
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 6
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_the_same_records_make_the_same_page():

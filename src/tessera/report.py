@@ -12,92 +12,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from tessera import evidence
-from tessera.evidence import Key, Record
+from tessera import evidence, report_tables
+from tessera.evidence import Record
+from tessera.report_markdown import (
+    current,
+    keys_read,
+    markdown,
+    provenance,
+    quantity,
+    result_of,
+    side_by_side,
+    three,
+    title_of,
+)
 
 PAGES = ("README.md", "docs/evidence.md")
 """Where rendered tables stand."""
 
 _BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- end -->)", re.DOTALL)
-
-
-def quantity(value: float, unit: str) -> str:
-    """A value with three significant digits and its unit, scaled for reading: 0.0123 s is 12.3 ms."""
-    if unit == "s":
-        for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-            if abs(value) * factor >= 1:
-                return f"{_three(value * factor)} {name}"
-        return f"{_three(value * 1e6)} us"
-    if unit == "bytes":
-        for factor, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-            if abs(value) >= factor:
-                return f"{_three(value / factor)} {name}"
-        return f"{value:.0f} bytes"
-    if unit == "fraction":
-        return f"{100 * value:.1f} %"
-    return f"{_three(value)} {unit}".strip()
-
-
-def _three(value: float) -> str:
-    """Three significant digits without an exponent."""
-    if value == 0:
-        return "0"
-    digits = max(0, 2 - int(f"{abs(value):e}".split("e")[1]))
-    return f"{value:,.{digits}f}"
-
-
-def side_by_side(records: Iterable[Record]) -> list[Record]:
-    """The records with those of one measurement on several machines next to each other."""
-    groups: dict[Key, list[Record]] = {}
-    for record in records:
-        groups.setdefault(record.key._replace(machine=""), []).append(record)
-    return [record for group in groups.values() for record in group]
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table. A first cell equal to the one above is left empty, so that what belongs together is seen."""
-    lines, above = [header, ["---"] * len(header)], ""
-    for first, *rest in rows:
-        lines.append(["" if first == above else first, *rest])
-        above = first
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def provenance(records: Iterable[Record]) -> str:
-    """Where the records of one table come from, one sentence per machine.
-
-    Raises:
-        ValueError: a record that does not name its commit or its command.
-    """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.code.commit is None or not record.command:
-            raise ValueError(f"record {record.key} must name a commit and a command before it can be published")
-        where = record.where
-        groups.setdefault(f"{where.machine}, jax {where.versions.get('jax', '?')}", []).append(record)
-    lines = []
-    for place, group in groups.items():
-        commits = sorted({_commit(record) for record in group})
-        dates = sorted({record.date[:10] for record in group})
-        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        commands = sorted({re.sub(r" --only \S+", "", record.command) for record in group})
-        lines.append(
-            f"{place}; commit {', '.join(commits)}; {when}; repeat with {', '.join(f'`{c}`' for c in commands)}."
-        )
-    return "\n" + "\n".join(lines) + "\n" if lines else ""
-
-
-def _commit(record: Record) -> str:
-    return record.code.commit[:9] + (" with uncommitted changes" if record.code.dirty else "")
-
-
-def _title(record: Record) -> str:
-    dtype = f", {record.what.dtype}" if record.what.dtype else ""
-    return (record.what.title or record.what.workload) + dtype
-
-
-def _result(record: Record) -> str:
-    return f"error: {record.error}" if record.error or record.median is None else quantity(record.median, record.unit)
 
 
 def headline(records: Sequence[Record]) -> str:
@@ -106,7 +38,7 @@ def headline(records: Sequence[Record]) -> str:
     machines = sorted({r.where.machine for r in chosen})
     rows: dict[tuple[str, str], dict[str, Record]] = {}
     for record in chosen:
-        lead = (_title(record), f"{record.what.kernel} against {record.comparison.against}")
+        lead = (title_of(record), f"{record.what.kernel} against {record.comparison.against}")
         rows.setdefault(lead, {})[record.where.machine] = record
     lines = []
     for (title, sides), found in rows.items():
@@ -127,27 +59,23 @@ def speed(records: Sequence[Record]) -> str:
     for record in records:
         if record.what.op not in ("attention", "model"):
             continue
-        lead = [_title(record), record.where.machine]
+        lead = [title_of(record), record.where.machine]
         if record.error:
-            rows.append([*lead, f"{record.what.kernel} {_result(record)}".strip(), "", "", "", ""])
+            rows.append([*lead, f"{record.what.kernel} {result_of(record)}".strip(), "", "", "", ""])
             used.append(record)
         if record.comparison is None:
             continue
         versus = record.comparison
         other = by_key.get(record.key._replace(kernel=versus.against))
-        shown = f"{versus.against} {_result(other)}" if other else versus.against
+        shown = f"{versus.against} {result_of(other)}" if other else versus.against
         interval = f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})" if versus.interval else ""
         target = f"{versus.target}x: {'met' if versus.met else '**missed**'}" if versus.target else "none"
-        rows.append([*lead, _result(record), shown, f"{versus.ratio:.2f}x{interval}", _keys_read(record), target])
+        rows.append([*lead, result_of(record), shown, f"{versus.ratio:.2f}x{interval}", keys_read(record), target])
         used += [record, other] if other else [record]
     if not rows:
         return ""
     header = ["workload", "machine", "Tessera", "against", "ratio (95 %)", "keys read", "target"]
     return markdown(header, rows) + provenance(used)
-
-
-def _keys_read(record: Record) -> str:
-    return f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
 
 
 def memory(records: Sequence[Record]) -> str:
@@ -158,13 +86,13 @@ def memory(records: Sequence[Record]) -> str:
     series: dict[tuple[str, str], dict[int, Record]] = {}
     for record in measured:
         tokens = record.what.config["tokens"]
-        words = f"{_title(record).replace(f' {tokens:,} tokens,', '')}, {record.what.kernel}"
+        words = f"{title_of(record).replace(f' {tokens:,} tokens,', '')}, {record.what.kernel}"
         series.setdefault((words, record.where.machine), {})[tokens] = record
     rows = [
-        [*lead, *(_result(found[n]) if n in found else "" for n in lengths), _growth(found)]
+        [*lead, *(result_of(found[n]) if n in found else "" for n in lengths), _growth(found)]
         for lead, found in series.items()
     ]
-    rows += [[_title(r), r.where.machine, *[""] * len(lengths), _result(r)] for r in chosen if r.error]
+    rows += [[title_of(r), r.where.machine, *[""] * len(lengths), result_of(r)] for r in chosen if r.error]
     header = ["memory", "machine", *(f"{n:,} tokens" for n in lengths), "growth"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
@@ -181,7 +109,7 @@ def _growth(found: Mapping[int, Record]) -> str:
 def costs(records: Sequence[Record]) -> str:
     """Compile time and start-up: one figure each."""
     chosen = [r for r in records if r.what.op in ("compile", "start")]
-    rows = [[_title(r), r.where.machine, r.what.kernel, _result(r), _notes(r.facts)] for r in chosen]
+    rows = [[title_of(r), r.where.machine, r.what.kernel, result_of(r), _notes(r.facts)] for r in chosen]
     header = ["what", "machine", "how", "median", "also"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
@@ -205,9 +133,9 @@ def quality(records: Sequence[Record]) -> str:
     for record in chosen:
         trials = str(record.facts.get("trials", record.how.iterations))
         perplexity = record.facts.get("perplexity")
-        shown = _three(perplexity) if isinstance(perplexity, float) else ""
-        lead = [_title(record), record.where.machine, _policy(record)]
-        rows.append([*lead, _result(record), trials, _keys_read(record), shown])
+        shown = three(perplexity) if isinstance(perplexity, float) else ""
+        lead = [title_of(record), record.where.machine, _policy(record)]
+        rows.append([*lead, result_of(record), trials, keys_read(record), shown])
     header = ["task", "machine", "policy", "right", "trials", "keys read", "perplexity"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
@@ -248,7 +176,7 @@ def prediction(records: Sequence[Record]) -> str:
         by_dim = {dim: found["spearman"] for dim, found in facts.get("by_head_dim", {}).items()}
         rows.append(
             [
-                _title(record),
+                title_of(record),
                 str(facts["points"]),
                 _goal(quantity(middle, "fraction"), middle <= 0.05),
                 _goal(quantity(worst, "fraction"), worst <= 0.12),
@@ -273,7 +201,7 @@ def steps(records: Sequence[Record]) -> str:
     for record in chosen:
         parts = "; ".join(f"{name} {quantity(ms / 1e3, 's')}" for name, ms in record.facts["parts_ms"].items() if ms)
         held = quantity(record.facts["hbm_bytes"], "bytes")
-        rows.append([record.what.workload, record.what.kernel, _result(record), held, parts])
+        rows.append([record.what.workload, record.what.kernel, result_of(record), held, parts])
     header = ["step", "attention", "predicted", "memory per device", "of which"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
@@ -288,6 +216,14 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "tpu": tpu,
         "prediction": prediction,
         "steps": steps,
+        "eval": report_tables.policies,
+        "granularity": report_tables.granularity,
+        "study": report_tables.study,
+        "tune": report_tables.tune,
+        "blocks": report_tables.blocks,
+        "gates": report_tables.gates,
+        "sweep": report_tables.sweep,
+        "verify": report_tables.verify,
     }
 )
 
@@ -300,10 +236,11 @@ def render(name: str, records: Iterable[Record]) -> str:
     """
     if name not in TABLES:
         raise ValueError(f"table {name!r} must be one of {sorted(TABLES)}")
-    table = TABLES[name](side_by_side(evidence.latest(records).values()))
+    table = TABLES[name](side_by_side(current(records)))
     if not table:
         raise ValueError(
-            f"table {name!r} has no record: run `tessera bench` first (--suite cpu for speed, demo for quality)"
+            f"table {name!r} has no record: run what measures it first (`tessera bench`, `eval`, `tune`, `verify`, or "
+            "a module of tessera.deviceless)"
         )
     return table
 

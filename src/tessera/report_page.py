@@ -8,7 +8,7 @@ import jinja2
 
 from tessera import evidence, files
 from tessera.evidence import Record
-from tessera.report import quantity
+from tessera.report_markdown import current, quantity
 from tessera.report_pictures import PICTURES, is_prediction
 
 GROUPS = {
@@ -21,6 +21,9 @@ GROUPS = {
     "eval fidelity": "Closeness to dense",
     "quality": "Pass keys",
     "verify": "Correctness",
+    "block sizes": "Block sizes, predicted",
+    "gpu gates": "Hopper kernels, machine code",
+    "tpu sweep": "TPU kernels, compiled",
 }
 """Kinds of records by their op, in the page's order; others follow under their op."""
 
@@ -35,7 +38,7 @@ def render(records: Iterable[Record]) -> str:
     for record in every:
         if record.code.commit is None or not record.command or not record.date:
             raise ValueError(f"record {record.key} names no commit, date or command: it cannot be published")
-    latest = list(evidence.latest(every).values())
+    latest = current(every)
     pictures = []
     for name, draw in PICTURES.items():
         picture = draw(every if name == "progress" else latest)

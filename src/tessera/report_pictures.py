@@ -8,12 +8,18 @@ from typing import Final, NamedTuple
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.dates import DateFormatter
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from tessera.evidence import Record
+from tessera.report_markdown import newest, series
 
 INK, GRID = "#1a1a1a", "#d9d9d9"
 COLOURS = ("#1f4e79", "#c8590a", "#3a7d44", "#7a4f9a", "#8c6d1f", "#555555")
+FOUND = LinearSegmentedColormap.from_list("found", [COLOURS[1], "#f2efe6", COLOURS[0]])
 STYLE = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
@@ -71,22 +77,48 @@ def roofline(records: Sequence[Record]) -> Picture | None:
                 x, y = [r.flops / r.bytes for r in own], [r.flops_per_s / 1e9 for r in own]
                 mark = "osD^v<>PX*"[index % 10]
                 axes.plot(x, y, mark, color=COLOURS[index % len(COLOURS)], label=kernel, alpha=0.85)
-                for record, a, b in zip(own, x, y):
-                    if record.peak_fraction:
-                        axes.annotate(f"{100 * record.peak_fraction:.0f}", (a, b), (5, 2), fontsize=7,
-                                      textcoords="offset points")  # fmt: skip
             axes.set(xscale="log", yscale="log", xlabel="flops per byte that must be moved")
             axes.set_title(machine, fontsize=9)
         panels[0].set_ylabel("Gflop/s")
         panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure.draw_without_rendering()  # the places of marks are known from here on
+        for axes, machine in zip(panels, machines):
+            own = [r for r in shown if r.where.machine == machine and r.peak_fraction]
+            _label_shares(axes, own, [COLOURS[kernels.index(r.what.kernel) % len(COLOURS)] for r in own])
 
     title = "Rate over arithmetic intensity; labels: per cent of the device's measured ceiling"
     return Picture(title, drawn(draw, (11, 4.4)), tuple(shown))
 
 
+def _label_shares(axes: Axes, own: Sequence[Record], colours: Sequence[str]) -> None:
+    """The share of the peak beside each mark in its colour, at the first side where it meets no mark and no text."""
+    points = np.array([(r.flops / r.bytes, r.flops_per_s / 1e9) for r in own]).reshape(-1, 2)
+    marks = axes.transData.transform(points) * 72 / axes.figure.dpi  # in printer's points, as offsets are
+    texts: list[np.ndarray] = []
+    sides = [(10, 0), (-10, 0), (0, 9), (0, -9), (9, 8), (-9, 8), (9, -8), (-9, -8), (0, 18), (0, -18), (21, 0)]
+
+    def crowd(spot: np.ndarray) -> int:
+        return sum((np.abs(spot - other) < (10, 9)).all() for other in [*marks, *texts])
+
+    for record, point, mark, colour in zip(own, points, marks, colours):
+        side = min(sides, key=lambda s: crowd(mark + s))
+        texts.append(mark + side)
+        axes.annotate(f"{100 * record.peak_fraction:.0f}", point, side, textcoords="offset points", color=colour,
+                      fontsize=7, ha="center", va="center").set_in_layout(False)  # fmt: skip
+
+
+def asked(records: Sequence[Record], op: str, suite: str) -> list[Record]:
+    """What one suite of `tessera eval` answered on one machine: the one with most answers, of these the latest."""
+    groups: dict[str, list[Record]] = {}
+    for record in records:
+        if record.what.op == op and series(record) == suite and not record.error:
+            groups.setdefault(record.where.machine, []).append(record)
+    return max(groups.values(), key=lambda own: (len(own), max(r.date for r in own)), default=[])
+
+
 def needles(records: Sequence[Record]) -> Picture | None:
     """Needle heat map: answers right by length and depth, one panel per policy."""
-    shown = [r for r in records if r.what.op == "eval task" and r.facts.get("kind") == "single"]
+    shown = [r for r in asked(records, "eval task", "demo") if r.facts["kind"] == "single"]
     policies = list(dict.fromkeys(r.facts["policy"] for r in shown))
     lengths = sorted({r.facts["length"] for r in shown})
     if not shown or len(shown[0].facts["scores"]) < 2:
@@ -100,51 +132,65 @@ def needles(records: Sequence[Record]) -> Picture | None:
             for column, length in enumerate(lengths):
                 if length in own and len(own[length].facts["scores"]) == len(grid):
                     grid[:, column] = own[length].facts["scores"]
-            axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", interpolation="nearest")
-            axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
+            axes.pcolormesh(grid, vmin=0, vmax=1, cmap=FOUND, edgecolors="white", linewidth=0.5)
+            axes.set_xticks(np.arange(len(lengths)) + 0.5, [f"{n:,}" for n in lengths], rotation=45)
             depths = shown[0].facts["depths"]
-            axes.set_yticks(range(len(depths)), [f"{d:.0%}" for d in depths])
+            axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{d:.0%}" for d in depths])
             axes.set_title(policy, fontsize=9)
             axes.grid(visible=False)
+        panels[0].invert_yaxis()  # all share one axis, and the start of the text belongs at the top
         panels[0].set_ylabel("depth of the needle")
         figure.supxlabel("tokens", fontsize=10)
 
-    return Picture("Pass key found (green) by length and depth", drawn(draw, (11, 3.8)), tuple(shown))
+    return Picture("Pass key found (blue) or not (orange), by length and depth", drawn(draw, (11, 3.8)), tuple(shown))
 
 
 def quality(records: Sequence[Record]) -> Picture | None:
     """Mean task score over the share of keys read, per policy, with 95 % intervals."""
-    shown = [r for r in records if r.what.op == "eval task" and not _is_study(r)]
+    shown = asked(records, "eval task", "demo")
     if not shown:
         return None
     policies = list(dict.fromkeys(r.facts["policy"] for r in shown))
     kinds = list(dict.fromkeys(r.facts["kind"] for r in shown))
+    columns = min(3, len(kinds))
 
     def draw(figure: Figure) -> None:
-        panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
+        panels = figure.subplots(math.ceil(len(kinds) / columns), columns, sharex=True, sharey=True, squeeze=False).flat
         for axes, kind in zip(panels, kinds):
             for index, policy in enumerate(policies):
                 own = [r for r in shown if (r.facts["policy"], r.facts["kind"]) == (policy, kind)]
-                mean = [100 * r.median for r in own]
-                spread = [
-                    [100 * (r.median - r.facts["low"]) for r in own],
-                    [100 * (r.facts["high"] - r.median) for r in own],
-                ]
-                density = [100 * r.density[0] for r in own]
-                axes.errorbar(density, mean, np.maximum(spread, 0), fmt="osD^vP"[index % 6], capsize=2, alpha=0.85,
-                              color=COLOURS[index % len(COLOURS)], label=policy)  # fmt: skip
-            axes.set(ylim=(-4, 104), title=kind.replace("_", " "))
+                if own:
+                    _over_lengths(axes, own, "osD^vP"[index % 6], COLOURS[index % len(COLOURS)], policy)
+            axes.set(ylim=(-4, 104), xscale="log")
             axes.set_title(kind.replace("_", " "), fontsize=9)
-        panels[0].set_ylabel("score, %")
+            axes.set_xticks([5, 10, 20, 50, 100])
+            axes.xaxis.set_major_formatter(ScalarFormatter())
+            axes.xaxis.minorticks_off()
+        for axes in figure.axes[len(kinds) :]:
+            axes.set_axis_off()
+        figure.supylabel("score, %", fontsize=10)
         figure.supxlabel("keys read, %", fontsize=10)
-        panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        handles = {name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels())}
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), fontsize=9,
+                      frameon=False)  # fmt: skip
 
-    return Picture("Answers kept over keys read (a point per length)", drawn(draw, (12, 3.6)), tuple(shown))
+    title = "Answers kept over keys read: a mark per length, the longest large and with its 95 % interval"
+    return Picture(title, drawn(draw, (12, 1.2 + 2.9 * math.ceil(len(kinds) / columns))), tuple(shown))
+
+
+def _over_lengths(axes: Axes, own: Sequence[Record], mark: str, colour: str, label: str) -> None:
+    """Scores of one policy on one kind of task over the keys it read."""
+    own = sorted(own, key=lambda r: r.facts["length"])
+    density, mean = ([100 * value for value in column] for column in zip(*((r.density[0], r.median) for r in own)))
+    axes.plot(density, mean, mark + "-", color=colour, markersize=3, linewidth=0.8, alpha=0.6)
+    last = own[-1].facts
+    spread = [[max(mean[-1] - 100 * last["low"], 0)], [max(100 * last["high"] - mean[-1], 0)]]
+    axes.errorbar(density[-1:], mean[-1:], spread, fmt=mark, color=colour, capsize=3, markersize=7, label=label)
 
 
 def granularity(records: Sequence[Record]) -> Picture | None:
     """KL divergence from dense by tile and query tile: what coarser tiles cost."""
-    shown = [r for r in records if r.what.op == "eval fidelity" and r.facts["policy"].startswith("tile ")]
+    shown = [r for r in asked(records, "eval fidelity", "study") if r.facts["policy"].startswith("tile ")]
     if not shown:
         return None
     tiles = sorted({r.what.config["tile"] for r in shown})
@@ -155,7 +201,7 @@ def granularity(records: Sequence[Record]) -> Picture | None:
         for index, query_tile in enumerate(rows):
             own = sorted((r for r in shown if r.what.config["query_tile"] == query_tile),
                          key=lambda r: r.what.config["tile"])  # fmt: skip
-            x = [tiles.index(r.what.config["tile"]) + 0.06 * (index - len(rows) / 2) for r in own]
+            x = [tiles.index(r.what.config["tile"]) + 0.06 * (index - (len(rows) - 1) / 2) for r in own]
             mean = np.array([r.facts["mean"] for r in own])
             low, high = (np.array([r.facts[end] for r in own]) for end in ("low", "high"))
             axes.errorbar(x, mean, [np.maximum(mean - low, 0), np.maximum(high - mean, 0)], fmt="osD^"[index % 4] + "-",
@@ -169,12 +215,15 @@ def granularity(records: Sequence[Record]) -> Picture | None:
 
 def tuning(records: Sequence[Record]) -> Picture | None:
     """Every candidate of each search in the order it was tried, and the best so far."""
-    shown = [r for r in records if r.what.op == "tune" and r.facts.get("candidates")]
+    shown = [r for r in records if r.what.op == "tune" and r.facts.get("candidates") and not r.error]
     if not shown:
         return None
 
+    columns = min(3, len(shown))
+    rows = math.ceil(len(shown) / columns)
+
     def draw(figure: Figure) -> None:
-        panels = figure.subplots(1, len(shown), squeeze=False)[0]
+        panels = figure.subplots(rows, columns, squeeze=False).flat
         for axes, record in zip(panels, shown):
             found = [c["quick_s"] for c in record.facts["candidates"]]
             times = np.array([math.nan if t is None else 1e3 * t for t in found])
@@ -182,11 +231,18 @@ def tuning(records: Sequence[Record]) -> Picture | None:
             axes.plot(np.fmin.accumulate(times), "-", color=COLOURS[1], label="best so far")
             failed = [i for i, t in enumerate(found) if t is None]
             axes.plot(failed, [np.nanmax(times)] * len(failed), "x", color="black", label="failed")
-            axes.set(xlabel="candidate", ylabel="ms, quick", ylim=(0, None))
-            axes.set_title(f"{record.what.workload}: {record.median:.2f}x the default", fontsize=9)
-        panels[0].legend(fontsize=7)
+            axes.set(
+                xlabel="candidate, in the order tried", ylabel="ms per call, quick", ylim=(0, 1.08 * np.nanmax(times))
+            )
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            place = ", ".join(filter(None, [record.where.machine, series(record)]))
+            axes.set_title(f"{record.what.workload}: {record.median:.2f}x the default\n{place}", fontsize=9)
+        for axes in figure.axes[len(shown) :]:
+            axes.set_axis_off()
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, fontsize=9, frameon=False)
 
-    return Picture("Tuning history", drawn(draw, (max(5, 4 * len(shown)), 3.6)), tuple(shown))
+    return Picture("Tuning history", drawn(draw, (max(5, 4 * columns), 0.5 + 3.1 * rows)), tuple(shown))
 
 
 def progress(records: Sequence[Record]) -> Picture | None:
@@ -208,6 +264,7 @@ def progress(records: Sequence[Record]) -> Picture | None:
                       color=COLOURS[index % len(COLOURS)], label=name)  # fmt: skip
         axes.axhline(1, color=INK, linewidth=1)
         axes.tick_params(axis="x", rotation=45)
+        axes.xaxis.set_major_formatter(DateFormatter("%m-%d %H:%M"))
         axes.set(xlabel="date (UTC)", ylabel="figure over its target (above 1: met)", ylim=(0, None))
         axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -216,7 +273,7 @@ def progress(records: Sequence[Record]) -> Picture | None:
 
 def predicted(records: Sequence[Record]) -> Picture | None:
     """Predicted figures against their targets, a bar per chip."""
-    shown = [r for r in records if r.what.op == "predicted figure" and r.comparison]
+    shown = newest(r for r in records if r.what.op == "predicted figure" and r.comparison)
     if not shown:
         return None
     names = list(dict.fromkeys(r.what.workload.rpartition(", ")[0] for r in shown))
@@ -236,9 +293,95 @@ def predicted(records: Sequence[Record]) -> Picture | None:
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.invert_yaxis()
         axes.set(xlabel="ratio (black: target; 'against' wants more, the others less)")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
     return Picture("TPU figures, predicted from schedules, not measured", drawn(draw, (10, 5.5)), tuple(shown))
+
+
+def lengths(records: Sequence[Record]) -> Picture | None:
+    """Time over prompt length, dense and Kascade, with the length from which Kascade is faster; a panel per machine."""
+    shown = [r for r in records if r.what.workload.startswith("crossover_") and not r.error]
+    if len({r.what.config["tokens"] for r in shown}) < 2:
+        return None
+    machines = list(dict.fromkeys(r.where.machine for r in shown))
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(1, len(machines), squeeze=False)[0]
+        for axes, machine in zip(panels, machines):
+            here = sorted((r for r in shown if r.where.machine == machine), key=lambda r: r.what.config["tokens"])
+            for index, kernel in enumerate(sorted({r.what.kernel for r in here})):
+                own = [r for r in here if r.what.kernel == kernel]
+                low, middle, high = np.transpose([np.quantile(r.samples, (0.25, 0.5, 0.75)) for r in own])
+                axes.errorbar([r.what.config["tokens"] for r in own], middle, [middle - low, high - middle],
+                              fmt="os"[index % 2] + "-", color=COLOURS[index], capsize=3, label=kernel)  # fmt: skip
+            axes.set(xscale="log", yscale="log", xlabel="tokens of the prompt", ylabel="s per prefill")
+            ticks = sorted({r.what.config["tokens"] for r in here})
+            axes.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=45)
+            axes.minorticks_off()
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.set_title(f"{machine}{_mark_crossover(axes, here)}", fontsize=9)
+            axes.legend(fontsize=8)
+
+    title = "Prefill of the demo model over length, dense and Kascade (bars: quartiles of the rounds)"
+    return Picture(title, drawn(draw, (5.5 * len(machines), 4)), tuple(shown))
+
+
+def _mark_crossover(axes: Axes, own: Sequence[Record]) -> str:
+    """A line at the length from which Kascade is faster at every longer one, and the words for it."""
+    found = [r.facts["crossover_tokens"] for r in own if "crossover_tokens" in r.facts]
+    if not found:  # a run half done
+        return ""
+    if found[-1] is None:
+        return "\nKascade is not faster at the longest"
+    axes.axvline(found[-1], color=INK, linewidth=1, linestyle="--")
+    return f"\nKascade is faster from {found[-1]:,} tokens on (dashed)"
+
+
+def slots(records: Sequence[Record]) -> Picture | None:
+    """How busy each unit of a TPU core is by the compiler's schedule: a panel per call, a bar per unit and chip."""
+    busy: dict[str, dict[str, Mapping[str, float]]] = {}
+    shown = []
+    for record in newest(r for r in records if r.what.op == "predicted figure"):
+        found = {name: case["busy"] for name, case in record.facts.items() if isinstance(case, dict) and "busy" in case}
+        for name, units in found.items():
+            busy.setdefault(name, {})[record.what.workload.rpartition(", ")[2]] = units
+        shown += [record] if found else []
+    if not shown:
+        return None
+    chips = sorted({chip for found in busy.values() for chip in found})
+    units = list(dict.fromkeys(u for found in busy.values() for own in found.values() for u in own if ":" not in u))
+    columns = min(3, len(busy))
+    rows = math.ceil(len(busy) / columns)
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat
+        width = 0.8 / len(chips)
+        for axes, (name, found) in zip(panels, busy.items()):
+            for index, chip in enumerate(chips):
+                places = np.arange(len(units)) + width * (index - (len(chips) - 1) / 2)
+                whole, moved = _shares(found.get(chip, {}), units)
+                axes.bar(places, whole, width, color=COLOURS[index], label=chip)
+                axes.bar(places, moved, width, color="none", edgecolor="white", hatch="/////", linewidth=0)
+            axes.set_title(name, fontsize=9)
+            axes.set(ylim=(0, 100))
+            axes.set_xticks(range(len(units)), units, fontsize=8, rotation=60)
+            axes.grid(visible=False, axis="x")
+        for axes in figure.axes[len(busy) :]:
+            axes.set_axis_off()
+        figure.supylabel("slots in use, %", fontsize=10)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper center", ncols=len(chips), fontsize=9, frameon=False)
+
+    title = (
+        "Slots in use by unit, by schedule (hatched: registers filled from and spilled to memory; a/b: tile/queries)"
+    )
+    return Picture(title, drawn(draw, (12, 1 + 2.1 * rows)), tuple(shown))
+
+
+def _shares(busy: Mapping[str, float], units: Sequence[str]) -> tuple[list[float], list[float]]:
+    """Per cent of each unit's slots in use, and those of them that only fill or spill registers."""
+    moved = {name.partition(":")[0]: share for name, share in busy.items() if ":" in name}
+    return [100 * busy.get(u, math.nan) for u in units], [100 * moved.get(u, 0.0) for u in units]
 
 
 def _target(record: Record) -> float | None:
@@ -249,15 +392,13 @@ def _target(record: Record) -> float | None:
         return None
 
 
-def _is_study(record: Record) -> bool:
-    return record.command.endswith("--suite study")
-
-
 PICTURES: Final[Mapping[str, Callable[[Sequence[Record]], Picture | None]]] = MappingProxyType(
     {
         "roofline": roofline,
         "progress": progress,
+        "lengths": lengths,
         "predicted": predicted,
+        "slots": slots,
         "quality": quality,
         "needles": needles,
         "granularity": granularity,

@@ -78,6 +78,8 @@ class Tune:
     """Call of the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
     role: Literal["dense", "score", "sparse"] = "dense"
     """Which kernel of it."""
+    method: Literal["genetic", "tpe"] = "genetic"
+    """"genetic" is our own search, "tpe" Optuna's estimator (pip install 'tessera-attention[tune]')."""
     candidates: int = 16
     """Configurations to try."""
     quick: int = 3
@@ -101,7 +103,7 @@ class Tune:
         """Search, confirm, keep the record and the row."""
         from tessera.tune import Budget, ship
 
-        names = ("candidates", "quick", "finalists", "rounds", "limit_s", "seed")
+        names = ("candidates", "quick", "finalists", "rounds", "limit_s", "seed", "method")
         budget = Budget(**{name: getattr(self, name) for name in names})
         return ship.run(self.workload, self.role, budget, out=self.out, table=self.table)
 

@@ -39,6 +39,7 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
         "sparse_prefill": Case("attention", attention.sparse_prefill),
         "peer_model": Case("model", model.peer_model),
         "kascade_prefill": Case("model", model.kascade_prefill),
+        "crossover": Case("model", model.crossover),
         "prefill_memory": Case("memory", model.prefill_memory),
         "compilation": Case("compile", model.compilation),
         "start_up": Case("start", model.start_up),

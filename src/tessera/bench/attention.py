@@ -1,6 +1,7 @@
-"""Attention alone: dense prefill against PyTorch, sparse and score against our own dense."""
+"""Attention alone: dense prefill against PyTorch and JAX's own, sparse and score against our dense."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,16 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """Largest error allowed in the checked rows, over the largest value there: wrong work shows, rounding does not."""
 
 
+JAX_NAME = "jax dot_product_attention"
+MOST_SCORE_BYTES = 4 << 30
+"""Most memory that JAX's own attention may take for its scores: that of 8,192 tokens and 8 heads."""
+
+
 def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
-    """Causal self-attention over 8 heads of 128 against PyTorch's scaled_dot_product_attention."""
+    """Causal self-attention over 8 heads of 128 against PyTorch's scaled_dot_product_attention and JAX's own.
+
+    JAX's runs where its scores fit; its pair of records has a workload of its own, with the samples of the same rounds.
+    """
     length, heads = stand.sizes.attention_tokens, 8
     rows = _rows(length)
     shape = {"batch": 1, "length": length, "heads": heads, "kv_heads": heads, "head_dim": HEAD_DIM}
@@ -29,43 +38,57 @@ def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
     kernel = choose(spec, call_shapes(*inputs[:2])).name
     compile_s, step = _compile(lambda q, k, v: attention(q, k, v, spec).out, inputs)
 
-    def ours(number: int) -> float:
-        q, k, v = _draw_inputs(fresh_seed(number), length, heads, heads, dtype)
-        seconds, out = measure.time_call(step, q, k, v)
-        _check(np.asarray(out[0, rows], np.float32).swapaxes(0, 1), _oracle(q, k, v, rows), dtype, kernel)
+    def here(name: str, step: jax.stages.Compiled, number: int) -> float:
+        arrays = _draw_inputs(fresh_seed(number), length, heads, heads, dtype)
+        seconds, out = measure.time_call(step, *arrays)
+        _check_rows(out, arrays, rows, None, name, dtype)
         return seconds
 
     def peer(number: int) -> float:
         seed = fresh_seed(number)
         answer = stand.peer.ask("sdpa", dtype=dtype, seed=seed, rows=rows, **shape)
-        expected = _oracle(*_draw_inputs(seed, length, heads, heads, dtype), rows)
-        _check(np.asarray(answer["rows"], np.float32), expected, dtype, "torch")
+        expected = oracle_rows(*_draw_inputs(seed, length, heads, heads, dtype), rows)
+        check_output(np.asarray(answer["rows"], np.float32), expected, dtype, "torch")
         return answer["seconds"]
 
+    contenders = {"ours": partial(here, kernel, step), "peer": peer}
+    too_large = scores_too_large(heads, length)
+    if not too_large:
+        jax_s, jax_step = _compile(partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"), inputs)
+        contenders["jax"] = partial(here, JAX_NAME, jax_step)
     peer(-2)  # start the worker before the first sample of either side
-    taken = measure.interleave({"ours": ours, "peer": peer}, rounds=stand.sizes.rounds + 2, rest_s=REST_S)
+    taken = measure.interleave(contenders, rounds=stand.sizes.rounds + 2, rest_s=REST_S)
     case = "dense_prefill_" + ("f32" if dtype == "float32" else "bf16")
     title = f"dense causal prefill, {length:,} tokens, {heads} heads of {HEAD_DIM}"
     work = {"flops": 4.0 * heads * HEAD_DIM * causal_pairs(length), "bytes": 4.0 * inputs[0].nbytes}
-    how = How(
-        warmup=1,
-        iterations=stand.sizes.rounds + 2,
-        interleaved=True,
-        check="8 rows of every call against float64",
-    )
+    checked = "8 rows of every call against float64"
+    how = How(warmup=1, iterations=stand.sizes.rounds + 2, interleaved=True, check=checked)
 
-    def what(kernel: str) -> What:
-        return What(op="attention", kernel=kernel, workload=case, dtype=dtype, config=shape, title=title)
+    def record(kernel: str, side: str, how: How, workload: str = case, **fields) -> Record:
+        what = What(op="attention", kernel=kernel, workload=workload, dtype=dtype, config=shape, title=title)
+        return stand.record(what, taken[side], how, work=work, **fields)
 
     versions = {name: stand.peer_versions[name] for name in ("torch", "threads")}
-    yield stand.record(what("torch sdpa"), taken["peer"], how, work=work, facts=versions)
-    yield stand.record(
-        what(kernel),
-        taken["ours"],
-        _with_compile(how, compile_s),
-        work=work,
-        comparison=versus("torch sdpa", taken["peer"], taken["ours"], 1.5),
-    )
+    yield record("torch sdpa", "peer", how, facts=versions)
+    ours = _with_compile(how, compile_s)
+    skipped = {"skipped": f"{JAX_NAME}: {too_large}"} if too_large else {}
+    against = versus("torch sdpa", taken["peer"], taken["ours"], 1.5)
+    yield record(kernel, "ours", ours, comparison=against, facts=skipped)
+    if not too_large:
+        yield record(JAX_NAME, "jax", _with_compile(how, jax_s), f"{case}_jax")
+        yield record(
+            kernel, "ours", ours, f"{case}_jax", comparison=versus(JAX_NAME, taken["jax"], taken["ours"], None)
+        )
+
+
+def scores_too_large(heads: int, length: int) -> str:
+    """Why JAX's own attention is left out; empty if its scores fit MOST_SCORE_BYTES.
+
+    Its program holds two float32 arrays [N,T,T] at once: 2 x 4 N T^2 bytes.
+    """
+    held = 8 * heads * length**2
+    said = f"two arrays of {heads} x {length:,} x {length:,} scores take {held / 2**30:.1f} GiB"
+    return f"{said}, above the limit of {MOST_SCORE_BYTES / 2**30:.1f} GiB" if held > MOST_SCORE_BYTES else ""
 
 
 def sparse_prefill(stand: Stand) -> Iterator[Record]:
@@ -203,7 +226,7 @@ def _draw_inputs(seed: int, length: int, heads: int, kv_heads: int, dtype: str) 
     return [jnp.asarray(draw([seed, i], (1, length, n, HEAD_DIM))).astype(dtype) for i, n in enumerate(counts)]
 
 
-def _oracle(q, k, v, rows: Sequence[int], selected: tuple[Selection, AttentionSpec] | None = None) -> np.ndarray:
+def oracle_rows(q, k, v, rows: Sequence[int], selected: tuple[Selection, AttentionSpec] | None = None) -> np.ndarray:
     """softmax(q k^T / sqrt(H)) v in float64 for a few rows, over the visible keys that are selected: [N, rows, H]."""
     q, k, v = (np.asarray(x[0].astype(jnp.float32), np.float64) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
@@ -222,16 +245,12 @@ def _oracle(q, k, v, rows: Sequence[int], selected: tuple[Selection, AttentionSp
     return out
 
 
-def _check_rows(out, arrays, rows, selected, name) -> None:
-    _check(
-        np.asarray(out[0, jnp.asarray(rows)], np.float32).swapaxes(0, 1),
-        _oracle(*arrays, rows, selected),
-        "float32",
-        name,
-    )
+def _check_rows(out, arrays, rows, selected, name, dtype="float32") -> None:
+    found = np.asarray(out[0, jnp.asarray(rows)], np.float32).swapaxes(0, 1)
+    check_output(found, oracle_rows(*arrays, rows, selected), dtype, name)
 
 
-def _check(found: np.ndarray, expected: np.ndarray, dtype: str, name: str) -> None:
+def check_output(found: np.ndarray, expected: np.ndarray, dtype: str, name: str) -> None:
     """Raise ValueError unless a timed call's output is right."""
     error = float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
     if not error <= TOLERANCE[dtype]:

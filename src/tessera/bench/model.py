@@ -1,8 +1,8 @@
-"""The whole model: prefill and decode against transformers and against our dense, memory, compilation, start-up."""
+"""The whole model: prefill and decode against transformers and our dense, cross-over, memory, compilation, start-up."""
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera import generate, measure
+from tessera.bench.amdahl import AttentionAlone, density_of, predict
+from tessera.bench.answers import SHIPPED
 from tessera.bench.stand import REST_S, Stand, draw_tokens, fresh_seed, model_work, versus
+from tessera.calibrate import find_crossover
 from tessera.engine import Session, prefill_chunk
 from tessera.evidence import How, Record, What
 from tessera.models.checkpoint import fingerprint, load_params
@@ -18,6 +21,7 @@ from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
 from tessera.shapes import ceil_div
 from tessera.sparse.baselines import Dense
+from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import policy_for
 
@@ -43,7 +47,10 @@ def synthetic_plan(params: Params, config: ModelConfig) -> Plan:
 
 
 def kascade_prefill(stand: Stand) -> Iterator[Record]:
-    """Time to first token of a long prompt, Kascade (anchors included) against our dense, same weights."""
+    """Time to first token of a long prompt, Kascade (anchors included) against our dense, same weights.
+
+    Attention alone takes its turns too: the gain that Amdahl's law predicts from it stands beside the measured one.
+    """
     config, length = stand.sizes.config, stand.sizes.long_tokens
     dense = generate.load(stand.folder)
     plan = synthetic_plan(dense.params, config)
@@ -58,14 +65,20 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
         densities[name].append(answer.density)
         return answer.ttft_s
 
-    for model in models.values():  # a minute per prompt: compile on nothing, warm the sampler on a short one
-        model.session(model.policy, batch=1, num_keys=length).warm()
+    alone = {}
+    for name, model in models.items():  # a minute per prompt: compile on nothing, warm the sampler on a short one
+        session = model.session(model.policy, batch=1, num_keys=length)
+        session.warm()
         model.generate([draw_tokens(config, 0, 64)], max_new_tokens=1)
+        alone[name] = AttentionAlone(session, length)
     contenders = {name: partial(sample, name) for name in models}
+    contenders |= {f"{name} attention": attention.sample for name, attention in alone.items()}
     taken = measure.interleave(contenders, rounds=stand.sizes.long_rounds, warmup=0, rest_s=REST_S)
     density = {name: float(np.mean(values)) for name, values in densities.items()}
-    if not density["kascade"] < 0.9 * density["dense"]:
+    density["kascade attention"] = alone["kascade"].density
+    if not max(density["kascade"], density["kascade attention"]) < 0.9 * density["dense"]:
         raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
+    amdahl = predict(taken["dense"], {name: taken[f"{name} attention"] for name in models})
     settings = {"tokens": length, **_shape(config)}
     checked = "finite first token; keys read counted"
     how = How(warmup=1, iterations=stand.sizes.long_rounds, interleaved=True, check=checked)
@@ -85,7 +98,72 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
             work=model_work(config, length, density=density[name]),
             density=(density[name],),
             comparison=versus("dense", taken["dense"], taken["kascade"], target) if target else None,
+            facts=amdahl if name == "kascade" else {},
         )
+
+
+def crossover(stand: Stand) -> Iterator[Record]:
+    """Prefill of the shipped model under its own plan over lengths, Kascade (anchors included) against our dense.
+
+    The last record holds the first length from which Kascade is faster at every longer one, by the rule of
+    `calibrate.find_crossover`; null if it is not even at the longest. Lengths beyond the model's context are speed
+    only.
+    """
+    shipped = generate.load(SHIPPED, attention="kascade")
+    policies = {"dense": Dense(), "kascade": replace(shipped.policy, crossover_tokens=0)}
+    lengths = stand.sizes.crossover_tokens
+    config = replace(shipped.config, max_positions=max(lengths))
+    medians: dict[str, list[float]] = {name: [] for name in policies}
+    for length in lengths:
+        longest = length == lengths[-1]
+        rounds = stand.sizes.long_rounds if longest else stand.sizes.rounds
+        taken, density = time_lengths(shipped.params, config, policies, length, rounds)
+        if longest and not density["kascade"] < 0.9 * density["dense"]:
+            raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
+        facts = {}
+        for name in policies:
+            medians[name].append(float(np.median(taken[name])))
+        if longest:
+            found = find_crossover(lengths, medians["dense"], medians["kascade"])
+            facts = {"crossover_tokens": found, "lengths": list(lengths)}
+            facts |= {f"{name}_s": values for name, values in medians.items()}
+        for name in policies:
+            ours = name == "kascade"
+            yield stand.record(
+                What(
+                    op="model",
+                    kernel=name,
+                    workload=f"crossover_{length}",
+                    dtype="float32",
+                    config={"tokens": length, **_shape(config)} | ({"plan": "shipped"} if ours else {}),
+                    title=f"prefill of the demo model, {length:,} tokens, {_words(config)}",
+                ),
+                taken[name],
+                How(warmup=1, iterations=rounds, interleaved=True, check="finite logits; keys read counted"),
+                work=model_work(config, length, density=density[name]),
+                density=(density[name],),
+                comparison=versus("dense", taken["dense"], taken["kascade"], None) if ours else None,
+                facts=facts if ours else {},
+            )
+
+
+def time_lengths(
+    params: Params, config: ModelConfig, policies: Mapping[str, Policy], length: int, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Seconds per round of a prefill of `length` fresh tokens under each policy, in turns; and the keys' share read."""
+    sessions = {name: Session(params, config, policy, batch=1, num_keys=length) for name, policy in policies.items()}
+    reads: dict[str, Sequence[Reads]] = {}
+
+    def sample(name: str, number: int) -> float:
+        prompt = draw_tokens(config, fresh_seed(number), length)
+        seconds, (logits, reads[name]) = measure.time_call(sessions[name].prefill, [np.array(prompt, np.int32)])
+        if not np.isfinite(np.asarray(logits)).all():
+            raise ValueError(f"{name} gave logits that are not finite on a timed call of {length} tokens")
+        return seconds
+
+    contenders = {name: partial(sample, name) for name in policies}
+    taken = measure.interleave(contenders, rounds=rounds, rest_s=REST_S)
+    return taken, {name: density_of(counted) for name, counted in reads.items()}
 
 
 def peer_model(stand: Stand) -> Iterator[Record]:

@@ -37,6 +37,7 @@ class Sizes:
         short_tokens: whole-model prefill and decode against transformers.
         decode_steps: tokens decoded per sample.
         memory_tokens: prompt lengths at which memory is weighed.
+        crossover_tokens: prompt lengths at which the demo model's prefill is timed, ascending.
         start_tokens: prompt length of the start-up case, and rows of the compile case's chunk.
         config: the model; weights are random.
         rounds: samples per side.
@@ -51,6 +52,7 @@ class Sizes:
     short_tokens: int = 4096
     decode_steps: int = 32
     memory_tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    crossover_tokens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
     start_tokens: int = 1024
     config: ModelConfig = ModelConfig(
         vocab_size=32000,
@@ -75,6 +77,7 @@ SMOKE = Sizes(
     short_tokens=256,
     decode_steps=4,
     memory_tokens=(256, 512, 1024),
+    crossover_tokens=(256, 512),
     start_tokens=128,
     config=replace(
         Sizes().config, vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=6, num_heads=4, num_kv_heads=2
@@ -141,7 +144,11 @@ class Stand:
             if made.median < CREDIBLE * floor_s:
                 said = f"median {made.median:.3g} s is below the roofline floor {floor_s:.3g} s: work was skipped"
                 return replace(made, error=said, comparison=None)
-            return replace(made, peak_fraction=floor_s / made.median)
+            made = replace(made, peak_fraction=floor_s / made.median)
+            if what.op == "model":
+                chip = hardware.chip(made.where.device)
+                used = utilisation(made.flops, made.bytes, made.median, what.dtype, self.ceilings, chip)
+                made = replace(made, facts={**made.facts, **used})
         return made
 
     def _floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
@@ -202,6 +209,38 @@ def model_work(config: ModelConfig, length: int, *, past: int = 0, density: floa
         "flops": 2.0 * c.num_layers * per_layer * length + attention + head,
         "bytes": 4.0 * (c.num_layers * per_layer + c.vocab_size * c.hidden_size) + cache,
     }
+
+
+def utilisation(
+    flops: float,
+    num_bytes: float,
+    seconds: float,
+    dtype: str,
+    ceilings: measure.Ceilings,
+    chip: hardware.Chip | None = None,
+) -> dict[str, float]:
+    """How much of the machine a model's call used: facts of its record.
+
+        mfu              = flops / (seconds x measured flops per second of this dtype)
+        bandwidth_share  = bytes / (seconds x measured bytes per second)
+
+    Flops and bytes are those the call needs by `model_work` (of keys that a sparse policy leaves out, none), not those
+    the program spent; so neither counts recomputation, masked blocks or padding as use. The ceilings are measured in
+    the same process. On a chip with a data sheet "mfu_nominal" (bfloat16 only, as the peak is) and
+    "bandwidth_share_nominal" are the same over one device's share of the nominal peaks.
+    """
+    measured_flops_per_s, measured_bytes_per_s = ceilings.flops_per_s[dtype], ceilings.bytes_per_s
+    facts = {
+        "mfu": flops / (seconds * measured_flops_per_s),
+        "bandwidth_share": num_bytes / (seconds * measured_bytes_per_s),
+        "ceiling_flops_per_s": measured_flops_per_s,
+        "ceiling_bytes_per_s": measured_bytes_per_s,
+    }
+    if chip is not None:
+        facts["bandwidth_share_nominal"] = num_bytes / (seconds * chip.bytes_per_s / chip.devices)
+        if dtype == "bfloat16":
+            facts["mfu_nominal"] = flops / (seconds * chip.bf16_flops_per_s / chip.devices)
+    return facts
 
 
 def plain(error: BaseException) -> str:

@@ -20,10 +20,10 @@ import numpy as np
 from tessera import evidence
 from tessera.data import library_corpus
 from tessera.eval import tasks
-from tessera.eval.fidelity import fidelity
+from tessera.eval.fidelity import fidelity, last_hidden
 from tessera.evidence import How, Record, What
 from tessera.generate import Model
-from tessera.sparse.baselines import Window
+from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.plan import Plan
 
 LEVEL_TAIL, DRAWS = 0.025, 4000
@@ -34,18 +34,23 @@ class Sizes:
     """How much is asked.
 
     Attributes:
-        kinds: kinds of tasks.
-        lengths: tokens of prompt and answer.
+        kinds: kinds of tasks; all at the longest length, the first at every one.
+        lengths: tokens of prompt and answer, ascending.
         samples: tasks per kind and length; depths are spread evenly over them.
         windows: pieces of held-out text for the fidelity.
         window_tokens: tokens of each.
     """
 
     kinds: tuple[str, ...] = tuple(tasks.KINDS)
-    lengths: tuple[int, ...] = (1024, 2048, 4096)
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
     samples: int = 10
     windows: int = 8
     window_tokens: int = 4096
+
+    def tasks(self) -> Iterator[tuple[str, int]]:
+        """(kind, length) of everything that is asked of a contender."""
+        for kind in self.kinds:
+            yield from ((kind, length) for length in (self.lengths if kind == self.kinds[0] else self.lengths[-1:]))
 
 
 SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
@@ -164,9 +169,11 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def measure_fidelity(contender: Contender, windows: Sequence[np.ndarray], command: str) -> Record:
+def measure_fidelity(
+    contender: Contender, windows: Sequence[np.ndarray], dense: Sequence[np.ndarray], command: str
+) -> Record:
     """One record: KL divergence from dense per token, perplexities, share of equal best guesses."""
-    found = fidelity(contender.model, contender.model.policy, windows)
+    found = fidelity(contender.model, contender.model.policy, windows, dense)
     low, high = mean_interval(found.kl)
     what = What(
         op="eval fidelity",
@@ -201,12 +208,16 @@ def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
     return [ids[start : start + sizes.window_tokens] for start in starts]
 
 
-def done_before(path: Path) -> set[tuple[str, str, str]]:
-    """(op, kernel, workload) of what this very commit has recorded without error."""
+def done_before(path: Path, command: str) -> set[tuple[str, str, str]]:
+    """(op, kernel, workload) of what this command has recorded without error, in this very commit."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()
-    return {(r.what.op, r.what.kernel, r.what.workload) for r in evidence.read(path) if r.code == code and not r.error}
+    return {
+        (r.what.op, r.what.kernel, r.what.workload)
+        for r in evidence.read(path)
+        if (r.code, r.command, r.error) == (code, command, None)
+    }
 
 
 def run(
@@ -243,17 +254,17 @@ def run(
         raise ValueError(f"the model's context of {model.config.max_positions} tokens is shorter than {longest}")
     out = Path("evidence") / f"eval-{evidence.device_slug()}.jsonl" if out is None else Path(out)
     hay, console = hay_of(model, text), Console(stderr=True, highlight=False)
-    windows, done = windows_of(model, hay, sizes), done_before(out) if resume else set()
+    windows, done = windows_of(model, hay, sizes), done_before(out, command) if resume else set()
     entries = variants(model, plan, make_plan) if suite == "study" else side_by_side(model, plan, max(sizes.lengths))
+    dense = [last_hidden(model, Dense(), window) for window in windows]
     for contender in entries:
         jobs: list[tuple[tuple[str, str, str], Callable[[], Record]]] = []
         if contender.name != "dense":
             name = ("eval fidelity", contender.name, f"held-out text: {contender.title}")
-            jobs.append((name, lambda c=contender: measure_fidelity(c, windows, command)))
-        for kind in sizes.kinds:
-            for length in sizes.lengths:
-                name = ("eval task", contender.name, f"{kind} at {length}: {contender.title}")
-                jobs.append((name, lambda c=contender, k=kind, n=length: ask(c, k, n, sizes, hay, command)))
+            jobs.append((name, lambda c=contender: measure_fidelity(c, windows, dense, command)))
+        for kind, length in sizes.tasks():
+            name = ("eval task", contender.name, f"{kind} at {length}: {contender.title}")
+            jobs.append((name, lambda c=contender, k=kind, n=length: ask(c, k, n, sizes, hay, command)))
         for name, job in jobs:
             if name not in done:
                 record = job()

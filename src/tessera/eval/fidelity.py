@@ -8,7 +8,6 @@ layers and chunks did to later ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -53,48 +52,55 @@ class Fidelity:
         return float(np.exp(self.loss_dense))
 
 
-@partial(jax.jit, static_argnames="rows")
-def _compare(params, dense, sparse, targets, first, num_valid, *, rows: int):
-    """Sums over rows [first, first + rows): KL, both losses, equal best guesses, counted."""
-    at = first + jnp.arange(rows)
-    pair = [jax.nn.log_softmax(logits(params, x[0, at]).astype(jnp.float32)) for x in (dense, sparse)]
-    valid = at < num_valid
+@jax.jit
+def _compare(params, dense, sparse, targets, num_valid):
+    """Sums over rows: KL, both losses, equal best guesses; of the first num_valid."""
+    pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, sparse)]
+    valid = jnp.arange(len(targets)) < num_valid
     kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
-    losses = [-jnp.take_along_axis(x, targets[0, at, None], -1)[:, 0] for x in pair]
+    losses = [-jnp.take_along_axis(x, targets[:, None], -1)[:, 0] for x in pair]
     same = pair[0].argmax(-1) == pair[1].argmax(-1)
     return jnp.stack([jnp.where(valid, x, 0).sum() for x in (kl, *losses, same.astype(jnp.float32))])
 
 
-def fidelity(model: Model, policy: Policy, windows: Sequence[np.ndarray]) -> Fidelity:
-    """Run every window under dense and under the policy and compare what they predict."""
-    longest = max(len(window) for window in windows)
-    rows = round_up(min(CHUNK, longest), max(getattr(policy, "query_tile", 1), ROWS))
+def fidelity(
+    model: Model, policy: Policy, windows: Sequence[np.ndarray], dense: Sequence[np.ndarray] | None = None
+) -> Fidelity:
+    """Run every window under dense and under the policy and compare what they predict.
+
+    Args:
+        windows: pieces of text, token ids.
+        dense: `last_hidden` of the windows under dense, where several policies are compared with it; run anew if None.
+    """
     sums, kl = np.zeros(4), []
-    for window in windows:
-        found = np.zeros(4)
-        caches = [_cache(model, round_up(longest, rows)) for _ in range(2)]
-        for start in range(0, len(window), rows):
-            tokens, targets = np.zeros((2, 1, rows), np.int32)
-            piece, answer = window[start : start + rows], window[start + 1 : start + 1 + rows]
-            tokens[0, : len(piece)], targets[0, : len(answer)] = piece, answer
-            where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
-            hidden = []
-            for index, used in enumerate((Dense(), policy)):
-                x, caches[index], _ = run_chunk(
-                    model.params, caches[index], tokens, *where, config=model.config, policy=used
-                )
-                hidden.append(x)
-            for first in range(0, len(answer), ROWS):
-                found += np.asarray(
-                    _compare(model.params, *hidden, targets, np.int32(first), np.int32(len(answer)), rows=ROWS),
-                    np.float64,
-                )
+    for index, window in enumerate(windows):
+        reference = last_hidden(model, Dense(), window) if dense is None else dense[index]
+        found, ours = np.zeros(4), last_hidden(model, policy, window)
+        targets = np.zeros(len(ours), np.int32)
+        targets[: len(window) - 1] = window[1:]
+        for first in range(0, len(window) - 1, ROWS):
+            part = slice(first, first + ROWS)
+            valid = np.int32(len(window) - 1 - first)
+            found += np.asarray(_compare(model.params, reference[part], ours[part], targets[part], valid), float)
         kl.append(float(found[0] / (len(window) - 1)))
         sums += found
     count = sum(len(window) - 1 for window in windows)
     return Fidelity(
         loss_dense=sums[1] / count, loss=sums[2] / count, kl=tuple(kl), agreement=sums[3] / count, num_tokens=count
     )
+
+
+def last_hidden(model: Model, policy: Policy, window: np.ndarray) -> np.ndarray:
+    """The last layer's output under a policy, [tokens rounded up, hidden size]; rows past the window mean nothing."""
+    rows = round_up(min(CHUNK, len(window)), max(getattr(policy, "query_tile", 1), ROWS))
+    cache, parts = _cache(model, round_up(len(window), rows)), []
+    for start in range(0, len(window), rows):
+        tokens, piece = np.zeros((1, rows), np.int32), window[start : start + rows]
+        tokens[0, : len(piece)] = piece
+        where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
+        hidden, cache, _ = run_chunk(model.params, cache, tokens, *where, config=model.config, policy=policy)
+        parts.append(np.asarray(hidden[0]))
+    return np.concatenate(parts)
 
 
 def _cache(model: Model, size: int) -> Any:

@@ -3,8 +3,8 @@
     tessera tune --workload prefill_16k_gqa --role sparse        # goes on where it stopped
 
 1. *Search* (`search.py`): a genetic algorithm over the kernel's own space, begun with the default and with what the
-   cost model (`seeding.py`) ranks first. Every candidate runs in a child process, is checked against float64 first,
-   and is then timed briefly.
+   cost model (`seeding.py`) ranks first; with `--method tpe`, Optuna's estimator instead (`tpe.py`). Every candidate
+   runs in a child process, is checked against float64 first, and is then timed briefly.
 2. *Final*: the best few and the default take turns, on fresh numbers, for longer.
 3. *Confirmation*: the winner and the default take turns once more, on other numbers, and on lengths that nobody
    searched. The gain that counts is this one, with its interval.
@@ -24,12 +24,14 @@ import numpy as np
 from tessera import evidence, files, measure
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
 from tessera.attention.dispatch import choose
-from tessera.tune import search
+from tessera.tune import search, tpe
 from tessera.tune.calls import held_out
 from tessera.tune.child import Child
 from tessera.tune.seeding import estimate
 from tessera.workloads import WORKLOADS, Workload
 
+METHODS = {"genetic": search.evolve, "tpe": tpe.suggest}
+"""Ways to search, by name."""
 LEAST_GAIN = 1.02
 """The winner replaces the default only for this much, and only if the interval's lower end is above 1."""
 WORST_ELSEWHERE = 0.95
@@ -48,6 +50,7 @@ class Budget:
         limit_s: seconds that one answer of the child may take, compilation included.
         memory_bytes: that the child may map; 0 is no limit.
         seed: of the search and of the numbers.
+        method: of the search, see METHODS.
     """
 
     candidates: int = 16
@@ -57,8 +60,11 @@ class Budget:
     limit_s: float = 300.0
     memory_bytes: int = 0
     seed: int = 0
+    method: str = "genetic"
 
     def __post_init__(self):
+        if self.method not in METHODS:
+            raise ValueError(f"--method {self.method} must be one of {', '.join(METHODS)}")
         for name in ("candidates", "quick", "finalists", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
@@ -141,6 +147,7 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
 
     Raises:
         RuntimeError: the default itself does not run, is wrong, or nothing could be confirmed.
+        ValueError: the journal is of another search, or the method needs a library that is not installed.
     """
     about = {"task": task.request({}), "budget": asdict(budget), "machine": evidence.device_slug()}
     book, said = Journal(journal, about), on_step or (lambda text: None)
@@ -197,7 +204,7 @@ def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> li
         said(f"{len(tried)}/{min(budget.candidates, len(space))} {proposal.origin}: {config}: {result}")
         return quick_s
 
-    for _ in search.evolve(space, seeds, fitness, budget=budget.candidates, seed=budget.seed):
+    for _ in METHODS[budget.method](space, seeds, fitness, budget=budget.candidates, seed=budget.seed):
         pass
     return tried
 

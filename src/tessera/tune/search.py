@@ -18,7 +18,8 @@ TRIES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A candidate and where it came from: "default", "seed" (the cost model's choice) or "bred" from two parents."""
+    """A candidate and where it came from: "default", "seed" (the cost model's choice), "bred" from two parents, "tpe"
+    (Optuna's suggestion) or "random"."""
 
     genome: Genome
     origin: str
@@ -46,7 +47,7 @@ def evolve(
     """
     rng = random.Random(seed)
     members = {key(genome): genome for genome in space}
-    values = {name: sorted({g[name] for g in space}, key=_order) for name in space[0]}
+    values = values_of(space)
     done: list[tuple[Proposal, float | None]] = []
     known: set = set()
 
@@ -80,6 +81,11 @@ def _breed(parents, genomes, values, members, known, rng: random.Random) -> Prop
         if key(child) in members and key(child) not in known:
             return Proposal(genome=child, origin="bred", parents=tuple(sorted({mother, father})))
     return None
+
+
+def values_of(space: Sequence[Genome]) -> dict[str, list[Any]]:
+    """The values that each field takes anywhere in the space, in order."""
+    return {name: sorted({g[name] for g in space}, key=_order) for name in space[0]}
 
 
 def key(genome: Genome) -> tuple:

@@ -21,7 +21,7 @@ def record(task: Task, budget: Budget, found: Mapping[str, Any], command: str) -
         title=f"{size}, tile {spec.tile}" if task.kernel.role == "sparse" else size,
         config=found["winner"],
     )
-    names = ("default", "interval", "elsewhere", "confirmed", "refused", "rank_correlation", "candidates")
+    names = ("default", "interval", "elsewhere", "confirmed", "refused", "gain", "rank_correlation", "candidates")
     facts = {name: found[name] for name in names if found.get(name) is not None}
     shipped = found["gain"] if found["winner"] != found["default"] else 1.0
     return evidence.make(
@@ -68,7 +68,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
         table: file of the row; the shipped table of this device if None.
 
     Raises:
-        ValueError: no such workload, or the journal is of another search.
+        ValueError: no such workload, the journal is of another search, or the method's library is not installed.
         RuntimeError: the default itself does not run.
     """
     from rich.console import Console
@@ -78,12 +78,13 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
     task, slug = tune.task_of(workload, role), evidence.device_slug()
     out = Path("evidence") / f"tune-{slug}.jsonl" if out is None else out
     table = tuned.TABLES / f"{tuned.device()}.jsonl" if table is None else table
-    journal = Path("build/tune") / f"{slug}-{workload}-{role}.jsonl"
+    plain = budget.method == "genetic"  # names stay what they were
+    journal = Path("build/tune") / f"{slug}-{workload}-{role}{'' if plain else '-' + budget.method}.jsonl"
     console = Console(stderr=True, highlight=False)
     console.print(f"{task.kernel.name} on {task.name}; Ctrl-C stops, the same command goes on ({journal})")
     found = tune.tune(task, budget, journal, on_step=console.print)
     command = f"tessera tune --workload {workload} --role {role} --candidates {budget.candidates} --seed {budget.seed}"
-    made = record(task, budget, found, command)
+    made = record(task, budget, found, command if plain else f"{command} --method {budget.method}")
     evidence.append(out, made)
     tuned.write(table, [row(task, found, made, out)])
     print_result(console, found)

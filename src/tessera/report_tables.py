@@ -1,0 +1,302 @@
+"""The tables of what was asked, searched, compiled and verified: answers, plans, block sizes, gates, sweep, oracle."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tessera.evidence import Record
+from tessera.report_markdown import markdown, newest, provenance, quantity, result_of, series, three
+
+HELD_OUT = "held-out text"
+"""The question that closeness to dense answers."""
+PASS_KEY = "single"
+"""The kind of task that the study of a plan's choices asks."""
+
+
+def policies(records: Sequence[Record]) -> str:
+    """Policies side by side on every kind of task at the longest length, and how close they are to dense."""
+    chosen = [r for r in records if series(r) == "demo"]
+    longest = max((length for _, length in map(_kind, chosen) if length), default=0)
+    used = [r for r in chosen if _kind(r)[1] in (longest, None)]
+    kinds = list(dict.fromkeys(kind for kind, length in map(_kind, used) if length))
+    rows = []
+    for (policy, machine), own in _by_policy(used).items():
+        asked = {_kind(r)[0]: r for r in own}
+        tasks = [asked[kind] for kind in kinds if kind in asked]
+        fidelity = asked.get(HELD_OUT)
+        agreement = quantity(fidelity.facts["agreement"], "fraction") if _good(fidelity) else ""
+        scores = [_score(asked.get(kind)) for kind in kinds]
+        rows.append([policy, machine, *scores, _mean_density(tasks), _divergence(fidelity), agreement])
+    header = [f"policy, tasks of {longest:,} tokens", "machine", *(kind.replace("_", " ") for kind in kinds)]
+    header += ["keys read", "KL per token, nats (95 %)", "same best guess"]
+    return markdown(header, rows) + provenance(used) if rows else ""
+
+
+def granularity(records: Sequence[Record]) -> str:
+    """What tiles cost: a row per keys of a tile, a column per queries of one; KL per token and pass keys found."""
+    chosen = [r for r in records if series(r) == "study" and _tiles(r)]
+    columns = sorted({_tiles(r)[1] for r in chosen})
+    cells: dict[tuple[int, str], dict[int, list[Record]]] = {}
+    for record in chosen:
+        keys, queries = _tiles(record)
+        cells.setdefault((keys, record.where.machine), {}).setdefault(queries, []).append(record)
+    rows = [
+        [str(keys), machine, *(_closeness(found.get(queries, [])) for queries in columns)]
+        for (keys, machine), found in sorted(cells.items())
+    ]
+    header = ["KL per token, nats (95 %); pass keys: keys per tile", "machine", *(f"{n} queries" for n in columns)]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def study(records: Sequence[Record]) -> str:
+    """The plan with one choice other than its tiles changed; the plan as it is first."""
+    chosen = [r for r in records if series(r) == "study"]
+    plain = {
+        f"tile {r.what.config['tile']}, query tile {r.what.config['query_tile']}": "the plan as it is"
+        for r in chosen
+        if _policy(r).startswith("fraction ") and "tile" in r.what.config
+    }
+    used = [r for r in chosen if not _tiles(r) or _policy(r) in plain]
+    used.sort(key=lambda r: _policy(r) not in plain)
+    rows = []
+    for (policy, machine), own in _by_policy(used).items():
+        asked = {_kind(r)[0]: r for r in own}
+        fidelity, keys = asked.get(HELD_OUT), asked.get(PASS_KEY)
+        names = ("perplexity", "perplexity_dense")
+        perplexity = "{} ({})".format(*(three(fidelity.facts[n]) for n in names)) if _good(fidelity) else ""
+        found = f"{_found(keys)} ({_range(keys)})" if _good(keys) else _failed(keys)
+        shown = plain.get(policy, policy)
+        rows.append([shown, machine, _divergence(fidelity), perplexity, found, _mean_density(own)])
+    header = ["plan", "machine", "KL per token, nats (95 %)", "perplexity (dense)", "pass keys (95 %)", "keys read"]
+    return markdown(header, rows) + provenance(used) if rows else ""
+
+
+def _policy(record: Record) -> str:
+    """The policy as `tessera eval` titles it; an error record has it in its workload too."""
+    return record.what.workload.partition(": ")[2]
+
+
+def _kind(record: Record) -> tuple[str, int | None]:
+    """(kind of task, tokens), or (HELD_OUT, None)."""
+    kind, _, length = record.what.workload.partition(": ")[0].partition(" at ")
+    return kind, int(length) if length else None
+
+
+def _tiles(record: Record) -> tuple[int, int] | None:
+    """(keys, queries) of a tile, where these are what the study changed."""
+    if not _policy(record).startswith("tile "):
+        return None
+    tile, query_tile = _policy(record).split(", ")
+    return int(tile.removeprefix("tile ")), int(query_tile.removeprefix("query tile "))
+
+
+def _by_policy(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Records by policy and machine, the machines of one policy next to each other."""
+    groups: dict[str, dict[tuple[str, str], list[Record]]] = {}
+    for record in records:
+        lead = (_policy(record), record.where.machine)
+        groups.setdefault(lead[0], {}).setdefault(lead, []).append(record)
+    return {lead: own for group in groups.values() for lead, own in group.items()}
+
+
+def _good(record: Record | None) -> bool:
+    return record is not None and not record.error
+
+
+def _failed(record: Record | None) -> str:
+    return result_of(record) if record is not None and record.error else ""
+
+
+def _range(record: Record) -> str:
+    return f"{100 * record.facts['low']:.0f} to {100 * record.facts['high']:.0f} %"
+
+
+def _score(record: Record | None) -> str:
+    return f"{100 * record.median:.0f} % ({_range(record)})" if _good(record) else _failed(record)
+
+
+def _found(record: Record) -> str:
+    scores = record.facts["scores"]
+    return f"{sum(score == 1 for score in scores)}/{len(scores)}"
+
+
+def _divergence(record: Record | None) -> str:
+    if not _good(record):
+        return _failed(record)
+    mean, low, high = (three(record.facts[name]) for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def _closeness(records: Iterable[Record]) -> str:
+    """One cell of the granularity: closeness, then pass keys; what is missing is left out."""
+    asked = {_kind(r)[0]: r for r in records}
+    keys = asked.get(PASS_KEY)
+    found = _found(keys) if _good(keys) else _failed(keys)
+    return "; ".join(filter(None, [_divergence(asked.get(HELD_OUT)), found]))
+
+
+def _mean_density(tasks: Sequence[Record]) -> str:
+    read = [sum(r.density) / len(r.density) for r in tasks if r.density]
+    return f"{100 * sum(read) / len(read):.1f} %" if read else ""
+
+
+def tune(records: Sequence[Record]) -> str:
+    """Block sizes found by measuring: what came of each search, and how well its cheap stages foretold it."""
+    chosen = [r for r in records if r.what.op == "tune"]
+    rows = []
+    for record in chosen:
+        facts = record.facts
+        default, tried = facts.get("default", {}), facts.get("candidates", [])
+        ranks = facts.get("rank_correlation", {})
+        names = ("seed_model_with_quick", "seed_model_with_final", "quick_with_final")
+        best = _failed(record) or _best(record)
+        failed = sum(entry["error"] is not None for entry in tried)
+        rows.append(
+            [
+                record.what.workload,
+                record.where.machine,
+                record.what.kernel,
+                _settings(default),
+                best,
+                series(record) or "genetic",
+                "" if record.error else f"{record.median:.2f}x{_interval(facts)}",
+                f"{len(tried)}" + (f", {failed} failed" if failed else "") if tried else "",
+                *("" if ranks.get(name) is None else f"{ranks[name]:.2f}" for name in names),
+            ]
+        )
+    header = ["workload", "machine", "kernel", "default", "best", "search", "gain (95 %)", "candidates"]
+    header += ["rank correlation: model and quick", "model and final", "quick and final"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _best(record: Record) -> str:
+    """What is shipped: the settings that differ from the default's, or the default, and what it held against."""
+    default, refused = record.facts["default"], record.facts.get("refused")
+    if record.what.config != default:
+        return _settings(record.what.config, default)
+    return "the default" + (f"; not confirmed: {_settings(refused, default)}" if refused else "")
+
+
+def _interval(facts: Mapping[str, Any]) -> str:
+    """The interval of the gain; where the default stands it is that of what was refused, and no gain's."""
+    if facts.get("interval") is None or "refused" in facts:
+        return ""
+    low, high = facts["interval"]
+    return f" ({low:.2f} to {high:.2f})"
+
+
+def _settings(config: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> str:
+    """Names and values, of a configuration or of what differs from the default's."""
+    default = default or {}
+    return ", ".join(f"{name} {value}" for name, value in config.items() if default.get(name, default) != value)
+
+
+def blocks(records: Sequence[Record]) -> str:
+    """Block sizes of the TPU kernels, chosen by predicted time: a row per call, a column per chip."""
+    chosen = newest(r for r in records if r.what.op == "block sizes")
+    calls: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in chosen:
+        call, _, chip = record.what.workload.rpartition(", ")
+        calls.setdefault((record.what.kernel, call), {})[chip] = record
+    chips = sorted({record.what.workload.rpartition(", ")[2] for record in chosen})
+    rows = [[*lead, *(_chosen_blocks(found.get(chip)) for chip in chips)] for lead, found in sorted(calls.items())]
+    return markdown(["kernel", "call, predicted", *chips], rows) + provenance(chosen) if rows else ""
+
+
+def _chosen_blocks(record: Record | None) -> str:
+    """Predicted time, gain over the default, and what differs from it."""
+    if record is None or record.error:
+        return _failed(record)
+    default = record.facts["default"].get("config", {})
+    if record.what.config == default:
+        return f"{result_of(record)}, default"
+    gain = f"{record.comparison.ratio:.2f}x" if record.comparison else "the default does not compile"
+    return f"{result_of(record)}, {gain}: {_settings(record.what.config, default)}"
+
+
+def gates(records: Sequence[Record]) -> str:
+    """What the Hopper kernels' machine code holds, over all their configurations; what breaks a gate in bold."""
+    chosen = newest(r for r in records if r.what.op == "gpu gates")
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in chosen:
+        groups.setdefault((record.what.kernel, record.what.workload.rpartition(", ")[2]), []).append(record)
+    rows = []
+    for (kernel, chip), own in sorted(groups.items()):
+        cases = sum(r.facts.get("cases", 0) for r in own)
+        passed = sum(round(r.median * r.facts["cases"]) for r in own if not r.error)
+        reports = [report for r in own for *_, found in r.facts.get("reports", ()) for report in found]
+        spilled = max((sum(report["spill_bytes"]) for report in reports), default=None)
+        shared = max((report["shared_bytes"] for report in reports), default=None)
+        errors = "; ".join(_failed(r) for r in own if r.error)
+        rows.append(
+            [
+                f"{kernel}, {chip}",
+                str(len(own)),
+                f"{cases:,}",
+                _share(passed, cases) + (f"; {errors}" if errors else ""),
+                str(max((report["registers"] for report in reports), default="")),
+                "" if spilled is None else f"**{spilled}**" if spilled else "0",
+                "" if shared is None else quantity(shared, "bytes"),
+            ]
+        )
+    header = [
+        "kernel",
+        "configurations",
+        "cases",
+        "passed",
+        "most registers",
+        "most bytes spilled",
+        "most shared memory",
+    ]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _share(good: int, of: int) -> str:
+    return f"{good:,}" if good == of else f"**{good:,}**"
+
+
+def sweep(records: Sequence[Record]) -> str:
+    """How many of the cases compiled: a row per TPU kernel, a column per chip; what did not in bold."""
+    chosen = newest(r for r in records if r.what.op == "tpu sweep")[-1:]
+    if not chosen or chosen[0].error:
+        return "".join(markdown(["sweep"], [[result_of(r)]]) for r in chosen) + provenance(chosen)
+    [facts] = (r.facts for r in chosen)
+    counts = {tuple(name.split(" on ")): pair for name, pair in facts["by_kernel"].items()}
+    chips = sorted({chip for _, chip in counts})
+    groups = [(name, (name,)) for name in sorted({kernel for kernel, _ in counts})]
+    groups.append(("all", tuple(name for name, _ in groups)))
+    rows = [
+        [title, *(_compiled([counts[name, chip] for name in names if (name, chip) in counts]) for chip in chips)]
+        for title, names in groups
+    ]
+    lead = f"compiled/tried; tried {facts['cases']:,} of {facts['planned']:,} planned"
+    return markdown([lead, *chips], rows) + provenance(chosen)
+
+
+def _compiled(pairs: Sequence[Sequence[int]]) -> str:
+    good, tried = (sum(column) for column in zip(*pairs)) if pairs else (0, 0)
+    return f"{_share(good, tried)}/{tried:,}" if tried else ""
+
+
+def verify(records: Sequence[Record]) -> str:
+    """Every kernel against the float64 oracle: errors in units of the tolerance, at most 1, and what failed."""
+    chosen = [r for r in records if r.what.op == "verify"]
+    rows = []
+    for record in chosen:
+        spread, facts = record.facts.get("distribution", {}), record.facts
+        kernel = record.what.kernel + (" (simulated)" if facts.get("simulated") else "")
+        figures = [three(spread[name]) if name in spread else "" for name in ("p50", "max")]
+        elements = f"{facts['elements']:,}" if "elements" in facts else ""
+        trials = str(facts.get("trials", ""))
+        rows.append(
+            [kernel, record.what.dtype, record.where.machine, trials, elements, *figures, _trials_failed(record)]
+        )
+    header = ["kernel", "dtype", "machine", "trials", "elements", "median error / tolerance", "worst", "failures"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _trials_failed(record: Record) -> str:
+    """How many trials failed, and the first of them in words; an error names every one with its seed."""
+    if record.error is None:
+        return "0"
+    count = record.error.count(f"--seed {record.facts['seed']}: ") if "seed" in record.facts else 1
+    return f"**{count}**: {record.error.partition('; ')[0][:200]}"

@@ -1,0 +1,241 @@
+"""Tables of answers, plans, searches, gates, sweeps and oracle trials: what is missing, what failed, two machines."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tessera import eval as evaluation
+from tessera import evidence, report, trials, tune, verify
+from tessera.deviceless import blocks, gpu_gates, sweep
+from tessera.evidence import What
+from tessera.tune import ship
+
+AMD = {"device": "cpu", "cpu": "AMD EPYC", "cores": 2}
+INTEL = {"device": "cpu", "cpu": "Intel(R) Xeon(R) Processor", "cores": 2}
+PLAN = {"tile": 64, "query_tile": 32, "fraction": 0.1}
+
+
+def on(machine, record):
+    code = evidence.Code(commit="0123456789abcdef", dirty=False)
+    return replace(record, code=code, where=replace(record.where, **machine))
+
+
+def task(policy, kind, length, scores, suite="demo", density=0.2, machine=AMD, config=PLAN, error=None):
+    """A record as `eval.ask` writes it, without the model."""
+    low, high = evaluation.mean_interval(scores) if scores else (0, 0)
+    facts = {"scores": scores, "low": low, "high": high, "length": length, "kind": kind, "policy": policy}
+    what = What(op="eval task", kernel="kascade", workload=f"{kind} at {length}: {policy}", config=config)
+    fields = {"error": error} if error else {"density": (density,), "facts": facts}
+    samples = [float(np.mean(scores))] if scores else []
+    command = f"tessera eval --suite {suite}"
+    return on(machine, evidence.make(what, samples, command=command, unit="fraction", **fields))
+
+
+def fidelity(policy, mean, suite="demo", machine=AMD, config=PLAN, error=None):
+    """A record as `eval.measure_fidelity` writes it, without the model."""
+    facts = {"perplexity": 3.25, "perplexity_dense": 3.0, "agreement": 0.975, "mean": mean, "low": mean / 2}
+    facts |= {"high": 2 * mean, "policy": policy}
+    what = What(op="eval fidelity", kernel="kascade", workload=f"held-out text: {policy}", config=config)
+    fields = {"error": error} if error else {"facts": facts}
+    samples = () if error else [mean]
+    command = f"tessera eval --suite {suite}"
+    return on(machine, evidence.make(what, samples, command=command, unit="nats", **fields))
+
+
+def lines(name, records):
+    """Rows of a table, without header and rule; every one has as many cells as the header."""
+    text = report.render(name, records)
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({line.replace("\\|", "").count("|") for line in table}) == 1
+    assert "commit 012345678;" in text
+    return table[0], table[2:]
+
+
+def demo(machine=AMD):
+    return [
+        task("dense", "single", 4096, [1.0] * 10, density=1.0, machine=machine),
+        task("dense", "multi_key", 4096, [1.0] * 9 + [0.0], density=1.0, machine=machine),
+        fidelity("fraction 0.2", 0.004, machine=machine),
+        task("fraction 0.2", "single", 4096, [1.0] * 8 + [0.0] * 2, density=0.1, machine=machine),
+        task("fraction 0.2", "multi_key", 4096, [1.0, 0.5], density=0.3, machine=machine),
+        task("fraction 0.2", "single", 1024, [0.0] * 10, machine=machine),
+    ]
+
+
+def test_policies_stand_side_by_side_at_the_longest_length():
+    header, rows = lines("eval", demo())
+    assert header == (
+        "| policy, tasks of 4,096 tokens | machine | single | multi key | keys read | KL per token, nats (95 %) "
+        "| same best guess |"
+    )
+    assert rows == [
+        "| dense | AMD EPYC, 2 cores | 100 % (72 to 100 %) | 90 % (60 to 98 %) | 100.0 % |  |  |",
+        "| fraction 0.2 | AMD EPYC, 2 cores | 80 % (49 to 94 %) | 75 % (50 to 100 %) | 20.0 % "
+        "| 0.00400 (0.00200 to 0.00800) | 97.5 % |",
+    ]
+
+
+def test_a_half_done_demo_on_a_second_machine_leaves_cells_empty_and_shows_its_error():
+    second = [demo(INTEL)[0], task("fraction 0.2", "single", 4096, (), machine=INTEL, error="MemoryError: a | b")]
+    _, rows = lines("eval", [*demo(), *second])
+    assert rows[1] == "|  | Intel Xeon, 2 cores | 100 % (72 to 100 %) |  | 100.0 % |  |  |"
+    assert rows[3] == "|  | Intel Xeon, 2 cores | error: MemoryError: a \\| b |  |  |  |  |"
+    assert "\nIntel Xeon, 2 cores, jax " in report.render("eval", [*demo(), *second])
+
+
+@pytest.mark.parametrize("suite", ["study", "smoke", "demo --model FOLDER"])
+def test_suites_that_ask_the_same_do_not_replace_each_other(suite):
+    other = [fidelity("fraction 0.2", 0.5, suite), task("fraction 0.2", "single", 4096, [0.0], suite)]
+    assert lines("eval", [*demo(), *other]) == lines("eval", demo())
+    assert lines("eval", [*other, *demo()]) == lines("eval", demo())
+    later = fidelity("fraction 0.2", 0.02)
+    assert "0.0200 (0.0100 to 0.0400)" in report.render("eval", [*demo(), later])
+
+
+def tiles(tile, query_tile, mean, found, machine=AMD):
+    config = PLAN | {"tile": tile, "query_tile": query_tile}
+    name = f"tile {tile}, query tile {query_tile}"
+    scores = [1.0] * found + [0.0] * (10 - found)
+    return [
+        fidelity(name, mean, "study", machine, config),
+        task(name, "single", 4096, scores, "study", machine=machine, config=config),
+    ]
+
+
+def test_tiles_make_a_grid_and_what_is_not_done_is_empty():
+    broken = fidelity("tile 128, query tile 32", 0, "study", error="killed")
+    records = [*tiles(128, 16, 0.01, 7), broken, *tiles(16, 16, 0.002, 10), *tiles(16, 32, 0.003, 9)[:1]]
+    records += [*tiles(16, 16, 0.004, 8, INTEL), fidelity("tile 16, query tile 16", 9.0, "smoke")]
+    header, rows = lines("granularity", records)
+    assert header.endswith("keys per tile | machine | 16 queries | 32 queries |")
+    assert rows == [
+        "| 16 | AMD EPYC, 2 cores | 0.00200 (0.00100 to 0.00400); 10/10 | 0.00300 (0.00150 to 0.00600) |",
+        "|  | Intel Xeon, 2 cores | 0.00400 (0.00200 to 0.00800); 8/10 |  |",
+        "| 128 | AMD EPYC, 2 cores | 0.0100 (0.00500 to 0.0200); 7/10 | error: killed |",
+    ]
+
+
+def test_other_choices_follow_the_plan_as_it_is():
+    records = [fidelity("fraction 0.05", 0.01, "study"), *tiles(16, 32, 0.5, 1), *tiles(64, 32, 0.002, 10)]
+    records += [*tiles(64, 32, 0.003, 9, INTEL)[:1], task("heads pooled", "single", 4096, [1.0, 0.0], "study")]
+    records += [task("3 anchors", "single", 4096, (), "study", error="killed"), fidelity("fraction 0.05", 0.7)]
+    _, rows = lines("study", records)
+    assert rows == [
+        "| the plan as it is | AMD EPYC, 2 cores | 0.00200 (0.00100 to 0.00400) | 3.25 (3.00) | 10/10 (72 to 100 %) "
+        "| 20.0 % |",
+        "|  | Intel Xeon, 2 cores | 0.00300 (0.00150 to 0.00600) | 3.25 (3.00) |  |  |",
+        "| fraction 0.05 | AMD EPYC, 2 cores | 0.0100 (0.00500 to 0.0200) | 3.25 (3.00) |  |  |",
+        "| heads pooled | AMD EPYC, 2 cores |  |  | 1/2 (9 to 91 %) | 20.0 % |",
+        "| 3 anchors | AMD EPYC, 2 cores |  |  | error: killed |  |",
+    ]
+
+
+def search(refused):
+    """What `tune.tune` returns, for a winner that held or one that did not."""
+    searched = tune.task_of("prefill_16k_gqa", "dense")
+    default = asdict(searched.kernel.default_config(searched.spec, searched.shapes))
+    name, value = next((n, v) for n, v in default.items() if isinstance(v, int) and not isinstance(v, bool))
+    better = default | {name: 2 * value}
+    tried = [{"config": default, "error": None}, {"config": better, "error": None}, {"config": {}, "error": "hung"}]
+    found = {"default": default, "winner": default if refused else better, "gain": 1.01 if refused else 1.25}
+    found |= {"interval": (1.2, 1.3), "elsewhere": {}, "confirmed": not refused, "candidates": tried, "replayed": 0}
+    found |= {"refused": better} if refused else {}
+    ranks = {"seed_model_with_quick": 0.5, "seed_model_with_final": None, "quick_with_final": 0.875}
+    made = ship.record(searched, tune.Budget(), found | {"rank_correlation": ranks}, "tessera tune --workload w")
+    shown = (", ".join(f"{n} {v}" for n, v in default.items()), f"{name} {2 * value}")
+    return made, shown, searched.kernel.name
+
+
+def test_a_search_shows_what_won_how_sure_it_is_and_what_failed():
+    (won, (default, better), kernel), (lost, _, _) = search(refused=False), search(refused=True)
+    crashed = evidence.make(What(op="tune", kernel="k", workload="w"), (), command="c", error="no default runs")
+    other = replace(on(AMD, won), command="tessera tune --workload w --method tpe")
+    _, rows = lines("tune", [on(AMD, won), on(INTEL, lost), on(AMD, crashed), other])
+    ranks = "| 3, 1 failed | 0.50 |  | 0.88 |"
+    lead = f"| prefill_16k_gqa, dense | AMD EPYC, 2 cores | {kernel} | {default} "
+    assert rows == [
+        f"{lead}| {better} | genetic | 1.25x (1.20 to 1.30) {ranks}",
+        f"|  | Intel Xeon, 2 cores | {kernel} | {default} | the default; not confirmed: {better} | genetic | 1.00x "
+        f"{ranks}",
+        "| w | AMD EPYC, 2 cores | k |  | error: no default runs | genetic |  |  |  |  |  |",
+        f"{lead}| {better} | tpe | 1.25x (1.20 to 1.30) {ranks}",
+    ]
+
+
+def test_tuned_blocks_of_tpus_have_a_column_per_chip_and_the_newest_stands():
+    name = "decode dense"
+    kernel = blocks.kernel_of(blocks.CASES[name])
+    default = asdict(kernel.default_config(*blocks.CASES[name].call()))
+    better = default | {"block_s": 2 * default["block_s"]}
+    slow = {"chip": "v5e", "case": name, "default": True, "config": default, "ms": 2.0}
+    fast = {"chip": "v5e", "case": name, "default": False, "config": better, "ms": 1.0}
+    both, alone = blocks.record_of("v5e", name, [slow, fast]), blocks.record_of("v6e", name, [slow])
+    old = replace(on(INTEL, alone), date="2020-01-01T00:00:00+00:00", median=9.0)
+    header, rows = lines("blocks", [on(AMD, both), on(AMD, alone), old])
+    assert header == "| kernel | call, predicted | v5e | v6e |"
+    changed = f"1.00 ms, 2.00x: block_s {better['block_s']}"
+    assert rows == [f"| {kernel.name} | decode dense | {changed} | 2.00 ms, default |"]
+
+
+def gate_case(kernel, config, registers, spilled=(0, 0), broken=()):
+    report_of_one = {"kernel": "k", "registers": registers, "spill_bytes": spilled, "shared_bytes": 1024 * registers}
+    case = {"kernel": kernel, "settings": config, "config": None, "broken": list(broken), "kernels": [report_of_one]}
+    return case | {"head_dim": 128, "dtype": "bfloat16", "tile": 128, "mask": "causal", "group": 4}
+
+
+def test_gates_count_configurations_and_cases_and_mark_what_breaks():
+    found = [gate_case("gpu_a", "one", 128), gate_case("gpu_a", "one", 168), gate_case("gpu_a", "two", 100)]
+    found += [gate_case("gpu_b", "one", 255, (64, 32), ["spilled"]), gate_case("gpu_b", "one", 90)]
+    found += [gate_case("gpu_c", "one", 0, broken=["hung"]) | {"kernels": []}]
+    made = [on(AMD, r) for r in gpu_gates.records(found, "python -m tessera.deviceless.gpu_gates")]
+    again = on(INTEL, made[0])  # what a compiler alone decides is counted once
+    _, rows = lines("gates", [*made, again])
+    assert rows == [
+        "| gpu_a, h200 | 2 | 3 | 3 | 168 | 0 | 168 KiB |",
+        "| gpu_b, h200 | 1 | 2 | **1** | 255 | **96** | 255 KiB |",
+        "| gpu_c, h200 | 1 | 1 | **0** |  |  |  |",
+    ]
+
+
+def test_the_sweep_counts_what_compiled_per_chip():
+    names = [("tpu_a", "v5e", True), ("tpu_a", "v6e", True), ("tpu_a", "v6e", False), ("tpu_b", "v5e", True)]
+    found = [{"kernel": kernel, "chip": chip, "compiled": compiled} for kernel, chip, compiled in names]
+    header, rows = lines("sweep", [on(AMD, sweep.report(found, "python -m tessera.deviceless.sweep"))])
+    planned = sum(1 for _ in sweep.cases(tuple(sweep.tpu.TOPOLOGIES)))
+    assert header == f"| compiled/tried; tried 4 of {planned} planned | v5e | v6e |"
+    assert rows == ["| tpu_a | 1/1 | **1**/2 |", "| tpu_b | 1/1 |  |", "| all | 2/2 | **1**/2 |"]
+
+
+def test_verification_shows_the_distribution_and_names_what_failed():
+    kernel = next(k for k in trials.kernels() if not trials.is_simulated(k))
+    good, bad = (
+        [
+            verify.Outcome(trial, np.array([0.125, 0.25, worst]), ())
+            for trial in list(verify.trials_of(kernel, 0, 7))[:2]
+        ]
+        for worst in (0.5, 3.0)
+    )
+    nothing = [verify.Outcome(good[0].trial, np.zeros(0), ("RuntimeError: a | b",))]
+    records = [
+        on(machine, verify.record(outcomes, f"tessera verify --seed 7 --random 0 --kernel {kernel.name}"))
+        for machine, outcomes in ((AMD, good), (INTEL, bad))
+    ]
+    text = report.render("verify", records)
+    _, rows = lines("verify", records)
+    dtype = good[0].trial.dtype
+    assert rows[0] == f"| {kernel.name} | {dtype} | AMD EPYC, 2 cores | 2 | 6 | 0.250 | 0.500 | 0 |"
+    assert rows[1].startswith(f"|  | {dtype} | Intel Xeon, 2 cores | 2 | 6 | 0.250 | 3.00 | **2**: {kernel.name}, ")
+    assert "repeat with `tessera verify --seed 7 --random 0`." in text
+    [row] = lines("verify", [on(AMD, verify.record(nothing, "tessera verify"))])[1]
+    assert "| 1 | 0 |  |  | **1**: " in row
+    assert row.endswith("RuntimeError: a \\| b |")
+
+
+@pytest.mark.parametrize("name", ["blocks", "sweep"])
+def test_the_stored_records_fill_their_tables(name):
+    text = report.render(name, evidence.collect(Path(__file__).parents[1] / "evidence"))
+    header, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert {"v5e", "v5p", "v6e", "v7x"} <= {cell.strip() for cell in header.split("|")}
+    assert len(rows) > 5
