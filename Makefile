@@ -29,9 +29,10 @@ format: $(VENV)/.dev ## fix style
 peers: .venv-peers/.done ## build the environment of the libraries we compare with, and compare with them live
 	$(BIN)/python tests/golden/check_live.py
 
-peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict Tokamax's TPU kernel at its shipped timings (hours; goes on where it stopped)
-	for chip in v5p v6e v7x; do $(BIN)/python -m tessera.deviceless.validation collect --chip $$chip || exit 1; done
-	$(BIN)/python -m tessera.deviceless.validation report
+# The wheel has v7x's timings alone: TIMINGS=FOLDER names the Tokamax repository's folder tokamax/data/autotuning.
+peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict Tokamax's TPU kernel at its timings, TIMINGS=its repository's tokamax/data/autotuning (hours; goes on where it stopped)
+	for chip in v5p v6e v7x; do $(BIN)/python -m tessera.deviceless.validation collect --chip $$chip $(if $(TIMINGS),--timings $(TIMINGS)) || exit 1; done
+	$(BIN)/python -m tessera.deviceless.validation report $(if $(TIMINGS),--timings $(TIMINGS))
 
 harness: .venv-harness/.done ## the shipped model under the real lm_eval, on tasks made here
 	.venv-harness/bin/python tests/golden/check_harness.py

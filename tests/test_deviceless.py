@@ -3,11 +3,14 @@
 import itertools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tessera.deviceless import hlo, predict, schedule, steps, sweep, tpu
+from tessera import evidence
+from tessera.attention.contract import AttentionSpec
+from tessera.deviceless import flags, hlo, inspection, predict, schedule, steps, sweep, tpu
 
 HERE = Path(__file__).parent
 KIB = 1024
@@ -66,8 +69,12 @@ def test_prediction_is_executions_times_bundles_over_the_clock():
     assert got.dma_ms == pytest.approx(1e-3)
     assert got.ms == pytest.approx(max(got.compute_ms, got.dma_ms))
     assert got.steps == 4
-    assert got.bundles_per_step == pytest.approx(cycles / 4)
+    assert got.bundles_per_step == got.cycles_per_step == pytest.approx(cycles / 4)
     assert not got.assumed
+    full = [replace(region, product_cycles=5 * region.bundles) for region in little().regions]
+    slow = predict.predict(replace(found, schedules=(replace(little(), regions=tuple(full)),)), counts)
+    assert slow.bundles_per_step == pytest.approx(cycles / 4)
+    assert slow.cycles_per_step == pytest.approx(5 * cycles / 4)
     alone = predict.predict(found, counts | {"step": 2})  # the loop of one core has as many: nothing is shared
     assert alone.compute_ms == pytest.approx(1e3 * (cycles - 2 * 85) / 1.75e9)
 
@@ -173,14 +180,16 @@ def test_an_unknown_chip_is_refused():
         tpu.compile_for("v3", {})
 
 
-CHIP_OF = dict(zip(sorted(k.name for k in sweep.tpu_kernels()), itertools.cycle(tpu.TOPOLOGIES)))
+NAMES = sorted(kernel.name for kernel in sweep.tpu_kernels())
+FAST = dict.fromkeys([*itertools.product(("v5e", "v7x"), NAMES), *zip(itertools.cycle(tpu.TOPOLOGIES), NAMES)])
+"""Every kernel where the matrix unit is narrow and where it is wide, and some of them on each of the other chips."""
 
 
-@pytest.mark.parametrize("kernel", CHIP_OF)
-def test_kernels_compile_with_their_own_blocks(kernel):
-    """A fast part of `python -m tessera.deviceless.sweep`: every kernel on one of the chips, a short call."""
+@pytest.mark.parametrize(("chip", "kernel"), FAST)
+def test_kernels_compile_with_their_own_blocks(chip, kernel):
+    """A fast part of `python -m tessera.deviceless.sweep`: a short call."""
     case = {
-        "chip": CHIP_OF[kernel],
+        "chip": chip,
         "kernel": kernel,
         "head_dim": 128,
         "dtype": "bfloat16",
@@ -200,8 +209,8 @@ def test_the_sweep_covers_every_kernel_chip_and_head_dim():
 
 
 KEYS = (
-    "chip kernel config compiled error vmem_bytes smem_bytes hbm_bytes steps bundles_per_step slots spill_slots flops "
-    "predicted_ms predicted_tflops percent_of_peak bound_by compile_s"
+    "chip kernel config refused compiled error vmem_bytes smem_bytes hbm_bytes steps bundles_per_step cycles_per_step "
+    "slots spill_slots flops predicted_ms predicted_tflops percent_of_peak bound_by compile_s"
 ).split()
 
 
@@ -215,7 +224,45 @@ def test_inspect_prints_one_json_object(kernel, capsys):
     out = json.loads(capsys.readouterr().out)
     assert list(out) == KEYS
     assert out["compiled"] is True
-    assert out["predicted_ms"] > 0
+    assert out["refused"] == {}  # the TPU's own kernel takes this call, whether it was asked for or not
+    predicted = [out[name] for name in ("predicted_ms", "predicted_tflops", "percent_of_peak")]
+    assert predicted == [None] * 3 if kernel.startswith("xla") else min(predicted) > 0
+
+
+def test_what_xla_alone_computes_is_not_predicted_and_says_why(capsys, tmp_path):
+    call = {"role": "score", "phase": "prefill", "batch": 1, "length": 256, "heads": 2, "kv_heads": 1, "head_dim": 128}
+    spec, shapes = inspection.call(**call, dtype="float16", spec=AttentionSpec(), fraction=1.0)
+    result = inspection.inspect_call("v6e", spec, shapes)
+    reason = "dtype float16 is not one of float32, bfloat16"
+    out = result.json()
+    assert out["refused"] == {"tpu_prefill_score": reason}
+    assert out["predicted_ms"] is out["predicted_tflops"] is out["percent_of_peak"] is None
+    assert out["bound_by"] == "not predicted: no Pallas kernel in it"
+    inspection.print_table(result)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert reason in shown
+    assert f"roofline at least {inspection.roofline(result)[2]:.3g} ms" in shown
+    pytest.importorskip("matplotlib")
+    inspection.picture(result, tmp_path / "roofline.svg")
+    flags.Inspect(evidence=tmp_path / "found.jsonl").record("call", result.kernel, "a call", result)
+    [record] = evidence.read(tmp_path / "found.jsonl")
+    assert (record.samples, record.error, record.facts["refused"]) == ((), out["bound_by"], out["refused"])
+
+
+def test_the_table_has_the_roofline_without_a_picture(capsys):
+    work = {"flops": 918e12, "moved_bytes": 1638e9, "predicted_ms": 2000.0, "percent_of_peak": 50.0}  # a second of each
+    sizes = dict.fromkeys(("steps", "bundles_per_step", "cycles_per_step", "spill_slots", "hbm_bytes", "vmem_bytes"), 1)
+    found = tpu.Compiled(
+        chip="v6e", error=None, compile_s=0.0, memory={}, cost={}, schedules=(little(),), operations=()
+    )
+    result = inspection.Inspection(
+        compiled=True, chip="v6e", **work, **sizes, smem_bytes=1, predicted_tflops=459.0, bound_by="MXU", compile_s=1.0,
+        prediction=predict.predict(found, {}),
+    )  # fmt: skip
+    assert inspection.roofline(result) == pytest.approx((560.4, 560.4, 1000.0), rel=1e-3)
+    inspection.print_table(result)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "roofline 50.0 % of peak; 560 flops per byte, the peak bounds from 560" in shown
 
 
 @pytest.mark.parametrize("mesh", [1, 2])

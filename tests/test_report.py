@@ -106,6 +106,39 @@ def test_later_records_win():
     assert "9.00 s" not in text
 
 
+def error_facts(points):
+    shares = {"median_absolute_error": 0.02, "p90_absolute_error": 0.05, "spearman": 0.999}
+    return shares | {"points": points, "no_fitted_constant": shares}
+
+
+PREDICTED = {
+    "tpu": (
+        "predicted figure",
+        {"comparison": evidence.Comparison(against="dense", ratio=1.5, target="<= 2", met=True)},
+    ),
+    "prediction": ("prediction", {"facts": error_facts(41)}),
+    "steps": ("predicted step", {"facts": {"parts_ms": {}, "hbm_bytes": 1}}),
+}
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_predictions_and_their_provenance_are_the_newest_of_each_chip_alone(name):
+    op, fields = PREDICTED[name]
+    new, other = (record("tpu", [1.0], f"score / dense, {chip}", op, f"on {chip}", **fields) for chip in ("v5e", "v6e"))
+    old = replace(on(INTEL, new), date="2020-01-01T00:00:00+00:00", code=evidence.Code(commit="f" * 40, dirty=False))
+    text = report.render(name, [new, old, other])
+    assert text == report.render(name, [new, other])
+    assert "2020" not in text
+    assert "Intel" in report.render(name, [old, other])  # while nothing newer is there, the old one stands
+
+
+def test_a_prediction_says_how_many_of_the_planned_points_it_covers():
+    facts = error_facts(41) | {"planned": 76}
+    assert "| on v7x, float32 | 41 of 76 |" in report.render(
+        "prediction", [record("splash", [1.0], "v7x", "prediction", "on v7x", facts=facts)]
+    )
+
+
 def test_figures_without_provenance_are_refused():
     orphan = replace(compared()[1], code=evidence.Code(commit=None, dirty=None))
     with pytest.raises(ValueError, match="commit"):

@@ -1,14 +1,16 @@
 """The files that long compilations append to: what a kill leaves of them, and what a line says was compiled."""
 
+import itertools
 import json
 
 import pytest
 
 from tessera import evidence, files
-from tessera.deviceless import blocks, figures, gpu_gates, sweep, validation
+from tessera.deviceless import blocks, figures, gpu_gates, sweep, tpu, validation
 
 LINES = [{"a": 1}, {"b": "é", "c": [1, 2]}]
 CODE = {"commit": "0" * 40, "dirty": False}
+OTHER = {"commit": "1" * 40, "dirty": False}
 
 
 def written(path) -> bytes:
@@ -40,14 +42,44 @@ def test_a_broken_line_that_no_kill_explains_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("command", [sweep, gpu_gates])
-def test_a_list_of_what_is_to_do_survives_a_cut_line(command, tmp_path, capsys):
+def test_a_list_of_what_is_to_do_survives_a_cut_line(command, tmp_path, monkeypatch, capsys):
     path = tmp_path / "out.jsonl"
+    monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     case = next(iter(sweep.cases(("v5e",)) if command is sweep else gpu_gates.cases()))
-    path.write_text(json.dumps(case) + "\n" + json.dumps(case)[:40])
+    path.write_text(json.dumps(case | CODE) + "\n" + json.dumps(case)[:40])
     assert command.main(["--list", "--out", str(path), "--kernel", case["kernel"]]) == 0
     todo = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert todo
     assert case not in todo
+
+
+@pytest.mark.parametrize("command", [sweep, gpu_gates])
+def test_what_other_code_made_and_what_ran_out_of_time_is_to_do_again(command, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "out.jsonl"
+    monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
+    made = list(itertools.islice(sweep.cases(("v5e",)) if command is sweep else gpu_gates.cases(), 6))
+    late = str(tpu.out_of_time("ended", 300.0))
+    ends = [CODE, {}, OTHER, {**CODE, "dirty": True}, {**CODE, "error": late}, {**CODE, "error": "VMEM: full"}]
+    path.write_text("".join(json.dumps(case | end) + "\n" for case, end in zip(made, ends)))
+    assert command.main(["--list", "--out", str(path)]) == 0
+    todo = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [case in todo for case in made] == [False, True, True, True, True, False]
+
+
+def test_a_report_holds_the_last_code_alone_and_says_what_was_planned_and_ran_out_of_time():
+    first, second, third, *_ = (case | {"compiled": True, "error": None} for case in sweep.cases(("v5e",)))
+    late = {"compiled": False, "error": str(tpu.out_of_time("ended", 300.0))}
+    lines = [first | OTHER, second | OTHER, third | OTHER, first | CODE | late, second | CODE | late, first | CODE]
+    made = sweep.report(sweep.of_last_code(lines, sweep.identity), sweep.COMMAND)
+    assert made.code == evidence.Code(**CODE)
+    planned = sum(1 for _ in sweep.cases(tuple(tpu.TOPOLOGIES)))
+    assert [made.facts[name] for name in ("cases", "planned", "ended_by_time")] == [2, planned, 1]
+    assert made.median == 0.5
+    case = next(gpu_gates.cases())
+    gates = case | {"settings": "one", "broken": [], "kernels": []} | CODE
+    [made] = gpu_gates.records([gates], "command")
+    assert (made.code, made.facts["tried"]) == (evidence.Code(**CODE), 1)
+    assert made.facts["planned"] == sum(c["kernel"] == case["kernel"] for c in gpu_gates.cases())
 
 
 def test_a_sweep_says_of_each_line_what_was_checked_out(tmp_path, monkeypatch):
@@ -70,7 +102,7 @@ def test_blocks_read_a_cut_file(tmp_path):
 
 def test_figures_compile_again_what_failed_and_what_another_commit_made(tmp_path, monkeypatch):
     path = tmp_path / "made" / "figures.json"
-    now, other = CODE, {"commit": "1" * 40, "dirty": False}
+    now, other = CODE, OTHER
     names = ("peer", *figures.CALLS)
     held = dict.fromkeys(names, {"ms": 1.0, **now}) | {names[0]: {"ms": 1.0}}
     held |= {names[1]: {"error": "time", **now}, names[2]: {"ms": 1.0, **other}}
@@ -85,12 +117,31 @@ def test_figures_compile_again_what_failed_and_what_another_commit_made(tmp_path
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(("command", "arguments"), [(sweep, ["--report"]), (validation, ["report"])])
+@pytest.mark.parametrize(
+    ("command", "arguments"), [(sweep, ["--report"]), (gpu_gates, ["--report"]), (validation, ["report"])]
+)
 def test_a_report_of_nothing_is_refused_in_a_sentence(command, arguments, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main([*arguments, "--out", str(tmp_path / "none.jsonl")])
     assert ended.value.code == 2
     assert "none.jsonl has no lines" in capsys.readouterr().err
+
+
+def test_a_validation_counts_what_was_planned_beside_what_was_compiled():
+    region = {"name": "step", "bundles": 100, "slots": {"MXU": 0}, "product_cycles": 0, "depth": 1, "loops": 0}
+    layouts = dict.fromkeys(("q_layout", "k_layout", "v_layout"), 1)
+
+    def point(block):
+        sizes = dict.fromkeys(("q", "k", "v"), [1, 8192, 8, 128])
+        config = {"block_q": block, "block_kv": block, "block_kv_compute": 512, **layouts}
+        return {"chip": "v7x", **sizes, "is_causal": True, "return_residuals": False, "config": config,
+                "measured_ms": 1.0, "error": None, "operations": [], "regions": {"step": region}}  # fmt: skip
+
+    planned = [point(512), point(1024), point(4096)]
+    chip, every = validation.records(planned[:2], "command", {"v7x": planned})
+    assert (chip.facts["points"], chip.facts["planned"]) == (2, 3)
+    assert chip.facts["big_blocks"] == {"compiled": 0, "planned": 1}
+    assert "planned" not in every.facts  # timings of the other chips are not at hand
 
 
 def test_a_missing_peer_is_named_with_what_installs_it(tmp_path, monkeypatch, capsys):
@@ -107,5 +158,7 @@ def test_a_missing_peer_is_named_with_what_installs_it(tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit):
         validation.main([*collect, "--timings", str(tmp_path / "nowhere")])
     assert "--timings names a folder" in capsys.readouterr().err
-    assert validation.main([*collect, "--timings", str(tmp_path)]) == 0  # timings, but not of this chip
-    assert "no timings of v6e" in capsys.readouterr().out
+    assert validation.main([*collect, "--timings", str(tmp_path)]) == 1  # timings, but not of this chip
+    said = capsys.readouterr().err
+    assert "no timings of v6e" in said
+    assert "Tokamax repository's folder tokamax/data/autotuning" in said

@@ -18,6 +18,7 @@ from tessera.report_markdown import (
     current,
     keys_read,
     markdown,
+    newest,
     provenance,
     quantity,
     result_of,
@@ -149,7 +150,7 @@ def _policy(record: Record) -> str:
 
 def tpu(records: Sequence[Record]) -> str:
     """What the TPU kernels are held to, predicted: a row per figure, a column per chip."""
-    chosen = [r for r in records if r.what.op == "predicted figure"]
+    chosen = newest(r for r in records if r.what.op == "predicted figure")
     figures: dict[str, dict[str, Record]] = {}
     for record in chosen:
         figure, _, chip = record.what.workload.rpartition(", ")
@@ -168,7 +169,7 @@ def _held(record: Record | None) -> str:
 
 def prediction(records: Sequence[Record]) -> str:
     """How far predicted times are from measured ones, per chip; what misses its goal in bold."""
-    chosen = [r for r in records if r.what.op == "prediction"]
+    chosen = newest(r for r in records if r.what.op == "prediction")
     rows = []
     for record in chosen:
         facts, plain = record.facts, record.facts["no_fitted_constant"]
@@ -177,7 +178,7 @@ def prediction(records: Sequence[Record]) -> str:
         rows.append(
             [
                 title_of(record),
-                str(facts["points"]),
+                f"{facts['points']} of {facts['planned']}" if "planned" in facts else str(facts["points"]),
                 _goal(quantity(middle, "fraction"), middle <= 0.05),
                 _goal(quantity(worst, "fraction"), worst <= 0.12),
                 _goal(f"{facts['spearman']:.4f}", facts["spearman"] >= 0.99),
@@ -196,7 +197,7 @@ def _goal(text: str, met: bool) -> str:
 
 def steps(records: Sequence[Record]) -> str:
     """Whole-model steps on a mesh: predicted time, memory, what is communicated."""
-    chosen = [r for r in records if r.what.op == "predicted step"]
+    chosen = newest(r for r in records if r.what.op == "predicted step")
     rows = []
     for record in chosen:
         parts = "; ".join(f"{name} {quantity(ms / 1e3, 's')}" for name, ms in record.facts["parts_ms"].items() if ms)

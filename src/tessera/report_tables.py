@@ -222,6 +222,7 @@ def gates(records: Sequence[Record]) -> str:
     rows = []
     for (kernel, chip), own in sorted(groups.items()):
         cases = sum(r.facts.get("cases", 0) for r in own)
+        planned = max((r.facts.get("planned", 0) for r in own), default=0)
         passed = sum(round(r.median * r.facts["cases"]) for r in own if not r.error)
         reports = [report for r in own for *_, found in r.facts.get("reports", ()) for report in found]
         spilled = max((sum(report["spill_bytes"]) for report in reports), default=None)
@@ -231,7 +232,7 @@ def gates(records: Sequence[Record]) -> str:
             [
                 f"{kernel}, {chip}",
                 str(len(own)),
-                f"{cases:,}",
+                f"{cases:,} of {planned:,}" if planned > cases else f"{cases:,}",
                 _share(passed, cases) + (f"; {errors}" if errors else ""),
                 str(max((report["registers"] for report in reports), default="")),
                 "" if spilled is None else f"**{spilled}**" if spilled else "0",
@@ -269,6 +270,7 @@ def sweep(records: Sequence[Record]) -> str:
         for title, names in groups
     ]
     lead = f"compiled/tried; tried {facts['cases']:,} of {facts['planned']:,} planned"
+    lead += f", {facts['ended_by_time']:,} ended by the time limit" if facts.get("ended_by_time") else ""
     return markdown([lead, *chips], rows) + provenance(chosen)
 
 

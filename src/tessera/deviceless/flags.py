@@ -152,14 +152,17 @@ class Inspect:
         ms, kind, check = "predicted_ms", "predicted", "predicted from the compiler's schedule, not measured"
         if self.chip == "h200":
             ms, kind, check = "roofline_ms", "roofline of", "a bound from the call's work, not measured"
+        time, error = getattr(result, ms), result.error
+        if time is None and result.compiled:  # nothing to predict from: the facts alone are stored
+            error = result.bound_by
         made = evidence.make(
             evidence.What(op=f"{kind} {what}", kernel=kernel, workload=workload, dtype=self.dtype),
-            [getattr(result, ms) / 1e3] if result.compiled else [],
+            [] if time is None else [time / 1e3],
             command=" ".join(
                 ["tessera inspect", *(a for a in sys.argv[2:] if a not in ("--evidence", str(self.evidence)))]
             ),
             how=evidence.How(compile_s=result.compile_s, check=check),
             facts=result.json(),
-            error=result.error,
+            error=error,
         )
         evidence.append(self.evidence, made)

@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import cycle, product
@@ -26,8 +27,9 @@ from tessera import evidence, files, hardware
 from tessera.attention import gpu_cudnn
 from tessera.attention.contract import TILES, AttentionSpec, Kernel, Shapes
 from tessera.attention.dispatch import KERNELS
-from tessera.deviceless import gpu, inspection, sass, tpu
+from tessera.deviceless import gpu, inspection, sass, sweep, tpu
 
+COMMAND = "python -m tessera.deviceless.gpu_gates; python -m tessera.deviceless.gpu_gates --report"
 CHIP = "h200"
 SHARED_BYTES = hardware.chip(CHIP).on_chip_bytes
 HEAD_DIMS = (64, 128, 256)
@@ -164,6 +166,7 @@ def run(case: Mapping[str, Any], compiler: gpu.Compiler, limit_s: float = 300.0)
     return {
         **case,
         "settings": found.settings,
+        "error": str(found.error) if found.error else None,
         "broken": [f"{case['kernel']} {found.settings or case['config']}: {text}" for text in failed],
         "compile_s": round(found.compile_s, 1),
         "temp_bytes": found.memory.get("temp"),
@@ -185,7 +188,11 @@ def identity(case: Mapping[str, Any]) -> str:
 
 
 def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
-    """One record per kernel and configuration: the share of its cases that pass, what they break, their reports."""
+    """One record per kernel and configuration: the share of its cases that pass, what they break, their reports.
+
+    `planned` and `tried` in the facts count the cases of the kernel, over all its configurations.
+    """
+    planned, tried = (Counter(case["kernel"] for case in some) for some in (cases(), found))
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for case in found:
         groups.setdefault((case["kernel"], case["settings"] or json.dumps(case["config"])), []).append(case)
@@ -195,18 +202,22 @@ def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
         passed = [not member["broken"] for member in members]
         facts = {
             "cases": len(members),
+            "planned": planned[kernel],
+            "tried": tried[kernel],
+            "ended_by_time": sum(map(sweep.out_of_time, members)),
             "broken": sorted({text for member in members for text in member["broken"]})[:20],
             "reports": [[*(member[name] for name in names), member["kernels"]] for member in members],
         }
         what = evidence.What(op="gpu gates", kernel=kernel, workload=f"{settings}, {CHIP}")
         how = evidence.How(iterations=len(members), check="compiled without a GPU, the report read")
         share = sum(passed) / len(passed)
-        made.append(evidence.make(what, [share], command=command, unit="fraction", how=how, facts=facts))
+        record = evidence.make(what, [share], command=command, unit="fraction", how=how, facts=facts)
+        made.append(sweep.of_its_code(record, members[-1]))
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile what is not in the file yet; 1 if anything is broken."""
+    """Compile what this commit has not yet, and again what the time limit ended; 1 if anything is broken."""
     parser = argparse.ArgumentParser(prog="python -m tessera.deviceless.gpu_gates", description=main.__doc__)
     parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-gates.jsonl"))
@@ -219,9 +230,13 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs here
     found = files.read_lines(options.out)
     if options.report:
-        evidence.append("evidence/gpu-gates.jsonl", records(found, "python -m tessera.deviceless.gpu_gates"))
+        if not found:
+            parser.error(f"{options.out} has no lines: compile first, without --report")
+        made = records(sweep.of_last_code(found, identity), COMMAND)
+        evidence.append("evidence/gpu-gates.jsonl", made)
         return 0
-    done = {identity(case) for case in found}
+    code = asdict(evidence.code())
+    done = {identity(case) for case in found if sweep.is_done(case, code)}
     todo = [case for case in cases() if options.kernel in case["kernel"] and identity(case) not in done]
     random.Random(0).shuffle(todo)  # a run that is cut short has seen something of everything
     todo.sort(key=urgency)
@@ -230,12 +245,12 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     with gpu.Compiler(CHIP, niceness=options.niceness) as compiler:
         for number, case in enumerate(todo[: options.most], start=1):
-            result = run(case, compiler, options.limit_s)
+            result = run(case, compiler, options.limit_s) | code
             found.append(result)
             files.append_line(options.out, result)
             said = "; ".join(result["broken"]) or "ok"
             print(f"{number}/{len(todo)} {identity(case)}: {said}"[:300], flush=True)
-    return 1 if any(case["broken"] for case in found) else 0
+    return 1 if any(case["broken"] for case in sweep.of_last_code(found, identity)) else 0
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ class Prediction:
         compute_ms, dma_ms: the kernels' bundles, and their bytes; the longer one counts.
         around_ms: operations around the kernels.
         steps: grid steps of all kernels.
-        bundles_per_step: mean cycles of one step on one core.
+        bundles_per_step: mean bundles of one step on one core.
+        cycles_per_step: the same in cycles: a scope takes as long as its products, where that is longer.
         slots: per unit, mean slots used per step and slots there are in that time.
         spill_slots: slots per step that move spilled registers.
         moved_bytes: to and from main memory, kernels and what is around them.
@@ -67,6 +68,7 @@ class Prediction:
     around_ms: float
     steps: int
     bundles_per_step: float
+    cycles_per_step: float
     slots: Mapping[str, Mapping[str, float]]
     spill_slots: float
     moved_bytes: float
@@ -114,7 +116,7 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
         overheads: what is added for what no schedule shows.
     """
     on = device(compiled.chip)
-    cycles, steps, compute_s, assumed = 0.0, 0.0, 0.0, []
+    bundles, cycles, steps, compute_s, assumed = 0.0, 0.0, 0.0, 0.0, []
     used: dict[str, float] = {}
     capacity: dict[str, float] = {}
     scopes: dict[str, tuple[float, int]] = {}
@@ -124,6 +126,7 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
         steps += counts[STEP]
         own = sum(counts[region.name] * region.cycles for region in found.regions)
         cycles += own
+        bundles += sum(counts[region.name] * region.bundles for region in found.regions)
         cores = cores_at_work(found, counts[STEP], on.cores)
         compute_s += (overheads.stall * own / on.clock_hz + counts[STEP] * overheads.step_s) / cores
         for region in found.regions:
@@ -144,7 +147,8 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
         dma_ms=1e3 * dma_s,
         around_ms=1e3 * around_s,
         steps=round(steps),
-        bundles_per_step=cycles / per_step,
+        bundles_per_step=bundles / per_step,
+        cycles_per_step=cycles / per_step,
         slots=MappingProxyType(slots),
         spill_slots=sum(used.get(unit, 0.0) for unit in SPILLS) / per_step,
         moved_bytes=moved + around_bytes,

@@ -8,8 +8,8 @@ import argparse
 import json
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ from tessera.deviceless import inspection, tpu
 HEAD_DIMS = (64, 128, 256)
 TILES = (16, 32, 64, 128)
 LENGTHS = (("prefill", 8192), ("decode", 131072))
+COMMAND = "python -m tessera.deviceless.sweep; python -m tessera.deviceless.sweep --report"
+CODE = ("commit", "dirty")
+"""What a line says of the code that made it."""
 LONG = 1 << 20
 """Index lists are streamed, so that this many tokens compile too."""
 
@@ -82,24 +85,57 @@ def compile_case(case: dict[str, Any], limit_s: float, niceness: int = 0) -> dic
     return {**case, "compiled": error is None, "error": error, "compile_s": round(found.compile_s, 1)}
 
 
+def identity(case: Mapping[str, Any]) -> tuple:
+    """What tells two cases apart."""
+    return tuple(case[name] for name in ("chip", "kernel", "head_dim", "dtype", "tile", "length"))
+
+
+def out_of_time(line: Mapping[str, Any]) -> bool:
+    """Whether the time limit ended the compiler: that says nothing of the case, and it is tried again."""
+    return (line.get("error") or "").startswith("time:")
+
+
+def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
+    """Whether a line is of this code: what another commit compiled says nothing of it."""
+    return all(line.get(name) == value for name, value in code.items()) and not out_of_time(line)
+
+
+def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Hashable]) -> list[dict[str, Any]]:
+    """The last line of each case, of those that the code of the very last line made."""
+    made = [[line.get(name) for name in CODE] for line in found]
+    return list({identity(line): line for line, code in zip(found, made) if code == made[-1]}.values())
+
+
+def of_its_code(record: evidence.Record, line: Mapping[str, Any]) -> evidence.Record:
+    """The record under the code that the lines were made by, not the one checked out when they are reported."""
+    made = {name: line[name] for name in CODE if name in line}
+    return replace(record, code=evidence.Code(**made)) if made else record
+
+
 def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
-    """One record of a sweep: share of the cases that compiled, per kernel and chip, and every failure."""
+    """One record of a sweep: share of the cases that compiled, per kernel and chip, and every failure.
+
+    Args:
+        found: lines of one code, one a case; `cases` in the facts counts them, `planned` those of a whole sweep.
+        command: what repeats it.
+    """
     groups: dict[str, list[bool]] = {}
     for case in found:
         groups.setdefault(f"{case['kernel']} on {case['chip']}", []).append(case["compiled"])
     facts = {
         "cases": len(found),
         "planned": sum(1 for _ in cases(tuple(tpu.TOPOLOGIES))),
+        "ended_by_time": sum(map(out_of_time, found)),
         "by_kernel": {name: [sum(ok), len(ok)] for name, ok in groups.items()},
         "failures": [{k: v for k, v in case.items() if k != "compiled"} for case in found if not case["compiled"]],
     }
     what = evidence.What(op="tpu sweep", kernel="tpu", workload="every kernel, chip, head dim, dtype, tile")
     share = sum(case["compiled"] for case in found) / len(found)
-    return evidence.make(what, [share], command=command, unit="fraction", facts=facts)
+    return of_its_code(evidence.make(what, [share], command=command, unit="fraction", facts=facts), found[-1])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile what is not in the file yet; 1 if anything did not compile."""
+    """Compile what this commit has not yet, and again what the time limit ended; 1 if anything did not compile."""
     parser = argparse.ArgumentParser(prog="python -m tessera.deviceless.sweep", description=main.__doc__)
     parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
     parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
@@ -107,29 +143,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=300.0)
     parser.add_argument("--niceness", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="say what is to do, and stop")
-    parser.add_argument("--report", action="store_true", help="append one record of the file to evidence")
+    parser.add_argument("--report", action="store_true", help="append one record of the file's last commit to evidence")
     options = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
     found = files.read_lines(options.out)
     if options.report:
         if not found:
             parser.error(f"{options.out} has no lines: compile first, without --report")
-        evidence.append("evidence/tpu-compile.jsonl", report(found, "python -m tessera.deviceless.sweep"))
+        evidence.append("evidence/tpu-compile.jsonl", report(of_last_code(found, identity), COMMAND))
         return 0
-    done = [{k: c[k] for k in ("chip", "kernel", "head_dim", "dtype", "tile", "length")} for c in found]
+    code = asdict(evidence.code())
+    done = {identity(line) for line in found if is_done(line, code)}
     wanted = [case for case in cases(tuple(options.chip or tpu.TOPOLOGIES)) if options.kernel in case["kernel"]]
-    todo = [case for case in wanted if case not in done]
+    todo = [case for case in wanted if identity(case) not in done]
     random.Random(0).shuffle(todo)  # a sweep that is cut short has seen something of everything
     if options.list:
         print("\n".join(json.dumps(case) for case in todo))
         return 0
-    code = asdict(evidence.code())
     for number, case in enumerate(todo, start=1):
         result = compile_case(case, options.limit_s, options.niceness) | code
         found.append(result)
         files.append_line(options.out, result)
         print(f"{number}/{len(todo)} {' '.join(map(str, case.values()))}: {result['error'] or 'ok'}"[:240], flush=True)
-    return 0 if all(case["compiled"] for case in found) else 1
+    return 0 if all(case["compiled"] for case in of_last_code(found, identity)) else 1
 
 
 if __name__ == "__main__":

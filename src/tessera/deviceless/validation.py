@@ -2,10 +2,12 @@
 
 Tokamax ships, for its TPU attention kernel, medians measured on v5p, v6e and v7x with the block sizes used. The same
 kernel with the same blocks is compiled here, its time predicted, and the two compared. Needs the environment of
-`make peers-tpu`. Compiling all of it takes hours on two cores, so it goes on where it stopped.
+`make peers-tpu`, and the timings: the wheel in it has v7x's alone, those of all chips are in the Tokamax repository's
+folder tokamax/data/autotuning. Compiling all of it takes hours on two cores, so it goes on where it stopped.
 
-    python -m tessera.deviceless.validation collect --chip v6e --timings FOLDER
-    python -m tessera.deviceless.validation report
+    make peers-tpu TIMINGS=FOLDER                                                    # all chips, and the report
+    python -m tessera.deviceless.validation collect --chip v6e --timings FOLDER      # one chip
+    python -m tessera.deviceless.validation report --timings FOLDER
 """
 
 import argparse
@@ -26,6 +28,10 @@ from tessera.deviceless import hlo, predict, schedule, tpu
 
 PEER_PYTHON = Path(".venv-tokamax/bin/python")
 FILE = "pallas_mosaic_tpu_flash_attention.json"
+COMMAND = "make peers-tpu TIMINGS=FOLDER"
+WHERE = "the Tokamax repository's folder tokamax/data/autotuning"
+BIG_BLOCK = 4 << 20
+"""Scores of a block above which the compiler takes minutes."""
 FOLDERS = MappingProxyType({"v5p": "tpu_v5", "v6e": "tpu_v6_lite", "v7x": "tpu7x"})
 
 
@@ -54,14 +60,16 @@ def spread(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The points in an order whose every beginning is spread over head dims, masks, lengths and residuals; big blocks,
     which compile for minutes, last."""
 
-    def late(point):
-        return point["config"]["block_q"] * point["config"]["block_kv"] > 4 << 20
-
     def scatter(index):  # bit reversal: halves, quarters, ...
         return int(f"{index:010b}"[::-1], 2)
 
-    order = sorted(range(len(found)), key=lambda i: (late(found[i]), scatter(i)))
+    order = sorted(range(len(found)), key=lambda i: (is_big(found[i]), scatter(i)))
     return [found[i] for i in order]
+
+
+def is_big(point: Mapping[str, Any]) -> bool:
+    """Whether a step of the kernel has more scores than BIG_BLOCK."""
+    return point["config"]["block_q"] * point["config"]["block_kv"] > BIG_BLOCK
 
 
 def identity(point: dict[str, Any]) -> str:
@@ -171,8 +179,14 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
     return float(np.corrcoef(a, b)[0, 1]) if len(found) > 1 else 1.0
 
 
-def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
-    """One record per chip and one over all: predicted / measured of every point, and how far off they are."""
+def records(
+    found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
+) -> list[evidence.Record]:
+    """One record per chip and one over all: predicted / measured of every point, and how far off they are.
+
+    `planned` holds the points of each chip whose timings are at hand; the facts count them beside those compiled, and
+    those with big blocks of both.
+    """
     made = []
     for name, chips in (*((chip, (chip,)) for chip in FOLDERS), ("all", tuple(FOLDERS))):
         own = [p for p in found if p["chip"] in chips and not p["error"]]
@@ -187,6 +201,10 @@ def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
             "clock_hz": {chip: predict.device(chip).clock_hz for chip in chips},
             "not_compiled": sum(p["chip"] in chips and bool(p["error"]) for p in found),
         }
+        if all(chip in planned for chip in chips):
+            wanted = [p for chip in chips for p in planned[chip]]
+            facts["planned"] = len(wanted)
+            facts["big_blocks"] = {"compiled": sum(map(is_big, own)), "planned": sum(map(is_big, wanted))}
         if name != "all":
             facts["each"] = [describe(p) for p in own]
         what = evidence.What(
@@ -240,11 +258,11 @@ def picture(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Collect schedules, or report the comparison."""
+    """Collect schedules, or report the comparison; 1 if the chip asked for has no timings."""
     parser = argparse.ArgumentParser(prog="python -m tessera.deviceless.validation", description=main.__doc__)
     parser.add_argument("action", choices=("collect", "report"))
     parser.add_argument("--chip", choices=tuple(FOLDERS), default="v6e")
-    parser.add_argument("--timings", type=Path, help="Tokamax's data/autotuning; the installed wheel's if not given")
+    parser.add_argument("--timings", type=Path, help=f"{WHERE}; the installed wheel's, of v7x alone, if not given")
     parser.add_argument("--out", type=Path, default=Path("build/tpu-validation.jsonl"), help="schedules, one line each")
     parser.add_argument("--limit-s", type=float, default=300.0)
     parser.add_argument("--most", type=int)
@@ -257,7 +275,9 @@ def main(argv: list[str] | None = None) -> int:
         found = files.read_lines(options.out)
         if not found:
             parser.error(f"{options.out} has no lines: `make peers-tpu` collects them")
-        made = [replace(r, facts={**r.facts, "timings": options.source}) for r in records(found, "make peers-tpu")]
+        timings = options.timings or installed()
+        planned = {chip: list(points(timings, chip)) for chip in FOLDERS if (timings / FOLDERS[chip] / FILE).is_file()}
+        made = [replace(r, facts={**r.facts, "timings": options.source}) for r in records(found, COMMAND, planned)]
         evidence.append(options.evidence, made)
         picture(found, options.picture)
         for record in made:
@@ -267,9 +287,9 @@ def main(argv: list[str] | None = None) -> int:
     reason = missing(timings, options.chip)
     if reason is not None and not (PEER_PYTHON.is_file() and timings.is_dir()):
         parser.error(reason)
-    if reason is not None:  # an older wheel without this chip: `make peers-tpu` goes on with the next
-        print(reason)
-        return 0
+    if reason is not None:
+        print(reason, file=sys.stderr)
+        return 1
     collect(options.chip, timings, options.out, options.limit_s, options.most)
     return 0
 
@@ -284,9 +304,9 @@ def missing(timings: Path, chip: str) -> str | None:
     if not PEER_PYTHON.is_file():
         return f"the peer's environment ({PEER_PYTHON}) is missing: `make peers-tpu` installs it"
     if not timings.is_dir():
-        return f"no timings in {timings}: `make peers-tpu` installs the wheel that has them, --timings names a folder"
+        return f"no timings in {timings}: --timings names a folder that has them, {WHERE}"
     if not (timings / FOLDERS[chip] / FILE).is_file():
-        return f"no timings of {chip} in {timings}: name a newer Tokamax's data/autotuning with --timings"
+        return f"no timings of {chip} in {timings}: name {WHERE} by --timings (`{COMMAND}`)"
     return None
 
 
