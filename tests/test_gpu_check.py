@@ -3,16 +3,20 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tessera import evidence
+from tessera.attention import gpu_keys, listed_rows
 from tessera.evidence import What
 from tessera.gpu_check import __main__ as program
-from tessera.gpu_check import calls, clock, environment, timing
-from tessera.gpu_check.session import Session
+from tessera.gpu_check import calls, check, clock, correct, environment, layout, peers, supervisor, timing, tuning
+from tessera.gpu_check.session import CRASHED, Scale, Session
 
 ROOT = Path(__file__).parents[1]
 SMALL = calls.Setting(1, 64, 64, 2, 1, 64)
@@ -23,7 +27,7 @@ def session(path: Path, **kwargs) -> Session:
 
 
 def test_the_script_runs_dry_from_end_to_end_and_resumes(tmp_path):
-    """One kernel per role, in the interpreter; jaxtyping stands in, as on a machine without it."""
+    """One kernel per role and phase, in the interpreter; jaxtyping stands in, as on a machine without it."""
     out = tmp_path / "dry.jsonl"
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -54,22 +58,151 @@ def test_the_script_runs_dry_from_end_to_end_and_resumes(tmp_path):
         for op in ("correctness", "gpu attention", "gpu tuning")
     }
     again = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert again.returncode == 0
-    assert len(evidence.read(out)) == len(found)
+    errors = [record.what for record in found if record.error not in (None, "not installed")]
+    assert again.returncode == (1 if errors else 0)
+    assert [record.what for record in evidence.read(out)[len(found) :]] == errors  # tried again, and nothing else
 
 
-def test_a_failed_candidate_is_a_record_and_nothing_is_done_twice(tmp_path):
+PLANTED = """
+import os
+import time
+
+from jax.errors import JaxRuntimeError
+
+from tessera.evidence import What
+
+
+def fine():
+    return {"samples": [1.0], "unit": "good", "facts": {"pid": os.getpid()}}
+
+
+def refuse():
+    raise ValueError("not this call")
+
+
+def fault():
+    raise JaxRuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+
+def no_kernel():
+    raise RuntimeError("No available kernel")
+
+
+def escape():
+    raise Exception("of no kind that anybody knows")
+
+
+ITEMS = {"good": fine, "hangs": lambda: time.sleep(600), "dies": os.abort, "refuses": refuse}
+ITEMS |= {"faults": fault, "before": fine, "has none": no_kernel, "after": fine, "escapes": escape, "last": fine}
+
+
+def run(session):
+    for name, act in ITEMS.items():
+        session.attempt(What(op="planted", kernel="k", workload=name), act, 1.0 if name == "hangs" else 100.0)
+
+
+def waits(session):
+    session.attempt(What(op="planted", kernel="k", workload="waits"), lambda: time.sleep(600), 500.0)
+
+
+def says_and_waits(session):
+    session.attempt(What(op="planted", kernel="k", workload="says"), fine)
+    waits(session)
+
+
+def outside(session):
+    os.abort()
+"""
+
+
+def supervise(folder: Path, function: str = "run", limit_s: float = 400.0) -> tuple[bool, list[evidence.Record]]:
+    """(got through, records that this run made) of a planted piece."""
+    (folder / "planted.py").write_text(PLANTED)
+    out = folder / "x.jsonl"
+    before = len(evidence.read(out)) if out.exists() else 0
+    request = {"pieces": [f"planted:{function}"], "out": str(out), "dry": True, "again": False, "since": before}
+    whole = supervisor.supervise(request, limit_s, [str(folder)])
+    return whole, evidence.read(out)[before:] if out.exists() else []
+
+
+def test_what_hangs_dies_or_faults_costs_itself_alone(tmp_path):
+    whole, found = supervise(tmp_path)
+    assert whole
+    crashing = ["hangs", "dies", "faults", "escapes"]
+    in_order = ["good", "hangs", "dies", "refuses", "faults", "before", "has none", "after", "escapes", "last"]
+    assert [record.what.workload for record in found] == in_order + crashing  # what crashed once more, last of all
+    errors = {record.what.workload: record.error for record in found}
+    pids = {record.what.workload: record.facts["pid"] for record in found if record.error is None}
+    assert set(pids) == {"good", "before", "after", "last"}
+    assert errors["hangs"] == "hung after 1 s"
+    assert errors["dies"].startswith("crashed: ended with status -6")
+    assert errors["refuses"] == "ValueError: not this call"
+    assert errors["faults"] == "crashed: JaxRuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert errors["has none"] == "RuntimeError: No available kernel"
+    assert errors["escapes"] == "crashed: Exception: of no kind that anybody knows"
+    assert pids["before"] == pids["after"]
+    assert len(set(pids.values())) == 3  # nothing ran on in a process that may be broken
+    whole, found = supervise(tmp_path)
+    assert whole
+    assert [record.what.workload for record in found] == ["refuses", "has none"]  # no third hang, crash or fault
+    assert not (tmp_path / "x.now").exists()
+
+
+def test_what_the_end_of_the_time_cuts_short_is_nobodys_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "OVERTIME_S", 0.0)
+    assert supervise(tmp_path, "waits", 12.0) == (True, [])
+    assert not (tmp_path / "x.now").exists()
+
+
+def test_a_child_that_ends_outside_of_every_item_ends_the_script(tmp_path, capsys):
+    assert supervise(tmp_path, "outside") == (False, [])
+    assert "outside of every item" in capsys.readouterr().err
+
+
+def test_no_child_outlives_its_parent(tmp_path):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    out = tmp_path / "x.jsonl"
+    request = {"pieces": ["planted:says_and_waits"], "out": str(out), "dry": True, "again": False, "since": 0}
+    program = f"from tessera.gpu_check import supervisor; supervisor.supervise({request!r}, 400.0, [{str(tmp_path)!r}])"
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    while not out.exists() or not evidence.read(out):
+        assert parent.poll() is None
+        time.sleep(0.1)
+    child = int(evidence.read(out)[0].facts["pid"])
+    parent.kill()
+    parent.wait()
+    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
+        time.sleep(0.1)  # a child that goes on is this test's own hang
+
+
+def test_an_error_is_a_record_and_is_tried_again_last(tmp_path):
     run, what = session(tmp_path / "x.jsonl"), What(op="o", kernel="k", workload="w")
 
     def fail():
-        raise RuntimeError(f"in {os.getcwd()} it broke")
+        raise ValueError(f"in {os.getcwd()} it broke")
 
-    run.attempt(what, fail)
+    assert run.attempt(what, fail)
     [record] = evidence.read(tmp_path / "x.jsonl")
-    assert record.error == "RuntimeError: in ... it broke"
-    assert run.attempt(what, fail) is None
-    assert session(tmp_path / "x.jsonl").attempt(what, fail) is None
-    assert session(tmp_path / "x.jsonl", again=True).attempt(what, fail) is not None
+    assert record.error == "ValueError: in ... it broke"
+    run.retry = True
+    assert not run.attempt(what, fail)  # once a run
+    rerun = session(tmp_path / "x.jsonl")
+    assert not rerun.attempt(what, fail)
+    rerun.retry = True
+    assert rerun.attempt(what, lambda: {"samples": [1.0]})
+    last = session(tmp_path / "x.jsonl")
+    last.retry = True
+    assert not last.attempt(what, fail)
+    assert session(tmp_path / "x.jsonl", again=True).attempt(what, fail)
+
+
+def test_an_item_that_everything_ended_in_is_blamed_by_the_next_run(tmp_path):
+    what = What(op="o", kernel="k", workload="w")
+    session(tmp_path / "x.jsonl").begin(what, 10.0)
+    run = session(tmp_path / "x.jsonl")
+    [record] = evidence.read(tmp_path / "x.jsonl")
+    assert record.error.startswith(CRASHED)
+    assert run.is_done(what)
 
 
 def test_no_piece_begins_what_it_cannot_end(tmp_path, capsys):
@@ -98,10 +231,158 @@ def test_contenders_take_turns_on_a_cold_cache(tmp_path):
     assert "L2 cold" in watch.cold
 
 
-def test_a_contender_far_from_the_first_is_refused():
-    x = jnp.ones((4, 4))
-    assert calls.relative_error(x * 1.5, x) == pytest.approx(0.5)
-    assert not calls.relative_error(x * jnp.nan, x) <= timing.WRONG
+def test_a_contender_whose_sample_fails_is_out_alone(tmp_path):
+    run = session(tmp_path / "x.jsonl")
+
+    def fail():
+        raise ValueError("no")
+
+    what = {name: What(op="o", kernel=name, workload="w") for name in "ab"}
+    guard = lambda name: run.guard(what[name])  # noqa: E731
+    taken = clock.interleave(clock.Clock(run), {"a": fail, "b": lambda: None}, 3, guard)
+    assert list(taken) == ["b"]
+    assert len(taken["b"].device) == 3
+    assert [record.what.kernel for record in evidence.read(run.out)] == ["a"]
+
+
+def dense_by_jax(factor: float):
+    """A peer: attention in float32, times a factor."""
+
+    def ready(setting, q, k, v):
+        attend = jax.jit(lambda q, k, v: factor * jax.nn.dot_product_attention(q, k, v, is_causal=setting.causal))
+        return clock.waiting(lambda *x: attend(*(y.astype(jnp.float32) for y in x)).astype(q.dtype), q, k, v)
+
+    return ready
+
+
+def test_a_contender_that_doubles_its_output_is_recorded_as_wrong_and_the_others_as_right(tmp_path, monkeypatch):
+    planted = {"double": dense_by_jax(2.0), "right": dense_by_jax(1.0), "also right": dense_by_jax(1.0)}
+    monkeypatch.setattr(peers, "PEERS", planted)
+    monkeypatch.setattr(calls, "gpu_kernels", lambda session, phase=None: iter(()))
+    run = session(tmp_path / "x.jsonl")
+    timing.time_setting(run, clock.Clock(run), SMALL)
+    errors = {record.what.kernel: record.error for record in evidence.read(run.out)}
+    assert set(errors) == set(planted)
+    assert errors["double"].startswith("ValueError: wrong: out of sequence 0")
+    assert errors["right"] is errors["also right"] is None
+
+
+def test_a_compiler_that_hangs_among_others_gives_way_to_one_at_a_time_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "PEERS", {"right": dense_by_jax(1.0)})
+    monkeypatch.setattr(calls, "gpu_kernels", lambda session, phase=None: iter(()))
+    run = session(tmp_path / "x.jsonl")
+    run.begin(What(op="gpu compile", kernel="", workload=SMALL.words(), dtype=SMALL.dtype), 1.0)
+    run = session(tmp_path / "x.jsonl")  # as after a kill
+    timing.time_setting(run, clock.Clock(run), SMALL)
+    assert [record.what.op for record in evidence.read(run.out)] == ["gpu compile"]
+    run.retry = True
+    timing.time_setting(run, clock.Clock(run), SMALL)
+    assert [record.what.kernel for record in evidence.read(run.out)] == ["", "right"]
+
+
+def test_a_tuned_candidate_that_is_wrong_has_no_time(tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from tessera.attention.contract import AttentionOut
+    from tessera.attention.dispatch import KERNELS
+
+    portable = next(k for k in KERNELS if k.name == "xla_prefill_score")
+
+    def halved(*arguments):
+        found = portable.launch(*arguments)
+        return AttentionOut(found.out, found.lse, found.mass / 2)
+
+    run, numbers = session(tmp_path / "x.jsonl"), timing.Numbers.fresh(SMALL)
+    watch = clock.Clock(run)
+    assert tuning.candidate(run, watch, portable, numbers, None)["samples"]
+    with pytest.raises(ValueError, match="wrong: mass"):
+        tuning.candidate(run, watch, replace(portable, launch=halved), numbers, None)
+
+
+def test_a_wrong_row_of_a_sparse_answer_is_seen(tmp_path):
+    from tessera.attention.dispatch import KERNELS
+
+    portable = next(k for k in KERNELS if k.name == "xla_prefill_sparse")
+    numbers = timing.Numbers.fresh(calls.Setting(2, 96, 96, 2, 1, 64))
+    contender = timing.ours(portable, numbers)
+    found = contender.call()
+    about = contender.spec, numbers.inputs, numbers.positions, contender.selection
+    assert check.fault(*about, found) is None
+    for row in (0, 50, 95):
+        off = found._replace(out=found.out.at[1, row, 1].multiply(1.05))
+        assert "wrong: out of sequence 1" in check.fault(*about, off)
+        assert "wrong: lse" in check.fault(*about, found._replace(lse=found.lse.at[0, row, 0].add(0.01)))
+    assert "wrong: out" in check.fault(*about, found._replace(out=found.out.at[0, 95].set(jnp.nan)))
+
+
+def test_a_call_that_does_not_fit_is_left_out_and_says_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "most_bytes", lambda: 9e10)
+    large = calls.Setting(128, 1, 131072, *calls.LLAMA_8B)
+    run = session(tmp_path / "x.jsonl")
+    timing.time_setting(run, clock.Clock(run), large)
+    found = evidence.read(run.out)
+    assert found
+    assert all(record.error.endswith("take 137.4 GB, allowed are 90.0 GB") for record in found)
+    assert calls.Setting(64, 1, 131072, *calls.LLAMA_8B).bytes < 7e10
+
+
+def test_a_wrong_place_of_gathered_rows_is_seen_and_named(monkeypatch):
+    """Planted: rows of K change places in pairs, as a wrong swizzle of row numbers would have it."""
+
+    def copy_rows(refs, item, first, slot, cut):
+        last = listed_rows.read(refs, item, "end") - 1
+        listed = lambda row: refs.tiles[item.b, item.h, item.i, jnp.minimum(first + row, last)]  # noqa: E731
+
+        def copy_row(row, _):
+            refs.k_smem[slot, row] = refs.k[item.b, item.h, listed(row ^ 1)]
+            refs.v_smem[slot, row] = refs.v[item.b, item.h, listed(row)]
+            refs.ids[slot, row] = listed(row)
+
+        jax.lax.fori_loop(0, cut.block_s, copy_row, None)
+
+    monkeypatch.setattr(gpu_keys, "copy_rows", copy_rows)
+    (kernel,) = gpu_keys.KERNELS
+    config = gpu_keys.Config(rows=64, block_s=64, stages=3)
+    with pytest.raises(ValueError, match="128 of 128 slots, tile 0 slot 0 gives slot 1's values; tile 0 slot 1 gives"):
+        layout.look(kernel, 64, config, 1, 1)
+
+
+def test_misplaced_columns_of_values_belong_to_no_slot():
+    values = np.arange(128 * 64, dtype=np.float32).reshape(128, 64)
+    assert layout.strangers(0, values, values, 1) == []
+    swapped = values.copy()
+    swapped[9] = np.roll(values[9], layout.COLUMN)
+    assert layout.strangers(0, swapped, values, 1) == ["tile 0 slot 9 gives values of no slot"]
+
+
+def test_the_layout_is_the_first_thing_that_correct_does(tmp_path):
+    run = session(tmp_path / "x.jsonl")
+    seen = []
+    run.attempt = lambda what, act, limit_s=0.0: seen.append(what)
+    correct.run(run)
+    assert "layout" in seen[0].workload
+    assert not any("layout" in what.workload for what in seen[1:])
+    assert "gradient" in seen[-1].workload
+
+
+def test_cases_hold_what_breaks_kernels():
+    """Window and cap, heads of 256, rows before the first key, sequences without keys, every tile."""
+    kernels = {kernel.name: list(correct.cases(kernel, dry=False)) for kernel in correct.trials.kernels("dense")}
+    dense = kernels["gpu_prefill_dense"]
+    assert {case.workload.head_dim for case in dense} >= {64, 128, 256}
+    assert any(case.workload.spec.window and case.workload.spec.softcap for case in dense)
+    assert any(min(case.workload.q_start or (0,)) < 0 for case in dense)
+    assert any(0 in (case.workload.kv_len or ()) for case in dense)
+    assert {case.numbers for case in dense} == set(correct.verify.NUMBERS)
+    assert {case.dtype for case in dense} == set(correct.DTYPES)
+    [score] = [k for k in calls.KERNELS if k.name == "gpu_prefill_score"]
+    assert {case.workload.spec.tile for case in correct.cases(score, dry=False)} >= {16, 32, 64, 128}
+    for kernel in (k for k in calls.KERNELS if k.platform == "gpu"):
+        words = [(case.words(), case.dtype) for case in correct.cases(kernel, dry=False)]
+        assert len(words) == len(set(words)), kernel.name
+    [sparse] = [k for k in calls.KERNELS if k.name == "gpu_prefill_sparse"]
+    made = [correct.trials.make(case.workload, "sparse") for case in correct.cases(sparse, dry=False)]
+    assert any((call.count == 0).any() for call in made)
 
 
 def test_the_shapes_are_those_that_were_promised():
@@ -115,9 +396,10 @@ def test_the_shapes_are_those_that_were_promised():
 def test_kascade_is_added_up_layer_by_layer(tmp_path):
     run = session(tmp_path / "x.jsonl")
     run.piece = "time"
+    run.scale = Scale(rounds=2, flush_bytes=1 << 16)
     samples = {"gpu_prefill_score": 3.0, "gpu_prefill_sparse": 0.5, "cudnn by jax": 2.0}
     taken = {name: clock.Samples([s, s], [s, s]) for name, s in samples.items()}
-    timing.kascade(run, SMALL, taken, "cudnn by jax", timing.How())
+    timing.kascade(run, clock.Clock(run), SMALL, taken, "cudnn by jax")
     [record] = evidence.read(tmp_path / "x.jsonl")
     assert record.median == pytest.approx(5 * 3.0 + 27 * 0.5, rel=0.1)  # and five selections
     assert record.comparison.ratio == pytest.approx(32 * 2.0 / record.median)
@@ -126,3 +408,13 @@ def test_kascade_is_added_up_layer_by_layer(tmp_path):
 def test_target_facts_are_read_by_name():
     text = "gpu_device_info {\n  core_count: 132\n  clock_rate_ghz: 1.98\n}\n"
     assert environment.facts(text) == {"core_count": "132", "clock_rate_ghz": "1.98"}
+
+
+def test_a_target_configuration_that_cannot_be_read_is_an_error():
+    text = "gpu_device_info {\n  core_count: 132\n}\n"
+    assert environment.differences(text, text)["samples"] == [0.0]
+    assert environment.differences(text.replace("132", "114"), text)["facts"]["differs_from_shipped"] == {
+        "core_count": ["132", "114"]
+    }
+    with pytest.raises(ValueError, match="could not be read"):
+        environment.differences("no such thing", text)

@@ -5,5 +5,6 @@
     python -m tessera.gpu_check --dry --out FILE   # all of it here: interpreter, tiny shapes, nothing meant
 
 Needs Python, jax, numpy; torch and flash_attn are timed where they are installed. Every result is a record, a failed
-candidate's error too, appended as it goes; what the file already holds from this commit is not done again.
+item's error too, appended as it goes. A child process (`worker.py`) does the work, and its parent (`supervisor.py`)
+outlives what hangs or crashes. What is done, and what is tried again, `session.py` says.
 """

@@ -4,18 +4,16 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
-from types import MappingProxyType
 
 from tessera import evidence
-from tessera.gpu_check import correct, environment, timing, tuning
-from tessera.gpu_check.session import Session, on_gpu
+from tessera.gpu_check.supervisor import device, supervise
 
-PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
+PIECES = ("env", "correct", "time", "tune")
 """In the order they run."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the pieces; 1 if a candidate failed, whose record says why."""
+    """Run the pieces; 1 if an item failed, whose record says why."""
     parser = argparse.ArgumentParser(prog="python -m tessera.gpu_check", description=main.__doc__)
     parser.add_argument("pieces", nargs="*", metavar="|".join(PIECES), help="all if none is named")
     parser.add_argument("--out", type=Path, help="file of records; evidence/gpu-<device>.jsonl if not given")
@@ -30,19 +28,20 @@ def main(argv: list[str] | None = None) -> int:
         options.out = Path(tempfile.mkdtemp(prefix="tessera-gpu-check-")) / "dry.jsonl"
     if options.dry and "evidence" in options.out.parts:
         parser.error("--dry measures nothing: name a file outside of evidence/")
-    if not options.dry and not on_gpu():
+    found = None if options.dry else device()
+    if not options.dry and found is None:
         print(
             "error: no NVIDIA GPU that jax can use is here; --dry runs everything in the interpreter", file=sys.stderr
         )
         return 2
-    out = options.out or Path("evidence") / f"gpu-{evidence.device_slug()}.jsonl"
-    session = Session(out, dry=options.dry, limit_s=options.limit_s, again=options.again)
-    for name in PIECES:
-        if not options.pieces or name in options.pieces:
-            session.piece = name
-            PIECES[name](session)
-    print(f"{session.failed} failed; records are in {out}")
-    return 1 if session.failed else 0
+    out = options.out or Path("evidence") / f"gpu-{found}.jsonl"
+    since = len(evidence.read(out)) if out.exists() else 0
+    pieces = [name for name in PIECES if not options.pieces or name in options.pieces]
+    request = {"pieces": pieces, "out": str(out), "dry": options.dry, "again": options.again, "since": since}
+    whole = supervise(request, options.limit_s)
+    failed = sum(record.error is not None for record in evidence.read(out)[since:]) if out.exists() else 0
+    print(f"{failed} failed; records are in {out}")
+    return 0 if whole and not failed else 1
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -61,27 +62,52 @@ class Setting(NamedTuple):
         return Positions(*(jnp.full((self.batch,), start, jnp.int32) for start in starts))
 
     def inputs(self, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q, k, v of normal numbers, on the device."""
-        sizes = ((self.queries, self.heads), (self.keys, self.kv_heads), (self.keys, self.kv_heads))
-        keys = jax.random.split(key, 3)
-        made = (jax.random.normal(k, (self.batch, *size, self.head_dim), self.dtype) for k, size in zip(keys, sizes))
-        return tuple(made)
+        """q, k, v of normal numbers, on the device; drawn sequence by sequence, which takes no memory beside them."""
 
-    def selection(self, spec: AttentionSpec, key: jax.Array) -> Selection:
-        """What select_tiles lists at 10 % of random masses."""
+        @partial(jax.jit, static_argnums=1)
+        def draw(key, size):
+            keys = jax.random.split(key, self.batch)
+            return jax.lax.map(lambda one: jax.random.normal(one, (*size, self.head_dim), self.dtype), keys)
+
+        sizes = ((self.queries, self.heads), (self.keys, self.kv_heads), (self.keys, self.kv_heads))
+        return tuple(draw(one, size) for one, size in zip(jax.random.split(key, 3), sizes))
+
+    @property
+    def bytes(self) -> float:
+        """Of q, out, and K and V in two layouts: the model's cache and what other libraries take."""
+        queries, keys = self.queries * self.heads, self.keys * self.kv_heads
+        return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
+
+    def masses(self, spec: AttentionSpec, key: jax.Array) -> jax.Array:
+        """Random masses [B,K,I,J]."""
         size = (ceil_div(self.queries, spec.query_tile), ceil_div(self.keys, spec.tile))
-        mass = jax.random.uniform(key, (self.batch, self.kv_heads, *size))
+        return jax.random.uniform(key, (self.batch, self.kv_heads, *size))
+
+    def select(self, spec: AttentionSpec, mass: jax.Array) -> Selection:
+        """What select_tiles lists at 10 % of them."""
         p = self.positions()
         return select_tiles(mass, spec, fraction=FRACTION, q_start=p.q_start, kv_len=p.kv_len, q_len=p.q_len)
 
+    def selection(self, spec: AttentionSpec, key: jax.Array) -> Selection:
+        """The same of random masses."""
+        return self.select(spec, self.masses(spec, key))
+
 
 def gpu_kernels(session: Session, phase: str | None = None) -> Iterator[Kernel]:
-    """Kernels for NVIDIA GPUs; in a dry run the first of each role that the simulator takes."""
+    """Kernels for NVIDIA GPUs; in a dry run the first of each role and phase, and single keys."""
     found = [kernel for kernel in KERNELS if kernel.platform == "gpu"]
     if session.dry:
         found = [kernel for kernel in found if kernel not in gpu_cudnn.KERNELS]
-        found = [next(k for k in found if k.role == role) for role in ("dense", "score", "sparse")]
+        first = {(kernel.role, kernel.phase): kernel for kernel in reversed(found)}
+        found = [kernel for kernel in found if kernel in first.values() or takes_single_keys(kernel)]
     yield from (kernel for kernel in found if phase in (None, kernel.phase))
+
+
+def takes_single_keys(kernel: Kernel) -> bool:
+    """Whether it reads the keys of a prefill call one by one."""
+    spec = AttentionSpec(tile=1, causal=False)
+    sparse = kernel.role == "sparse" and kernel.phase == "prefill"
+    return sparse and kernel.supports(spec, Shapes(1, 128, 256, 1, 1, 128, 64, "bfloat16")) is None
 
 
 def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
@@ -123,9 +149,3 @@ def fresh_key() -> tuple[int, jax.Array]:
     """(seed, random key) that nobody has seen before."""
     seed = int.from_bytes(os.urandom(4), "little") >> 1
     return seed, jax.random.key(seed)
-
-
-def relative_error(found: jax.Array, expected: jax.Array) -> float:
-    """Norm of the difference over the norm of what is expected, in float32; NaN stays NaN."""
-    found, expected = found.astype(jnp.float32), expected.astype(jnp.float32)
-    return float(jnp.linalg.norm((found - expected).ravel()) / jnp.linalg.norm(expected.ravel()))

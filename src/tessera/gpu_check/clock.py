@@ -1,5 +1,6 @@
 """Time on the device: cold cache, CUPTI's durations of the kernels that a call launched, contenders in turns."""
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -7,7 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tessera.gpu_check.session import ERRORS, Session, on_gpu, plain
+from tessera.evidence import What
+from tessera.gpu_check.session import Session, on_gpu, plain
+
+PROBE = What(op="gpu clock", kernel="CUPTI", workload="a sum that is known to run")
+ABSENT = (ImportError, AttributeError, TypeError, ValueError, RuntimeError)
+"""What its absence, another user of it or a missing right shows as."""
 
 
 class Samples(NamedTuple):
@@ -26,17 +32,20 @@ class Clock:
         self._write = jax.jit(lambda x: x + 1, donate_argnums=0)
         self._cupti = None
         self.method = "the host's clock around a call and its wait: launches and dispatch count"
-        if on_gpu():
-            self._try_cupti()
+        if on_gpu() and not session.is_done(PROBE):  # a record of it says that it hung
+            with session.guard(PROBE):
+                self._try_cupti()
 
     def _try_cupti(self) -> None:
         """Take CUPTI if it counts a kernel that is known to run."""
+        probe = waiting(lambda x: x + 1, jax.block_until_ready(jnp.ones(1 << 20)))
+        probe()
         try:
             from jax._src.lib import mosaic_gpu
 
             self._cupti = mosaic_gpu._mosaic_gpu_ext
-            self.sample(lambda: jnp.ones(1 << 20) + 1)
-        except ERRORS as error:
+            self.sample(probe)
+        except ABSENT as error:
             self._cupti = None
             self.method += f" (CUPTI: {plain(error)})"
         else:
@@ -73,12 +82,22 @@ def waiting(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(function(*args))
 
 
-def interleave(clock: Clock, contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Samples]:
-    """Samples of all contenders, taken in turns, each round in the reverse order of the one before."""
+def interleave(
+    clock: Clock,
+    contenders: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    guard: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> dict[str, Samples]:
+    """Samples of all contenders, taken in turns, each round in the reverse order of the one before.
+
+    guard(name) surrounds each sample; a contender whose error it takes is out, the others go on.
+    """
     taken = {name: Samples([], []) for name in contenders}
     for number in range(rounds):
-        for name in list(contenders)[:: 1 if number % 2 == 0 else -1]:
-            device, host = clock.sample(contenders[name])
-            taken[name].device.append(device)
-            taken[name].host.append(host)
+        for name in list(taken)[:: 1 if number % 2 == 0 else -1]:
+            with guard(name):
+                device, host = clock.sample(contenders[name])
+                taken[name].device.append(device)
+                taken[name].host.append(host)
+        taken = {name: samples for name, samples in taken.items() if len(samples.device) > number}
     return taken

@@ -1,132 +1,203 @@
-"""Every GPU kernel on fresh random numbers against float32 on the same device, and how rows lie in shared memory.
+"""Every GPU kernel against float64: first how rows of single keys lie, then the catalogue and adversarial numbers.
 
-The oracle is the reference kernel in float32 on the same numbers. What is allowed: two units in the last place of the
-dtype (weights and output are rounded once each, half a unit) as the norm of out's error, one unit in lse (a kernel may
-sum rounded weights), and eight in the mass, whose logarithms a kernel may keep in half precision.
+Calls are the catalogue's, numbers and verdict `tessera verify`'s: a tolerance that each call derives for itself. What
+is long is checked where it is timed.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.attention import reference
-from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera import oracle, trials, verify
+from tessera.attention import tuned
+from tessera.attention.contract import AttentionSpec, Kernel, Positions, Shapes
 from tessera.evidence import How, What
-from tessera.gpu_check import calls
-from tessera.gpu_check.calls import LLAMA_8B, Setting
+from tessera.gpu_check import calls, layout
 from tessera.gpu_check.session import Session, until_late
+from tessera.workloads import Workload, tagged
 
-UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-ALLOWED = {"out": 2.0, "lse": 1.0, "mass": 8.0}
-"""Errors in units of the dtype: norms of out and mass, the largest of lse."""
+DTYPES = ("bfloat16", "float16")
+WIDE = 256
+TILES = (1, 16, 32, 64, 128)
+DRY = {
+    "prefill": Workload(
+        name="dry_prefill",
+        batch=2,
+        num_queries=24,
+        num_keys=90,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        spec=AttentionSpec(tile=16, query_tile=16),
+        fraction=0.6,
+        q_start=(66, -3),
+        kv_len=(90, 31),
+        q_len=(24, 17),
+        tags=("hopper", "prefill"),
+    ),
+    "decode": Workload(
+        name="dry_decode",
+        batch=2,
+        num_queries=1,
+        num_keys=90,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        spec=AttentionSpec(tile=16),
+        fraction=0.6,
+        q_start=(89, 0),
+        kv_len=(90, 0),
+        tags=("hopper", "decode"),
+    ),
+}
+GRADIENTS = 2.0**-5
+"""Of the largest entry, or of 1: how far off an entry of a gradient in bfloat16 may be."""
 
-PREFILL = (
-    Setting(1, 1024, 1024, *LLAMA_8B),
-    Setting(2, 640, 1300, 8, 2, 64),
-    Setting(1, 500, 2048, 14, 2, 128, causal=False),
-    Setting(1, 2048, 2048, 16, 1, 128),
-)
-DECODE = (Setting(4, 1, 4096, *LLAMA_8B), Setting(3, 1, 1100, 7, 1, 64), Setting(1, 1, 32768, 16, 8, 128))
-DRY = {"prefill": (Setting(1, 48, 96, 2, 1, 64),), "decode": (Setting(1, 1, 160, 2, 1, 64),)}
+
+class Case(NamedTuple):
+    """A workload, its numbers (see verify.NUMBERS), and whether the kernel's smallest blocks run it, or the tuned."""
+
+    workload: Workload
+    dtype: str = "bfloat16"
+    numbers: str = "normal"
+    small: bool = False
+
+    def words(self) -> str:
+        """As a record names it."""
+        w = self.workload
+        blocks = "smallest blocks" if self.small else "tuned blocks"
+        return f"{w.name}, heads of {w.head_dim}, tile {w.spec.tile}, {self.numbers} numbers, {blocks}"
 
 
 def run(session: Session) -> None:
-    """A record per kernel, call and dtype; then the single-key gather's layout."""
-    for kernel in calls.gpu_kernels(session):
-        settings = DRY[kernel.phase] if session.dry else {"prefill": PREFILL, "decode": DECODE}[kernel.phase]
-        settings = [setting for setting in settings if calls.taken(kernel, setting)]
-        cases = [s._replace(dtype=d) for s in settings for d in kernel.dtypes[: 1 if session.dry else None]]
-        for setting in until_late(session, cases, 30):
-            what = What(op="correctness", kernel=kernel.name, workload=setting.words(), dtype=setting.dtype)
-            session.attempt(what, partial(compare, kernel, setting, session.dry))
-    for kernel in calls.gpu_kernels(session):
-        if kernel.role == "sparse" and kernel.phase == "prefill" and takes_single_keys(kernel):
-            what = What(op="correctness", kernel=kernel.name, workload="layout of gathered rows", dtype="bfloat16")
-            session.attempt(what, partial(layout, kernel))
+    """A record per layout, then per kernel and case, then per gradient."""
+    kernels = list(calls.gpu_kernels(session))
+    for kernel in filter(calls.takes_single_keys, kernels):
+        for head_dim in (64,) if session.dry else (64, 128):
+            for config in blocks_of(kernel, head_dim)[: 1 if session.dry else None]:
+                what = What(
+                    op="correctness",
+                    kernel=kernel.name,
+                    workload=f"layout of gathered rows, heads of {head_dim}, {config}",
+                )
+                tiles, blocks = (2, 1) if session.dry else (head_dim // layout.COLUMN, 4)
+                session.attempt(what, partial(layout.look, kernel, head_dim, config, tiles, blocks))
+    plans = {kernel: list(cases(kernel, dry=session.dry)) for kernel in kernels}
+    longest = max(map(len, plans.values()))
+    turns = [(k, plan[n]) for n in range(longest) for k, plan in plans.items() if n < len(plan)]  # a bit of each first
+    turns = [(kernel, case, what_of(kernel, case)) for kernel, case in turns]
+    turns = [turn for turn in turns if not session.is_done(turn[2])]
+    for kernel, case, what in until_late(session, turns, 0 if session.dry else 30):
+        session.attempt(what, partial(compare, kernel, case))
+    for kernel in kernels:
+        if kernel.role == "dense" and kernel.phase == "prefill":
+            for workload in gradient_workloads(kernel, dry=session.dry):
+                what = What(
+                    op="correctness", kernel=kernel.name, workload=f"{workload.name}, gradient", dtype="bfloat16"
+                )
+                session.attempt(what, partial(compare_gradients, kernel, workload))
 
 
-def compare(kernel: Kernel, setting: Setting, dry: bool) -> dict:
-    """Errors of out, lse and mass over what is allowed; ragged lengths in every sequence but the first."""
-    seed, key = calls.fresh_key()
-    spec, shapes = calls.taken(kernel, setting, query_tile=16 if dry else 32)
-    q, k, v = setting.inputs(key)
-    positions = ragged(setting)
-    k, v = (poisoned(x, positions) for x in (k, v))
-    selection = setting.selection(spec, key) if kernel.role == "sparse" else None
-    with calls.machine(kernel):
-        found = jax.block_until_ready(
-            calls.ready(kernel, spec, shapes)(q, *calls.as_cached(k, v), positions, selection)
-        )
-    upcast = [x.astype(jnp.float32) for x in (q, k, v)]
-    expected = jax.jit(partial(reference.attend, spec=spec, config=reference.Config()))(
-        *upcast, positions=positions, selection=selection
-    )
-    seen = jnp.isfinite(expected.lse)
-    errors = {"out": calls.relative_error(found.out, expected.out)}
-    errors["lse"] = float(jnp.max(jnp.where(seen, jnp.abs(found.lse - expected.lse), 0.0)))
-    if found.mass is not None:
-        errors["mass"] = calls.relative_error(found.mass, expected.mass)
-    errors = {name: error / ALLOWED[name] / UNIT[setting.dtype] for name, error in errors.items()}
-    wrong = [] if bool(jnp.all(jnp.isfinite(found.lse) == seen)) else ["lse is not -inf exactly where no key is seen"]
-    wrong += [f"{name} is {error:.3g} of what is allowed" for name, error in errors.items() if not error <= 1]
-    if wrong:
-        raise ValueError(f"wrong: {'; '.join(wrong)} (seed {seed}, tile {spec.tile})")
-    check = "against float32 on the same device, fresh random numbers, padding NaN"
-    facts = {"seed": seed, "tile": spec.tile, "query_tile": spec.query_tile, "over_allowed": errors}
-    return {"samples": [max(errors.values())], "unit": "of allowed", "how": How(check=check), "facts": facts}
+def what_of(kernel: Kernel, case: Case) -> What:
+    """The measurement's key."""
+    return What(op="correctness", kernel=kernel.name, workload=case.words(), dtype=case.dtype)
 
 
-def ragged(setting: Setting) -> Positions:
-    """The first sequence full; the others shorter by an odd number of keys."""
-    full = setting.positions()
-    short = jnp.arange(setting.batch, dtype=jnp.int32) * min(37, setting.keys // 8)
-    kv_len = full.kv_len - short
-    return Positions(jnp.maximum(kv_len - setting.queries, 0), kv_len, full.q_len)
+def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
+    """Of each block size of single keys the configuration with the most stages: how rows are placed depends on it."""
+    spec = AttentionSpec(tile=1, query_tile=layout.TOKENS, causal=False)
+    heads = 2 * head_dim // layout.TOKENS
+    space = kernel.search_space(spec, Shapes(1, 64, 4096, heads, 1, head_dim, 2048, "bfloat16"))
+    return list({c.block_s: c for c in sorted(space, key=lambda c: c.stages)}.values())
 
 
-def poisoned(x: jax.Array, positions: Positions) -> jax.Array:
-    """Keys or values with NaN at and past kv_len."""
-    valid = jnp.arange(x.shape[1]) < positions.kv_len[:, None]
-    return jnp.where(valid[:, :, None, None], x, jnp.nan)
+def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
+    """What it takes, what matters most first: the catalogue, adversarial numbers, heads of 256, tiles, small blocks."""
+
+    def takes(workload: Workload, dtype: str = "bfloat16") -> bool:
+        return kernel.supports(workload.role_spec(kernel.role), workload.shapes(kernel.role, dtype)) is None
+
+    def fitting(tag: str, dtype: str = "bfloat16") -> list[Workload]:
+        found = [trials.taken(kernel, w, dtype) for w in tagged(tag, kernel.phase)]
+        return [w for w in found if w is not None]
+
+    if dry:
+        workload = trials.taken(kernel, DRY[kernel.phase], "bfloat16")
+        yield Case(workload)
+        return
+    hopper = fitting("hopper")
+    yield from map(Case, hopper)
+    ragged = next((w for w in (*hopper, *fitting("test")) if w.batch > 1), None)
+    if ragged is not None:
+        yield from (Case(ragged, numbers=numbers) for numbers in tuple(verify.NUMBERS)[1:])
+        wide = replace(ragged, head_dim=WIDE)
+        yield from (Case(w) for w in (wide,) if takes(w))
+        if kernel.role != "dense":
+            others = (
+                replace(ragged, spec=replace(ragged.spec, tile=tile)) for tile in TILES if tile != ragged.spec.tile
+            )
+            yield from (Case(w) for w in others if takes(w))
+    yield from (Case(w, small=True) for w in hopper)
+    yield from (Case(w, dtype) for dtype in DTYPES[1:] for w in fitting("hopper", dtype))
+    yield from map(Case, fitting("test"))
 
 
-def takes_single_keys(kernel: Kernel) -> bool:
-    """Whether it reads keys one by one."""
-    spec = AttentionSpec(tile=1, causal=False)
-    return kernel.supports(spec, Shapes(1, 128, 256, 1, 1, 128, 64, "bfloat16")) is None
+def compare(kernel: Kernel, case: Case) -> dict:
+    """Fields of a record: errors of out, lse and mass over the tolerance.
 
-
-def layout(kernel: Kernel) -> dict:
-    """Whether a gathered row's every number lands where the product looks for it, which no interpreter models.
-
-    Row r of q is the unit vector e_(r mod H), and its query tile lists one key, another one per tile, twice over all of
-    K. So out must be that row of V to the last bit, and lse the scale times that key's number r mod H.
+    Raises:
+        ValueError: one is past it, or something else breaks the contract.
     """
-    dim, rows, num_keys = 128, 1024, 256
-    seed, key = calls.fresh_key()
-    spec = AttentionSpec(tile=1, query_tile=32, causal=False, scale=1.0)
-    tiles = rows // spec.query_tile
-    k, v = (jax.random.normal(x, (1, num_keys, 1, dim), jnp.bfloat16) for x in jax.random.split(key))
-    q = jnp.eye(dim, dtype=jnp.bfloat16)[jnp.arange(rows) % dim][None, :, None]
-    listed = np.random.default_rng(seed).permutation(num_keys)[:tiles]
-    capacity = 64
-    ids = np.full((1, 1, tiles, capacity), 1 << 30, np.int32)  # rubbish past the count
-    ids[0, 0, :, 0] = listed
-    selection = Selection(jnp.asarray(ids), jnp.ones((1, 1, tiles), jnp.int32))
-    positions = Positions(*(jnp.full((1,), n, jnp.int32) for n in (0, num_keys, rows)))
+    seed, _ = calls.fresh_key()
+    w = case.workload
+    call = verify.NUMBERS[case.numbers](trials.make(w, kernel.role, case.dtype, seed))
+    spec, shapes = w.role_spec(kernel.role), w.shapes(kernel.role, case.dtype)
+    config = trials.small_config(kernel, spec, shapes) if case.small else tuned.config(kernel, spec, shapes)
+    found = trials.run(kernel, call, case.dtype, config)
+    truth = oracle.attend(call)
+    errors, wrong = verify.compare(found, truth, oracle.tolerance(call, truth, case.dtype), kernel.role)
+    if wrong or (errors > 1).any():
+        worst = f"{float((errors > 1).mean()):.2%} of elements past the tolerance, the worst {errors.max():.3g} times"
+        raise ValueError(f"wrong: {'; '.join((*wrong, worst))} (seed {seed}, {config})")
+    how = How(check="float64 oracle, derived tolerance, fresh random numbers, padding NaN")
+    facts = {"seed": seed, "config": str(config), "elements": int(errors.size)}
+    return {"samples": [float(errors.max(initial=0.0))], "unit": "of tolerance", "how": how, "facts": facts}
+
+
+def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
+    """A ragged call, one with window and cap, one that sees both ways: those that it takes."""
+    found = (DRY["prefill"],) if dry else tagged("hopper", "prefill")
+    yield from (w for w in found if kernel.supports(w.role_spec("dense"), w.shapes("dense", "bfloat16")) is None)
+
+
+def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
+    """Fields of a record: errors of dq, dk and dv of sum(d_out * out) over what is allowed, against float64.
+
+    Raises:
+        ValueError: one is past it.
+    """
+    seed, _ = calls.fresh_key()
+    call = trials.make(workload, "dense", "bfloat16", seed)
+    d_out = np.random.default_rng(seed).standard_normal(call.q.shape).astype(np.float32)
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+    spec = workload.role_spec("dense")
+    config = tuned.config(kernel, spec, workload.shapes("dense", "bfloat16"))
+
+    def loss(q, k, v):
+        return jnp.sum(kernel.launch(q, k, v, spec, positions, None, config).out * d_out)
+
     with calls.machine(kernel):
-        shapes = Shapes(1, rows, num_keys, 1, 1, dim, capacity, "bfloat16")
-        found = jax.block_until_ready(
-            calls.ready(kernel, spec, shapes)(q, *calls.as_cached(k, v), positions, selection)
-        )
-    which = np.repeat(listed, spec.query_tile)
-    values = np.asarray(v[0, which, 0], np.float32)
-    scores = np.asarray(k, np.float32)[0, which, 0, np.arange(rows) % dim]
-    wrong_v = int(np.sum(np.asarray(found.out[0, :, 0], np.float32) != values))
-    wrong_k = int(np.sum(np.abs(np.asarray(found.lse[0, :, 0]) - scores) > 1e-5 * (1 + np.abs(scores))))
-    if wrong_v or wrong_k:
-        raise ValueError(f"wrong: {wrong_v} of {values.size} numbers of V, {wrong_k} of {rows} of K misplaced")
-    how = How(check="unit vectors, lists of one key: out is V's row to the last bit, lse a number of K")
-    return {"samples": [0.0], "unit": "misplaced", "how": how, "facts": {"seed": seed}}
+        found = jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jnp.asarray, call[:3])))
+    over = {}
+    for name, mine, truth in zip(("dq", "dk", "dv"), found, oracle.gradients(call, d_out)):
+        limit = GRADIENTS * max(1.0, np.abs(truth).max())
+        over[name] = float(np.abs(np.asarray(mine.astype(jnp.float32)) - truth).max() / limit)
+    if not max(over.values()) <= 1:
+        raise ValueError(f"wrong: {over} times what is allowed (seed {seed})")
+    how = How(check="gradients in float64, row by row, fresh random numbers")
+    return {"samples": [max(over.values())], "unit": "of allowed", "how": how, "facts": {"seed": seed, "over": over}}

@@ -11,7 +11,7 @@ import jax
 
 from tessera.deviceless import targets
 from tessera.evidence import What
-from tessera.gpu_check.session import ERRORS, Session, on_gpu, plain
+from tessera.gpu_check.session import Session, on_gpu
 
 PACKAGES = (
     "jax jaxlib jax-cuda13-plugin jax-cuda13-pjrt numpy torch triton flash-attn nvidia-cudnn-cu13 jaxtyping".split()
@@ -20,40 +20,49 @@ TOOLS = "ptxas nvdisasm nvcc ncu nvidia-smi".split()
 
 
 def run(session: Session) -> None:
-    """One record: how many of the facts of the shipped target configuration this device has otherwise."""
-    session.attempt(What(op="environment", kernel="", workload="gpu"), lambda: look(session))
+    """What is here; then how many facts of the shipped target configuration this device has otherwise."""
+    session.attempt(What(op="environment", kernel="", workload="gpu"), look)
+    if on_gpu():
+        session.attempt(What(op="target configuration", kernel="", workload="gpu"), compare_target)
 
 
-def look(session: Session) -> dict:
-    """Everything as facts; the sample is the number of differing target facts."""
+def look() -> dict:
+    """Everything as facts; the sample is the number of devices."""
     device = jax.devices()[0]
     names = ("compute_capability", "core_count", "shared_memory_per_block_optin", "device_kind", "platform")
-    target, differing = target_configuration()
     return {
-        "samples": [float(len(differing))],
-        "unit": "differing facts",
+        "samples": [float(jax.device_count())],
+        "unit": "devices",
         "facts": {
             "device": {name: str(getattr(device, name, None)) for name in names},
             "packages": {name: version(name) for name in PACKAGES},
             "tools": {name: tool(name) for name in TOOLS},
-            "target_config": target,
-            "differs_from_shipped": differing,
         },
     }
 
 
-def target_configuration() -> tuple[str, dict[str, list[str | None]]]:
+def compare_target() -> dict:
     """What XLA says of this GPU, and which facts of the shipped H200 file it contradicts: name -> [shipped, here]."""
-    if not on_gpu():
-        return "no GPU", {}
     from jax._src.lib import xla_client
 
-    try:
-        text = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
-    except ERRORS as error:
-        return f"not told: {plain(error)}", {}
-    here, shipped = facts(text), facts(targets.TARGETS["h200"].read_text())
-    return text[:4000], {name: [value, here.get(name)] for name, value in shipped.items() if here.get(name) != value}
+    text = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
+    return {"unit": "differing facts", **differences(text, targets.TARGETS["h200"].read_text())}
+
+
+def differences(here: str, shipped: str) -> dict:
+    """Samples and facts of a record: how many of the shipped facts are other ones here.
+
+    Raises:
+        ValueError: what XLA said holds no facts.
+    """
+    found = facts(here)
+    if not found:
+        raise ValueError(f"the target configuration could not be read: {here[:200]!r}")
+    differing = {name: [value, found.get(name)] for name, value in facts(shipped).items() if found.get(name) != value}
+    return {
+        "samples": [float(len(differing))],
+        "facts": {"target_config": here[:4000], "differs_from_shipped": differing},
+    }
 
 
 def facts(text: str) -> dict[str, str]:

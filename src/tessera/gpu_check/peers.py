@@ -1,5 +1,6 @@
 """Dense attention as others ship it, on the same arrays: cuDNN through jax, PyTorch's back ends, FlashAttention."""
 
+import importlib.util
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
@@ -73,6 +74,16 @@ PEERS = MappingProxyType(
     }
 )
 """By name: (setting, q, k, v) -> a call that returns out [B,T,N,H] when it is done."""
+
+
+MODULES = MappingProxyType({"torch": ("torch",), "flash_attn": ("flash_attn_interface", "flash_attn")})
+"""What a peer needs, one of them, by the first word of its name."""
+
+
+def installed(name: str) -> bool:
+    """Whether the peer's library is here."""
+    modules = MODULES.get(name.split()[0], ("jax",))
+    return any(importlib.util.find_spec(module) is not None for module in modules)
 
 
 def as_jax(out: Any) -> jax.Array:

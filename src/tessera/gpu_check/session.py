@@ -1,28 +1,44 @@
-"""One run of the GPU script: where records go, what is done already, how much time is left."""
+"""One run of the GPU script as its child process sees it: where records go, what is still to be done, the time left.
 
+A record without an error is done. What has none is tried first; what failed is tried again after everything else, and
+what hung or crashed only once more. While an item runs, a note on the disk says so and how long it may take: the parent
+(`supervisor.py`) ends a process that took longer, and the next process turns the note into the item's error record.
+"""
+
+import collections
 import functools
+import json
 import os
 import platform
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src.pallas.mosaic.error_handling import MosaicError
 from jax._src.pallas.mosaic_gpu.lowering import LoweringError
+from jaxlib.mlir import ir
 
 from tessera import evidence
 from tessera.evidence import How, Record, What
+from tessera.gpu_check.supervisor import IDLE_S, NOTE_SUFFIX, RESTART
 
-ERRORS = (
-    *(RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, LookupError, ImportError, OSError),
-    *(MosaicError, LoweringError),
+REFUSALS = (
+    *(ValueError, TypeError, NotImplementedError, AssertionError, LookupError, ImportError, AttributeError),
+    *(BufferError, MosaicError, LoweringError, ir.MLIRError),
 )
-"""What a kernel, a compiler or a peer may fail with; the failure becomes a record."""
+"""Errors that leave the process whole. After XLA's, and those of no kind that is known, a fresh one goes on; after a
+plain RuntimeError, by which libraries refuse calls and report CUDA's faults alike, only if the device fails too."""
+CRASHED = ("hung after", "crashed")
+"""How the error of an item begins that took its process with it."""
+MOST_CRASHES = 2
+LIMIT_S = 150.0
+"""Of an item, compiling included, if it names no other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +57,28 @@ class Scale:
 
 
 class Session:
-    """Appends records, skips what is done, and knows when to stop."""
+    """Appends records, knows what is to be done, and when to stop.
 
-    def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False):
+    Attributes:
+        retry: whether it is the turn of what failed before.
+    """
+
+    def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False, since: int | None = None):
+        """since: records of the file that earlier runs made, all if None; with `again` they do not count."""
         self.out, self.dry = out, dry
-        self.scale = Scale(rounds=2, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
+        self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
         self._end = time.monotonic() + limit_s
-        self.piece = ""
-        self.failed = 0
-        self._done = set() if again else finished(out, any_commit=dry)
+        self.piece, self.retry = "", False
+        self._good, self._failed, self._refused = set(), set(), set()
+        self._crashes: collections.Counter = collections.Counter()
+        self._notes: list[dict[str, Any]] = []
+        self._numbers = 0
+        records = evidence.read(out) if out.exists() else []
+        since = len(records) if since is None else since
+        for number, record in enumerate(records):
+            if number >= since or not again and (dry or record.code.commit == evidence.code().commit):
+                self._count(record, now=number >= since)
+        self._settle()
 
     @property
     def seconds_left(self) -> float:
@@ -57,8 +86,26 @@ class Session:
         return self._end - time.monotonic()
 
     def is_done(self, what: What) -> bool:
-        """Whether the file holds this already, made by this commit."""
-        return (what.op, what.kernel, what.workload, what.dtype) in self._done
+        """Whether there is nothing to do for it now, see the module."""
+        key = _key(what)
+        if key in self._good or key in self._refused or self._crashes[key] >= MOST_CRASHES:
+            return True
+        return key in self._failed and not self.retry
+
+    def is_good(self, what: What) -> bool:
+        """Whether there is a result, and never was an error."""
+        return _key(what) in self._good - self._failed
+
+    def _count(self, record: Record, *, now: bool) -> None:
+        key = _key(record.what)
+        if record.error is None:
+            self._good.add(key)
+            return
+        self._failed.add(key)
+        if record.error.startswith(CRASHED):
+            self._crashes[key] += 1
+        elif now:
+            self._refused.add(key)
 
     def add(self, what: What, samples: Sequence[float], **fields: Any) -> Record:
         """Append a record of samples, or of `error`; a dry run says of itself that nothing was measured."""
@@ -68,34 +115,100 @@ class Session:
         made = evidence.make(what, samples, command=f"scripts/gpu_check.sh {self.piece}", **fields)
         made = replace(made, where=replace(made.where, **state_of_gpu()))
         evidence.append(self.out, made)
-        self._done.add((what.op, what.kernel, what.workload, what.dtype))
-        self.failed += made.error is not None
+        self._count(made, now=True)
         said = made.error or f"{made.median:.4g} {made.unit}"
         print(f"{self.piece}: {what.kernel} {what.workload} {what.dtype}: {said}"[:220], flush=True)
         return made
 
-    def attempt(self, what: What, run: Callable[[], Mapping[str, Any]]) -> Record | None:
-        """A record of what `run` returns (the fields of `add`), or of its error; None if it was done before."""
-        if self.is_done(what):
-            return None
-        try:
-            fields = run()
-        except ERRORS as error:
-            return self.add(what, (), error=plain(error))
-        return self.add(what, fields.pop("samples"), **fields)
+    def fail(self, what: What, error: BaseException) -> None:
+        """Append a record of an error; ends this process if it may not be whole any more.
+
+        Raises:
+            SystemExit: it is not; the parent starts a fresh one.
+        """
+        if isinstance(error, REFUSALS) or type(error) is RuntimeError and device_works():
+            self.add(what, (), error=plain(error))
+            return
+        self.add(what, (), error=f"crashed: {plain(error)}")
+        self._notes = []
+        self._write_note()
+        raise SystemExit(RESTART)
+
+    def guard(self, what: What, limit_s: float = LIMIT_S) -> "Guard":
+        """A context that runs an item: it may take limit_s, and its error becomes a record and goes no further."""
+        return Guard(self, what, limit_s)
+
+    def attempt(self, what: What, run: Callable[[], Mapping[str, Any]], limit_s: float = LIMIT_S) -> bool:
+        """A record of what `run` returns (the fields of `add`), or of its error; False if there is nothing to do."""
+        if self.is_done(what) or self.seconds_left <= 0:
+            return False
+        with self.guard(what, limit_s):
+            fields = dict(run())
+            self.add(what, fields.pop("samples"), **fields)
+        return True
+
+    @property
+    def _note_path(self) -> Path:
+        return self.out.with_suffix(NOTE_SUFFIX)
+
+    def _write_note(self) -> None:
+        """What runs, for the parent and for the next process."""
+        self._numbers += 1
+        note = self._notes[-1] if self._notes else {"what": None, "limit_s": IDLE_S}
+        note = note | {"number": f"{os.getpid()}.{self._numbers}", "piece": self.piece}
+        self._note_path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._note_path.with_name(f".{self._note_path.name}")
+        beside.write_text(json.dumps(note))
+        os.replace(beside, self._note_path)  # whole whenever it is read; a lost machine costs a note, no sync
+
+    def begin(self, what: What, limit_s: float) -> None:
+        """Note that an item runs; one within another is blamed before it."""
+        self._notes.append({"what": asdict(what), "limit_s": limit_s})
+        self._write_note()
+
+    def end(self) -> None:
+        """Note that the last item noted does not run any more."""
+        self._notes = self._notes[:-1]
+        self._write_note()
+
+    def _settle(self) -> None:
+        """Turn the note of a process that did not end by itself into a record."""
+        if self._note_path.exists():
+            note = json.loads(self._note_path.read_text())
+            if note.get("what"):
+                self.piece = note["piece"]
+                error = note.get("end") or "crashed: everything ended in the middle of it"
+                self.add(What(**note["what"]), (), error=plain(error))
+        self._write_note()
 
 
-def finished(path: Path, *, any_commit: bool = False) -> set[tuple[str, str, str, str]]:
-    """(op, kernel, workload, dtype) of the file's records that this commit made, or no known one."""
-    if not path.exists():
-        return set()
-    commits = (None, evidence.code().commit)
-    return {tuple(r.key[:4]) for r in evidence.read(path) if any_commit or r.code.commit in commits}
+class Guard:
+    """See Session.guard. A class, as no clause may catch every error: this one hides none, all become records."""
+
+    def __init__(self, session: Session, what: What, limit_s: float):
+        self.session, self.what, self.limit_s = session, what, limit_s
+        self.failed = False
+
+    def __enter__(self) -> "Guard":
+        self.session.begin(self.what, self.limit_s)
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> bool:
+        if isinstance(error, Exception):
+            self.failed = True
+            self.session.fail(self.what, error)
+        self.session.end()
+        return self.failed
 
 
-def plain(error: BaseException) -> str:
+def _key(what: What) -> tuple[str, str, str, str]:
+    return what.op, what.kernel, what.workload, what.dtype
+
+
+def plain(error: BaseException | str) -> str:
     """An error's first lines without names of this machine."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    text = " ".join(said.split())
     for name in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir(), platform.node()):
         text = text.replace(name, "...") if len(name) > 3 else text
     return text[:600]
@@ -119,6 +232,15 @@ def state_of_gpu() -> dict[str, str]:
 def on_gpu() -> bool:
     """Whether jax runs on a GPU here."""
     return jax.default_backend() == "gpu"
+
+
+def device_works() -> bool:
+    """Whether the device still computes: no fault of CUDA's is forgotten before its process ends."""
+    try:
+        jax.block_until_ready(jax.jit(lambda x: x + 1)(np.zeros(8)))
+    except RuntimeError:
+        return False
+    return True
 
 
 def until_late(session: Session, items: Sequence[Any], seconds: float) -> Iterator[Any]:

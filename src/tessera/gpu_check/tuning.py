@@ -1,14 +1,17 @@
-"""A bounded search: every configuration of a kernel's search space on a few calls, a record each, then the best."""
+"""A bounded search: every configuration of a kernel's search space on a few calls, checked, timed, a record each.
 
+No table changes: the records are for a person to read, and for `tessera tune` to begin with.
+"""
+
+from collections.abc import Iterator
 from functools import partial
 
-import jax
-
+from tessera.attention.contract import Kernel
 from tessera.evidence import How, What
 from tessera.gpu_check import calls, clock
 from tessera.gpu_check.calls import LLAMA_8B, Setting
 from tessera.gpu_check.session import Session, until_late
-from tessera.gpu_check.timing import ours
+from tessera.gpu_check.timing import Numbers, checked, drawn, ours
 
 SETTINGS = (
     Setting(1, 16384, 16384, *LLAMA_8B),
@@ -23,24 +26,32 @@ def run(session: Session) -> None:
     """A record per kernel, call and configuration."""
     watch = clock.Clock(session)
     for setting in DRY if session.dry else SETTINGS:
-        for kernel in calls.gpu_kernels(session, setting.phase):
-            call = calls.taken(kernel, setting)
-            if call is None:
-                continue
-            spec, shapes = call
-            what = What(op="gpu tuning", kernel=kernel.name, workload=setting.words(), dtype=setting.dtype)
-            configs = list(kernel.search_space(spec, shapes))[: 1 if session.dry else None]
-            for config in until_late(session, configs, 0 if session.dry else 15):
-                named = What(**{**vars(what), "workload": f"{what.workload}, {config}"})
-                session.attempt(named, partial(candidate, session, watch, kernel, setting, config))
+        todo = [item for item in candidates(session, setting) if not session.is_done(item[2])]
+        numbers = drawn(session, setting, "gpu tuning") if todo else None
+        if numbers is not None:
+            for kernel, config, what in until_late(session, todo, 0 if session.dry else 15):
+                session.attempt(what, partial(candidate, session, watch, kernel, numbers, config))
 
 
-def candidate(session: Session, watch: clock.Clock, kernel, setting: Setting, config) -> dict:
-    """Samples of one configuration."""
-    _, key = calls.fresh_key()
-    inputs = jax.block_until_ready(setting.inputs(key))
-    call = ours(kernel, setting, inputs, key, config)
-    call()
-    samples = clock.interleave(watch, {"it": call}, session.scale.tune_rounds)["it"]
+def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, object, What]]:
+    """Every kernel and configuration that takes the call; one per kernel in a dry run."""
+    for kernel in calls.gpu_kernels(session, setting.phase):
+        call = calls.taken(kernel, setting)
+        configs = [] if call is None else list(kernel.search_space(*call))
+        for config in configs[: 1 if session.dry else None]:
+            words = f"{setting.words()}, {config}"
+            yield kernel, config, What(op="gpu tuning", kernel=kernel.name, workload=words, dtype=setting.dtype)
+
+
+def candidate(session: Session, watch: clock.Clock, kernel: Kernel, numbers: Numbers, config: object) -> dict:
+    """Samples of one configuration, whose answer is right.
+
+    Raises:
+        ValueError: it is wrong.
+    """
+    contender = ours(kernel, numbers, config)
+    checked(contender, numbers)
+    samples = clock.interleave(watch, {"it": contender.call}, session.scale.tune_rounds)["it"]
     how = How(warmup=1, iterations=len(samples.device), check=watch.method, cold_cache=watch.cold)
-    return {"samples": samples.device, "how": how, "work": dict(kernel.cost(*calls.taken(kernel, setting)))}
+    work = dict(kernel.cost(*calls.taken(kernel, numbers.setting)))
+    return {"samples": samples.device, "how": how, "work": work}

@@ -1,0 +1,60 @@
+"""The GPU script's child process: `python -m tessera.gpu_check.worker REQUEST` runs pieces until the time is up.
+
+REQUEST is JSON: {"pieces": names, or "module:function" of others, "out": file of records, "dry", "again", "since":
+records of the file when the script began, "limit_s"}. Without one it prints the file name of this GPU's records.
+"""
+
+import importlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from tessera import evidence
+from tessera.gpu_check import correct, environment, timing, tuning
+from tessera.gpu_check.session import Session, on_gpu
+from tessera.gpu_check.supervisor import NO_GPU
+
+PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
+"""In the order they run."""
+
+
+def piece_named(name: str) -> Callable[[Session], None]:
+    """A piece of the script, or the one that "module:function" names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function) if function else PIECES[name]
+
+
+def end_with_parent() -> None:
+    """End this process when the parent's end of stdin closes: nobody would watch it any more."""
+    os.read(0, 1)  # not by sys.stdin, whose lock would be held when Python ends
+    os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Everything new, then what failed before; 2 if there is no GPU."""
+    request = json.loads(arguments[0]) if arguments else {"dry": False}
+    if not request["dry"] and not on_gpu():
+        return NO_GPU
+    if not arguments:
+        print(evidence.device_slug())
+        return 0
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    pieces, out = request.pop("pieces"), Path(request.pop("out"))
+    session = Session(out, **request)
+    for session.retry in (False, True):
+        for session.piece in pieces:
+            piece_named(session.piece)(session)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except SystemExit as ended:
+        status = ended.code
+    sys.stdout.flush()
+    os._exit(status)  # at once: after a fault the driver may not let go of what Python would tidy up
