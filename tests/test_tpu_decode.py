@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tessera import oracle
-from tessera.attention import decode_blocks, tpu_decode
+from tessera.attention import decode_blocks, tpu_decode, tuned
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.deviceless import blocks
 from tessera.workloads import Workload
 
 KERNELS = {kernel.role: kernel for kernel in tpu_decode.KERNELS}
@@ -58,6 +59,85 @@ def test_ragged_batches_in_both_layouts(role, name):
     workload, sizes = VARIANTS[name]
     config = tpu_decode.Config(block_s=256, block_heads=2, **sizes)
     meets_oracle(role, workload, "bfloat16", config)
+
+
+LONG = dataclasses.replace(
+    RAGGED,
+    batch=2,
+    num_keys=4608,
+    num_heads=4,
+    num_kv_heads=2,
+    spec=AttentionSpec(tile=16),
+    q_start=(4505, 2200),
+    kv_len=(4510, 3000),
+)
+LISTED = dataclasses.replace(LONG, num_keys=8192, fraction=0.7, q_start=(8191, 6000), kv_len=(8190, 8000))
+LARGE = {
+    "score, banks, keys in rows": ("v6e", "score", dataclasses.replace(LONG, num_keys=4512, head_dim=128), 2048, 3),
+    "score, banks of a window, keys in lanes": (
+        "v5e",
+        "score",
+        dataclasses.replace(LONG, spec=AttentionSpec(tile=16, window=2500)),
+        2048,
+        3,
+    ),
+    "dense": (
+        "v5e",
+        "dense",
+        dataclasses.replace(LONG, num_keys=8704, head_dim=128, q_start=(8505, 2200), kv_len=(8510, 3000)),
+        2048,
+        None,
+    ),
+    "sparse, several tiles to a copy": (
+        "v5e",
+        "sparse",
+        dataclasses.replace(LISTED, spec=AttentionSpec(tile=32)),
+        4096,
+        None,
+    ),
+    "sparse, tiles one by one": (
+        "v6e",
+        "sparse",
+        dataclasses.replace(LISTED, head_dim=128, spec=AttentionSpec()),
+        4096,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_shipped_block_sizes_meet_the_oracle(name):
+    """More keys than a block of the chip's own size, and than the 128 tiles of a bank."""
+    chip, role, workload, block_s, banks = LARGE[name]
+    spec, shapes = workload.role_spec(role), workload.shapes(role, "bfloat16")
+    with blocks.on_chip(chip):
+        config = tuned.config(KERNELS[role], spec, shapes)
+    cut = decode_blocks.cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
+    assert cut.block_s == block_s
+    assert banks in (None, cut.banks)
+    meets_oracle(role, workload, "bfloat16", config)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "units", "held"),
+    [
+        ([3, 9, 10, 31], [0, 1, 3], [{3}, {1, 2}, {7}]),
+        ([3, 3, 9, 31], [0, 1, 3], [{3}, {1}, {7}]),
+        ([3, 31, 31, 31], [0, 3], [{3}, {7}]),
+        ([5, 31, 40, 99], [0, 3], [{5}, {7}]),  # out of range: the last tile's
+    ],
+)
+def test_repeated_ids_name_no_other_tile(tiles, units, held):
+    """Eight tiles of 16 to a unit of 128 keys: a bit each, and never a carry into the next, or into the unit's id."""
+    spec = AttentionSpec(tile=16)
+    cut = decode_blocks.cut_call("sparse", spec, Shapes(1, 1, 512, 2, 1, 64, 4, "bfloat16"), 256, 1, 1)
+    assert cut.tiles_per_unit == 8
+    lists = Selection(jnp.asarray([[[tiles]]], jnp.int32), jnp.full((1, 1, 1), 4, jnp.int32))
+    found = decode_blocks.list_units(cut, lists)
+    entries = np.asarray(decode_blocks.stream_lists(cut, found)).ravel()[: len(units)]
+    assert int(found.count[0, 0]) == len(units)
+    assert (entries >> 8).tolist() == units
+    assert [{bit for bit in range(8) if entry >> bit & 1} for entry in entries] == held
 
 
 def test_lists_longer_than_a_piece(monkeypatch):

@@ -53,7 +53,10 @@ class AttentionSpec:
 
 
 class Selection(NamedTuple):
-    """Key tiles each query tile reads: ascending ids (absolute position // tile); entries past count are ignored."""
+    """Key tiles each query tile reads: ids (absolute position // tile), strictly ascending; past count all are ignored.
+
+    A repeated id weighs once or as often as it stands there, as the kernel has it.
+    """
 
     tiles: Int32[Array, "B K I C"]
     count: Int32[Array, "B K I"]

@@ -148,7 +148,10 @@ class Lists(NamedTuple):
 
 
 def list_units(cut: Cut, selection: Selection) -> Lists:
-    """The selection of one row per sequence, several tiles to a unit if need be; no id points outside the cache."""
+    """The selection of one row per sequence, several tiles to a unit if need be; no id points outside the cache.
+
+    Ids out of range become the last tile's, so ids may repeat: a unit's bits must not add up to more than its tiles.
+    """
     tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
     per_unit = cut.tiles_per_unit
     tiles = jnp.clip(tiles, 0, (cut.stored - 1) // cut.spec.tile)
@@ -156,13 +159,14 @@ def list_units(cut: Cut, selection: Selection) -> Lists:
         return Lists(tiles, count, None)
     listed = jnp.arange(tiles.shape[-1], dtype=jnp.int32) < count[..., None]
     unit = tiles // per_unit
-    fresh = listed & (unit != jnp.pad(unit, [(0, 0), (0, 0), (1, 0)], constant_values=-1)[..., :-1])
+    before = jnp.pad(tiles, [(0, 0), (0, 0), (1, 0)], constant_values=-per_unit)[..., :-1]
+    fresh, new = listed & (unit != before // per_unit), listed & (tiles != before)
     entry = jnp.where(listed, jnp.cumsum(fresh, axis=-1, dtype=jnp.int32) - 1, tiles.shape[-1])
     sequence, head = (jax.lax.broadcasted_iota(jnp.int32, tiles.shape, d) for d in (0, 1))
     empty = jnp.zeros_like(tiles)
     units = empty.at[sequence, head, entry].max(unit, mode="drop")
-    bits = empty.at[sequence, head, entry].add(1 << tiles % per_unit, mode="drop")
-    return Lists(units, fresh.sum(-1, dtype=jnp.int32), bits)
+    bits = empty.at[sequence, head, entry].add(jnp.where(new, 1 << tiles % per_unit, 0), mode="drop")
+    return Lists(units, fresh.sum(-1, dtype=jnp.int32), bits & (1 << per_unit) - 1)
 
 
 def visible_keys(

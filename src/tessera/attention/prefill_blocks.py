@@ -31,7 +31,8 @@ class Config:
         step: keys per turn of the loop over a block that a mask can touch, and query tokens that go through it at a
             time: a power of two, at least chunk. Longer is faster per score, shorter wastes less above the diagonal.
         matrix_sums: row sums (and tile masses) come from extra columns of V: free where the matrix unit has idle ones.
-        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on).
+        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on; what that
+            assumes: prefill_rows).
     """
 
     block_t: int

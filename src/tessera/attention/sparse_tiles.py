@@ -24,6 +24,8 @@ PACKED = 16
 """Rows of a packed bfloat16 register: row blocks and tile copies start at multiples of it."""
 MOST_ITEMS, COPIES = 4, 256
 """Row blocks side by side, and tiles they may fetch in one straight line: more only makes the program longer."""
+SMEM_BYTES = 1000 << 10
+"""Most that lists may take of the mebibyte of SMEM that every chip has."""
 NEVER = 1 << 30
 """Position of a key that no row sees."""
 
@@ -77,11 +79,17 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
     while block_tiles % chunk_tiles:
         chunk_tiles -= 1
     most = max(min(MOST_ITEMS, COPIES // block_tiles), 1) if parts == 1 else 1
+    most = max(min(most, SMEM_BYTES // list_bytes(shapes.capacity, block_tiles)), 1)
     items = min(max(config.step_rows // (block_t * groups), 1), num_blocks, most)
     flat = (groups * shapes.head_dim) % LANES == 0
     half = config.half_exp and shapes.dtype == "bfloat16"
     sizes = (groups, shapes.head_dim, num_keys, num_blocks, tokens, block_t, parts, items)
     return Cut(spec, *sizes, block_tiles, chunk_tiles, mask_tiles, flat, config.matrix_sums, half)
+
+
+def list_bytes(capacity: int, block_tiles: int) -> int:
+    """SMEM of one row block's list: this grid step's and the next one's, each with the one that follows on its way."""
+    return 2 * 2 * 4 * round_up(1 + round_up(capacity, block_tiles), LANES)
 
 
 class Refs(NamedTuple):

@@ -3,7 +3,8 @@
 One grid step takes a few row blocks (a query tile's tokens x the G heads of one KV head). K and V stay in HBM; the
 listed tiles are copied side by side into one of two buffers of block_s keys while the other is computed on, and the
 first buffer of the next grid step's lists is filled during this step's last one, so lists are read one step ahead.
-They come through SMEM a step at a time: a million tokens need no more of it than their longest list.
+They come through SMEM a step at a time: of a million tokens only the longest list counts. One that does not fit, about
+64,000 tiles, is refused; long ones leave room for fewer row blocks in a grid step.
 
 Tile ids ascend, so what a mask can touch stands at the ends of a list: the diagonal, kv_len and the end of the list
 last, the window's edge first. Buffers between them run one straight line of block_s / chunk online-softmax updates;
@@ -29,10 +30,12 @@ from tessera.attention.config_space import distinct
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.matrix_unit import dot, widen
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
+from tessera.attention.prefill_rows import weigh
 from tessera.attention.sparse_tiles import (
     LANES,
     NEVER,
     PACKED,
+    SMEM_BYTES,
     Cut,
     Item,
     Next,
@@ -44,6 +47,7 @@ from tessera.attention.sparse_tiles import (
     fetch_from,
     fetch_run,
     key_positions,
+    list_bytes,
     pack_lists,
     read_item,
     wait,
@@ -66,7 +70,8 @@ class Config:
         chunk: keys per unmasked online-softmax update, rounded likewise, at most block_s.
         mask_s: keys per masked update, likewise.
         matrix_sums: row sums come from ones appended to V: free where the matrix unit has idle columns.
-        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on).
+        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on; what that
+            assumes: prefill_rows).
     """
 
     rows: int
@@ -112,8 +117,7 @@ def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | N
         s = jnp.where(mask, s, -jnp.inf)
     m = jnp.maximum(state.m, jnp.broadcast_to(s.max(-1, keepdims=True), state.m.shape))
     alpha = jnp.exp2(state.m - m)
-    p = s - widen(m, s.shape[1])
-    p = jnp.exp2(p.astype(jnp.bfloat16) if cut.half_exp else p)
+    p = weigh(s - widen(m, s.shape[1]), cut.half_exp)
     if cut.ones:
         v = jnp.concatenate([v, jnp.ones((v.shape[0], cut.ones), v.dtype)], 1)
     acc = state.acc * widen(alpha, state.acc.shape[1]) + dot(p.astype(v.dtype), v, 0)
@@ -363,6 +367,9 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     scale = 1.0 if spec.scale is None else spec.scale
     if not scale > 0:
         return f"scale={scale} must be positive"
+    needed = list_bytes(shapes.capacity, cut_call(spec, shapes, default_config(spec, shapes)).block_tiles)
+    if needed > SMEM_BYTES:
+        return f"capacity={shapes.capacity}: the lists take {needed} bytes of SMEM, which has {SMEM_BYTES} for them"
     return None
 
 

@@ -1,0 +1,172 @@
+"""TPU prefill kernels as they ship: the chips' own block sizes at thousands of keys, long lists, half exponentials."""
+
+import dataclasses
+import functools
+
+import calls
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tessera import oracle
+from tessera.attention import prefill_blocks, prefill_rows, sparse_tiles, tpu_prefill, tpu_sparse, tuned
+from tessera.attention.contract import AttentionSpec, Selection, Shapes
+from tessera.deviceless import blocks
+from tessera.workloads import Workload
+
+KERNELS = {kernel.role: kernel for kernel in (*tpu_prefill.KERNELS, *tpu_sparse.KERNELS)}
+SPARSE = KERNELS["sparse"]
+ROWS = Workload(  # a key block that all rows see whole, and one that the diagonal crosses
+    name="tpu_rows",
+    num_queries=544,
+    num_keys=4640,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=128,
+    spec=AttentionSpec(query_tile=16),
+    q_start=(4096,),
+    kv_len=(4630,),
+    q_len=(530,),
+    tags=("test", "prefill"),
+)
+WINDOW = dataclasses.replace(
+    ROWS,
+    batch=2,
+    num_queries=40,
+    num_keys=4500,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    spec=AttentionSpec(tile=16, query_tile=16, window=2500),
+    q_start=(4455, 2040),
+    kv_len=(4490, 2075),
+    q_len=None,
+)
+LISTS = dataclasses.replace(
+    ROWS, num_queries=160, num_heads=4, spec=AttentionSpec(), fraction=0.7, q_start=(4480,), kv_len=None, q_len=(150,)
+)
+EDGES = (slice(0, 16), slice(256, 288), slice(528, 544))
+"""Of 544 rows: the first, those at the border of their two token blocks, and the last with padding."""
+LARGE = {
+    "dense": ("v5e", "dense", ROWS, "bfloat16", EDGES),
+    "dense, half exponentials": ("v6e", "dense", ROWS, "bfloat16", EDGES),
+    "score, tiles put": ("v5e", "score", ROWS, "bfloat16", EDGES),
+    "score, banks": (
+        "v6e",
+        "score",
+        dataclasses.replace(ROWS, spec=AttentionSpec(tile=16, query_tile=16)),
+        "bfloat16",
+        EDGES,
+    ),
+    "score, banks of a window": ("v5e", "score", WINDOW, "float32", (slice(0, 40),)),
+    "sparse, four lists": ("v5e", "sparse", LISTS, "bfloat16", tuple(slice(i, i + 8) for i in (0, 32, 64, 96, 144))),
+    "sparse, a list in parts": (
+        "v6e",
+        "sparse",
+        dataclasses.replace(
+            LISTS, num_queries=128, num_heads=8, head_dim=64, spec=AttentionSpec(tile=32, query_tile=128), q_len=(120,)
+        ),
+        "bfloat16",
+        (slice(0, 8), slice(60, 68), slice(112, 128)),
+    ),
+}
+REACHED = {
+    "dense": {"sub_t": 272, "chunk": 256, "extra": 0, "half_exp": False},
+    "dense, half exponentials": {"sub_t": 272, "chunk": 512, "extra": 128, "half_exp": True},
+    "score, tiles put": {"sub_t": 272, "banks": 1, "one_hot": False},
+    "score, banks": {"sub_t": 272, "banks": 3, "one_hot": True, "block_s": 2048, "half_exp": True},
+    "score, banks of a window": {"banks": 3, "block_s": 1024, "bank_keys": 2048},
+    "sparse, four lists": {"items": 4, "num_blocks": 5, "block_tiles": 16, "ones": 0, "half_exp": False},
+    "sparse, a list in parts": {"parts": 2, "block_tiles": 64, "ones": 64, "half_exp": True},
+}
+"""What of the kernel each large call is there for."""
+
+
+def shipped(chip: str, role: str, workload: Workload, dtype: str) -> tuple[object, object]:
+    """(config, cut) that dispatch takes on the chip."""
+    spec, shapes = workload.role_spec(role), workload.shapes(role, dtype)
+    with blocks.on_chip(chip):
+        config = tuned.config(KERNELS[role], spec, shapes)
+    return config, (sparse_tiles if role == "sparse" else prefill_blocks).cut_call(spec, shapes, config)
+
+
+def some_rows(call: oracle.Call, tokens: slice) -> oracle.Call:
+    """The call of these query rows alone: of whole query tiles, or of a part of one."""
+    lists = slice(tokens.start // call.query_tile, -(-tokens.stop // call.query_tile))
+    call = call._replace(
+        q=call.q[:, tokens],
+        q_start=call.q_start + tokens.start,
+        q_len=np.clip(call.q_len - tokens.start, 0, tokens.stop - tokens.start),
+    )
+    if call.tiles is None:
+        return call
+    return call._replace(tiles=call.tiles[:, :, lists], count=call.count[:, :, lists])
+
+
+@functools.cache
+def truth(workload: Workload, role: str, dtype: str, tokens: tuple[slice, ...]) -> list[tuple]:
+    """The oracle's answer and tolerance of some rows: of all of them it would take minutes."""
+    parts = [some_rows(calls.make(workload, role, dtype), rows) for rows in tokens]
+    answers = [oracle.attend(part) for part in parts]
+    return [(a, oracle.tolerance(part, a, dtype, folded=True)) for part, a in zip(parts, answers, strict=True)]
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_shipped_block_sizes_meet_the_oracle(name):
+    chip, role, workload, dtype, tokens = LARGE[name]
+    config, cut = shipped(chip, role, workload, dtype)
+    assert {key: getattr(cut, key) for key in REACHED[name]} == REACHED[name]
+    result = calls.run(KERNELS[role], calls.make(workload, role, dtype), dtype, config)
+    same_rows = "score" if role == "dense" else role  # dense and score: one call, one truth
+    for rows, (answer, allowed) in zip(tokens, truth(workload, same_rows, dtype, tokens), strict=True):
+        seen = ~np.isneginf(answer.lse)
+        assert np.abs(result.out[:, rows] - answer.out).max() <= allowed.out
+        assert np.array_equal(np.isneginf(result.lse[:, rows]), ~seen)
+        error = result.lse[:, rows][seen] - answer.lse[seen]
+        assert np.abs(error).max() <= allowed.lse
+        assert abs(error.mean()) <= allowed.lse / 4  # weights that err one way would show here first
+        if role == "score":
+            first = rows.start // workload.spec.query_tile
+            mass = result.mass[:, :, first : first + answer.mass.shape[2]]
+            assert np.abs(mass - answer.mass).max() <= allowed.mass
+
+
+def test_half_exponentials_are_rounded_once_in_simulation():
+    """The chip is given the instruction for exp2 of a bfloat16; the simulation, 2^x rounded once, without a bias."""
+    jaxpr = jax.make_jaxpr(lambda x: prefill_rows.weigh(x, True))(jnp.zeros(8))
+    assert [eqn.invars[0].aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "exp2"] == [jnp.bfloat16]
+    bits = -np.linspace(0, 16, 4001).astype(ml_dtypes.bfloat16)
+    with calls.machine(KERNELS["dense"]):
+        weights = prefill_rows.weigh(jnp.asarray(bits), True)
+    assert weights.dtype == jnp.bfloat16
+    error = np.asarray(weights, np.float64) / np.exp2(bits.astype(np.float64)) - 1
+    assert np.abs(error).max() <= 2**-8 * 1.01
+    assert abs(error.mean()) < 2e-4
+
+
+def prefill(num_keys: int, tile: int, fraction: float, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
+    capacity = round(fraction * num_keys / tile)
+    return AttentionSpec(tile=tile, query_tile=query_tile), Shapes(1, 2048, num_keys, 32, 8, 128, capacity, "bfloat16")
+
+
+@pytest.mark.parametrize("tile", [16, 32, 128])
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.25, 0.6, 0.95])
+def test_lists_of_a_million_tokens_fit_scalar_memory(tile, fraction):
+    """As `launch` packs them: this step's and the next one's, both double-buffered, of one mebibyte."""
+    spec, shapes = prefill(1 << 20, tile, fraction)
+    assert SPARSE.supports(spec, shapes) is None
+    tiles, count = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, 8, 64, shapes.capacity), (1, 8, 64)))
+    for config in (SPARSE.default_config(spec, shapes), *SPARSE.search_space(spec, shapes)):
+        cut = sparse_tiles.cut_call(spec, shapes, config)
+        lists = jax.eval_shape(functools.partial(sparse_tiles.pack_lists, cut=cut), Selection(tiles, count))
+        padded = -(-lists.shape[-1] // 128) * 128
+        assert 2 * 2 * 4 * cut.items * padded <= 1 << 20
+    if tile == 16 and fraction == 0.05:  # short lists still share a grid step
+        assert sparse_tiles.cut_call(spec, shapes, SPARSE.default_config(spec, shapes)).items == 2
+
+
+def test_a_list_that_cannot_fit_is_refused():
+    assert "SMEM" in SPARSE.supports(*prefill(1 << 20, 16, 1.0))
+    assert SPARSE.supports(*prefill(1 << 20, 32, 1.0)) is None
