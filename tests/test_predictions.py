@@ -3,7 +3,7 @@
 import pytest
 
 from tessera import evidence, report
-from tessera.deviceless import figures, model_inspection, predict, steps, validation
+from tessera.deviceless import figures, model_inspection, predict, steps, tpu, validation
 
 
 def region(name, bundles):
@@ -74,12 +74,66 @@ def test_figures_meet_their_targets_from_the_right_side():
 
 def test_kascade_counts_anchors_reuse_and_selection():
     cases = {name: {"ms": ms, "flops": 1.0} for name, ms in
-             (("dense long", 100.0), ("score long", 104.0), ("sparse kascade", 6.0))}  # fmt: skip
+             (("dense long", 100.0), ("score long", 104.0), ("selection", 1.5), ("sparse kascade", 6.0))}  # fmt: skip
     ratios = {name: ratio for name, ratio, _ in figures.comparisons(cases, "v6e")}
     share = figures.share_listed(131072, 128, 128, 0.1)
     assert 0.5 < share < 0.52  # a causal prefill sees half of the square
-    selection_ms = 20 * 4 * 8 * 1024 * 1024 / (0.8 * 1638e9) * 1e3
-    assert ratios[figures.KASCADE] == pytest.approx(3200 / (5 * (104 + selection_ms) + 27 * 12 * share))
+    assert ratios[figures.KASCADE] == pytest.approx(3200 / (5 * (104 + 1.5) + 27 * 12 * share))
+    without = {name: case for name, case in cases.items() if name != "selection"}
+    assert figures.KASCADE not in {name for name, _, _ in figures.comparisons(without, "v6e")}
+
+
+LOOP = """HloModule jit_f, entry_computation_layout={()->f32[1024,1024]}
+
+%body (p.1: (s32[], f32[1024,1024])) -> (s32[], f32[1024,1024]) {
+  %p.1 = (s32[], f32[1024,1024]{1,0:T(8,128)}) parameter(0)
+  %x.1 = f32[1024,1024]{1,0:T(8,128)} get-tuple-element(%p.1), index=1
+  %passed = s32[8,128]{1,0:T(8,128)S(1)} fusion(%x.1), backend_config={"estimated_cycles":"35000"}
+}
+
+%condition (p.2: (s32[], f32[1024,1024])) -> pred[] {
+  %constant.2 = s32[]{:T(128)} constant(16)
+  %p.2 = (s32[], f32[1024,1024]{1,0:T(8,128)}) parameter(0)
+  %at = s32[]{:T(128)} get-tuple-element(%p.2), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%at, %constant.2), direction=LT
+}
+
+ENTRY %main (m: f32[1024,1024]) -> f32[1024,1024] {
+  %m = f32[1024,1024]{1,0:T(8,128)} parameter(0)
+  %doubled = f32[1024,1024]{1,0:T(8,128)} fusion(%m), backend_config={"estimated_cycles":"1"}
+  %start = (s32[], f32[1024,1024]{1,0:T(8,128)}) tuple(%doubled)
+  %loop = (s32[], f32[1024,1024]{1,0:T(8,128)}) while(%start), condition=%condition, body=%body
+}
+"""
+
+
+def test_a_programs_time_counts_every_turn_of_its_loops():
+    """One operation is as long as its 8 MiB, the loop's as XLA's cycles for it, 16 times."""
+    wanted = 1e3 * (2 * 4 * 1024 * 1024 / (0.8 * 1638e9) + 16 * 35000 / 1.75e9)
+    assert figures.xla_ms(LOOP, "v6e") == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("s32[8,128]{1,0:T(8,128)S(1)} fusion(", "s32[8,128]{1,0:T(8,128)S(1)} gather(", "has a gather"),
+        ("%doubled = f32[1024,1024]{1,0:T(8,128)} fusion(", "%doubled = f32[8] call-start(", "of unknown time"),
+        ("direction=LT", "direction=NE", "turns of the loop"),
+        ("constant(16)", "parameter(1)", "turns of the loop"),
+    ],
+)
+def test_what_has_no_estimate_is_refused_and_not_free(old, new, words):
+    assert old in LOOP
+    with pytest.raises(ValueError, match=words):
+        figures.xla_ms(LOOP.replace(old, new), "v6e")
+
+
+def test_choosing_tiles_compiles_for_a_tpu_to_nothing_without_an_estimate():
+    sizes = {"length": 16384, "kv_heads": 1, "tile": 128, "query_tile": 128, "fraction": 0.1}
+    program = tpu.factory_program("tessera.deviceless.programs:selection_call", **sizes)
+    found = tpu.compile_for("v6e", program)
+    assert found.error is None, found.error
+    assert 0.0 < figures.xla_ms(found.program, "v6e") < 1.0
 
 
 def test_weights_of_llama_split_over_eight_chips():

@@ -2,8 +2,9 @@
 
 Choosing the n heaviest of J tiles needs no sort. Non-negative floats order like their bit patterns, so the n-th largest
 mass is found exactly, two bits a pass, in 16 passes over the masses: always as many, since a loop that ends by what it
-finds makes a GPU wait for the host and a mesh for all of its chips. A binary search over the running count of kept
-tiles writes their ids in ascending order: O(J) vector work per query tile where a sort is O(J log J) scalar work.
+finds makes a GPU wait for the host and a mesh for all of its chips. The ids follow in ascending order from running
+counts of kept tiles, 32 to a word, by comparing each place in the list with each word: C * J / 32 steps of vector
+work per query tile where a sort, or a look-up per listed tile, is scalar work on a TPU.
 """
 
 from typing import NamedTuple
@@ -182,26 +183,28 @@ def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B 
 def find_marks(mark_BKIJ: Bool[Array, "B K I J"], nth_BKIC: Int32[Array, "B K I C"]) -> Int32[Array, "B K I C"]:
     """Return the index of the nth marked entry (from 1) per row: -1 for nth = 0, J - 1 where there are fewer.
 
-    Marks are packed 32 to a word, so that only J / 32 counts are summed up and searched, then bits within one word.
+    Marks are packed 32 to a word. Of the J / 32 words the nth mark is in the last one that begins before it; a
+    reduction over the words carries that word along, as a TPU looks up ids of its own per element one by one.
     """
     num_tiles = mark_BKIJ.shape[-1]
     num_words = ceil_div(num_tiles, WORD)
     padded = jnp.pad(mark_BKIJ, ((0, 0), (0, 0), (0, 0), (0, num_words * WORD - num_tiles))).astype(jnp.uint32)
     lanes = padded.reshape(*mark_BKIJ.shape[:-1], num_words, WORD)
     word = jnp.sum(lanes << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-    upto = jnp.cumsum(jax.lax.population_count(word).astype(jnp.int32), axis=-1)
+    size = jax.lax.population_count(word).astype(jnp.int32)
+    before = jnp.cumsum(size, axis=-1) - size
 
-    def double(step: Int32[Array, ""], low: Int32[Array, "B K I C"]) -> Int32[Array, "B K I C"]:
-        stride = jnp.int32(first_stride) >> step
-        probe = jnp.minimum(low + stride, num_words) - 1
-        return jnp.where(jnp.take_along_axis(upto, probe, axis=-1) < nth_BKIC, probe + 1, low)
+    begun = before[..., None, :] < nth_BKIC[..., None]
+    index = jnp.where(begun, jnp.arange(num_words, dtype=jnp.int32), -1)
+    before, word = (jnp.broadcast_to(x[..., None, :], begun.shape) for x in (before, word))
+    none = (jnp.int32(-1), jnp.int32(0), jnp.uint32(0))
+    index, before, word = jax.lax.reduce((index, before, word), none, _later, (begun.ndim - 1,))
+    return jnp.where(nth_BKIC > 0, jnp.minimum(index * WORD + _nth_bit(word, nth_BKIC - before), num_tiles - 1), -1)
 
-    steps = num_words.bit_length()
-    first_stride = 1 << (steps - 1)
-    index = jax.lax.fori_loop(0, steps, double, jnp.zeros(nth_BKIC.shape, jnp.int32))  # words wholly before the nth
-    before = jnp.where(index > 0, jnp.take_along_axis(upto, jnp.maximum(index - 1, 0), axis=-1), 0)
-    bits = jnp.take_along_axis(word, jnp.minimum(index, num_words - 1), axis=-1)
-    return jnp.where(nth_BKIC > 0, jnp.minimum(index * WORD + _nth_bit(bits, nth_BKIC - before), num_tiles - 1), -1)
+
+def _later(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Of two (index, ...) the one with the larger index."""
+    return tuple(jnp.where(b[0] > a[0], y, x) for x, y in zip(a, b))
 
 
 def _nth_bit(word: Array, nth: Array) -> Int32[Array, "B K I C"]:

@@ -8,6 +8,7 @@ The peer is Tokamax's splash attention with the best block sizes of its shipped 
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -19,14 +20,11 @@ import jax
 
 from tessera import evidence, files
 from tessera.attention.contract import AttentionSpec
-from tessera.deviceless import inspection, predict, tpu, validation
+from tessera.deviceless import hlo, inspection, predict, tpu, validation
 from tessera.shapes import ceil_div
 
 SHORT, LONG = 16384, 131072
 LAYERS, ANCHORS = 32, 5
-SELECTION_PASSES = 20
-"""Times that choosing tiles reads the masses: 16 passes for the threshold, and what is around; an upper bound."""
-
 GQA = MappingProxyType({"heads": 32, "kv_heads": 8})
 CALLS = MappingProxyType(
     {
@@ -49,6 +47,12 @@ CALLS = MappingProxyType(
 
 "sparse kascade" lists half of that: a causal prefill's budget is a tenth of what each query tile sees.
 """
+
+SELECTION = MappingProxyType({"length": LONG, "kv_heads": 8, "tile": 128, "query_tile": 128, "fraction": 0.1})
+"""The choice of key tiles after "score long", a program without kernels; the case "selection"."""
+
+UNCOSTED = re.compile(r" (gather|scatter|sort|conditional|call|custom-call)\(%(?!.*ConcatBitcast)")
+"""What XLA compiles to scalar loops, or to a computation elsewhere, and gives no cycles for; all have operands."""
 
 KASCADE = "kascade prefill against dense"
 
@@ -110,6 +114,49 @@ def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
     return {"ms": ms, "blocks": best["config"], "compile_s": line["compile_s"]}
 
 
+def inspect_selection(chip: str, limit_s: float) -> dict[str, Any]:
+    """The choice of key tiles on a chip."""
+    program = tpu.factory_program("tessera.deviceless.programs:selection_call", **SELECTION)
+    found = tpu.compile_for(chip, program, limit_s=limit_s)
+    if found.error is not None:
+        return {"error": str(found.error)}
+    return {"ms": xla_ms(found.program, chip), "bound_by": "XLA operations", "compile_s": found.compile_s}
+
+
+def xla_ms(program: str, chip: str) -> float:
+    """Milliseconds of a compiled program without kernels; an operation takes its bytes or XLA's cycles, the longer.
+
+    Loops count with their turns.
+
+    Raises:
+        ValueError: something in the program has no estimate, or a loop's turns are unknown: never counted as nothing.
+    """
+    if strange := UNCOSTED.search(program):
+        raise ValueError(f"the compiled program has a {strange[1]}, whose time XLA does not estimate")
+    on = predict.device(chip)
+    bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
+    lines = hlo.computations(program)
+
+    def seconds(name: str) -> float:
+        operations = hlo.operations(program, name)
+        total = sum(max(o.bytes / bandwidth, (o.cycles or 0) / on.clock_hz) for o in operations)
+        for line in lines[name]:
+            if " call-start(%" in line:  # one without operands gets them by a call-update, whose bytes are counted
+                raise ValueError(f"the compiled program starts a computation of unknown time: {line.strip()}")
+            if " while(" in line:
+                total += turns(line) * seconds(re.search(r"body=%([\w.\-]+)", line)[1])
+        return total
+
+    def turns(loop: str) -> int:
+        condition = "\n".join(lines[re.search(r"condition=%([\w.\-]+)", loop)[1]])
+        ends = re.findall(r" constant\((\d+)\)", condition)
+        if len(ends) != 1 or "direction=LT" not in condition:
+            raise ValueError(f"turns of the loop cannot be read from its condition: {condition.strip()}")
+        return int(ends[0])  # JAX counts loops of known length from 0
+
+    return 1e3 * seconds("ENTRY")
+
+
 def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[tuple[str, float, list[str]]]:
     """(figure, ratio, cases it is made of) for every figure whose cases compiled."""
 
@@ -125,13 +172,11 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
         if has(name, "dense long"):
             sparse, dense = (found[n]["ms"] / found[n]["flops"] for n in (name, "dense long"))
             yield f"sparse per score, tile {tile}, {4 * query_tile} rows", sparse / dense, [name, "dense long"]
-    if has("dense long", "score long", "sparse kascade"):
-        masses = 4 * 8 * (LONG / 128) ** 2
-        bandwidth = predict.device(chip).bytes_per_s * predict.CALIBRATED.bandwidth_share
-        anchors = ANCHORS * (found["score long"]["ms"] + 1e3 * SELECTION_PASSES * masses / bandwidth)
+    if has("dense long", "score long", "selection", "sparse kascade"):
+        anchors = ANCHORS * (found["score long"]["ms"] + found["selection"]["ms"])
         listed = 2 * share_listed(LONG, 128, 128, 0.1)  # the compiled lists hold half
         ours = anchors + (LAYERS - ANCHORS) * found["sparse kascade"]["ms"] * listed
-        cases = ["dense long", "score long", "sparse kascade"]
+        cases = ["dense long", "score long", "selection", "sparse kascade"]
         yield KASCADE, LAYERS * found["dense long"]["ms"] / ours, cases
     for role in ("dense", "sparse"):
         case = found.get(f"decode {role}", {})
@@ -195,13 +240,15 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     code = asdict(evidence.code())
     for chip in options.chip or tpu.TOPOLOGIES:
-        for name in ("peer", *CALLS):
+        for name in ("peer", "selection", *CALLS):
             cases = found.setdefault(chip, {})
             held = cases.get(name, {})
             if "ms" in held and held.get("commit", code["commit"]) == code["commit"]:
                 continue
             if name == "peer":
                 cases[name] = inspect_peer(chip, options.timings or validation.installed(), options.limit_s)
+            elif name == "selection":
+                cases[name] = inspect_selection(chip, options.limit_s)
             else:
                 cases[name] = inspect_one(chip, name, options.limit_s)
             cases[name] |= code

@@ -1,4 +1,4 @@
-"""Programs to compile without a chip: attention calls as the model makes them."""
+"""Programs to compile without a chip: attention calls as the model makes them, and the choice of key tiles."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from tessera.attention import gpu_cudnn, tuned
 from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
+from tessera.attention.selection import select_tiles
 from tessera.shapes import ceil_div
 
 
@@ -82,3 +83,12 @@ def attention_call(
 
     executions = None if found.executions is None else dict(found.executions(spec, shapes, settings))
     return call, (query, cache, cache, positions, selection), {"executions": executions, "settings": str(settings)}
+
+
+def selection_call(
+    length: int, kv_heads: int, tile: int, query_tile: int, fraction: float
+) -> tuple[Any, tuple[jax.ShapeDtypeStruct]]:
+    """(function, abstract masses) of choosing the key tiles of a causal prefill, batch 1; masses [1,K,I,J] float32."""
+    spec = AttentionSpec(tile=tile, query_tile=query_tile)
+    mass = jax.ShapeDtypeStruct((1, kv_heads, ceil_div(length, query_tile), ceil_div(length, tile)), jnp.float32)
+    return lambda mass_BKIJ: select_tiles(mass_BKIJ, spec, fraction=fraction), (mass,)
