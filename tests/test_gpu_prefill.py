@@ -1,8 +1,10 @@
 """Hopper prefill where the catalogue does not reach: ranges longer than the pipeline, every order of products, chunks
-of queries, tiles wider than blocks, the gradient's two cuts, and the ranges of blocks against brute force."""
+of queries, tiles wider than blocks, lengths that no copy is aligned to, the gradient's two cuts and their machine code,
+and the ranges of blocks against brute force."""
 
 import dataclasses
 import itertools
+from pathlib import Path
 
 import calls
 import jax
@@ -11,8 +13,9 @@ import numpy as np
 import pytest
 
 from tessera import oracle
-from tessera.attention import block_ranges, dense_rows, gpu_prefill
+from tessera.attention import block_ranges, dense_rows, gpu_backward, gpu_prefill
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.deviceless import gpu, gpu_gates, tpu
 from tessera.workloads import Workload
 
 DENSE, SCORE = gpu_prefill.KERNELS
@@ -99,6 +102,70 @@ def test_scratch_is_bounded():
         assert rows % 128 == 0
         bound = min(gpu_prefill.BITS, num_queries * 32 * 128)
         assert rows == 128 or rows * 32 * cut.units <= bound
+
+
+ODD = [(50, 208), (56, 203), (1001, 1001), (500, 5001)]
+"""Rows and keys, not both multiples of 8: the interpreter takes them, the copy engine does not."""
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), ODD)
+@pytest.mark.parametrize("kernel", [DENSE, SCORE], ids=lambda k: k.role)
+def test_odd_lengths_lower_for_hopper(kernel, num_queries, num_keys):
+    """Every one of them; the last scores in chunks."""
+    spec = AttentionSpec(tile=16, query_tile=32, mass=kernel is SCORE)
+    shapes = Shapes(2, num_queries, num_keys, 4, 1, 128, None, "bfloat16")
+    assert gpu.lower(tpu.attention_program(kernel.name, spec, shapes)) is None
+
+
+def dense_call(num_queries, num_keys, head_dim, softcap=None):
+    """Dense attention as a function of q, k, v and positions, and these, abstract."""
+    positions, spec = Positions(*[jax.ShapeDtypeStruct((2,), jnp.int32)] * 3), AttentionSpec(softcap=softcap)
+    q, k = (
+        jax.ShapeDtypeStruct((2, tokens, heads, head_dim), jnp.bfloat16)
+        for tokens, heads in ((num_queries, 4), (num_keys, 1))
+    )
+
+    def call(q, k, v, positions):
+        return DENSE.launch(q, k, v, spec, positions, None, CONFIG)
+
+    return call, (q, k, k, positions)
+
+
+def gradient_call(num_queries, num_keys, head_dim, softcap=None):
+    """dq, dk and dv of `dense_call`, of a sum over out and lse."""
+    call, arguments = dense_call(num_queries, num_keys, head_dim, softcap)
+    return jax.grad(lambda *x: sum(y.sum().astype(jnp.float32) for y in call(*x)[:2]), argnums=(0, 1, 2)), arguments
+
+
+def test_the_gradient_of_odd_lengths_lowers_for_hopper():
+    """In the shapes of q, k and v."""
+    gradient, arguments = gradient_call(1001, 203, 128)
+    lowered = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",))
+    assert [x.shape for x in lowered.out_info] == [x.shape for x in arguments[:3]]
+    assert all(name in lowered.as_text() for name in BACKWARD)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys", "pads"), [(64, 208, False), (50, 208, True), (64, 203, True)])
+def test_only_what_is_not_whole_is_copied(num_queries, num_keys, pads):
+    """q, K and V of lengths that the copy engine takes go in as they are."""
+    call, arguments = dense_call(num_queries, num_keys, 64)
+    assert (" pad[" in str(jax.make_jaxpr(call)(*arguments))) == pads
+
+
+BACKWARD = {"gpu_backward_rows", "gpu_backward_keys"}
+
+
+@pytest.mark.parametrize(("head_dim", "softcap"), [*((n, None) for n in gpu_backward.HEAD_DIMS), (128, 30.0)])
+def test_the_gradient_passes_the_gates_as_machine_code(head_dim, softcap):
+    """Both kernels: nothing spilled, products on the tensor cores, loads by the copy engine."""
+    sizes = {"num_queries": 1001, "num_keys": 1024, "head_dim": head_dim, "softcap": softcap}
+    program = tpu.factory_program(f"{__name__}:gradient_call", **sizes)
+    found = gpu.compile_for("h200", program, paths=[str(Path(__file__).parent)])
+    assert found.error is None, found.error
+    reports = {report.kernel: report for report in found.kernels}
+    assert reports.keys() >= BACKWARD
+    for name in BACKWARD:
+        assert gpu_gates.broken_program((reports[name],)) == []
 
 
 @pytest.mark.parametrize(("head_dim", "softcap"), [(128, 3.0), (64, None)])

@@ -13,6 +13,7 @@ from tessera.attention import gpu_keys, gpu_sparse, listed_blocks
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.listed_blocks import Config
 from tessera.attention.warpgroup import SHARED_BYTES
+from tessera.deviceless import gpu, gpu_gates, sass, tpu
 
 (SPARSE,), (KEYS,) = gpu_sparse.KERNELS, gpu_keys.KERNELS
 TILE, QUERY_TILE, NUM_KEYS, KV_LEN = 16, 32, 400, 391
@@ -168,6 +169,25 @@ def test_odd_lengths_lower_for_hopper(kernel, tile, causal):
 
     lowered = jax.jit(call).trace(q, k, k, positions, lists).lower(lowering_platforms=("cuda",))
     assert kernel.name in lowered.as_text()
+
+
+@pytest.mark.parametrize(("kernel", "tile"), [(SPARSE, 32), (KEYS, 1)], ids=["tiles", "keys"])
+@pytest.mark.parametrize("query_tile", [12, 20, 1, 100])
+def test_odd_query_tiles_lower_for_hopper(kernel, tile, query_tile):
+    """Several of them or one that is longer than the call; the copy engine wants each to begin at a multiple of 8."""
+    spec, shapes = AttentionSpec(tile=tile, query_tile=query_tile), Shapes(1, 50, 208, 4, 1, 128, 5, "bfloat16")
+    assert gpu.lower(tpu.attention_program(kernel.name, spec, shapes)) is None
+
+
+def test_softcap_is_not_the_chips_own_tanh(monkeypatch):
+    """MUFU.TANH has 11 good bits; of exp2 and a quotient there are as many as a float32 holds."""
+    monkeypatch.setattr(sass, "WIDE", ("MUFU",))
+    spec, shapes = AttentionSpec(tile=64, query_tile=32, softcap=30.0), Shapes(1, 1024, 1024, 4, 1, 128, 5, "bfloat16")
+    found = gpu.compile_for("h200", tpu.attention_program(SPARSE.name, spec, shapes))
+    assert found.error is None, found.error
+    assert gpu_gates.broken_program(found.kernels) == []
+    [report] = found.kernels
+    assert {name for name in report.instructions if name.startswith("MUFU.")} == {"MUFU.EX2", "MUFU.RCP", "MUFU.LG2"}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

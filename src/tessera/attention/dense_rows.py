@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from tessera.attention import gpu_mass
 from tessera.attention.contract import AttentionSpec
 from tessera.attention.online_softmax import LOG2_E, scale_of
-from tessera.attention.warpgroup import LINE_BYTES, ROW, ROWS, accumulate, filled, per_row, scores, simulated
+from tessera.attention.warpgroup import LINE_BYTES, ROW, ROWS, accumulate, filled, per_row, scores, simulated, tanh
 from tessera.shapes import round_up
 
 WARPGROUPS = 2
@@ -266,13 +266,10 @@ class Rows(NamedTuple):
 
 
 def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
-    """(z, factor > 0): the scores in bits, log2(e) * softcap(scale * s), are z * factor.
-
-    The tanh is written with exp2: the chip's own has 11 good bits.
-    """
+    """(z, factor > 0): the scores in bits, log2(e) * softcap(scale * s), are z * factor."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     if cap is not None:
-        return 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2.0 * LOG2_E * scale / cap))), cap * LOG2_E
+        return tanh(s, scale / cap), cap * LOG2_E
     return (s, scale * LOG2_E) if scale > 0 else (s * (scale * LOG2_E), 1.0)
 
 

@@ -26,7 +26,18 @@ from jax.experimental import pallas as pl
 from tessera.attention.block_ranges import Blocks, key_blocks, row_blocks
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions
 from tessera.attention.online_softmax import LOG2_E, scale_of
-from tessera.attention.warpgroup import ROW, ROWS, accumulate, filled, per_row, scores, simulated, swizzled
+from tessera.attention.warpgroup import (
+    ROW,
+    ROWS,
+    accumulate,
+    filled,
+    per_row,
+    scores,
+    simulated,
+    swizzled,
+    tanh,
+    whole_lines,
+)
 from tessera.shapes import ceil_div, round_up
 
 WARPGROUPS = 2
@@ -107,7 +118,7 @@ class KeyRefs(NamedTuple):
 def weights(s: Array, lse: Array, cut: Cut, mask: Array | None) -> tuple[Array, Array]:
     """p and p softcap'(z) of scores before scale and cap."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
-    t = None if cap is None else 1.0 - 2.0 / (1.0 + jnp.exp2(s * (2.0 * LOG2_E * scale / cap)))
+    t = None if cap is None else tanh(s, scale / cap)
     p = jnp.exp2(s * (scale * LOG2_E) - lse if cap is None else t * (cap * LOG2_E) - lse)
     p = p if mask is None else jnp.where(mask, p, 0.0)
     return p, p if cap is None else p * (1.0 - t * t)
@@ -316,13 +327,14 @@ def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: Att
     is_row = (jnp.arange(num_queries) < positions.q_len[:, None])[..., None, None]
     is_key = (jnp.arange(num_keys) < positions.kv_len[:, None])[..., None, None]
     d_out = jnp.where(is_row, cotangents.out, 0).astype(q.dtype)
-    k, v = (jnp.swapaxes(jnp.where(is_key, x, 0), 1, 2) for x in (k, v))
+    k, v = (jnp.swapaxes(whole_lines(jnp.where(is_key, x, 0)), 1, 2) for x in (k, v))
     delta = jnp.sum(result.out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - cotangents.lse
     lse = jnp.where(jnp.isfinite(result.lse), result.lse * LOG2_E, jnp.inf)
     pad = [(0, 0), (0, 0), (0, round_up(num_queries, BLOCK) - num_queries)]
     lse = jnp.pad(jnp.swapaxes(lse, 1, 2), pad, constant_values=jnp.inf)
     delta = jnp.pad(jnp.swapaxes(jnp.where(is_row[..., 0], delta, 0.0), 1, 2), pad)
-    inputs = Inputs(*positions, jnp.where(is_row, q, 0), k, v, d_out, lse, delta)
+    q, d_out = whole_lines(jnp.where(is_row, q, 0)), whole_lines(d_out)
+    inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
 
     line = swizzled(q.dtype)
     steps = plgpu.SMEM((STAGES, STEP, head_dim), q.dtype, transforms=line)
@@ -345,8 +357,8 @@ def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: Att
             plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
             free,
         ],
-        grid=(num_heads, ceil_div(num_queries, BLOCK), batch),
-        grid_names=("head", "rows", "sequence"),
+        grid=(batch, ceil_div(num_queries, BLOCK), num_heads),
+        grid_names=("sequence", "rows", "head"),
         kernel_name="gpu_backward_rows",
         **options,
     )(*inputs)
@@ -369,9 +381,9 @@ def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: Att
             free,
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
-        grid=(kv_heads, ceil_div(num_keys, cut.keys), batch),
-        grid_names=("head", "keys", "sequence"),
+        grid=(batch, ceil_div(num_keys, cut.keys), kv_heads),
+        grid_names=("sequence", "keys", "head"),
         kernel_name="gpu_backward_keys",
         **options,
     )(*inputs)
-    return dq, jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2)
+    return dq[:, :num_queries], *(jnp.swapaxes(x, 1, 2)[:, :num_keys] for x in (dk, dv))

@@ -43,6 +43,7 @@ from tessera.attention.warpgroup import (
     per_row,
     scores,
     swizzled,
+    tanh,
 )
 from tessera.shapes import ceil_div, round_up
 
@@ -148,11 +149,11 @@ def fetch(refs: Refs, at: Place, config: Config, starts: list, slot) -> None:
 
 
 def in_bits(z: Array, cut: Cut) -> Array:
-    """log2(e) * softcap(scale * z). tanh by exp2: the chip's own has 11 good bits."""
+    """log2(e) * softcap(scale * z)."""
     scale, cap = scale_of(cut.spec, cut.shapes.head_dim), cut.spec.softcap
     if cap is None:
         return z * (scale * LOG2_E)
-    return (cap * LOG2_E) * (1.0 - 2.0 / (1.0 + jnp.exp2(z * (2.0 * LOG2_E * scale / cap))))
+    return (cap * LOG2_E) * tanh(z, scale / cap)
 
 
 def blank_values(v_block, lo, hi) -> None:

@@ -77,23 +77,25 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
     together, lines = THREADS // columns, swizzled(cut.dtype)
     thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=PER_THREAD)
     place = place_of(thread // columns, thread % columns, columns)
-    in_list = ((item.b * refs.k.shape[1] + item.h) * cut.num_tiles + item.i) * refs.tiles.shape[3]
-    kv_heads, num_keys = refs.k.shape[1:3]
+    (kv_heads, num_keys), capacity = refs.k.shape[1:3], refs.tiles.shape[3]
     memory, one = plgpu.RefType(), plgpu.Layout.WG_SPLAT
     swizzled_memory = plgpu.RefType(lines)
 
     @plgpu.inline_mgpu(
-        arg_types=(memory, memory, memory, swizzled_memory, swizzled_memory, memory, PER_THREAD, one, one, one)
+        arg_types=(memory, memory, memory, swizzled_memory, swizzled_memory, memory, PER_THREAD, one, one, one, one)
     )
     def start(_, *operands):
-        k, v, tiles, k_smem, v_smem, ids, place, first, last, base = operands
+        k, v, tiles, k_smem, v_smem, ids, *numbers = operands
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         number = ir.MemRefType(k.type).element_type
-        place, first, last, base = (x.registers.item() for x in (place, first, last, base))
+        place, first, last, base, nth_list = (x.registers.item() for x in numbers)
         place = vector.extract(place, dynamic_position=[], static_position=[0])
         thread = arith.remui(mosaic.utils.thread_idx(), mosaic.c(THREADS, i32))
         column, row = (op(thread, mosaic.c(columns, i32)) for op in (arith.remui, arith.divui))
-        listed, place = mosaic.utils.memref_ptr(tiles), arith.muli(place, mosaic.c(8, i32))
+        place = arith.muli(place, mosaic.c(8, i32))
+        # All lists together may hold more entries than 32 bits count.
+        listed = arith.muli(arith.extui(i64, nth_list), mosaic.c(capacity, i64))
+        listed = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(tiles), [listed], i32)
 
         def key_at(row):
             at = arith.addi(first, row)
@@ -117,9 +119,10 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
         target = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(ids), [row], i32)
         llvm.store(arith.select(inside, key, mosaic.c(NEVER, i32)), target)
 
-    base = (item.b * kv_heads + item.h) * num_keys
+    head = item.b * kv_heads + item.h
     k_smem, v_smem, ids = (x.at[slot] for x in (refs.k_smem, refs.v_smem, refs.ids))
-    start(refs.k, refs.v, refs.tiles, k_smem, v_smem, ids, place, in_list + first, in_list + last, base)
+    numbers = first, last, head * num_keys, head * cut.num_tiles + item.i
+    start(refs.k, refs.v, refs.tiles, k_smem, v_smem, ids, place, *numbers)
 
 
 def wait_for_copies(left: int) -> None:

@@ -2,7 +2,8 @@
 
 One block of threads takes 128 query rows of one head against every key they see. Two compute warpgroups hold 64 rows
 each; a third fetches K and V by TMA, `stages` blocks of block_s keys ahead, and gets a stage back once both have read
-it. The heads of a group run side by side and read the same K and V, which then come from L2.
+it. Heads are the grid's last axis, which runs fastest: those of a group run side by side and read the same K and V,
+which then come from L2.
 
 Blocks that a mask can touch stand at the ends of the range of keys (the window's edge; the diagonal, kv_len): they run
 one after another in `masked`. The blocks between run without masks and overlapped: the tensor core takes the scores of
@@ -34,7 +35,7 @@ from tessera.attention.block_ranges import Blocks, key_blocks
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
 from tessera.attention.dense_rows import BLOCK_T, WARPGROUPS, Config, Cut, Item, Refs, Rows
 from tessera.attention.online_softmax import FLOOR, LN_2
-from tessera.attention.warpgroup import ROW, ROWS, SHARED_BYTES, filled, swizzled
+from tessera.attention.warpgroup import ROW, ROWS, SHARED_BYTES, filled, swizzled, whole_lines
 from tessera.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float16")
@@ -137,8 +138,8 @@ def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut)
             plgpu.Barrier(num_arrivals=WARPGROUPS),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
-        grid=(num_heads, blocks, batch),
-        grid_names=("head", "rows", "sequence"),
+        grid=(batch, blocks, num_heads),
+        grid_names=("sequence", "rows", "head"),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
@@ -149,24 +150,27 @@ def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut)
 def attend(q, k, v, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
     """Attention of [B,T,N,H] queries to [B,S,K,H] keys and values."""
     batch, num_queries, num_heads, head_dim = q.shape
-    cut = Cut(spec, config, num_heads // k.shape[2], k.shape[1], head_dim, str(q.dtype))
-    # A model's cache is [B,K,S,H] and comes as a transposed view of it: this transposes it back, nothing moves.
-    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+    kv_heads, num_keys = k.shape[2], k.shape[1]
+    cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype))
+    # A model's cache is [B,K,S,H] and comes as a transposed view of it: this transposes it back, nothing moves where
+    # S is a multiple of 8. Else the rows added are zeros, hidden as all are at or past kv_len and q_len.
+    q, k, v = whole_lines(q), *(jnp.swapaxes(whole_lines(x), 1, 2) for x in (k, v))
+    rows = q.shape[1]
     if not spec.mass:
-        out, lse = run_rows(q, k, v, positions, jnp.zeros((1,), jnp.int32), num_queries, cut)
-        return AttentionOut(out, natural(lse, num_queries))
-    step = chunk_rows(batch, num_queries, num_heads, cut)
-    if step >= num_queries:
-        out, lse, mass = score_rows(q, k, v, positions, jnp.int32(0), num_queries, cut)
+        out, lse = run_rows(q, k, v, positions, jnp.zeros((1,), jnp.int32), rows, cut)
+        return AttentionOut(out[:, :num_queries], natural(lse, num_queries))
+    step = chunk_rows(batch, rows, num_heads, cut)
+    if step >= rows:
+        out, lse, mass = score_rows(q, k, v, positions, jnp.int32(0), rows, cut)
     else:
-        starts = jnp.arange(0, num_queries, step, dtype=jnp.int32)
+        starts = jnp.arange(0, rows, step, dtype=jnp.int32)
         chunks = jax.lax.map(lambda start: score_rows(q, k, v, positions, start, step, cut), starts)
-        out = jnp.moveaxis(chunks[0], 0, 1).reshape(batch, -1, num_heads, head_dim)[:, :num_queries]
+        out = jnp.moveaxis(chunks[0], 0, 1).reshape(batch, -1, num_heads, head_dim)
         lse = jnp.moveaxis(chunks[1], 0, 2).reshape(batch, num_heads, -1)
-        mass = jnp.moveaxis(chunks[2], 0, 2).reshape(batch, k.shape[1], -1, cut.units)
-    tiles = ceil_div(num_queries, spec.query_tile), ceil_div(k.shape[2], spec.tile)
+        mass = jnp.moveaxis(chunks[2], 0, 2).reshape(batch, kv_heads, -1, cut.units)
+    tiles = ceil_div(num_queries, spec.query_tile), ceil_div(num_keys, spec.tile)
     mass = mass.reshape(*mass.shape[:3], -1, spec.tile // cut.unit).sum(-1)
-    return AttentionOut(out, natural(lse, num_queries), mass[:, :, : tiles[0], : tiles[1]])
+    return AttentionOut(out[:, :num_queries], natural(lse, num_queries), mass[:, :, : tiles[0], : tiles[1]])
 
 
 def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut) -> tuple[Array, Array, Array]:

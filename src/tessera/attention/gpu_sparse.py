@@ -30,8 +30,8 @@ from jax.experimental import pallas as pl
 from tessera.attention import listed_rows, work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.listed_blocks import NEVER, Config, Cut, cut_call
-from tessera.attention.listed_rows import Item, Refs, blocks_of, read, token_of, whole_lines
-from tessera.attention.warpgroup import ROWS, SHARED_BYTES, per_row
+from tessera.attention.listed_rows import Item, Refs, blocks_of, read, token_of
+from tessera.attention.warpgroup import ROWS, SHARED_BYTES, per_row, whole_lines
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)

@@ -13,13 +13,11 @@ from jax import Array
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
-from tessera.attention.warpgroup import ROWS
+from tessera.attention.warpgroup import LEAST_TOKENS, ROWS
 from tessera.shapes import ceil_div, round_up
 
 WARPGROUPS = 2
 """That compute; the next one fetches."""
-LEAST_TOKENS = 8
-"""TMA fills swizzled shared memory eight rows at a time."""
 RESERVED_BYTES = 2048
 """Shared memory for barriers and alignment, at most."""
 NEVER = 1 << 30

@@ -22,9 +22,20 @@ from jax.experimental import pallas as pl
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionOut, Positions, Selection
-from tessera.attention.listed_blocks import LEAST_TOKENS, WARPGROUPS, Cut, Plan, plan
+from tessera.attention.listed_blocks import WARPGROUPS, Cut, Plan, plan
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
-from tessera.attention.warpgroup import ROW, ROWS, accumulate, filled, per_row, scores, simulated, swizzled
+from tessera.attention.warpgroup import (
+    ROW,
+    ROWS,
+    accumulate,
+    filled,
+    per_row,
+    scores,
+    simulated,
+    swizzled,
+    tanh,
+    whole_lines,
+)
 from tessera.shapes import ceil_div
 
 COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40
@@ -115,7 +126,7 @@ def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
     for r in range(cut.row_blocks):
         for n in range(cut.block_chunks):
             _, head, token = chunk_of(item, first_block + r, n, cut)
-            source = refs.q.at[item.b, pl.ds(item.i * cut.spec.query_tile + token, cut.chunk), head]
+            source = refs.q.at[item.b, pl.ds(item.i * cut.tokens + token, cut.chunk), head]
             target = refs.q_smem.at[mine[r], pl.ds(n * cut.chunk, cut.chunk)]
             plgpu.copy_gmem_to_smem(source, target, refs.q_full.at[wg])
     plgpu.barrier_wait(refs.q_full.at[wg])
@@ -237,10 +248,8 @@ def overlapped(q_smem, k_smem, acc, p, v_smem, weights):
 
 def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable = lambda s: s) -> tuple[Array, Array, Array, Array]:  # noqa: E741
     """One softmax update: new maximum, new sum, factor on what was accumulated, weights of these keys."""
-    factor = scale_of(cut.spec, cut.head_dim) * LOG2_E
-    if cut.spec.softcap:
-        s = jnp.tanh(s * (factor / (cut.spec.softcap * LOG2_E)))
-        factor = cut.spec.softcap * LOG2_E
+    scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
+    s, factor = (s, scale * LOG2_E) if cap is None else (tanh(s, scale / cap), cap * LOG2_E)
     s = hide(s)
     new_m = jnp.maximum(m, s.max(1) * factor)
     alpha = jnp.exp2(m - new_m)
@@ -300,10 +309,15 @@ def body(*refs, source: Source, cut: Cut):
         source.fetch(refs, [read_item(lane, cut) for lane in range(cut.lists)], cut)
 
 
-def whole_lines(x: Array) -> Array:
-    """x [B,T,N,H] with a token count that TMA takes: it reads groups of 8. (The interpreter takes any.)"""
-    missing = -x.shape[1] % LEAST_TOKENS
-    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+def whole_tiles(q: Array, cut: Cut) -> Array:
+    """q [B,T,N,H] whose query tiles begin `tokens` apart, where TMA finds them."""
+    query_tile, (batch, num_queries, *row) = cut.spec.query_tile, q.shape
+    if cut.num_tiles == 1 or cut.tokens == query_tile:
+        return whole_lines(q)
+    q = jnp.pad(q, ((0, 0), (0, cut.num_tiles * query_tile - num_queries), (0, 0), (0, 0)))
+    q = q.reshape(batch, cut.num_tiles, query_tile, *row)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, cut.tokens - query_tile), (0, 0), (0, 0)))
+    return q.reshape(batch, cut.num_tiles * cut.tokens, *row)
 
 
 def launch(q, k, v, positions: Positions, selection: Selection, cut: Cut, source: Source) -> AttentionOut:
@@ -312,7 +326,6 @@ def launch(q, k, v, positions: Positions, selection: Selection, cut: Cut, source
     length, query_tile = cut.num_tiles * cut.tokens, cut.spec.query_tile
     line, slots, row_blocks = swizzled(q.dtype), cut.lists * cut.stages, WARPGROUPS * cut.row_blocks
     keys = plgpu.SMEM((slots, cut.block_s, head_dim), q.dtype, transforms=line)
-    q = whole_lines(q)
     free = plgpu.Barrier(num_arrivals=WARPGROUPS // cut.lists, num_barriers=slots)
     out, lse = plgpu.kernel(
         functools.partial(body, source=source, cut=cut),
@@ -342,8 +355,8 @@ def launch(q, k, v, positions: Positions, selection: Selection, cut: Cut, source
             reduction_scratch_bytes=SCRATCH_BYTES,
         ),
         kernel_name=source.name,
-    )(plan(selection, positions, cut), selection.tiles, q, k, v)
-    if cut.tokens != query_tile and cut.num_tiles > 1:  # query tiles that are no multiple of 8 tokens
+    )(plan(selection, positions, cut), selection.tiles, whole_tiles(q, cut), k, v)
+    if cut.tokens != query_tile and cut.num_tiles > 1:  # the way back from whole_tiles
         out = out.reshape(batch, cut.num_tiles, cut.tokens, num_heads, head_dim)[:, :, :query_tile]
         out = out.reshape(batch, -1, num_heads, head_dim)
         lse = lse.reshape(batch, num_heads, cut.num_tiles, cut.tokens)[..., :query_tile]

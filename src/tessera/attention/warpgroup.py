@@ -4,6 +4,7 @@ A *warpgroup* is 128 threads that issue one matrix product (wgmma) of 64 rows to
 reads is swizzled in lines of 128 bytes, so that neither the copy engine (TMA) nor the product meets bank conflicts.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -14,6 +15,8 @@ from jax.experimental import pallas as pl
 
 ROWS = 64
 """Rows of one warpgroup's product."""
+LEAST_TOKENS = 8
+"""TMA fills swizzled shared memory eight rows at a time."""
 SHARED_BYTES = 232_448
 """Shared memory that one block of threads may have on Hopper."""
 LINE_BYTES = 128
@@ -31,6 +34,12 @@ def swizzled(dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
 def simulated() -> bool:
     """Whether the kernel that is traced will run in the interpreter, which lacks a few operations."""
     return isinstance(jax._src.config.pallas_tpu_interpret_mode_context_manager.value, plgpu.InterpretGPUParams)
+
+
+def whole_lines(x: Array) -> Array:
+    """x [B,T,N,H] with a token count that TMA takes, x itself where it has one. (The interpreter takes any.)"""
+    missing = -x.shape[1] % LEAST_TOKENS
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
 
 
 def scores(q_smem, k_smem, while_busy: Callable[[], None] = lambda: None) -> Array:
@@ -61,6 +70,11 @@ def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = la
         while_busy()
 
     return pl.run_state(product)(plgpu.ACC.init(acc))
+
+
+def tanh(x: Array, factor: float) -> Array:
+    """tanh(factor * x), written with exp2: the chip's own has 11 good bits."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * math.log2(math.e) * factor)))
 
 
 def per_row(x: Array, like: Array) -> Array:

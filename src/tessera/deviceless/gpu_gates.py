@@ -40,6 +40,8 @@ PLAIN = "causal"
 GROUPS = (4, 1, 7, 16)
 """Query heads per KV head; others than the first only with the default blocks, causal, in the first dtype."""
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
+ODD = MappingProxyType({"query_tile": 12, "length": 8191})
+"""Sizes that divide nothing, for the default blocks of prefill."""
 KV_HEADS = 2
 
 WATCHED = (
@@ -89,7 +91,7 @@ def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
         role=kernel.role,
         phase=kernel.phase,
         batch=1,
-        length=LENGTHS[kernel.phase],
+        length=case.get("length", LENGTHS[kernel.phase]),
         heads=case["group"] * KV_HEADS,
         kv_heads=KV_HEADS,
         head_dim=case["head_dim"],
@@ -121,6 +123,8 @@ def cases() -> Iterator[dict[str, Any]]:
                 continue
             yield from ({**case, "dtype": dtype} for dtype in kernel.dtypes)
             if mask == PLAIN:
+                if kernel.phase == "prefill":
+                    yield {**case, **ODD}
                 others = ({**case, "group": group} for group in GROUPS[1:])
                 yield from (other for other in others if kernel.supports(*call(other)) is None)
             default = kernel.default_config(spec, shapes)
@@ -183,8 +187,8 @@ def stored(report: sass.Report) -> dict[str, Any]:
 
 def identity(case: Mapping[str, Any]) -> str:
     """What tells two cases apart."""
-    names = ("kernel", "head_dim", "dtype", "tile", "query_tile", "mask", "group", "config")
-    return json.dumps([case[name] for name in names])
+    names = ("kernel", "head_dim", "dtype", "tile", "query_tile", "mask", "group", "config", "length")
+    return json.dumps([case.get(name) for name in names])
 
 
 def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
