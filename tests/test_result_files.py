@@ -103,15 +103,15 @@ def test_blocks_read_a_cut_file(tmp_path):
 def test_figures_compile_again_what_failed_and_what_another_commit_made(tmp_path, monkeypatch):
     path = tmp_path / "made" / "figures.json"
     now, other = CODE, OTHER
-    names = ("peer", *figures.CALLS)
+    names = ("peer", "selection", *figures.CALLS)
     held = dict.fromkeys(names, {"ms": 1.0, **now}) | {names[0]: {"ms": 1.0}}
-    held |= {names[1]: {"error": "time", **now}, names[2]: {"ms": 1.0, **other}}
+    held |= {names[2]: {"error": "time", **now}, names[3]: {"ms": 1.0, **other}}
     files.replace_text(path, json.dumps({"v6e": held}))
     asked = []
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     monkeypatch.setattr(figures, "inspect_one", lambda chip, name, limit_s: asked.append(name) or {"ms": 2.0})
     assert figures.main(["--chip", "v6e", "--out", str(path)]) == 0
-    assert asked == list(names[1:3])
+    assert asked == list(names[2:4])
     found = json.loads(path.read_text())["v6e"]
     assert found == held | dict.fromkeys(asked, {"ms": 2.0, **now})
     assert [p.name for p in path.parent.iterdir()] == [path.name]

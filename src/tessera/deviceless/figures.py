@@ -23,6 +23,7 @@ from tessera.attention.contract import AttentionSpec
 from tessera.deviceless import hlo, inspection, predict, tpu, validation
 from tessera.shapes import ceil_div
 
+COMMAND = "python -m tessera.deviceless.figures --timings FOLDER, and --report"
 SHORT, LONG = 16384, 131072
 LAYERS, ANCHORS = 32, 5
 GQA = MappingProxyType({"heads": 32, "kv_heads": 8})
@@ -78,8 +79,8 @@ def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
     spec = AttentionSpec(tile=call.pop("tile"), query_tile=call.pop("query_tile"))
     spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=spec, **call)
     result = inspection.inspect_call(chip, spec, shapes, limit_s=limit_s)
-    if not result.compiled:
-        return {"error": result.error}
+    if result.predicted_ms is None:
+        return {"error": result.error or result.bound_by}
     keys = LONG if shapes.capacity is None else shapes.capacity * spec.tile
     needed = 2 * 2 * keys * shapes.num_kv_heads * 128 + 2 * 2 * shapes.num_heads * 128
     return {
@@ -233,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     if options.report:
-        made = records(found, "python -m tessera.deviceless.figures")
+        made = records(found, COMMAND)
         evidence.append("evidence/tpu-figures.jsonl", made)
         for record in made:
             print(f"{record.what.workload}: {record.median:.3f} ({record.comparison.target}, {record.comparison.met})")
