@@ -268,6 +268,26 @@ def test_inspect_prints_one_json_object(kernel, capsys):
     assert out["spill_bytes"] == 0
 
 
+def test_a_call_that_the_chip_cannot_hold_is_an_error():
+    small = gpu.Compiled(chip="h200", error=None, compile_s=1.0, memory=dict.fromkeys(MEMORY, 10**9))
+    large = replace(small, memory=dict.fromkeys(MEMORY, 10**11))
+    assert gpu_inspection.refuse_too_large(small) is small
+    assert "HBM" in str(gpu_inspection.refuse_too_large(large).error)
+
+
+def test_where_no_kernel_of_ours_is_nothing_is_said_to_pass(capsys):
+    from tessera import cli
+
+    flags = "--chip h200 --length 256 --heads 2 --kv-heads 1 --head-dim 128 --dtype float32"
+    assert cli.main(["inspect", *flags.split()]) == 0
+    out = capsys.readouterr().out
+    assert "none to hold" in out
+    assert "passed" not in out
+
+
+MEMORY = ("argument", "output", "temp", "alias", "generated_code")
+
+
 def test_a_whole_model_is_not_inspected_for_a_gpu(capsys):
     from tessera import cli
 

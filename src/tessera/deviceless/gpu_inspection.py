@@ -5,7 +5,7 @@ the call's work and the chip's measured ceilings: it says what no kernel can bea
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ class Inspection:
         hbm_bytes, temp_bytes: main memory held while it runs, and of it what is neither argument nor result.
         steps: blocks of threads launched.
         instructions: in the code of all the call's kernels, not how often they run.
-        gates: what the code breaks, empty if nothing.
+        gates: what the code breaks, empty if nothing; None where no kernel of ours is in it.
         flops: the work's: masked and padded products do not count.
         roofline_ms: max(flops / rate, bytes / bandwidth, exponentials / rate): a bound, not a prediction.
         percent_of_peak: flops in roofline_ms over the chip's nominal rate.
@@ -60,7 +60,7 @@ class Inspection:
     temp_bytes: int | None = None
     steps: int | None = None
     instructions: Mapping[str, int] = MappingProxyType({})
-    gates: tuple[str, ...] = ()
+    gates: tuple[str, ...] | None = None
     flops: float | None = None
     roofline_ms: float | None = None
     roofline_tflops: float | None = None
@@ -104,11 +104,21 @@ def inspect_call(
     chosen = programs.kernel_named(kernel) if kernel else first_of_ours(spec, shapes)
     programs.check(chosen, spec, shapes, config, "gpu")
     program = tpu.attention_program(chosen.name, spec, shapes, config)
-    found = gpu.compile_for(chip, program, limit_s=limit_s, **where)
+    found = refuse_too_large(gpu.compile_for(chip, program, limit_s=limit_s, **where))
     about = {"chip": chip, "kernel": chosen.name, "config": str(config or found.settings or "default"), "found": found}
     if found.error is not None:
         return Inspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
     return measure(chosen, spec, shapes, found, about)
+
+
+def refuse_too_large(found: gpu.Compiled) -> gpu.Compiled:
+    """The same, with an error if the chip's main memory cannot hold it: this compiler does not ask."""
+    has = hardware.chip(found.chip).memory_bytes
+    if found.error is not None or found.hbm_bytes <= has:
+        return found
+    text = f"{format_bytes(found.hbm_bytes)} held, {found.chip} has {format_bytes(int(has))}"
+    meaning = "the chip's main memory is full: arguments, outputs and temporaries"
+    return replace(found, error=tpu.CompileError("HBM", text, meaning, "take a shorter length or a smaller batch"))
 
 
 def first_of_ours(spec: AttentionSpec, shapes: Shapes) -> Kernel:
@@ -141,7 +151,7 @@ def measure(
         temp_bytes=found.memory["temp"],
         steps=sum(r.blocks or 0 for r in reports) or None,
         instructions={name: count for name, count in counts.items() if count},
-        gates=tuple(gpu_gates.broken_program(reports)) if kernel.platform == "gpu" else (),
+        gates=tuple(gpu_gates.broken_program(reports)) if kernel.platform == "gpu" else None,
         flops=flops,
         roofline_ms=round(1e3 * seconds, 6),
         roofline_tflops=round(flops / seconds / 1e12, 3),
@@ -190,7 +200,11 @@ def print_table(result: Inspection) -> None:
         "rate at the roofline": f"{result.roofline_tflops:.1f} TFLOP/s, {result.percent_of_peak:.1f} % of nominal peak",
         "main memory": f"{format_bytes(result.hbm_bytes)} held, {format_bytes(result.temp_bytes)} of it temporary, "
         f"at least {format_bytes(result.moved_bytes)} moved",
-        "gates": "passed" if not result.gates else f"{len(result.gates)} broken",
+        "gates": "none to hold"
+        if result.gates is None
+        else f"{len(result.gates)} broken"
+        if result.gates
+        else "passed",
         "compiled in": f"{result.compile_s:.1f} s",
     }
     for name, text in rows.items():
@@ -200,7 +214,7 @@ def print_table(result: Inspection) -> None:
         console.print("  no kernel of ours in it: XLA's own code, of which nothing is read", markup=False)
     for report in result.found.kernels:
         console.print(f"  {describe(report)}", markup=False, highlight=False)
-    for text in result.gates:
+    for text in result.gates or ():
         console.print(f"  broken: {text}", style="red", markup=False, highlight=False)
 
 
