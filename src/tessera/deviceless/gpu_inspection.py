@@ -200,11 +200,7 @@ def print_table(result: Inspection) -> None:
         "rate at the roofline": f"{result.roofline_tflops:.1f} TFLOP/s, {result.percent_of_peak:.1f} % of nominal peak",
         "main memory": f"{format_bytes(result.hbm_bytes)} held, {format_bytes(result.temp_bytes)} of it temporary, "
         f"at least {format_bytes(result.moved_bytes)} moved",
-        "gates": "none to hold"
-        if result.gates is None
-        else f"{len(result.gates)} broken"
-        if result.gates
-        else "passed",
+        "gates": verdict(result.gates),
         "compiled in": f"{result.compile_s:.1f} s",
     }
     for name, text in rows.items():
@@ -216,6 +212,13 @@ def print_table(result: Inspection) -> None:
         console.print(f"  {describe(report)}", markup=False, highlight=False)
     for text in result.gates or ():
         console.print(f"  broken: {text}", style="red", markup=False, highlight=False)
+
+
+def verdict(gates: tuple[str, ...] | None) -> str:
+    """What became of the gates, in a word or two."""
+    if gates is None:
+        return "none to hold"
+    return f"{len(gates)} broken" if gates else "passed"
 
 
 def describe(report: sass.Report) -> str:
