@@ -1,6 +1,7 @@
 """Shared set-up: tests run on the CPU unless the caller says otherwise, and never touch the user's caches."""
 
 import os
+import signal
 import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -9,6 +10,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # XLA's threads on the CPU: simulated warpgroups wait on them, and two (a machine of two cores) can wait for each other.
 os.environ.setdefault("NPROC", "8")
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, which tests' child processes would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 
