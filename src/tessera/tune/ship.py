@@ -1,6 +1,7 @@
 """A finished search becomes a record, and a row of the table that dispatch reads."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ def record(task: Task, budget: Budget, found: Mapping[str, Any], command: str) -
             interleaved=True,
             check="rows of the first and last call against float64",
         ),
-        facts=facts | {"budget": vars(budget), "resumed_answers": found["replayed"]},
+        comparison=evidence.Comparison(against="default", ratio=shipped),
+        facts=facts
+        | {"budget": vars(budget), "resumed_answers": found["replayed"]}
+        | {"spec": asdict(spec), "shapes": s._asdict()},
     )
 
 
@@ -56,7 +60,7 @@ def row(task: Task, found: Mapping[str, Any], made: evidence.Record, file: Path)
         bucket=bucket,
         config=found["winner"],
         gain=round(made.median, 4),
-        record={"file": file.as_posix(), "workload": made.what.workload, "date": made.date},
+        record={"file": file.name, "workload": made.what.workload, "date": made.date},
     )
 
 
