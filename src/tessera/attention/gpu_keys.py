@@ -29,7 +29,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from tessera.attention import listed_rows, work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
 from tessera.attention.listed_blocks import NEVER, Config, Cut, cut_call
 from tessera.attention.listed_rows import Item, Refs, blocks_of, read, token_of
 from tessera.attention.warpgroup import LINE_BYTES, SHARED_BYTES, per_row, simulated, swizzled
@@ -190,9 +190,7 @@ def cut_keys(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
     """Attention over the listed keys only; not differentiable."""
-    capacity = selection.tiles.shape[-1]
-    shapes = Shapes(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], capacity, str(q.dtype))
-    cut = cut_keys(spec, shapes, config)
+    cut = cut_keys(spec, call_shapes(q, k, selection), config)
     ids = plgpu.SMEM((cut.stages, cut.block_s), jnp.int32)
     source = listed_rows.Source("gpu_keys_sparse", fetch, hide, arrivals=1, scratch=(ids,))
     k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # the model's cache is head-major: nothing moves

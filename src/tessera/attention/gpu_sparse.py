@@ -28,7 +28,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention import listed_rows, work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
 from tessera.attention.listed_blocks import NEVER, Config, Cut, cut_call
 from tessera.attention.listed_rows import Item, Refs, blocks_of, read, token_of
 from tessera.attention.warpgroup import ROWS, SHARED_BYTES, per_row, whole_lines
@@ -146,9 +146,7 @@ def by_unit(limits: list, place: Array, cut: Cut) -> Array:
 
 def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
     """Attention over the listed tiles only; not differentiable."""
-    capacity = selection.tiles.shape[-1]
-    shapes = Shapes(*q.shape[:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], capacity, str(q.dtype))
-    cut = cut_call(spec, shapes, config)
+    cut = cut_call(spec, call_shapes(q, k, selection), config)
     source = listed_rows.Source("gpu_prefill_sparse", fetch, hide, arrivals=cut.units)
     # As the model's cache holds them, [B,K,S,H]: no copy, but where S is no multiple of 8.
     k, v = (jnp.swapaxes(whole_lines(x), 1, 2) for x in (k, v))

@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import tpu_backward, work
 from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes, call_shapes
 from tessera.attention.matrix_unit import dot, widen
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
 from tessera.attention.prefill_blocks import (
@@ -254,7 +254,7 @@ def write_mass(refs: Refs, scale: Array, keys: Range, cut: Cut) -> None:
 
 def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
     """Run the kernel on [B,T,N,H] queries and [B,S,K,H] keys and values."""
-    shapes = Shapes(q.shape[0], *q.shape[1:2], k.shape[1], q.shape[2], k.shape[2], q.shape[3], None, str(q.dtype))
+    shapes = call_shapes(q, k)
     cut = cut_call(spec, shapes, config)
     batch, num_queries, num_heads, dim = q.shape
     kv_heads = k.shape[2]

@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
 from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
 from tessera.attention.matrix_unit import dot, widen
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
 from tessera.attention.prefill_rows import weigh
@@ -271,8 +271,7 @@ def write(refs: Refs, p: int, item: Item, cut: Cut) -> None:
 def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
     """Attention over the listed tiles only; not differentiable."""
     batch, num_queries, num_heads, head_dim = q.shape
-    kv_heads, capacity = k.shape[2], selection.tiles.shape[-1]
-    shapes = Shapes(batch, num_queries, k.shape[1], num_heads, kv_heads, head_dim, capacity, str(q.dtype))
+    kv_heads, shapes = k.shape[2], call_shapes(q, k, selection)
     cut = cut_call(spec, shapes, config)
     k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
     if cut.num_keys > k.shape[2]:  # only lengths that are no multiple of 16 are padded: a copy must start at one

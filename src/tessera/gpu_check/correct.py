@@ -15,7 +15,7 @@ import numpy as np
 
 from tessera import oracle, trials, verify
 from tessera.attention import tuned
-from tessera.attention.contract import AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.contract import TILES, AttentionSpec, Kernel, Positions, Shapes
 from tessera.evidence import How, What
 from tessera.gpu_check import calls, layout
 from tessera.gpu_check.session import Session, until_late
@@ -23,7 +23,6 @@ from tessera.workloads import Workload, tagged
 
 DTYPES = ("bfloat16", "float16")
 WIDE = 256
-TILES = (1, 16, 32, 64, 128)
 DRY = {
     "prefill": Workload(
         name="dry_prefill",
