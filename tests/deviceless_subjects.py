@@ -109,27 +109,3 @@ def slow():
     import time
 
     time.sleep(600)
-
-
-def prefill_gradient(length, dim, dtype):
-    """dq, dk and dv of a causal prefill, 8 query heads on 2 KV heads: q, K and V head-major, out flat."""
-    from tessera.attention import tpu_backward
-    from tessera.attention.contract import AttentionSpec, Positions, Shapes
-
-    heads, kv_heads = 8, 2
-    spec, shapes = AttentionSpec(), Shapes(1, length, length, heads, kv_heads, dim, None, dtype)
-    config = tpu_backward.default_config(spec, shapes)
-
-    def gradients(q, k, v, out, lse, d_out, d_lse, positions):
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-        out, d_out = (x.reshape(1, length, heads, dim) for x in (out, d_out))
-        result = tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions, config=config)
-        return tuple(jnp.swapaxes(x, 1, 2) for x in result)
-
-    q = jax.ShapeDtypeStruct((1, heads, length, dim), dtype)
-    k = jax.ShapeDtypeStruct((1, kv_heads, length, dim), dtype)
-    out = jax.ShapeDtypeStruct((1, length, heads * dim), dtype)
-    lse = jax.ShapeDtypeStruct((1, length, heads), jnp.float32)
-    positions = Positions(*[jax.ShapeDtypeStruct((1,), jnp.int32)] * 3)
-    about = {"executions": tpu_backward.executions(spec, shapes, config), "settings": str(config)}
-    return gradients, (q, k, k, out, lse, out, lse, positions), about

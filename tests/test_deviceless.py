@@ -180,13 +180,19 @@ def test_an_unknown_chip_is_refused():
         tpu.compile_for("v3", {})
 
 
-NAMES = sorted(kernel.name for kernel in sweep.tpu_kernels())
+NAMES = [*sorted(kernel.name for kernel in sweep.tpu_kernels()), sweep.GRADIENT]
 FAST = dict.fromkeys([*itertools.product(("v5e", "v7x"), NAMES), *zip(itertools.cycle(tpu.TOPOLOGIES), NAMES)])
 """Every kernel where the matrix unit is narrow and where it is wide, and some of them on each of the other chips."""
 
 
+@pytest.fixture(scope="module")
+def compiler():
+    with tpu.Compiler() as found:
+        yield found
+
+
 @pytest.mark.parametrize(("chip", "kernel"), FAST)
-def test_kernels_compile_with_their_own_blocks(chip, kernel):
+def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
     """A fast part of `python -m tessera.deviceless.sweep`: a short call."""
     case = {
         "chip": chip,
@@ -196,8 +202,25 @@ def test_kernels_compile_with_their_own_blocks(chip, kernel):
         "tile": 128,
         "length": 1024,
     }
-    result = sweep.compile_case(case, limit_s=300)
+    result = sweep.compile_case(case, compiler, limit_s=300)
     assert result["error"] is None
+
+
+def test_a_compiler_goes_on_after_a_program_that_takes_too_long_and_one_that_is_wrong():
+    good = tpu.attention_program("tpu_decode_dense", *inspection.call(
+        role="dense", phase="decode", batch=1, length=512, heads=2, kv_heads=1, head_dim=128, dtype="bfloat16",
+        spec=AttentionSpec(), fraction=1.0,
+    ))  # fmt: skip
+    with tpu.Compiler(paths=[str(Path(__file__).parent)]) as compiler:
+        late = compiler.compile("v6e", tpu.factory_program("deviceless_subjects:slow"), limit_s=3.0)
+        wrong = compiler.compile("v5e", tpu.factory_program("json:nothing"))
+        found = compiler.compile("v5p", good)
+        again = compiler.compile("v6e", good)
+    assert (late.error.kind, wrong.error.kind) == ("time", "program")
+    assert "json" in wrong.error.text
+    assert found.error is again.error is None
+    assert found.memory["argument"] > 0
+    assert found.schedules == ()
 
 
 def test_the_sweep_covers_every_kernel_chip_and_head_dim():
@@ -205,7 +228,9 @@ def test_the_sweep_covers_every_kernel_chip_and_head_dim():
     seen = {(c["chip"], c["kernel"], c["head_dim"], c["dtype"]) for c in found}
     wanted = {(chip, k.name, dim, dtype) for k in sweep.tpu_kernels() for chip in tpu.TOPOLOGIES
               for dim in sweep.HEAD_DIMS for dtype in k.dtypes}  # fmt: skip
-    assert seen == wanted
+    gradient = itertools.product(tpu.TOPOLOGIES, [sweep.GRADIENT], sweep.HEAD_DIMS, ("bfloat16", "float32"))
+    assert seen == wanted | set(gradient)
+    assert len({sweep.identity(case) for case in found}) == len(found)
 
 
 KEYS = (

@@ -155,7 +155,9 @@ def test_executions_count_every_turn_of_a_small_call():
 )
 def test_compiles_and_keeps_the_matrix_unit_busy(chip, length, dim, dtype):
     """One of each; every scope of the schedule has its count, and no array around the kernel is copied."""
-    program = tpu.factory_program("deviceless_subjects:prefill_gradient", length=length, dim=dim, dtype=dtype)
+    program = tpu.factory_program(
+        "tessera.deviceless.programs:tpu_gradient_call", length=length, head_dim=dim, dtype=dtype
+    )
     found = tpu.compile_for(chip, program, paths=[str(Path(__file__).parent)], limit_s=200)
     assert found.error is None
     assert not predict.predict(found, found.executions).assumed

@@ -7,15 +7,10 @@ nvdisasm), no driver and no GPU. A compiler error is a result: `Compiled.error` 
 way out.
 """
 
-import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +22,7 @@ from jax._src.pallas.mosaic.error_handling import MosaicError
 from jax._src.pallas.mosaic_gpu.lowering import LoweringError
 
 from tessera.deviceless import sass
+from tessera.deviceless.processes import Process
 from tessera.deviceless.programs import attention_call
 from tessera.deviceless.targets import TARGETS
 from tessera.deviceless.tpu import LONGEST_TEXT, CompileError, Meaning, out_of_time
@@ -144,9 +140,7 @@ class Compiler:
         if chip not in TARGETS:
             raise ValueError(f"{chip=} must be one of {', '.join(TARGETS)}")
         self.chip, self._target = chip, TARGETS[chip].read_text()
-        nice = ["nice", "-n", str(niceness)] if niceness else []
-        self._command, self._environment = [*nice, python or sys.executable, "-P", str(WORKER)], environment(paths)
-        self._process: subprocess.Popen | None = None
+        self._process = Process([python or sys.executable, "-P", str(WORKER)], environment(paths), niceness)
 
     def compile(self, program: Mapping[str, Any], *, limit_s: float = 300.0) -> Compiled:
         """Compile a program from `tpu.attention_program` or `tpu.factory_program`.
@@ -155,7 +149,7 @@ class Compiler:
             limit_s: seconds after which the process is ended; then the error's kind is "time".
         """
         with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
-            reply = self._ask({**program, "target": self._target, "dump": folder}, limit_s)
+            reply = self._process.ask({**program, "target": self._target, "dump": folder}, limit_s)
             if not reply["compiled"]:
                 late = limit_s if reply["stage"] == "time" else None
                 error = explain(reply["error"], said=reply.get("said", ""), limit_s=late, stage=reply["stage"])
@@ -171,73 +165,15 @@ class Compiler:
                 program=plain((Path(folder) / "program.hlo").read_text()),
             )
 
-    def _ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """The worker's reply; of stage "time" if it was ended, "compile" if it died of the request."""
-        if self._process is None:
-            pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            self._process = subprocess.Popen(
-                self._command, **pipe, env=self._environment, text=True, start_new_session=True
-            )
-            self._errors = Tail(self._process.stderr)
-        late = threading.Event()
-        timer = threading.Timer(limit_s, self._end, [late])
-        timer.start()
-        try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        finally:
-            timer.cancel()
-        if line:
-            return json.loads(line)
-        status = self.close()
-        if late.is_set():
-            return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s}
-        return {"compiled": False, "stage": "compile", "error": f"it died with status {status}: {self._errors.text()}"}
-
-    def _end(self, late: threading.Event) -> None:
-        late.set()
-        os.killpg(self._process.pid, signal.SIGKILL)
-
     def close(self) -> int | None:
         """End the process; its exit status."""
-        if self._process is None:
-            return None
-        process, self._process = self._process, None
-        process.stdin.close()
-        try:
-            status = process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            status = process.wait()
-        self._errors.join()
-        process.stdout.close()
-        process.stderr.close()
-        return status
+        return self._process.close()
 
     def __enter__(self) -> "Compiler":
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-class Tail(threading.Thread):
-    """Reads a stream to its end, so that its writer never waits, and keeps the last lines."""
-
-    def __init__(self, stream):
-        super().__init__(daemon=True)
-        self._stream, self._lines = stream, deque(maxlen=3)
-        self.start()
-
-    def run(self) -> None:
-        self._lines.extend(line.strip() for line in self._stream)
-
-    def text(self) -> str:
-        """The last three lines."""
-        return " ".join(self._lines)
+        self._process.__exit__(*exc)
 
 
 def environment(paths: Sequence[str] = ()) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Programs to compile without a chip: attention calls as the model makes them, and the choice of key tiles."""
+"""Programs to compile without a chip: attention calls as the model makes them, gradients, the choice of key tiles."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera.attention import gpu_cudnn, tuned
+from tessera.attention import gpu_cudnn, tpu_backward, tuned
 from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.selection import select_tiles
@@ -92,3 +92,28 @@ def selection_call(
     spec = AttentionSpec(tile=tile, query_tile=query_tile)
     mass = jax.ShapeDtypeStruct((1, kv_heads, ceil_div(length, query_tile), ceil_div(length, tile)), jnp.float32)
     return lambda mass_BKIJ: select_tiles(mass_BKIJ, spec, fraction=fraction), (mass,)
+
+
+def tpu_gradient_call(
+    length: int, head_dim: int, dtype: str, heads: int = 8, kv_heads: int = 2
+) -> tuple[Any, tuple, dict]:
+    """(function, abstract arguments, about) of dq, dk and dv of a causal prefill, batch 1, on a TPU.
+
+    q, K, V and the gradients are head-major, out and its cotangent flat, as in `attention_call`.
+    """
+    spec, shapes = AttentionSpec(), Shapes(1, length, length, heads, kv_heads, head_dim, None, dtype)
+    config = tpu_backward.default_config(spec, shapes)
+
+    def gradients(q, k, v, out, lse, d_out, d_lse, positions):
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+        out, d_out = (x.reshape(1, length, heads, head_dim) for x in (out, d_out))
+        result = tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions, config=config)
+        return tuple(jnp.swapaxes(x, 1, 2) for x in result)
+
+    q = jax.ShapeDtypeStruct((1, heads, length, head_dim), dtype)
+    k = jax.ShapeDtypeStruct((1, kv_heads, length, head_dim), dtype)
+    out = jax.ShapeDtypeStruct((1, length, heads * head_dim), dtype)
+    lse = jax.ShapeDtypeStruct((1, length, heads), jnp.float32)
+    positions = Positions(*[jax.ShapeDtypeStruct((1,), jnp.int32)] * 3)
+    about = {"executions": dict(tpu_backward.executions(spec, shapes, config)), "settings": str(config)}
+    return gradients, (q, k, k, out, lse, out, lse, positions), about

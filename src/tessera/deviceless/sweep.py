@@ -1,4 +1,4 @@
-"""Compiles every TPU kernel for every chip, head dim, dtype and tile it claims: one command, hours on two cores.
+"""Compiles every TPU kernel for every chip, head dim, dtype and tile it claims: one command, an hour on two cores.
 
 python -m tessera.deviceless.sweep --chip v6e            # goes on where it stopped; --list says what is to do
 python -m tessera.deviceless.sweep --report              # one record: what compiled, what did not and why
@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -23,36 +24,32 @@ from tessera.deviceless import inspection, tpu
 
 HEAD_DIMS = (64, 128, 256)
 TILES = (16, 32, 64, 128)
-LENGTHS = (("prefill", 8192), ("decode", 131072))
+LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
 COMMAND = "python -m tessera.deviceless.sweep; python -m tessera.deviceless.sweep --report"
 CODE = ("commit", "dirty")
 """What a line says of the code that made it."""
 LONG = 1 << 20
 """Index lists are streamed, so that this many tokens compile too."""
+WHOLE = 131072
+GRADIENT = "tpu_backward"
+"""How the gradient of dense prefill is called here: no kernel of the table, dense prefill's own part."""
 
 
-def cases(chips: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Every case: chip, kernel, head dim, dtype, tile, length; tiles only where the role has them."""
-    for chip, kernel, head_dim in product(chips, tpu_kernels(), HEAD_DIMS):
-        length = dict(LENGTHS)[kernel.phase]
-        for dtype, tile in product(kernel.dtypes, TILES if kernel.role != "dense" else (128,)):
-            yield {
-                "chip": chip,
-                "kernel": kernel.name,
-                "head_dim": head_dim,
-                "dtype": dtype,
-                "tile": tile,
-                "length": length,
-            }
-        if head_dim == 128:
-            yield {
-                "chip": chip,
-                "kernel": kernel.name,
-                "head_dim": 128,
-                "dtype": "bfloat16",
-                "tile": 128,
-                "length": LONG,
-            }
+def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Every case: chip, kernel, head dim, dtype, tile, length; tiles only where the role has them.
+
+    Each kernel meets every head dim, dtype and tile at one length, and the longest calls once: 1,048,576 keys (the last
+    2,048 queries of a prefill), and prefill of 131,072 tokens whole. The gradient of dense prefill comes last.
+    """
+    names = ("chip", "kernel", "head_dim", "dtype", "tile", "length")
+    for chip, kernel in product(chips, tpu_kernels()):
+        for head_dim, dtype in product(HEAD_DIMS, kernel.dtypes):
+            for tile in TILES if kernel.role != "dense" else (128,):
+                yield dict(zip(names, (chip, kernel.name, head_dim, dtype, tile, LENGTHS[kernel.phase])))
+        for length in (LONG, *((WHOLE,) if kernel.phase == "prefill" else ())):
+            yield dict(zip(names, (chip, kernel.name, 128, "bfloat16", 128, length)))
+    for chip, head_dim, dtype in product(chips, HEAD_DIMS, ("bfloat16", "float32")):
+        yield dict(zip(names, (chip, GRADIENT, head_dim, dtype, 128, LENGTHS["prefill"])))
 
 
 def tpu_kernels() -> tuple[Kernel, ...]:
@@ -60,8 +57,26 @@ def tpu_kernels() -> tuple[Kernel, ...]:
     return tuple(kernel for kernel in KERNELS if kernel.platform == "tpu")
 
 
-def compile_case(case: dict[str, Any], limit_s: float, niceness: int = 0) -> dict[str, Any]:
-    """The case with what became of it; a chunk of 2,048 queries where the length is extreme."""
+def compile_case(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float) -> dict[str, Any]:
+    """The case with what became of it."""
+    try:
+        program = program_of(case)
+    except ValueError as error:
+        return {**case, "compiled": False, "error": f"refused: {error}"}
+    found = compiler.compile(case["chip"], program, limit_s=limit_s)
+    error = None if found.error is None else str(found.error)
+    return {**case, "compiled": error is None, "error": error, "compile_s": round(found.compile_s, 1)}
+
+
+def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
+    """The program of a case: batch 1, 8 query heads on 2 KV heads, a tenth of the tiles where sparse.
+
+    Raises:
+        ValueError: the kernel refuses the call.
+    """
+    if case["kernel"] == GRADIENT:
+        sizes = {name: case[name] for name in ("length", "head_dim", "dtype")}
+        return tpu.factory_program("tessera.deviceless.programs:tpu_gradient_call", **sizes)
     kernel = next(k for k in KERNELS if k.name == case["kernel"])
     spec, shapes = inspection.call(
         role=kernel.role,
@@ -78,11 +93,8 @@ def compile_case(case: dict[str, Any], limit_s: float, niceness: int = 0) -> dic
     )
     reason = kernel.supports(spec, shapes)
     if reason is not None:
-        return {**case, "compiled": False, "error": f"refused: {reason}"}
-    program = tpu.attention_program(kernel.name, spec, shapes)
-    found = tpu.compile_for(case["chip"], program, limit_s=limit_s, niceness=niceness)
-    error = None if found.error is None else str(found.error)
-    return {**case, "compiled": error is None, "error": error, "compile_s": round(found.compile_s, 1)}
+        raise ValueError(reason)
+    return tpu.attention_program(kernel.name, spec, shapes)
 
 
 def identity(case: Mapping[str, Any]) -> tuple:
@@ -154,17 +166,19 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     code = asdict(evidence.code())
     done = {identity(line) for line in found if is_done(line, code)}
-    wanted = [case for case in cases(tuple(options.chip or tpu.TOPOLOGIES)) if options.kernel in case["kernel"]]
+    wanted = [case for case in cases(options.chip or tuple(tpu.TOPOLOGIES)) if options.kernel in case["kernel"]]
     todo = [case for case in wanted if identity(case) not in done]
     random.Random(0).shuffle(todo)  # a sweep that is cut short has seen something of everything
     if options.list:
         print("\n".join(json.dumps(case) for case in todo))
         return 0
-    for number, case in enumerate(todo, start=1):
-        result = compile_case(case, options.limit_s, options.niceness) | code
-        found.append(result)
-        files.append_line(options.out, result)
-        print(f"{number}/{len(todo)} {' '.join(map(str, case.values()))}: {result['error'] or 'ok'}"[:240], flush=True)
+    with tpu.Compiler(niceness=options.niceness) as compiler:
+        for number, case in enumerate(todo, start=1):
+            result = compile_case(case, compiler, options.limit_s) | code
+            found.append(result)
+            files.append_line(options.out, result)
+            said = " ".join(map(str, case.values()))
+            print(f"{number}/{len(todo)} {said}: {result['error'] or 'ok'}"[:240], flush=True)
     return 0 if all(case["compiled"] for case in of_last_code(found, identity)) else 1
 
 

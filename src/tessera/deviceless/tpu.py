@@ -4,15 +4,12 @@ A compiler error is a result: `Compiled.error` says what failed, what it means a
 "deviceless") beside jax, in this interpreter or in the one that the call names; no chip.
 """
 
-import json
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,6 +17,7 @@ from typing import Any, NamedTuple
 from tessera import hardware
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.deviceless import hlo, schedule
+from tessera.deviceless.processes import Process
 
 WORKER = Path(__file__).with_name("tpu_worker.py")
 
@@ -116,10 +114,10 @@ class Compiled:
     chip: str
     error: CompileError | None
     compile_s: float
-    memory: Mapping[str, int]
-    cost: Mapping[str, float]
-    schedules: tuple[schedule.Schedule, ...]
-    operations: tuple[hlo.Operation, ...]
+    memory: Mapping[str, int] = MappingProxyType({})
+    cost: Mapping[str, float] = MappingProxyType({})
+    schedules: tuple[schedule.Schedule, ...] = ()
+    operations: tuple[hlo.Operation, ...] = ()
     entry: str = ""
     executions: Mapping[str, float] | None = None
     settings: str | None = None
@@ -171,43 +169,85 @@ def compile_for(
     Raises:
         ValueError: the chip is unknown, or the child could not start the compiler at all.
     """
+    request = {**program, "topology": topology or topology_of(chip), "devices": devices}
+    with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
+        request["dump"] = folder
+        with Process(worker(python), environment(folder, paths), niceness) as process:
+            found = compiled(chip, process.ask(request, limit_s), limit_s)
+        if found.error is not None:
+            return found
+        text = (Path(folder) / "program.hlo").read_text()
+        return replace(
+            found,
+            schedules=schedule.read(Path(folder), hlo.kernel_names(text)),
+            operations=hlo.operations(text),
+            entry=hlo.plain_entry(text),
+            program=text,
+        )
+
+
+class Compiler:
+    """A process that compiles one program after another, for any of the chips; what it takes too long for ends it.
+
+    It leaves no schedule and no text of the program: the compiler writes those to one folder a process, and writing
+    them is a third of its time. Whether a program compiles, and how long that takes, is all that is asked.
+    """
+
+    def __init__(self, *, paths: Sequence[str] = (), niceness: int = 0):
+        self._process = Process(worker(), environment(None, paths), niceness)
+
+    def compile(self, chip: str, program: Mapping[str, Any], *, limit_s: float = 300.0) -> Compiled:
+        """Compile a program from `attention_program` or `factory_program`; see `compile_for`."""
+        return compiled(chip, self._process.ask({**program, "topology": topology_of(chip)}, limit_s), limit_s)
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.__exit__(*exc)
+
+
+def topology_of(chip: str) -> str:
+    """The smallest topology of a chip.
+
+    Raises:
+        ValueError: the chip is unknown.
+    """
     if chip not in TOPOLOGIES:
         raise ValueError(f"{chip=} must be one of {', '.join(TOPOLOGIES)}")
-    with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
-        request = {**program, "topology": topology or TOPOLOGIES[chip], "devices": devices, "dump": folder}
-        command = [python or sys.executable, "-P", str(WORKER)]
-        reply = ask(command, request, environment(folder, paths), limit_s, niceness)
-        if not reply["compiled"]:
-            error = explain(reply["error"], limit_s if reply["stage"] == "time" else None)
-            return Compiled(
-                chip=chip,
-                error=error,
-                compile_s=reply.get("compile_s", 0.0),
-                memory={},
-                cost={},
-                schedules=(),
-                operations=(),
-            )
-        program_text = (Path(folder) / "program.hlo").read_text()
-        kernels = hlo.kernel_names(program_text)
+    return TOPOLOGIES[chip]
+
+
+def worker(python: str | None = None) -> list[str]:
+    """What starts a worker, in this interpreter or another."""
+    return [python or sys.executable, "-P", str(WORKER)]
+
+
+def compiled(chip: str, reply: Mapping[str, Any], limit_s: float) -> Compiled:
+    """What a worker's reply says.
+
+    Raises:
+        ValueError: the worker could not start the compiler at all.
+    """
+    if reply["compiled"]:
         return Compiled(
             chip=chip,
             error=None,
             compile_s=reply["compile_s"],
             memory=reply["memory"],
             cost=reply["cost"],
-            schedules=schedule.read(Path(folder), kernels),
-            operations=hlo.operations(program_text),
-            entry=hlo.plain_entry(program_text),
             executions=reply["about"].get("executions"),
             settings=reply["about"].get("settings"),
             about=reply["about"],
-            program=program_text,
         )
+    if (reply.get("status") or 0) > 0:  # below 0 a signal ended it: the compiler itself died, which is a result too
+        raise ValueError(f"the compiler did not start: {reply['error']}")
+    error = explain(reply["error"], limit_s if reply["stage"] == "time" else None)
+    return Compiled(chip=chip, error=error, compile_s=reply.get("compile_s", 0.0))
 
 
-def environment(folder: str, paths: Sequence[str] = ()) -> dict[str, str]:
-    """The child's environment: jax on CPU, libtpu that looks for no chip and dumps the schedule into the folder."""
+def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[str, str]:
+    """The child's environment: jax on CPU, libtpu that looks for no chip; the schedule goes to the folder, if any."""
     found = dict(os.environ)
     found |= {
         "JAX_PLATFORMS": "cpu",
@@ -217,37 +257,11 @@ def environment(folder: str, paths: Sequence[str] = ()) -> dict[str, str]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_LOAD_LIBRARY": "1",  # libtpu lets one process a machine in, for the chip's sake; here is none
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": " ".join((f"--xla_jf_dump_to={folder}", *FLAGS)),
+        "LIBTPU_INIT_ARGS": " ".join((f"--xla_jf_dump_to={folder}", *FLAGS)) if folder else "",
     }
     if paths:
         found["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
     return found
-
-
-def ask(command: list[str], request: dict, env: dict, limit_s: float, niceness: int = 0) -> dict:
-    """The reply of a worker started for this request; {"compiled": False, "stage": "time"} if it was ended.
-
-    Raises:
-        ValueError: the worker could not start the compiler at all.
-    """
-    command = ["nice", "-n", str(niceness), *command] if niceness else command
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True,
-        start_new_session=True,
-    ) as child:  # fmt: skip
-        try:
-            out, err = child.communicate(json.dumps(request), timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s}
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-    if child.returncode == 0:
-        return json.loads(out)
-    last = " ".join(err.strip().splitlines()[-3:])
-    if child.returncode < 0:  # the compiler itself died: a result too
-        return {"compiled": False, "stage": "compile", "error": f"it died with signal {-child.returncode}: {last}"}
-    raise ValueError(f"the compiler did not start: {last}")
 
 
 def explain(text: str, limit_s: float | None = None) -> CompileError:

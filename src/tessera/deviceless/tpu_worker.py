@@ -1,8 +1,9 @@
-"""Compiles one program for a TPU that is not there; runs alone in a process, since libtpu initialises once.
+"""Compiles for TPUs that are not there; runs alone in a process, since libtpu initialises once.
 
-Reads one JSON request from standard input and writes one JSON reply to standard output. Run as a file
+Reads JSON requests from standard input, a line each, and answers each with a line of JSON on standard output. Asked for
+a `dump`, it answers one request alone: libtpu names one folder a process for its schedules. Run as a file
 (`python -P tpu_worker.py`) it needs jax and libtpu only, so that peers compile in environments without tessera.
-The environment variables that libtpu reads are set by whoever starts it (`tessera.deviceless.tpu.run`).
+The environment variables that libtpu reads are set by whoever starts it (`tessera.deviceless.tpu.environment`).
 
 A request names a kernel of `tessera.attention.dispatch` with its spec, shapes and config, or a factory
 "module:function" whose keyword arguments are JSON and which returns (function, abstract arguments), or a third value
@@ -19,15 +20,18 @@ import threading
 import time
 import traceback
 
+ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError)
+"""What a compiler, or a program that is wrong before it meets one, raises."""
+
 
 def main() -> int:
-    """Answer the one request."""
+    """Answer requests until there are no more."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to stderr and cannot break the protocol
-    request = json.loads(sys.stdin.read())
     threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
-    json.dump(answer(request), replies)
-    replies.close()
+    for line in sys.stdin:
+        replies.write(json.dumps(answer(json.loads(line))) + "\n")
+        replies.flush()
     return 0
 
 
@@ -43,6 +47,7 @@ def answer(request: dict) -> dict:
     import jax
     from jax.experimental import topologies
 
+    jax.clear_caches()  # of the request before: hundreds of programs would fill the memory
     stage, start = "trace", time.perf_counter()
     try:
         topology = topologies.get_topology_desc(topology_name=request["topology"], platform="tpu")
@@ -54,7 +59,7 @@ def answer(request: dict) -> dict:
             lowered = traced.lower(lowering_platforms=("tpu",))
         stage, traced_at = "compile", time.perf_counter()
         compiled = lowered.compile(compiler_options=request.get("compiler_options"))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError, KeyError, LookupError) as error:
+    except ERRORS as error:
         short = f"{type(error).__name__}: {error}"
         took, trace = time.perf_counter() - start, traceback.format_exc()[-4000:]
         return {"compiled": False, "stage": stage, "error": short, "compile_s": took, "trace": trace}
