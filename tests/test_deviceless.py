@@ -211,7 +211,7 @@ def test_a_compiler_goes_on_after_a_program_that_takes_too_long_and_one_that_is_
         role="dense", phase="decode", batch=1, length=512, heads=2, kv_heads=1, head_dim=128, dtype="bfloat16",
         spec=AttentionSpec(), fraction=1.0,
     ))  # fmt: skip
-    with tpu.Compiler(paths=[str(Path(__file__).parent)]) as compiler:
+    with tpu.Compiler(paths=[str(HERE)]) as compiler:
         late = compiler.compile("v6e", tpu.factory_program("deviceless_subjects:slow"), limit_s=3.0)
         wrong = compiler.compile("v5e", tpu.factory_program("json:nothing"))
         found = compiler.compile("v5p", good)
