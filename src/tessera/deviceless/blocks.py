@@ -26,7 +26,7 @@ from tessera import evidence, files
 from tessera.attention import tuned
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
 from tessera.attention.dispatch import choose
-from tessera.deviceless import inspection, predict, tpu
+from tessera.deviceless import inspection, predict, sweep, tpu
 
 ANY = 1 << 20
 """Longest call that a row is for."""
@@ -56,6 +56,8 @@ class Case:
     queries: int | None = None
     heads: int = 32
     kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
     batch: int = 1
     tile: int = 128
     query_tile: int = 32
@@ -64,7 +66,7 @@ class Case:
     like: str | None = None
 
     def call(self) -> tuple[AttentionSpec, Shapes]:
-        """(spec, shapes): head dim 128, bfloat16, `fraction` of the key tiles where sparse."""
+        """(spec, shapes); `fraction` of the key tiles where sparse."""
         return inspection.call(
             role=self.role,
             phase=self.phase,
@@ -73,8 +75,8 @@ class Case:
             queries=self.queries,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            head_dim=128,
-            dtype="bfloat16",
+            head_dim=self.head_dim,
+            dtype=self.dtype,
             spec=AttentionSpec(tile=self.tile, query_tile=self.query_tile),
             fraction=self.fraction,
         )
@@ -117,6 +119,10 @@ CASES = MappingProxyType(
                             intervals={**WHOLE, "num_keys": (49152, 131072)}, like="score"),
         "dense, a chunk": Case(role="dense", length=32768, queries=2048,
                                intervals={"num_queries": (1024, 4095), "num_keys": (8192, ANY)}, like="dense"),
+        "dense, head dim 64": Case(role="dense", length=16384, head_dim=64, intervals={**WHOLE, "num_keys": MIDDLE}),
+        "dense, head dim 256": Case(role="dense", length=16384, head_dim=256, heads=16, kv_heads=4,
+                                    intervals={**WHOLE, "num_keys": MIDDLE}),
+        "dense, float32": Case(role="dense", length=16384, dtype="float32", intervals={**WHOLE, "num_keys": MIDDLE}),
     }
 )  # fmt: skip
 """Calls worth a row, in the order they are searched."""
@@ -254,7 +260,7 @@ def record_of(chip: str, name: str, lines: list[dict]) -> evidence.Record:
     spec, shapes = case.call()
     default = next(line for line in lines if line["default"])
     gain = default["ms"] / best["ms"] if "ms" in default else None
-    return evidence.make(
+    record = evidence.make(
         evidence.What(
             op="block sizes",
             kernel=kernel_of(case).name,
@@ -274,6 +280,7 @@ def record_of(chip: str, name: str, lines: list[dict]) -> evidence.Record:
             "candidates": [{k: v for k, v in x.items() if k not in ("chip", "case", "default")} for x in lines],
         },
     )
+    return sweep.of_its_code(record, lines[-1])
 
 
 def row_of(name: str, record: evidence.Record) -> tuned.Row:
