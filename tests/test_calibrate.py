@@ -90,7 +90,7 @@ def test_the_metrics_say_what_the_plan_keeps(plan, model, rows):
     assert np.all(recall[~anchors] > density[~anchors] + 0.1)  # the chosen keys hold more than their share
     assert np.all(density[~anchors] < 0.6)
     bad = replace(Kascade.from_plan(plan), anchors=(0, 1, 3))
-    (worse, _), *_ = run_window(model, np.asarray(rows[3], np.int32), RecallRecorder(kascade=bad), 384)
+    (worse, _), *_ = run_window(model, np.asarray(rows[3], np.int32), RecallRecorder(policy=bad, dense=True), 384)
     assert np.mean(worse.held / worse.total) < np.mean(recall)
     assert plan.metrics["perplexity_dense"] > 1
     assert plan.metrics["perplexity_kascade"] == pytest.approx(plan.metrics["perplexity_dense"], rel=0.05)

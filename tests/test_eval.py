@@ -1,17 +1,24 @@
 """`tessera eval`: tasks fit their length and can be answered from their text, fidelity is what it says."""
 
 import dataclasses
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import save_tiny
+from tiny import PLAN, save_tiny
 
+from tessera import calibrate, evidence, generate
 from tessera import eval as evaluation
-from tessera import evidence, generate
+from tessera.attention.contract import AttentionSpec, Positions
 from tessera.eval import tasks
-from tessera.eval.fidelity import fidelity
-from tessera.sparse.baselines import Dense, Window
+from tessera.eval.fidelity import fidelity, last_hidden, recall
+from tessera.sparse.baselines import Dense, Oracle, Window
+from tessera.sparse.contract import Policy
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.reads import shapes_of
+from tessera.sparse.recording import RecallRecorder
 
 TEXT = "".join(f"line {i} of some filler, which says nothing that matters.\n" for i in range(400))
 BYTES = tasks.Hay(text=TEXT, count=lambda text: len(text.encode()) + 1)
@@ -121,6 +128,147 @@ def test_fidelity_is_the_divergence_of_the_models_logits(model):
     assert found.agreement == pytest.approx(float((pair[0].argmax(-1) == pair[1].argmax(-1)).mean()))
 
 
+class TapState(NamedTuple):
+    inner: Any
+    q: jax.Array
+    k: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tap(Policy):
+    """A policy's own run, with every layer's q and k kept."""
+
+    policy: Policy
+
+    @property
+    def query_tile(self):
+        return self.policy.query_tile
+
+    def init_state(self, num_layers, shapes, spec):
+        q = (num_layers, shapes.num_queries, shapes.num_heads, shapes.head_dim)
+        k = (num_layers, shapes.num_keys, shapes.num_kv_heads, shapes.head_dim)
+        return TapState(self.policy.init_state(num_layers, shapes, spec), jnp.zeros(q), jnp.zeros(k))
+
+    def attend(self, layer, q, k, v, spec, positions, state):
+        out, inner = self.policy.attend(layer, q, k, v, spec, positions, state.inner)
+        return out, TapState(inner, state.q.at[layer].set(q[0]), state.k.at[layer].set(k[0]))
+
+
+def brute_force(q, k, allowed):
+    """Share of the softmax on the keys that a row may read: q [T,N,H], k [S,K,H], allowed [T,K,S] -> [K]."""
+    group = q.shape[1] // k.shape[1]
+    scores = np.einsum("tnh,snh->tns", q, k.repeat(group, 1)) / np.sqrt(q.shape[-1])
+    scores = np.where(np.tri(len(q), len(k), dtype=bool)[:, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    kept = (weights * allowed.repeat(group, 1)).sum(-1) / weights.sum(-1)
+    return kept.reshape(len(q), -1, group).mean((0, 2))
+
+
+def window_keys(policy, length):
+    """[T,K,S] by the words of `Window`: tiles with a sink, or with a key in the window of any row of the query tile."""
+    allowed = np.zeros((length, 2, length), bool)
+    for row in range(length):
+        first = row // policy.query_tile * policy.query_tile
+        rows = range(first, min(first + policy.query_tile, length))
+        wanted = {*range(policy.sinks)} | {s for r in rows for s in range(max(r - policy.window + 1, 0), r + 1)}
+        tiles = sorted({s // policy.tile for s in wanted})
+        allowed[row] = np.isin(np.arange(length) // policy.tile, tiles)
+    return allowed
+
+
+def listed_keys(selections, heads, length):
+    """[T,K,S] of an anchor's selections, chunk after chunk, for a layer whose heads use the anchor's `heads`."""
+    allowed, tile, row = np.zeros((length, 2, length), bool), PLAN.tile, 0
+    for selection in selections:
+        for i in range(selection.count.shape[-1]):
+            rows, row = slice(row, row + PLAN.query_tile), row + PLAN.query_tile
+            for head, used in enumerate(heads):
+                tiles = selection.tiles[0, used, i, : selection.count[0, used, i]]
+                allowed[rows, head] = np.isin(np.arange(length) // tile, tiles)
+    return allowed
+
+
+@pytest.mark.parametrize("name", ["window", "kascade"])
+def test_recall_is_the_softmax_on_the_keys_read_per_head(model, monkeypatch, name):
+    monkeypatch.setattr(calibrate, "CHUNK", 64)  # several chunks, the last one cut short
+    length = 201
+    window = np.random.default_rng(2).integers(0, 256, length).astype(np.int32)
+    kascade = Kascade.from_plan(dataclasses.replace(PLAN, crossover_tokens=0))
+    policy = Window(window=20, sinks=5, tile=16, query_tile=16) if name == "window" else kascade
+    states = [state for state, _ in calibrate.run_window(model, window, Tap(policy=policy), length)]
+    q = np.concatenate([state.q for state in states], 1)[:, :length].astype(float)
+    k = states[-1].k[:, :length].astype(float)
+    if name == "window":
+        allowed = [window_keys(policy, length)] * 3
+    else:
+        anchor = [state.inner.selection for state in states]
+        allowed = [np.ones((length, 2, length)), *(listed_keys(anchor, heads, length) for heads in PLAN.head_map[1:])]
+    wanted = [brute_force(*layer) for layer in zip(q, k, allowed)]
+    found = recall(model, policy, [window])
+    np.testing.assert_allclose(found.per_head, [wanted], rtol=1e-4)
+    sparse = [1, 2] if name == "kascade" else [0, 1, 2]
+    assert found.sparse_layers == tuple(sparse)
+    assert found.per_window == pytest.approx([np.mean(np.asarray(wanted)[sparse])], rel=1e-4)
+    assert np.ptp(np.asarray(wanted)[1:]) > 0.01, "layers and heads that differ: their order is tested"
+    assert 0.1 < np.min(wanted) < 0.95
+
+
+def test_to_record_recall_changes_nothing_in_the_run(model):
+    window = np.random.default_rng(3).integers(0, 256, 300).astype(np.int32)
+    policy = Kascade.from_plan(dataclasses.replace(PLAN, crossover_tokens=0))
+    ours, plain, dense = (last_hidden(model, p, window) for p in (RecallRecorder(policy=policy), policy, Dense()))
+    np.testing.assert_allclose(ours[:300], plain[:300], atol=1e-5)
+    assert np.abs(plain[:300] - dense[:300]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Dense(),
+        Window(window=512, sinks=0, tile=16, query_tile=16),
+        Oracle(tile=16, query_tile=16, fraction=1.0),
+        Kascade(anchors=(0,), head_map=((0, 1),) * 3, tile=16, query_tile=16, fraction=1.0),
+    ],
+    ids=lambda policy: policy.name,
+)
+def test_reading_everything_keeps_all_attention_mass(model, policy):
+    windows = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in (90, 130)]
+    found = recall(model, policy, windows)
+    assert found.per_head.shape == (2, 3, 2)
+    np.testing.assert_allclose(found.per_head, 1.0, atol=1e-6)
+    np.testing.assert_allclose(found.per_window, 1.0, atol=1e-6)
+
+
+HALF = {"tile": 16, "query_tile": 1}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Window(window=32, sinks=0, **HALF),
+        Window(window=16, sinks=16, **HALF),
+        Oracle(fraction=0.5, minimum=1, **HALF),
+        Kascade(anchors=(0,), head_map=((0, 1), (1, 0)), fraction=0.5, minimum=1, **HALF),
+    ],
+    ids=["window", "sinks", "oracle", "kascade"],
+)
+def test_half_the_keys_of_uniform_attention_hold_half_its_mass(policy):
+    recorder, spec = RecallRecorder(policy=policy), AttentionSpec()
+    q, keys = jnp.zeros((1, 1, 4, 16)), jnp.ones((1, 64, 2, 16))
+    positions = Positions(*(np.array([n], np.int32) for n in (63, 64, 1)))  # the last of 64 rows
+    state = recorder.init_state(2, shapes_of(q, keys), spec)
+    for layer in range(2):
+        _, state = recorder.attend(layer, q, keys, keys, spec, positions, state)
+    kept = np.asarray(state.held / state.total)
+    np.testing.assert_allclose(kept[1], 0.5, rtol=1e-6)
+    np.testing.assert_allclose(kept[0], 1.0 if policy.name == "kascade" else 0.5, rtol=1e-6)
+
+
+def test_a_policy_whose_reads_are_unknown_has_no_recall(model):
+    with pytest.raises(TypeError, match="what it reads is not known here"):
+        recall(model, calibrate.SimilarityRecorder(query_tile=16), [np.zeros(32, np.int32)])
+
+
 def test_a_suite_records_every_policy_and_resumes(model, tmp_path, monkeypatch):
     sizes = evaluation.Sizes(kinds=("single", "tracking"), lengths=(400,), samples=2, windows=2, window_tokens=300)
     monkeypatch.setattr(evaluation, "SUITES", {"smoke": sizes})
@@ -129,8 +277,18 @@ def test_a_suite_records_every_policy_and_resumes(model, tmp_path, monkeypatch):
     records = evidence.read(out)
     names = {(r.what.op, r.what.kernel) for r in records}
     assert names == {("eval task", n) for n in ("dense", "kascade", "window", "oracle")} | {
-        ("eval fidelity", n) for n in ("kascade", "window", "oracle")
+        (op, n) for op in ("eval fidelity", "eval recall") for n in ("kascade", "window", "oracle")
     }
+    kept = [r for r in records if r.what.op == "eval recall"]
+    assert len(kept) == 5
+    for record in kept:
+        facts, layers = record.facts, [1, 2] if record.what.kernel == "kascade" else [0, 1, 2]
+        assert facts["sparse_layers"] == layers
+        assert facts["low"] <= facts["mean"] <= facts["high"] < 1
+        assert facts["tokens"] == 2 * 300
+        assert (len(record.samples), record.unit, facts["policy"]) == (2, "fraction", record.what.title)
+        assert np.asarray(facts["per_head"])[layers].mean() == pytest.approx(np.mean(record.samples), abs=1e-5)
+        assert np.asarray(facts["per_head"]).shape == (3, 2)
     asked = [r for r in records if r.what.op == "eval task"]
     assert len(asked) == 6 * 2
     assert all(len(r.facts["scores"]) == 2 and r.facts["low"] <= r.median <= r.facts["high"] for r in asked)
@@ -143,7 +301,7 @@ def test_a_suite_records_every_policy_and_resumes(model, tmp_path, monkeypatch):
     again = tmp_path / "again.jsonl"
     evaluation.run(model, model_plan(model), suite="smoke", out=again, text=TEXT)
     whole = again.read_text().splitlines(keepends=True)
-    again.write_text("".join(whole[:7]) + whole[7][:40])  # a kill
+    again.write_text("".join(whole[:8]) + whole[8][:40])  # a kill
     evaluation.run(model, model_plan(model), suite="smoke", out=again, text=TEXT, resume=True)
     assert [r.key for r in evidence.read(again)] == [r.key for r in records]
 

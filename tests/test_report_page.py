@@ -34,6 +34,12 @@ def tiled(tile: int, rows: int, suite: str = "study"):
     return record("eval fidelity", [0.1, 0.2], config={"tile": tile, "query_tile": rows}, facts=facts, **words)
 
 
+def recall(policy: str, per_head, sparse_layers, *, suite="demo", **fields):
+    facts = {"policy": policy, "per_head": per_head, "sparse_layers": sparse_layers, "mean": 0.9, "low": 0.8}
+    words = {"workload": f"attention mass: {policy}", "command": f"tessera eval --suite {suite}", "unit": "fraction"}
+    return record("eval recall", [0.9, 0.91], facts=facts | {"high": 1.0}, **words, **fields)
+
+
 def prefill(kernel: str, tokens: int, seconds: float, **fields):
     words = {"workload": f"crossover_{tokens}", "command": "tessera bench --suite cpu --only crossover"}
     samples = [0.9 * seconds, seconds, 1.2 * seconds]
@@ -64,6 +70,8 @@ def everything() -> list:
         prefill("kascade", 512, 0.6),
         prefill("kascade", 1024, 0.8, facts={"crossover_tokens": 1024}),
         *(tiled(tile, rows) for tile in (16, 64) for rows in (16, 32)),
+        recall("fraction 0.1", [[1.0, 1.0], [0.93, 0.88], [0.4, 0.97]], [1, 2]),
+        recall("window 410 + sinks", [[0.9, 0.8], [0.5, 0.6], [0.7, 0.99]], [0, 1, 2]),
         record("tune", [1.2], unit="gain", facts={"candidates": candidates}),
         record("model", (), workload="broken", error="ValueError: <script>no</script>"),
     ]
@@ -87,17 +95,43 @@ def test_suites_machines_and_errors_do_not_mix_in_a_picture():
         task("dense", "single", 512, [0.0, 0.0], suite="smoke"),
         dataclasses.replace(elsewhere, where=dataclasses.replace(elsewhere.where, device="TPU v6 lite")),
         tiled(32, 16, "demo"),
+        recall("fraction 0.1", [[0.1, 0.2]], [0], suite="smoke"),
+        record("eval recall", (), workload="attention mass: oracle", error="killed",
+               command="tessera eval --suite demo"),
         record("eval task", (), workload="single at 512: window", error="killed", command="tessera eval --suite demo"),
         record("eval fidelity", (), workload="held-out text: tile 1, query tile 16", error="killed",
                command="tessera eval --suite study"),
     ]  # fmt: skip
-    for name in ("needles", "quality", "granularity"):
+    for name in ("needles", "recall", "quality", "granularity"):
         draw = report_pictures.PICTURES[name]
         assert draw([*others, *records]).svg == draw(records).svg, name
         assert not set(map(id, draw([*others, *records]).records)) & set(map(id, others))
     page = report_page.render([*others, *records, task("dense", "single", 512, [1.0, 0.0], suite="study")])
     assert page.count("<svg") == len(report_pictures.PICTURES)
     assert page.count(">single at 512: dense<") == 4, "demo, study, smoke, and demo on another machine"
+
+
+def test_the_heat_map_of_recall_says_which_layer_and_head_keeps_what(monkeypatch):
+    """Texts of every cell at its layer and head, from the figure itself: SVG text is drawn as outlines."""
+    drawn, figures = report_pictures.drawn, []
+
+    def keep(draw, size):
+        figures.append(Figure(figsize=size))
+        draw(figures[-1])
+        return drawn(draw, size)
+
+    monkeypatch.setattr(report_pictures, "drawn", keep)
+    report_pictures.recall(everything())
+    kascade, window, scale = figures[0].axes
+    cells = [{(int(t.get_position()[1]), int(t.get_position()[0])): t.get_text() for t in a.texts}
+             for a in (kascade, window)]  # fmt: skip
+    assert cells[0] == {(0, 0): "all", (0, 1): "all", (1, 0): "0.93", (1, 1): "0.88", (2, 0): "0.40", (2, 1): "0.97"}
+    assert cells[1][0, 0] == "0.90"
+    assert [a.get_title() for a in (kascade, window)] == ["fraction 0.1", "window 410 + sinks"]
+    assert (kascade.get_ylabel(), figures[0].get_supxlabel(), scale.get_ylabel()) == (
+        "layer", "KV head", "attention mass kept",
+    )  # fmt: skip
+    assert kascade.yaxis_inverted()
 
 
 def test_speed_over_length_is_drawn_half_done_without_errors_and_without_a_crossover():

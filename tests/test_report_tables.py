@@ -44,6 +44,16 @@ def fidelity(policy, mean, suite="demo", machine=AMD, config=PLAN, error=None):
     return on(machine, evidence.make(what, samples, command=command, unit="nats", **fields))
 
 
+def recall(policy, mean, suite="demo", machine=AMD, error=None):
+    """A record as `eval.measure_recall` writes it, without the model."""
+    facts = {"per_head": [[1.0, mean]], "sparse_layers": [0], "mean": mean, "low": mean - 0.02, "high": mean + 0.01}
+    what = What(op="eval recall", kernel="kascade", workload=f"attention mass: {policy}", config=PLAN)
+    fields = {"error": error} if error else {"facts": facts | {"policy": policy}}
+    samples = () if error else [mean]
+    command = f"tessera eval --suite {suite}"
+    return on(machine, evidence.make(what, samples, command=command, unit="fraction", **fields))
+
+
 def lines(name, records):
     """Rows of a table, without header and rule; every one has as many cells as the header."""
     text = report.render(name, records)
@@ -83,6 +93,21 @@ def test_a_half_done_demo_on_a_second_machine_leaves_cells_empty_and_shows_its_e
     assert rows[1] == "|  | Intel Xeon, 2 cores | 100 % (72 to 100 %) |  | 100.0 % |  |  |"
     assert rows[3] == "|  | Intel Xeon, 2 cores | error: MemoryError: a \\| b |  |  |  |  |"
     assert "\nIntel Xeon, 2 cores, jax " in report.render("eval", [*demo(), *second])
+
+
+def test_attention_mass_is_a_column_where_a_record_has_it():
+    records = [
+        *demo(),
+        recall("fraction 0.2", 0.9725),
+        *demo(INTEL),
+        recall("fraction 0.2", 0, machine=INTEL, error="x"),
+    ]
+    header, rows = lines("eval", records)
+    assert "| keys read | attention mass kept (95 %) | KL per token, nats (95 %) |" in header
+    assert rows[0].endswith("| 100.0 % |  |  |  |"), "dense has none"
+    assert rows[2].endswith("| 20.0 % | 97.2 % (95.2 to 98.2 %) | 0.00400 (0.00200 to 0.00800) | 97.5 % |")
+    assert rows[3].endswith("| 20.0 % | error: x | 0.00400 (0.00200 to 0.00800) | 97.5 % |")
+    assert "attention mass" not in report.render("eval", [*demo(), recall("fraction 0.2", 0.9, suite="smoke")])
 
 
 @pytest.mark.parametrize("suite", ["study", "smoke", "demo --model FOLDER"])

@@ -216,6 +216,15 @@ def run_window(model: Any, window: np.ndarray, policy: Policy, num_keys: int) ->
         yield jax.device_get(state), float(loss)
 
 
+def attention_mass(model: Any, window: np.ndarray, recorder: RecallRecorder, num_keys: int) -> tuple[np.ndarray, float]:
+    """Run one window: the mass on the keys the policy reads and on all, [2,L,K], and the sum of -ln p of the tokens."""
+    mass, total_loss = np.zeros((2, model.config.num_layers, model.config.num_kv_heads)), 0.0
+    for notes, loss in run_window(model, window, recorder, num_keys):
+        mass += np.asarray((notes.held, notes.total), np.float64)
+        total_loss += loss
+    return mass, total_loss
+
+
 def perplexity(model: Any, windows: Sequence[np.ndarray], policy: Policy) -> float:
     """exp of the mean -ln p over all predicted tokens of the windows."""
     longest = max(len(window) for window in windows)
@@ -282,12 +291,11 @@ def record_similarity(model: Any, windows: Sequence[np.ndarray], query_tile: int
 def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], report: Report) -> dict[str, Any]:
     """Recall of attention mass and density per layer, and perplexity dense and sparse, over held-out windows."""
     longest = max(len(window) for window in windows)
-    held, total, read, visible = 0.0, 0.0, 0.0, 0.0
+    mass, read, visible = 0.0, 0.0, 0.0
     dense_loss = sparse_loss = 0.0
     for window in report.each("recall", windows):
-        for notes, loss in run_window(model, window, RecallRecorder(kascade=policy), longest):
-            held, total = held + np.asarray(notes.held, np.float64), total + np.asarray(notes.total, np.float64)
-            dense_loss += loss  # the recorder attends densely
+        found, loss = attention_mass(model, window, RecallRecorder(policy=policy, dense=True), longest)
+        mass, dense_loss = mass + found.sum(-1), dense_loss + loss
     for window in report.each("perplexity", windows):
         for notes, loss in run_window(model, window, policy, longest):
             counted = policy.reads(notes)
@@ -296,7 +304,7 @@ def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], r
             sparse_loss += loss
     num_predicted = sum(len(window) - 1 for window in windows)
     return {
-        "recall": _rounded(held / total),
+        "recall": _rounded(mass[0] / mass[1]),
         "density": _rounded(read / visible),
         "held_out_tokens": num_predicted,
         "perplexity_dense": _rounded(math.exp(dense_loss / num_predicted)),

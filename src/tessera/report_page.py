@@ -19,6 +19,7 @@ GROUPS = {
     "tune": "Block sizes, tuned",
     "eval task": "Answers",
     "eval fidelity": "Closeness to dense",
+    "eval recall": "Attention mass kept",
     "quality": "Pass keys",
     "verify": "Correctness",
     "block sizes": "Block sizes, predicted",

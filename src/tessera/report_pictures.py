@@ -145,6 +145,37 @@ def needles(records: Sequence[Record]) -> Picture | None:
     return Picture("Pass key found (blue) or not (orange), by length and depth", drawn(draw, (11, 3.8)), tuple(shown))
 
 
+def recall(records: Sequence[Record]) -> Picture | None:
+    """Attention mass kept by layer and KV head, a panel per policy; layers that read every key are marked."""
+    shown = asked(records, "eval recall", "demo")
+    if not shown:
+        return None
+    grids = [np.array(r.facts["per_head"]) for r in shown]
+    layers, heads = (max(sizes) for sizes in zip(*(grid.shape for grid in grids)))
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+        for axes, record, grid in zip(panels, shown, grids):
+            mesh = axes.pcolormesh(grid, vmin=0, vmax=1, cmap=FOUND, edgecolors="white", linewidth=0.5)
+            for (layer, head), kept in np.ndenumerate(grid):
+                text = f"{kept:.2f}" if layer in record.facts["sparse_layers"] else "all"
+                light = not 0.2 < kept < 0.8
+                axes.text(head + 0.5, layer + 0.5, text, color="white" if light else INK, fontsize=7, ha="center",
+                          va="center")  # fmt: skip
+            axes.set_xticks(np.arange(heads) + 0.5, [str(h) for h in range(heads)])
+            axes.set_yticks(np.arange(layers) + 0.5, [str(n) for n in range(layers)])
+            axes.set_title(record.facts["policy"], fontsize=9)
+            axes.grid(visible=False)
+        panels[0].invert_yaxis()  # the first layer at the top; all share one axis
+        panels[0].set_ylabel("layer")
+        figure.supxlabel("KV head", fontsize=10)
+        figure.colorbar(mesh, ax=list(panels), label="attention mass kept")
+
+    title = "Attention mass on the keys that each layer and KV head may read (all: the layer reads every key)"
+    size = (max(5, len(shown) * (0.9 + 0.42 * heads) + 1.2), 1.2 + 0.28 * layers)
+    return Picture(title, drawn(draw, size), tuple(shown))
+
+
 def quality(records: Sequence[Record]) -> Picture | None:
     """Mean task score over the share of keys read, per policy, with 95 % intervals."""
     shown = asked(records, "eval task", "demo")
@@ -401,6 +432,7 @@ PICTURES: Final[Mapping[str, Callable[[Sequence[Record]], Picture | None]]] = Ma
         "slots": slots,
         "quality": quality,
         "needles": needles,
+        "recall": recall,
         "granularity": granularity,
         "tuning": tuning,
     }

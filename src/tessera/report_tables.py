@@ -8,26 +8,33 @@ from tessera.report_markdown import markdown, newest, provenance, quantity, resu
 
 HELD_OUT = "held-out text"
 """The question that closeness to dense answers."""
+MASS = "attention mass"
+"""The question that the recall of a policy's selections answers."""
 PASS_KEY = "single"
 """The kind of task that the study of a plan's choices asks."""
 
 
 def policies(records: Sequence[Record]) -> str:
-    """Policies side by side on every kind of task at the longest length, and how close they are to dense."""
+    """Policies side by side on every kind of task at the longest length, and how close they are to dense.
+
+    The column of the attention mass kept is there if a record has it.
+    """
     chosen = [r for r in records if series(r) == "demo"]
     longest = max((length for _, length in map(_kind, chosen) if length), default=0)
     used = [r for r in chosen if _kind(r)[1] in (longest, None)]
     kinds = list(dict.fromkeys(kind for kind, length in map(_kind, used) if length))
-    rows = []
+    has_mass, rows = any(_kind(r)[0] == MASS for r in used), []
     for (policy, machine), own in _by_policy(used).items():
         asked = {_kind(r)[0]: r for r in own}
         tasks = [asked[kind] for kind in kinds if kind in asked]
         fidelity = asked.get(HELD_OUT)
         agreement = quantity(fidelity.facts["agreement"], "fraction") if _good(fidelity) else ""
         scores = [_score(asked.get(kind)) for kind in kinds]
-        rows.append([policy, machine, *scores, _mean_density(tasks), _divergence(fidelity), agreement])
+        mass = [_mass(asked.get(MASS))] if has_mass else []
+        rows.append([policy, machine, *scores, _mean_density(tasks), *mass, _divergence(fidelity), agreement])
     header = [f"policy, tasks of {longest:,} tokens", "machine", *(kind.replace("_", " ") for kind in kinds)]
-    header += ["keys read", "KL per token, nats (95 %)", "same best guess"]
+    header += ["keys read", *(["attention mass kept (95 %)"] if has_mass else [])]
+    header += ["KL per token, nats (95 %)", "same best guess"]
     return markdown(header, rows) + provenance(used) if rows else ""
 
 
@@ -76,7 +83,7 @@ def _policy(record: Record) -> str:
 
 
 def _kind(record: Record) -> tuple[str, int | None]:
-    """(kind of task, tokens), or (HELD_OUT, None)."""
+    """(kind of task, tokens), or (HELD_OUT or MASS, None)."""
     kind, _, length = record.what.workload.partition(": ")[0].partition(" at ")
     return kind, int(length) if length else None
 
@@ -124,6 +131,14 @@ def _divergence(record: Record | None) -> str:
         return _failed(record)
     mean, low, high = (three(record.facts[name]) for name in ("mean", "low", "high"))
     return f"{mean} ({low} to {high})"
+
+
+def _mass(record: Record | None) -> str:
+    """Recall over sparse layers; it is near 1, so with one digit more than scores."""
+    if not _good(record):
+        return _failed(record)
+    mean, low, high = (f"{100 * record.facts[name]:.1f}" for name in ("mean", "low", "high"))
+    return f"{mean} % ({low} to {high} %)"
 
 
 def _closeness(records: Iterable[Record]) -> str:

@@ -20,9 +20,10 @@ import numpy as np
 from tessera import evidence
 from tessera.data import library_corpus
 from tessera.eval import tasks
-from tessera.eval.fidelity import fidelity, last_hidden
+from tessera.eval.fidelity import fidelity, last_hidden, recall
 from tessera.evidence import How, Record, What
 from tessera.generate import Model
+from tessera.shapes import ceil_div
 from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.plan import Plan
 
@@ -39,6 +40,7 @@ class Sizes:
         samples: tasks per kind and length; depths are spread evenly over them.
         windows: pieces of held-out text for the fidelity.
         window_tokens: tokens of each.
+        recall_windows: how many of them, at most, for the attention mass kept; 0 for none.
     """
 
     kinds: tuple[str, ...] = tuple(tasks.KINDS)
@@ -46,6 +48,7 @@ class Sizes:
     samples: int = 10
     windows: int = 8
     window_tokens: int = 4096
+    recall_windows: int = 4
 
     def tasks(self) -> Iterator[tuple[str, int]]:
         """(kind, length) of everything that is asked of a contender."""
@@ -56,11 +59,12 @@ class Sizes:
 SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
     {
         "demo": Sizes(),
-        "study": Sizes(kinds=("single",), lengths=(4096,), samples=10, windows=12),
+        "study": Sizes(kinds=("single",), lengths=(4096,), samples=10, windows=12, recall_windows=0),
         "smoke": Sizes(lengths=(512,), samples=1, windows=1, window_tokens=512),
     }
 )
-"""Sizes by name."""
+"""Sizes by name. The study asks for no recall: a window of it takes longer than one of the fidelity, since a dense pass
+over all keys comes on top of the policy's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,6 +199,30 @@ def measure_fidelity(
     return evidence.make(what, found.kl, command=command, unit="nats", how=how, facts=facts)
 
 
+def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command: str) -> Record:
+    """One record: attention mass kept, per window over sparse layers and heads, and per layer and KV head."""
+    found = recall(contender.model, contender.model.policy, windows)
+    low, high = mean_interval(found.per_window)
+    what = What(
+        op="eval recall",
+        kernel=contender.name,
+        workload=f"attention mass: {contender.title}",
+        dtype=str(contender.model.params.embed.dtype),
+        config=dict(contender.config),
+        title=contender.title,
+    )
+    facts = {"per_head": found.per_head.mean(0).round(6).tolist(), "sparse_layers": list(found.sparse_layers)}
+    facts |= {
+        "mean": float(np.mean(found.per_window)),
+        "low": low,
+        "high": high,
+        "tokens": sum(map(len, windows)),
+        "policy": contender.title,
+    }
+    how = How(iterations=len(windows), check="dense attention's mass on the keys read, mean of sparse layers and heads")
+    return evidence.make(what, found.per_window, command=command, unit="fraction", how=how, facts=facts)
+
+
 def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
     """Pieces of the filler text from all over it.
 
@@ -257,11 +285,15 @@ def run(
     windows, done = windows_of(model, hay, sizes), done_before(out, command) if resume else set()
     entries = variants(model, plan, make_plan) if suite == "study" else side_by_side(model, plan, max(sizes.lengths))
     dense = [last_hidden(model, Dense(), window) for window in windows]
+    fewer = windows[:: ceil_div(len(windows), sizes.recall_windows)] if sizes.recall_windows else []
     for contender in entries:
         jobs: list[tuple[tuple[str, str, str], Callable[[], Record]]] = []
         if contender.name != "dense":
             name = ("eval fidelity", contender.name, f"held-out text: {contender.title}")
             jobs.append((name, lambda c=contender: measure_fidelity(c, windows, dense, command)))
+            if fewer:
+                name = ("eval recall", contender.name, f"attention mass: {contender.title}")
+                jobs.append((name, lambda c=contender: measure_recall(c, fewer, command)))
         for kind, length in sizes.tasks():
             name = ("eval task", contender.name, f"{kind} at {length}: {contender.title}")
             jobs.append((name, lambda c=contender, k=kind, n=length: ask(c, k, n, sizes, hay, command)))

@@ -4,6 +4,11 @@
 
 Both run the same text in the same chunks, each with its own cache, so the divergence includes what earlier sparse
 layers and chunks did to later ones.
+
+    recall[layer, KV head] = share of attention mass on the keys that the policy lets that layer and head read
+
+The mass is dense attention's, the softmax over all visible keys, on q and k of the policy's own run; mean over rows and
+the KV head's query heads. Layers that read every key have recall 1 by definition: Kascade's anchors, all of dense's.
 """
 
 from collections.abc import Sequence
@@ -14,13 +19,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.calibrate import CHUNK, run_chunk
+from tessera.calibrate import CHUNK, attention_mass, run_chunk
 from tessera.generate import Model
 from tessera.models.cache import init_cache
 from tessera.models.decoder import logits
 from tessera.shapes import round_up
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
+from tessera.sparse.recording import RecallRecorder
 
 ROWS = 256
 """Tokens whose two rows of logits are compared at a time: a large vocabulary's would not fit otherwise."""
@@ -88,6 +94,36 @@ def fidelity(
     return Fidelity(
         loss_dense=sums[1] / count, loss=sums[2] / count, kl=tuple(kl), agreement=sums[3] / count, num_tokens=count
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recall:
+    """Attention mass that a policy keeps, as a fraction.
+
+    Attributes:
+        per_head: [windows, L, K] of every window, layer and KV head.
+        sparse_layers: the layers that choose what to read; in the others it is 1 by definition.
+    """
+
+    per_head: np.ndarray
+    sparse_layers: tuple[int, ...]
+
+    @property
+    def per_window(self) -> list[float]:
+        """Mean over sparse layers and their heads; 1 where no layer is sparse."""
+        layers = list(self.sparse_layers)
+        return self.per_head[:, layers].mean((1, 2)).tolist() if layers else [1.0] * len(self.per_head)
+
+
+def recall(model: Model, policy: Policy, windows: Sequence[np.ndarray]) -> Recall:
+    """Run every window under the policy and find what its selections hold of dense attention's mass.
+
+    Args:
+        windows: pieces of text, token ids.
+    """
+    recorder, longest = RecallRecorder(policy=policy), max(map(len, windows))
+    mass = np.stack([attention_mass(model, window, recorder, longest)[0] for window in windows])
+    return Recall(per_head=mass[:, 0] / mass[:, 1], sparse_layers=recorder.sparse_layers(model.config.num_layers))
 
 
 def last_hidden(model: Model, policy: Policy, window: np.ndarray) -> np.ndarray:

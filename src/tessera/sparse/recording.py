@@ -1,11 +1,11 @@
-"""Policies that attend densely and take notes: what calibration knows about a model comes from them.
+"""Policies that take notes: what calibration and evaluation know of a model's attention comes from them.
 
 Both stream: their state holds sums over one call's query tiles and the last ids of each layer, nothing of size T x S;
 the caller adds calls up.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,10 @@ from tessera.attention.dispatch import attention
 from tessera.attention.selection import select_tiles
 from tessera.shapes import ceil_div
 from tessera.sparse.anchors import importance, similarity
+from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Policy, visible_keys
-from tessera.sparse.kascade import Kascade, KascadeState
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.reads import shapes_of
 
 NUM_KEYS = 64
 """Keys per head and query tile that two layers are compared by (the paper's k for anchor choice)."""
@@ -103,18 +105,34 @@ class SimilarityRecorder(Policy):
 
 
 class RecallState(NamedTuple):
-    """The plan's own state, and per layer the probability that its selection holds and that all keys hold."""
+    """Notes of one call.
 
-    kascade: KascadeState
+    Attributes:
+        policy: the policy's own state.
+        held: [L,K] probability on the keys that the layer's KV head may read, summed over rows and query heads.
+        total: [L,K] the same over all keys that a dense pass sees.
+    """
+
+    policy: Any
     held: Array
     total: Array
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecallRecorder(Policy):
-    """Measures, on dense activations, how much of its attention each layer keeps under a Kascade plan."""
+    """Measures how much of dense attention's probability lies on the keys that a policy reads, per layer and KV head.
 
-    kascade: Kascade
+    The probabilities are those of each layer's own q and k. Kascade's anchors read every key, and Dense does so in all
+    layers: there `held` is `total` by definition.
+
+    Attributes:
+        policy: a `Kascade`, `Window`, `Oracle` or `Dense`.
+        dense: hand on dense attention's output, so that a layer is judged on what the dense run gives it; else the
+            policy's own, and the run is the policy's.
+    """
+
+    policy: Policy
+    dense: bool = False
 
     @property
     def name(self) -> str:
@@ -122,28 +140,67 @@ class RecallRecorder(Policy):
 
     @property
     def query_tile(self) -> int:
-        """The plan's, so that chunks are cut on it."""
-        return self.kascade.query_tile
+        """The policy's, so that chunks are cut on it."""
+        return getattr(self.policy, "query_tile", 1)
+
+    def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
+        """The layers that do not read everything by definition."""
+        match self.policy:
+            case Kascade(anchors=anchors):
+                return tuple(layer for layer in range(num_layers) if layer not in anchors)
+            case Dense():
+                return ()
+        return tuple(range(num_layers))
 
     def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> RecallState:
-        zeros = jnp.zeros(num_layers, jnp.float32)
-        return RecallState(self.kascade.init_state(num_layers, shapes, spec), zeros, zeros)
+        zeros = jnp.zeros((num_layers, shapes.num_kv_heads), jnp.float32)
+        return RecallState(self.policy.init_state(num_layers, shapes, spec), zeros, zeros)
 
     def attend(self, layer, q, k, v, spec, positions, state):
-        plan, where = self.kascade, positions._asdict()
-        spec = replace(spec, tile=plan.tile, query_tile=plan.query_tile, mass=True)
-        out = attention(q, k, v, spec, **where)
-        old = state.kascade.selection
-        budget = {"fraction": plan.fraction, "minimum": plan.minimum, "pooled": plan.heads == "pooled"}
-        own = select_tiles(out.mass, spec, **budget, capacity=old.tiles.shape[-1], **where)
-        is_anchor = jnp.asarray([a in plan.anchors for a in range(len(plan.head_map))])[layer]
-        selection = Selection(*(jnp.where(is_anchor, new, kept) for new, kept in zip(own, old)))
-        used = plan.map_heads(layer, selection)
-        listed = jnp.arange(used.tiles.shape[-1], dtype=jnp.int32) < used.count[..., None]
-        held = jnp.where(listed, jnp.take_along_axis(out.mass, used.tiles, axis=-1), 0.0).sum()
-        total = out.mass.sum()
-        return out.out, RecallState(
-            state.kascade._replace(selection=selection),
-            state.held.at[layer].set(jnp.where(is_anchor, total, held)),
-            state.total.at[layer].set(total),
-        )
+        tiles = {name: getattr(self.policy, name, getattr(spec, name)) for name in ("tile", "query_tile")}
+        tiled = replace(spec, **tiles)
+        whole = attention(q, k, v, replace(tiled, mass=True), **positions._asdict())
+        if self.dense:
+            out, inner = whole.out, self._scored(layer, whole.mass, tiled, positions, state.policy)
+        else:
+            out, inner = self.policy.attend(layer, q, k, v, spec, positions, state.policy)
+        listed = self._listed(layer, whole.mass, tiled, positions, shapes_of(q, k), inner)
+        valid = jnp.arange(listed.tiles.shape[-1], dtype=jnp.int32) < listed.count[..., None]
+        held = jnp.where(valid, jnp.take_along_axis(whole.mass, listed.tiles, axis=-1), 0.0).sum((0, 2, 3))
+        total = whole.mass.sum((0, 2, 3))
+        chooses = jnp.isin(layer, jnp.asarray(self.sparse_layers(len(state.total)), jnp.int32))
+        held = jnp.where(chooses, held, total)
+        return out, RecallState(inner, state.held.at[layer].set(held), state.total.at[layer].set(total))
+
+    def _scored(self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, state: Any) -> Any:
+        """The state after a layer whose output is not wanted: an anchor of Kascade leaves its selection."""
+        policy = self.policy
+        if not isinstance(policy, Kascade):
+            return state
+        budget = {"fraction": policy.fraction, "minimum": policy.minimum, "pooled": policy.heads == "pooled"}
+        capacity = state.selection.tiles.shape[-1]
+        own = select_tiles(mass, spec, **budget, capacity=capacity, **positions._asdict())
+        is_anchor = jnp.isin(layer, jnp.asarray(policy.anchors, jnp.int32))
+        selection = Selection(*(jnp.where(is_anchor, new, old) for new, old in zip(own, state.selection)))
+        return state._replace(selection=selection)
+
+    def _listed(
+        self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: Any
+    ) -> Selection:
+        """The tiles that the layer reads if it is a sparse one, from the policy's state after it.
+
+        Raises:
+            TypeError: a policy whose choice is not known here.
+        """
+        policy, where = self.policy, positions._asdict()
+        match policy:
+            case Kascade():
+                return policy.map_heads(layer, state.selection)
+            case Oracle():
+                budget = {"fraction": policy.fraction, "minimum": policy.minimum, "pooled": policy.pooled}
+                return select_tiles(mass, spec, **budget, **where)
+            case Window():
+                return policy.select(positions, shapes)
+            case Dense():
+                return select_tiles(mass, spec, fraction=1.0, **where)
+        raise TypeError(f"recall of {policy.name!r}: what it reads is not known here")
