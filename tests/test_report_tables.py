@@ -8,7 +8,7 @@ import pytest
 
 from tessera import eval as evaluation
 from tessera import evidence, report, trials, tune, verify
-from tessera.deviceless import blocks, gpu_gates, sweep
+from tessera.deviceless import ablations, blocks, gpu_gates, sweep
 from tessera.evidence import What
 from tessera.tune import ship
 
@@ -202,6 +202,22 @@ def test_tuned_blocks_of_tpus_have_a_column_per_chip_and_the_newest_stands():
     assert header == "| kernel | call, predicted | v5e | v6e |"
     changed = f"1.00 ms, 2.00x: block_s {better['block_s']}"
     assert rows == [f"| {kernel.name} | decode dense | {changed} | 2.00 ms, default |"]
+
+
+def choice(name, chip, ms, cycles):
+    line = {"chip": chip, "choice": name, "ms": ms, "full": {"cycles": cycles}}
+    return line | {"error": None if ms else "VMEM: it is full"}
+
+
+def test_choices_undone_show_how_much_longer_the_call_and_its_main_loop_take():
+    found = [choice(ablations.AS_IT_IS, "v5e", 10.0, 1000), choice("prefetch", "v5e", 12.5, 1000)]
+    found += [choice(ablations.AS_IT_IS, "v6e", 4.0, 500), choice("prefetch", "v6e", None, 0)]
+    header, rows = lines("choices", [on(AMD, r) for r in ablations.records(found)])
+    assert header == "| predicted | v5e | v6e |"
+    assert rows == [
+        "| as it is | 10.0 ms; 1,000 cycles | 4.00 ms; 500 cycles |",
+        "| without prefetch | 1.25x; 1.00x | error: VMEM: it is full |",
+    ]
 
 
 def gate_case(kernel, config, registers, spilled=(0, 0), broken=()):

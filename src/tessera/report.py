@@ -222,6 +222,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "study": report_tables.study,
         "tune": report_tables.tune,
         "blocks": report_tables.blocks,
+        "choices": report_tables.choices,
         "gates": report_tables.gates,
         "sweep": report_tables.sweep,
         "verify": report_tables.verify,

@@ -228,6 +228,31 @@ def _chosen_blocks(record: Record | None) -> str:
     return f"{result_of(record)}, {gain}: {_settings(record.what.config, default)}"
 
 
+def choices(records: Sequence[Record]) -> str:
+    """What each choice of the TPU prefill kernel is worth: a row per choice undone, a column per chip."""
+    chosen = newest(r for r in records if r.what.op == "kernel choice")
+    found = {(r.facts["choice"], r.facts["chip"]): r for r in chosen}
+    chips = sorted({chip for _, chip in found})
+    names = list(dict.fromkeys(choice for choice, _ in found))
+    rows = [
+        [record.what.workload.rpartition(", ")[0], *(_undone(found, name, chip) for chip in chips)]
+        for name in names
+        for record in [next(found[name, chip] for chip in chips if (name, chip) in found)]
+    ]
+    return markdown(["predicted", *chips], rows) + provenance(chosen) if rows else ""
+
+
+def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
+    """How much longer the call and the cycles of its main loop take; of the kernel as it is, the milliseconds."""
+    record = found.get((name, chip))
+    if record is None or record.error:
+        return _failed(record)
+    if record.facts["choice"] == "as it is" or record.comparison is None:
+        return f"{result_of(record)}; {record.facts['full']['cycles']:,} cycles"
+    whole = found["as it is", chip].facts["full"]["cycles"]
+    return f"{1 / record.comparison.ratio:.2f}x; {record.facts['full']['cycles'] / whole:.2f}x"
+
+
 def gates(records: Sequence[Record]) -> str:
     """What the Hopper kernels' machine code holds, over all their configurations; what breaks a gate in bold."""
     chosen = newest(r for r in records if r.what.op == "gpu gates")

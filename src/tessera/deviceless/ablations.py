@@ -176,10 +176,10 @@ def identity(line: Mapping[str, Any]) -> tuple:
 
 def records(found: list[dict[str, Any]]) -> list[evidence.Record]:
     """One per chip and choice: the predicted time without it, beside the kernel's as it is."""
-    whole = {line["chip"]: line for line in found if line["choice"] == AS_IT_IS}
+    whole = {line["chip"]: line["ms"] for line in found if line["choice"] == AS_IT_IS and not line["error"]}
     made = []
     for line in found:
-        ratio = line["ms"] / whole[line["chip"]]["ms"] if line["error"] is None else None
+        ratio = None if line["error"] or line["chip"] not in whole else whole[line["chip"]] / line["ms"]
         what = evidence.What(
             op=OP,
             kernel="tpu_prefill_dense",
