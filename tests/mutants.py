@@ -1,10 +1,12 @@
 """Breaks a Hopper kernel on purpose and runs it in the interpreter: one request a line in, one verdict a line out.
 
     PYTHONPATH=tests python tests/mutants.py gpu_decode_dense     # every mutant of a kernel
+    PYTHONPATH=tests python tests/mutants.py gpu_backward_rows gpu_backward_keys     # and of the gradient's two
 
 A mutant leaves out the n-th call of an operation while the kernel is traced: a barrier's wait or arrival, a fence
 before the asynchronous proxy reads, the wait for a store; or the last turn of the n-th loop; or, of a sparse call, the
-last tile of every list. Run as a process of its own, since a mutant may wait forever: `Mutants` ends it then.
+last tile of every list. Some wait forever: at a barrier for as long as the whole kernel took, which is an error; and
+whatever else does, `Mutants` ends, as it runs them in a process of its own.
 """
 
 import contextlib
@@ -16,8 +18,9 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 OPERATIONS = {
     "wait": "barrier_wait",
@@ -26,8 +29,17 @@ OPERATIONS = {
     "store": "wait_smem_to_gmem",
 }
 KINDS = (*OPERATIONS, "turn", "list")
+GRADIENTS = {"gpu_backward_rows": "rows_body", "gpu_backward_keys": "keys_body"}
+"""Kernels of the gradient -> the function of `gpu_backward` that is broken."""
+EQUIVALENT = {
+    ("gpu_backward_keys", "fence", site): "the simulator's own, after dv's product; the one after dk's follows it"
+    for site in (0, 2, 4)
+}
+"""Mutants that are no worse, with the reason. No chip runs these fences, see `warpgroup.accumulate`."""
 START_S = 300.0
 """A process may take this long for its first verdict, of the kernel as it is, which tells how slow this machine is."""
+WHOLE_S: dict[str, float] = {}
+"""Seconds that each kernel took unbroken in this process."""
 
 
 def workload(kernel, kind):
@@ -50,42 +62,74 @@ def workload(kernel, kind):
     return replace(base, spec=replace(base.spec, causal=False), kv_len=None) if kind == "list" else base
 
 
+def backward_workload():
+    """Two row tiles, more steps than stages for either kernel, masked at both ends and whole ones between; a cap at
+    head dim 128, which has two warpgroups share their keys: every barrier has work."""
+    from tessera.attention.contract import AttentionSpec
+    from tessera.workloads import Workload
+
+    sizes = {"num_queries": 200, "num_keys": 330, "kv_len": (310,), "q_start": (110,), "tags": ("prefill",)}
+    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "dtype": "bfloat16"}
+    return Workload(name="mutant", spec=AttentionSpec(window=200, softcap=3.0), **heads, **sizes)
+
+
+def impatient(patience_s: float) -> dict:
+    """The module threading, with conditions that nobody waits for longer than patience_s."""
+
+    class Condition(threading.Condition):
+        def wait(self, timeout=None):
+            if not super().wait(patience_s):
+                raise TimeoutError("it never ends")
+
+    return {**vars(threading), "Condition": Condition}
+
+
 @contextlib.contextmanager
-def broken(kind: str, site: int):
-    """Leave out call number `site` of the operation; yields the count of calls as a list of one."""
+def broken(kind: str, site: int, patience_s: float, body: str | None = None):
+    """Leave out call number `site` of the operation; yields the counts of calls so far, by kind.
+
+    Of one function of `gpu_backward` alone if `body` names it. A wait of patience_s at a barrier is an error.
+    """
     import jax
     import jax.experimental.pallas.mosaic_gpu as plgpu
+    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
-    seen = [0]
+    from tessera.attention import gpu_backward
 
-    def nth() -> bool:
-        seen[0] += 1
-        return seen[0] - 1 == site
+    seen, inside = dict.fromkeys(KINDS, 0), [body is None]
 
-    if kind == "turn":
-        place, name, whole = jax.lax, "fori_loop", jax.lax.fori_loop
+    def is_it(mine: str) -> bool:
+        seen[mine] += inside[0]
+        return inside[0] and (mine, seen[mine] - 1) == (kind, site)
 
-        def patched(lower, upper, *args, **kwargs):
-            return whole(lower, upper - 1 if nth() else upper, *args, **kwargs)
-    elif kind in OPERATIONS:
-        place, name = plgpu, OPERATIONS[kind]
-        whole = getattr(plgpu, name)
+    def without(mine: str, whole):
+        return lambda *args, **kwargs: None if is_it(mine) else whole(*args, **kwargs)
 
-        def patched(*args, **kwargs):
-            return None if nth() else whole(*args, **kwargs)
-    else:
+    def shorter(whole):
+        return lambda lower, upper, *args, **kwargs: whole(lower, upper - is_it("turn"), *args, **kwargs)
+
+    def entered(whole):
+        def traced(*args, **kwargs):
+            inside[0] = True
+            try:
+                return whole(*args, **kwargs)
+            finally:
+                inside[0] = False
+
+        return traced
+
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(patch.object(shared_memory, "threading", SimpleNamespace(**impatient(patience_s))))
+        for mine, name in OPERATIONS.items():
+            changes.enter_context(patch.object(plgpu, name, without(mine, getattr(plgpu, name))))
+        changes.enter_context(patch.object(jax.lax, "fori_loop", shorter(jax.lax.fori_loop)))
+        if body is not None:
+            changes.enter_context(patch.object(gpu_backward, body, entered(getattr(gpu_backward, body))))
         yield seen
-        return
-    setattr(place, name, patched)
-    try:
-        yield seen
-    finally:
-        setattr(place, name, whole)
 
 
-def verdict(name: str, kind: str, site: int) -> dict:
-    """Whether the mutant passes for the kernel, and what gave it away; how many sites the kernel has."""
-    import jax
+def forward(name: str, kind: str):
+    """What runs a kernel of the table and says what is wrong with its answer."""
     import numpy as np
 
     from tessera import oracle, trials, verify
@@ -96,20 +140,64 @@ def verdict(name: str, kind: str, site: int) -> dict:
     truth = oracle.attend(call)
     allowed = oracle.tolerance(call, truth, "bfloat16")
     run_on = call._replace(count=np.maximum(call.count - 1, 0)) if kind == "list" else call
+
+    def faults() -> list[str]:
+        result = trials.run(kernel, run_on, "bfloat16")
+        errors, wrong = verify.compare(result, truth, allowed, kernel.role)
+        return [*wrong, *(["wrong values"] if (errors > 1).any() else [])]
+
+    return faults
+
+
+def gradient():
+    """What runs the gradient's kernels on the oracle's out and lse, and says which of dq, dk and dv is wrong."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from tessera import oracle, trials
+    from tessera.attention import gpu_backward, gpu_prefill
+    from tessera.attention.contract import AttentionOut, Positions
+
+    work = backward_workload()
+    call = trials.make(work, "dense", "bfloat16")
+    truth = oracle.attend(call)
+    d_out = np.random.default_rng(1).standard_normal(call.q.shape)
+    exact = dict(zip(("dq", "dk", "dv"), oracle.gradients(call, d_out), strict=True))
+    result = AttentionOut(jnp.asarray(truth.out, jnp.bfloat16), jnp.asarray(truth.lse, jnp.float32))
+    slopes = AttentionOut(jnp.asarray(d_out, jnp.bfloat16), jnp.zeros_like(result.lse))
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+
+    def faults() -> list[str]:
+        with trials.machine(gpu_prefill.KERNELS[0]):
+            ready = jax.jit(lambda *x: gpu_backward.gradients(*x, work.spec, positions))
+            found = jax.block_until_ready(ready(*map(jnp.asarray, call[:3]), result, slopes))
+        off = {x: np.abs(np.asarray(mine, np.float32) - exact[x]).max() for x, mine in zip(exact, found, strict=True)}
+        return [f"wrong {x}" for x in exact if not off[x] <= 2**-6 * max(1.0, np.abs(exact[x]).max())]
+
+    return faults
+
+
+def verdict(name: str, kind: str, site: int) -> dict:
+    """Whether the mutant passes for the kernel, and what gave it away; how many sites of each kind the kernel has."""
+    import jax
+
+    from tessera import trials
+
+    faults = gradient() if name in GRADIENTS else forward(name, kind)
     jax.clear_caches()
     trials.compiled.cache_clear()
-    said = []
-    with broken(kind, site) as seen:
+    begun = time.monotonic()
+    with broken(kind, site, WHOLE_S.get(name, START_S), GRADIENTS.get(name)) as seen:
         try:
-            result = trials.run(kernel, run_on, "bfloat16")
+            said = faults()
         except trials.Race:
-            said.append("race")
+            said = ["race"]
         except Exception as error:  # noqa: BLE001  whatever the interpreter says of a broken kernel gives it away
-            said.append(" ".join(str(error).splitlines()[-1:])[:120] or type(error).__name__)
-        else:
-            errors, wrong = verify.compare(result, truth, allowed, kernel.role)
-            said += [*wrong, *(["wrong values"] if (errors > 1).any() else [])]
-    return {"caught": said, "sites": seen[0]}
+            said = [" ".join(str(error).splitlines()[-1:])[:120] or type(error).__name__]
+    if kind == "none":
+        WHOLE_S[name] = time.monotonic() - begun
+    return {"caught": said, "sites": seen}
 
 
 class Mutants:
@@ -118,24 +206,34 @@ class Mutants:
     def __init__(self):
         self._process = None
         self._limit_s = START_S
+        self._sites: dict[str, dict[str, int]] = {}
 
-    def ask(self, kernel: str, kind: str, site: int) -> dict:
-        """What gave the mutant away ("caught", empty if nothing), and how many sites of this kind there are.
+    def sites(self, kernel: str) -> dict[str, int]:
+        """How many places of each kind there are to break."""
+        if kernel not in self._sites:
+            whole = self._ask(kernel, "none", 0)
+            if whole["caught"]:
+                raise AssertionError(f"{kernel} fails before anything is broken: {whole}")
+            self._sites[kernel] = {**whole["sites"], "list": int(kernel.endswith("sparse"))}
+        return self._sites[kernel]
 
-        A mutant that takes five times as long as the kernel did while its process started never ends.
-        """
+    def caught(self, kernel: str, kind: str, site: int) -> list[str]:
+        """What gave the mutant away, empty if nothing."""
+        return self._ask(kernel, kind, site)["caught"]
+
+    def _ask(self, kernel: str, kind: str, site: int) -> dict:
+        """A verdict. A mutant that takes five times as long as the kernel did while its process started never ends."""
+        start = time.monotonic()
         if self._process is None:
             self._start()
-            start = time.monotonic()
             whole = self._answer([kernel, "none", 0], START_S)
-            if whole is None or whole["caught"]:
-                raise AssertionError(f"{kernel} fails before anything is broken: {whole}")
             self._limit_s = 5 * (time.monotonic() - start)
+            if whole is None or kind == "none":
+                return whole or {"caught": ["it never ends"]}
         found = self._answer([kernel, kind, site], self._limit_s)
         if found is None:
             self.close()
-            return {"caught": ["it never ends"], "sites": None}
-        return found
+        return found or {"caught": ["it never ends"]}
 
     def _answer(self, request: list, limit_s: float) -> dict | None:
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -193,21 +291,17 @@ def main() -> int:
 
 
 def every(kernels: list[str]) -> int:
-    """Every mutant of the kernels, a line each."""
-    mutants = Mutants()
-    for kernel, kind in product(kernels, KINDS):
-        if kind == "list" and not kernel.endswith("sparse"):
-            continue
-        site, sites = 0, 1
-        while site < sites:
-            found = mutants.ask(kernel, kind, site)
-            if kind != "list" and found["sites"] is not None:
-                sites = found["sites"]
-            if site < sites:
-                print(kernel, kind, f"{site + 1}/{sites}", "; ".join(found["caught"]) or "NOT CAUGHT", flush=True)
-            site += 1
+    """Every mutant of the kernels, a line each; 1 if one is not caught that is none of EQUIVALENT."""
+    mutants, missed = Mutants(), 0
+    for kernel in kernels:
+        for kind, sites in mutants.sites(kernel).items():
+            for site in range(sites):
+                caught, why = mutants.caught(kernel, kind, site), EQUIVALENT.get((kernel, kind, site))
+                missed += not caught and why is None
+                said = "; ".join(caught) or (f"equivalent: {why}" if why else "NOT CAUGHT")
+                print(kernel, kind, f"{site + 1}/{sites}", said, flush=True)
     mutants.close()
-    return 0
+    return int(missed > 0)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,11 @@ import pytest
 
 from tessera import evidence
 from tessera.attention import gpu_keys, listed_rows
+from tessera.deviceless import targets
 from tessera.evidence import What
 from tessera.gpu_check import __main__ as program
 from tessera.gpu_check import calls, check, clock, correct, environment, layout, peers, supervisor, timing, tuning
+from tessera.gpu_check import session as states
 from tessera.gpu_check.session import CRASHED, Scale, Session
 
 ROOT = Path(__file__).parents[1]
@@ -196,6 +198,45 @@ def test_an_error_is_a_record_and_is_tried_again_last(tmp_path):
     assert session(tmp_path / "x.jsonl", again=True).attempt(what, fail)
 
 
+def test_what_other_sources_made_is_done_again(tmp_path, monkeypatch):
+    """Two states of a tree may be of the same commit."""
+    what = What(op="o", kernel="k", workload="w")
+    assert session(tmp_path / "x.jsonl").attempt(what, lambda: {"samples": [1.0]})
+    assert session(tmp_path / "x.jsonl").is_done(what)
+    monkeypatch.setattr(states, "sources", lambda: "another state", raising=False)
+    assert not session(tmp_path / "x.jsonl", dry=False).is_done(what)
+    assert session(tmp_path / "x.jsonl", since=0, again=True).is_done(what)  # of this very run
+
+
+def test_sources_are_what_runs(tmp_path):
+    """Contents and names of code and tables, committed or not; nothing else."""
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "a.py").write_text("one = 1\n")
+    (tmp_path / "tables" / "t.jsonl").write_text("{}\n")
+    found = [states.sources(tmp_path)]
+    (tmp_path / "notes.txt").write_text("no code\n")
+    assert states.sources(tmp_path) == found[0]
+    for name, text in (("a.py", "one = 2\n"), ("tables/t.jsonl", "[]\n"), ("new.py", "")):
+        (tmp_path / name).write_text(text)
+        found.append(states.sources(tmp_path))
+    (tmp_path / "new.py").rename(tmp_path / "newer.py")
+    found.append(states.sources(tmp_path))
+    assert len(set(found)) == len(found)
+
+
+def test_what_does_not_fit_is_said_to_and_leaves_a_fresh_process(tmp_path):
+    run, what = session(tmp_path / "x.jsonl"), What(op="o", kernel="k", workload="w")
+    with pytest.raises(SystemExit) as ended:
+        run.attempt(what, lambda: jax.block_until_ready(jnp.zeros(1 << 50, jnp.int8)))
+    assert ended.value.code == supervisor.RESTART
+    [record] = evidence.read(run.out)
+    assert record.error.startswith("does not fit: JaxRuntimeError: RESOURCE_EXHAUSTED")
+    rerun = session(run.out, since=0)  # the fresh one
+    assert rerun.is_done(what)
+    rerun.retry = True
+    assert not rerun.is_done(what)
+
+
 def test_an_item_that_everything_ended_in_is_blamed_by_the_next_run(tmp_path):
     what = What(op="o", kernel="k", workload="w")
     session(tmp_path / "x.jsonl").begin(what, 10.0)
@@ -323,7 +364,16 @@ def test_a_call_that_does_not_fit_is_left_out_and_says_its_bytes(tmp_path, monke
     found = evidence.read(run.out)
     assert found
     assert all(record.error.endswith("take 137.4 GB, allowed are 90.0 GB") for record in found)
-    assert calls.Setting(64, 1, 131072, *calls.LLAMA_8B).bytes < 7e10
+
+
+def test_every_call_fits_an_h200():
+    """With room for a kernel that wants K and V in yet another layout, in the three quarters that are jax's."""
+    share = 0.75 * float(environment.facts(targets.TARGETS["h200"].read_text())["device_memory_size"])
+    largest = max(timing.SETTINGS + tuning.SETTINGS, key=lambda setting: setting.bytes)
+    assert (largest.batch, largest.keys) == (64, 131072)
+    assert largest.bytes <= timing.MOST_OF_JAX * share
+    keys_and_values = 2 * 64 * 131072 * 8 * 128 * 2
+    assert largest.bytes + keys_and_values < share
 
 
 def test_a_wrong_place_of_gathered_rows_is_seen_and_named(monkeypatch):
@@ -375,6 +425,8 @@ def test_cases_hold_what_breaks_kernels():
     assert any(0 in (case.workload.kv_len or ()) for case in dense)
     assert {case.numbers for case in dense} == set(correct.verify.NUMBERS)
     assert {case.dtype for case in dense} == set(correct.DTYPES)
+    [ours] = [k for k in calls.KERNELS if k.name == "gpu_prefill_dense"]
+    assert {w.head_dim for w in correct.gradient_workloads(ours, dry=False)} >= {64, 128, 256}
     [score] = [k for k in calls.KERNELS if k.name == "gpu_prefill_score"]
     assert {case.workload.spec.tile for case in correct.cases(score, dry=False)} >= {16, 32, 64, 128}
     for kernel in (k for k in calls.KERNELS if k.platform == "gpu"):

@@ -14,7 +14,7 @@ import pytest
 
 from tessera import oracle
 from tessera.attention import block_ranges, dense_rows, gpu_backward, gpu_prefill
-from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Shapes
 from tessera.deviceless import gpu, gpu_gates, tpu
 from tessera.workloads import Workload
 
@@ -168,9 +168,10 @@ def test_the_gradient_passes_the_gates_as_machine_code(head_dim, softcap):
         assert gpu_gates.broken_program((reports[name],)) == []
 
 
-@pytest.mark.parametrize(("head_dim", "softcap"), [(128, 3.0), (64, None)])
-def test_gradient_through_out_and_lse(head_dim, softcap):
-    """Both cuts of dk and dv, G = 2, more steps than stages; lse has a cotangent too."""
+@pytest.mark.parametrize(("head_dim", "softcap"), [(128, 3.0), (64, None), (256, 3.0)])
+def test_gradient_through_out_and_lse(head_dim, softcap, monkeypatch):
+    """Both cuts of dk and dv, and plain JAX; G = 2, more steps than stages; lse has a cotangent too."""
+    monkeypatch.setattr(gpu_backward, "SCORES", 32 * 2 * 224)  # three blocks of rows
     spec = AttentionSpec(window=150, softcap=softcap)
     workload = dataclasses.replace(LONG, num_keys=220, head_dim=head_dim, spec=spec, q_start=(140,), kv_len=(205,))
     call = calls.make(workload, "dense", "bfloat16")
@@ -188,6 +189,25 @@ def test_gradient_through_out_and_lse(head_dim, softcap):
     exact = [x + y for x, y in zip(oracle.gradients(call, d_out), lse_gradients(call, d_lse), strict=True)]
     for mine, truth in zip(got, exact, strict=True):
         assert np.abs(np.asarray(mine, np.float32) - truth).max() <= 2**-5 * max(1.0, np.abs(truth).max())
+
+
+@pytest.mark.parametrize("spec", [AttentionSpec(scale=-0.1), AttentionSpec(causal=False)], ids=["causal", "both ways"])
+def test_gradient_in_plain_jax_of_ragged_sequences(spec, monkeypatch):
+    """Heads of 256, padding NaN, rows before the first key, a sequence without keys; blocks of 128 rows and of 4."""
+    sizes = {"batch": 3, "num_queries": 50, "num_keys": 90, "num_heads": 4, "num_kv_heads": 2, "head_dim": 256}
+    places = {"q_start": (40, -20, 0), "kv_len": (90, 31, 0), "q_len": (50, 37, 50)}
+    call = calls.make(Workload(name="ragged", spec=spec, tags=(), **sizes, **places), "dense", "bfloat16")
+    truth, d_out = oracle.attend(call), np.random.default_rng(7).standard_normal(call.q.shape)
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+    result = AttentionOut(jnp.asarray(truth.out, jnp.bfloat16), jnp.asarray(truth.lse, jnp.float32))
+    slopes = AttentionOut(jnp.asarray(d_out), jnp.zeros_like(result.lse))
+    exact = oracle.gradients(call, d_out)
+    for scores in (gpu_backward.SCORES, 4 * 3 * 4 * 96):  # K and V have whole lines: 96 keys
+        monkeypatch.setattr(gpu_backward, "SCORES", scores)
+        got = gpu_backward.gradients(*(jnp.asarray(x) for x in call[:3]), result, slopes, spec, positions)
+        for mine, truth, like in zip(got, exact, call[:3], strict=True):
+            assert mine.shape == like.shape
+            assert np.abs(np.asarray(mine, np.float32) - truth).max() <= 2**-6 * max(1.0, np.abs(truth).max())
 
 
 def lse_gradients(call, d_lse):
@@ -211,10 +231,6 @@ def test_what_it_cannot_do_is_refused():
     assert "float32" in DENSE.supports(AttentionSpec(), shapes._replace(head_dim=64, dtype="float32"))
     with pytest.raises(ValueError, match="block_s=96"):
         dense_rows.Config(block_s=96)
-    q = jnp.zeros((1, 8, 1, 256), jnp.bfloat16)
-    positions = Positions(*(jnp.full((1,), n, jnp.int32) for n in (0, 8, 8)))
-    with pytest.raises(ValueError, match="head_dim=256"):
-        jax.eval_shape(jax.grad(lambda q: DENSE.launch(q, q, q, AttentionSpec(), positions, None, CONFIG).out.sum()), q)
 
 
 CONFIG = dense_rows.Config(block_s=64)

@@ -11,7 +11,8 @@ Nothing is added up in main memory: results are the same from run to run.
 
 Rows and keys that are padding are zeroed before the launch and rows that see nothing get an lse of +inf, so only the
 diagonal, the window's edge and kv_len need masks. Work: 7 products per pair, 14 H flops; a kernel that adds up dq in
-main memory, in whatever order, needs 5.
+main memory, in whatever order, needs 5. Heads that the kernels do not take are worked out in plain JAX, a block of rows
+against every key, visible or not.
 """
 
 import functools
@@ -25,7 +26,7 @@ from jax.experimental import pallas as pl
 
 from tessera.attention.block_ranges import Blocks, key_blocks, row_blocks
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions
-from tessera.attention.online_softmax import LOG2_E, scale_of
+from tessera.attention.online_softmax import LOG2_E, dot, raw_scores, scale_of, visible_mask
 from tessera.attention.warpgroup import (
     ROW,
     ROWS,
@@ -48,6 +49,8 @@ STEP = 64
 STAGES = 2
 HEAD_DIMS = (64, 128)
 """That fit: dq of 256 columns leaves a warpgroup no registers for scores and the addresses of their operands."""
+SCORES = 1 << 25
+"""Most scores that the plain path holds at once, in each of a few arrays: 128 MiB in float32."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Layout in registers of one number per column of a product."""
 
@@ -314,15 +317,9 @@ def keys_body(*refs, cut: Cut):
 
 
 def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions):
-    """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v.
-
-    Raises:
-        ValueError: head_dim is not one of HEAD_DIMS.
-    """
-    batch, num_queries, num_heads, head_dim = q.shape
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"{head_dim=} must be one of {HEAD_DIMS} for a gradient here; backend='xla_prefill' has one")
-    kv_heads, num_keys = k.shape[2], k.shape[1]
+    """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v."""
+    num_queries, num_heads, head_dim = q.shape[1:]
+    num_keys, kv_heads = k.shape[1:3]
     cut = Cut(spec, num_heads // kv_heads, head_dim, str(q.dtype))
     is_row = (jnp.arange(num_queries) < positions.q_len[:, None])[..., None, None]
     is_key = (jnp.arange(num_keys) < positions.kv_len[:, None])[..., None, None]
@@ -335,7 +332,14 @@ def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: Att
     delta = jnp.pad(jnp.swapaxes(jnp.where(is_row[..., 0], delta, 0.0), 1, 2), pad)
     q, d_out = whole_lines(jnp.where(is_row, q, 0)), whole_lines(d_out)
     inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
+    dq, dk, dv = (by_kernels if head_dim in HEAD_DIMS else by_rows)(inputs, cut)
+    return dq[:, :num_queries], *(jnp.swapaxes(x, 1, 2)[:, :num_keys] for x in (dk, dv))
 
+
+def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in the shapes of q, k and v."""
+    (batch, num_queries, num_heads, head_dim), (_, kv_heads, num_keys, _) = inputs.q.shape, inputs.k.shape
+    q, k = inputs.q, inputs.k
     line = swizzled(q.dtype)
     steps = plgpu.SMEM((STAGES, STEP, head_dim), q.dtype, transforms=line)
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES)
@@ -386,4 +390,40 @@ def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: Att
         kernel_name="gpu_backward_keys",
         **options,
     )(*inputs)
-    return dq[:, :num_queries], *(jnp.swapaxes(x, 1, 2)[:, :num_keys] for x in (dk, dv))
+    return dq, dk, dv
+
+
+def by_rows(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
+    """The same in plain JAX: a block of rows of every head against every key, dk and dv added up in float32."""
+    k, v, spec = inputs.k, inputs.v, cut.spec
+    batch, kv_heads, num_keys, head_dim = k.shape
+    rows = inputs.lse.shape[2]
+    fitting = SCORES // (batch * kv_heads * cut.groups * num_keys)
+    size = next((n for n in (128, 64, 32, 16, 8, 4, 2) if n <= fitting), 1)  # a divisor of rows
+    token, key = jnp.repeat(jnp.arange(size, dtype=jnp.int32), cut.groups), jnp.arange(num_keys, dtype=jnp.int32)
+
+    def in_blocks(x: Array) -> Array:
+        """[B,T,N,...] as [blocks, B, K, size * G, ...]."""
+        x = jnp.pad(x, [(0, 0), (0, rows - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(batch, -1, size, kv_heads, cut.groups, *x.shape[3:])
+        x = jnp.moveaxis(x, (1, 3), (0, 2))
+        return x.reshape(*x.shape[:3], -1, *x.shape[5:])
+
+    def block(sums, xs):
+        first, q, d_out, lse, delta = xs
+        row, kv_len = (inputs.q_start + first)[:, None] + token, inputs.kv_len[:, None, None, None]
+        z, factor = raw_scores(q, k, spec)
+        mask = visible_mask(row[:, None, :, None], key, kv_len, spec)
+        p = jnp.where(mask, jnp.exp2(z * factor - lse[..., None]), 0.0)
+        ds = p * (dot(d_out, v, -1, -1) - delta[..., None]) * scale_of(spec, head_dim)
+        ds = ds if spec.softcap is None else ds * (1 - jnp.square(z / spec.softcap))
+        dk, dv = dot(ds, q, -2, -2), dot(p, d_out, -2, -2)
+        return (sums[0] + dk, sums[1] + dv), dot(ds, k, -1, -2).astype(q.dtype)
+
+    numbers = (jnp.swapaxes(x, 1, 2) for x in (inputs.lse, inputs.delta))
+    parts = [in_blocks(x) for x in (inputs.q, inputs.d_out, *numbers)]
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    (dk, dv), dq = jax.lax.scan(block, (zeros, zeros), (jnp.arange(0, rows, size, dtype=jnp.int32), *parts))
+    dq = dq.reshape(-1, batch, kv_heads, size, cut.groups, head_dim)
+    dq = jnp.moveaxis(dq, (0, 2), (1, 3)).reshape(batch, rows, -1, head_dim)
+    return dq[:, : inputs.q.shape[1]], dk.astype(k.dtype), dv.astype(v.dtype)

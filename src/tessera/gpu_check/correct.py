@@ -169,9 +169,12 @@ def compare(kernel: Kernel, case: Case) -> dict:
 
 
 def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
-    """A ragged call, one with window and cap, one that sees both ways: those that it takes."""
-    found = (DRY["prefill"],) if dry else tagged("hopper", "prefill")
-    yield from (w for w in found if kernel.supports(w.role_spec("dense"), w.shapes("dense", "bfloat16")) is None)
+    """A ragged call, one with window and cap, one that sees both ways, one with heads of 256: those that it takes."""
+    found = [DRY["prefill"]] if dry else tagged("hopper", "prefill")
+    wide = [] if dry else [replace(w, name=f"{w.name}_{WIDE}", head_dim=WIDE) for w in found[:1]]
+    for w in (*found, *wide):
+        if kernel.supports(w.role_spec("dense"), w.shapes("dense", "bfloat16")) is None:
+            yield w
 
 
 def compare_gradients(kernel: Kernel, workload: Workload) -> dict:

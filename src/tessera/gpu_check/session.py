@@ -1,15 +1,18 @@
 """One run of the GPU script as its child process sees it: where records go, what is still to be done, the time left.
 
-A record without an error is done. What has none is tried first; what failed is tried again after everything else, and
-what hung or crashed only once more. While an item runs, a note on the disk says so and how long it may take: the parent
-(`supervisor.py`) ends a process that took longer, and the next process turns the note into the item's error record.
+A record without an error that these very sources made is done. What has none is tried first; what failed is tried again
+after everything else, and what hung, crashed or did not fit into memory only once more. While an item runs, a note on
+the disk says so and how long it may take: the parent (`supervisor.py`) ends a process that took longer, and the next
+process turns the note into the item's error record.
 """
 
 import collections
 import functools
+import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 import tempfile
 import time
@@ -34,8 +37,12 @@ REFUSALS = (
 )
 """Errors that leave the process whole. After XLA's, and those of no kind that is known, a fresh one goes on; after a
 plain RuntimeError, by which libraries refuse calls and report CUDA's faults alike, only if the device fails too."""
-CRASHED = ("hung after", "crashed")
+CRASHED = ("hung after", "crashed", "does not fit")
 """How the error of an item begins that took its process with it."""
+FULL = re.compile(r"(?i)resource_exhausted|out[ _]of[ _]memory")
+"""What XLA, CUDA and PyTorch say of memory that is not there."""
+SOURCES = (".py", ".jsonl", ".txtpb")
+"""Files of the package that decide what runs: code, tuned tables, targets."""
 MOST_CRASHES = 2
 LIMIT_S = 150.0
 """Of an item, compiling included, if it names no other."""
@@ -73,10 +80,11 @@ class Session:
         self._crashes: collections.Counter = collections.Counter()
         self._notes: list[dict[str, Any]] = []
         self._numbers = 0
+        self._sources = sources()
         records = evidence.read(out) if out.exists() else []
         since = len(records) if since is None else since
         for number, record in enumerate(records):
-            if number >= since or not again and (dry or record.code.commit == evidence.code().commit):
+            if number >= since or not again and (dry or record.facts.get("sources") == self._sources):
                 self._count(record, now=number >= since)
         self._settle()
 
@@ -112,6 +120,7 @@ class Session:
         if self.dry:
             how = fields.get("how") or How(iterations=max(len(samples), 1))
             fields["how"] = replace(how, check=f"dry run: {how.check or 'nothing measured'}")
+        fields["facts"] = {**fields.get("facts", {}), "sources": self._sources}
         made = evidence.make(what, samples, command=f"scripts/gpu_check.sh {self.piece}", **fields)
         made = replace(made, where=replace(made.where, **state_of_gpu()))
         evidence.append(self.out, made)
@@ -129,7 +138,8 @@ class Session:
         if isinstance(error, REFUSALS) or type(error) is RuntimeError and device_works():
             self.add(what, (), error=plain(error))
             return
-        self.add(what, (), error=f"crashed: {plain(error)}")
+        fault = "does not fit" if FULL.search(str(error)) else "crashed"  # a fresh process holds nothing
+        self.add(what, (), error=f"{fault}: {plain(error)}")
         self._notes = []
         self._write_note()
         raise SystemExit(RESTART)
@@ -203,6 +213,15 @@ class Guard:
 
 def _key(what: What) -> tuple[str, str, str, str]:
     return what.op, what.kernel, what.workload, what.dtype
+
+
+def sources(package: Path = Path(__file__).parents[1]) -> str:
+    """A hash of the code and tables that run. A commit says less: trees that differ from it have it too."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in SOURCES):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:16]
 
 
 def plain(error: BaseException | str) -> str:
