@@ -37,6 +37,7 @@ ORDER = [
         "attention.split_merge",
     },
     {
+        "attention.decode_mass",
         "attention.dense_rows",
         "attention.gpu_backward",
         "attention.listed_rows",
@@ -130,6 +131,7 @@ def test_kernel_files_do_not_import_each_other():
             allowed |= {"attention.decode_blocks", "attention.decode_copies", "attention.decode_gradient"}
             allowed |= {"attention.exact_products", "attention.matrix_unit", "attention.work"}
             allowed |= {"attention.warpgroup", "attention.decode_splits", "attention.split_merge"}
+            allowed |= {"attention.decode_mass"}
             allowed |= {"attention.listed_blocks", "attention.listed_rows"}
             allowed |= {"attention.prefill_blocks", "attention.prefill_rows", "attention.config_space"}
             allowed |= {"attention.block_ranges", "attention.dense_rows"}

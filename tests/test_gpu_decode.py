@@ -1,6 +1,8 @@
 """What the Hopper decode kernels promise beyond the oracle: every key once, any G, any list, exact merging."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import calls
 import jax.numpy as jnp
@@ -8,9 +10,11 @@ import numpy as np
 import pytest
 
 from tessera import oracle
-from tessera.attention import decode_splits, gpu_decode
+from tessera.attention import decode_mass, decode_splits, gpu_decode
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.decode_blocks import visible_keys
 from tessera.attention.split_merge import merge_splits
+from tessera.deviceless import gpu, programs, tpu
 from tessera.workloads import Workload
 
 KERNELS = {kernel.role: kernel for kernel in gpu_decode.KERNELS}
@@ -30,6 +34,16 @@ RAGGED = Workload(
     kv_len=LENGTHS,
     q_len=(1, 1, 1, 1, 1, 0, 1),
     tags=("hopper", "decode"),
+)
+UNEVEN = dataclasses.replace(
+    RAGGED,
+    batch=3,
+    num_keys=1100,
+    num_heads=7,
+    num_kv_heads=1,
+    q_start=(1099, 0, 40),
+    kv_len=(1100, 0, 41),
+    q_len=(1, 1, 1),
 )
 LONG = dataclasses.replace(RAGGED, batch=1, num_keys=460, q_start=(449,), kv_len=(450,), q_len=(1,))
 
@@ -52,6 +66,7 @@ VARIANTS = {
         ("score", "sparse"),
         "bfloat16",
     ),
+    "more tiles than a load": (UNEVEN, {"splits": 3}, ("score",), "bfloat16"),
     "more heads than a product": (variant(num_heads=71, num_kv_heads=1, num_keys=130), {}, ("score",), "bfloat16"),
     "heads not in eights": (variant(num_heads=12, num_kv_heads=1, num_keys=130), {}, ("dense",), "bfloat16"),
     "wide heads": (variant(tile=128, head_dim=256, num_heads=1, num_kv_heads=1), {}, ("dense", "sparse"), "bfloat16"),
@@ -167,7 +182,97 @@ def test_merging_is_exact_to_rounding(splits):
     assert np.abs(total[some] - np.log2(weight.sum(0)[some])).max() < 1e-4
 
 
+# sequences' keys, query heads of each of 2 KV heads, tile, keys of a block, window
+PIECES = {
+    "fewer tiles than a load": ((600, 599, 0, 1), 4, 16, 64, None),
+    "a last load that ends with the tiles": ((4500, 0, 63, 1030), 7, 16, 64, None),
+    "units of a tile, an odd last one": ((12_900,), 1, 128, 64, None),
+    "as many rows as are stored": ((4500, 1024), 16, 32, 128, 700),
+    "two products": ((9000,), 71, 64, 128, 100),
+    "a window over one load": ((2200, 300), 4, 16, 64, 1000),
+}
+
+
+def mass_of(bank, lse, cut, positions):
+    """What the merging launch is held to: 2^(bank - lse) over G rows and each tile's units; 0 for tiles nobody read.
+
+    bank [B,K,parts,units,rows] is log2 of each unit's sum of exponentials, lse [B,K,G] that of all keys.
+    """
+    start, stop = visible_keys(cut.spec, positions, cut.shapes.num_keys)
+    first = jnp.arange(cut.banked, dtype=jnp.int32) * cut.unit
+    read = (first + cut.unit > start[:, None]) & (first < stop[:, None])
+    bits = jnp.swapaxes(bank, -1, -2).reshape(*lse.shape[:2], -1, cut.banked)[:, :, : cut.groups]
+    mass = jnp.where(read[:, None, None], jnp.exp2(bits - lse[..., None]), 0.0)
+    tiles = -(-cut.shapes.num_keys // cut.spec.tile)
+    per_tile = cut.spec.tile // cut.unit
+    mass = jnp.pad(mass, [(0, 0)] * 3 + [(0, max(tiles * per_tile - cut.banked, 0))])[..., : tiles * per_tile]
+    return mass.reshape(*mass.shape[:3], tiles, per_tile).sum((2, 4))[:, :, None]
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_masses_are_those_of_the_bank(name):
+    """Any tile count, group and window; what no row sees is rubbish in the bank, and 0 in the mass."""
+    lengths, groups, tile, block_s, window = PIECES[name]
+    shapes = Shapes(len(lengths), 1, max(lengths), 2 * groups, 2, 64, None, "bfloat16")
+    cut = decode_splits.Cut("score", AttentionSpec(tile=tile, window=window, mass=True), shapes, block_s, 18)
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in ([n - 1 for n in lengths], lengths, [1] * len(lengths))))
+    lead, rng = (len(lengths), 2, cut.parts), np.random.default_rng(0)
+    bank = rng.standard_normal((*lead, decode_mass.stored_units(cut), cut.rows)).astype(np.float32)
+    start, stop = (np.asarray(x)[:, None] for x in visible_keys(cut.spec, positions, shapes.num_keys))
+    first = np.arange(bank.shape[3]) * cut.unit
+    hidden = (first + cut.unit <= start) | (first >= stop)
+    np.moveaxis(bank, 3, 1)[hidden] = np.nan
+    totals = rng.standard_normal((cut.splits, *lead, cut.rows)).astype(np.float32)
+    totals[rng.random(totals.shape) < 0.3] = -np.inf
+    out = jnp.zeros((cut.splits, *lead[:2], groups, 1))
+    lse = np.log2(np.exp2(totals).sum(0)).reshape(*lead[:2], -1)[..., :groups]
+    with calls.machine(KERNELS["score"]):
+        found = decode_mass.merge_and_weigh(out, out, jnp.asarray(bank), jnp.asarray(totals), cut, positions, "float32")
+        mass = np.asarray(found[2])
+    exact = np.asarray(mass_of(jnp.asarray(bank[:, :, :, : cut.banked]), jnp.asarray(lse), cut, positions))
+    assert mass.shape == (*lead[:2], 1, cut.tiles)
+    assert np.count_nonzero(exact) > 0
+    np.testing.assert_allclose(mass, exact, rtol=1e-5)
+
+
 LLAMA = Shapes(1, 1, 131072, 32, 8, 128, None, "bfloat16")
+
+
+def layer(shapes: list, tile: int):
+    """For the compiler: what a model's layer takes of a scoring call, out and mass, from head-major arrays."""
+    spec = AttentionSpec(tile=tile, mass=True)
+    call, arguments, about = programs.attention_call(
+        "gpu_decode_score", dataclasses.asdict(spec), Shapes(*shapes)._asdict()
+    )
+
+    def taken(*arguments):
+        result = call(*arguments)
+        return result.out, result.mass
+
+    return taken, arguments, about
+
+
+def launches(program: str) -> list[str]:
+    """What a compiled program starts on the GPU, in order: a kernel of ours by its name, the rest by their kind."""
+    found = re.findall(r"^ +(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([a-z-]+)\((.*)$", program[program.index("ENTRY") :], re.M)
+    free = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
+    ours = r'custom_call_target="mosaic_gpu.*op_name="[^"]*?/(\w+)/mpmd_map'
+    names = [(kind, re.search(ours, rest)) for kind, rest in found if kind not in free]
+    return [name[1] if name else kind for kind, name in names]
+
+
+@pytest.mark.parametrize(
+    ("change", "tile"),
+    [({}, 128), ({"batch": 4}, 128), ({"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "num_keys": 1536}, 128)],
+    ids=["one sequence", "four", "seven heads a group, twelve tiles"],
+)
+def test_scoring_takes_two_launches(change, tile):
+    """The kernel, and the merge, which also writes the masses: XLA adds no launch of its own."""
+    shapes = LLAMA._replace(**change)
+    program = tpu.factory_program(f"{__name__}:layer", shapes=list(shapes), tile=tile)
+    found = gpu.compile_for("h200", program, paths=[str(Path(__file__).parent)])
+    assert found.error is None
+    assert launches(found.program) == ["gpu_decode_score", "gpu_merge_mass"]
 
 
 @pytest.mark.parametrize("role", KERNELS)

@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jaxtyping import Float
 
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
-from tessera.attention.decode_blocks import visible_keys
 from tessera.shapes import ceil_div, round_up
 
 ROWS = 64
@@ -60,6 +57,15 @@ class Cut(NamedTuple):
     def banked(self) -> int:
         """Units of the whole cache."""
         return ceil_div(self.shapes.num_keys, self.block_s) * self.units
+
+    @property
+    def tiles(self) -> int:
+        return ceil_div(self.shapes.num_keys, self.spec.tile)
+
+    @property
+    def per_tile(self) -> int:
+        """Units of a tile."""
+        return self.spec.tile // self.unit
 
 
 class Run(NamedTuple):
@@ -122,21 +128,3 @@ def visible_columns(cut: Cut, run: Run, block, starts: list) -> tuple[Any, Any]:
         lo += jnp.where(listed, jnp.clip(run.start - start, 0, cut.unit), 0)
         hi += jnp.where(listed, jnp.clip(run.stop - start, 0, cut.unit), 0)
     return lo, hi
-
-
-def mass_of(
-    bank: Float[Array, "B K parts units rows"], lse: Float[Array, "B K G"], cut: Cut, positions: Positions
-) -> Float[Array, "B K 1 J"]:
-    """2^(bank - lse) summed over the G rows and over each tile's units; 0 for tiles that nobody read.
-
-    bank is log2 of each unit's sum of exponentials, lse that of all keys.
-    """
-    start, stop = visible_keys(cut.spec, positions, cut.shapes.num_keys)
-    first = jnp.arange(cut.banked, dtype=jnp.int32) * cut.unit
-    read = (first + cut.unit > start[:, None]) & (first < stop[:, None])
-    bits = jnp.swapaxes(bank, -1, -2).reshape(*lse.shape[:2], -1, cut.banked)[:, :, : cut.groups]
-    mass = jnp.where(read[:, None, None], jnp.exp2(bits - lse[..., None]), 0.0)
-    tiles = ceil_div(cut.shapes.num_keys, cut.spec.tile)
-    per_tile = cut.spec.tile // cut.unit
-    mass = jnp.pad(mass, [(0, 0)] * 3 + [(0, max(tiles * per_tile - cut.banked, 0))])[..., : tiles * per_tile]
-    return mass.reshape(*mass.shape[:3], tiles, per_tile).sum((2, 4))[:, :, None]

@@ -10,7 +10,7 @@ computes while the others wait. Partial results carry their lse; a reduction ove
 The three roles differ only in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles side by side,
 each copied from where it lies; ids ascend, so what the row sees is one range of a block's columns there too. Score:
 dense, and log2 of each tile's sum of weights (running maximum included) goes to a small array [J, G] per KV head,
-from which 2^(that - lse) is the mass once lse is known.
+from which the merging launch makes the masses, 2^(that - lse) (`decode_mass`).
 
 Work: 4 H flops per (row, key). Traffic: 2 H bytes-per-element per visible or listed key and KV head.
 """
@@ -30,7 +30,8 @@ from tessera.attention import work
 from tessera.attention.config_space import distinct
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes, call_shapes
 from tessera.attention.decode_gradient import differentiable
-from tessera.attention.decode_splits import Cut, Run, find_run, mass_of, unit_starts, visible_columns
+from tessera.attention.decode_mass import merge_and_weigh, stored_units
+from tessera.attention.decode_splits import Cut, Run, find_run, unit_starts, visible_columns
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.attention.split_merge import merge_splits
 from tessera.attention.warpgroup import (
@@ -94,7 +95,8 @@ class Refs(NamedTuple):
     count: Any  # [B, K, 1]
     out: Any  # [splits, B, K, stored G, H] float32
     lse: Any  # the same, in bits and in every column
-    bank: Any  # [B, K, parts, units, rows] float32, in bits; score only
+    bank: Any  # [B, K, parts, units, rows] float32, in bits; score only, as totals
+    totals: Any  # [splits, B, K, parts, rows] float32: lse once per row
     q_block: Any = None  # [64, H]
     k_block: Any = None  # [stages, block_s, H]
     v_block: Any = None
@@ -121,7 +123,7 @@ def name_refs(refs: tuple, role: str) -> Refs:
     it = iter(refs)
     positions = Positions(next(it), next(it), next(it))
     inputs = [next(it) if role == "sparse" or n < 3 else None for n in range(5)]
-    return Refs(positions, *inputs, next(it), next(it), next(it) if role == "score" else None)
+    return Refs(positions, *inputs, next(it), next(it), *((next(it), next(it)) if role == "score" else (None, None)))
 
 
 def locate(refs: Refs, cut: Cut) -> Place:
@@ -212,9 +214,16 @@ def finish(refs: Refs, cut: Cut, at: Place, state: tuple) -> None:
     m, l, acc = state  # noqa: E741
     seen = l > 0
     safe = jnp.where(seen, l, 1.0)
+    lse = jnp.where(seen, m + jnp.log(safe) * LOG2_E, -jnp.inf)
     refs.out_block[...] = acc * per_row(1.0 / safe, acc)  # acc is 0 where l is
-    refs.lse_block[...] = per_row(jnp.where(seen, m + jnp.log(safe) * LOG2_E, -jnp.inf), acc)
+    refs.lse_block[...] = per_row(lse, acc)
+    if cut.role == "score":
+        half = jax.lax.rem(at.run.count, jnp.int32(2))  # the last block's sums, in the other, may be on their way
+        refs.row_block[half, 0] = lse
     plgpu.commit_smem()
+    if cut.role == "score":
+        rows = refs.totals.at[at.split, at.sequence, at.head, at.part]
+        plgpu.copy_smem_to_gmem(refs.row_block.at[half, 0, pl.ds(0, cut.rows)], rows)
     for block, target in ((refs.out_block, refs.out), (refs.lse_block, refs.lse)):  # rows past G are out of bounds
         rows = target.at[at.split, at.sequence, at.head, pl.ds(at.part * ROWS, cut.rows)]
         plgpu.copy_smem_to_gmem(block.at[pl.ds(0, cut.rows)], rows)
@@ -261,11 +270,12 @@ def body(*refs, cut: Cut, config: Config):
 
 
 def call(cut: Cut, config: Config):
-    """The launch: (positions, q, k, v, lists) -> partial out and lse, and with the role score the bank."""
+    """The launch: (positions, q, k, v, lists) -> partial out and lse, and with the role score bank and totals."""
     shapes, lead = cut.shapes, (cut.shapes.batch, cut.shapes.num_kv_heads)
     out = [jax.ShapeDtypeStruct((cut.splits, *lead, cut.stored_groups, shapes.head_dim), jnp.float32)] * 2
     if cut.role == "score":
-        out.append(jax.ShapeDtypeStruct((*lead, cut.parts, cut.banked, cut.rows), jnp.float32))
+        out.append(jax.ShapeDtypeStruct((*lead, cut.parts, stored_units(cut), cut.rows), jnp.float32))
+        out.append(jax.ShapeDtypeStruct((cut.splits, *lead, cut.parts, cut.rows), jnp.float32))
     return plgpu.kernel(
         functools.partial(body, cut=cut, config=config),
         out_type=out,
@@ -290,11 +300,13 @@ def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> At
     rows = q.reshape(shapes.batch, shapes.num_kv_heads, cut.groups, shapes.head_dim)
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.stored_groups - cut.groups), (0, 0)])
     lists = () if selection is None else selection
-    out, lse, *bank = call(cut, config)(*positions, rows, k, v, *lists)
-    out, lse = (x[:, :, : cut.groups] for x in merge_splits(out, lse, q.dtype))
-    lse = lse[..., 0]
-    result = AttentionOut(out.reshape(q.shape), LN_2 * lse.reshape(q.shape[:3]))
-    return result._replace(mass=mass_of(bank[0], lse, cut, positions)) if bank else result
+    partial = call(cut, config)(*positions, rows, k, v, *lists)
+    if role == "score":
+        out, lse, mass = merge_and_weigh(*partial, cut, positions, q.dtype)
+    else:
+        (out, lse), mass = merge_splits(*partial, q.dtype), None
+    out, lse = (x[:, :, : cut.groups] for x in (out, lse))
+    return AttentionOut(out.reshape(q.shape), LN_2 * lse[..., 0].reshape(q.shape[:3]), mass)
 
 
 dense = differentiable(attend)

@@ -3,7 +3,12 @@
 out = sum_p 2^(lse_p - m) out_p / sum_p 2^(lse_p - m), m = max_p lse_p. The partial results carry their lse in every
 column, so that merging knows no rows: a flat stretch of numbers per block of threads, every load coalesced. XLA would
 take two to five launches, each as long as a small call's attention.
+
+`merge_stretch` and `fold` are the parts, for a kernel that does more in the same launch (`decode_mass`).
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,13 +19,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from tessera.attention.online_softmax import FLOOR
-from tessera.shapes import round_up
 
 THREADS = 128
 STRETCH = 256
-"""Numbers per block of threads, two per thread: many small blocks, as each waits for memory once per AT_ONCE splits."""
+"""Numbers per block of threads, two per thread: many small blocks, as each waits for memory once per AT_ONCE splits.
+Half as many where that leaves no rest."""
 AT_ONCE = 16
-"""Splits whose loads are on their way together."""
+"""Splits whose loads are on their way together where a thread has two numbers of each."""
 
 
 def merge_splits(
@@ -36,15 +41,12 @@ def merge_splits(
     Returns:
         The merged values, and log2 of the whole sum in every column (float32).
     """
-    splits, *rows = out.shape
-    size = jnp.size(out) // splits
-    stretch = min(STRETCH, round_up(size, THREADS))
-    padded = round_up(size, stretch)
-    flat = [jnp.pad(x.reshape(splits, -1), [(0, 0), (0, padded - size)]) for x in (out, lse)]
+    rows, size = out.shape[1:], out[0].size
+    flat = [flatten(x) for x in (out, lse)]
     merged = plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct((padded,), dtype), jax.ShapeDtypeStruct((padded,), jnp.float32)],
-        grid=(padded // stretch,),
+        lambda *refs: merge_stretch(jax.lax.axis_index("stretch"), *refs),
+        out_type=merged_types(flat[0], dtype),
+        grid=(num_stretches(flat[0]),),
         grid_names=("stretch",),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         kernel_name="gpu_merge_splits",
@@ -52,32 +54,61 @@ def merge_splits(
     return tuple(x[:size].reshape(rows) for x in merged)
 
 
-def body(out_ref, lse_ref, merged_ref, merged_lse_ref):
-    """Merge one stretch, AT_ONCE splits at a time."""
-    splits = out_ref.shape[0]
-    stretch = merged_ref.shape[0] // jax.lax.axis_size("stretch")
-    here = pl.ds(jax.lax.axis_index("stretch") * stretch, stretch)
+def flatten(x: Float[Array, "splits *rows"]) -> Float[Array, "splits size"]:
+    """A split's numbers in a row: a view, or padded where they do not fill whole blocks of threads."""
+    x = x.reshape(x.shape[0], -1)
+    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % THREADS)])
 
-    def absorb(first, count: int, state: tuple) -> tuple:
-        m_old, total, acc = state
-        values = [out_ref[first + i, here] for i in range(count)]
-        bits = [lse_ref[first + i, here] for i in range(count)]
-        m = m_old
-        for b in bits:
-            m = jnp.maximum(m, b)
-        alpha = jnp.exp2(m_old - m)
-        total, acc = total * alpha, acc * alpha
-        for x, b in zip(values, bits, strict=True):
-            weight = jnp.exp2(b - m)
-            total, acc = total + weight, acc + weight * x
-        return m, total, acc
 
+def merged_types(flat: Float[Array, "splits size"], dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of the merged values and of their lse."""
+    return [jax.ShapeDtypeStruct(flat.shape[1:], x) for x in (dtype, jnp.float32)]
+
+
+def num_stretches(flat: Float[Array, "splits size"]) -> int:
+    """Blocks of threads that merge."""
+    return flat.shape[1] // stretch_of(flat.shape[1])
+
+
+def stretch_of(size: int) -> int:
+    """Numbers of one block of threads."""
+    return THREADS if size % STRETCH else STRETCH
+
+
+def merge_stretch(index, out_ref, lse_ref, merged_ref, merged_lse_ref) -> None:
+    """Merge one stretch."""
+    stretch = stretch_of(merged_ref.shape[0])
+    here = pl.ds(index * stretch, stretch)
     state = tuple(jnp.full((stretch,), x, jnp.float32) for x in (FLOOR, 0.0, 0.0))
-    whole = splits // AT_ONCE
-    if whole:
-        state = jax.lax.fori_loop(0, whole, lambda i, state: absorb(i * AT_ONCE, AT_ONCE, state), state)
-    m, total, acc = absorb(whole * AT_ONCE, splits % AT_ONCE, state) if splits % AT_ONCE else state
+    m, total, acc = fold(lambda i: (lse_ref[i, here], out_ref[i, here]), out_ref.shape[0], state)
     seen = total > 0
     safe = jnp.where(seen, total, 1.0)
     merged_ref[here] = (acc / safe).astype(merged_ref.dtype)
     merged_lse_ref[here] = jnp.where(seen, m + jnp.log2(safe), -jnp.inf)
+
+
+def fold(load: Callable, splits: int, state: tuple, at_once: int = AT_ONCE) -> tuple:
+    """The state (m, sum of weights, weighted sums) after every split, at_once at a time.
+
+    Args:
+        load: split -> (lse, values ...), as many values as the state has weighted sums.
+        splits: how many.
+        state: before the first: m is FLOOR, the sums are 0.
+        at_once: splits whose loads are on their way together.
+    """
+
+    def absorb(first, count: int, state: tuple) -> tuple:
+        m_old, *sums = state
+        parts = [load(first + i) for i in range(count)]
+        m = functools.reduce(jnp.maximum, [bits for bits, *_ in parts], m_old)
+        alpha = jnp.exp2(m_old - m)
+        total, *sums = (x * alpha for x in sums)
+        for bits, *values in parts:
+            weight = jnp.exp2(bits - m)
+            total, sums = total + weight, [x + weight * value for x, value in zip(sums, values, strict=True)]
+        return m, total, *sums
+
+    whole, rest = divmod(splits, at_once)
+    if whole:
+        state = jax.lax.fori_loop(0, whole, lambda i, state: absorb(i * at_once, at_once, state), state)
+    return absorb(whole * at_once, rest, state) if rest else state
