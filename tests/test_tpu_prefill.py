@@ -52,6 +52,14 @@ EDGES = (slice(0, 16), slice(256, 288), slice(528, 544))
 LARGE = {
     "dense": ("v5e", "dense", ROWS, "bfloat16", EDGES),
     "dense, half exponentials": ("v6e", "dense", ROWS, "bfloat16", EDGES),
+    "dense, state in VMEM": ("v7x", "dense", ROWS, "bfloat16", EDGES),
+    "score, state in VMEM": (
+        "v7x",
+        "score",
+        dataclasses.replace(ROWS, spec=AttentionSpec(tile=16, query_tile=16)),
+        "bfloat16",
+        EDGES,
+    ),
     "score, tiles put": ("v5e", "score", ROWS, "bfloat16", EDGES),
     "score, banks": (
         "v6e",
@@ -75,6 +83,8 @@ LARGE = {
 REACHED = {
     "dense": {"sub_t": 272, "chunk": 256, "extra": 0, "half_exp": False},
     "dense, half exponentials": {"sub_t": 272, "chunk": 512, "extra": 128, "half_exp": True},
+    "dense, state in VMEM": {"sub_t": 272, "chunk": 256, "half_exp": True, "state_in_vmem": True},
+    "score, state in VMEM": {"banks": 3, "one_hot": True, "state_in_vmem": True},
     "score, tiles put": {"sub_t": 272, "banks": 1, "one_hot": False},
     "score, banks": {"sub_t": 272, "banks": 3, "one_hot": True, "block_s": 2048, "half_exp": True},
     "score, banks of a window": {"banks": 3, "block_s": 1024, "bank_keys": 2048},

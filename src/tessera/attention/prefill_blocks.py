@@ -33,6 +33,8 @@ class Config:
         matrix_sums: row sums (and tile masses) come from extra columns of V: free where the matrix unit has idle ones.
         half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on; what that
             assumes: prefill_rows).
+        state_in_vmem: maximum and sums go to VMEM after every update and come back for the next, instead of staying
+            values of one straight line. A block of rows is far more than the registers hold either way: this says when.
     """
 
     block_t: int
@@ -41,6 +43,7 @@ class Config:
     step: int = 512
     matrix_sums: bool = True
     half_exp: bool = False
+    state_in_vmem: bool = False
 
     def __post_init__(self):
         if self.block_t < 1:
@@ -66,6 +69,7 @@ class Cut(NamedTuple):
     flat: bool
     matrix_sums: bool
     half_exp: bool
+    state_in_vmem: bool
 
     @property
     def rows(self) -> int:
@@ -113,7 +117,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     half = config.half_exp and shapes.dtype == "bfloat16"
     flat = (groups * shapes.head_dim) % LANES == 0
     sizes = (groups, shapes.head_dim, shapes.num_keys, block_t, sub_t, block_s, chunk, step)
-    return Cut(spec, *sizes, flat, config.matrix_sums, half)
+    return Cut(spec, *sizes, flat, config.matrix_sums, half, config.state_in_vmem)
 
 
 def whole(x, size: int):

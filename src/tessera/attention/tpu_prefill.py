@@ -103,7 +103,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
     def full():
         state = load(refs, slice(None), bank)
         for c in range(cut.block_s // cut.chunk):
-            state = update(refs, slice(None), state, start, c * cut.chunk, cut)
+            state = update(refs, slice(None), state, start, c * cut.chunk, bank, cut)
         store(refs, slice(None), bank, state)
 
     @pl.when((block < keys.hi) & ~no_mask)
@@ -137,7 +137,8 @@ def partial_block(refs: Refs, u: int, start, keys: Range, bank, cut: Cut) -> Non
             state = load(refs, rows, bank)
             for c in range(cut.step // cut.chunk):
                 offset = pl.multiple_of(index * cut.step + c * cut.chunk, cut.chunk)
-                state = update(refs, rows, state, start, offset, cut, (first, keys.kv_len) if masked else None)
+                limits = (first, keys.kv_len) if masked else None
+                state = update(refs, rows, state, start, offset, bank, cut, limits)
             store(refs, rows, bank, state)
 
     if cut.spec.window is not None:
@@ -146,13 +147,17 @@ def partial_block(refs: Refs, u: int, start, keys: Range, bank, cut: Cut) -> Non
     jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True, name="masked_step"), None)
 
 
-def update(refs: Refs, rows: slice, state: Rows, start, offset, cut: Cut, limits: tuple | None = None) -> Rows:
+def update(refs: Refs, rows: slice, state: Rows, start, offset, bank, cut: Cut, limits: tuple | None = None) -> Rows:
     """Absorb the chunk of keys at `offset` of the block from `start`; limits: first row, kv_len, if masked."""
     at = pl.ds(offset, cut.chunk)
     mask = real = None
     if limits is not None:
         mask, real = visible(limits[0], start + offset, limits[1], cut)
-    return absorb(state, refs.q_scaled[rows], refs.k[0, 0, at], refs.v[0, 0, at], cut, start + offset, mask, real)
+    state = absorb(state, refs.q_scaled[rows], refs.k[0, 0, at], refs.v[0, 0, at], cut, start + offset, mask, real)
+    if cut.state_in_vmem:
+        store(refs, rows, bank, state)
+        return load(refs, rows, bank)
+    return state
 
 
 def load(refs: Refs, rows: slice, bank) -> Rows:
@@ -387,7 +392,8 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """2,048 or 4,096 rows against 4,096 keys; fewer rows where their masses would not fit.
 
     Sizes by the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e;
-    more rows share the cost of a row block's first and last step, which counts where the products are fast.
+    more rows share the cost of a row block's first and last step, which counts where the products are fast. On v7x the
+    state goes through VMEM, which halves what is spilled; v6e loses by it and the 128-wide chips cannot tell.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
     width, vmem_bytes = chip()
@@ -403,11 +409,12 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
         chunk=512 if width == 256 and vmem_bytes > 64 << 20 else 256,
         matrix_sums=shapes.head_dim % LANES != 0 or shapes.head_dim + LANES <= width,
         half_exp=width == 256,
+        state_in_vmem=width == 256 and vmem_bytes <= 64 << 20,
     )
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Rows, keys, chunks and steps around the default, row sums from either unit."""
+    """Rows, keys, chunks and steps around the default, row sums from either unit, the state in VMEM or not."""
     groups = shapes.num_heads // shapes.num_kv_heads
     axes = {
         "block_t": [max(rows // groups, 1) for rows in (512, 1024, 2048, 4096, 8192)],
@@ -415,6 +422,7 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
         "chunk": (128, 256, 512, 1024),
         "step": (256, 512, 1024, 2048),
         "matrix_sums": (False, True),
+        "state_in_vmem": (False, True),
     }
     return distinct(default_config(spec, shapes), axes, functools.partial(cut_call, spec, shapes))
 

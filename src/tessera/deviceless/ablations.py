@@ -33,11 +33,9 @@ AS_IT_IS = "as it is"
 CALL = MappingProxyType({"role": "dense", "phase": "prefill", "length": 16384, "heads": 32, "kv_heads": 8})
 
 
-def through_memory(refs, rows, state, start, offset, cut, limits=None) -> Rows:
+def through_memory(refs, rows, state, start, offset, bank, cut, limits=None) -> Rows:
     """`tpu_prefill.update` whose state goes to VMEM and comes back after every chunk of keys."""
-    updated = UPDATE(refs, rows, state, start, offset, cut, limits)
-    tpu_prefill.store(refs, rows, 0, updated)
-    return tpu_prefill.load(refs, rows, 0)
+    return UPDATE(refs, rows, state, start, offset, bank, cut._replace(state_in_vmem=True), limits)
 
 
 def spread_statistics(state: Rows, q, k, v, cut, start, mask=None, real=None) -> Rows:
@@ -60,10 +58,10 @@ def store_spread(refs, rows, bank, state: Rows) -> None:
     STORE(refs, rows, bank, state._replace(m=jnp.broadcast_to(state.m, (state.m.shape[0], refs.m.shape[1]))))
 
 
-def sliced_blocks(refs, rows, state, start, offset, cut, limits=None) -> Rows:
+def sliced_blocks(refs, rows, state, start, offset, bank, cut, limits=None) -> Rows:
     """`tpu_prefill.update` that reads a whole block of keys and values and slices the chunk out of it."""
     if limits is not None or not isinstance(offset, int):  # a slice of a value must be known when it is compiled
-        return UPDATE(refs, rows, state, start, offset, cut, limits)
+        return UPDATE(refs, rows, state, start, offset, bank, cut, limits)
     at = slice(offset, offset + cut.chunk)
     k, v = refs.k[0, 0][at], refs.v[0, 0][at]
     return prefill_rows.absorb(state, refs.q_scaled[rows], k, v, cut, start + offset)
