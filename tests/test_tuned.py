@@ -52,7 +52,8 @@ def record_of(row: tuned.Row) -> evidence.Record:
 def test_a_shipped_row_stands_on_its_record_and_answers_its_call(found, monkeypatch):
     device, row = found
     kernel, record = programs.kernel_named(row.kernel), record_of(row)
-    assert dict(record.what.config) == dict(row.config) == asdict(tuned.built(row, kernel))
+    assert dict(record.what.config) == dict(row.config)
+    assert row.config.items() <= asdict(tuned.built(row, kernel)).items()  # a field that came later has its default
     assert row.gain is None or row.gain == pytest.approx(record.comparison.ratio, abs=1e-4)
     assert row.gain is None or row.gain == 1 or row.gain >= blocks.LEAST_GAIN
     spec, shapes = AttentionSpec(**record.facts["spec"]), Shapes(**record.facts["shapes"])
