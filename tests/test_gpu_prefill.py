@@ -263,3 +263,16 @@ def compare(mask, blocks, size, padded=None):
     swept = np.flatnonzero(mask.any(0)) // size
     assert swept.size == 0 or (start <= swept.min() and swept.max() < stop)
     assert (mask if padded is None else padded)[:, whole * size : masked * size].all()
+
+
+def test_a_window_beside_256_sums_leaves_out_the_order_that_spills():
+    """What the gates found; the same blocks without a window, or scoring, spill nothing."""
+
+    def orders(window, mass):
+        spec = AttentionSpec(window=window, mass=mass)
+        shapes = Shapes(1, 8192, 8192, 8, 2, 256, None, "float16")
+        return {config.overlap for config in gpu_prefill.search_space(spec, shapes)}
+
+    assert orders(None, False) == {True, False}
+    assert orders(1000, False) == {True}
+    assert False in orders(1000, True)

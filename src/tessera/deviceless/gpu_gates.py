@@ -236,7 +236,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.report:
         if not found:
             parser.error(f"{options.out} has no lines: compile first, without --report")
-        made = records(sweep.of_last_code(found, identity), COMMAND)
+        planned = set(map(identity, cases()))  # a search space may have lost what broke since
+        made = records([x for x in sweep.of_last_code(found, identity) if identity(x) in planned], COMMAND)
         evidence.append("evidence/gpu-gates.jsonl", made)
         return 0
     code = asdict(evidence.code())
