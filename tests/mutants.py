@@ -38,6 +38,8 @@ EQUIVALENT = {
 """Mutants that are no worse, with the reason. No chip runs these fences, see `warpgroup.accumulate`."""
 START_S = 300.0
 """A process may take this long for its first verdict, of the kernel as it is, which tells how slow this machine is."""
+PATIENCE_S = 20.0
+"""A wait at a barrier this long never ends, or as long as the whole kernel took, if that was more."""
 WHOLE_S: dict[str, float] = {}
 """Seconds that each kernel took unbroken in this process."""
 
@@ -196,7 +198,7 @@ def verdict(name: str, kind: str, site: int) -> dict:
         except Exception as error:  # noqa: BLE001  whatever the interpreter says of a broken kernel gives it away
             said = [" ".join(str(error).splitlines()[-1:])[:120] or type(error).__name__]
     if kind == "none":
-        WHOLE_S[name] = time.monotonic() - begun
+        WHOLE_S[name] = max(time.monotonic() - begun, PATIENCE_S)
     return {"caught": said, "sites": seen}
 
 
@@ -228,8 +230,10 @@ class Mutants:
             self._start()
             whole = self._answer([kernel, "none", 0], START_S)
             self._limit_s = 5 * (time.monotonic() - start)
-            if whole is None or kind == "none":
-                return whole or {"caught": ["it never ends"]}
+            if whole is None or whole["caught"]:
+                raise AssertionError(f"{kernel} fails before anything is broken: {whole or 'it never ends'}")
+            if kind == "none":
+                return whole
         found = self._answer([kernel, kind, site], self._limit_s)
         if found is None:
             self.close()

@@ -8,7 +8,7 @@ import pytest
 from tessera import oracle
 from tessera.attention import tpu_prefill
 from tessera.attention.contract import AttentionSpec
-from tessera.deviceless import ablations
+from tessera.deviceless import ablations, blocks, inspection
 from tessera.workloads import Workload
 
 [DENSE] = (kernel for kernel in tpu_prefill.KERNELS if kernel.role == "dense")
@@ -56,14 +56,17 @@ def calls_error(call: oracle.Call) -> np.ndarray:
     return calls.run(DENSE, call, "bfloat16", CONFIG).out - oracle.attend(call).out
 
 
-def test_every_variant_is_another_program(fresh):
-    shapes = ROWS.shapes("dense", "bfloat16")
-    spec = ROWS.role_spec("dense")
+@pytest.mark.parametrize("chip", blocks.DEVICES)
+def test_every_variant_is_another_program_on_every_chip(chip, fresh):
+    spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=AttentionSpec(), fraction=1.0,
+                                   **{**ablations.CALL, "length": 8192})  # fmt: skip
     programs = set()
     for choice in ablations.CHOICES:
         jax.clear_caches()
         call, arguments, _ = ablations.attention_without(choice, DENSE.name, vars(spec), shapes._asdict())
-        programs.add(jax.jit(call).trace(*arguments).lower(lowering_platforms=("tpu",)).as_text())
+        with blocks.on_chip(chip):
+            lowered = jax.jit(call).trace(*arguments).lower(lowering_platforms=("tpu",))
+        programs.add(lowered.as_text())
     assert len(programs) == len(ablations.CHOICES)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from tessera import evidence
 from tessera.attention.contract import AttentionSpec
 from tessera.deviceless import flags, hlo, inspection, predict, schedule, steps, sweep, tpu
+from tessera.deviceless.processes import Process
 
 HERE = Path(__file__).parent
 KIB = 1024
@@ -307,3 +309,39 @@ def test_a_whole_decode_step_compiles_for_a_mesh(mesh, capsys):
     assert len(in_layers) == (2 if mesh == 2 else 0)
     assert out["hbm_bytes"] > 0
     assert out["predicted_ms"] > 0
+
+
+WORKERS = {
+    "dies before it answers": "import sys; print('no compiler here', file=sys.stderr); sys.exit(1)",
+    "answers once": "import sys; sys.stdin.readline(); print('{\"compiled\": true}', flush=True)",
+    "dies of every second": "import sys\nfor n, line in enumerate(sys.stdin):\n"
+    "    if n: sys.exit(3)\n    print('{\"compiled\": true}', flush=True)",
+}
+
+
+def process(name: str) -> Process:
+    return Process([sys.executable, "-c", WORKERS[name]], {})
+
+
+def test_a_worker_that_cannot_start_is_no_result():
+    with (
+        process("dies before it answers") as worker,
+        pytest.raises(ValueError, match="did not start: no compiler"),
+    ):
+        worker.ask({}, 60)
+
+
+def test_a_death_between_requests_is_not_the_next_ones_fault():
+    with process("answers once") as worker:
+        for _ in range(3):
+            assert worker.ask({}, 60) == {"compiled": True}
+            while worker._process.poll() is None:
+                time.sleep(0.01)
+
+
+def test_a_death_of_a_request_is_its_result_and_a_new_worker_goes_on():
+    with process("dies of every second") as worker:
+        said = [worker.ask({}, 60) for _ in range(4)]
+    assert [reply["compiled"] for reply in said] == [True, False, True, False]
+    assert said[1]["stage"] == "compile"
+    assert "status 3" in said[1]["error"]

@@ -5,8 +5,7 @@
 
 From the kernel's default (or from what was found for a related case) one field at a time is moved to the next value
 that the kernel's search space has, and stays where the time falls. A candidate that does not compile is a result; one
-whose bytes alone take as long as the best so far is left out.
-After a change of a kernel, delete its lines from the file: they are not compiled again.
+whose bytes alone take as long as the best so far is left out. What another commit compiled is compiled again.
 """
 
 import argparse
@@ -207,7 +206,7 @@ def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit
 
 def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) -> None:
     """Search one case on one chip; what is in `found` is not compiled again, what is new goes there and to `out`."""
-    case = CASES[name]
+    case, code = CASES[name], asdict(evidence.code())
     kernel = kernel_of(case)
     with on_chip(chip):
         default = kernel.default_config(*case.call())
@@ -222,9 +221,10 @@ def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) ->
 
     def ms_of(config: Any) -> float | None:
         known = [line for line in lines_of(found, chip, name) if line["config"] == asdict(config)]
+        known = [line for line in known if sweep.is_done(line, code)]
         if not known:
             line = {"chip": chip, "case": name, "default": config == default}
-            line |= attempt(chip, case, kernel.name, asdict(config), options.limit_s) | asdict(evidence.code())
+            line |= attempt(chip, case, kernel.name, asdict(config), options.limit_s) | code
             found.append(line)
             files.append_line(options.out, line)
             said = f"{line['ms']:.4f} ms ({line['bound_by']})" if "ms" in line else line["error"][:80]
@@ -240,8 +240,9 @@ def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) ->
 
 
 def lines_of(found: list[dict], chip: str, name: str) -> list[dict]:
-    """The candidates of one case on one chip, in the order they were tried."""
-    return [line for line in found if (line["chip"], line["case"]) == (chip, name)]
+    """The candidates of one case on one chip, in the order they were tried; of the code that made the last of them."""
+    own = [line for line in found if (line["chip"], line["case"]) == (chip, name)]
+    return sweep.of_last_code(own, lambda line: json.dumps(line["config"]))
 
 
 def winner(lines: list[dict]) -> dict | None:

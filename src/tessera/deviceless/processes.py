@@ -25,11 +25,17 @@ class Process:
         self._process: subprocess.Popen | None = None
 
     def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """The reply; if there is none, {"compiled": False, "error", "stage"} and the exit "status".
+        """The reply; if there is none, {"compiled": False, "error", "stage"}.
 
         The stage is "time" where the worker was ended after `limit_s` seconds, else "compile": it died of the request.
+
+        Raises:
+            ValueError: the worker ended, by no signal, before it ever answered: it cannot be started.
         """
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it died after its last answer: no fault of this request
         if self._process is None:
+            self._answered = False
             pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             self._process = subprocess.Popen(
                 self._command, **pipe, env=self._environment, text=True, start_new_session=True
@@ -47,12 +53,17 @@ class Process:
         finally:
             timer.cancel()
         if line:
+            self._answered = True
+            if late.is_set():  # the answer and the end came together
+                self.close()
             return json.loads(line)
         status = self.close()
         if late.is_set():
-            return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s, "status": status}
-        error = f"it died with status {status}: {self._errors.text()}"
-        return {"compiled": False, "stage": "compile", "error": error, "status": status}
+            return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s}
+        said = self._errors.text()
+        if status > 0 and not self._answered:  # below 0 a signal ended it: the compiler itself died, which is a result
+            raise ValueError(f"the compiler did not start: {said}")
+        return {"compiled": False, "stage": "compile", "error": f"it died with status {status}: {said}"}
 
     def _end(self, late: threading.Event) -> None:
         late.set()

@@ -108,8 +108,9 @@ def out_of_time(line: Mapping[str, Any]) -> bool:
 
 
 def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
-    """Whether a line is of this code: what another commit compiled says nothing of it."""
-    return all(line.get(name) == value for name, value in code.items()) and not out_of_time(line)
+    """Whether a line is of this code: what another commit compiled, or changes nobody committed, says nothing of it."""
+    same = all(line.get(name) == value for name, value in code.items())
+    return same and not line.get("dirty") and not out_of_time(line)
 
 
 def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Hashable]) -> list[dict[str, Any]]:

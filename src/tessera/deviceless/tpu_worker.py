@@ -24,6 +24,13 @@ ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, Attr
 """What a compiler, or a program that is wrong before it meets one, raises."""
 
 
+def mosaic_errors() -> tuple[type[Exception], ...]:
+    """What Pallas' own lowering raises, which is none of the above."""
+    from jax._src.pallas.mosaic import error_handling, lowering
+
+    return error_handling.MosaicError, lowering.LoweringException
+
+
 def main() -> int:
     """Answer requests until there are no more."""
     replies = os.fdopen(os.dup(1), "w")
@@ -59,7 +66,7 @@ def answer(request: dict) -> dict:
             lowered = traced.lower(lowering_platforms=("tpu",))
         stage, traced_at = "compile", time.perf_counter()
         compiled = lowered.compile(compiler_options=request.get("compiler_options"))
-    except ERRORS as error:
+    except (*ERRORS, *mosaic_errors()) as error:
         short = f"{type(error).__name__}: {error}"
         took, trace = time.perf_counter() - start, traceback.format_exc()[-4000:]
         return {"compiled": False, "stage": stage, "error": short, "compile_s": took, "trace": trace}

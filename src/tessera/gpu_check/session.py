@@ -39,8 +39,8 @@ REFUSALS = (
 plain RuntimeError, by which libraries refuse calls and report CUDA's faults alike, only if the device fails too."""
 CRASHED = ("hung after", "crashed", "does not fit")
 """How the error of an item begins that took its process with it."""
-FULL = re.compile(r"(?i)resource_exhausted|out[ _]of[ _]memory")
-"""What XLA, CUDA and PyTorch say of memory that is not there."""
+FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
+"""What XLA, CUDA and PyTorch say of main memory that is not there; a block's shared memory is a kernel's fault."""
 SOURCES = (".py", ".jsonl", ".txtpb")
 """Files of the package that decide what runs: code, tuned tables, targets."""
 MOST_CRASHES = 2
