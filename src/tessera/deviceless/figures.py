@@ -20,7 +20,7 @@ import jax
 
 from tessera import evidence, files
 from tessera.attention.contract import AttentionSpec
-from tessera.deviceless import hlo, inspection, predict, tpu, validation
+from tessera.deviceless import hlo, inspection, predict, sweep, tpu, validation
 from tessera.shapes import ceil_div
 
 COMMAND = "python -m tessera.deviceless.figures --timings FOLDER, and --report"
@@ -206,19 +206,18 @@ def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) 
             met = ratio >= target if against else ratio <= target
             goal = f"{'>=' if against else '<='} {target:g}"
             what = evidence.What(op="predicted figure", kernel="tpu", workload=f"{figure}, {chip}", dtype="bfloat16")
-            made.append(
-                evidence.make(
-                    what,
-                    [ratio],
-                    command=command,
-                    unit="ratio",
-                    how=evidence.How(check="predicted from the compiler's schedule, not measured"),
-                    comparison=evidence.Comparison(
-                        against="tokamax splash" if "peer" in figure else "dense", ratio=ratio, target=goal, met=met
-                    ),
-                    facts={name: dict(cases[name]) for name in names},
-                )
+            record = evidence.make(
+                what,
+                [ratio],
+                command=command,
+                unit="ratio",
+                how=evidence.How(check="predicted from the compiler's schedule, not measured"),
+                comparison=evidence.Comparison(
+                    against="tokamax splash" if "peer" in figure else "dense", ratio=ratio, target=goal, met=met
+                ),
+                facts={name: dict(cases[name]) for name in names},
             )
+            made.append(sweep.of_its_code(record, cases[names[0]]))
     return made
 
 
