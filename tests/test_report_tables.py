@@ -213,10 +213,10 @@ def test_choices_undone_show_how_much_longer_the_call_and_its_main_loop_take():
     found = [choice(ablations.AS_IT_IS, "v5e", 10.0, 1000), choice("prefetch", "v5e", 12.5, 1000)]
     found += [choice(ablations.AS_IT_IS, "v6e", 4.0, 500), choice("prefetch", "v6e", None, 0)]
     header, rows = lines("choices", [on(AMD, r) for r in ablations.records(found)])
-    assert header == "| predicted | v5e | v6e |"
+    assert header == "| undone, predicted | v5e | v6e |"
     assert rows == [
         "| as it is | 10.0 ms; 1,000 cycles | 4.00 ms; 500 cycles |",
-        "| without prefetch | 1.25x; 1.00x | error: VMEM: it is full |",
+        "| prefetch | 1.25x; 1.00x | error: VMEM: it is full |",
     ]
 
 

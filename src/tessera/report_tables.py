@@ -233,13 +233,9 @@ def choices(records: Sequence[Record]) -> str:
     chosen = newest(r for r in records if r.what.op == "kernel choice")
     found = {(r.facts["choice"], r.facts["chip"]): r for r in chosen}
     chips = sorted({chip for _, chip in found})
-    names = list(dict.fromkeys(choice for choice, _ in found))
-    rows = [
-        [record.what.workload.rpartition(", ")[0], *(_undone(found, name, chip) for chip in chips)]
-        for name in names
-        for record in [next(found[name, chip] for chip in chips if (name, chip) in found)]
-    ]
-    return markdown(["predicted", *chips], rows) + provenance(chosen) if rows else ""
+    names = dict.fromkeys(choice for choice, _ in found)
+    rows = [[name, *(_undone(found, name, chip) for chip in chips)] for name in names]
+    return markdown(["undone, predicted", *chips], rows) + provenance(chosen) if rows else ""
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
