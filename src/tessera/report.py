@@ -174,7 +174,8 @@ def prediction(records: Sequence[Record]) -> str:
     for record in chosen:
         facts, plain = record.facts, record.facts["no_fitted_constant"]
         middle, worst = (facts[f"{name}_absolute_error"] for name in ("median", "p90"))
-        by_dim = {dim: found["spearman"] for dim, found in facts.get("by_head_dim", {}).items()}
+        groups = facts.get("by_head_dim", {})  # of one or two points there is no rank to speak of
+        by_dim = {dim: found["spearman"] for dim, found in groups.items() if found["points"] > 2}
         rows.append(
             [
                 title_of(record),
