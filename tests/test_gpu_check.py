@@ -8,15 +8,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tessera import evidence
-from tessera.attention import gpu_keys, listed_rows
 from tessera.deviceless import targets
 from tessera.evidence import What
 from tessera.gpu_check import __main__ as program
-from tessera.gpu_check import calls, check, clock, correct, environment, layout, peers, supervisor, timing, tuning
+from tessera.gpu_check import calls, check, clock, correct, environment, peers, supervisor, timing, tuning
 from tessera.gpu_check import session as states
 from tessera.gpu_check.session import CRASHED, Scale, Session
 
@@ -374,35 +372,6 @@ def test_every_call_fits_an_h200():
     assert largest.bytes <= timing.MOST_OF_JAX * share
     keys_and_values = 2 * 64 * 131072 * 8 * 128 * 2
     assert largest.bytes + keys_and_values < share
-
-
-def test_a_wrong_place_of_gathered_rows_is_seen_and_named(monkeypatch):
-    """Planted: rows of K change places in pairs, as a wrong swizzle of row numbers would have it."""
-
-    def copy_rows(refs, item, first, slot, cut):
-        last = listed_rows.read(refs, item, "end") - 1
-        listed = lambda row: refs.tiles[item.b, item.h, item.i, jnp.minimum(first + row, last)]  # noqa: E731
-
-        def copy_row(row, _):
-            refs.k_smem[slot, row] = refs.k[item.b, item.h, listed(row ^ 1)]
-            refs.v_smem[slot, row] = refs.v[item.b, item.h, listed(row)]
-            refs.ids[slot, row] = listed(row)
-
-        jax.lax.fori_loop(0, cut.block_s, copy_row, None)
-
-    monkeypatch.setattr(gpu_keys, "copy_rows", copy_rows)
-    (kernel,) = gpu_keys.KERNELS
-    config = gpu_keys.Config(rows=64, block_s=64, stages=3)
-    with pytest.raises(ValueError, match="128 of 128 slots, tile 0 slot 0 gives slot 1's values; tile 0 slot 1 gives"):
-        layout.look(kernel, 64, config, 1, 1)
-
-
-def test_misplaced_columns_of_values_belong_to_no_slot():
-    values = np.arange(128 * 64, dtype=np.float32).reshape(128, 64)
-    assert layout.strangers(0, values, values, 1) == []
-    swapped = values.copy()
-    swapped[9] = np.roll(values[9], layout.COLUMN)
-    assert layout.strangers(0, swapped, values, 1) == ["tile 0 slot 9 gives values of no slot"]
 
 
 def test_the_layout_is_the_first_thing_that_correct_does(tmp_path):

@@ -143,7 +143,7 @@ def attention_without(choice: str, kernel: str, spec: Mapping, shapes: Mapping) 
 
 
 def compile_one(chip: str, choice: str, limit_s: float) -> dict[str, Any]:
-    """The kernel's schedule without the choice: cycles per 512 x 512 scores of its main loop, slots, predicted time."""
+    """The kernel's schedule without the choice: cycles and slots of one pass of its main loop, the call's time."""
     spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=AttentionSpec(), fraction=1.0, **CALL)
     kernel = programs.kernel_named("tpu_prefill_dense")
     made = {"kernel": kernel.name, "spec": asdict(spec), "shapes": shapes._asdict()}

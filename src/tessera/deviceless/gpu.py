@@ -165,10 +165,6 @@ class Compiler:
                 program=plain((Path(folder) / "program.hlo").read_text()),
             )
 
-    def close(self) -> int | None:
-        """End the process; its exit status."""
-        return self._process.close()
-
     def __enter__(self) -> "Compiler":
         return self
 

@@ -20,7 +20,7 @@ import jax
 from tessera import evidence, files
 from tessera.attention.contract import AttentionSpec, Kernel
 from tessera.attention.dispatch import KERNELS
-from tessera.deviceless import inspection, tpu
+from tessera.deviceless import inspection, programs, tpu
 
 HEAD_DIMS = (64, 128, 256)
 TILES = (16, 32, 64, 128)
@@ -77,7 +77,7 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
     if case["kernel"] == GRADIENT:
         sizes = {name: case[name] for name in ("length", "head_dim", "dtype")}
         return tpu.factory_program("tessera.deviceless.programs:tpu_gradient_call", **sizes)
-    kernel = next(k for k in KERNELS if k.name == case["kernel"])
+    kernel = programs.kernel_named(case["kernel"])
     spec, shapes = inspection.call(
         role=kernel.role,
         phase=kernel.phase,

@@ -178,49 +178,50 @@ def measure_fidelity(
 ) -> Record:
     """One record: KL divergence from dense per token, perplexities, share of equal best guesses."""
     found = fidelity(contender.model, contender.model.policy, windows, dense)
-    low, high = mean_interval(found.kl)
-    what = What(
-        op="eval fidelity",
-        kernel=contender.name,
-        workload=f"held-out text: {contender.title}",
-        dtype=str(contender.model.params.embed.dtype),
-        config=dict(contender.config),
-        title=contender.title,
-    )
     facts = {"perplexity": found.perplexity, "perplexity_dense": found.perplexity_dense, "agreement": found.agreement}
-    facts |= {
-        "mean": float(np.mean(found.kl)),
-        "low": low,
-        "high": high,
-        "tokens": found.num_tokens,
-        "policy": contender.title,
-    }
     how = How(iterations=len(found.kl), check="KL(dense || policy), mean over the tokens of each window")
-    return evidence.make(what, found.kl, command=command, unit="nats", how=how, facts=facts)
+    return evidence.make(
+        on_text("eval fidelity", "held-out text", contender),
+        found.kl,
+        command=command,
+        unit="nats",
+        how=how,
+        facts=facts | over_windows(found.kl, found.num_tokens, contender),
+    )
 
 
 def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command: str) -> Record:
     """One record: attention mass kept, per window over sparse layers and heads, and per layer and KV head."""
     found = recall(contender.model, contender.model.policy, windows)
-    low, high = mean_interval(found.per_window)
-    what = What(
-        op="eval recall",
+    facts = {"per_head": found.per_head.mean(0).round(6).tolist(), "sparse_layers": list(found.sparse_layers)}
+    how = How(iterations=len(windows), check="dense attention's mass on the keys read, mean of sparse layers and heads")
+    return evidence.make(
+        on_text("eval recall", "attention mass", contender),
+        found.per_window,
+        command=command,
+        unit="fraction",
+        how=how,
+        facts=facts | over_windows(found.per_window, sum(map(len, windows)), contender),
+    )
+
+
+def on_text(op: str, question: str, contender: Contender) -> What:
+    """What is measured of a contender on plain text."""
+    return What(
+        op=op,
         kernel=contender.name,
-        workload=f"attention mass: {contender.title}",
+        workload=f"{question}: {contender.title}",
         dtype=str(contender.model.params.embed.dtype),
         config=dict(contender.config),
         title=contender.title,
     )
-    facts = {"per_head": found.per_head.mean(0).round(6).tolist(), "sparse_layers": list(found.sparse_layers)}
-    facts |= {
-        "mean": float(np.mean(found.per_window)),
-        "low": low,
-        "high": high,
-        "tokens": sum(map(len, windows)),
-        "policy": contender.title,
-    }
-    how = How(iterations=len(windows), check="dense attention's mass on the keys read, mean of sparse layers and heads")
-    return evidence.make(what, found.per_window, command=command, unit="fraction", how=how, facts=facts)
+
+
+def over_windows(values: Sequence[float], tokens: int, contender: Contender) -> dict[str, Any]:
+    """Mean and 95 % interval of a value per window, over how many tokens, of which policy."""
+    low, high = mean_interval(values)
+    mean = float(np.mean(values))
+    return {"mean": mean, "low": low, "high": high, "tokens": tokens, "policy": contender.title}
 
 
 def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:

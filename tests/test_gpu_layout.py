@@ -1,0 +1,38 @@
+"""The GPU script's look at where gathered rows lie in shared memory: a planted wrong place is seen and named."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tessera.attention import gpu_keys, listed_rows
+from tessera.gpu_check import layout
+
+
+def test_a_wrong_place_of_gathered_rows_is_seen_and_named(monkeypatch):
+    """Planted: rows of K change places in pairs, as a wrong swizzle of row numbers would have it."""
+
+    def copy_rows(refs, item, first, slot, cut):
+        last = listed_rows.read(refs, item, "end") - 1
+        listed = lambda row: refs.tiles[item.b, item.h, item.i, jnp.minimum(first + row, last)]  # noqa: E731
+
+        def copy_row(row, _):
+            refs.k_smem[slot, row] = refs.k[item.b, item.h, listed(row ^ 1)]
+            refs.v_smem[slot, row] = refs.v[item.b, item.h, listed(row)]
+            refs.ids[slot, row] = listed(row)
+
+        jax.lax.fori_loop(0, cut.block_s, copy_row, None)
+
+    monkeypatch.setattr(gpu_keys, "copy_rows", copy_rows)
+    (kernel,) = gpu_keys.KERNELS
+    config = gpu_keys.Config(rows=64, block_s=64, stages=3)
+    with pytest.raises(ValueError, match="128 of 128 slots, tile 0 slot 0 gives slot 1's values; tile 0 slot 1 gives"):
+        layout.look(kernel, 64, config, 1, 1)
+
+
+def test_misplaced_columns_of_values_belong_to_no_slot():
+    values = np.arange(128 * 64, dtype=np.float32).reshape(128, 64)
+    assert layout.strangers(0, values, values, 1) == []
+    swapped = values.copy()
+    swapped[9] = np.roll(values[9], layout.COLUMN)
+    assert layout.strangers(0, swapped, values, 1) == ["tile 0 slot 9 gives values of no slot"]
