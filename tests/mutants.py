@@ -3,14 +3,15 @@
     PYTHONPATH=tests python tests/mutants.py gpu_decode_dense     # every mutant of a kernel
     PYTHONPATH=tests python tests/mutants.py gpu_backward_rows gpu_backward_keys     # and of the gradient's two
 
-A mutant leaves out the n-th call of an operation while the kernel is traced: a barrier's wait or arrival, a fence
-before the asynchronous proxy reads, the wait for a store; or the last turn of the n-th loop; or, of a sparse call, the
-last tile of every list. Some wait forever: at a barrier for as long as the whole kernel took, which is an error; and
-whatever else does, `Mutants` ends, as it runs them in a process of its own.
+A mutant leaves out one line's operation: a barrier's wait or arrival, a fence before the asynchronous proxy reads, the
+wait for a store; or the last turn of a loop; or, of a sparse call, the last tile of every list. Some wait forever: at a
+barrier for half as long as the whole kernel took, which is an error; and whatever else does, `Mutants` ends, as it runs
+them in a process of its own.
 """
 
 import contextlib
 import json
+import linecache
 import os
 import queue
 import subprocess
@@ -22,6 +23,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from tessera import hardware
+
 OPERATIONS = {
     "wait": "barrier_wait",
     "arrival": "barrier_arrive",
@@ -32,16 +35,25 @@ KINDS = (*OPERATIONS, "turn", "list")
 GRADIENTS = {"gpu_backward_rows": "rows_body", "gpu_backward_keys": "keys_body"}
 """Kernels of the gradient -> the function of `gpu_backward` that is broken."""
 EQUIVALENT = {
-    ("gpu_backward_keys", "fence", site): "the simulator's own, after dv's product; the one after dk's follows it"
-    for site in (0, 2, 4)
+    (
+        "gpu_keys_sparse",
+        "wait",
+        "listed_rows.Rows.unmasked: plgpu.barrier_wait(self.refs.v_full.at[slot])",
+    ): "a block's keys and values are announced together: who has waited for its keys has waited for both",
 }
-"""Mutants that are no worse, with the reason. No chip runs these fences, see `warpgroup.accumulate`."""
+"""Mutants that are no worse, with the reason."""
+ABSENT = {
+    (f"gpu_decode_{role}", "arrival"): "one warpgroup both fetches and computes: it hands nothing back"
+    for role in ("dense", "score", "sparse")
+}
+"""What a kernel does not have at all, with the reason."""
+ATTENTION = Path(__file__).parents[1] / "src/tessera/attention"
 START_S = 300.0
 """A process may take this long for its first verdict, of the kernel as it is, which tells how slow this machine is."""
-PATIENCE_S = 20.0
-"""A wait at a barrier this long never ends, or as long as the whole kernel took, if that was more."""
+PATIENCE_S = 1.0
+"""A wait at a barrier this long never ends, or half as long as the whole kernel took, if that was more."""
 WHOLE_S: dict[str, float] = {}
-"""Seconds that each kernel took unbroken in this process."""
+"""Seconds that a barrier of each kernel is waited for, once it ran unbroken in this process."""
 
 
 def workload(kernel, kind):
@@ -86,9 +98,21 @@ def impatient(patience_s: float) -> dict:
     return {**vars(threading), "Condition": Condition}
 
 
+def place() -> str | None:
+    """The line of a kernel that calls the operation, as "module.function: text"; None if no kernel does."""
+    frame = sys._getframe(1)
+    while frame and Path(frame.f_code.co_filename).parent != ATTENTION:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno).partition("  #")[0].strip()
+    return f"{Path(code.co_filename).stem}.{code.co_qualname.replace('.<locals>', '')}: {text}"
+
+
 @contextlib.contextmanager
 def broken(kind: str, site: int, patience_s: float, body: str | None = None):
-    """Leave out call number `site` of the operation; yields the counts of calls so far, by kind.
+    """Leave out the operation at place number `site`; yields the places that were traced so far, by kind.
 
     Of one function of `gpu_backward` alone if `body` names it. A wait of patience_s at a barrier is an error.
     """
@@ -98,11 +122,15 @@ def broken(kind: str, site: int, patience_s: float, body: str | None = None):
 
     from tessera.attention import gpu_backward
 
-    seen, inside = dict.fromkeys(KINDS, 0), [body is None]
+    seen, inside = {mine: [] for mine in KINDS}, [body is None]
 
     def is_it(mine: str) -> bool:
-        seen[mine] += inside[0]
-        return inside[0] and (mine, seen[mine] - 1) == (kind, site)
+        where = place() if inside[0] else None
+        if where is None:
+            return False
+        if where not in seen[mine]:
+            seen[mine].append(where)
+        return mine == kind and seen[mine].index(where) == site
 
     def without(mine: str, whole):
         return lambda *args, **kwargs: None if is_it(mine) else whole(*args, **kwargs)
@@ -198,7 +226,7 @@ def verdict(name: str, kind: str, site: int) -> dict:
         except Exception as error:  # noqa: BLE001  whatever the interpreter says of a broken kernel gives it away
             said = [" ".join(str(error).splitlines()[-1:])[:120] or type(error).__name__]
     if kind == "none":
-        WHOLE_S[name] = max(time.monotonic() - begun, PATIENCE_S)
+        WHOLE_S[name] = max((time.monotonic() - begun) / 2, PATIENCE_S)
     return {"caught": said, "sites": seen}
 
 
@@ -207,37 +235,35 @@ class Mutants:
 
     def __init__(self):
         self._process = None
-        self._limit_s = START_S
-        self._sites: dict[str, dict[str, int]] = {}
+        self._limits_s: dict[str, float] = {}
+        self._sites: dict[str, dict[str, list[str]]] = {}
 
-    def sites(self, kernel: str) -> dict[str, int]:
-        """How many places of each kind there are to break."""
+    def sites(self, kernel: str) -> dict[str, list[str]]:
+        """The places of each kind that there are to break."""
         if kernel not in self._sites:
-            whole = self._ask(kernel, "none", 0)
-            if whole["caught"]:
-                raise AssertionError(f"{kernel} fails before anything is broken: {whole}")
-            self._sites[kernel] = {**whole["sites"], "list": int(kernel.endswith("sparse"))}
+            whole = self._whole(kernel)
+            self._sites[kernel] = {**whole["sites"], "list": ["every list"] if kernel.endswith("sparse") else []}
         return self._sites[kernel]
 
     def caught(self, kernel: str, kind: str, site: int) -> list[str]:
-        """What gave the mutant away, empty if nothing."""
-        return self._ask(kernel, kind, site)["caught"]
+        """What gave the mutant away, empty if nothing. One that takes five times as long as the kernel never ends."""
+        if self._process is None or kernel not in self._limits_s:
+            self._whole(kernel)
+        found = self._answer([kernel, kind, site], self._limits_s[kernel])
+        if found is None:
+            self.close()
+        return (found or {"caught": ["it never ends"]})["caught"]
 
-    def _ask(self, kernel: str, kind: str, site: int) -> dict:
-        """A verdict. A mutant that takes five times as long as the kernel did while its process started never ends."""
+    def _whole(self, kernel: str) -> dict:
+        """The verdict on the kernel as it is, which is also how long its mutants may take in this process."""
         start = time.monotonic()
         if self._process is None:
             self._start()
-            whole = self._answer([kernel, "none", 0], START_S)
-            self._limit_s = 5 * (time.monotonic() - start)
-            if whole is None or whole["caught"]:
-                raise AssertionError(f"{kernel} fails before anything is broken: {whole or 'it never ends'}")
-            if kind == "none":
-                return whole
-        found = self._answer([kernel, kind, site], self._limit_s)
-        if found is None:
-            self.close()
-        return found or {"caught": ["it never ends"]}
+        whole = self._answer([kernel, "none", 0], START_S)
+        if whole is None or whole["caught"]:
+            raise AssertionError(f"{kernel} fails before anything is broken: {whole or 'it never ends'}")
+        self._limits_s[kernel] = 5 * (time.monotonic() - start)
+        return whole
 
     def _answer(self, request: list, limit_s: float) -> dict | None:
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -252,7 +278,7 @@ class Mutants:
 
     def _start(self):
         here = Path(__file__)
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        environment = {**hardware.SIMULATOR, **os.environ, "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             [sys.executable, str(here)],
             stdin=subprocess.PIPE,
@@ -280,6 +306,7 @@ class Mutants:
             self._process.stdin.close()
             self._process.stdout.close()
             self._process = None
+            self._limits_s.clear()
 
 
 def main() -> int:
@@ -298,12 +325,13 @@ def every(kernels: list[str]) -> int:
     """Every mutant of the kernels, a line each; 1 if one is not caught that is none of EQUIVALENT."""
     mutants, missed = Mutants(), 0
     for kernel in kernels:
-        for kind, sites in mutants.sites(kernel).items():
-            for site in range(sites):
-                caught, why = mutants.caught(kernel, kind, site), EQUIVALENT.get((kernel, kind, site))
+        for kind, places in mutants.sites(kernel).items():
+            for site, where in enumerate(places):
+                begun = time.monotonic()
+                caught, why = mutants.caught(kernel, kind, site), EQUIVALENT.get((kernel, kind, where))
                 missed += not caught and why is None
                 said = "; ".join(caught) or (f"equivalent: {why}" if why else "NOT CAUGHT")
-                print(kernel, kind, f"{site + 1}/{sites}", said, flush=True)
+                print(f"{time.monotonic() - begun:.1f}", kernel, kind, where, said[:60], flush=True)
     mutants.close()
     return int(missed > 0)
 

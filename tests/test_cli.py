@@ -30,9 +30,10 @@ FLAGS = {
     "demo": "--out --debug".split(),
     "doctor": "--json --debug".split(),
     "bench": "--suite --only --resume --out --peer-python --gate --compare --debug".split(),
-    "verify": "--kernel --simulate --random --seed --out --debug".split(),
+    "verify": "--kernel --simulate --configs --random --seed --out --debug".split(),
     "tune": (
-        "--workload --role --method --candidates --quick --finalists --rounds --limit-s --seed --out --table --debug"
+        "--workload --role --method --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "
+        "--table --debug"
     ).split(),
     "eval": "--model --plan --suite --text --out --resume --debug".split(),
     "report": "--evidence --out --tables --check --debug".split(),

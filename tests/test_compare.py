@@ -41,6 +41,19 @@ def test_noise_is_none(seed):
     assert not only(run(1.0, None, noise=0.1, seed=seed), run(1.0, None, noise=0.1, seed=100 + seed)).regressed
 
 
+def test_what_is_too_noisy_to_tell_is_named(capsys):
+    """A loss of 20 % is found, or the figure is said to be too noisy to show one."""
+    quiet, noisy = only(run(1.0), run(1.0, seed=1)), only(run(1.0, noise=0.3), run(1.0, noise=0.3, seed=1))
+    assert not quiet.blind
+    assert noisy.blind
+    for seed in range(20):
+        lost = only(run(1.0, noise=0.15, seed=seed), run(1.25, noise=0.15, seed=100 + seed))
+        assert lost.regressed or lost.blind or lost.factor > 0.85  # chance made the loss smaller than it is
+    compare.print_changes([quiet, noisy], [])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 figures are too noisy to show a loss of 20%" in said
+
+
 def test_a_slow_day_cancels_where_both_sides_ran_together():
     found = only(run(1.0), run(2.0, 2.0, seed=1))
     assert found.against == "peer"

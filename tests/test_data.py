@@ -1,11 +1,13 @@
 """Training text: determinism, weights, answers that can be found, held-out files, pass-key tasks."""
 
+import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tessera import data
+from tessera import data, quality
 from tessera.models.tokenizer import byte_tokenizer
 
 SPECIALS = {data.BOS: "<|bos|>", data.EOS: "<|eos|>", data.PAD: "<|pad|>", data.USER: "<|user|>"} | {
@@ -40,6 +42,19 @@ def test_library_is_split_by_file_and_the_demo_documents_are_held_out(source):
     status = re.search(rb".*404.*", body)[0]
     assert status in source.held_out.tobytes()
     assert body[:2000] not in source.train.tobytes()
+
+
+def test_what_a_plan_is_calibrated_on_is_nowhere_else(source):
+    calibration = data.library_calibration()
+    assert 0.05 < len(calibration) / (len(calibration) + len(source.held_out)) < 0.2
+    for name in data.HELD_OUT:  # what the demo asks about
+        assert (Path(os.__file__).parent / name).read_bytes() in source.held_out.tobytes()
+    kept, rows = source.held_out.tobytes(), quality.calibration_texts(1024)
+    for row in rows:
+        text = bytes(token for token in row if token < 256)
+        assert text[300:340] not in kept
+        assert text[300:340] not in source.train.tobytes()
+    assert sum(bytes(row[300:500]) in calibration.tobytes() for row in rows[::2]) == len(rows[::2])
 
 
 @pytest.mark.parametrize("kind", data.KINDS)

@@ -112,6 +112,26 @@ def test_newer_schema_and_unknown_fields_are_refused():
         evidence.decode(json.dumps(body | {"colour": "red"}))
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"where": None}, "where=None must be an object"),
+        ({"how": None}, "how=None must be an object"),
+        ({"samples": []}, "neither samples with their median nor an error"),
+        ({"median": None}, "neither samples with their median nor an error"),
+        ({"samples": [1.0, "fast"]}, "'fast' stands where a finite number must"),
+        ({"samples": [True]}, "True stands where a finite number must"),
+        ({"date": 20261121}, "date=20261121 must be a string"),
+    ],
+)
+def test_a_malformed_record_is_named_before_anything_reads_it(tmp_path, change, said):
+    path = tmp_path / "records.jsonl"
+    whole = json.loads(evidence.encode(record()))
+    path.write_text(json.dumps(whole) + "\n" + json.dumps(whole | change) + "\n")
+    with pytest.raises(ValueError, match=f"records.jsonl line 2 is not a record: .*{said}"):
+        evidence.read(path)
+
+
 def test_appending_survives_a_kill(tmp_path):
     """A writer that appends as fast as it can is killed; every line before the last is whole and nothing raises."""
     path = tmp_path / "cpu.jsonl"

@@ -15,7 +15,6 @@ from tessera.deviceless import targets
 from tessera.evidence import What
 from tessera.gpu_check import __main__ as program
 from tessera.gpu_check import calls, check, clock, correct, environment, peers, supervisor, timing, tuning
-from tessera.gpu_check import session as states
 from tessera.gpu_check.session import CRASHED, Scale, Session
 
 ROOT = Path(__file__).parents[1]
@@ -201,7 +200,7 @@ def test_what_other_sources_made_is_done_again(tmp_path, monkeypatch):
     what = What(op="o", kernel="k", workload="w")
     assert session(tmp_path / "x.jsonl").attempt(what, lambda: {"samples": [1.0]})
     assert session(tmp_path / "x.jsonl").is_done(what)
-    monkeypatch.setattr(states, "sources", lambda: "another state", raising=False)
+    monkeypatch.setattr(evidence, "sources", lambda: "another state")
     assert not session(tmp_path / "x.jsonl", dry=False).is_done(what)
     assert session(tmp_path / "x.jsonl", since=0, again=True).is_done(what)  # of this very run
 
@@ -211,14 +210,14 @@ def test_sources_are_what_runs(tmp_path):
     (tmp_path / "tables").mkdir()
     (tmp_path / "a.py").write_text("one = 1\n")
     (tmp_path / "tables" / "t.jsonl").write_text("{}\n")
-    found = [states.sources(tmp_path)]
+    found = [evidence.sources(tmp_path)]
     (tmp_path / "notes.txt").write_text("no code\n")
-    assert states.sources(tmp_path) == found[0]
+    assert evidence.sources(tmp_path) == found[0]
     for name, text in (("a.py", "one = 2\n"), ("tables/t.jsonl", "[]\n"), ("new.py", "")):
         (tmp_path / name).write_text(text)
-        found.append(states.sources(tmp_path))
+        found.append(evidence.sources(tmp_path))
     (tmp_path / "new.py").rename(tmp_path / "newer.py")
-    found.append(states.sources(tmp_path))
+    found.append(evidence.sources(tmp_path))
     assert len(set(found)) == len(found)
 
 

@@ -1,6 +1,7 @@
 """The deviceless CUDA compiler and the gates: reports read right, errors explained, every Hopper kernel lowered and
 compiled to machine code on a machine without a GPU."""
 
+import itertools
 import json
 import os
 import re
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tessera import hardware
-from tessera.deviceless import gpu, gpu_gates, gpu_inspection, sass, tpu
+from tessera.attention import gpu_backward
+from tessera.deviceless import gpu, gpu_figures, gpu_gates, gpu_inspection, sass, tpu
 
 HERE = Path(__file__).parent
 
@@ -37,6 +39,10 @@ ptxas info    : Compile time = 68.300 ms
         /*0010*/               @P1 UTMALDG.4D [UR8], [UR4] ;
         /*0020*/              @!P2 LDGSTS.E.BYPASS.128 [R2], desc[UR4][R4.64] ;
         /*0030*/             @!UP0 UMOV UR4, 0x1 ;
+        /*0040*/                   LDGDEPBAR ;
+        /*0050*/                   UTMASTG.4D [UR8], [UR4] ;
+        /*0060*/                   DEPBAR.LE SB0, 0x1 ;
+        /*0070*/                   DEPBAR.LE SB0, 0x0 ;
 """
     for old, new in changes.values():
         assert old in text
@@ -62,7 +68,8 @@ def test_a_report_is_read_line_by_line(tmp_path):
     assert (found.kernel, found.registers, found.spill_bytes, found.stack_bytes) == ("two", 168, (0, 0), 0)
     assert found.barriers == 2 * 3 + 4
     assert found.shared_bytes == 65536 + 8 * 10 + 1
-    assert found.instructions == {"HGMMA": 1, "UTMALDG": 1, "LDGSTS": 1, "LDGSTS.128": 1, "UMOV": 1}
+    once = ("HGMMA", "UTMALDG", "LDGSTS", "LDGSTS.128", "UMOV", "LDGDEPBAR", "UTMASTG")
+    assert found.instructions == dict.fromkeys(once, 1) | {"DEPBAR": 2}
     assert gpu_gates.broken_program((found,)) == []
 
 
@@ -89,9 +96,11 @@ def test_a_kernel_without_its_disassembly_is_refused(tmp_path):
         (("UMOV UR4, 0x1", "STL [R1], R10"), r"local memory is touched, 1 times: '/\*0030\*/ @!UP0 STL"),
         (("1 bytes smem", "170000 bytes smem"), f"235616 bytes of shared memory, a block has {227 * 1024}"),
         (("HGMMA", "HMMA"), "HGMMA is missing"),
+        (("LDGDEPBAR ;", "NOP ;"), "copies by LDGSTS are not waited for"),
+        (("DEPBAR.LE SB0, 0x1", "NOP"), "copies by LDGSTS are not waited for"),
         (("ptxas info    : 0 bytes gmem", "ptxas info : (C7512) Potential Performance Loss: wgmma in 'two'"), "C7512"),
     ],
-    ids=["spills", "local memory", "shared memory", "tensor cores", "serialised"],
+    ids=["spills", "local memory", "shared memory", "tensor cores", "group", "wait", "serialised"],
 )
 def test_every_gate_bites_and_quotes_the_report(tmp_path, change, said):
     found = write(tmp_path, text_of(change=change), "two_0")
@@ -214,9 +223,19 @@ def test_kernels_pass_the_gates_as_machine_code(compiler, kernel):
     assert result["broken"] == []
 
 
+@pytest.mark.parametrize(("head_dim", "mask"), [*((n, "causal") for n in gpu_backward.HEAD_DIMS), (128, "softcap")])
+def test_the_gradient_passes_the_gates_as_machine_code(compiler, head_dim, mask):
+    """Both of its kernels, each by itself, at a length that divides nothing."""
+    found = (c | gpu_gates.ODD for c in gpu_gates.gradient_cases() if (c["head_dim"], c["mask"]) == (head_dim, mask))
+    result = gpu_gates.run(next(found), compiler)
+    assert result["broken"] == []
+    assert {report["kernel"] for report in result["kernels"]} == {"gpu_backward_rows", "gpu_backward_keys"}
+
+
 def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configuration():
     found = list(gpu_gates.cases())
     assert len({gpu_gates.identity(case) for case in found}) == len(found)
+    assert not [case for case in found if not gpu_gates.taken(case)]
     for kernel in gpu_gates.gpu_kernels():
         mine = [case for case in found if case["kernel"] == kernel.name]
         assert {case["dtype"] for case in mine} == set(kernel.dtypes)
@@ -225,9 +244,25 @@ def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configura
         spec, shapes = gpu_gates.call(FIRST[kernel.name])
         assert sum(case["config"] is None for case in mine) >= 1
         wanted = sum(config != kernel.default_config(spec, shapes) for config in kernel.search_space(spec, shapes))
-        names = ("head_dim", "dtype", "tile", "mask")
-        first = [FIRST[kernel.name][name] for name in names]
-        assert sum(case["config"] is not None and [case[n] for n in names] == first for case in mine) == wanted
+        names = ("head_dim", "dtype", "tile", "query_tile", "mask", "group", "batch")
+        first = [FIRST[kernel.name].get(name) for name in names]
+        assert sum(case["config"] is not None and [case.get(n) for n in names] == first for case in mine) == wanted
+        for sizes in gpu_gates.OTHERS.get((kernel.role, kernel.phase), ()):  # their own blocks, under two masks
+            other = FIRST[kernel.name] | sizes
+            own = {str(config) for config in (None, *gpu_gates.undefault(other))}
+            met = [c for c in mine if all(c[n] == other[n] for n in ("head_dim", "group", "query_tile"))]
+            assert {str(c["config"]) for c in met if c["mask"] == gpu_gates.PLAIN} >= own
+            assert {str(c["config"]) for c in met if c["dtype"] == "float16" and c["mask"] != gpu_gates.PLAIN} >= own
+        if kernel.phase == "decode":
+            batches = [c for c in mine if "batch" in c]
+            assert {(c["batch"], c["length"], c["group"]) for c in batches} == set(
+                itertools.product((1, 4, 16, 64), (8192, 32768, 131072), (4, 8))
+            )
+            assert {c["config"] is None for c in batches} == {True, False}  # more and fewer splits than the default
+    gradient = [case for case in found if case["kernel"] == gpu_gates.GRADIENT]
+    assert {(c["head_dim"], c["dtype"], c["mask"]) for c in gradient} == set(
+        itertools.product(gpu_backward.HEAD_DIMS, ("bfloat16", "float16"), gpu_gates.MASKS)
+    )
 
 
 def test_a_record_per_kernel_and_configuration():
@@ -242,16 +277,16 @@ def test_a_record_per_kernel_and_configuration():
 
 
 KEYS = (
-    "chip kernel config compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes steps instructions "
-    "gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
+    "chip kernel config refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes steps "
+    "instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
 ).split()
 
 
 def test_the_roofline_takes_the_slowest_of_three_bounds():
     on = gpu_inspection.CEILINGS["h200"]
-    assert gpu_inspection.roofline("h200", on.flops_per_s, 1.0, 128) == (1.0, "tensor cores")
-    assert gpu_inspection.roofline("h200", 1.0, on.bytes_per_s, 128) == (1.0, "main memory")
-    assert gpu_inspection.roofline("h200", on.flops_per_s, 1.0, 16)[1] == "exponentials"
+    assert gpu_inspection.roofline(on, on.flops_per_s, 1.0, 128) == (1.0, "tensor cores")
+    assert gpu_inspection.roofline(on, 1.0, on.bytes_per_s, 128) == (1.0, "main memory")
+    assert gpu_inspection.roofline(on, on.flops_per_s, 1.0, 16)[1] == "exponentials"
 
 
 @pytest.mark.parametrize("kernel", gpu_gates.gpu_kernels()[:1], ids=lambda k: k.name)
@@ -269,23 +304,34 @@ def test_inspect_prints_one_json_object(kernel, capsys):
 
 
 def test_a_call_that_the_chip_cannot_hold_is_an_error():
-    small = gpu.Compiled(chip="h200", error=None, compile_s=1.0, memory=dict.fromkeys(MEMORY, 10**9))
-    large = replace(small, memory=dict.fromkeys(MEMORY, 10**11))
-    assert gpu_inspection.refuse_too_large(small) is small
-    assert "HBM" in str(gpu_inspection.refuse_too_large(large).error)
+    assert gpu_inspection.overfull("h200", 10**9) is None
+    assert "HBM" in str(gpu_inspection.overfull("h200", 2 * 10**11))
 
 
-def test_where_no_kernel_of_ours_is_nothing_is_said_to_pass(capsys):
+def test_what_cannot_be_held_is_refused_before_a_compiler_starts(capsys):
+    from tessera import cli
+
+    start = time.perf_counter()
+    assert cli.main("inspect --chip h200 --length 1000000000 --limit-s 600 --json".split()) == 1
+    assert time.perf_counter() - start < 20
+    out = json.loads(capsys.readouterr().out)
+    assert "HBM" in out["error"]
+    assert out["compile_s"] == 0
+
+
+def test_where_no_kernel_of_ours_is_nothing_is_said_to_pass(capsys, tmp_path):
+    """Why ours do not take it is said; float32 products have half the rate of bfloat16's."""
     from tessera import cli
 
     flags = "--chip h200 --length 256 --heads 2 --kv-heads 1 --head-dim 128 --dtype float32"
-    assert cli.main(["inspect", *flags.split()]) == 0
+    assert cli.main(["inspect", *flags.split(), "--picture", str(tmp_path / "roof.svg")]) == 0
+    assert "flops per byte" in (tmp_path / "roof.svg").read_text()
     out = capsys.readouterr().out
     assert "none to hold" in out
     assert "passed" not in out
-
-
-MEMORY = ("argument", "output", "temp", "alias", "generated_code")
+    assert "gpu_prefill_dense cannot take the call: dtype float32" in out
+    half, whole = (gpu_inspection.ceilings("h200", dtype).flops_per_s for dtype in ("float32", "bfloat16"))
+    assert half == whole / 2
 
 
 def test_a_whole_model_is_not_inspected_for_a_gpu(capsys):
@@ -302,3 +348,43 @@ def test_compilers_for_absent_chips_do_not_complain():
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.stderr == ""
     assert {device["platform"] for device in json.loads(done.stdout)["devices"]} <= {"cpu", "gpu", "tpu"}
+
+
+def inspected(ms: float, flops: float = 1e12, moved: float = 1e9) -> gpu_inspection.Inspection:
+    return gpu_inspection.Inspection(compiled=True, roofline_ms=ms, flops=flops, moved_bytes=moved, kernel="k")
+
+
+def test_the_figures_rooflines_add_up():
+    """Rates are of the named call; Kascade counts five anchors with their selection and 27 reuse layers."""
+    ms = {"dense long": 10.0, "score long": 11.0, "sparse long": 1.0, "decode dense": 4.0, "decode score": 4.0}
+    ms |= {"decode sparse": 0.4, "dense": 2.0, "decode dense, 16 sequences": 1.0, "small": 0.001}
+    assert ms.keys() == gpu_figures.CALLS.keys()
+    found = {name: inspected(value) for name, value in ms.items()}
+    made = [gpu_figures.record(figure, found) for figure in gpu_figures.all_figures(found)]
+    by_name = {record.what.workload.removesuffix(", h200"): record for record in made}
+    assert len(by_name) == len(made)
+    assert by_name["dense prefill, 16,384 tokens"].median == pytest.approx(1e12 / 2e-3 / 1e12)
+    assert by_name["dense decode, 16 x 131,072 keys"].median == pytest.approx(1e9 / 1e-3 / 1e12)
+    score = by_name["score / dense, 131,072 tokens"]
+    assert (score.median, score.facts["of_roofline"]) == (1.1, round(1.1 / 1.08, 4))
+    selecting = 1e3 * 4 * 8 * 4096 * 2048 / 4.3e12
+    prefill = by_name["Kascade prefill against dense, 131,072 tokens"]
+    assert prefill.median == pytest.approx(32 * 10.0 / (5 * (11.0 + selecting) + 27 * 1.0))
+    assert prefill.facts["of_roofline"] == round(3.4 / prefill.median, 4)
+    assert all("not measured" in record.how.check for record in made)
+
+
+def test_a_target_beyond_its_roofline_is_shown_as_such():
+    from tessera import report
+
+    found = {name: inspected(1.0) for name in gpu_figures.CALLS}
+    made = [gpu_figures.record(figure, found) for figure in gpu_figures.all_figures(found)]
+    table = report.render("rooflines", made)
+    beyond = next(line for line in table.splitlines() if line.startswith("| Kascade decode"))
+    assert "**" in beyond
+    assert "a peer's time" in table
+
+
+def test_a_call_that_does_not_compile_names_itself():
+    with pytest.raises(RuntimeError, match="dense: time"):
+        gpu_figures.inspect("dense", limit_s=0.001)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import warnings
 from html.parser import HTMLParser
 
 import pytest
@@ -216,3 +217,20 @@ def test_the_command_writes_the_page_of_a_folder(tmp_path, capsys):
     assert out.read_text().startswith("<!doctype html>")
     assert cli.main(["report", "--evidence", str(tmp_path / "nothing"), "--out", str(out)]) == 2
     assert "holds no records" in capsys.readouterr().err
+
+
+def test_progress_says_met_where_less_is_better():
+    """1.0 where at most 1.1 is wanted is above the line; a panel per chip holds nine figures without overflowing."""
+    made = []
+    for date, ratio in (("2026-01-01T00:00:00+00:00", 1.0), ("2026-01-02T00:00:00+00:00", 2.2)):
+        for chip in ("v5e", "v5p", "v6e", "v7x"):
+            for number in range(9):
+                comparison = Comparison(against="dense", ratio=ratio, target="<= 1.1", met=ratio <= 1.1)
+                name = f"figure {number}, {chip}"
+                found = record("predicted figure", [ratio], workload=name, comparison=comparison)
+                made.append(dataclasses.replace(found, date=date))
+    assert [round(report_pictures._of_target(r), 3) for r in (made[0], made[-1])] == [1.1, 0.5]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shown = report_pictures.PICTURES["progress"](made)
+    assert len(shown.records) == len(made)

@@ -10,6 +10,7 @@ from tessera import eval as evaluation
 from tessera import evidence, report, trials, tune, verify
 from tessera.deviceless import ablations, blocks, gpu_gates, sweep
 from tessera.evidence import What
+from tessera.report_markdown import current
 from tessera.tune import ship
 
 AMD = {"device": "cpu", "cpu": "AMD EPYC", "cores": 2}
@@ -280,3 +281,11 @@ def test_the_stored_records_fill_their_tables(name):
     header, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {"v5e", "v5p", "v6e", "v7x"} <= {cell.strip() for cell in header.split("|")}
     assert len(rows) > 5
+
+
+def test_tiny_sizes_replace_no_figure():
+    """What `tessera bench --suite smoke` records of a case stands beside the suite's own."""
+    what = evidence.What(op="attention", kernel="ours", workload="case", dtype="float32")
+    made = [evidence.make(what, [1.0], command=f"tessera bench --suite {s} --only case") for s in ("cpu", "smoke")]
+    assert current(made) == made
+    assert len(current([made[0], replace(made[0], date="2030-01-01T00:00:00+00:00")])) == 1

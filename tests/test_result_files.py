@@ -2,10 +2,12 @@
 
 import itertools
 import json
+from dataclasses import asdict
 
 import pytest
 
 from tessera import evidence, files
+from tessera.attention import tuned
 from tessera.deviceless import blocks, figures, gpu_gates, sweep, tpu, validation
 
 LINES = [{"a": 1}, {"b": "é", "c": [1, 2]}]
@@ -98,6 +100,25 @@ def test_blocks_read_a_cut_file(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"chip": "v5e", "ca')
     assert blocks.main(["--report", "--out", str(path)]) == 0
+
+
+def test_a_search_of_one_case_keeps_the_rows_of_the_others(tmp_path, monkeypatch):
+    """The table follows the records: the newest of each case, searched in this run or not."""
+    monkeypatch.setattr(blocks, "RECORDS", tmp_path / "records.jsonl")
+    monkeypatch.setattr(tuned, "TABLES", tmp_path)
+    first, second = "dense", "dense, head dim 64"
+
+    def line(name, ms):
+        kernel = blocks.kernel_of(blocks.CASES[name])
+        with blocks.on_chip("v6e"):
+            config = asdict(kernel.default_config(*blocks.CASES[name].call()))
+        return {"chip": "v6e", "case": name, "default": True, "config": config, "ms": ms, **CODE}
+
+    blocks.report([line(first, 2.0)], ["v5e", "v6e"])
+    blocks.report([line(second, 3.0)], ["v5e", "v6e"])
+    rows = tuned.read(tmp_path / "v6e.jsonl")
+    assert [row.record["workload"] for row in rows] == [f"{first}, v6e", f"{second}, v6e"]
+    assert not (tmp_path / "v5e.jsonl").exists()
 
 
 def test_figures_compile_again_what_failed_and_what_another_commit_made(tmp_path, monkeypatch):

@@ -188,8 +188,37 @@ def test_a_default_that_fails_ends_the_search_with_its_reason(tmp_path):
     broken = dataclasses.replace(
         tune_subjects.TRAPS, default_config=lambda spec, shapes: tune_subjects.Config(block_s=tune_subjects.RAISES)
     )
-    with pytest.raises(RuntimeError, match="no such layout"):
+    with pytest.raises(tune.Failed, match="no such layout"):
         run(tmp_path / "journal.jsonl", traps(kernel=broken))
+
+
+def test_a_finished_search_is_measured_again_and_a_failed_one_is_a_record(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ends = iter([tune.Failed("the default fails"), None])
+    found = {"default": {"block_s": 1}, "winner": {"block_s": 1}, "gain": 1.0, "replayed": 0, "rank_correlation": {}}
+    seen = []
+
+    def search(task, budget, journal, on_step):
+        seen.append(journal.exists())
+        tune.Journal(journal, {"task": "this"})
+        if end := next(ends):
+            raise end
+        return found
+
+    monkeypatch.setattr(tune, "tune", search)
+    options = {"out": tmp_path / "out.jsonl", "table": tmp_path / "table.jsonl"}
+    with pytest.raises(tune.Failed):
+        ship.run("prefill_8k", "dense", BUDGET, **options)
+    assert ship.run("prefill_8k", "dense", BUDGET, **options) == 0
+    assert seen == [False, False]
+    assert not list((tmp_path / "build/tune").iterdir())
+    assert [r.error for r in evidence.read(options["out"])] == ["the default fails", None]
+
+
+def test_answers_of_other_kernels_are_not_taken(tmp_path):
+    tune.Journal(tmp_path / "journal.jsonl", {"task": "this", "code": "a"})
+    with pytest.raises(ValueError, match="its code differs"):
+        tune.Journal(tmp_path / "journal.jsonl", {"task": "this", "code": "b"})
 
 
 def test_a_child_over_its_memory_is_a_result():
@@ -213,3 +242,11 @@ def test_the_cost_model_sees_waste_and_steps():
 def test_an_unknown_workload_is_refused_by_name():
     with pytest.raises(ValueError, match="--workload nosuch must be one of prefill_8k"):
         tune.task_of("nosuch", "dense")
+
+
+def test_the_command_of_a_record_repeats_the_search():
+    """Whatever is not the default is in it; the method last, by which the report tells searches apart."""
+    plain = ship.command("w", "dense", tune.Budget(candidates=9))
+    assert plain == "tessera tune --workload w --role dense --candidates 9 --seed 0"
+    found = ship.command("w", "dense", tune.Budget(quick=5, rounds=21, limit_s=60.0, method="tpe"))
+    assert found.endswith("--seed 0 --quick 5 --rounds 21 --limit-s 60.0 --method tpe")

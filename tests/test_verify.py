@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +52,10 @@ def that_fails(q, k, v, spec, positions, selection, config):
     raise NotImplementedError("no such layout")
 
 
+def that_says_nothing(*call):
+    raise RuntimeError
+
+
 @pytest.mark.parametrize("numbers", verify.NUMBERS)
 @pytest.mark.parametrize("kernel", [SPARSE, SCORE], ids=lambda k: k.name)
 def test_a_right_kernel_passes(kernel, numbers):
@@ -68,6 +73,7 @@ def test_a_right_kernel_passes(kernel, numbers):
         (SCORE, with_mass_of_wrong_rows, "ragged", "past the tolerance"),
         (SCORE, with_a_nan, "ragged", "NaN"),
         (SCORE, that_fails, "ragged", "NotImplementedError: no such layout"),
+        (SCORE, that_says_nothing, "ragged", "RuntimeError"),
     ],
     ids=lambda x: getattr(x, "__name__", None),
 )
@@ -75,6 +81,33 @@ def test_a_planted_fault_is_caught_and_named(kernel, launch, workload, said):
     found = outcome(kernel, launch, workload=workload)
     assert not found.passed
     assert said in verify.reason(found)
+
+
+@pytest.mark.parametrize("kernel", [k for k in trials.kernels() if k.platform != "tpu"], ids=lambda k: k.name)
+def test_production_blocks_meet_the_oracle(kernel):
+    """The default of every head dim, on more keys than its pipeline holds; `tessera verify --configs all` tries all.
+
+    (Those that TPUs ship with: test_tpu_prefill.py.)
+    """
+    found = [verify.attempt(trial) for trial in verify.config_trials(kernel, every=False, seed=0)]
+    assert {o.trial.workload.head_dim for o in found} >= {64, 128}
+    assert not [f"{o.trial.words()}: {verify.reason(o)}" for o in found if not o.passed]
+
+
+def test_every_configuration_of_the_space_is_tried_and_a_broken_one_is_named():
+    """One that leaves out a tile with large blocks alone."""
+    every = verify.config_trials(SPARSE, every=True, seed=0)
+    large = [t for t in every if (t.workload.head_dim, t.workload.num_heads) == (64, verify.GROUPS[0])]
+    spec, shapes = large[0].workload.role_spec("sparse"), large[0].workload.shapes("sparse", large[0].dtype)
+    assert [t.config for t in large] == list(SPARSE.search_space(spec, shapes))
+
+    def launch(*call):
+        return (without_last_tile if call[-1] == large[-1].config else SPARSE.launch)(*call)
+
+    planted = dataclasses.replace(SPARSE, launch=launch)
+    failed = [o for o in (verify.attempt(t._replace(kernel=planted)) for t in large) if not o.passed]
+    assert [o.trial.config for o in failed] == [large[-1].config]
+    assert str(large[-1].config) in failed[0].trial.words()
 
 
 def test_random_shapes_are_legal_and_differ():
@@ -106,6 +139,20 @@ def test_a_run_keeps_records_and_says_failure_by_its_status(tmp_path, monkeypatc
     assert json.loads(path.read_text().splitlines()[-1])["what"]["op"] == "verify"
 
 
-def test_a_kernel_nobody_knows_is_refused():
+def test_simulation_has_threads_enough_on_two_cores(monkeypatch):
+    """Two would wait for each other: jax takes the number when it first looks at the device."""
+    monkeypatch.delenv("NPROC", raising=False)
+    with pytest.raises(ValueError, match="nosuch"):
+        verify.run(kernel="nosuch", simulate=True)
+    assert os.environ["NPROC"] == "8"
+    monkeypatch.setenv("NPROC", "4")
+    with pytest.raises(ValueError, match="nosuch"):
+        verify.run(kernel="nosuch", simulate=True)
+    assert os.environ["NPROC"] == "4"
+
+
+def test_a_kernel_or_choice_of_blocks_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="--configs 'large' must be one of small, default, all"):
+        verify.run(configs="large")
     with pytest.raises(ValueError, match="'nosuch' must be part of one of"):
         verify.run(kernel="nosuch")

@@ -339,6 +339,12 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except RuntimeError as error:  # the device's, or a fault of ours
+        if command.debug:
+            raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        print(f"error: {said} (--debug shows where)", file=sys.stderr)
+        return 2
 
 
 def hide_absent_chips() -> None:

@@ -16,6 +16,7 @@ the documents of the demo are always held out.
 import hashlib
 import os
 import sysconfig
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +56,10 @@ class Batch(NamedTuple):
     weights: np.ndarray
 
 
+CALIBRATION = "tk"
+"""Held-out files whose names come after this are for calibration, but for the demo's documents: a twelfth."""
+
+
 class Split(NamedTuple):
     """Token ids to train on, and others never trained on."""
 
@@ -69,17 +74,30 @@ def library_files() -> list[tuple[str, Path]]:
     return [(name.as_posix(), root / name) for name in names if not SKIPPED.intersection(name.parts)]
 
 
-def is_held_out(name: str) -> bool:
-    """One file in twenty, by the hash of its name, and the documents the demo asks about."""
-    return name in HELD_OUT or hashlib.sha256(name.encode()).digest()[0] < 13
+def is_held_out(name: str, calibration: bool | None = None) -> bool:
+    """One file in twenty, by the hash of its name, and the documents the demo asks about.
+
+    With calibration given, whether it is one of them that is (or is not) for calibration.
+    """
+    if name not in HELD_OUT and hashlib.sha256(name.encode()).digest()[0] >= 13:
+        return False
+    return calibration is None or calibration == (name not in HELD_OUT and name > CALIBRATION)
 
 
 @lru_cache(maxsize=1)
 def library_corpus() -> Split:
-    """The standard library of the running Python, split by file."""
-    files = library_files()
-    parts = [[path.read_bytes() for name, path in files if is_held_out(name) == held] for held in (False, True)]
-    return Split(*(np.frombuffer(b"\n\n".join(part), np.uint8) for part in parts))
+    """The standard library of the running Python, split by file; without the files of `library_calibration`."""
+    return Split(_library(lambda name: not is_held_out(name)), _library(lambda name: is_held_out(name, False)))
+
+
+@lru_cache(maxsize=1)
+def library_calibration() -> np.ndarray:
+    """Held-out files that a plan is calibrated on: nothing is trained or tested on them."""
+    return _library(lambda name: is_held_out(name, True))
+
+
+def _library(wanted: Callable[[str], bool]) -> np.ndarray:
+    return np.frombuffer(b"\n\n".join(path.read_bytes() for name, path in library_files() if wanted(name)), np.uint8)
 
 
 def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:

@@ -5,6 +5,7 @@ line that a kill cut short is dropped by the reader and removed by the next writ
 """
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -253,6 +254,15 @@ def code() -> Code:
     return Code(commit=commit, dirty=None if changed is None else bool(changed))
 
 
+def sources(package: Path = Path(__file__).parent) -> str:
+    """A hash of the code and tables that run. A commit says less: trees that differ from it have it too."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jsonl", ".txtpb")):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:16]
+
+
 def _git(root: Path, *args: str) -> str | None:
     try:
         done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=20)
@@ -295,7 +305,24 @@ def decode(line: str) -> Record:
     for name in ("samples", "density"):
         if body.get(name) is not None:
             body[name] = tuple(body[name])
-    return Record(**body)
+    return _checked(Record(**body))
+
+
+def _checked(record: Record) -> Record:
+    """The record, if its fields are what whoever reads records takes them for."""
+    for name, kind in (("what", What), ("where", Where), ("code", Code), ("how", How)):
+        if not isinstance(getattr(record, name), kind):
+            raise ValueError(f"{name}={getattr(record, name)!r:.40} must be an object")
+    for name in ("command", "date", "unit"):
+        if not isinstance(getattr(record, name), str):
+            raise ValueError(f"{name}={getattr(record, name)!r:.40} must be a string")
+    single = (record.median, record.spread, record.flops, record.bytes, record.peak_fraction)
+    for number in (*record.samples, *(record.density or ()), *(x for x in single if x is not None)):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(f"{number!r:.40} stands where a finite number must")
+    if record.error is None and (not record.samples or record.median is None):
+        raise ValueError("it has neither samples with their median nor an error")
+    return record
 
 
 def append(path: str | os.PathLike, records: Record | Iterable[Record]) -> None:

@@ -10,6 +10,9 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
+SIMULATOR = {"NPROC": "8"}
+"""XLA's threads on the CPU where a chip is simulated: warpgroups wait on them, and two would wait for each other."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:

@@ -1,24 +1,19 @@
-"""What a policy costs in answers: pass keys found and perplexity, dense against sparse, on the same text.
+"""Pass keys found by a policy, and the plan that the demo model ships with.
 
-`python -m tessera.quality` compares plans for the shipped model and appends the records to evidence/;
-`python -m tessera.quality plan` makes the plan it ships with.
+`python -m tessera.quality` makes that plan anew; `tessera eval --suite study` says what its choices cost.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tessera import evidence
-from tessera.calibrate import calibrate, perplexity
-from tessera.corpus import read_corpus
-from tessera.data import Task, library_corpus, passkey_task
-from tessera.evidence import How, Record, What
+from tessera.calibrate import calibrate
+from tessera.data import Split, Task, library_calibration, passkey_task
 from tessera.generate import Model, load
-from tessera.sparse.baselines import Window
 from tessera.sparse.plan import Plan
 
 
@@ -62,11 +57,6 @@ def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> 
     return Accuracy(num_tasks=len(tasks), num_right=num_right, density=float(np.mean(density)))
 
 
-def text_perplexity(model: Model, windows: Sequence[np.ndarray]) -> float:
-    """exp of the mean -ln p of the windows' tokens under the model's own policy, cross-over left aside."""
-    return perplexity(model, windows, model.policy)
-
-
 SHIPPED = Path(__file__).parent / "demo" / "model"
 
 
@@ -75,37 +65,24 @@ class Variant:
     """What a plan of the study is free to choose."""
 
     tile: int = 64
-    query_tile: int = 32
+    query_tile: int = 64
     heads: str = "remap"
     anchors: int | None = None
     fraction: float = 0.1
-    minimum: int = 128
+    minimum: int = 256
 
 
 CHOSEN = Variant()
-"""The shipped plan's; the study's records are the reason."""
-
-STUDY = (
-    CHOSEN,
-    Variant(anchors=3),
-    Variant(tile=16),
-    Variant(heads="pooled"),
-    Variant(tile=1),
-    Variant(tile=32),
-    Variant(query_tile=64),
-    Variant(heads="identity"),
-    Variant(fraction=0.05, minimum=64),
-)
-"""Each differs from CHOSEN in one thing; tile 1 is the paper's own granularity."""
+"""The shipped plan's; docs/evidence.md renders the study that is the reason."""
 
 
 def calibration_texts(length: int, num_texts: int = 12) -> list[list[int]]:
-    """Token lists for the shipped model: held-out library text and hidden pass keys in turn, none of them in a test."""
-    text, rng = library_corpus().held_out, np.random.default_rng(99)
+    """Token lists for the shipped model: library text and pass keys hidden in some, of a part that no test looks at."""
+    text, rng = library_calibration(), np.random.default_rng(99)
     rows = []
     for index in range(num_texts):
         start = int(rng.integers(0, len(text) - length))
-        task = passkey_task(rng, length)
+        task = passkey_task(rng, length, source=Split(text, text))
         row = np.concatenate([task.prompt, task.answer]) if index % 2 else text[start : start + length]
         rows.append(row.astype(np.int32).tolist())
     return rows
@@ -117,53 +94,13 @@ def make_plan(model: Model, variant: Variant = CHOSEN, **options: Any) -> Plan:
     return calibrate(model, rows, max_tokens=sum(map(len, rows)), **asdict(variant), **options)
 
 
-def study(model: Model, variants: Sequence[Variant], lengths: Sequence[int], num_tasks: int) -> Iterator[Record]:
-    """Pass keys found under each variant's plan, dense and under a window of the same size, on the same tasks."""
-    tasks = {length: passkey_tasks(num_tasks, length) for length in lengths}
-    held_out = read_corpus(model, calibration_texts(model.config.max_positions), 1 << 20).held_out
-    contenders = [("dense", model.with_attention("dense"), {})]
-    window = Window(window=model.config.max_positions // 10, sinks=64, tile=64)
-    contenders.append(("window", replace(model, policy=window), asdict(window)))
-    for variant in variants:
-        plan = make_plan(model, variant, crossover=0, progress=False)
-        found = {"anchors": list(plan.anchors), "recall": plan.metrics["recall"]}
-        contenders.append(("kascade", model.with_attention("kascade", plan), asdict(variant) | found))
-        if variant == CHOSEN:
-            contenders.append(("oracle", model.with_attention("oracle", plan), asdict(variant)))
-        yield from (_record(*contenders.pop(0), tasks, held_out) for _ in list(contenders))
-
-
-def _record(name: str, model: Model, config: dict[str, Any], tasks: dict[int, list[Task]], held_out) -> Record:
-    found = {length: passkey_accuracy(model, asked) for length, asked in tasks.items()}
-    right, asked = (sum(getattr(f, field) for f in found.values()) for field in ("num_right", "num_tasks"))
-    settings = "-".join(f"{key}{value}" for key, value in config.items() if key not in ("recall", "sinks"))
-    return evidence.make(
-        What(op="plan study", kernel=name, workload=settings or "all keys", dtype="float32", config=config,
-             title="pass keys found, shipped model"),
-        [right / asked],
-        command="python -m tessera.quality",
-        how=How(iterations=asked, check="all digits equal, greedy"),
-        unit="fraction",
-        density=tuple(f.density for f in found.values()),
-        facts={f"right_of_{f.num_tasks}_at_{length}_tokens": f.num_right for length, f in found.items()}
-        | {"perplexity": text_perplexity(model, held_out)},
-    )  # fmt: skip
-
-
-def main(arguments: Sequence[str]) -> int:
-    """`plan` writes the shipped model's plan; nothing runs the study and appends its records."""
-    model = load(SHIPPED)
-    if list(arguments) == ["plan"]:
-        plan = make_plan(model)
-        plan.save(SHIPPED / "plan.json")
-        print(f"plan.json: anchors {list(plan.anchors)}, cross-over {plan.crossover_tokens} tokens")
-        return 0
-    out = Path("evidence") / f"{evidence.device_slug()}.jsonl"
-    for record in study(model, STUDY, (2048, 4096), 20):
-        evidence.append(out, record)
-        print(record.what.kernel, record.what.workload, record.facts)
+def main() -> int:
+    """Write the shipped model's plan; its cross-over is measured, so nothing else should run."""
+    plan = make_plan(load(SHIPPED))
+    plan.save(SHIPPED / "plan.json")
+    print(f"plan.json: anchors {list(plan.anchors)}, cross-over {plan.crossover_tokens} tokens")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -23,7 +23,6 @@ from tessera.report_markdown import (
     quantity,
     result_of,
     side_by_side,
-    three,
     title_of,
 )
 
@@ -129,22 +128,22 @@ def _notes(facts: Mapping[str, object]) -> str:
 
 def quality(records: Sequence[Record]) -> str:
     """Answers kept: accuracy of each policy per task, with the share of keys read."""
-    chosen = [r for r in records if r.what.op in ("quality", "plan study")]
+    chosen = [r for r in records if r.what.op == "quality"]
     rows = []
     for record in chosen:
         trials = str(record.facts.get("trials", record.how.iterations))
-        perplexity = record.facts.get("perplexity")
-        shown = three(perplexity) if isinstance(perplexity, float) else ""
         lead = [title_of(record), record.where.machine, _policy(record)]
-        rows.append([*lead, result_of(record), trials, keys_read(record), shown])
-    header = ["task", "machine", "policy", "right", "trials", "keys read", "perplexity"]
+        rows.append([*lead, result_of(record), trials, keys_read(record)])
+    header = ["task", "machine", "policy", "right", "trials", "keys read"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
 
 def _policy(record: Record) -> str:
-    """The policy, and what sets it apart in a study of several."""
+    """The policy and its plan."""
     config = record.what.config
-    parts = [f"{name.replace('_', ' ')} {config[name]}" for name in ("anchors", "tile", "window") if config.get(name)]
+    parts = [
+        f"{name.replace('_', ' ')} {config[name]}" for name in ("anchors", "tile", "query_tile") if config.get(name)
+    ]
     return ", ".join([record.what.kernel, *parts])
 
 
@@ -225,6 +224,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,
         "gates": report_tables.gates,
+        "rooflines": report_tables.rooflines,
         "sweep": report_tables.sweep,
         "verify": report_tables.verify,
     }

@@ -51,11 +51,11 @@ def current(records: Iterable[Record]) -> list[Record]:
 def series(record: Record) -> str:
     """What a record is of besides its key, so that it replaces no other: most are of none, which is empty.
 
-    The suites of `tessera eval` ask some of the same with other settings ("demo", "study", "demo --model FOLDER"), and
-    the methods of `tessera tune` search the same space.
+    The suites of `tessera eval` ask some of the same with other settings ("demo", "study", "demo --model FOLDER"),
+    `tessera bench` has a suite of tiny sizes, and the methods of `tessera tune` search the same space.
     """
-    option = "--suite " if record.what.op.startswith("eval ") else "--method "
-    return record.command.partition(option)[2]
+    option = "--method " if record.what.op == "tune" else "--suite "
+    return record.command.partition(option)[2].partition(" --only")[0]
 
 
 def newest(records: Iterable[Record]) -> list[Record]:

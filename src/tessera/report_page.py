@@ -24,6 +24,7 @@ GROUPS = {
     "verify": "Correctness",
     "block sizes": "Block sizes, predicted",
     "gpu gates": "Hopper kernels, machine code",
+    "roofline figure": "Hopper kernels, rooflines",
     "tpu sweep": "TPU kernels, compiled",
 }
 """Kinds of records by their op, in the page's order; others follow under their op."""

@@ -46,7 +46,7 @@ class Picture(NamedTuple):
 
 def is_prediction(record: Record) -> bool:
     """Whether nothing was timed: the figure comes from a compiler's schedule or a roofline."""
-    return "predict" in record.what.op or "predict" in (record.how.check or "")
+    return "predict" in record.what.op or "not measured" in (record.how.check or "")
 
 
 def drawn(draw: Callable[[Figure], None], size: tuple[float, float]) -> str:
@@ -277,29 +277,33 @@ def tuning(records: Sequence[Record]) -> Picture | None:
 
 
 def progress(records: Sequence[Record]) -> Picture | None:
-    """Each compared figure over time: its ratio to the target at every date it was measured."""
-    shown = [r for r in records if r.comparison and r.comparison.target and not r.error and _target(r)]
-    groups: dict[str, list[Record]] = {}
-    for record in shown:
-        groups.setdefault(f"{record.what.workload}, {record.what.kernel}, {record.where.machine}", []).append(record)
-    groups = {name: own for name, own in groups.items() if len({r.date for r in own}) > 1}
-    if not groups:
+    """Each compared figure at every date it was made, over its target: a panel per machine, or per chip predicted."""
+    panels: dict[str, dict[str, list[Record]]] = {}
+    for record in records:
+        if record.comparison and record.comparison.target and not record.error and _target(record):
+            name, place = f"{record.what.workload}, {record.what.kernel}", record.where.machine
+            if is_prediction(record):
+                name, _, chip = record.what.workload.rpartition(", ")
+                place = f"{chip}, predicted"
+            panels.setdefault(place, {}).setdefault(name, []).append(record)
+    panels = {p: {n: own for n, own in found.items() if len({r.date for r in own}) > 1} for p, found in panels.items()}
+    panels = {place: found for place, found in panels.items() if found}
+    if not panels:
         return None
 
     def draw(figure: Figure) -> None:
-        axes = figure.subplots()
-        for index, (name, own) in enumerate(groups.items()):
-            own = sorted(own, key=lambda r: r.date)
-            ratios = [r.comparison.ratio / _target(r) for r in own]
-            axes.plot([np.datetime64(r.date[:19]) for r in own], ratios, "osD^vP"[index % 6] + "-",
-                      color=COLOURS[index % len(COLOURS)], label=name)  # fmt: skip
-        axes.axhline(1, color=INK, linewidth=1)
-        axes.tick_params(axis="x", rotation=45)
-        axes.xaxis.set_major_formatter(DateFormatter("%m-%d %H:%M"))
-        axes.set(xlabel="date (UTC)", ylabel="figure over its target (above 1: met)", ylim=(0, None))
-        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        for axes, (place, found) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items()):
+            for index, (name, own) in enumerate(found.items()):
+                own = sorted(own, key=lambda r: r.date)
+                axes.plot([np.datetime64(r.date[:19]) for r in own], [_of_target(r) for r in own],
+                          "osD^vPX*h"[index % 9] + "-", color=COLOURS[index % len(COLOURS)], label=name)  # fmt: skip
+            axes.axhline(1, color=INK, linewidth=1)
+            axes.xaxis.set_major_formatter(DateFormatter("%m-%d\n%H:%M"))
+            axes.set(ylim=(0, None), title=place, xlabel="UTC", ylabel="reached over target")
+            axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
-    return Picture("Progress of the figures", drawn(draw, (11, 4.2)), tuple(r for own in groups.values() for r in own))
+    shown = tuple(r for found in panels.values() for own in found.values() for r in own)
+    return Picture("Progress of the figures (from 1 up: met)", drawn(draw, (11, 3 * len(panels))), shown)
 
 
 def predicted(records: Sequence[Record]) -> Picture | None:
@@ -413,6 +417,12 @@ def _shares(busy: Mapping[str, float], units: Sequence[str]) -> tuple[list[float
     """Per cent of each unit's slots in use, and those of them that only fill or spill registers."""
     moved = {name.partition(":")[0]: share for name, share in busy.items() if ":" in name}
     return [100 * busy.get(u, math.nan) for u in units], [100 * moved.get(u, 0.0) for u in units]
+
+
+def _of_target(record: Record) -> float:
+    """What was reached over the target, or the target over it where less is better: 1 and more is met."""
+    share = record.comparison.ratio / _target(record)
+    return 1 / share if record.comparison.target.startswith("<") else share
 
 
 def _target(record: Record) -> float | None:

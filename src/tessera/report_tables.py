@@ -19,7 +19,7 @@ def policies(records: Sequence[Record]) -> str:
 
     The column of the attention mass kept is there if a record has it.
     """
-    chosen = [r for r in records if series(r) == "demo"]
+    chosen = _evaluated(records, "demo")
     longest = max((length for _, length in map(_kind, chosen) if length), default=0)
     used = [r for r in chosen if _kind(r)[1] in (longest, None)]
     kinds = list(dict.fromkeys(kind for kind, length in map(_kind, used) if length))
@@ -40,7 +40,7 @@ def policies(records: Sequence[Record]) -> str:
 
 def granularity(records: Sequence[Record]) -> str:
     """What tiles cost: a row per keys of a tile, a column per queries of one; KL per token and pass keys found."""
-    chosen = [r for r in records if series(r) == "study" and _tiles(r)]
+    chosen = [r for r in _evaluated(records, "study") if _tiles(r)]
     columns = sorted({_tiles(r)[1] for r in chosen})
     cells: dict[tuple[int, str], dict[int, list[Record]]] = {}
     for record in chosen:
@@ -56,7 +56,7 @@ def granularity(records: Sequence[Record]) -> str:
 
 def study(records: Sequence[Record]) -> str:
     """The plan with one choice other than its tiles changed; the plan as it is first."""
-    chosen = [r for r in records if series(r) == "study"]
+    chosen = _evaluated(records, "study")
     plain = {
         f"tile {r.what.config['tile']}, query tile {r.what.config['query_tile']}": "the plan as it is"
         for r in chosen
@@ -75,6 +75,11 @@ def study(records: Sequence[Record]) -> str:
         rows.append([shown, machine, _divergence(fidelity), perplexity, found, _mean_density(own)])
     header = ["plan", "machine", "KL per token, nats (95 %)", "perplexity (dense)", "pass keys (95 %)", "keys read"]
     return markdown(header, rows) + provenance(used) if rows else ""
+
+
+def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
+    """What `tessera eval` asked of the shipped model in a suite."""
+    return [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
 
 
 def _policy(record: Record) -> str:
@@ -287,6 +292,25 @@ def gates(records: Sequence[Record]) -> str:
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
 
+def rooflines(records: Sequence[Record]) -> str:
+    """What the Hopper kernels are held to, and each at its roofline; a target beyond it in bold."""
+    chosen = newest(r for r in records if r.what.op == "roofline figure")
+    rows = []
+    for record in chosen:
+        share = record.facts.get("of_roofline")
+        shown = "" if share is None else quantity(share, "fraction")
+        rows.append(
+            [
+                record.what.workload,
+                record.facts["target"] or "a peer's time",
+                result_of(record),
+                f"**{shown}**" if share is not None and share > 1 else shown,
+            ]
+        )
+    header = ["figure", "target", "at the roofline, not measured", "of the roofline, the target takes"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
 def _share(good: int, of: int) -> str:
     return f"{good:,}" if good == of else f"**{good:,}**"
 
@@ -322,6 +346,7 @@ def verify(records: Sequence[Record]) -> str:
     for record in chosen:
         spread, facts = record.facts.get("distribution", {}), record.facts
         kernel = record.what.kernel + (" (simulated)" if facts.get("simulated") else "")
+        kernel += record.what.workload.removeprefix("oracle trials").replace(" of ", ", ")
         figures = [three(spread[name]) if name in spread else "" for name in ("p50", "max")]
         elements = f"{facts['elements']:,}" if "elements" in facts else ""
         trials = str(facts.get("trials", ""))

@@ -7,6 +7,7 @@ there is no such chip, with race detection on and fresh memory full of NaN.
 import contextlib
 import dataclasses
 import functools
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from tessera import oracle
 from tessera.attention import gpu_cudnn
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS, call_shapes
+from tessera.attention.warpgroup import OPERAND
 from tessera.workloads import Workload
 
 SMALL_BLOCK = 16
@@ -47,7 +49,7 @@ def _simulated_tpu(name: str):
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # only it says if a race was seen
     from jax.experimental.pallas import tpu as pltpu
 
-    with _every(simulator, "RaceDetectionState") as states:
+    with _every(simulator, "RaceDetectionState") as states, _direct_callbacks():
         try:
             params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
             with pltpu.force_tpu_interpret_mode(params):
@@ -60,18 +62,24 @@ def _simulated_tpu(name: str):
 
 @contextlib.contextmanager
 def _simulated_gpu(name: str):
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, interpret_pallas_call, shared_memory
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    product = gpu_callbacks.wgmma
-    with _every(gpu_callbacks, "GPURaceDetectionState") as states:
-        gpu_callbacks.wgmma = functools.partial(_tracked, product)
+    changes = {
+        "wgmma": functools.partial(_tracked_product, gpu_callbacks.wgmma),
+        "_get": functools.partial(_tracked_read, gpu_callbacks._get),
+    }
+    with (
+        _every(gpu_callbacks, "GPURaceDetectionState") as states,
+        patch.multiple(gpu_callbacks, **changes),
+        patch.object(shared_memory, "_to_int", _to_int),
+        _direct_callbacks(),
+    ):
         try:
             params = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan")
             with plgpu.force_gpu_interpret_mode(params):
                 yield
         finally:
-            gpu_callbacks.wgmma = product
             interpret_pallas_call.reset_gpu_interpret_mode_state()
     if any(state.races_found for state in states):
         raise Race(f"{name}: a data race")
@@ -93,7 +101,25 @@ def _every(module, name: str):
         setattr(module, name, plain)
 
 
-def _tracked(product, **call):
+@contextlib.contextmanager
+def _direct_callbacks():
+    """What a simulator's program says to its memory goes there as numpy arrays, not by way of a device, which takes
+    half of the time that Hopper's kernels take here."""
+    from jax._src import callback as callbacks
+
+    def say(*args, callback, **_):
+        return jax.tree.map(np.asarray, callback(*args))
+
+    with patch.object(callbacks, "io_callback_impl", say):
+        yield
+
+
+def _to_int(x):
+    """An integer of the simulator's, which takes those of jax alone; tracers go on as they are."""
+    return x if isinstance(x, jax.core.Tracer) else int(x)
+
+
+def _tracked_product(product, **call):
     """The simulator's matrix product, the reads of its operands counted as races too, which the simulator leaves out.
 
     They are the asynchronous proxy's: what threads wrote is visible to it only after a fence (commit_smem). A product
@@ -101,18 +127,39 @@ def _tracked(product, **call):
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    memory, thread = gpu_callbacks._get_shared_memory(), call["thread"]
+    with _asynchronous(call["thread"]) as (memory, reads):
+        for operand in "ab":
+            key = gpu_callbacks.HostAllocationKey.from_array(call[f"{operand}_allocation_key_as_array"])
+            transforms = gpu_callbacks._remove_noop_transforms(call[f"{operand}_transforms"])
+            access = memory.access(key, jax.tree.map(int, transforms))
+            clock = reads.async_smem_clock.copy()
+            gpu_callbacks.get_races().check_read(call["thread"], clock, key, access, source_info=call["source_info"])
+    return product(**call)
+
+
+def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, **options):
+    """The simulator's read, one of an operand (`warpgroup.OPERAND`) as a product does it."""
+    if OPERAND not in str(getattr(source_info, "name_stack", "")):
+        return read(token, mesh_location, thread, *call, source_info=source_info, **options)
+    key, transforms, block, step, _ = call
+    with _asynchronous(thread) as (_, reads):
+        clock = reads.copy()
+        clock.generic_clock = clock.async_smem_clock
+        options |= {"clock": clock, "increment_clock": False, "source_info": source_info}
+        return read(token, mesh_location, thread, key, transforms, block, step, **options)
+
+
+@contextlib.contextmanager
+def _asynchronous(thread):
+    """The simulator's memory and the clock of what `thread` has the asynchronous proxy do now."""
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    memory = gpu_callbacks._get_shared_memory()
     clock = memory.incr_clock(thread)
     clock.inc(memory.get_next_tma_thread_id())  # beside the thread: else what it has not fenced would be ordered
-    for operand in "ab":
-        key = gpu_callbacks.HostAllocationKey.from_array(call[f"{operand}_allocation_key_as_array"])
-        transforms = gpu_callbacks._remove_noop_transforms(call[f"{operand}_transforms"])
-        access = memory.access(key, jax.tree.map(int, transforms))
-        reads = clock.async_smem_clock.copy()
-        gpu_callbacks.get_races().check_read(thread, reads, key, access, source_info=call["source_info"])
+    yield memory, clock
     with memory.lock:
         memory.clocks[thread].update(clock)
-    return product(**call)
 
 
 @functools.cache

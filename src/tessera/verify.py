@@ -5,13 +5,17 @@ allowed. What is reported is the distribution over all elements, since one maxim
 of its tolerance everywhere it is as wrong as it may be, at one element it met one unlucky rounding.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
+import jax
 import numpy as np
 
-from tessera import evidence, oracle, trials
+from tessera import evidence, hardware, oracle, trials
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel
 from tessera.workloads import Workload, tagged
 
@@ -46,6 +50,26 @@ NUMBERS: Final[Mapping[str, Callable[[oracle.Call], oracle.Call]]] = MappingProx
     {"normal": lambda call: call, "huge": huge, "equal": equal, "one_key": one_key, "no_key": no_key}
 )
 """What a call's numbers are made into."""
+CONFIGS: Final = ("small", "default", "all")
+"""Blocks of a kernel: the smallest, of which every loop takes several; production's; its whole search space."""
+HEAD_DIMS: Final = (64, 128, 256)
+GROUPS: Final = (2, 1, 4)
+"""Query heads of the KV head in a long prefill over lists. For 64 queries each these have 128, 64 and 256 rows, which a
+kernel cuts in ways of their own."""
+_HEADS = {"num_kv_heads": 1, "head_dim": 64, "spec": AttentionSpec(tile=64, query_tile=64), "fraction": 0.75}
+LONG: Final[Mapping[str, Workload]] = MappingProxyType(
+    {
+        "prefill": Workload(
+            name="100 x 1100", num_queries=100, num_keys=1100, num_heads=2, q_start=(990,), kv_len=(1090,),
+            tags=("prefill",), **_HEADS,
+        ),
+        "decode": Workload(
+            name="1 x 1100", batch=2, num_queries=1, num_keys=1100, num_heads=4, q_start=(1089, 129),
+            kv_len=(1090, 130), tags=("decode",), **_HEADS,
+        ),
+    }
+)  # fmt: skip
+"""More blocks of keys than the deepest pipeline of the largest blocks, a tail of NaN, rows for two products."""
 
 
 class Trial(NamedTuple):
@@ -56,10 +80,14 @@ class Trial(NamedTuple):
     dtype: str
     numbers: str
     seed: int
+    config: object = None
+    """The smallest blocks if None."""
 
     def words(self) -> str:
         """For a person: what it was, and how to repeat it."""
-        return f"{self.kernel.name}, {self.dtype}, {self.workload.name}, {self.numbers} numbers, --seed {self.seed}"
+        blocks = "" if self.config is None else f", {self.config}"
+        call = f"{self.dtype}, {self.workload.name}, {self.numbers} numbers"
+        return f"{self.kernel.name}, {call}{blocks}, --seed {self.seed}"
 
 
 class Outcome(NamedTuple):
@@ -86,6 +114,23 @@ def trials_of(kernel: Kernel, random_shapes: int, seed: int) -> Iterator[Trial]:
             yield Trial(kernel, workload, dtype, "normal", seed)
         for numbers in tuple(NUMBERS)[1:]:
             yield Trial(kernel, next(w for w in usable if w.batch > 1), dtype, numbers, seed)
+
+
+def config_trials(kernel: Kernel, every: bool, seed: int) -> Iterator[Trial]:
+    """Blocks as they are in production, the default or every one of the search space, at every head dim, on calls
+    longer than any pipeline; the smallest, which `trials_of` has, run each loop more often."""
+    heads = GROUPS if kernel.role == "sparse" and kernel.phase == "prefill" else GROUPS[:1]
+    for head_dim, group in product(HEAD_DIMS, heads):
+        w = replace(LONG[kernel.phase], head_dim=head_dim)
+        if kernel.phase == "prefill":
+            w = replace(w, num_heads=group)
+        w = replace(w, name=f"{w.name}, {w.num_heads} heads of {head_dim}")
+        w = trials.taken(kernel, w, kernel.dtypes[0])
+        if w is None or w.head_dim != head_dim or (w.spec.tile == 1 and group != GROUPS[0] and not every):
+            continue
+        asked = w.role_spec(kernel.role), w.shapes(kernel.role, kernel.dtypes[0])
+        for config in kernel.search_space(*asked) if every else [kernel.default_config(*asked)]:
+            yield Trial(kernel, w, kernel.dtypes[0], "normal", seed, config)
 
 
 def random_workload(rng: np.random.Generator, phase: str, number: int) -> Workload:
@@ -124,9 +169,10 @@ def attempt(trial: Trial) -> Outcome:
     kernel = trial.kernel
     call = NUMBERS[trial.numbers](trials.make(trial.workload, kernel.role, trial.dtype, trial.seed))
     try:
-        result = trials.run(kernel, call, trial.dtype)
+        result = trials.run(kernel, call, trial.dtype, trial.config)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        return Outcome(trial, np.zeros(0), (f"{type(error).__name__}: {str(error).splitlines()[0]}",))
+        said = (str(error).splitlines() or [""])[0]
+        return Outcome(trial, np.zeros(0), (f"{type(error).__name__}: {said}",))
     truth = oracle.attend(call)
     allowed = oracle.tolerance(call, truth, trial.dtype, folded=kernel.platform == "tpu")
     return Outcome(trial, *compare(result, truth, allowed, kernel.role))
@@ -171,8 +217,9 @@ def record(outcomes: Sequence[Outcome], command: str) -> evidence.Record:
     first = outcomes[0].trial
     failed = [o for o in outcomes if not o.passed]
     worst = [float(o.errors.max(initial=0)) for o in outcomes]
+    workload = "oracle trials" if first.config is None else "oracle trials of production's blocks"
     return evidence.make(
-        evidence.What(op="verify", kernel=first.kernel.name, workload="oracle trials", dtype=first.dtype),
+        evidence.What(op="verify", kernel=first.kernel.name, workload=workload, dtype=first.dtype),
         [x for x in worst if np.isfinite(x)],
         command=command,
         unit="of tolerance",
@@ -201,6 +248,7 @@ def run(
     *,
     kernel: str = "",
     simulate: bool = False,
+    configs: str = "small",
     random_shapes: int = 5,
     seed: int | None = None,
     out: str | None = None,
@@ -210,25 +258,36 @@ def run(
     Args:
         kernel: only kernels whose name holds this.
         simulate: also kernels of chips that are not here, in their simulators (minutes each).
-        random_shapes: random calls per kernel and dtype.
+        configs: "small": the smallest blocks over the catalogue, random shapes and adversarial numbers; "default" or
+            "all": production's blocks, or every one of the search space, on a long call of every head dim.
+        random_shapes: random calls per kernel and dtype, with the smallest blocks.
         seed: of numbers and shapes; fresh, and printed, if None.
         out: file of records; none are kept if None.
 
     Raises:
-        ValueError: no kernel of this name runs here.
+        ValueError: no kernel of this name runs here, or configs is none of CONFIGS.
     """
     from rich.console import Console
     from rich.progress import Progress
 
+    if simulate:  # before jax counts the cores
+        for name, value in hardware.SIMULATOR.items():
+            os.environ.setdefault(name, value)
     chosen = [k for k in trials.kernels(simulate=simulate) if kernel in k.name]
     if not chosen:
         names = ", ".join(k.name for k in trials.kernels())
         raise ValueError(f"--kernel {kernel!r} must be part of one of {names}; --simulate takes absent chips' too")
+    if configs not in CONFIGS:
+        raise ValueError(f"--configs {configs!r} must be one of {', '.join(CONFIGS)}")
     seed = int(np.random.SeedSequence().entropy % 2**31) if seed is None else seed
-    command = f"tessera verify --seed {seed} --random {random_shapes}{' --simulate' if simulate else ''}"
+    which = f"--random {random_shapes}" if configs == "small" else f"--configs {configs}"
+    command = f"tessera verify --seed {seed} {which}{' --simulate' if simulate else ''}"
     console, failed, lines = Console(), 0, []
     console.width = max(console.width, 110)  # a pipe is as narrow as an old terminal
-    plan = [list(trials_of(k, random_shapes, seed)) for k in chosen]
+    if configs == "small":
+        plan = [list(trials_of(k, random_shapes, seed)) for k in chosen]
+    else:
+        plan = [list(config_trials(k, configs == "all", seed)) for k in chosen]
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=sum(map(len, plan)))
         for todo in plan:
@@ -237,7 +296,10 @@ def run(
                 progress.update(bar, description=f"{trial.kernel.name} {trial.workload.name}"[:60])
                 outcomes.append(attempt(trial))
                 progress.advance(bar)
-            for dtype in todo[0].kernel.dtypes:
+                if trial.config is not None:  # the next has other blocks: hundreds of programs would fill the memory
+                    trials.compiled.cache_clear()
+                    jax.clear_caches()
+            for dtype in dict.fromkeys(o.trial.dtype for o in outcomes):
                 own = [o for o in outcomes if o.trial.dtype == dtype]
                 lines.append(own)
                 failed += sum(not o.passed for o in own)

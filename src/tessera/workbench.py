@@ -50,8 +50,10 @@ class Verify:
     """Only kernels whose name holds this."""
     simulate: bool = False
     """Also kernels of chips that are not here, in simulation with race detection (an hour for all)."""
+    configs: Literal["small", "default", "all"] = "small"
+    """Blocks: the smallest, in every call; or production's, or each of the search space, in a long one."""
     random: int = 5
-    """Random shapes per kernel and dtype."""
+    """Random shapes per kernel and dtype, with the smallest blocks."""
     seed: int | None = None
     """Of numbers and shapes; fresh, and printed, if not given."""
     out: Path | None = None
@@ -65,9 +67,8 @@ class Verify:
 
         if self.random < 0:
             raise ValueError(f"--random {self.random} must be at least 0")
-        return verify.run(
-            kernel=self.kernel, simulate=self.simulate, random_shapes=self.random, seed=self.seed, out=self.out
-        )
+        asked = {"kernel": self.kernel, "simulate": self.simulate, "configs": self.configs, "seed": self.seed}
+        return verify.run(**asked, random_shapes=self.random, out=self.out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,8 @@ class Tune:
     """Turns of each in the final and in the confirmation."""
     limit_s: float = 300.0
     """Seconds one answer of a candidate may take, compilation included."""
+    memory_gib: float | None = None
+    """Memory that a candidate may hold on the host, 0 for no limit; nine tenths of this machine's if not given."""
     seed: int = 0
     """Of the search and of the numbers."""
     out: Path | None = None
@@ -103,7 +106,7 @@ class Tune:
         """Search, confirm, keep the record and the row."""
         from tessera.tune import Budget, ship
 
-        names = ("candidates", "quick", "finalists", "rounds", "limit_s", "seed", "method")
+        names = ("candidates", "quick", "finalists", "rounds", "limit_s", "memory_gib", "seed", "method")
         budget = Budget(**{name: getattr(self, name) for name in names})
         return ship.run(self.workload, self.role, budget, out=self.out, table=self.table)
 
@@ -139,7 +142,9 @@ class Eval:
         model = load(Path(__file__).parent / "demo" / "model" if shipped else self.model)
         plan = find_plan("kascade", self.plan, model.source)
         text = None if self.text is None else self.text.read_text(encoding="utf-8")
-        command = f"tessera eval --suite {self.suite}" + ("" if shipped else " --model FOLDER")
+        given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # no paths of this machine in a record
+        words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
+        command = f"tessera eval --suite {self.suite}" + "".join(words)
         return evaluation.run(
             model,
             plan,

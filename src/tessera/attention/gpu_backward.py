@@ -291,6 +291,7 @@ def keys_body(*refs, cut: Cut):
             dv = accumulate(dv, p.astype(cut.dtype), d_out_part)
             # Only now: beside dk, dv and the scores' 32 registers there is no room for 32 more.
             ds = sloped * (scores(mine.v_smem.at[keys], d_out_smem) - per_column(mine.delta_smem))
+            plgpu.commit_smem()  # lse and delta have been read by threads, the next copy over them is asynchronous
             dk = accumulate(dk, ds.astype(cut.dtype), q_part)
             plgpu.barrier_arrive(mine.free.at[slot])
             return dk, dv

@@ -17,6 +17,8 @@ from tessera.evidence import Key, Record
 DRAWS, TAIL = 4000, 0.025
 MARGIN: Final = 0.05
 """Part of the figure that may be lost before it counts as a regression, noise apart."""
+WANTED: Final = 0.20
+"""Loss that a comparison ought to find; `Change.blind` says where it could not."""
 LESS_IS_BETTER: Final = ("s", "bytes", "of tolerance")
 
 
@@ -45,6 +47,11 @@ class Change:
     def regressed(self) -> bool:
         """Worse by more than the margin, even at the kind end of the interval."""
         return self.interval[1] < 1 - MARGIN
+
+    @property
+    def blind(self) -> bool:
+        """Noise so wide that a loss of WANTED might not have counted as a regression."""
+        return not self.regressed and (1 - WANTED) * self.interval[1] / self.factor >= 1 - MARGIN
 
 
 def changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
@@ -114,7 +121,10 @@ def print_changes(found: Sequence[Change], errors: Sequence[Record]) -> None:
         name = f"{c.key.workload}: {c.key.kernel}" + (f" against {c.against}" if c.against else "")
         low, high = c.interval
         values = (f"{c.before:.4g} {c.unit}", f"{c.after:.4g} {c.unit}", f"{c.factor:.3f}", f"{low:.3f} to {high:.3f}")
-        table.add_row(name, c.key.dtype, *values, "REGRESSED" if c.regressed else "")
+        table.add_row(name, c.key.dtype, *values, "REGRESSED" if c.regressed else "too noisy" if c.blind else "")
     console.print(table)
+    if blind := sum(c.blind for c in found):
+        said = f"{blind} of {len(found)} figures are too noisy to show a loss of {WANTED:.0%}"
+        console.print(f"{said}: measure them again, quietly", style="yellow")
     for record in errors:
         console.print(f"{record.what.workload}: {record.what.kernel}: error: {record.error}", style="red", markup=False)

@@ -297,24 +297,26 @@ def row_of(name: str, record: evidence.Record) -> tuned.Row:
 
 
 def report(found: list[dict], chips: list[str]) -> None:
-    """Append the records that say something new, write the tables, say what was gained."""
+    """Append the records that say something new, say what was gained, write the tables of the chips in `found`.
+
+    A table has a row of every case that has a record, searched just now or before.
+    """
     held = {record.what.workload: record for record in (evidence.read(RECORDS) if RECORDS.exists() else [])}
-    for chip in chips:
+    for chip in (chip for chip in chips if any(line["chip"] == chip for line in found)):
         rows = []
         for name in CASES:
-            lines = lines_of(found, chip, name)
-            if winner(lines) is None:
+            record, lines = held.get(f"{name}, {chip}"), lines_of(found, chip, name)
+            if winner(lines) is not None:
+                made = record_of(chip, name, lines)
+                if record is None or (record.what, record.facts) != (made.what, json.loads(json.dumps(made.facts))):
+                    record = made
+                    evidence.append(RECORDS, record)
+            if record is None:
                 continue
-            record = record_of(chip, name, lines)
-            old = held.get(record.what.workload)
-            if old is not None and (old.what, old.facts) == (record.what, json.loads(json.dumps(record.facts))):
-                record = old
-            else:
-                evidence.append(RECORDS, record)
             rows.append(row_of(name, record))
-            print(f"{chip} {name}: {rows[-1].gain} x the default, {len(lines)} tried, {dict(rows[-1].config)}")
-        if rows:
-            tuned.write(tuned.TABLES / f"{chip}.jsonl", rows)
+            if lines:
+                print(f"{chip} {name}: {rows[-1].gain} x the default, {len(lines)} tried, {dict(rows[-1].config)}")
+        tuned.write(tuned.TABLES / f"{chip}.jsonl", rows)
 
 
 def main(argv: list[str] | None = None) -> int:

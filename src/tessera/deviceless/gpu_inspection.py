@@ -10,16 +10,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from tessera import hardware
 from tessera.attention import gpu_cudnn, work
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
 from tessera.attention.dispatch import KERNELS, choose, refusal
-from tessera.deviceless import gpu, gpu_gates, programs, sass, tpu
+from tessera.deviceless import gpu, gpu_gates, inspection, programs, sass, tpu
 from tessera.memory import format_bytes
 
 KEYS = (
-    "chip kernel config compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes steps instructions "
-    "gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
+    "chip kernel config refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes steps "
+    "instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
 ).split()
 
 
@@ -34,12 +36,16 @@ class Ceilings(NamedTuple):
 CEILINGS = MappingProxyType({"h200": Ceilings(790e12, 4.3e12, 132 * 16 * 1.98e9)})
 """H200: a bfloat16 product of 8192 squared on random numbers, and a copy within the device."""
 
+FLOAT32 = 0.5
+"""The rate of float32 products, in TF32 as XLA makes them, over that of bfloat16's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
     """One call on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
 
     Attributes:
+        refused: our own kernels for such a call, each with why it cannot take this one; empty if one can.
         registers: of a thread at launch, the largest of the call's kernels; likewise spill_bytes, shared_bytes.
         spill_bytes: per thread, stores and loads together.
         hbm_bytes, temp_bytes: main memory held while it runs, and of it what is neither argument nor result.
@@ -70,12 +76,15 @@ class Inspection:
     chip: str = ""
     kernel: str = ""
     config: str = ""
+    refused: Mapping[str, str] = MappingProxyType({})
     moved_bytes: float | None = None
+    ceilings: Ceilings | None = None
     found: gpu.Compiled | None = None
 
     def json(self) -> dict[str, Any]:
         """The object of `--json`."""
-        return {key: getattr(self, key) for key in KEYS} | {"instructions": dict(self.instructions)}
+        found = {key: getattr(self, key) for key in KEYS}
+        return found | {"refused": dict(self.refused), "instructions": dict(self.instructions)}
 
 
 def inspect_call(
@@ -103,22 +112,33 @@ def inspect_call(
     """
     chosen = programs.kernel_named(kernel) if kernel else first_of_ours(spec, shapes)
     programs.check(chosen, spec, shapes, config, "gpu")
-    program = tpu.attention_program(chosen.name, spec, shapes, config)
-    found = refuse_too_large(gpu.compile_for(chip, program, limit_s=limit_s, **where))
+    if error := overfull(chip, least_bytes(shapes)):  # the compiler would work on it for minutes
+        found = gpu.Compiled(chip=chip, error=error, compile_s=0.0)
+    else:
+        program = tpu.attention_program(chosen.name, spec, shapes, config)
+        found = gpu.compile_for(chip, program, limit_s=limit_s, **where)
+        found = replace(found, error=found.error or overfull(chip, found.hbm_bytes))
     about = {"chip": chip, "kernel": chosen.name, "config": str(config or found.settings or "default"), "found": found}
+    about["refused"] = inspection.refusals(spec, shapes, gpu_gates.gpu_kernels())
     if found.error is not None:
         return Inspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
     return measure(chosen, spec, shapes, found, about)
 
 
-def refuse_too_large(found: gpu.Compiled) -> gpu.Compiled:
-    """The same, with an error if the chip's main memory cannot hold it: this compiler does not ask."""
-    has = hardware.chip(found.chip).memory_bytes
-    if found.error is not None or found.hbm_bytes <= has:
-        return found
-    text = f"{format_bytes(found.hbm_bytes)} held, {found.chip} has {format_bytes(int(has))}"
+def least_bytes(shapes: Shapes) -> int:
+    """Of q, K, V and out."""
+    rows, keys = shapes.num_queries * shapes.num_heads, shapes.num_keys * shapes.num_kv_heads
+    return 2 * shapes.batch * (rows + keys) * shapes.head_dim * jnp.dtype(shapes.dtype).itemsize
+
+
+def overfull(chip: str, held: int) -> tpu.CompileError | None:
+    """The error of a call that holds more than the chip's main memory: its compiler does not ask."""
+    has = hardware.chip(chip).memory_bytes
+    if held <= has:
+        return None
+    text = f"{format_bytes(held)} held, {chip} has {format_bytes(int(has))}"
     meaning = "the chip's main memory is full: arguments, outputs and temporaries"
-    return replace(found, error=tpu.CompileError("HBM", text, meaning, "take a shorter length or a smaller batch"))
+    return tpu.CompileError("HBM", text, meaning, "take a shorter length or a smaller batch")
 
 
 def first_of_ours(spec: AttentionSpec, shapes: Shapes) -> Kernel:
@@ -139,9 +159,10 @@ def measure(
     """The figures of a compiled attention call."""
     reports, flops = found.kernels, kernel.cost(spec, shapes)["flops"]
     moved = moved_bytes(kernel, spec, shapes)
-    seconds, bound_by = roofline(about["chip"], flops, moved, shapes.head_dim)
+    on = ceilings(about["chip"], shapes.dtype)
+    seconds, bound_by = roofline(on, flops, moved, shapes.head_dim)
     counts = {name: sum(r.instructions.get(name, 0) for r in reports) for name in gpu_gates.WATCHED}
-    peak = hardware.chip(about["chip"]).bf16_flops_per_s
+    peak = hardware.chip(about["chip"]).bf16_flops_per_s * (FLOAT32 if shapes.dtype == "float32" else 1)
     return Inspection(
         compiled=True,
         registers=max((r.registers for r in reports), default=None),
@@ -159,6 +180,7 @@ def measure(
         bound_by=bound_by,
         compile_s=round(found.compile_s, 2),
         moved_bytes=moved,
+        ceilings=on,
         **about,
     )
 
@@ -171,9 +193,14 @@ def moved_bytes(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> float:
     return moved
 
 
-def roofline(chip: str, flops: float, moved: float, head_dim: int) -> tuple[float, str]:
-    """(least seconds, what bounds them) for this much work: 4 H flops and one exponential per score."""
+def ceilings(chip: str, dtype: str) -> Ceilings:
+    """What the chip reaches with operands of this dtype."""
     on = CEILINGS[chip]
+    return on._replace(flops_per_s=FLOAT32 * on.flops_per_s) if dtype == "float32" else on
+
+
+def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[float, str]:
+    """(least seconds, what bounds them) for this much work: 4 H flops and one exponential per score."""
     bounds = {
         "tensor cores": flops / on.flops_per_s,
         "main memory": moved / on.bytes_per_s,
@@ -208,6 +235,8 @@ def print_table(result: Inspection) -> None:
     console.print(table)
     if not result.found.kernels:
         console.print("  no kernel of ours in it: XLA's own code, of which nothing is read", markup=False)
+        for name, reason in result.refused.items():
+            console.print(f"  {name} cannot take the call: {reason}", markup=False, highlight=False)
     for report in result.found.kernels:
         console.print(f"  {describe(report)}", markup=False, highlight=False)
     for text in result.gates or ():
@@ -235,17 +264,19 @@ def picture(result: Inspection, path: Path) -> None:
     """The roofline with the call on it, and the instructions in its kernels' code, as SVG (or what the suffix says)."""
     from matplotlib.figure import Figure
 
-    on = CEILINGS[result.chip]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    roof, bars = figure.subplots(1, 2)
+    on = result.ceilings
+    panels = 2 if result.found.kernels else 1  # of XLA's own code nothing is read
+    figure = Figure(figsize=(4.5 * panels, 3.6), layout="constrained")
+    roof, *rest = figure.subplots(1, panels, squeeze=False)[0]
     intensity, ridge = result.flops / result.moved_bytes, on.flops_per_s / on.bytes_per_s
     low, high = min(intensity, ridge) / 10, max(intensity, ridge) * 10
     roof.plot([low, ridge, high], [low * on.bytes_per_s / 1e12, on.flops_per_s / 1e12, on.flops_per_s / 1e12], "k-")
     roof.plot([intensity], [result.roofline_tflops], "o", color="tab:red")
     roof.set(xscale="log", yscale="log", xlabel="flops per byte of main memory", ylabel="TFLOP/s")
     roof.set_title(f"{result.kernel} on {result.chip}: at least {result.roofline_ms:.3g} ms", fontsize=10)
-    bars.barh(list(result.instructions), list(result.instructions.values()), color="tab:blue")
-    bars.invert_yaxis()
-    bars.set(xscale="log", xlabel="instructions in the code")
-    bars.set_title(f"{result.registers} registers, {format_bytes(result.shared_bytes)} shared", fontsize=10)
+    for bars in rest:
+        bars.barh(list(result.instructions), list(result.instructions.values()), color="tab:blue")
+        bars.invert_yaxis()
+        bars.set(xscale="log", xlabel="instructions in the code")
+        bars.set_title(f"{result.registers} registers, {format_bytes(result.shared_bytes)} shared", fontsize=10)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -1,6 +1,6 @@
 """`tessera inspect`: one attention call compiled for a chip that is not there, with what it should cost on it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -123,17 +123,17 @@ def inspect_call(
         chip, tpu.attention_program(chosen.name, spec, shapes, config), limit_s=limit_s, paths=paths
     )
     about = {"chip": chip, "kernel": chosen.name, "config": str(config or found.settings or "default"), "found": found}
-    about["refused"] = refusals(spec, shapes)
+    about["refused"] = refusals(spec, shapes, [k for k in KERNELS if k.platform == "tpu"])
     if found.error is not None:
         return Inspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
     return measure(chip, chosen, spec, shapes, found, about)
 
 
-def refusals(spec: AttentionSpec, shapes: Shapes) -> dict[str, str]:
-    """Why each TPU kernel of this role and phase cannot take the call; empty if one of them can."""
+def refusals(spec: AttentionSpec, shapes: Shapes, kernels: Iterable[Kernel]) -> dict[str, str]:
+    """Why each of a platform's kernels of this role and phase cannot take the call; empty if one of them can."""
     role, decodes = role_of(spec, shapes), shapes.num_queries == 1
-    own = [k for k in KERNELS if k.platform == "tpu" and k.role == role and (decodes or k.phase != "decode")]
-    reasons = {kernel.name: refusal(kernel, spec, shapes, "tpu", None) for kernel in own}
+    own = [k for k in kernels if k.role == role and (decodes or k.phase != "decode")]
+    reasons = {kernel.name: refusal(kernel, spec, shapes, kernel.platform, None) for kernel in own}
     return {} if None in reasons.values() else reasons
 
 

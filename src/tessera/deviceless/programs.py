@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera.attention import gpu_cudnn, tpu_backward, tuned
-from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention import gpu_backward, gpu_cudnn, tpu_backward, tuned
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.selection import select_tiles
 from tessera.shapes import ceil_div
@@ -117,3 +117,25 @@ def tpu_gradient_call(
     positions = Positions(*[jax.ShapeDtypeStruct((1,), jnp.int32)] * 3)
     about = {"executions": dict(tpu_backward.executions(spec, shapes, config)), "settings": str(config)}
     return gradients, (q, k, k, out, lse, out, lse, positions), about
+
+
+def gpu_gradient_call(spec: Mapping, shapes: Mapping) -> tuple[Any, tuple, dict]:
+    """(function, abstract arguments, about) of dq, dk and dv of dense prefill on an NVIDIA GPU, through out and lse.
+
+    q and its gradient are token-major, K, V and theirs head-major, as `attention_call` has them of the cache.
+    """
+    spec, shapes = AttentionSpec(**spec), Shapes(**shapes)
+    cut = gpu_backward.Cut(spec, shapes.num_heads // shapes.num_kv_heads, shapes.head_dim, shapes.dtype)
+    q = jax.ShapeDtypeStruct((shapes.batch, shapes.num_queries, shapes.num_heads, shapes.head_dim), shapes.dtype)
+    k = jax.ShapeDtypeStruct((shapes.batch, shapes.num_kv_heads, shapes.num_keys, shapes.head_dim), shapes.dtype)
+    lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    positions = Positions(*[jax.ShapeDtypeStruct((shapes.batch,), jnp.int32)] * 3)
+
+    def gradients(q, k, v, out, lse, d_out, d_lse, positions):
+        k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+        result, cotangents = AttentionOut(out, lse), AttentionOut(d_out, d_lse)
+        dq, dk, dv = gpu_backward.gradients(q, k, v, result, cotangents, spec, positions)
+        return dq, jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2)
+
+    about = {"executions": None, "settings": f"keys={cut.keys}, step={gpu_backward.STEP}, stages={gpu_backward.STAGES}"}
+    return gradients, (q, k, k, q, lse, q, lse, positions), about

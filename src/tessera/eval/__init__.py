@@ -92,14 +92,18 @@ def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
 
 
 def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
-    """The plan with one choice changed: tile by query tile, heads, fraction; anchors need a calibration each."""
+    """Dense, then the plan with one choice changed: tile by query tile, fraction, least keys; heads and anchors are
+    calibrated."""
     plan = dataclasses.replace(plan, crossover_tokens=0)
+    yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
     for tile in (1, 16, 32, 64, 128):
         for query_tile in (16, 32, 64, 128):
             changed = dataclasses.replace(plan, tile=tile, query_tile=query_tile)
             yield kascade(model, changed, f"tile {tile}, query tile {query_tile}")
     for fraction in (0.05, 0.2):
-        yield kascade(model, dataclasses.replace(plan, fraction=fraction, minimum=64), f"fraction {fraction:g}")
+        yield kascade(model, dataclasses.replace(plan, fraction=fraction), f"fraction {fraction:g}")
+    for minimum in (64, 128, 256, 512):
+        yield kascade(model, dataclasses.replace(plan, minimum=minimum), f"at least {minimum} keys")
     for heads in ("remap", "identity", "pooled"):
         changed = dataclasses.replace(make_plan(heads=heads), crossover_tokens=0)
         yield kascade(model, changed, f"heads {heads}")

@@ -8,7 +8,6 @@ process turns the note into the item's error record.
 
 import collections
 import functools
-import hashlib
 import json
 import os
 import platform
@@ -41,8 +40,6 @@ CRASHED = ("hung after", "crashed", "does not fit")
 """How the error of an item begins that took its process with it."""
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
 """What XLA, CUDA and PyTorch say of main memory that is not there; a block's shared memory is a kernel's fault."""
-SOURCES = (".py", ".jsonl", ".txtpb")
-"""Files of the package that decide what runs: code, tuned tables, targets."""
 MOST_CRASHES = 2
 LIMIT_S = 150.0
 """Of an item, compiling included, if it names no other."""
@@ -80,7 +77,7 @@ class Session:
         self._crashes: collections.Counter = collections.Counter()
         self._notes: list[dict[str, Any]] = []
         self._numbers = 0
-        self._sources = sources()
+        self._sources = evidence.sources()
         records = evidence.read(out) if out.exists() else []
         since = len(records) if since is None else since
         for number, record in enumerate(records):
@@ -213,15 +210,6 @@ class Guard:
 
 def _key(what: What) -> tuple[str, str, str, str]:
     return what.op, what.kernel, what.workload, what.dtype
-
-
-def sources(package: Path = Path(__file__).parents[1]) -> str:
-    """A hash of the code and tables that run. A commit says less: trees that differ from it have it too."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in package.rglob("*") if path.suffix in SOURCES):
-        text = path.read_bytes()
-        digest.update(f"{path.relative_to(package).as_posix()} {len(text)}\n".encode() + text)
-    return digest.hexdigest()[:16]
 
 
 def plain(error: BaseException | str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tessera import files
+from tessera import files, hardware
 
 RESTART = 75
 """The child's exit status after an error that may have broken it; the record is written."""
@@ -27,8 +27,6 @@ IDLE_S = 150.0
 OVERTIME_S = 75.0
 """Past the time after which nothing new begins: then the child is ended, and what it did is left for the next run."""
 POLL_S = 0.2
-SIMULATOR = {"NPROC": "8"}
-"""XLA's threads on the CPU: simulated warpgroups wait on them, and two (a machine of two cores) wait for each other."""
 COMMAND = (sys.executable, "-m", "tessera.gpu_check.worker")
 
 
@@ -77,7 +75,7 @@ def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequen
             [*COMMAND, json.dumps(request)],
             stdin=subprocess.PIPE,  # whose end tells the child that its parent is gone
             stderr=stderr,
-            env={**(SIMULATOR if request["dry"] else {}), **os.environ, "PYTHONPATH": path},
+            env={**(hardware.SIMULATOR if request["dry"] else {}), **os.environ, "PYTHONPATH": path},
             start_new_session=True,  # with the compilers it starts: all end together
         )
         try:

@@ -10,7 +10,8 @@
    searched. The gain that counts is this one, with its interval.
 
 Every answer is kept as it comes (build/tune/), so Ctrl-C or a kill costs the candidate that ran. The end is one record
-in evidence/ and one row of `attention/tuned.py` that points at it: the winner's, or the default's where it won.
+in evidence/ and one row of `attention/tuned.py` that points at it: the winner's, or the default's where it won. Then
+the answers go: asked again, everything is measured again.
 """
 
 import json
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from tessera import evidence, files, measure
+from tessera import evidence, files, hardware, measure
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
 from tessera.attention.dispatch import choose
 from tessera.tune import search, tpe
@@ -48,7 +49,7 @@ class Budget:
         finalists: candidates in the final, besides the default.
         rounds: turns of each in the final and in the confirmation.
         limit_s: seconds that one answer of the child may take, compilation included.
-        memory_bytes: that the child may map; 0 is no limit.
+        memory_gib: that the child may hold on the host, in GiB; 0 is no limit, None nine tenths of the machine's.
         seed: of the search and of the numbers.
         method: of the search, see METHODS.
     """
@@ -58,7 +59,7 @@ class Budget:
     finalists: int = 3
     rounds: int = 7
     limit_s: float = 300.0
-    memory_bytes: int = 0
+    memory_gib: float | None = None
     seed: int = 0
     method: str = "genetic"
 
@@ -70,6 +71,15 @@ class Budget:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
         if not self.limit_s > 0:
             raise ValueError(f"--limit-s {self.limit_s} must be positive")
+        if self.memory_gib is not None and not self.memory_gib >= 0:
+            raise ValueError(f"--memory-gib {self.memory_gib} must be at least 0")
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the child may hold on this machine; 0 is no limit."""
+        if self.memory_gib is None:
+            return int(0.9 * hardware.cpu().memory_bytes)
+        return int(self.memory_gib * 2**30)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +99,10 @@ class Task:
         return {"kernel": kernel, "spec": asdict(self.spec), "shapes": self.shapes._asdict(), "config": config, **how}
 
 
+class Failed(ValueError):
+    """A search that cannot come to an end, with the reason."""
+
+
 class Journal:
     """Every answer so far, one line of JSON each; a line that a kill cut short is dropped."""
 
@@ -97,7 +111,8 @@ class Journal:
         lines = path.read_text().splitlines() if path.exists() else []
         found = [line for line in map(_parsed, lines) if line is not None]
         if found and found[0] != self.about:
-            raise ValueError(f"{path} is of another search ({found[0]}): delete it, or ask for the same again")
+            other = sorted(name for name in {*found[0], *self.about} if found[0].get(name) != self.about.get(name))
+            raise ValueError(f"{path} is of another search (its {', '.join(other)} differs): delete it to begin anew")
         self.answers = {line["key"]: line["answer"] for line in found[1:]}
         self.replayed = len(self.answers)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,16 +161,17 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
         {"default", "winner": configs, "gain", "interval", "elsewhere", "candidates", "rank_correlation", "replayed"}.
 
     Raises:
-        RuntimeError: the default itself does not run, is wrong, or nothing could be confirmed.
+        Failed: the default itself does not run, is wrong, or nothing could be confirmed.
         ValueError: the journal is of another search, or the method needs a library that is not installed.
     """
     about = {"task": task.request({}), "budget": asdict(budget), "machine": evidence.device_slug()}
+    about["code"] = evidence.sources(Path(__file__).parents[1] / "attention")
     book, said = Journal(journal, about), on_step or (lambda text: None)
     with Child(limit_s=budget.limit_s, memory_bytes=budget.memory_bytes, paths=tuple(paths)) as child:
         tried = _search(task, budget, book, child, said)
         default = tried[0]
         if default["error"]:
-            raise RuntimeError(f"the default of {task.kernel.name} fails on {task.name}: {default['error']}")
+            raise Failed(f"the default of {task.kernel.name} fails on {task.name}: {default['error']}")
         good = sorted((t for t in tried if not t["error"]), key=lambda t: t["quick_s"])
         finalists = [t for t in good if t is not default][: budget.finalists]
         times = _take_turns(task, [default, *finalists], budget, book, child, first_seed=1000)
@@ -234,7 +250,7 @@ def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Jour
             interval = measure.ratio_interval(turns[0][1], turns[1][1])
     gain = gains.pop("")
     if gain is None:
-        raise RuntimeError(f"default and winner of {task.name} could not be timed side by side")
+        raise Failed(f"default and winner of {task.name} could not be timed side by side")
     holds = (
         gain >= LEAST_GAIN and interval[0] > 1 and all(g is not None and g >= WORST_ELSEWHERE for g in gains.values())
     )

@@ -9,6 +9,9 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+START_S = 300.0
+"""A worker that has not said that it is ready by then never will."""
+
 
 class Child:
     """One worker at a time, started when it is needed; close() or leaving the context ends it."""
@@ -22,7 +25,12 @@ class Child:
         """The worker's answer; its end or its silence past the limit is an answer with an error."""
         if self._process is None:
             self._start()
-            if self._lines.get() is None:  # "ready": what follows is the candidate's own time
+            try:
+                ready = self._lines.get(timeout=START_S)  # what follows is the candidate's own time
+            except queue.Empty:
+                self.close()
+                return _failure(f"the worker was not ready after {START_S:g} s")
+            if ready is None:
                 return self._ended()
         try:
             self._process.stdin.write(json.dumps(request) + "\n")

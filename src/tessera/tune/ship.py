@@ -1,7 +1,7 @@
 """A finished search becomes a record, and a row of the table that dispatch reads."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,11 @@ from tessera.tune import Budget, Task
 def record(task: Task, budget: Budget, found: Mapping[str, Any], command: str) -> evidence.Record:
     """Everything tried and what came of it; the sample is the gain of what is shipped over the default."""
     s, spec = task.shapes, task.spec
-    size = f"{s.num_queries:,} x {s.num_keys:,}, heads {s.num_heads} of {s.num_kv_heads} x {s.head_dim}"
-    what = evidence.What(
-        op="tune",
-        kernel=task.kernel.name,
-        workload=task.name,
-        dtype=s.dtype,
-        title=f"{size}, tile {spec.tile}" if task.kernel.role == "sparse" else size,
-        config=found["winner"],
-    )
     names = ("default", "interval", "elsewhere", "confirmed", "refused", "gain", "rank_correlation", "candidates")
     facts = {name: found[name] for name in names if found.get(name) is not None}
     shipped = found["gain"] if found["winner"] != found["default"] else 1.0
     return evidence.make(
-        what,
+        what_of(task, found["winner"]),
         [shipped],
         command=command,
         unit="gain",
@@ -40,6 +31,21 @@ def record(task: Task, budget: Budget, found: Mapping[str, Any], command: str) -
         facts=facts
         | {"budget": vars(budget), "resumed_answers": found["replayed"]}
         | {"spec": asdict(spec), "shapes": s._asdict()},
+    )
+
+
+def failed(task: Task, error: Exception, command: str) -> evidence.Record:
+    """The record of a search that came to no end."""
+    return evidence.make(what_of(task, {}), (), command=command, unit="gain", error=str(error))
+
+
+def what_of(task: Task, config: Mapping[str, Any]) -> evidence.What:
+    """What was tuned, and to what."""
+    s = task.shapes
+    size = f"{s.num_queries:,} x {s.num_keys:,}, heads {s.num_heads} of {s.num_kv_heads} x {s.head_dim}"
+    title = f"{size}, tile {task.spec.tile}" if task.kernel.role == "sparse" else size
+    return evidence.What(
+        op="tune", kernel=task.kernel.name, workload=task.name, dtype=s.dtype, title=title, config=config
     )
 
 
@@ -73,7 +79,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
 
     Raises:
         ValueError: no such workload, the journal is of another search, or the method's library is not installed.
-        RuntimeError: the default itself does not run.
+        tune.Failed: the default itself does not run, or nothing was confirmed; a record says so.
     """
     from rich.console import Console
 
@@ -86,13 +92,26 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
     journal = Path("build/tune") / f"{slug}-{workload}-{role}{'' if plain else '-' + budget.method}.jsonl"
     console = Console(stderr=True, highlight=False)
     console.print(f"{task.kernel.name} on {task.name}; Ctrl-C stops, the same command goes on ({journal})")
-    found = tune.tune(task, budget, journal, on_step=console.print)
-    command = f"tessera tune --workload {workload} --role {role} --candidates {budget.candidates} --seed {budget.seed}"
-    made = record(task, budget, found, command if plain else f"{command} --method {budget.method}")
+    try:
+        found = tune.tune(task, budget, journal, on_step=console.print)
+    except tune.Failed as failure:
+        evidence.append(out, failed(task, failure, command(workload, role, budget)))
+        journal.unlink()
+        raise
+    made = record(task, budget, found, command(workload, role, budget))
     evidence.append(out, made)
     tuned.write(table, [row(task, found, made, out)])
+    journal.unlink()  # what was measured is in the record
     print_result(console, found)
     return 0
+
+
+def command(workload: str, role: str, budget: Budget) -> str:
+    """What repeats a search: its candidates and seed, and whatever else differs from the defaults, the method last."""
+    given = {"candidates": budget.candidates, "seed": budget.seed}
+    given |= {f.name: getattr(budget, f.name) for f in fields(budget) if getattr(budget, f.name) != f.default}
+    words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    return f"tessera tune --workload {workload} --role {role} {words}"
 
 
 def print_result(console, found: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ numbers and the last one checked again, so that nothing is timed that was not se
 import collections
 import importlib
 import json
+import os
 import resource
 import sys
 import time
@@ -90,17 +91,19 @@ def measure(request: dict) -> dict:
 
 
 def main() -> None:
-    """Answer until the input ends; argument 1 is the most memory to take, in bytes, 0 for no limit."""
+    """Answer until the input ends; argument 1 is the most memory to hold, in bytes, 0 for no limit."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a candidate prints is no answer
     if limit := int(sys.argv[1]):
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    print(json.dumps("ready"), flush=True)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    print(json.dumps("ready"), file=answers, flush=True)
     for line in sys.stdin:
         try:
             answer = measure(json.loads(line))
         except (RuntimeError, ValueError, TypeError, MemoryError, NotImplementedError) as error:
             said = (str(error).splitlines() or [""])[0]
             answer = {"samples": [], "compile_s": 0.0, "error": f"{type(error).__name__}: {said}"[:300]}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
