@@ -12,7 +12,7 @@ import pytest
 
 from tessera import bench, evidence, hardware, measure
 from tessera.attention.contract import AttentionSpec, Selection
-from tessera.bench import amdahl, model
+from tessera.bench import amdahl, answers, model
 from tessera.bench import attention as cases
 from tessera.bench.stand import SMOKE, Stand, causal_pairs, model_work, utilisation, versus
 from tessera.calibrate import find_crossover
@@ -21,6 +21,7 @@ from tessera.evidence import How, What
 from tessera.models.layers import init_params
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
+from tessera.sparse.plan import Plan
 
 # The peer's protocol served by NumPy, as torch is not in this environment: it computes what it is asked for.
 WORKER = """
@@ -219,10 +220,11 @@ def test_attention_alone_does_the_whole_prefills_attention():
         alone = amdahl.AttentionAlone(session, 150)
         assert alone.sample(0) > 0
         _, reads = session.prefill([np.arange(150) % config.vocab_size])
-        assert alone.density == pytest.approx(amdahl.density_of(reads))
+        assert alone.density == pytest.approx(np.mean(amdahl.layer_densities(reads)))
         visible = sum(float(np.sum(r.visible)) for r in alone.reads)
         assert visible == 2 * config.num_kv_heads * causal_pairs(150)
-    assert alone.density < 0.8
+    assert amdahl.layer_densities(alone.reads)[0] == 1.0
+    assert amdahl.layer_densities(alone.reads)[1] < 0.6
 
 
 def test_attention_alone_that_skips_keys_is_caught():
@@ -261,7 +263,9 @@ def test_the_crossover_is_the_rule_of_calibrate_on_the_records_own_medians(stand
     assert facts["crossover_tokens"] == find_crossover((128, 512), medians["dense"], medians["kascade"])
     assert (facts["lengths"], facts["dense_s"], facts["kascade_s"]) == ([128, 512], *medians.values())
     assert [len(r.samples) for r in records] == [SMOKE.rounds] * 2 + [SMOKE.long_rounds] * 2
-    assert records[-1].density[0] < 0.9
+    assert records[-1].mean_density < 0.9
+    anchors = [n for n, share in enumerate(records[-1].density) if share == 1]
+    assert anchors == list(Plan.load(answers.SHIPPED / "plan.json").anchors)
     assert records[-1].comparison.ratio == pytest.approx(medians["dense"][1] / medians["kascade"][1])
     assert not any("crossover_tokens" in r.facts for r in records[:-1])
 

@@ -151,6 +151,7 @@ def test_density_is_what_a_count_gives(model):
         read += (tiles - 1) * tile * tile + sum(range(1, tile + 1))
     expected = (visible + (layers - 1) * read) / (layers * visible)
     assert found.density == pytest.approx(expected, rel=1e-6)
+    assert found.layer_density == pytest.approx((1.0, read / visible, read / visible), rel=1e-6)
 
 
 def test_eos_ends_an_answer_and_its_text(model):

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from tessera.models.tokenizer import Tokenizer
 
 
@@ -21,6 +23,7 @@ class Generation:
         ttft_s: seconds from the call of generate to this prompt's first token, compilation included; nan without one.
         decode_tokens_per_s: tokens after the first per second after the first; nan for fewer than two.
         density: key positions read / key positions visible, over all layers, heads, prompt rows and decode steps.
+        layer_density: the same share layer by layer, anchors among them; empty before the first token.
     """
 
     text: str
@@ -31,6 +34,7 @@ class Generation:
     ttft_s: float
     decode_tokens_per_s: float
     density: float
+    layer_density: tuple[float, ...]
 
 
 class Answer:
@@ -50,7 +54,7 @@ class Answer:
         self._text = ""
         self._shown = 0  # characters of the text already handed out
         self._times_s: list[float] = []
-        self._read = self._visible = 0.0
+        self._read_L = self._visible_L = np.zeros(0)
 
     @property
     def num_keys(self) -> int:
@@ -75,10 +79,11 @@ class Answer:
             return self.finish("length")
         return self._hand_out(len(self._text) - self._held())
 
-    def count(self, read: float, visible: float) -> None:
-        """Add what one call read for this sequence, and what a dense pass would have read."""
-        self._read += float(read)
-        self._visible += float(visible)
+    def count(self, read_L: np.ndarray, visible_L: np.ndarray) -> None:
+        """Add what one call read for this sequence in each layer, and what a dense pass would have read."""
+        first = not self._visible_L.size
+        self._read_L = read_L if first else self._read_L + read_L
+        self._visible_L = visible_L if first else self._visible_L + visible_L
 
     def finish(self, reason: str) -> str:
         """Complete the answer and return the text still held back."""
@@ -99,7 +104,8 @@ class Answer:
             prompt_tokens=self.prompt_tokens,
             ttft_s=self._times_s[0] - started_s if count else float("nan"),
             decode_tokens_per_s=(count - 1) / spent_s if spent_s > 0 else float("nan"),
-            density=self._read / self._visible if self._visible else 1.0,
+            density=float(self._read_L.sum() / self._visible_L.sum()) if self._visible_L.size else 1.0,
+            layer_density=tuple((self._read_L / self._visible_L).tolist()),
         )
 
     def _append(self, piece: str) -> bool:

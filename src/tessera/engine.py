@@ -264,11 +264,11 @@ def take(pending: Pending, request: Request) -> bool:
     open_answers = [(row, answer) for row, answer in enumerate(request.answers) if not answer.done]
     if not all(np.isfinite(logprobs[row]) for row, answer in open_answers):
         return False
-    read, visible = (sum(np.asarray(r[i], np.float64).sum(0) for r in pending.reads) for i in (0, 1))
+    read_LB, visible_LB = (sum(np.asarray(r[i], np.float64) for r in pending.reads) for i in (0, 1))
     now_s = time.perf_counter()
     for row, answer in open_answers:
         if pending.reads:
-            answer.count(read[row], visible[row])
+            answer.count(read_LB[:, row], visible_LB[:, row])
         piece = answer.push(int(tokens[row]), float(logprobs[row]), now_s)
         if piece and request.stream is not None:
             request.stream(request.indices[row], piece)

@@ -145,6 +145,11 @@ class Record:
         """A later record of the same key replaces an earlier one."""
         return Key(self.what.op, self.what.kernel, self.what.workload, self.what.dtype, self.where.machine)
 
+    @property
+    def mean_density(self) -> float | None:
+        """Share of keys read, over the layers; None where no keys are left out."""
+        return sum(self.density) / len(self.density) if self.density else None
+
 
 def make(
     what: What,

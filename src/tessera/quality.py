@@ -24,12 +24,12 @@ class Accuracy:
     Attributes:
         num_tasks: prompts asked.
         num_right: answered with exactly the hidden key, greedily.
-        density: keys read / keys visible, prefill and decode, mean over prompts.
+        layer_density: keys read / keys visible per layer, prefill and decode, mean over prompts.
     """
 
     num_tasks: int
     num_right: int
-    density: float
+    layer_density: tuple[float, ...]
 
     @property
     def share(self) -> float:
@@ -45,7 +45,7 @@ def passkey_tasks(num_tasks: int, length: int, seed: int = 0) -> list[Task]:
 
 def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> Accuracy:
     """Ask every task greedily, as `generate` does it: chunked prefill, then token by token."""
-    num_right, density = 0, []
+    num_right, layers = 0, []
     for first in range(0, len(tasks), batch):
         asked = tasks[first : first + batch]
         answers = model.generate(
@@ -53,8 +53,9 @@ def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> 
         )
         for task, answer in zip(asked, answers, strict=True):
             num_right += list(answer.tokens[: len(task.answer)]) == task.answer.tolist()
-            density.append(answer.density)
-    return Accuracy(num_tasks=len(tasks), num_right=num_right, density=float(np.mean(density)))
+            layers.append(answer.layer_density)
+    mean = tuple(np.mean(layers, axis=0).tolist())
+    return Accuracy(num_tasks=len(tasks), num_right=num_right, layer_density=mean)
 
 
 SHIPPED = Path(__file__).parent / "demo" / "model"

@@ -121,4 +121,4 @@ def result_of(record: Record) -> str:
 
 def keys_read(record: Record) -> str:
     """The mean share of keys that attention read."""
-    return f"{100 * sum(record.density) / len(record.density):.0f} %" if record.density else "all"
+    return "all" if record.mean_density is None else f"{100 * record.mean_density:.0f} %"

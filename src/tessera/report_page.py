@@ -92,7 +92,7 @@ def row(record: Record) -> dict[str, Any]:
         "error": bool(failed),
         "predicted": is_prediction(record),
         "spread": "" if record.spread is None or failed else quantity(record.spread, record.unit),
-        "density": "" if not record.density else f"{100 * sum(record.density) / len(record.density):.1f} %",
+        "density": "" if record.mean_density is None else f"{100 * record.mean_density:.1f} %",
         "against": against,
         "missed": versus is not None and versus.met is False,
         "where": f"{record.where.machine}; {origin(record)}; {record.date[:16]}",

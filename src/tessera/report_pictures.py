@@ -212,7 +212,7 @@ def quality(records: Sequence[Record]) -> Picture | None:
 def _over_lengths(axes: Axes, own: Sequence[Record], mark: str, colour: str, label: str) -> None:
     """Scores of one policy on one kind of task over the keys it read."""
     own = sorted(own, key=lambda r: r.facts["length"])
-    density, mean = ([100 * value for value in column] for column in zip(*((r.density[0], r.median) for r in own)))
+    density, mean = ([100 * value for value in column] for column in zip(*((r.mean_density, r.median) for r in own)))
     axes.plot(density, mean, mark + "-", color=colour, markersize=3, linewidth=0.8, alpha=0.6)
     last = own[-1].facts
     spread = [[max(mean[-1] - 100 * last["low"], 0)], [max(100 * last["high"] - mean[-1], 0)]]

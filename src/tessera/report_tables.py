@@ -155,7 +155,7 @@ def _closeness(records: Iterable[Record]) -> str:
 
 
 def _mean_density(tasks: Sequence[Record]) -> str:
-    read = [sum(r.density) / len(r.density) for r in tasks if r.density]
+    read = [r.mean_density for r in tasks if r.density]
     return f"{100 * sum(read) / len(read):.1f} %" if read else ""
 
 

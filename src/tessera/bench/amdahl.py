@@ -81,7 +81,7 @@ class AttentionAlone:
     @property
     def density(self) -> float:
         """Share of the visible keys that the last sample read."""
-        return density_of(self.reads)
+        return float(np.mean(layer_densities(self.reads)))
 
     def _attend(self, q: Array, first: int, count: int) -> tuple[Array, Reads]:
         positions = Positions(*(np.array([value], np.int32) for value in (first, first + count, count)))
@@ -96,9 +96,10 @@ class AttentionAlone:
             check_output(found_NH[:, None], expected, "float32", "dense attention alone")
 
 
-def density_of(reads: Sequence[Reads]) -> float:
-    """Share of the visible keys that a prefill's chunks read."""
-    return float(sum(np.sum(r.read) for r in reads) / sum(np.sum(r.visible) for r in reads))
+def layer_densities(reads: Sequence[Reads]) -> tuple[float, ...]:
+    """Share of the visible keys that a prefill's chunks read, per layer."""
+    read_L, visible_L = (sum(np.asarray(r[i], np.float64).sum(1) for r in reads) for i in (0, 1))
+    return tuple((read_L / visible_L).tolist())
 
 
 def amdahl_gain(share: float, gain: float) -> float:

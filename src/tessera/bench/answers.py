@@ -39,6 +39,6 @@ def pass_keys(stand: Stand) -> Iterator[Record]:
                 [found.share],
                 How(iterations=found.num_tasks, check="all digits equal, greedy"),
                 unit="fraction",
-                density=(found.density,),
+                density=found.layer_density,
                 facts={"trials": found.num_tasks, "right": found.num_right, "low": low, "high": high},
             )

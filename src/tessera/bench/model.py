@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera import generate, measure
-from tessera.bench.amdahl import AttentionAlone, density_of, predict
+from tessera.bench.amdahl import AttentionAlone, layer_densities, predict
 from tessera.bench.answers import SHIPPED
 from tessera.bench.stand import REST_S, Stand, draw_tokens, fresh_seed, model_work, versus
 from tessera.calibrate import find_crossover
@@ -63,7 +63,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
         [answer] = models[name].generate([prompt], max_new_tokens=1)
         if not math.isfinite(answer.logprobs[0]):
             raise ValueError(f"{name} gave logprob {answer.logprobs[0]} on a timed call: the output must be finite")
-        densities[name].append(answer.density)
+        densities[name].append(answer.layer_density)
         return answer.ttft_s
 
     alone = {}
@@ -76,7 +76,8 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
     taken = measure.interleave(contenders, rounds=stand.sizes.long_rounds, warmup=0, rest_s=REST_S)
     samplers = {name: attention.sample for name, attention in alone.items()}
     attention_s = measure.interleave(samplers, rounds=1, warmup=0, rest_s=REST_S)
-    density = {name: float(np.mean(values)) for name, values in densities.items()}
+    layers = {name: tuple(np.mean(values, axis=0).tolist()) for name, values in densities.items()}
+    density = {name: float(np.mean(values)) for name, values in layers.items()}
     density["kascade attention"] = alone["kascade"].density
     if not max(density["kascade"], density["kascade attention"]) < 0.9 * density["dense"]:
         raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
@@ -98,7 +99,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
             taken[name],
             how,
             work=model_work(config, length, density=density[name]),
-            density=(density[name],),
+            density=layers[name],
             comparison=versus("dense", taken["dense"], taken["kascade"], target) if target else None,
             facts=amdahl if name == "kascade" else {},
         )
@@ -119,7 +120,8 @@ def crossover(stand: Stand) -> Iterator[Record]:
     for length in lengths:
         longest = length == lengths[-1]
         rounds = stand.sizes.long_rounds if longest else stand.sizes.rounds
-        taken, density = time_lengths(shipped.params, config, policies, length, rounds)
+        taken, layers = time_lengths(shipped.params, config, policies, length, rounds)
+        density = {name: float(np.mean(values)) for name, values in layers.items()}
         if longest and not density["kascade"] < 0.9 * density["dense"]:
             raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
         facts = {}
@@ -143,7 +145,7 @@ def crossover(stand: Stand) -> Iterator[Record]:
                 taken[name],
                 How(warmup=1, iterations=rounds, interleaved=True, check="finite logits; keys read counted"),
                 work=model_work(config, length, density=density[name]),
-                density=(density[name],),
+                density=layers[name],
                 comparison=versus("dense", taken["dense"], taken["kascade"], None) if ours else None,
                 facts=facts if ours else {},
             )
@@ -151,8 +153,8 @@ def crossover(stand: Stand) -> Iterator[Record]:
 
 def time_lengths(
     params: Params, config: ModelConfig, policies: Mapping[str, Policy], length: int, rounds: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Seconds per round of a prefill of `length` fresh tokens under each policy, in turns; and the keys' share read."""
+) -> tuple[dict[str, list[float]], dict[str, tuple[float, ...]]]:
+    """Seconds per round of a prefill of `length` fresh tokens per policy, in turns; and the keys read, by layer."""
     sessions = {name: Session(params, config, policy, batch=1, num_keys=length) for name, policy in policies.items()}
     reads: dict[str, Sequence[Reads]] = {}
 
@@ -165,7 +167,7 @@ def time_lengths(
 
     contenders = {name: partial(sample, name) for name in policies}
     taken = measure.interleave(contenders, rounds=rounds, rest_s=REST_S)
-    return taken, {name: density_of(counted) for name, counted in reads.items()}
+    return taken, {name: layer_densities(counted) for name, counted in reads.items()}
 
 
 def peer_model(stand: Stand) -> Iterator[Record]:

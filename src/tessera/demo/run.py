@@ -234,7 +234,7 @@ def records(found: Findings, models: Mapping[str, Model]) -> list[Record]:
             what = What(op="demo", kernel=name, workload=f"demo_passkey_{length}", config=config,
                         title=f"pass key in {length:,} tokens")  # fmt: skip
             facts = {"trials": accuracy.num_tasks}
-            made.append(_record(what, [accuracy.share], unit="fraction", density=(accuracy.density,), facts=facts))
+            made.append(_record(what, [accuracy.share], unit="fraction", density=accuracy.layer_density, facts=facts))
     for length, samples in found.first_token.items():
         title = f"time to first token, {length:,} tokens"
         made += _pair("demo_first_token", title, length, samples, config)

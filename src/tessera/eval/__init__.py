@@ -145,7 +145,7 @@ def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.H
         [answer] = contender.model.generate([sample.prompt], max_new_tokens=sample.answer_tokens)
         scores.append(sample.score(answer.text))
         depths.append(depth)
-        density.append(answer.density)
+        density.append(answer.layer_density)
     low, high = mean_interval(scores)
     what = What(
         op="eval task",
@@ -161,7 +161,7 @@ def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.H
         command=command,
         unit="fraction",
         how=How(iterations=len(scores), check="share of the expected strings in the greedy answer"),
-        density=(float(np.mean(density)),),
+        density=tuple(np.mean(density, axis=0).tolist()),
         facts={"scores": scores, "depths": depths, "low": low, "high": high, "length": length, "kind": kind}
         | {"policy": contender.title},
     )
