@@ -109,3 +109,14 @@ def slow():
     import time
 
     time.sleep(600)
+
+
+def splash(length, dtype):
+    """The peer of dense prefill as `tessera bench` compiles it, 2 heads over 1."""
+    from tessera.bench import peers  # the other subjects' processes start sooner without
+
+    def attend(q, k, v):
+        with peers.exact(dtype):
+            return peers.splash(q, k, v)
+
+    return attend, [jax.ShapeDtypeStruct((1, length, heads, 128), dtype) for heads in (2, 1, 1)]

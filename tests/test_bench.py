@@ -3,7 +3,6 @@
 import sys
 import textwrap
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +76,7 @@ def test_dense_prefill_compares_all_sides_on_the_same_inputs(stand, tmp_path):
     assert again.comparison.ratio == pytest.approx(measure.ratio(jaxs.samples, ours.samples))
     assert len({r.key for r in (peer, ours, jaxs, again)}) == 4
     assert jaxs.key == again.key._replace(kernel=again.comparison.against)  # how tables and --gate find the other side
-    assert "skipped" not in ours.facts
+    assert not {peer.what.kernel, jaxs.what.kernel} & set(ours.facts["skipped"])
 
 
 def test_a_peer_in_this_process_with_wrong_outputs_is_caught(stand, tmp_path, monkeypatch):
@@ -89,18 +88,6 @@ def test_a_peer_in_this_process_with_wrong_outputs_is_caught(stand, tmp_path, mo
     monkeypatch.setattr(jax.nn, "dot_product_attention", all_keys)
     with pytest.raises(ValueError, match="jax dot_product_attention is wrong on a timed call"):
         list(cases.dense_prefill(with_worker(stand, tmp_path, "0"), "float32"))
-
-
-def test_scores_that_do_not_fit_are_left_out_with_the_reason(stand, tmp_path, monkeypatch):
-    assert cases.scores_too_large(8, 8192) == ""
-    assert "16.0 GiB, above the limit of 4.0 GiB" in cases.scores_too_large(8, 16384)
-    x = jax.ShapeDtypeStruct((1, 1024, 8, 128), jnp.bfloat16)
-    _, step = cases._compile(partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"), [x, x, x])
-    assert step.memory_analysis().temp_size_in_bytes == pytest.approx(8 * 8 * 1024**2, rel=0.3)
-    monkeypatch.setattr(cases, "MOST_SCORE_BYTES", 8 * 8 * SMOKE.attention_tokens**2 - 1)
-    peer, ours = cases.dense_prefill(with_worker(stand, tmp_path, "0"), "float32")
-    assert peer.what.workload == ours.what.workload == "dense_prefill_f32"
-    assert ours.facts["skipped"].startswith("jax dot_product_attention: two arrays of 8 x 256 x 256 scores")
 
 
 def test_a_peer_with_wrong_outputs_is_caught(stand, tmp_path):
@@ -313,11 +300,12 @@ def test_runs_append_resume_and_report_failures(tmp_path, monkeypatch, capsys):
     evidence.append(out, stamped)
     assert bench.run("smoke", out=out, only=["compilation"], resume=True) == 0
     assert len(evidence.read(out)) == 4
-    assert bench.run("smoke", out=out, only=["dense_prefill_f32"], peer_python=tmp_path / "missing") == 1
-    failure = evidence.read(out)[-1]
+    assert bench.run("smoke", out=out, only=["peer_model"], peer_python=tmp_path / "missing") == 1
+    *_, before, failure = evidence.read(out)
+    assert before.error is None  # one record of the failure
     assert "make peers" in failure.error
     assert str(tmp_path) not in failure.error
-    assert "dense_prefill_f32" in capsys.readouterr().err
+    assert "peer_model: peer_model: error: " in capsys.readouterr().err
 
 
 def test_unknown_names_are_refused(tmp_path):

@@ -54,6 +54,14 @@ def test_speed_table_shows_both_sides_and_where_they_ran():
     assert "\nAMD EPYC, 2 cores, jax " in text
 
 
+def test_speed_table_keeps_a_run_whose_peer_was_not_there():
+    facts = {"skipped": {"torch sdpa": "no environment", "jax splash attention": "needs a TPU"}}
+    text = report.render("speed", [record("ours", [1.0], facts=facts), record("another", [1.0])])
+    rows = [line for line in text.splitlines() if line.startswith("| dense")]
+    row = "| AMD EPYC, 2 cores | 1.00 s | left out: torch sdpa, jax splash attention |  |  |  |"
+    assert rows == [f"| dense prefill of 8,192, float32 {row}"]
+
+
 def test_each_machine_has_a_row_and_is_compared_with_itself():
     slower = [on(INTEL, replace(r, median=10 * r.median)) for r in compared()]
     text = report.render("speed", [*compared(), record("scan", [1.0]), *slower])

@@ -63,6 +63,9 @@ def speed(records: Sequence[Record]) -> str:
         if record.error:
             rows.append([*lead, f"{record.what.kernel} {result_of(record)}".strip(), "", "", "", ""])
             used.append(record)
+        elif record.facts.get("skipped") and record.comparison is None:  # the peer of this workload was not there
+            rows.append([*lead, result_of(record), f"left out: {', '.join(record.facts['skipped'])}", "", "", ""])
+            used.append(record)
         if record.comparison is None:
             continue
         versus = record.comparison

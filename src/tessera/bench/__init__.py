@@ -106,6 +106,8 @@ def run(
                 failed |= any(record.error for record in records)
                 for record in records:
                     console.print(f"{name}: {_line(record)}", highlight=False)
+                    for peer, reason in record.facts.get("skipped", {}).items():
+                        console.print(f"{name}: without {peer}: {reason}", highlight=False, markup=False)
     finally:
         stand.close()
     return int(failed)

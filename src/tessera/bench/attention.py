@@ -1,4 +1,4 @@
-"""Attention alone: dense prefill against PyTorch and JAX's own, sparse and score against our dense."""
+"""Attention alone: dense prefill against the peers that are here, sparse and score against our dense."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -11,7 +11,8 @@ from tessera import measure
 from tessera.attention.contract import AttentionSpec, Selection
 from tessera.attention.dispatch import attention, call_shapes, choose
 from tessera.attention.selection import select_tiles
-from tessera.bench.stand import REST_S, Stand, causal_pairs, draw, fresh_seed, versus
+from tessera.bench import peers
+from tessera.bench.stand import REST_S, Stand, causal_pairs, compile_step, draw, fresh_seed, versus
 from tessera.evidence import How, Record, What
 
 HEAD_DIM = 128
@@ -20,23 +21,18 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 """Largest error allowed in the checked rows, over the largest value there: wrong work shows, rounding does not."""
 
 
-JAX_NAME = "jax dot_product_attention"
-MOST_SCORE_BYTES = 4 << 30
-"""Most memory that JAX's own attention may take for its scores: that of 8,192 tokens and 8 heads."""
-
-
 def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
-    """Causal self-attention over 8 heads of 128 against PyTorch's scaled_dot_product_attention and JAX's own.
+    """Causal self-attention over 8 heads of 128 against PyTorch's and every other peer that can run here.
 
-    JAX's runs where its scores fit; its pair of records has a workload of its own, with the samples of the same rounds.
+    PyTorch's pair of records bears the case's name, each other pair an ending of its own, with ours of the same rounds.
+    Ours is recorded if there is no peer at all; who is left out stands beside it with the reason.
     """
     length, heads = stand.sizes.attention_tokens, 8
     rows = _rows(length)
-    shape = {"batch": 1, "length": length, "heads": heads, "kv_heads": heads, "head_dim": HEAD_DIM}
     inputs = _draw_inputs(0, length, heads, heads, dtype)
     spec = AttentionSpec()
     kernel = choose(spec, call_shapes(*inputs[:2])).name
-    compile_s, step = _compile(lambda q, k, v: attention(q, k, v, spec).out, inputs)
+    compile_s, step = compile_step(lambda q, k, v: attention(q, k, v, spec).out, inputs)
 
     def here(name: str, step: jax.stages.Compiled, number: int) -> float:
         arrays = _draw_inputs(fresh_seed(number), length, heads, heads, dtype)
@@ -44,51 +40,59 @@ def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
         _check_rows(out, arrays, rows, None, name, dtype)
         return seconds
 
-    def peer(number: int) -> float:
+    def torch(number: int) -> float:
         seed = fresh_seed(number)
-        answer = stand.peer.ask("sdpa", dtype=dtype, seed=seed, rows=rows, **shape)
+        answer = stand.peer.ask("sdpa", dtype=dtype, seed=seed, rows=rows, **_sizes(inputs))
         expected = oracle_rows(*_draw_inputs(seed, length, heads, heads, dtype), rows)
         check_output(np.asarray(answer["rows"], np.float32), expected, dtype, "torch")
         return answer["seconds"]
 
-    contenders = {"ours": partial(here, kernel, step), "peer": peer}
-    too_large = scores_too_large(heads, length)
-    if not too_large:
-        jax_s, jax_step = _compile(partial(jax.nn.dot_product_attention, is_causal=True, implementation="xla"), inputs)
-        contenders["jax"] = partial(here, JAX_NAME, jax_step)
-    peer(-2)  # start the worker before the first sample of either side
+    steps, skipped = peers.ready(inputs)
+    contenders = {"ours": partial(here, kernel, step)}
+    if reason := stand.peer_refusal:
+        skipped = {peers.TORCH: reason, **skipped}
+    else:
+        contenders["torch"] = torch
+        torch(-2)  # start the worker before the first sample of any side
+    contenders |= {name: partial(here, peers.PEERS[name].kernel, program) for name, (_, program) in steps.items()}
     taken = measure.interleave(contenders, rounds=stand.sizes.rounds + 2, rest_s=REST_S)
+    compiled = {"ours": compile_s} | {name: seconds for name, (seconds, _) in steps.items()}
+    yield from _dense_records(stand, inputs, kernel, taken, compiled, skipped)
+
+
+def _dense_records(
+    stand: Stand,
+    inputs: Sequence[jax.Array],
+    kernel: str,
+    taken: Mapping[str, Sequence[float]],
+    compile_s: Mapping[str, float],
+    skipped: Mapping[str, str],
+) -> Iterator[Record]:
+    """A pair of records per peer; without PyTorch, ours alone under the case's name."""
+    (_, length, heads, head_dim), dtype = inputs[0].shape, str(inputs[0].dtype)
     case = "dense_prefill_" + ("f32" if dtype == "float32" else "bf16")
-    title = f"dense causal prefill, {length:,} tokens, {heads} heads of {HEAD_DIM}"
-    work = {"flops": 4.0 * heads * HEAD_DIM * causal_pairs(length), "bytes": 4.0 * inputs[0].nbytes}
+    title = f"dense causal prefill, {length:,} tokens, {heads} heads of {head_dim}"
+    config = _sizes(inputs)
+    work = {"flops": 4.0 * heads * head_dim * causal_pairs(length), "bytes": 4.0 * inputs[0].nbytes}
     checked = "8 rows of every call against float64"
-    how = How(warmup=1, iterations=stand.sizes.rounds + 2, interleaved=True, check=checked)
+    how = How(warmup=1, iterations=len(taken["ours"]), interleaved=len(taken) > 1, check=checked)
 
-    def record(kernel: str, side: str, how: How, workload: str = case, **fields) -> Record:
-        what = What(op="attention", kernel=kernel, workload=workload, dtype=dtype, config=shape, title=title)
-        return stand.record(what, taken[side], how, work=work, **fields)
+    def record(side: str, kernel: str, workload: str, **fields) -> Record:
+        what = What(op="attention", kernel=kernel, workload=workload, dtype=dtype, config=config, title=title)
+        timed = _with_compile(how, compile_s[side]) if side in compile_s else how
+        return stand.record(what, taken[side], timed, work=work, **fields)
 
-    versions = {name: stand.peer_versions[name] for name in ("torch", "threads")}
-    yield record("torch sdpa", "peer", how, facts=versions)
-    ours = _with_compile(how, compile_s)
-    skipped = {"skipped": f"{JAX_NAME}: {too_large}"} if too_large else {}
-    against = versus("torch sdpa", taken["peer"], taken["ours"], 1.5)
-    yield record(kernel, "ours", ours, comparison=against, facts=skipped)
-    if not too_large:
-        yield record(JAX_NAME, "jax", _with_compile(how, jax_s), f"{case}_jax")
-        yield record(
-            kernel, "ours", ours, f"{case}_jax", comparison=versus(JAX_NAME, taken["jax"], taken["ours"], None)
-        )
-
-
-def scores_too_large(heads: int, length: int) -> str:
-    """Why JAX's own attention is left out; empty if its scores fit MOST_SCORE_BYTES.
-
-    Its program holds two float32 arrays [N,T,T] at once: 2 x 4 N T^2 bytes.
-    """
-    held = 8 * heads * length**2
-    said = f"two arrays of {heads} x {length:,} x {length:,} scores take {held / 2**30:.1f} GiB"
-    return f"{said}, above the limit of {MOST_SCORE_BYTES / 2**30:.1f} GiB" if held > MOST_SCORE_BYTES else ""
+    facts, against = {"skipped": dict(skipped)} if skipped else {}, None
+    if "torch" in taken:
+        versions = {name: stand.peer_versions[name] for name in ("torch", "threads")}
+        yield record("torch", peers.TORCH, case, facts=versions)
+        against = versus(peers.TORCH, taken["torch"], taken["ours"], 1.5)
+    yield record("ours", kernel, case, comparison=against, facts=facts)
+    for name, peer in peers.PEERS.items():
+        if name in taken:
+            yield record(name, peer.kernel, f"{case}_{name}", facts=peer.facts)
+            against = versus(peer.kernel, taken[name], taken["ours"], None)
+            yield record("ours", kernel, f"{case}_{name}", comparison=against)
 
 
 def sparse_prefill(stand: Stand) -> Iterator[Record]:
@@ -98,11 +102,11 @@ def sparse_prefill(stand: Stand) -> Iterator[Record]:
     score_spec = AttentionSpec(tile=128, query_tile=32, mass=True)
     rows = _rows(length)
     inputs = _draw_inputs(0, length, heads, kv_heads, "float32")
-    dense_s, dense = _compile(lambda q, k, v: attention(q, k, v, dense_spec).out, inputs)
-    score_s, score = _compile(lambda q, k, v: attention(q, k, v, score_spec), inputs)
-    _, select = _compile(lambda mass: select_tiles(mass, dense_spec, fraction=0.1), [score(*inputs).mass])
+    dense_s, dense = compile_step(lambda q, k, v: attention(q, k, v, dense_spec).out, inputs)
+    score_s, score = compile_step(lambda q, k, v: attention(q, k, v, score_spec), inputs)
+    _, select = compile_step(lambda mass: select_tiles(mass, dense_spec, fraction=0.1), [score(*inputs).mass])
     selection = select(score(*inputs).mass)
-    sparse_s, sparse = _compile(
+    sparse_s, sparse = compile_step(
         lambda q, k, v, tiles: attention(q, k, v, dense_spec, selection=tiles).out, [*inputs, selection]
     )
     densities, select_s, current = [], [], {}
@@ -206,9 +210,10 @@ def realised_density(selection: Selection, spec: AttentionSpec, length: int) -> 
     return read / (tiles.shape[0] * tiles.shape[1] * causal_pairs(length))
 
 
-def _compile(function, arguments) -> tuple[float, jax.stages.Compiled]:
-    seconds, compiled = measure.time_call(lambda: jax.jit(function).lower(*arguments).compile())
-    return seconds, compiled
+def _sizes(inputs: Sequence[jax.Array]) -> dict[str, int]:
+    """Sizes of a dense call, as records and the worker name them."""
+    (batch, length, heads, head_dim), kv_heads = inputs[0].shape, inputs[1].shape[2]
+    return {"batch": batch, "length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
 
 def _with_compile(how: How, compile_s: float) -> How:

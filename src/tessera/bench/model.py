@@ -171,7 +171,13 @@ def time_lengths(
 
 
 def peer_model(stand: Stand) -> Iterator[Record]:
-    """Time to first token and decode speed against transformers with the same weights and prompts."""
+    """Time to first token and decode speed against transformers with the same weights and prompts.
+
+    Raises:
+        ValueError: there is no transformers to compare with, or its tokens differ.
+    """
+    if reason := stand.peer_refusal:
+        raise ValueError(f"there is no transformers to compare with: {reason}")
     config, length, steps = stand.sizes.config, stand.sizes.short_tokens, stand.sizes.decode_steps
     ours = generate.load(stand.folder)
     stand.peer.ask("load", folder=str(stand.folder), dtype="float32")

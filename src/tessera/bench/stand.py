@@ -3,7 +3,7 @@
 import functools
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,9 @@ REST_S = 0.2
 
 CREDIBLE = 0.8
 """Part of the roofline floor below which a time is refused; the ceilings are themselves measured, to some percent."""
+
+WORKER = Path(__file__).parents[3] / "peers" / "worker.py"
+"""The peer's side, which a checkout has and an installed package has not."""
 
 INTERVAL_ROUNDS = 5
 """Samples a side from which a ratio has an interval: redrawn medians of fewer hardly leave the smallest and largest."""
@@ -114,11 +117,20 @@ class Stand:
         return Path(self._scratch.name)
 
     @property
+    def peer_refusal(self) -> str:
+        """Why PyTorch and transformers cannot be compared with here; empty if they can."""
+        if jax.default_backend() != "cpu":
+            return f"their worker computes on the CPU, Tessera on a {jax.default_backend().upper()}"
+        for path in (self._peer_python, WORKER):
+            if not Path(path).exists():
+                return _without_folders(f"{path} does not exist: in a checkout, `make peers` builds .venv-peers")
+        return ""
+
+    @property
     def peer(self) -> measure.Peer:
         """The PyTorch and transformers worker, started on first use with as many threads as there are cores."""
         if self._peer is None:
-            script = Path(__file__).parents[3] / "peers" / "worker.py"
-            self._peer = measure.Peer(self._peer_python, script, str(hardware.cpu().cores))
+            self._peer = measure.Peer(self._peer_python, WORKER, str(hardware.cpu().cores))
             self.peer_versions = self._peer.ask("hello")
         return self._peer
 
@@ -187,6 +199,12 @@ def draw_tokens(config: ModelConfig, seed: int, length: int) -> list[int]:
     return np.random.default_rng([seed & 0xFFFFFFFF, 7]).integers(0, config.vocab_size, length).tolist()
 
 
+def compile_step(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[float, jax.stages.Compiled]:
+    """Seconds it took to trace and compile a function for such arguments, and the program."""
+    anew = jax.jit(lambda *given: function(*given))  # a function that was traced before would be found, not traced
+    return measure.time_call(lambda: anew.lower(*arguments).compile())
+
+
 def fresh_seed(number: int) -> int:
     """A seed for one round; warm-up rounds have negative numbers."""
     return number + 1000
@@ -250,9 +268,13 @@ def utilisation(
 def plain(error: BaseException) -> str:
     """The first line of an error without this machine's folders."""
     first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {_without_folders(first)}"[:400]
+
+
+def _without_folders(text: str) -> str:
     for folder in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir()):
-        first = first.replace(folder, "...")
-    return f"{type(error).__name__}: {first}"[:400]
+        text = text.replace(folder, "...")
+    return text
 
 
 @contextmanager
