@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,21 @@ def test_imports_have_no_side_effects():
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_test_that_never_ends_fails_by_name(tmp_path):
+    """As a simulated kernel does whose threads wait for each other; the limit is the real one's, made short."""
+    settings = SOURCE.parents[1] / "pyproject.toml"
+    assert 225 < tomllib.loads(settings.read_text())["tool"]["pytest"]["ini_options"]["faulthandler_timeout"] < 1000
+    (tmp_path / "test_hang.py").write_text(
+        "import threading\n\ndef test_waits():\n    threading.Event().wait()\n\ndef test_other():\n    pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-c", settings, "--rootdir", tmp_path, "-p", "no:cacheprovider"]
+    command += ["-o", "faulthandler_timeout=1", "-n", "2", "--dist", "loadgroup", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "crashed while running 'test_hang.py::test_waits'" in done.stdout
+    assert "in test_waits" in done.stderr  # where it hangs
 
 
 def test_module_names_say_something():

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -15,7 +14,7 @@ from tessera.deviceless import targets
 from tessera.evidence import What
 from tessera.gpu_check import __main__ as program
 from tessera.gpu_check import calls, check, clock, correct, environment, peers, supervisor, timing, tuning
-from tessera.gpu_check.session import CRASHED, Scale, Session
+from tessera.gpu_check.session import CUT, Scale, Session
 
 ROOT = Path(__file__).parents[1]
 SMALL = calls.Setting(1, 64, 64, 2, 1, 64)
@@ -43,13 +42,12 @@ def test_the_script_runs_dry_from_end_to_end_and_resumes(tmp_path):
     environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(hidden), "JAX_PLATFORMS": "cpu"}
     command = [str(ROOT / "scripts" / "gpu_check.sh"), "--dry", "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode in (0, 1), done.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stderr == ""
     found = evidence.read(out)
     assert {"environment", "correctness", "gpu attention", "gpu tuning"} == {record.what.op for record in found}
     assert all("dry run" in record.how.check for record in found)
-    for record in found:
-        assert record.error is None or not record.what.kernel.startswith("gpu_"), record
+    assert all(record.error is None or record.error.startswith("not installed") for record in found)
     ours = [record for record in found if record.what.kernel.startswith("gpu_")]
     assert {(r.what.op, r.what.kernel) for r in ours} >= {
         (op, kernel.name)
@@ -57,121 +55,8 @@ def test_the_script_runs_dry_from_end_to_end_and_resumes(tmp_path):
         for op in ("correctness", "gpu attention", "gpu tuning")
     }
     again = subprocess.run(command, capture_output=True, text=True, env=environment)
-    errors = [record.what for record in found if record.error not in (None, "not installed")]
-    assert again.returncode == (1 if errors else 0)
-    assert [record.what for record in evidence.read(out)[len(found) :]] == errors  # tried again, and nothing else
-
-
-PLANTED = """
-import os
-import time
-
-from jax.errors import JaxRuntimeError
-
-from tessera.evidence import What
-
-
-def fine():
-    return {"samples": [1.0], "unit": "good", "facts": {"pid": os.getpid()}}
-
-
-def refuse():
-    raise ValueError("not this call")
-
-
-def fault():
-    raise JaxRuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
-
-
-def no_kernel():
-    raise RuntimeError("No available kernel")
-
-
-def escape():
-    raise Exception("of no kind that anybody knows")
-
-
-ITEMS = {"good": fine, "hangs": lambda: time.sleep(600), "dies": os.abort, "refuses": refuse}
-ITEMS |= {"faults": fault, "before": fine, "has none": no_kernel, "after": fine, "escapes": escape, "last": fine}
-
-
-def run(session):
-    for name, act in ITEMS.items():
-        session.attempt(What(op="planted", kernel="k", workload=name), act, 1.0 if name == "hangs" else 100.0)
-
-
-def waits(session):
-    session.attempt(What(op="planted", kernel="k", workload="waits"), lambda: time.sleep(600), 500.0)
-
-
-def says_and_waits(session):
-    session.attempt(What(op="planted", kernel="k", workload="says"), fine)
-    waits(session)
-
-
-def outside(session):
-    os.abort()
-"""
-
-
-def supervise(folder: Path, function: str = "run", limit_s: float = 400.0) -> tuple[bool, list[evidence.Record]]:
-    """(got through, records that this run made) of a planted piece."""
-    (folder / "planted.py").write_text(PLANTED)
-    out = folder / "x.jsonl"
-    before = len(evidence.read(out)) if out.exists() else 0
-    request = {"pieces": [f"planted:{function}"], "out": str(out), "dry": True, "again": False, "since": before}
-    whole = supervisor.supervise(request, limit_s, [str(folder)])
-    return whole, evidence.read(out)[before:] if out.exists() else []
-
-
-def test_what_hangs_dies_or_faults_costs_itself_alone(tmp_path):
-    whole, found = supervise(tmp_path)
-    assert whole
-    crashing = ["hangs", "dies", "faults", "escapes"]
-    in_order = ["good", "hangs", "dies", "refuses", "faults", "before", "has none", "after", "escapes", "last"]
-    assert [record.what.workload for record in found] == in_order + crashing  # what crashed once more, last of all
-    errors = {record.what.workload: record.error for record in found}
-    pids = {record.what.workload: record.facts["pid"] for record in found if record.error is None}
-    assert set(pids) == {"good", "before", "after", "last"}
-    assert errors["hangs"] == "hung after 1 s"
-    assert errors["dies"].startswith("crashed: ended with status -6")
-    assert errors["refuses"] == "ValueError: not this call"
-    assert errors["faults"] == "crashed: JaxRuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
-    assert errors["has none"] == "RuntimeError: No available kernel"
-    assert errors["escapes"] == "crashed: Exception: of no kind that anybody knows"
-    assert pids["before"] == pids["after"]
-    assert len(set(pids.values())) == 3  # nothing ran on in a process that may be broken
-    whole, found = supervise(tmp_path)
-    assert whole
-    assert [record.what.workload for record in found] == ["refuses", "has none"]  # no third hang, crash or fault
-    assert not (tmp_path / "x.now").exists()
-
-
-def test_what_the_end_of_the_time_cuts_short_is_nobodys_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "OVERTIME_S", 0.0)
-    assert supervise(tmp_path, "waits", 12.0) == (True, [])
-    assert not (tmp_path / "x.now").exists()
-
-
-def test_a_child_that_ends_outside_of_every_item_ends_the_script(tmp_path, capsys):
-    assert supervise(tmp_path, "outside") == (False, [])
-    assert "outside of every item" in capsys.readouterr().err
-
-
-def test_no_child_outlives_its_parent(tmp_path):
-    (tmp_path / "planted.py").write_text(PLANTED)
-    out = tmp_path / "x.jsonl"
-    request = {"pieces": ["planted:says_and_waits"], "out": str(out), "dry": True, "again": False, "since": 0}
-    program = f"from tessera.gpu_check import supervisor; supervisor.supervise({request!r}, 400.0, [{str(tmp_path)!r}])"
-    parent = subprocess.Popen([sys.executable, "-c", program])
-    while not out.exists() or not evidence.read(out):
-        assert parent.poll() is None
-        time.sleep(0.1)
-    child = int(evidence.read(out)[0].facts["pid"])
-    parent.kill()
-    parent.wait()
-    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
-        time.sleep(0.1)  # a child that goes on is this test's own hang
+    assert again.returncode == 0
+    assert evidence.read(out) == found
 
 
 def test_an_error_is_a_record_and_is_tried_again_last(tmp_path):
@@ -234,13 +119,20 @@ def test_what_does_not_fit_is_said_to_and_leaves_a_fresh_process(tmp_path):
     assert not rerun.is_done(what)
 
 
-def test_an_item_that_everything_ended_in_is_blamed_by_the_next_run(tmp_path):
+def test_an_item_in_which_everything_ends_is_tried_last_and_given_up_if_that_repeats(tmp_path):
+    """Once may be the machine's own end, as when it is taken away; an item that brings it down does so again."""
     what = What(op="o", kernel="k", workload="w")
-    session(tmp_path / "x.jsonl").begin(what, 10.0)
+    for times in range(3):
+        run = session(tmp_path / "x.jsonl")
+        assert len(evidence.read(run.out)) == times if times else not run.out.exists()
+        assert run.is_done(what) == (times > 0)
+        run.retry = True
+        assert not run.is_done(what)
+        run.begin(what, 10.0)
     run = session(tmp_path / "x.jsonl")
-    [record] = evidence.read(tmp_path / "x.jsonl")
-    assert record.error.startswith(CRASHED)
+    run.retry = True
     assert run.is_done(what)
+    assert all(record.error.startswith(CUT) for record in evidence.read(run.out))
 
 
 def test_no_piece_begins_what_it_cannot_end(tmp_path, capsys):
@@ -253,6 +145,34 @@ def test_no_piece_begins_what_it_cannot_end(tmp_path, capsys):
 def test_without_a_gpu_it_says_so(capsys):
     assert program.main(["env"]) == 2
     assert "--dry runs everything in the interpreter" in capsys.readouterr().err
+
+
+def test_an_item_that_the_same_run_mends_did_not_fail(tmp_path, monkeypatch, capsys):
+    run = session(tmp_path / "x.jsonl")
+
+    def records(request, limit_s):
+        for workload, error in (("a", "crashed: once"), ("b", "no"), ("a", None)):
+            run.add(What(op="o", kernel="k", workload=workload), () if error else (1.0,), error=error)
+        return True
+
+    monkeypatch.setattr(program, "supervise", records)
+    assert program.main(["--dry", "--out", str(run.out)]) == 1
+    assert "1 failed; records are in" in capsys.readouterr().out
+
+
+def test_cudnn_is_not_installed_where_jax_does_not_find_it(monkeypatch):
+    """jax itself is always here; with the plug-in alone, without its libraries, it says so by an error."""
+
+    def absent():
+        raise RuntimeError("cuDNN not found.")
+
+    monkeypatch.setattr(peers, "on_gpu", lambda: True)
+    monkeypatch.setattr(peers, "check_cudnn_version", lambda: 91000)
+    assert peers.installed("cudnn by jax")
+    monkeypatch.setattr(peers, "check_cudnn_version", absent)
+    assert not peers.installed("cudnn by jax")
+    monkeypatch.setattr(peers, "on_gpu", lambda: False)
+    assert not any(map(peers.installed, peers.PEERS))
 
 
 def test_dry_figures_stay_out_of_evidence(capsys):

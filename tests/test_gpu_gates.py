@@ -277,8 +277,8 @@ def test_a_record_per_kernel_and_configuration():
 
 
 KEYS = (
-    "chip kernel config refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes steps "
-    "instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
+    "chip kernel config dispatched refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes "
+    "steps instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
 ).split()
 
 

@@ -4,7 +4,7 @@ What is read is the machine code (registers, spills, shared memory, instructions
 the call's work and the chip's measured ceilings: it says what no kernel can beat, not what this one takes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,12 +16,13 @@ from tessera import hardware
 from tessera.attention import gpu_cudnn, work
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
 from tessera.attention.dispatch import KERNELS, choose, refusal
-from tessera.deviceless import gpu, gpu_gates, inspection, programs, sass, tpu
+from tessera.deviceless import gpu, gpu_gates, hlo, inspection, programs, sass, tpu
 from tessera.memory import format_bytes
+from tessera.report_markdown import quantity
 
 KEYS = (
-    "chip kernel config refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes steps "
-    "instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
+    "chip kernel config dispatched refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes "
+    "steps instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
 ).split()
 
 
@@ -45,11 +46,13 @@ class Inspection:
     """One call on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
 
     Attributes:
+        dispatched: the kernel that such a call takes on a GPU, which may be cuDNN's, compiled there alone.
         refused: our own kernels for such a call, each with why it cannot take this one; empty if one can.
         registers: of a thread at launch, the largest of the call's kernels; likewise spill_bytes, shared_bytes.
         spill_bytes: per thread, stores and loads together.
         hbm_bytes, temp_bytes: main memory held while it runs, and of it what is neither argument nor result.
-        steps: blocks of threads launched.
+        steps: blocks of threads launched, all launches of a call together; None where that cannot be read.
+        launches: of each kernel in a call, those that can be counted.
         instructions: in the code of all the call's kernels, not how often they run.
         gates: what the code breaks, empty if nothing; None where no kernel of ours is in it.
         flops: the work's: masked and padded products do not count.
@@ -76,6 +79,8 @@ class Inspection:
     chip: str = ""
     kernel: str = ""
     config: str = ""
+    dispatched: str = ""
+    launches: Mapping[str, int] = MappingProxyType({})
     refused: Mapping[str, str] = MappingProxyType({})
     moved_bytes: float | None = None
     ceilings: Ceilings | None = None
@@ -119,6 +124,7 @@ def inspect_call(
         found = gpu.compile_for(chip, program, limit_s=limit_s, **where)
         found = replace(found, error=found.error or overfull(chip, found.hbm_bytes))
     about = {"chip": chip, "kernel": chosen.name, "config": str(config or found.settings or "default"), "found": found}
+    about["dispatched"] = choose(spec, shapes, platform="gpu").name
     about["refused"] = inspection.refusals(spec, shapes, gpu_gates.gpu_kernels())
     if found.error is not None:
         return Inspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
@@ -158,6 +164,7 @@ def measure(
 ) -> Inspection:
     """The figures of a compiled attention call."""
     reports, flops = found.kernels, kernel.cost(spec, shapes)["flops"]
+    launches = hlo.kernel_launches(found.program)
     moved = moved_bytes(kernel, spec, shapes)
     on = ceilings(about["chip"], shapes.dtype)
     seconds, bound_by = roofline(on, flops, moved, shapes.head_dim)
@@ -170,11 +177,12 @@ def measure(
         shared_bytes=max((r.shared_bytes for r in reports), default=None),
         hbm_bytes=found.hbm_bytes,
         temp_bytes=found.memory["temp"],
-        steps=sum(r.blocks or 0 for r in reports) or None,
+        steps=blocks_launched(reports, launches),
+        launches=launches,
         instructions={name: count for name, count in counts.items() if count},
         gates=tuple(gpu_gates.broken_program(reports)) if kernel.platform == "gpu" else None,
         flops=flops,
-        roofline_ms=round(1e3 * seconds, 6),
+        roofline_ms=float(f"{1e3 * seconds:.6g}"),
         roofline_tflops=round(flops / seconds / 1e12, 3),
         percent_of_peak=round(100 * flops / seconds / peak, 2),
         bound_by=bound_by,
@@ -183,6 +191,12 @@ def measure(
         ceilings=on,
         **about,
     )
+
+
+def blocks_launched(reports: Sequence[sass.Report], launches: Mapping[str, int]) -> int | None:
+    """Blocks of threads in all launches of all kernels; None if that is unknown of one of them, or there is none."""
+    known = reports and all(r.blocks is not None and r.kernel in launches for r in reports)
+    return sum(launches[r.kernel] * r.blocks for r in reports) if known else None
 
 
 def moved_bytes(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> float:
@@ -223,13 +237,15 @@ def print_table(result: Inspection) -> None:
         return
     table = Table(title=f"{result.kernel} on {result.chip}, {result.config}", title_justify="left", show_header=False)
     rows = {
-        "roofline, not a prediction": f"{result.roofline_ms:.3f} ms, bound by {result.bound_by}",
+        "roofline, not a prediction": f"{quantity(result.roofline_ms / 1e3, 's')}, bound by {result.bound_by}",
         "rate at the roofline": f"{result.roofline_tflops:.1f} TFLOP/s, {result.percent_of_peak:.1f} % of nominal peak",
         "main memory": f"{format_bytes(result.hbm_bytes)} held, {format_bytes(result.temp_bytes)} of it temporary, "
         f"at least {format_bytes(result.moved_bytes)} moved",
         "gates": verdict(result.gates),
         "compiled in": f"{result.compile_s:.1f} s",
     }
+    if result.dispatched != result.kernel:
+        rows["on a GPU"] = f"such a call takes {result.dispatched}, not this kernel"
     for name, text in rows.items():
         table.add_row(name, text)
     console.print(table)
@@ -238,7 +254,7 @@ def print_table(result: Inspection) -> None:
         for name, reason in result.refused.items():
             console.print(f"  {name} cannot take the call: {reason}", markup=False, highlight=False)
     for report in result.found.kernels:
-        console.print(f"  {describe(report)}", markup=False, highlight=False)
+        console.print(f"  {describe(report, result.launches.get(report.kernel))}", markup=False, highlight=False)
     for text in result.gates or ():
         console.print(f"  broken: {text}", style="red", markup=False, highlight=False)
 
@@ -250,9 +266,10 @@ def verdict(gates: tuple[str, ...] | None) -> str:
     return f"{len(gates)} broken" if gates else "passed"
 
 
-def describe(report: sass.Report) -> str:
+def describe(report: sass.Report, launches: int | None) -> str:
     """One kernel in a few lines."""
     launch = "" if report.blocks is None else f"{report.blocks:,} blocks of {report.threads} threads, "
+    launch = launch if launches == 1 else f"launched {launches or 'an unknown number of'} times: {launch}"
     counts = ", ".join(f"{n} {c}" for n in gpu_gates.WATCHED if (c := report.instructions.get(n)))
     return (
         f"{report.kernel}: {launch}{report.registers} registers, {sum(report.spill_bytes)} bytes spilled, "

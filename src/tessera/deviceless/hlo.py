@@ -4,6 +4,7 @@ Sizes are physical: an array laid out in tiles of 8 x 128 with a last dimension 
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import NamedTuple
@@ -52,6 +53,28 @@ def kernel_names(text: str) -> tuple[str, ...]:
     """The compiler's names of the Pallas kernels that the program calls, in program order."""
     found = re.findall(r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"', text)
     return tuple(dict.fromkeys(found))
+
+
+def kernel_launches(text: str) -> dict[str, int]:
+    """How often one run of the program launches each of its Mosaic GPU kernels, by its name.
+
+    One in a branch, or in a loop whose turns the compiler does not know, is left out.
+    """
+    lines, found, unknown = computations(text), Counter(), set()
+
+    def run(computation: str, times: int | None) -> None:
+        for line in lines.get(computation, ()):
+            if 'custom_call_target="mosaic_gpu' in line and (name := re.search(r'op_name="[^"]*?(\w+)/\w+"', line)):
+                found[name[1]] += times or 0
+                unknown.update([name[1]] if times is None else [])
+            turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            for part in re.findall(r"\b(?:calls|to_apply)=%([\w.\-]+)", line):
+                run(part, times)
+            for part in re.findall(r"\bbody=%([\w.\-]+)", line):
+                run(part, None if times is None or turns is None else times * int(turns[1]))
+
+    run("ENTRY", 1)
+    return {name: times for name, times in found.items() if name not in unknown}
 
 
 def operations(text: str, computation: str | None = None, turns: int = 1) -> tuple[Operation, ...]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
 
 from tessera.gpu_check.calls import Setting
+from tessera.gpu_check.session import on_gpu
 
 
 def cudnn(setting: Setting, q, k, v) -> Callable[[], Any]:
@@ -77,13 +79,25 @@ PEERS = MappingProxyType(
 
 
 MODULES = MappingProxyType({"torch": ("torch",), "flash_attn": ("flash_attn_interface", "flash_attn")})
-"""What a peer needs, one of them, by the first word of its name."""
+"""What a peer needs, one of them, by the first word of its name; cuDNN is no module of Python's."""
 
 
 def installed(name: str) -> bool:
-    """Whether the peer's library is here."""
-    modules = MODULES.get(name.split()[0], ("jax",))
-    return any(importlib.util.find_spec(module) is not None for module in modules)
+    """Whether the peer's library is here, and the GPU that it runs on."""
+    library = name.split()[0]
+    if library == "cudnn":
+        return on_gpu() and has_cudnn()
+    modules = MODULES.get(library)
+    return modules is None or on_gpu() and any(importlib.util.find_spec(module) is not None for module in modules)
+
+
+def has_cudnn() -> bool:
+    """Whether jax finds cuDNN."""
+    try:
+        check_cudnn_version()
+    except RuntimeError:
+        return False
+    return True
 
 
 def as_jax(out: Any) -> jax.Array:

@@ -3,7 +3,8 @@
 A record without an error that these very sources made is done. What has none is tried first; what failed is tried again
 after everything else, and what hung, crashed or did not fit into memory only once more. While an item runs, a note on
 the disk says so and how long it may take: the parent (`supervisor.py`) ends a process that took longer, and the next
-process turns the note into the item's error record.
+process turns the note into the item's error record. A note without an end is of a run that ended whole, parent and all:
+a machine that was taken away, or one that this item brings down. The first such end of an item counts for nothing.
 """
 
 import collections
@@ -28,7 +29,7 @@ from jaxlib.mlir import ir
 
 from tessera import evidence
 from tessera.evidence import How, Record, What
-from tessera.gpu_check.supervisor import IDLE_S, NOTE_SUFFIX, RESTART
+from tessera.gpu_check.supervisor import IDLE_S, NOTE_SUFFIX, RESTART, Unwritable, writing
 
 REFUSALS = (
     *(ValueError, TypeError, NotImplementedError, AssertionError, LookupError, ImportError, AttributeError),
@@ -40,6 +41,10 @@ CRASHED = ("hung after", "crashed", "does not fit")
 """How the error of an item begins that took its process with it."""
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
 """What XLA, CUDA and PyTorch say of main memory that is not there; a block's shared memory is a kernel's fault."""
+FULL_DISK = re.compile(r"(?i)no space left on device|disk quota exceeded")
+"""What an item says whose compiler, say, finds no room for its files; never the reason to give an item up."""
+CUT = "cut short:"
+"""How the error of an item begins in whose middle everything ended, the parent too."""
 MOST_CRASHES = 2
 LIMIT_S = 150.0
 """Of an item, compiling included, if it names no other."""
@@ -73,7 +78,7 @@ class Session:
         self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
         self._end = time.monotonic() + limit_s
         self.piece, self.retry = "", False
-        self._good, self._failed, self._refused = set(), set(), set()
+        self._good, self._failed, self._refused, self._cut = set(), set(), set(), set()
         self._crashes: collections.Counter = collections.Counter()
         self._notes: list[dict[str, Any]] = []
         self._numbers = 0
@@ -107,7 +112,9 @@ class Session:
             self._good.add(key)
             return
         self._failed.add(key)
-        if record.error.startswith(CRASHED):
+        if record.error.startswith(CUT) and key not in self._cut:
+            self._cut.add(key)
+        elif record.error.startswith((*CRASHED, CUT)):
             self._crashes[key] += 1
         elif now:
             self._refused.add(key)
@@ -120,10 +127,11 @@ class Session:
         fields["facts"] = {**fields.get("facts", {}), "sources": self._sources}
         made = evidence.make(what, samples, command=f"scripts/gpu_check.sh {self.piece}", **fields)
         made = replace(made, where=replace(made.where, **state_of_gpu()))
-        evidence.append(self.out, made)
+        with writing(self.out):
+            evidence.append(self.out, made)
         self._count(made, now=True)
         said = made.error or f"{made.median:.4g} {made.unit}"
-        print(f"{self.piece}: {what.kernel} {what.workload} {what.dtype}: {said}"[:220], flush=True)
+        say(f"{self.piece}: {what.kernel} {what.workload} {what.dtype}: {said}"[:220])
         return made
 
     def fail(self, what: What, error: BaseException) -> None:
@@ -136,6 +144,7 @@ class Session:
             self.add(what, (), error=plain(error))
             return
         fault = "does not fit" if FULL.search(str(error)) else "crashed"  # a fresh process holds nothing
+        fault = "no room on the disk" if FULL_DISK.search(str(error)) else fault
         self.add(what, (), error=f"{fault}: {plain(error)}")
         self._notes = []
         self._write_note()
@@ -163,10 +172,11 @@ class Session:
         self._numbers += 1
         note = self._notes[-1] if self._notes else {"what": None, "limit_s": IDLE_S}
         note = note | {"number": f"{os.getpid()}.{self._numbers}", "piece": self.piece}
-        self._note_path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._note_path.with_name(f".{self._note_path.name}")
-        beside.write_text(json.dumps(note))
-        os.replace(beside, self._note_path)  # whole whenever it is read; a lost machine costs a note, no sync
+        with writing(self._note_path):
+            self._note_path.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(note))
+            os.replace(beside, self._note_path)  # whole whenever it is read; a lost machine costs a note, no sync
 
     def begin(self, what: What, limit_s: float) -> None:
         """Note that an item runs; one within another is blamed before it."""
@@ -184,7 +194,7 @@ class Session:
             note = json.loads(self._note_path.read_text())
             if note.get("what"):
                 self.piece = note["piece"]
-                error = note.get("end") or "crashed: everything ended in the middle of it"
+                error = note.get("end") or f"{CUT} everything ended in the middle of it"
                 self.add(What(**note["what"]), (), error=plain(error))
         self._write_note()
 
@@ -201,11 +211,19 @@ class Guard:
         return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> bool:
+        if isinstance(error, Unwritable):
+            return False
         if isinstance(error, Exception):
             self.failed = True
             self.session.fail(self.what, error)
         self.session.end()
         return self.failed
+
+
+def say(text: str) -> None:
+    """Print a line."""
+    with writing("standard output"):
+        print(text, flush=True)
 
 
 def _key(what: What) -> tuple[str, str, str, str]:
@@ -254,6 +272,6 @@ def until_late(session: Session, items: Sequence[Any], seconds: float) -> Iterat
     """The items in order while there are this many seconds left; says so when some are left for the next run."""
     for number, item in enumerate(items):
         if session.seconds_left < seconds:
-            print(f"{session.piece}: {len(items) - number} left for the next run: the time is up", flush=True)
+            say(f"{session.piece}: {len(items) - number} left for the next run: the time is up")
             return
         yield item

@@ -1,9 +1,11 @@
 """The GPU script's parent: keeps one child process at work, and starts another after a hang or a crash.
 
 The child (`worker.py`) notes on the disk what it does and how long that may take. The parent asks jax for no device: a
-GPU's fault is the child's alone. It adds to the note how the child ended; the next child makes a record of that.
+GPU's fault is the child's alone. It adds to the note how the child ended; the next child makes a record of that. Who
+stops it by a signal, and a disk that is full, blame no item: the note is removed.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -11,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tessera import files, hardware
 
 RESTART = 75
 """The child's exit status after an error that may have broken it; the record is written."""
+UNWRITABLE = 74
+"""The child's exit status when it could not write; the last that it said is what and why."""
 NO_GPU = 2
 NOTE_SUFFIX = ".now"
 """The note lies beside the records."""
@@ -27,7 +31,28 @@ IDLE_S = 150.0
 OVERTIME_S = 75.0
 """Past the time after which nothing new begins: then the child is ended, and what it did is left for the next run."""
 POLL_S = 0.2
+SILENT = "it said nothing"
+"""As a child ends whose last words found no room either."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""How people and job schedulers end what runs: nobody's fault."""
 COMMAND = (sys.executable, "-m", "tessera.gpu_check.worker")
+
+
+class Unwritable(OSError):
+    """What has to be written cannot be; says what and why. No item's fault."""
+
+
+@contextlib.contextmanager
+def writing(what: Path | str) -> Iterator[None]:
+    """The block writes this, and nothing else is done in it.
+
+    Raises:
+        Unwritable: it could not.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise Unwritable(f"{what} cannot be written: {error.strerror or error}") from error
 
 
 def device() -> str | None:
@@ -49,8 +74,21 @@ def supervise(request: dict[str, Any], limit_s: float, paths: Sequence[str] = ()
 
     Returns:
         Whether it got through; False if a child ended outside of every item, which another would do as well.
+
+    Raises:
+        KeyboardInterrupt: someone stopped it or its child.
+        OSError: something could not be written, or no child started.
     """
-    note, begun = Path(request["out"]).with_suffix(NOTE_SUFFIX), time.monotonic()
+    note = Path(request["out"]).with_suffix(NOTE_SUFFIX)
+    try:
+        return _children(request, note, limit_s, paths)
+    except (KeyboardInterrupt, OSError):
+        note.unlink(missing_ok=True)  # nobody's fault
+        raise
+
+
+def _children(request: dict[str, Any], note: Path, limit_s: float, paths: Sequence[str]) -> bool:
+    begun = time.monotonic()
     while True:
         left = limit_s - (time.monotonic() - begun)
         ended, said = _run_child({**request, "limit_s": left}, note, left + OVERTIME_S, paths)
@@ -59,12 +97,15 @@ def supervise(request: dict[str, Any], limit_s: float, paths: Sequence[str] = ()
             return True
         if ended == str(RESTART):
             continue
+        if ended == str(UNWRITABLE):
+            raise Unwritable(f"{request['out']} cannot be written" if said == SILENT else said.removeprefix("error: "))
         found = _read(note) or {}
         if not found.get("what") or "end" in found:
             print(f"error: the child {ended} outside of every item: {said}", file=sys.stderr)
             return False
         end = ended if ended.startswith("hung") else f"crashed: {ended}; {said}"
-        files.replace_text(note, json.dumps(found | {"end": end}))
+        with writing(note):
+            files.replace_text(note, json.dumps(found | {"end": end}))
 
 
 def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequence[str]) -> tuple[str, str]:
@@ -80,20 +121,21 @@ def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequen
         )
         try:
             ended = _watch(child, note, most_s)
-        except KeyboardInterrupt:
-            note.unlink(missing_ok=True)  # nobody's fault
-            raise
         finally:
             _kill(child)
             child.stdin.close()
         stderr.seek(0)
         lines = [line.strip() for line in stderr if line.strip()]
-    telling = [line for line in lines if "rror" in line or "ailed" in line] or lines or ["it said nothing"]
+    telling = [line for line in lines if "rror" in line or "ailed" in line] or lines or [SILENT]
     return ended, telling[-1][:300]
 
 
 def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
-    """Wait for the child's end, for the limit of the item it is at, or for the end of all time."""
+    """Wait for the child's end, for the limit of the item it is at, or for the end of all time.
+
+    Raises:
+        KeyboardInterrupt: someone stopped the child.
+    """
     begun = since = time.monotonic()
     number, limit_s = (_read(note) or {}).get("number"), IDLE_S
     while True:
@@ -102,7 +144,9 @@ def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
         except subprocess.TimeoutExpired:
             now = time.monotonic()
         else:
-            return str(status) if status in (0, RESTART) else f"ended with status {status}"
+            if -status in STOPS:
+                raise KeyboardInterrupt
+            return str(status) if status in (0, RESTART, UNWRITABLE) else f"ended with status {status}"
         found = _read(note)
         if found is not None and found.get("number") != number:
             number, limit_s, since = found.get("number"), found["limit_s"], now

@@ -13,7 +13,7 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Posi
 from tessera.evidence import Comparison, How, What
 from tessera.gpu_check import calls, check, clock, peers
 from tessera.gpu_check.calls import LLAMA_8B, LLAMA_70B, Setting
-from tessera.gpu_check.session import Session, until_late
+from tessera.gpu_check.session import Session, on_gpu, until_late
 
 SEED_SHAPE = Setting(1, 512, 512, 8, 8, 64, causal=False)
 LONG = 131072
@@ -69,7 +69,7 @@ def run(session: Session) -> None:
     for name in missing:
         what = What(op="gpu attention", kernel=name, workload="any")
         if not session.retry and not session.is_done(what):
-            session.add(what, (), error="not installed")
+            session.add(what, (), error="not installed" if on_gpu() else "not installed, or no GPU for it")
     watch = clock.Clock(session)
     for setting in until_late(session, DRY if session.dry else SETTINGS, 0 if session.dry else 45):
         time_setting(session, watch, setting)

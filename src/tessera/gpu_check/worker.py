@@ -4,6 +4,7 @@ REQUEST is JSON: {"pieces": names, or "module:function" of others, "out": file o
 records of the file when the script began, "limit_s"}. Without one it prints the file name of this GPU's records.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -16,7 +17,7 @@ from types import MappingProxyType
 from tessera import evidence
 from tessera.gpu_check import correct, environment, timing, tuning
 from tessera.gpu_check.session import Session, on_gpu
-from tessera.gpu_check.supervisor import NO_GPU
+from tessera.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritable
 
 PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
 """In the order they run."""
@@ -56,5 +57,10 @@ if __name__ == "__main__":
         status = main(sys.argv[1:])
     except SystemExit as ended:
         status = ended.code
-    sys.stdout.flush()
+    except Unwritable as error:
+        status = UNWRITABLE
+        with contextlib.suppress(OSError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(status)  # at once: after a fault the driver may not let go of what Python would tidy up
