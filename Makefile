@@ -8,7 +8,7 @@ FIND_PYTHON = for p in "$(PYTHON)" python3.12 python3.13 python3.14 python3 \
 	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
 	[ -n "$$p" ] && "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo "$$p"; break; }; done
 
-.PHONY: help demo test lint format peers peers-tpu harness bench readme clean
+.PHONY: help demo test lint format peers peers-tpu gates harness bench readme clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -33,6 +33,10 @@ peers: .venv-peers/.done ## build the environment of the libraries we compare wi
 peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict Tokamax's TPU kernel at its timings, TIMINGS=its repository's tokamax/data/autotuning (hours; goes on where it stopped)
 	for chip in v5p v6e v7x; do $(BIN)/python -m tessera.deviceless.validation collect --chip $$chip $(if $(TIMINGS),--timings $(TIMINGS)) || exit 1; done
 	$(BIN)/python -m tessera.deviceless.validation report $(if $(TIMINGS),--timings $(TIMINGS))
+
+gates: $(VENV)/.dev ## every configuration of the Hopper kernels: machine code, then the simulator (hours; goes on where it stopped)
+	$(BIN)/python -m tessera.deviceless.gpu_gates
+	$(BIN)/tessera verify --simulate --kernel gpu_ --configs all
 
 harness: .venv-harness/.done ## the shipped model under the real lm_eval, on tasks made here
 	.venv-harness/bin/python tests/golden/check_harness.py

@@ -214,6 +214,26 @@ def test_chip_table_is_found_by_name_and_kind():
     assert v5e.floor_s(1, 819e9) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize(
+    ("info", "name"),
+    [
+        (
+            "cpu family : 26\nmodel : 2\nmodel name : AMD EPYC\n\nmodel : 9\nmodel name : other",
+            "AMD EPYC family 26 model 2",
+        ),
+        (
+            "cpu family : 6\nmodel : 143\nmodel name : Intel(R) Xeon(R) Platinum 8481C",
+            "Intel(R) Xeon(R) Platinum 8481C",
+        ),
+        ("processor : 0\nModel : Raspberry Pi 5", "Raspberry Pi 5"),
+        ("model name : AMD EPYC", "AMD EPYC"),
+        ("model name :\nprocessor : 0", ""),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(info, name):
+    assert hardware.cpu_model(info) == name
+
+
 def test_cpu_is_looked_up():
     cpu = hardware.cpu()
     assert cpu.model

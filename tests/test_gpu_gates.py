@@ -247,14 +247,22 @@ def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configura
         names = ("head_dim", "dtype", "tile", "query_tile", "mask", "group", "batch")
         first = [FIRST[kernel.name].get(name) for name in names]
         assert sum(case["config"] is not None and [case.get(n) for n in names] == first for case in mine) == wanted
+        alone = (c for c in mine if c["config"] is None and c.get("batch") == 1 and "kv_heads" not in c)
+        for case in alone:  # its blocks under every mask, for two sequences
+            for mask in gpu_gates.MASKS:
+                masked = {**case, "mask": mask, "batch": gpu_gates.BATCH}
+                own = map(str, gpu_gates.undefault(masked) if gpu_gates.taken(masked) else [])
+                met = {str(c["config"]) for c in mine if (c["head_dim"], c["mask"]) == (case["head_dim"], mask)}
+                assert met >= set(own)
         for sizes in gpu_gates.OTHERS.get((kernel.role, kernel.phase), ()):  # their own blocks, under two masks
             other = FIRST[kernel.name] | sizes
             own = {str(config) for config in (None, *gpu_gates.undefault(other))}
             met = [c for c in mine if all(c[n] == other[n] for n in ("head_dim", "group", "query_tile"))]
             assert {str(c["config"]) for c in met if c["mask"] == gpu_gates.PLAIN} >= own
             assert {str(c["config"]) for c in met if c["dtype"] == "float16" and c["mask"] != gpu_gates.PLAIN} >= own
+        assert {c.get("batch", gpu_gates.BATCH) for c in mine if c["config"] is not None} >= {gpu_gates.BATCH} == {2}
         if kernel.phase == "decode":
-            batches = [c for c in mine if "batch" in c]
+            batches = [c for c in mine if "kv_heads" in c]
             assert {(c["batch"], c["length"], c["group"]) for c in batches} == set(
                 itertools.product((1, 4, 16, 64), (8192, 32768, 131072), (4, 8))
             )

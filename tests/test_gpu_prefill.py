@@ -262,3 +262,11 @@ def test_a_window_beside_256_sums_leaves_out_the_order_that_spills():
     assert orders(None, False) == {True, False}
     assert orders(1000, False) == {True}
     assert False in orders(1000, True)
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+def test_heads_of_256_are_scored_from_tiles_of_64_on(tile):
+    """Two sums a block and 256 columns of values: with two sequences the compiler spills (the gates' finding)."""
+    spec, shapes = AttentionSpec(tile=tile, mass=True), Shapes(2, 8192, 8192, 8, 2, 256, None, "bfloat16")
+    refused = gpu_prefill.supports("score", spec, shapes)
+    assert refused is None if tile >= 64 else f"tile={tile}" in refused

@@ -158,12 +158,21 @@ def cpu() -> Cpu:
 
 def _cpu_model() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model", "cpu model") and value.strip():
-                return " ".join(value.split())
-    return platform.processor() or platform.machine() or "unknown"
+    found = cpu_model(info.read_text(errors="replace")) if info.exists() else ""
+    return found or platform.processor() or platform.machine() or "unknown"
+
+
+def cpu_model(info: str) -> str:
+    """The processor's name in the text of /proc/cpuinfo; empty if there is none.
+
+    A virtual machine may hide the number ("AMD EPYC"): family and model then tell one generation from the next.
+    """
+    pairs = (line.partition(":")[::2] for line in reversed(info.splitlines()))  # the first processor counts
+    fields = {key.strip(): " ".join(value.split()) for key, value in pairs if value.strip()}
+    name = next((fields[key] for key in ("model name", "Model", "cpu model") if key in fields), "")
+    if not name or any(letter.isdigit() for letter in name) or not {"cpu family", "model"} <= fields.keys():
+        return name
+    return f"{name} family {fields['cpu family']} model {fields['model']}"
 
 
 def _usable_cores() -> int:

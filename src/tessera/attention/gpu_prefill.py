@@ -230,10 +230,10 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
         return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
     if role == "score" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: a number per row and tile is written"
-    tight = spec.tile < 32 or spec.softcap is not None or spec.window is not None
+    tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
     if role == "score" and shapes.head_dim == 256 and tight:
         taken = f"tile={spec.tile}, softcap={spec.softcap}, window={spec.window}"
-        return f"head_dim=256 with {taken}: registers hold the tiles' sums only from tile 32 on, without cap and window"
+        return f"head_dim=256 with {taken}: registers hold the tiles' sums only from tile 64 on, without cap and window"
     return None
 
 

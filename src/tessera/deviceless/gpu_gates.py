@@ -50,6 +50,8 @@ OTHERS = MappingProxyType(
     }
 )
 """Calls where more rows share a list or a sum of masses: their search spaces hold blocks that no other call's has."""
+BATCH = 2
+"""Sequences of a case that says nothing else: of one alone, the compiler folds indices away that take registers."""
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
 ODD = MappingProxyType({"query_tile": 12, "length": 8191})
 """Sizes that divide nothing, for the default blocks of prefill."""
@@ -120,7 +122,7 @@ def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
     return inspection.call(
         role=kernel.role,
         phase=kernel.phase,
-        batch=case.get("batch", 1),
+        batch=case.get("batch", BATCH),
         length=case.get("length", LENGTHS[kernel.phase]),
         heads=case["group"] * case.get("kv_heads", KV_HEADS),
         kv_heads=case.get("kv_heads", KV_HEADS),
@@ -149,11 +151,11 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
 def cases() -> Iterator[dict[str, Any]]:
     """Every case: kernel, head dim, dtype, tile, mask and configuration (None is the default), and other groups.
 
-    Default blocks meet every dtype, tile and mask, those of decode also the batches of models. Every other
-    configuration meets every head dim and tile causally in the first dtype, and every mask at one of the tiles and in
-    one of the dtypes, in turn: a dtype changes the names of instructions, not their registers. So do, at one tile each
-    and under two masks, those of the search spaces that OTHERS have. What a kernel refuses is left out. The gradient of
-    dense prefill comes last.
+    Default blocks meet every dtype, tile and mask, causally also one sequence alone, those of decode the batches of
+    models. Every other configuration meets every head dim and tile causally in the first dtype, and every mask at one
+    of the tiles that have it and in one of the dtypes, in turn: a dtype changes the names of instructions, not their
+    registers. So do, at one tile each and under two masks, those of the search spaces that OTHERS have. What a kernel
+    refuses is left out. The gradient of dense prefill comes last.
     """
     found = itertools.chain(*itertools.starmap(kernel_cases, product(gpu_kernels(), HEAD_DIMS)), gradient_cases())
     yield from {identity(case): case for case in found}.values()
@@ -163,18 +165,22 @@ def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
     """The cases of a kernel at a head dim; some may be there twice."""
     tiles = TILES if kernel.role != "dense" else (128,)
     blank = {"kernel": kernel.name, "head_dim": head_dim, "query_tile": 32, "group": GROUPS[0], "config": None}
-    for (number, mask), (at, tile) in product(enumerate(MASKS), enumerate(tiles)):
-        case = {**blank, "dtype": kernel.dtypes[0], "tile": tile, "mask": mask}
-        if not taken(case):
-            continue
-        yield from ({**case, "dtype": dtype} for dtype in kernel.dtypes)
-        if mask == PLAIN:
-            yield from plain_cases(kernel, case)
-        for turn, config in enumerate(undefault(case)):
+    for number, mask in enumerate(MASKS):
+        had: dict[str, list[dict[str, Any]]] = {}  # each configuration, and its case at every tile that has it
+        for tile in tiles:
+            case = {**blank, "dtype": kernel.dtypes[0], "tile": tile, "mask": mask}
+            if not taken(case):
+                continue
+            yield from ({**case, "dtype": dtype} for dtype in kernel.dtypes)
             if mask == PLAIN:
-                yield {**case, "config": config}
-            elif (turn + number) % len(tiles) == at:
-                yield {**case, "dtype": kernel.dtypes[(turn + number) % len(kernel.dtypes)], "config": config}
+                yield from plain_cases(kernel, case)
+            for config in undefault(case):
+                had.setdefault(json.dumps(config), []).append({**case, "config": config})
+        for turn, members in enumerate(had.values(), start=number):
+            if mask == PLAIN:
+                yield from members
+            else:
+                yield {**members[turn % len(members)], "dtype": kernel.dtypes[turn % len(kernel.dtypes)]}
     for sizes in OTHERS.get((kernel.role, kernel.phase), ()):
         yield from other_cases(kernel, {**blank, **sizes})
 
@@ -192,8 +198,9 @@ def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What only the plainest mask meets: other groups and odd sizes with default blocks, and batches of decode, with
-    more and fewer splits too."""
+    """What only the plainest mask meets: one sequence alone, other groups and odd sizes with default blocks, and
+    batches of decode, with more and fewer splits too."""
+    yield {**case, "batch": 1}
     groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
     yield from filter(taken, ({**case, "group": group} for group in groups))
     if kernel.phase == "prefill":
@@ -229,7 +236,7 @@ def gradient_cases() -> Iterator[dict[str, Any]]:
         case |= {"mask": PLAIN, "group": GROUPS[0], "dtype": DENSE.dtypes[0]}
         yield from ({**case, "dtype": d, "mask": m} for d, m in product(DENSE.dtypes, MASKS))
         yield from ({**case, "group": group} for group in GROUPS[1:])
-        yield {**case, **ODD}
+        yield from ({**case, "batch": 1}, {**case, **ODD})
 
 
 def first_cases() -> Iterator[dict[str, Any]]:
