@@ -15,7 +15,8 @@ import pytest
 
 from tessera import hardware
 from tessera.attention import gpu_backward
-from tessera.deviceless import gpu, gpu_figures, gpu_gates, gpu_inspection, sass, tpu
+from tessera.attention.contract import AttentionSpec
+from tessera.deviceless import gpu, gpu_figures, gpu_gates, gpu_inspection, hlo, inspection, sass, tpu
 
 HERE = Path(__file__).parent
 
@@ -221,6 +222,17 @@ def test_kernels_pass_the_gates_as_machine_code(compiler, kernel):
     """A fast part of `python -m tessera.deviceless.gpu_gates`: the default blocks of every kernel."""
     result = gpu_gates.run(FIRST[kernel], compiler)
     assert result["broken"] == []
+
+
+def test_scoring_in_chunks_launches_each_kernel_once_a_chunk(compiler):
+    """Two fusions read a chunk's lse: without a barrier XLA clones the call that makes it."""
+    spec, shapes = inspection.call(
+        role="score", phase="prefill", batch=1, length=65536, heads=32, kv_heads=8, head_dim=128, dtype="bfloat16",
+        spec=AttentionSpec(tile=128, query_tile=128), fraction=0.1,
+    )  # fmt: skip
+    found = compiler.compile(tpu.attention_program("gpu_prefill_score", spec, shapes, None))
+    launches = hlo.kernel_launches(found.program)
+    assert launches["gpu_prefill_score"] == launches["gpu_tile_mass"] > 1
 
 
 @pytest.mark.parametrize(("head_dim", "mask"), [*((n, "causal") for n in gpu_backward.HEAD_DIMS), (128, "softcap")])

@@ -1,8 +1,11 @@
 """What is said of predictions: the peer's step counts, the figures and their targets, and the tables they end in."""
 
+import numpy as np
 import pytest
 
 from tessera import evidence, report
+from tessera.attention import work
+from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.deviceless import figures, model_inspection, predict, steps, tpu, validation
 
 
@@ -76,11 +79,36 @@ def test_kascade_counts_anchors_reuse_and_selection():
     cases = {name: {"ms": ms, "flops": 1.0} for name, ms in
              (("dense long", 100.0), ("score long", 104.0), ("selection", 1.5), ("sparse kascade", 6.0))}  # fmt: skip
     ratios = {name: ratio for name, ratio, _ in figures.comparisons(cases, "v6e")}
-    share = figures.share_listed(131072, 128, 128, 0.1)
-    assert 0.5 < share < 0.52  # a causal prefill sees half of the square
-    assert ratios[figures.KASCADE] == pytest.approx(3200 / (5 * (104 + 1.5) + 27 * 12 * share))
+    listed = figures.tiles_listed(131072, 128, 128, 0.1) / figures.tiles_full(131072, 128, 128, 0.05)
+    assert listed == pytest.approx(
+        52942 / 51922
+    )  # a tenth of what each sees, in a call with room for a twentieth of all
+    assert ratios[figures.KASCADE] == pytest.approx(3200 / (5 * (104 + 1.5) + 27 * 6 * listed))
     without = {name: case for name, case in cases.items() if name != "selection"}
     assert figures.KASCADE not in {name for name, _, _ in figures.comparisons(without, "v6e")}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window"),
+    [((1024, 1024), None), ((100, 1000), None), ((1000, 1000), 200), ((1, 777), None), ((300, 200), None)],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_work_of_full_lists_counts_tiles_that_are_there(sizes, window, causal):
+    """Tile by tile; a window looks back, so it is causal."""
+    if window is not None and not causal:
+        return
+    spec = AttentionSpec(tile=64, query_tile=32, causal=causal, window=window)
+    shapes = Shapes(2, *sizes, 8, 2, 64, 5, "bfloat16")
+    lists = []
+    for begin in range(0, sizes[0], 32):
+        rows = np.arange(begin, begin + 32)[:, None] + sizes[1] - sizes[0]
+        keys = np.arange(sizes[1])[None]
+        seen = (keys <= rows) | (not causal)
+        if window is not None:
+            seen &= keys > rows - window
+        tiles = len(np.unique(np.flatnonzero(seen.any(0)) // 64))
+        lists.append(min(min(tiles, 5) * 64, sizes[1]))
+    assert work.sparse_prefill(spec, shapes)["flops"] == pytest.approx(4 * 2 * 8 * 64 * sizes[0] * np.mean(lists))
 
 
 LOOP = """HloModule jit_f, entry_computation_layout={()->f32[1024,1024]}

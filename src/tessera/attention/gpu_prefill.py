@@ -164,7 +164,11 @@ def attend(q, k, v, spec: AttentionSpec, positions: Positions, config: Config) -
         out, lse, mass = score_rows(q, k, v, positions, jnp.int32(0), rows, cut)
     else:
         starts = jnp.arange(0, rows, step, dtype=jnp.int32)
-        chunks = jax.lax.map(lambda start: score_rows(q, k, v, positions, start, step, cut), starts)
+
+        def chunk(start):  # behind a barrier: else XLA, to use one result in two places, launches the kernel twice
+            return jax.lax.optimization_barrier(score_rows(q, k, v, positions, start, step, cut))
+
+        chunks = jax.lax.map(chunk, starts)
         out = jnp.moveaxis(chunks[0], 0, 1).reshape(batch, -1, num_heads, head_dim)
         lse = jnp.moveaxis(chunks[1], 0, 2).reshape(batch, num_heads, -1)
         mass = jnp.moveaxis(chunks[2], 0, 2).reshape(batch, kv_heads, -1, cut.units)

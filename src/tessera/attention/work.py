@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 import jax.numpy as jnp
+import numpy as np
 
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.shapes import ceil_div
@@ -24,15 +25,24 @@ def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 
 
 def sparse_prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Flops of the two products over the listed pairs (capacity tiles), bytes of q, out, lse and the listed K and V."""
+    """Flops of the two products over the listed pairs (tiles whole), bytes of q, out, lse and the listed K and V."""
     width = jnp.dtype(shapes.dtype).itemsize
-    keys = min(shapes.capacity * spec.tile, shapes.num_keys)
+    keys = listed_keys(spec, shapes)
     rows = shapes.batch * shapes.num_heads * shapes.num_queries
     lists = shapes.batch * shapes.num_kv_heads * ceil_div(shapes.num_queries, spec.query_tile)
     return {
         "flops": 4.0 * rows * shapes.head_dim * keys,
         "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + 2 * lists * keys * shapes.head_dim * width),
     }
+
+
+def listed_keys(spec: AttentionSpec, shapes: Shapes) -> float:
+    """Keys of a full list, the mean over query tiles (q_start = S - T): no list holds more tiles than its rows see."""
+    start = np.arange(0, shapes.num_queries, spec.query_tile) + shapes.num_keys - shapes.num_queries
+    stop = np.clip(start + spec.query_tile, 0, shapes.num_keys) if spec.causal else shapes.num_keys
+    first = 0 if spec.window is None else np.maximum(start - spec.window + 1, 0)
+    listed = np.clip(-(-stop // spec.tile) - first // spec.tile, 0, shapes.capacity)
+    return float(np.mean(np.minimum(np.broadcast_to(listed, start.shape) * spec.tile, shapes.num_keys)))
 
 
 def decode(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:

@@ -175,7 +175,7 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
             yield f"sparse per score, tile {tile}, {4 * query_tile} rows", sparse / dense, [name, "dense long"]
     if has("dense long", "score long", "selection", "sparse kascade"):
         anchors = ANCHORS * (found["score long"]["ms"] + found["selection"]["ms"])
-        listed = 2 * share_listed(LONG, 128, 128, 0.1)  # the compiled lists hold half
+        listed = tiles_listed(LONG, 128, 128, 0.1) / tiles_full(LONG, 128, 128, 0.05)
         ours = anchors + (LAYERS - ANCHORS) * found["sparse kascade"]["ms"] * listed
         cases = ["dense long", "score long", "selection", "sparse kascade"]
         yield KASCADE, LAYERS * found["dense long"]["ms"] / ours, cases
@@ -186,14 +186,16 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
             yield f"decode, {role}: bytes moved / needed", ratio, [f"decode {role}"]
 
 
-def share_listed(length: int, tile: int, query_tile: int, fraction: float) -> float:
-    """Tiles that a causal prefill lists over those it has room for: a query tile's budget is a share of what it sees.
-
-    The compiled call lists as many tiles for every query tile as the last one may.
-    """
+def tiles_listed(length: int, tile: int, query_tile: int, fraction: float) -> int:
+    """Tiles that a causal prefill lists: a query tile's budget is a share of what it sees, at least 128 keys."""
     visible = range(query_tile, length + 1, query_tile)
-    listed = [ceil_div(round(min(max(fraction * seen, 128), seen)), tile) for seen in visible]
-    return sum(listed) / (len(listed) * ceil_div(round(fraction * length), tile))
+    return sum(ceil_div(round(min(max(fraction * seen, 128), seen)), tile) for seen in visible)
+
+
+def tiles_full(length: int, tile: int, query_tile: int, fraction: float) -> int:
+    """Tiles of a compiled call, whose every list has room for the share of the whole and holds no more than it sees."""
+    room = ceil_div(round(fraction * length), tile)
+    return sum(min(ceil_div(seen, tile), room) for seen in range(query_tile, length + 1, query_tile))
 
 
 def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) -> list[evidence.Record]:
