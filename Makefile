@@ -45,8 +45,9 @@ bench: $(VENV)/.core .venv-peers/.done ## measure speed against the peers and th
 	$(BIN)/tessera bench --suite cpu
 	$(BIN)/tessera bench --suite demo
 
-readme: $(VENV)/.core ## render the README's tables from the stored records
+readme: $(VENV)/.core ## render the README's tables and the report page from the stored records
 	$(BIN)/python -m tessera.report
+	$(BIN)/tessera report --out docs/report.html
 
 clean: ## remove what the targets above built
 	rm -rf $(VENV) .venv-peers .venv-tokamax .venv-harness build dist src/*.egg-info
