@@ -8,9 +8,14 @@ from tessera.deviceless import gpu, tpu
 REFUSED = [
     ("--length 1024 --queries 20000", "--queries 20000 must be at most --length 1024"),
     *((f"--{name} 0", f"--{name} 0 must be at least 1")
-      for name in ("batch", "length", "queries", "heads", "kv-heads", "head-dim")),
-    ("--limit-s 0", "--limit-s 0.0 must be above 0"),
-    ("--limit-s nan", "--limit-s nan must be above 0"),
+      for name in ("batch", "length", "queries", "heads", "kv-heads", "head-dim", "query-tile")),
+    *((f"--{name} {2**31}", f"--{name} {2**31} must be below 2,147,483,648")
+      for name in ("length", "queries", "heads")),
+    *((f"--limit-s {value}", f"--limit-s {float(value)} must be above 0 and at most 9,223,372,036 seconds")
+      for value in (0, "nan", "inf", 1e10)),
+    *((f"--fraction {value}", f"--fraction {float(value)} must be above 0 and at most 1") for value in (0, 2, "nan")),
+    ("--phase decode --queries 5",
+     "--queries 5 must not stand beside --phase decode, which has one query row: drop it"),
 ]  # fmt: skip
 
 
@@ -36,6 +41,13 @@ def test_flags_of_a_call_are_refused_beside_a_model(capsys, monkeypatch):
     assert "--head-dim, --window, --picture must not stand beside --model" in said
 
 
+@pytest.mark.parametrize("chip", ["", " --chip h200"])
+@pytest.mark.parametrize("flags", ["--mesh 3", "--attention dense", "--mesh 3, --attention dense"])
+def test_flags_of_a_model_are_refused_without_one(flags, chip, capsys, monkeypatch):
+    said = refusal(flags.replace(",", "") + chip, capsys, monkeypatch)
+    assert f"{flags} must stand beside --model, whose step it describes: name a model, or drop it" in said
+
+
 CONFIGS = [
     ("--kernel tpu_prefill", "kernel='tpu_prefill' must be one of tpu_decode_dense"),
     ("--kernel gpu_prefill_dense", "kernel gpu_prefill_dense runs on gpu, this chip is a tpu"),
@@ -45,6 +57,15 @@ CONFIGS = [
     ("--config [1]", "config [1] must be a JSON object"),
     ('--config {"blocks":1}', "config blocks: tpu_prefill_dense has no such size; it has "),
     ('--config {"block_s":512}', "config lacks block_t"),
+    ('--config {"block_t":1.5}', "config block_t 1.5: tpu_prefill_dense wants a whole number there"),
+    ('--config {"block_t":"a"}', "config block_t 'a': tpu_prefill_dense wants a whole number there"),
+    ('--config {"block_t":true}', "config block_t True: tpu_prefill_dense wants a whole number there"),
+    ('--config {"block_t":null}', "config block_t None: tpu_prefill_dense wants a whole number there"),
+    ('--config {"matrix_sums":"no"}', "config matrix_sums 'no': tpu_prefill_dense wants true or false there"),
+    ('--config {"matrix_sums":1}', "config matrix_sums 1: tpu_prefill_dense wants true or false there"),
+    ('--kernel xla_prefill_dense --config {"block_heads":"a"}', "wants a whole number or null there"),
+    ('--config {"block_t":0,"block_s":512,"chunk":512}', "block_t=0 must be at least 1"),
+    ('--chip h200 --config {"block_s":128.0}', "config block_s 128.0: gpu_prefill_dense wants a whole number there"),
 ]
 
 

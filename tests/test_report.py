@@ -147,6 +147,15 @@ def test_a_prediction_says_how_many_of_the_planned_points_it_covers():
     )
 
 
+def test_a_prediction_is_held_to_its_goals_per_head_dim_too():
+    near, far = (error_facts(points) | {"p90_absolute_error": p90, "spearman": rank}
+                 for points, p90, rank in ((9, 0.12, 0.99), (8, 0.148, 0.979)))  # fmt: skip
+    facts = error_facts(19) | {"by_head_dim": {"64": near, "192": far | {"points": 2}, "256": far}}
+    text = report.render("prediction", [record("splash", [1.0], "v7x", "prediction", "on v7x", facts=facts)])
+    assert "| 64: 12.0 %, **192: 14.8 %**, **256: 14.8 %** | 0.9990 | 64: 0.990, **256: 0.979** |" in text
+    assert "| 90th percentile (<= 12 %) | by head dim | rank correlation (>= 0.99) | by head dim |" in text
+
+
 def test_figures_without_provenance_are_refused():
     orphan = replace(compared()[1], code=evidence.Code(commit=None, dirty=None))
     with pytest.raises(ValueError, match="commit"):

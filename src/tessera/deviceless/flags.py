@@ -2,12 +2,16 @@
 
 import json
 import sys
+import threading
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
 CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config picture".split()
 """Flags that a step of a model does not take."""
+
+MODEL_ONLY = ("mesh", "attention")
+"""Flags that a single call does not take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +108,31 @@ class Inspect:
 
     def check(self) -> None:
         """Refuse what no compile can mend, before one starts."""
-        for name in ("batch", "length", "queries", "heads", "kv_heads", "head_dim"):
-            value = getattr(self, name)
+        for name in ("batch", "length", "queries", "heads", "kv_heads", "head_dim", "query_tile"):
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             if value is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+                raise ValueError(f"{flag} {value} must be at least 1")
+            if value is not None and value >= 2**31:
+                raise ValueError(f"{flag} {value} must be below {2**31:,}: positions and sizes are int32")
         if self.queries is not None and self.queries > self.length:
             raise ValueError(f"--queries {self.queries} must be at most --length {self.length}: raise --length")
-        if not self.limit_s > 0:  # NaN too
-            raise ValueError(f"--limit-s {self.limit_s} must be above 0")
-        if self.model is not None:
-            defaults = {field.name: field.default for field in fields(self)}
-            given = [f"--{n.replace('_', '-')}" for n in CALL_ONLY if getattr(self, n) != defaults[n]]
-            if given:
-                raise ValueError(f"{', '.join(given)} must not stand beside --model: they describe a single call")
+        if self.phase == "decode" and self.queries not in (None, 1):
+            raise ValueError(
+                f"--queries {self.queries} must not stand beside --phase decode, which has one query row: drop it"
+            )
+        if not 0 < self.fraction <= 1:  # NaN too, as below
+            raise ValueError(f"--fraction {self.fraction} must be above 0 and at most 1")
+        if not 0 < self.limit_s <= threading.TIMEOUT_MAX:
+            most = f"{threading.TIMEOUT_MAX:,.0f} seconds"
+            raise ValueError(f"--limit-s {self.limit_s} must be above 0 and at most {most}")
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [n for n in (MODEL_ONLY if self.model is None else CALL_ONLY) if getattr(self, n) != defaults[n]]
+        if given and self.model is None:
+            said = ", ".join(f"--{n} {getattr(self, n)}" for n in given)
+            raise ValueError(f"{said} must stand beside --model, whose step it describes: name a model, or drop it")
+        if given:
+            said = ", ".join(f"--{n.replace('_', '-')}" for n in given)
+            raise ValueError(f"{said} must not stand beside --model: they describe a single call")
         if self.picture is not None:
             self.check_picture()
 

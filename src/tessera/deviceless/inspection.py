@@ -86,8 +86,6 @@ def call(
     """(spec, shapes) of a plain call: prefill of the last `queries` of `length` tokens, or one token of decode."""
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
-    if not 0 < fraction <= 1:
-        raise ValueError(f"--fraction {fraction} must be above 0 and at most 1")
     rows = 1 if phase == "decode" else queries or length
     spec = AttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(spec)} | {"mass": role == "score"})
     capacity = max(1, ceil_div(round(fraction * length), spec.tile)) if role == "sparse" else None

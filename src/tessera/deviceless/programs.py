@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Posi
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.selection import select_tiles
 from tessera.shapes import ceil_div
+
+WANTED = MappingProxyType({bool: "true or false", int: "a whole number", int | None: "a whole number or null"})
+"""What JSON holds in a field of a kernel's `Config`, by its annotation."""
 
 
 def kernel_named(name: str) -> Kernel:
@@ -30,7 +34,7 @@ def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[s
     """Refuse, before a compiler starts, what it could only fail at.
 
     Raises:
-        ValueError: the kernel is another platform's, refuses the call, or has no such block sizes.
+        ValueError: the kernel is another platform's, refuses the call, or has no such block sizes or values.
     """
     if kernel.platform not in ("any", platform):
         raise ValueError(f"kernel {kernel.name} runs on {kernel.platform}, this chip is a {platform}: name another")
@@ -43,12 +47,16 @@ def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[s
         return
     if not isinstance(config, Mapping):
         raise ValueError(f"config {config!r} must be a JSON object of block sizes")
-    names = [field.name for field in fields(kernel.Config)]
+    names = {field.name: field.type for field in fields(kernel.Config)}
     if strange := [name for name in config if name not in names]:
         raise ValueError(f"config {', '.join(strange)}: {kernel.name} has no such size; it has {', '.join(names)}")
+    for name, value in config.items():
+        if not isinstance(value, names[name]) or (isinstance(value, bool) and names[name] is not bool):
+            raise ValueError(f"config {name} {value!r}: {kernel.name} wants {WANTED[names[name]]} there")
     needed = [field.name for field in fields(kernel.Config) if field.default is field.default_factory is MISSING]
     if missing := [name for name in needed if name not in config]:
         raise ValueError(f"config lacks {', '.join(missing)}: {kernel.name} needs {', '.join(needed)}")
+    kernel.Config(**config)  # refuses sizes that no call has
 
 
 def attention_call(
