@@ -241,6 +241,15 @@ def test_gates_count_configurations_and_cases_and_mark_what_breaks():
     ]
 
 
+def test_gates_forget_a_configuration_that_the_last_run_did_not_have():
+    def run(day, *cases):
+        made = gpu_gates.records([gate_case("gpu_a", *case) for case in cases], "gates")
+        return [replace(on(AMD, record), date=f"2026-11-{day}T00:00:00+00:00") for record in made]
+
+    _, rows = lines("gates", [*run(20, ("gone", 255), ("one", 200), ("two", 200)), *run(21, ("one", 100), ("two", 90))])
+    assert rows == ["| gpu_a, h200 | 2 | 2 | 2 | 100 | 0 | 100 KiB |"]
+
+
 def test_the_sweep_counts_what_compiled_per_chip():
     names = [("tpu_a", "v5e", True), ("tpu_a", "v6e", True), ("tpu_a", "v6e", False), ("tpu_b", "v5e", True)]
     found = [{"kernel": kernel, "chip": chip, "compiled": compiled} for kernel, chip, compiled in names]
