@@ -1,5 +1,6 @@
 """The tables of what was asked, searched, compiled and verified: answers, plans, block sizes, gates, sweep, oracle."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -298,11 +299,12 @@ def last_run(records: Sequence[Record]) -> list[Record]:
     """Of a kernel's records, newest first, as many as hold the cases that the newest says were tried: a configuration
     that left the search space stays in the file, not in the table."""
     ordered = sorted(records, key=lambda r: r.date, reverse=True)
-    tried, kept = ordered[0].facts.get("tried"), []
+    left, kept = ordered[0].facts.get("tried", math.inf), []
     for record in ordered:
-        if tried is not None and sum(r.facts.get("cases", 0) for r in kept) >= tried:
+        if left <= 0:
             break
         kept.append(record)
+        left -= record.facts.get("cases", 0)
     return kept
 
 
