@@ -154,12 +154,17 @@ def test_only_what_is_not_whole_is_copied(num_queries, num_keys, pads):
     assert (" pad[" in str(jax.make_jaxpr(call)(*arguments))) == pads
 
 
-@pytest.mark.parametrize(("head_dim", "softcap"), [(128, 3.0), (64, None), (256, 3.0)])
-def test_gradient_through_out_and_lse(head_dim, softcap, monkeypatch):
-    """Both cuts of dk and dv, and plain JAX; G = 2, more steps than stages; lse has a cotangent too."""
+WINDOWED = AttentionSpec(window=150)
+CAPPED = AttentionSpec(window=150, softcap=3.0)
+BOTH_WAYS = AttentionSpec(causal=False)
+
+
+@pytest.mark.parametrize(("head_dim", "spec"), [(128, CAPPED), (64, WINDOWED), (64, BOTH_WAYS), (256, CAPPED)])
+def test_gradient_through_out_and_lse(head_dim, spec, monkeypatch):
+    """Both cuts of dk and dv, and plain JAX; G = 2, more steps than stages; keys past kv_len that a mask would show;
+    lse has a cotangent too."""
     monkeypatch.setattr(gpu_backward, "SCORES", 32 * 2 * 224)  # three blocks of rows
-    spec = AttentionSpec(window=150, softcap=softcap)
-    workload = dataclasses.replace(LONG, num_keys=220, head_dim=head_dim, spec=spec, q_start=(140,), kv_len=(205,))
+    workload = dataclasses.replace(LONG, num_keys=220, head_dim=head_dim, spec=spec, q_start=(140,), kv_len=(190,))
     call = calls.make(workload, "dense", "bfloat16")
     rng = np.random.default_rng(5)
     d_out, d_lse = rng.standard_normal(call.q.shape), rng.standard_normal(call.q.shape[:3])
@@ -175,6 +180,7 @@ def test_gradient_through_out_and_lse(head_dim, softcap, monkeypatch):
     exact = [x + y for x, y in zip(oracle.gradients(call, d_out), lse_gradients(call, d_lse), strict=True)]
     for mine, truth in zip(got, exact, strict=True):
         assert np.abs(np.asarray(mine, np.float32) - truth).max() <= 2**-5 * max(1.0, np.abs(truth).max())
+    assert not any(np.asarray(mine[:, 190:], np.float32).any() for mine in got[1:])
 
 
 @pytest.mark.parametrize("spec", [AttentionSpec(scale=-0.1), AttentionSpec(causal=False)], ids=["causal", "both ways"])
@@ -232,14 +238,15 @@ def test_ranges_of_blocks_against_brute_force():
         for _ in range(40):
             q_start, kv_len, q_len = (int(rng.integers(*x)) for x in ((-50, 150), (0, 200), (0, 130)))
             row, key = np.arange(128)[:, None], np.arange(256)[None]
-            mask = (key < kv_len) & (row < q_len) & ((key <= row + q_start) | (not causal))
-            mask &= (key > row + q_start - window) if window is not None else True
+            pairs = (key <= row + q_start) | (not causal)
+            pairs &= (key > row + q_start - window) if window is not None else True
+            mask = pairs & (key < kv_len) & (row < q_len)
             run = slice(64, 128)
             keys = block_ranges.key_blocks(q_start + 64, min(q_len - 64, 64), kv_len, spec, size)
             compare(mask[run][: max(min(q_len - 64, 64), 0)], keys, size)
-            mask |= row >= q_len  # rows past q_len count as rows that see everything
+            pairs |= row >= q_len  # rows past q_len count as rows that see everything, keys past kv_len as seen
             rows = block_ranges.row_blocks(64, 64, q_start, (kv_len, q_len), spec, size)
-            compare(mask[:q_len, run].T, rows, size, mask[:, run].T)
+            compare(mask[:q_len, run].T, rows, size, pairs[:, run].T)
 
 
 def compare(mask, blocks, size, padded=None):

@@ -37,7 +37,7 @@ def key_blocks(first: Array, rows: Array, kv_len: Array, spec: AttentionSpec, si
 def row_blocks(key: Array, keys: int, q_start: Array, limits: tuple, spec: AttentionSpec, size: int) -> Blocks:
     """Blocks of `size` rows for the keys [key, key + keys); limits: kv_len and q_len.
 
-    Rows past q_len count as rows that see every key.
+    Rows past q_len count as rows that see every key, and keys past kv_len as seen where any key of the run is.
     """
     kv_len, q_len = limits
     start, whole, masked = 0, 0, up(q_len, size)
@@ -48,7 +48,7 @@ def row_blocks(key: Array, keys: int, q_start: Array, limits: tuple, spec: Atten
         masked = down(key + spec.window - q_start, size)
         stop = jnp.minimum(stop, up(jnp.minimum(key + keys, kv_len) + spec.window - 1 - q_start, size))
     stop = jnp.maximum(stop, start)
-    whole = jnp.clip(jnp.where(key + keys <= kv_len, whole, stop), start, stop)
+    whole = jnp.clip(whole, start, stop)
     return Blocks(start, whole, jnp.clip(masked, whole, stop), stop)
 
 

@@ -149,13 +149,12 @@ def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: Atte
     return mask if spec.window is None else mask & (key > per_row(row - start - spec.window, key))
 
 
-def key_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: AttentionSpec) -> Array:
-    """[keys, rows]: the same."""
-    key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + start
+def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
+    """[keys, rows]: whether keys from position `start` on are seen by rows from `first` on, were they all there."""
+    key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    begin = jnp.where(key < kv_len, key - first if spec.causal else -1, shape[1])
-    mask = row >= per_row(begin, row)
-    return mask if spec.window is None else mask & (row < per_row(key + (spec.window - first), row))
+    mask = row >= per_row(key, row)
+    return mask if spec.window is None else mask & (row < per_row(key + spec.window, row))
 
 
 def sweep(blocks: Blocks, step, carry):
@@ -286,7 +285,7 @@ def keys_body(*refs, cut: Cut):
                 return jax.lax.broadcast_in_dim(plgpu.load(x.at[slot], layout=COLUMN), s.shape, [1])
 
             first = ins.q_start[b] + c * STEP
-            mask = key_mask(s.shape, first, at + own, ins.kv_len[b], cut.spec) if masked else None
+            mask = key_mask(s.shape, first, at + own, cut.spec) if masked and cut.spec.causal else None
             p, sloped = weights(s, per_column(mine.lse_smem), cut, mask)
             dv = accumulate(dv, p.astype(cut.dtype), d_out_part)
             # Only now: beside dk, dv and the scores' 32 registers there is no room for 32 more.
@@ -302,8 +301,10 @@ def keys_body(*refs, cut: Cut):
         dk, dv = jax.lax.fori_loop(0, cut.groups, head_rows, (filled((ROWS, width), 0.0),) * 2)
         plgpu.barrier_arrive(mine.read)  # both have read what is overwritten now
         plgpu.barrier_wait(mine.read)
-        mine.k_smem[keys, part] = (dk * scale_of(cut.spec, cut.head_dim)).astype(cut.dtype)
-        mine.v_smem[keys, part] = dv.astype(cut.dtype)
+        key = plgpu.broadcasted_iota(jnp.int32, dk.shape, 0, layout=plgpu.Layout.WGMMA) + (at + own)
+        there = key < ins.kv_len[b]  # asked only here: no sum is over keys, and the sweep has no register to spare
+        mine.k_smem[keys, part] = jnp.where(there, dk * scale_of(cut.spec, cut.head_dim), 0.0).astype(cut.dtype)
+        mine.v_smem[keys, part] = jnp.where(there, dv, 0.0).astype(cut.dtype)
         plgpu.commit_smem()
         if cut.shared:  # a copy takes whole rows
             plgpu.barrier_arrive(mine.read)
