@@ -56,11 +56,28 @@ def test_a_perfect_prediction_has_no_error_and_rank_one():
     assert got["spearman"] == 1
 
 
+def test_the_fit_finds_the_constants_that_made_the_times():
+    """Some points wait for the cores, some for their bytes; a tenth of them are far off, and change nothing."""
+    rng, real = np.random.default_rng(8), predict.Overheads(stall=1.05, step_s=0.3e-6, bandwidth_share=0.7)
+    found = []
+    for number in range(60):
+        bundles = {"step": 100, "full": int(rng.integers(100, 3000)), "masked": 2000, "launch": 50}
+        regions = {name: region(name, count) for name, count in bundles.items()}
+        copied = [["copy.1", "copy", int(rng.integers(1, 400)) * 1_000_000, None]]
+        made = point(regions=regions, operations=copied, q=[2, 4096, int(rng.integers(1, 5)) * 2, 128])
+        found.append(made | {"measured_ms": validation.predicted_ms(made, real) * (1 if number % 10 else 1.5)})
+    fitted = validation.fit([validation.parts(p) for p in found])
+    assert fitted.stall == pytest.approx(real.stall, rel=1e-2)
+    assert fitted.step_s == pytest.approx(real.step_s, rel=0.05)
+    assert fitted.bandwidth_share == pytest.approx(real.bandwidth_share, rel=1e-2)
+    assert validation.describe(found[1])[-1] == pytest.approx(validation.parts(found[1]), rel=1e-5)
+
+
 def test_figures_meet_their_targets_from_the_right_side():
     cases = {
         "v6e": {
-            "peer": {"ms": 4.0},
-            "dense": {"ms": 2.0},
+            "peer": {"ms": 4.0, "around_ms": 1.0},
+            "dense": {"ms": 2.0, "around_ms": 0.5},
             "dense gqa": {"ms": 10.0},
             "score gqa": {"ms": 11.0},
             "decode dense": {"ms": 1.0, "kernel_bytes": 104.0, "needed_bytes": 100.0},
@@ -70,9 +87,11 @@ def test_figures_meet_their_targets_from_the_right_side():
     assert made["dense prefill against the peer, v6e"].comparison.met is True
     assert made["score / dense, v6e"].comparison.met is False
     assert made["decode, dense: bytes moved / needed, v6e"].median == pytest.approx(1.04)
-    assert set(figures.TARGETS) >= {workload.rpartition(", ")[0] for workload in made}
+    assert made[f"{figures.KERNELS_ALONE}, v6e"].median == pytest.approx(3 / 1.5)
+    assert set(figures.TARGETS) >= {workload.rpartition(", ")[0] for workload in made} - {figures.KERNELS_ALONE}
     shown = report.tpu(list(made.values())) if all(r.code.commit for r in made.values()) else ""
     assert not shown or "| score / dense | 1.10 (<= 1.05: **missed**) |" in shown
+    assert not shown or f"| {figures.KERNELS_ALONE} | 2.00 |" in shown
 
 
 def test_kascade_counts_anchors_reuse_and_selection():

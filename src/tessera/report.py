@@ -166,6 +166,8 @@ def _held(record: Record | None) -> str:
     if record is None or record.comparison is None:
         return ""
     versus = record.comparison
+    if versus.target is None:
+        return f"{versus.ratio:.2f}"
     return f"{versus.ratio:.2f} ({versus.target}: {'met' if versus.met else '**missed**'})"
 
 

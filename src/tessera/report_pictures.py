@@ -323,8 +323,8 @@ def predicted(records: Sequence[Record]) -> Picture | None:
             places = [i + height * (index - (len(chips) - 1) / 2) for i, _ in own]
             axes.barh(places, [r.median for _, r in own], height, color=COLOURS[index], label=chip)
             for place, (_, record) in zip(places, own):
-                goal = _target(record)
-                axes.plot([goal, goal], [place - height / 2, place + height / 2], color="black", linewidth=2)
+                if goal := _target(record):
+                    axes.plot([goal, goal], [place - height / 2, place + height / 2], color="black", linewidth=2)
         axes.set_yticks(range(len(names)), names, fontsize=8)
         axes.invert_yaxis()
         axes.set(xlabel="ratio (black: target; 'against' wants more, the others less)")
@@ -426,9 +426,8 @@ def _of_target(record: Record) -> float:
 
 
 def _target(record: Record) -> float | None:
-    words = record.comparison.target.split()
     try:
-        return float(words[-1])
+        return float((record.comparison.target or "").rpartition(" ")[2])
     except ValueError:
         return None
 

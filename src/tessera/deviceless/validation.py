@@ -14,7 +14,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import scipy.optimize
 
 from tessera import evidence, files
 from tessera.deviceless import hlo, predict, schedule, tpu
@@ -30,6 +31,8 @@ PEER_PYTHON = Path(".venv-tokamax/bin/python")
 FILE = "pallas_mosaic_tpu_flash_attention.json"
 COMMAND = "make peers-tpu TIMINGS=FOLDER"
 WHERE = "the Tokamax repository's folder tokamax/data/autotuning"
+CALIBRATION = ("v5p", "v6e")
+"""Chips on whose times the constants are fitted; v7x is only looked at."""
 BIG_BLOCK = 4 << 20
 """Scores of a block above which the compiler takes minutes."""
 FOLDERS = MappingProxyType({"v5p": "tpu_v5", "v6e": "tpu_v6_lite", "v7x": "tpu7x"})
@@ -148,7 +151,12 @@ def moved_bytes(point: Mapping[str, Any], steps: int) -> int:
 
 
 def predicted_ms(point: Mapping[str, Any], overheads: predict.Overheads) -> float:
-    """The time that the collected schedule of a point predicts."""
+    """The time of `prediction`."""
+    return prediction(point, overheads).ms
+
+
+def prediction(point: Mapping[str, Any], overheads: predict.Overheads) -> predict.Prediction:
+    """What the collected schedule of a point predicts."""
     regions = tuple(schedule.Region(**region) for region in point["regions"].values())
     units = dict.fromkeys(regions[0].slots, 1)
     kernel = schedule.Schedule(kernel="splash", capacity=units, regions=regions, vmem_bytes=0, smem_bytes=0)
@@ -157,7 +165,7 @@ def predicted_ms(point: Mapping[str, Any], overheads: predict.Overheads) -> floa
     compiled = tpu.Compiled(
         chip=point["chip"], error=None, compile_s=0, memory={}, cost={}, schedules=(kernel,), operations=operations
     )
-    return predict.predict(compiled, executions(point), overheads).ms
+    return predict.predict(compiled, executions(point), overheads)
 
 
 def summary(found: list[dict[str, Any]], overheads: predict.Overheads) -> dict[str, Any]:
@@ -205,6 +213,9 @@ def records(
             wanted = [p for chip in chips for p in planned[chip]]
             facts["planned"] = len(wanted)
             facts["big_blocks"] = {"compiled": sum(map(is_big, own)), "planned": sum(map(is_big, wanted))}
+        calibration = [parts(p) for p in own if p["chip"] in CALIBRATION]
+        if name == "all" and calibration:
+            facts["fitted_again"] = vars(fit(calibration))
         if name != "all":
             facts["each"] = [describe(p) for p in own]
         what = evidence.What(
@@ -221,11 +232,36 @@ def records(
 
 
 def describe(point: Mapping[str, Any]) -> list[Any]:
-    """A point in a record: shape of q, KV heads, causal, residuals, blocks, predicted ms, predicted / measured."""
+    """A point in a record: shape of q, KV heads, causal, residuals, blocks, predicted ms, predicted / measured, and
+    its `parts`, from which the constants can be fitted again."""
     ms = predicted_ms(point, predict.CALIBRATED)
     blocks = [point["config"][name] for name in ("block_q", "block_kv", "block_kv_compute")]
     flags = [point["is_causal"], point["return_residuals"]]
-    return [point["q"], point["k"][2], *flags, blocks, round(ms, 4), round(ms / point["measured_ms"], 4)]
+    said = [point["q"], point["k"][2], *flags, blocks, round(ms, 4), round(ms / point["measured_ms"], 4)]
+    return [*said, [float(f"{part:.6g}") for part in parts(point)]]
+
+
+def parts(point: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
+    """What the constants act on: ms of the cores without any, steps of one core, ms of the kernel's bytes and of those
+    around it at the nominal bandwidth; and the measured ms."""
+    plain = prediction(point, predict.NOMINAL)
+    a_ms_a_step = prediction(point, replace(predict.NOMINAL, step_s=1e-3))
+    steps = a_ms_a_step.compute_ms - plain.compute_ms
+    return plain.compute_ms, steps, plain.dma_ms, plain.around_ms, point["measured_ms"]
+
+
+def fit(found: Sequence[Sequence[float]]) -> predict.Overheads:
+    """The constants for which the mean of |log(predicted / measured)| is least, over points given by their `parts`."""
+    cores, steps, moved, around, measured = np.asarray(found, float).T
+
+    def error(constants: np.ndarray) -> float:
+        stall, step_us, share = constants
+        predicted = np.maximum(stall * cores + 1e-3 * step_us * steps, moved / share) + around / share
+        return float(np.mean(np.abs(np.log(predicted / measured))))
+
+    limits = ((0.5, 2.0), (0.0, 5.0), (0.3, 1.0))
+    best = scipy.optimize.differential_evolution(error, limits, rng=0, tol=1e-8, maxiter=300, polish=False).x
+    return predict.Overheads(stall=float(best[0]), step_s=1e-6 * float(best[1]), bandwidth_share=float(best[2]))
 
 
 def picture(found: list[dict[str, Any]], path: Path) -> None:
