@@ -45,6 +45,7 @@ ORDER = [
         "attention.prefill_rows",
         "attention.tpu_backward",
     },
+    {"attention.prefill_result"},
     {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
     {"attention.tuned", "report_markdown"},
     {"report_tables"},
@@ -134,7 +135,8 @@ def test_kernel_files_do_not_import_each_other():
             allowed |= {"attention.warpgroup", "attention.decode_splits", "attention.split_merge"}
             allowed |= {"attention.decode_mass"}
             allowed |= {"attention.listed_blocks", "attention.listed_rows"}
-            allowed |= {"attention.prefill_blocks", "attention.prefill_rows", "attention.config_space"}
+            allowed |= {"attention.prefill_blocks", "attention.prefill_rows", "attention.prefill_result"}
+            allowed |= {"attention.config_space"}
             allowed |= {"attention.block_ranges", "attention.dense_rows"}
             if path.stem == "tpu_prefill":  # its gradient
                 allowed |= {"attention.tpu_backward"}

@@ -44,15 +44,40 @@ WINDOW = dataclasses.replace(
     kv_len=(4490, 2075),
     q_len=None,
 )
+CORNERS = (
+    dataclasses.replace(  # on the diagonal alone; after other keys; with keys missing; not at a multiple of its rows
+        ROWS,
+        batch=4,
+        num_queries=512,
+        num_keys=5376,
+        num_heads=3,
+        q_start=(0, 512, 4608, 4700),
+        kv_len=(512, 1024, 5000, 5212),
+        q_len=(512, 500, 512, 512),
+    )
+)
 LISTS = dataclasses.replace(
     ROWS, num_queries=160, num_heads=4, spec=AttentionSpec(), fraction=0.7, q_start=(4480,), kv_len=None, q_len=(150,)
 )
 EDGES = (slice(0, 16), slice(256, 288), slice(528, 544))
 """Of 544 rows: the first, those at the border of their two token blocks, and the last with padding."""
+CORNER_EDGES = (slice(0, 16), slice(256, 272))
+"""Of 512 rows: the first of each of their two token blocks."""
 LARGE = {
     "dense": ("v5e", "dense", ROWS, "bfloat16", EDGES),
     "dense, half exponentials": ("v6e", "dense", ROWS, "bfloat16", EDGES),
     "dense, state in VMEM": ("v7x", "dense", ROWS, "bfloat16", EDGES),
+    "dense, corner": ("v5e", "dense", CORNERS, "bfloat16", CORNER_EDGES),
+    "dense, corner, state in VMEM": ("v7x", "dense", CORNERS, "bfloat16", CORNER_EDGES),
+    "dense, corner, softcap": (
+        "v6e",
+        "dense",
+        dataclasses.replace(CORNERS, spec=AttentionSpec(query_tile=16, softcap=2.0)),
+        "bfloat16",
+        (slice(0, 1), slice(255, 257), slice(511, 512)),
+    ),
+    "score, corner": ("v6e", "score", CORNERS, "bfloat16", CORNER_EDGES),
+    "score, corner, tiles put": ("v5e", "score", CORNERS, "bfloat16", CORNER_EDGES),
     "score, state in VMEM": (
         "v7x",
         "score",
@@ -81,9 +106,14 @@ LARGE = {
     ),
 }
 REACHED = {
-    "dense": {"sub_t": 272, "chunk": 256, "extra": 0, "half_exp": False},
+    "dense": {"corner": False, "sub_t": 272, "chunk": 256, "extra": 0, "half_exp": False},
     "dense, half exponentials": {"sub_t": 272, "chunk": 512, "extra": 128, "half_exp": True},
     "dense, state in VMEM": {"sub_t": 272, "chunk": 256, "half_exp": True, "state_in_vmem": True},
+    "dense, corner": {"corner": True, "sub_t": 256, "turn_t": 512, "block_t": 512, "chunk": 256},
+    "dense, corner, state in VMEM": {"corner": True, "sub_t": 256, "state_in_vmem": True},
+    "dense, corner, softcap": {"corner": True, "sub_t": 256, "chunk": 512},
+    "score, corner": {"corner": True, "sub_t": 256, "one_hot": True},
+    "score, corner, tiles put": {"corner": True, "sub_t": 256, "one_hot": False},
     "score, state in VMEM": {"banks": 3, "one_hot": True, "state_in_vmem": True},
     "score, tiles put": {"sub_t": 272, "banks": 1, "one_hot": False},
     "score, banks": {"sub_t": 272, "banks": 3, "one_hot": True, "block_s": 2048, "half_exp": True},

@@ -18,6 +18,8 @@ from tessera.shapes import ceil_div, round_up
 LANES = 128
 SUB_ROWS = 1024
 """Rows of a token block at least: fewer leave the matrix unit waiting for each other's results."""
+CORNER = 256
+"""Tokens of a token block, and keys per update, on the diagonal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,8 @@ class Config:
         block_s: keys per grid step, a power of two of at least 128.
         chunk: keys per online-softmax update, a power of two of at least 128, at most block_s.
         step: keys per turn of the loop over a block that a mask can touch, and query tokens that go through it at a
-            time: a power of two, at least chunk. Longer is faster per score, shorter wastes less above the diagonal.
+            time, where the block is no corner of the causal mask: a power of two, at least chunk. Longer is faster per
+            score, shorter wastes less above the diagonal.
         matrix_sums: row sums (and tile masses) come from extra columns of V: free where the matrix unit has idle ones.
         half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on; what that
             assumes: prefill_rows).
@@ -62,6 +65,7 @@ class Cut(NamedTuple):
     head_dim: int
     num_keys: int
     block_t: int
+    turn_t: int
     sub_t: int
     block_s: int
     chunk: int
@@ -74,6 +78,15 @@ class Cut(NamedTuple):
     @property
     def rows(self) -> int:
         return self.block_t * self.groups
+
+    @property
+    def corner(self) -> bool:
+        """Whether the code has a straight line for the keys at a row block's own positions (tpu_prefill.corner).
+
+        Short row blocks do without: what stands before them would be taken in pieces as short.
+        """
+        fits = self.block_s % self.block_t == 0 and self.block_t % self.step == 0
+        return fits and self.sub_t % LANES == 0 and self.spec.causal and self.spec.window is None
 
     @property
     def bank_keys(self) -> int:
@@ -111,12 +124,13 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
         block_s = min(block_s, LANES * spec.tile)
     step = min(config.step, block_s)
     chunk = min(config.chunk, step)
-    sub_t = block_t
-    while sub_t > step and sub_t * groups > SUB_ROWS and sub_t % 32 == 0:
-        sub_t //= 2
+    turn_t = block_t
+    while turn_t > step and turn_t * groups > SUB_ROWS and turn_t % 32 == 0:
+        turn_t //= 2
+    sub_t = CORNER if turn_t % CORNER == 0 else turn_t
     half = config.half_exp and shapes.dtype == "bfloat16"
     flat = (groups * shapes.head_dim) % LANES == 0
-    sizes = (groups, shapes.head_dim, shapes.num_keys, block_t, sub_t, block_s, chunk, step)
+    sizes = (groups, shapes.head_dim, shapes.num_keys, block_t, turn_t, sub_t, block_s, chunk, step)
     return Cut(spec, *sizes, flat, config.matrix_sums, half, config.state_in_vmem)
 
 
@@ -170,13 +184,19 @@ def is_whole(first, start, kv_len, cut: Cut):
     return fits
 
 
+def is_diagonal(first, start, kv_len, cut: Cut):
+    """Whether the rows from position `first` on meet, in the key block from `start`, keys that all of them see and then
+    the corner: the keys at their own positions, all there."""
+    return bool(cut.corner) & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
+
+
 def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
     """Steps of the key block from `start` that a token block from position `first` needs, in three runs:
 
     [begin, full_begin) and [full_stop, stop) need a mask, [full_begin, full_stop) do not. xp is jax.numpy in the
     kernel, numpy in the prediction.
     """
-    last = first + cut.sub_t - 1
+    last = first + cut.turn_t - 1
 
     def step_of(position, up: bool):
         return whole(xp.clip(position - start, 0, cut.block_s) + (cut.step - 1 if up else 0), cut.step)
@@ -203,13 +223,12 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
     if spec.window is not None:
         seen = seen & (start + cut.block_s > first - spec.window + 1)
     full = seen & is_whole(first, start, shapes.num_keys, cut)
-    sub_blocks = cut.block_t // cut.sub_t
+    diagonal = seen & ~full & is_diagonal(first, start, shapes.num_keys, cut)
     runs = np.zeros(3)
-    for u in range(sub_blocks):
-        edges = step_ranges(first + u * cut.sub_t, start, shapes.num_keys, cut, np)
-        runs += [((high - low) * (seen & ~full)).sum() for low, high in zip(edges, edges[1:])]
-    # The body holds a copy of each loop per token block; one pass over all copies is one execution.
-    window_step, whole_step, masked_step = runs / sub_blocks
+    for u in range(cut.block_t // cut.turn_t):
+        edges = step_ranges(first + u * cut.turn_t, start, shapes.num_keys, cut, np)
+        runs += [((high - low) * (seen & ~full & ~diagonal)).sum() for low, high in zip(edges, edges[1:])]
+    window_step, whole_step, masked_step = runs
     counts = {
         "step": blocks * launch_steps(spec, shapes, cut),
         "first": blocks,
@@ -220,6 +239,10 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
     }
     if spec.window is not None:
         counts["window_step"] = window_step
+    if cut.corner:
+        counts["corner"] = diagonal.sum()
+    if cut.corner and cut.block_t < cut.block_s:
+        counts["before_corner"] = (diagonal * (first - start)).sum() // cut.block_t
     width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)
     rows = blocks * cut.block_t * cut.groups
     moved = 2 * seen.sum() * cut.block_s * dim * width + rows * (2 * dim * width + 4)

@@ -2,8 +2,10 @@
 
 One grid step is one KV head's row block (block_t tokens x G query heads, about 2,048 rows) against block_s keys. Key
 blocks that no row can see are neither fetched nor computed; blocks every row sees whole run one straight line of
-block_s / chunk online-softmax updates without masks; blocks that a mask can touch run step by step and token block by
-token block, so that above the diagonal at most half of one step is wasted.
+block_s / chunk online-softmax updates without masks. A block that the causal diagonal alone touches runs what stands
+before the rows whole, then the corner: one straight line of updates, each for the rows from its keys' positions on, so
+that above the diagonal half of sub_t keys a row are wasted. Blocks that another mask can touch, or rows that do not
+stand at multiples of block_t, run step by step for turn_t tokens at a time.
 
 Rows live in VMEM as [U, G, sub_t]: U token blocks of sub_t tokens, the G heads of each side by side; the mask of a
 token block is then computed once for all heads. No transpose is left in HBM: q is read head-major, as the fusion that
@@ -18,7 +20,6 @@ maximum it was taken at and weighed by 2^(m - lse) after the last block. Work: 4
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,45 +30,29 @@ from jax.experimental.pallas import tpu as pltpu
 from tessera.attention import tpu_backward, work
 from tessera.attention.config_space import distinct
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes, call_shapes
-from tessera.attention.matrix_unit import dot, widen
-from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
+from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.prefill_blocks import (
     LANES,
     Config,
     Cut,
     Range,
     bank_bytes,
-    banks_of,
     cut_call,
     executions,
+    is_diagonal,
     is_whole,
     key_range,
     launch_steps,
     step_ranges,
     whole,
 )
-from tessera.attention.prefill_rows import Rows, absorb, visible
+from tessera.attention.prefill_result import write
+from tessera.attention.prefill_rows import Refs, Rows, absorb, load, own_keys, split, store, visible
 from tessera.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
 BANK_BYTES = 24 << 20
 """VMEM that the banked tile masses of one row block may take."""
-
-
-class Refs(NamedTuple):
-    """Everything the body touches, by name."""
-
-    q: Array
-    k: Array
-    v: Array
-    out: Array
-    lse: Array
-    mass: Array | None
-    q_scaled: Array
-    m: Array
-    acc: Array
-    sums: Array | None
-    bank_m: Array | None
 
 
 def body(q_start, kv_len, q_len, *refs, cut: Cut):
@@ -103,13 +88,22 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
     def full():
         state = load(refs, slice(None), bank)
         for c in range(cut.block_s // cut.chunk):
-            state = update(refs, slice(None), state, start, c * cut.chunk, bank, cut)
+            state = update(refs, slice(None), state, start, pl.ds(c * cut.chunk, cut.chunk), bank, cut)
         store(refs, slice(None), bank, state)
 
-    @pl.when((block < keys.hi) & ~no_mask)
+    on_diagonal = is_diagonal(keys.first, start, keys.kv_len, cut)
+
+    if cut.corner:
+
+        @pl.when((block < keys.hi) & ~no_mask & on_diagonal)
+        def diagonal_block():
+            before_corner(refs, start, keys, bank, cut)
+            corner(refs, start, keys, bank, cut)
+
+    @pl.when((block < keys.hi) & ~no_mask & ~on_diagonal)
     def partial():
-        for u in range(cut.block_t // cut.sub_t):
-            partial_block(refs, u, start, keys, bank, cut)
+        turn = functools.partial(partial_block, refs, start=start, keys=keys, bank=bank, cut=cut)
+        jax.lax.fori_loop(0, cut.block_t // cut.turn_t, lambda u, _: turn(u), None)
 
     if cut.banks > 1:
 
@@ -126,10 +120,40 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         write(refs, i, keys, cut)
 
 
-def partial_block(refs: Refs, u: int, start, keys: Range, bank, cut: Cut) -> None:
+def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
+    """The keys of the block that stand before all its rows, block_t at a time: every row sees them."""
+    if cut.block_t == cut.block_s:
+        return
+
+    @jax.named_scope("before_corner")
+    def step(index, _):
+        state = load(refs, slice(None), bank)
+        for c in range(cut.block_t // cut.chunk):
+            at = pl.ds(pl.multiple_of(index * cut.block_t + c * cut.chunk, cut.chunk), cut.chunk)
+            state = update(refs, slice(None), state, start, at, bank, cut)
+        store(refs, slice(None), bank, state)
+
+    jax.lax.fori_loop(0, whole(keys.first - start, cut.block_t), step, None)
+
+
+@jax.named_scope("corner")
+def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
+    """The keys at the rows' own positions, sub_t at a time, each time for the rows from there on."""
+    rows, mask = cut.groups * cut.sub_t, own_keys(cut)
+    state = load(refs, slice(None), bank)
+    for c in range(cut.block_t // cut.sub_t):
+        at = pl.ds(pl.multiple_of(keys.first - start + c * cut.sub_t, cut.sub_t), cut.sub_t)
+        state = update(refs, slice(c * rows, cut.rows), state, start, at, bank, cut, mask)
+        done, state = split(state, rows)
+        if not cut.state_in_vmem:  # else it is there
+            store(refs, slice(c * rows, (c + 1) * rows), bank, done)
+
+
+def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
     """Token block u against a key block that a mask can touch: steps it sees in part, whole, and in part again."""
-    first = keys.first + u * cut.sub_t
-    rows = slice(u * cut.sub_t * cut.groups, (u + 1) * cut.sub_t * cut.groups)
+    first = keys.first + u * cut.turn_t
+    size = cut.turn_t * cut.groups
+    rows = pl.ds(pl.multiple_of(u * size, size), size)
     begin, full_begin, full_stop, stop = step_ranges(first, start, keys.kv_len, cut, jnp)
 
     def step(index, _, masked: bool, name: str):
@@ -137,8 +161,8 @@ def partial_block(refs: Refs, u: int, start, keys: Range, bank, cut: Cut) -> Non
             state = load(refs, rows, bank)
             for c in range(cut.step // cut.chunk):
                 offset = pl.multiple_of(index * cut.step + c * cut.chunk, cut.chunk)
-                limits = (first, keys.kv_len) if masked else None
-                state = update(refs, rows, state, start, offset, bank, cut, limits)
+                seen = visible(first, start + offset, keys.kv_len, cut) if masked else ()
+                state = update(refs, rows, state, start, pl.ds(offset, cut.chunk), bank, cut, *seen)
             store(refs, rows, bank, state)
 
     if cut.spec.window is not None:
@@ -147,29 +171,14 @@ def partial_block(refs: Refs, u: int, start, keys: Range, bank, cut: Cut) -> Non
     jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True, name="masked_step"), None)
 
 
-def update(refs: Refs, rows: slice, state: Rows, start, offset, bank, cut: Cut, limits: tuple | None = None) -> Rows:
-    """Absorb the chunk of keys at `offset` of the block from `start`; limits: first row, kv_len, if masked."""
-    at = pl.ds(offset, cut.chunk)
-    mask = real = None
-    if limits is not None:
-        mask, real = visible(limits[0], start + offset, limits[1], cut)
-    state = absorb(state, refs.q_scaled[rows], refs.k[0, 0, at], refs.v[0, 0, at], cut, start + offset, mask, real)
+def update(refs: Refs, rows: slice, state: Rows, start, at: pl.Slice, bank, cut: Cut, mask=None, real=None) -> Rows:
+    """Absorb the keys `at` of the block from position `start`."""
+    k, v = refs.k[0, 0, at], refs.v[0, 0, at]
+    state = absorb(state, refs.q_scaled[rows], k, v, cut, start + at.start, mask, real)
     if cut.state_in_vmem:
         store(refs, rows, bank, state)
         return load(refs, rows, bank)
     return state
-
-
-def load(refs: Refs, rows: slice, bank) -> Rows:
-    """The state of these rows."""
-    return Rows(refs.m[rows], refs.acc[rows], None if refs.sums is None else refs.sums[bank, rows])
-
-
-def store(refs: Refs, rows: slice, bank, state: Rows) -> None:
-    """Write the state of these rows back."""
-    refs.m[rows], refs.acc[rows] = state.m, state.acc
-    if refs.sums is not None:
-        refs.sums[bank, rows] = state.sums
 
 
 def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
@@ -184,77 +193,6 @@ def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
             x = jnp.where(token < q_len, refs.q[0, g, tokens].astype(jnp.float32) * factor, 0.0)
             at = (u * cut.groups + g) * cut.sub_t
             refs.q_scaled[at : at + cut.sub_t] = x.astype(refs.q_scaled.dtype)
-
-
-def write(refs: Refs, i, keys: Range, cut: Cut) -> None:
-    """out = acc / l, lse = ln 2 (m + log2 l); 0 and -inf for rows that saw nothing; then the masses."""
-    m = refs.m[...]
-    l = row_sums(refs, m, keys, cut)  # noqa: E741
-    # Padding tokens carry zero queries and see keys: they are told apart here, per token block.
-    token = jax.lax.broadcasted_iota(jnp.int32, (cut.block_t // cut.sub_t, 1, cut.sub_t, LANES), 2)
-    token = token + cut.sub_t * jax.lax.broadcasted_iota(jnp.int32, token.shape, 0) + i * cut.block_t
-    token = jnp.broadcast_to(token, (token.shape[0], cut.groups, *token.shape[2:])).reshape(m.shape)
-    seen = (l > 0) & (token < keys.q_len)
-    bits = jnp.where(seen, m + jnp.log2(jnp.where(seen, l, 1.0)), -jnp.inf)
-    scale = jnp.where(seen, 1.0 / jnp.where(seen, l, 1.0), 0.0)
-    out = (refs.acc[:, : cut.head_dim] * widen(scale, cut.head_dim)).astype(refs.out.dtype)
-    for u in range(cut.block_t // cut.sub_t):
-        for g in range(cut.groups):
-            at, tokens = (u * cut.groups + g) * cut.sub_t, slice(u * cut.sub_t, (u + 1) * cut.sub_t)
-            if cut.flat:
-                refs.out[0, tokens, g * cut.head_dim : (g + 1) * cut.head_dim] = out[at : at + cut.sub_t]
-            else:
-                refs.out[0, g, tokens] = out[at : at + cut.sub_t]
-    refs.lse[0, 0, 0] = (bits * LN_2).T[:1]
-    if cut.spec.mass:
-        write_mass(refs, scale, keys, cut)
-
-
-def row_sums(refs: Refs, m: Array, keys: Range, cut: Cut) -> Array:
-    """l = sum of 2^(s - m) per row, in every lane."""
-    if cut.banks > 1:
-
-        @jax.named_scope("sum_bank")
-        def add(g, total):
-            x = refs.sums[g] * jnp.exp2(bank_maximum(refs, g) - m)  # from here on every bank counts from the same m
-            refs.sums[g] = x
-            return total + x
-
-        return lane_sum(jax.lax.fori_loop(*banks_of(keys, cut), add, jnp.zeros_like(m)))
-    if refs.sums is not None:
-        return lane_sum(refs.sums[0])
-    if cut.extra >= LANES:
-        return refs.acc[:, cut.head_dim : cut.head_dim + LANES]
-    return jnp.broadcast_to(refs.acc[:, cut.head_dim : cut.head_dim + 1], m.shape)
-
-
-def lane_sum(x: Array) -> Array:
-    """Sum over lanes, in every lane."""
-    return jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape)
-
-
-def bank_maximum(refs: Refs, g) -> Array:
-    """The running maximum bank g was taken at, in every lane."""
-    kept = refs.bank_m[whole(g, LANES)]
-    lane = jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
-    return jnp.broadcast_to(jnp.where(lane == g & (LANES - 1), kept, -jnp.inf).max(-1, keepdims=True), kept.shape)
-
-
-def write_mass(refs: Refs, scale: Array, keys: Range, cut: Cut) -> None:
-    """Each tile's probability summed over the rows of each query tile; scale is 1 / l, 0 for rows that do not count."""
-    refs.mass[...] = jnp.zeros_like(refs.mass)
-    tiles = cut.block_t // cut.spec.query_tile
-    first = jax.lax.broadcasted_iota(jnp.int32, (tiles, cut.block_t), 0) * cut.spec.query_tile
-    token = jax.lax.broadcasted_iota(jnp.int32, (tiles, cut.block_t), 1)
-    pool = jnp.where((token >= first) & (token < first + cut.spec.query_tile), 1.0, 0.0)
-
-    @jax.named_scope("pool_bank")
-    def put(g, _):
-        x = refs.sums[g] * scale
-        x = x.reshape(-1, cut.groups, cut.sub_t, LANES).sum(1).reshape(cut.block_t, LANES)
-        refs.mass[0, 0, 0, :, pl.ds(pl.multiple_of(g * LANES, LANES), LANES)] = dot(pool, x, 0)
-
-    jax.lax.fori_loop(*banks_of(keys, cut), put, None)
 
 
 def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
