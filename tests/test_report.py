@@ -1,5 +1,6 @@
 """Tables come from records: rendering, refusal of figures without provenance, and a README that is not stale."""
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +185,19 @@ def test_rewriting_a_file_makes_it_fresh_and_an_edit_makes_it_stale(tmp_path):
 def test_the_readme_shows_what_the_records_say():
     for page in report.PAGES:
         assert report.stale(ROOT / page, ROOT / "evidence") == [], page
+
+
+def test_every_record_names_code_that_this_history_holds():
+    """`commit`, or where that is not in it the commit that the work landed in: else nobody could repeat a figure."""
+
+    def git(*words):
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no git history here")
+    known = set(git("rev-list", "HEAD").stdout.split())
+    named = {(r.code.landed or r.code.commit, r.command) for r in evidence.collect(ROOT / "evidence")}
+    assert [name for name in sorted(named) if name[0] not in known] == []
 
 
 def test_headline_has_a_column_per_machine_and_marks_what_missed():

@@ -68,10 +68,24 @@ class Where:
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """The code measured: git commit (None outside a checkout) and whether tracked sources differed from it."""
+    """The code measured.
+
+    Attributes:
+        commit: of git; None outside a checkout.
+        dirty: whether tracked sources differed from it.
+        landed: the commit of this repository's history that holds the code, where `commit` is not in it (work that
+            landed as one commit).
+    """
 
     commit: str | None
     dirty: bool | None
+    landed: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What to check out, in words."""
+        changes = " with uncommitted changes" if self.dirty else ""
+        return f"{self.commit[:9]}{changes}" + (f" (landed in {self.landed[:9]})" if self.landed else "")
 
 
 @dataclass(frozen=True, kw_only=True)

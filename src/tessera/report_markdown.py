@@ -94,7 +94,7 @@ def provenance(records: Iterable[Record]) -> str:
         groups.setdefault(f"{where.machine}, jax {where.versions.get('jax', '?')}", []).append(record)
     lines = []
     for place, group in groups.items():
-        commits = sorted({_commit(record) for record in group})
+        commits = sorted({record.code.name for record in group})
         dates = sorted({record.date[:10] for record in group})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
         commands = sorted({re.sub(r" --(only|kernel) \S+", "", record.command) for record in group})
@@ -102,10 +102,6 @@ def provenance(records: Iterable[Record]) -> str:
             f"{place}; commit {', '.join(commits)}; {when}; repeat with {', '.join(f'`{c}`' for c in commands)}."
         )
     return "\n" + "\n".join(lines) + "\n" if lines else ""
-
-
-def _commit(record: Record) -> str:
-    return record.code.commit[:9] + (" with uncommitted changes" if record.code.dirty else "")
 
 
 def title_of(record: Record) -> str:

@@ -1,5 +1,6 @@
 """One self-contained HTML page of all records: pictures first, then every figure with where it comes from."""
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,13 @@ def render(records: Iterable[Record]) -> str:
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(Path(__file__).with_name("report_page.html").read_text(encoding="utf-8"))
     machines = {r.where.machine for r in every}
-    return template.render(records=every, machines=machines, pictures=pictures, groups=[g for g in groups if g["rows"]])
+    shown = {"pictures": pictures, "groups": [group for group in groups if group["rows"]]}
+    return template.render(records=every, digest=digest(every), machines=machines, **shown)
+
+
+def digest(records: Iterable[Record]) -> str:
+    """What tells two sets of records apart: a page holds that of the records it was rendered from."""
+    return hashlib.sha256("\n".join(map(evidence.encode, records)).encode()).hexdigest()
 
 
 def sources(records: Sequence[Record]) -> list[str]:
@@ -64,15 +71,10 @@ def sources(records: Sequence[Record]) -> list[str]:
         lines.setdefault((record.where.machine, record.command.partition(" --only")[0]), []).append(record)
     said = []
     for (machine, command), own in lines.items():
-        commits = ", ".join(sorted({origin(r) for r in own}))
+        commits = ", ".join(sorted({r.code.name for r in own}))
         dates = sorted({r.date[:10] for r in own})
         said.append(f"{machine}; {commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {command}")
     return said
-
-
-def origin(record: Record) -> str:
-    """The commit, and whether the tree differed from it."""
-    return record.code.commit[:9] + (" + changes" if record.code.dirty else "")
 
 
 def row(record: Record) -> dict[str, Any]:
@@ -95,7 +97,7 @@ def row(record: Record) -> dict[str, Any]:
         "density": "" if record.mean_density is None else f"{100 * record.mean_density:.1f} %",
         "against": against,
         "missed": versus is not None and versus.met is False,
-        "where": f"{record.where.machine}; {origin(record)}; {record.date[:16]}",
+        "where": f"{record.where.machine}; {record.code.name}; {record.date[:16]}",
         "command": record.command,
     }
 
