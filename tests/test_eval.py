@@ -317,3 +317,13 @@ def test_a_context_that_is_too_short_is_refused(model):
         evaluation.run(model, model_plan(model), suite="demo")
     with pytest.raises(ValueError, match="suite='nosuch' must be one of"):
         evaluation.run(model, model_plan(model), suite="nosuch")
+
+
+def test_the_window_reads_as_many_keys_as_kascade(model):
+    """By what both say they read of a prompt; the window's rounding to tiles is on top."""
+    plan = dataclasses.replace(model_plan(model), fraction=0.2, minimum=32, tile=16, query_tile=16)
+    sides = {c.name: c.model for c in evaluation.side_by_side(model, plan, 400)}
+    sides["kascade"] = model.with_attention("kascade", dataclasses.replace(plan, crossover_tokens=0))
+    asked = {name: sides[name].generate([TEXT[:399]], max_new_tokens=1)[0] for name in ("kascade", "window")}
+    read = {name: np.mean(answer.layer_density) for name, answer in asked.items()}
+    assert read["kascade"] <= read["window"] <= read["kascade"] + (16 + 2 * 16) / 200

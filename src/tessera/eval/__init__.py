@@ -7,6 +7,7 @@
 A record per policy and question; `--resume` skips what this very commit has recorded.
 """
 
+import bisect
 import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,11 +85,22 @@ def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
     for fraction in (0.05, 0.1, 0.2):
         minimum = plan.minimum if fraction >= 0.1 else plan.minimum // 2
         yield kascade(model, dataclasses.replace(plan, fraction=fraction, minimum=minimum), f"fraction {fraction:g}")
-    window = Window(window=round(length * plan.fraction), sinks=plan.tile, tile=plan.tile, query_tile=plan.query_tile)
+    size = window_of(plan, length, model.config.num_layers)
+    window = Window(window=size, sinks=plan.tile, tile=plan.tile, query_tile=plan.query_tile)
     windowed = dataclasses.replace(model, policy=window)
     yield Contender(name="window", title=f"window {window.window} + sinks", model=windowed, config=asdict(window))
     oracle = model.with_attention("oracle", plan)
     yield Contender(name="oracle", title="every layer selects", model=oracle, config=settings(plan))
+
+
+def window_of(plan: Plan, length: int, num_layers: int) -> int:
+    """Keys of the window that, with a tile of sinks, reads as large a share of a prompt as the plan does in all layers:
+    the plan's anchors read every key, and the budgets of the others are known beforehand."""
+    seen = np.arange(1, length + 1)
+    budget = np.minimum(seen, np.maximum(plan.fraction * seen, plan.minimum))
+    wanted = (len(plan.anchors) * seen.sum() + (num_layers - len(plan.anchors)) * budget.sum()) / num_layers
+    sizes = range(1, length)
+    return bisect.bisect_left(sizes, wanted, key=lambda size: np.minimum(seen, size + plan.tile).sum()) + 1
 
 
 def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
