@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import time
 from dataclasses import replace
 
 import jax
@@ -136,6 +137,23 @@ def test_a_time_below_the_floor_becomes_an_error(stand):
     honest = stand.record(what, [2.0], How(), work={"flops": 1e9, "bytes": 1.0})
     assert honest.error is None
     assert honest.peak_fraction == pytest.approx(0.5)
+
+
+def test_a_timer_that_skips_the_work_is_caught(tmp_path, monkeypatch):
+    """The fault is in time_call itself, and the ceilings are those that the run measures."""
+
+    def skip(function, *args):
+        jax.block_until_ready(args)
+        start = time.perf_counter()
+        out = function(*args)
+        return time.perf_counter() - start, jax.block_until_ready(out)
+
+    measured = measure.ceilings
+    monkeypatch.setattr(measure, "time_call", skip)
+    monkeypatch.setattr(measure, "ceilings", lambda: measured(size=512, read_bytes=1 << 24, rounds=2))
+    out = tmp_path / "records.jsonl"
+    assert bench.run("smoke", out=out, only=["sparse_prefill"]) == 1
+    assert all("work was skipped" in record.error for record in evidence.read(out))
 
 
 def test_realised_density_counts_visible_keys_once():
