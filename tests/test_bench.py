@@ -318,6 +318,11 @@ def test_runs_append_resume_and_report_failures(tmp_path, monkeypatch, capsys):
     evidence.append(out, stamped)
     assert bench.run("smoke", out=out, only=["compilation"], resume=True) == 0
     assert len(evidence.read(out)) == 4
+    assert bench._done(out, "smoke") == {"compilation"}
+    assert bench._done(out, "cpu") == set()  # tiny sizes are no record of the real ones
+    other = [replace(r, where=replace(r.where, cpu="Other 9000")) for r in stamped]
+    evidence.append(tmp_path / "other.jsonl", other)
+    assert bench._done(tmp_path / "other.jsonl", "smoke") == set()
     assert bench.run("smoke", out=out, only=["peer_model"], peer_python=tmp_path / "missing") == 1
     *_, before, failure = evidence.read(out)
     assert before.error is None  # one record of the failure

@@ -23,6 +23,7 @@ from tessera import evidence
 from tessera.bench import answers, attention, compare, model
 from tessera.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
 from tessera.evidence import Record, What
+from tessera.report_markdown import series
 
 
 class Case(NamedTuple):
@@ -93,7 +94,7 @@ def run(
     if unknown:
         raise ValueError(f"only={unknown} must name cases: {list(CASES)}")
     out = Path("evidence") / f"{evidence.device_slug()}.jsonl" if out is None else Path(out)
-    done = _done(out) if resume else set()
+    done = _done(out, suite) if resume else set()
     stand, console, failed = Stand(suite, SUITES[suite].sizes, peer_python), Console(stderr=True), False
     try:
         with compiled_anew():
@@ -128,10 +129,16 @@ def gate(suite: str = "cpu", **options) -> int:
     stored = Path("evidence") / f"{evidence.device_slug()}.jsonl"
     if not stored.exists():
         raise ValueError(f"{stored} does not exist: there is nothing to hold against; run without --gate first")
+    if suite not in SUITES:
+        raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
+    asked = set(options.get("only") or ())
+    old = [r for r in evidence.read(stored) if series(r) == suite and (not asked or _case(r) in asked)]
+    if not old:
+        raise ValueError(f"{stored} has no record of --suite {suite}: there is nothing to hold against")
     with tempfile.TemporaryDirectory(prefix="tessera-gate-") as folder:
         fresh = Path(folder) / "fresh.jsonl"
         run(suite, out=fresh, **options)
-        return compare_files(stored, fresh)
+        return _compare(old, evidence.read(fresh), f"{stored} and this run")
 
 
 def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
@@ -140,11 +147,16 @@ def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
     Raises:
         FileNotFoundError, ValueError: a file is missing, holds no records, or shares no figure with the other.
     """
-    old, new = evidence.read(before), evidence.read(after)
-    changes, errors = list(compare.changes(old, new)), compare.broken(old, new)
+    return _compare(evidence.read(before), evidence.read(after), f"{before} and {after}")
+
+
+def _compare(old: Sequence[Record], new: Sequence[Record], names: str) -> int:
+    """Print what changed from one set of records to another; the exit status."""
+    changes, errors, missing = list(compare.changes(old, new)), compare.broken(old, new), compare.vanished(old, new)
     if not changes and not errors:
-        raise ValueError(f"{before} and {after} share no figure: op, kernel, workload, dtype and machine must be equal")
-    compare.print_changes(changes, errors)
+        parts = "op, kernel, workload, dtype, machine, suite, sizes and settings"
+        raise ValueError(f"{names} share no figure: {parts} must be equal")
+    compare.print_changes(changes, errors, missing)
     return int(bool(errors) or any(change.regressed for change in changes))
 
 
@@ -158,14 +170,19 @@ def _run_case(stand: Stand, name: str) -> list[Record]:
         return [evidence.make(what, (), command=stand.command(), error=plain(error))]
 
 
-def _done(path: Path) -> set[str]:
-    """Cases with records of this commit and no error among them."""
+def _done(path: Path, suite: str) -> set[str]:
+    """Cases of a suite with records of this commit and machine and no error among them."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()
-    mine = [record for record in evidence.read(path) if record.code == code]
-    cases = {record.command.rpartition(" ")[2] for record in mine}
-    return cases - {record.command.rpartition(" ")[2] for record in mine if record.error}
+    machine = evidence.here().machine
+    mine = [r for r in evidence.read(path) if (r.code, series(r), r.where.machine) == (code, suite, machine)]
+    return {_case(r) for r in mine} - {_case(r) for r in mine if r.error}
+
+
+def _case(record: Record) -> str:
+    """The case that its command names."""
+    return record.command.rpartition(" ")[2]
 
 
 def _line(record: Record) -> str:

@@ -2,17 +2,19 @@
 
 A figure that was taken beside a peer is compared by its ratio to the peer: both sides ran interleaved, so a slower day
 of the machine cancels. A figure without one is compared as it is. The interval is a bootstrap over the raw samples of
-both sets; rounds of a pair are redrawn together.
+both sets; rounds of a pair are redrawn together. Figures of two suites or of other sizes are never held against each
+other; a figure that the second set lacks is named.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from tessera import evidence
 from tessera.evidence import Key, Record
+from tessera.report_markdown import current, series
 
 DRAWS, TAIL = 4000, 0.025
 MARGIN: Final = 0.05
@@ -20,6 +22,15 @@ MARGIN: Final = 0.05
 WANTED: Final = 0.20
 """Loss that a comparison ought to find; `Change.blind` says where it could not."""
 LESS_IS_BETTER: Final = ("s", "bytes", "of tolerance")
+ANSWERED: Final = ("tune", "block sizes")
+"""Operations whose config is what was found; elsewhere it is the sizes and settings that were asked for."""
+
+
+class Figure(NamedTuple):
+    """What a figure is known by: its key and, as the suites have the same cases in other sizes, the suite."""
+
+    key: Key
+    suite: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,25 +65,57 @@ class Change:
         return not self.regressed and (1 - WANTED) * self.interval[1] / self.factor >= 1 - MARGIN
 
 
+def figures(records: Iterable[Record]) -> dict[Figure, Record]:
+    """The latest record of each figure."""
+    return {Figure(record.key, series(record)): record for record in current(records)}
+
+
 def changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
-    """Every figure that both sets have without an error; of several records the latest counts."""
-    old, new = evidence.latest(before), evidence.latest(after)
-    for key, record in new.items():
-        if key in old and record.median is not None and old[key].median is not None and old[key].unit == record.unit:
-            yield change(key, (old[key], peer_of(old[key], old)), (record, peer_of(record, new)))
+    """Every figure that both sets have, of equal sizes and without an error; of several records the latest counts."""
+    old, new = figures(before), figures(after)
+    for figure, record in new.items():
+        if figure in old and alike(old[figure], record):
+            yield change(figure.key, (old[figure], peer_of(old[figure], old)), (record, peer_of(record, new)))
+
+
+def alike(before: Record, after: Record) -> bool:
+    """Whether two records of one key are figures of the same unit, sizes and settings."""
+    if before.median is None or after.median is None or before.unit != after.unit:
+        return False
+    return before.what.op in ANSWERED or _settings(before) == _settings(after)
+
+
+def _settings(record: Record) -> str:
+    return json.dumps(record.what.config, sort_keys=True)  # a tuple and the list it is read back as are equal
 
 
 def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
     """Records of the second set that are an error where the first had a figure, or a crash of a whole case."""
-    old = evidence.latest(before)
-    return [r for key, r in evidence.latest(after).items() if r.error and (key not in old or not old[key].error)]
+    old = figures(before)
+    return [r for figure, r in figures(after).items() if r.error and (figure not in old or not old[figure].error)]
 
 
-def peer_of(record: Record, table: dict[Key, Record]) -> Record | None:
+def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
+    """Figures of the first set that the second has not, or has in other sizes, of suites and machines that both have.
+
+    A case's figures are those of the commit that ran it last; what an earlier one called otherwise is not missed.
+    """
+    old, new = figures(before), figures(after)
+    runs, crashed = {(f.suite, f.key.machine) for f in new}, {r.command for r in new.values() if r.error}
+    last = {r.command: r.code for r in sorted(old.values(), key=lambda r: r.date) if not r.error}
+    return [
+        record
+        for figure, record in old.items()
+        if (figure.suite, figure.key.machine) in runs and not record.error and record.code == last[record.command]
+        if record.command not in crashed and not (figure in new and alike(record, new[figure]))
+    ]
+
+
+def peer_of(record: Record, table: dict[Figure, Record]) -> Record | None:
     """The other side of the same interleaved run, if it is in the set."""
     if record.comparison is None or not record.how.interleaved:
         return None
-    found = table.get(record.key._replace(kernel=record.comparison.against))
+    found = table.get(Figure(record.key._replace(kernel=record.comparison.against), series(record)))
     same_run = found is not None and found.command == record.command and len(found.samples) == len(record.samples)
     return found if same_run else None
 
@@ -107,8 +150,8 @@ def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tupl
     return peer.median / record.median, np.median(np.asarray(peer.samples)[pick], axis=1) / own
 
 
-def print_changes(found: Sequence[Change], errors: Sequence[Record]) -> None:
-    """A line per figure, the worst first; then what no longer runs."""
+def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Sequence[Record] = ()) -> None:
+    """A line per figure, the worst first; then what is no longer measured, and what no longer runs."""
     from rich.console import Console
     from rich.table import Table
 
@@ -126,5 +169,8 @@ def print_changes(found: Sequence[Change], errors: Sequence[Record]) -> None:
     if blind := sum(c.blind for c in found):
         said = f"{blind} of {len(found)} figures are too noisy to show a loss of {WANTED:.0%}"
         console.print(f"{said}: measure them again, quietly", style="yellow")
+    for record in missing:
+        name = f"{record.what.workload}: {record.what.kernel} {record.what.dtype}".strip()
+        console.print(f"{name}: in the first set, not in the second", style="yellow", markup=False)
     for record in errors:
         console.print(f"{record.what.workload}: {record.what.kernel}: error: {record.error}", style="red", markup=False)
