@@ -84,12 +84,12 @@ def provenance(records: Iterable[Record]) -> str:
     """Where the records of one table come from, one sentence per machine.
 
     Raises:
-        ValueError: a record that does not name its commit or its command.
+        ValueError: a record that does not name its commit, date and command.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if record.code.commit is None or not record.command:
-            raise ValueError(f"record {record.key} must name a commit and a command before it can be published")
+        if not record.traceable:
+            raise ValueError(f"record {record.key} must name a commit, a date and a command before it can be published")
         where = record.where
         groups.setdefault(f"{where.machine}, jax {where.versions.get('jax', '?')}", []).append(record)
     lines = []

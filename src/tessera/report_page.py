@@ -38,7 +38,7 @@ def render(records: Iterable[Record]) -> str:
     """
     every = list(records)
     for record in every:
-        if record.code.commit is None or not record.command or not record.date:
+        if not record.traceable:
             raise ValueError(f"record {record.key} names no commit, date or command: it cannot be published")
     latest = current(every)
     pictures = []
