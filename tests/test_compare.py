@@ -48,16 +48,54 @@ def test_noise_is_none(seed):
 
 
 def test_what_is_too_noisy_to_tell_is_named(capsys):
-    """A loss of 20 % is found, or the figure is said to be too noisy to show one."""
+    """A loss of 20 % is found, or it is said that the figure cannot be judged, and what its interval is."""
     quiet, noisy = only(run(1.0), run(1.0, seed=1)), only(run(1.0, noise=0.3), run(1.0, noise=0.3, seed=1))
     assert not quiet.blind
     assert noisy.blind
     for seed in range(20):
         lost = only(run(1.0, noise=0.15, seed=seed), run(1.25, noise=0.15, seed=100 + seed))
-        assert lost.regressed or lost.blind or lost.factor > 0.85  # chance made the loss smaller than it is
+        assert lost.regressed or lost.blind or lost.interval[0] >= 0.8  # chance made the loss smaller than it is
+    faster = only(run(2.0, noise=0.1), run(1.0, noise=0.1, seed=1))
+    assert not faster.blind, "noise does not matter where no loss is possible"
     compare.print_changes([quiet, noisy], [])
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 of 2 figures are too noisy to show a loss of 20%" in said
+    assert "1 of 2 figures cannot be judged, a loss of 20% is not excluded" in said
+    low, high = noisy.interval
+    assert f"case: ours against peer: {noisy.factor:.3f}, 95 % interval {low:.3f} to {high:.3f}" in said
+
+
+def few(ours: float, count: int) -> list:
+    """As `run`, of fewer rounds."""
+    made = run(ours)
+    return [replace(r, samples=r.samples[:count], median=float(np.median(r.samples[:count]))) for r in made]
+
+
+def test_few_samples_judge_nothing(capsys):
+    """Two redrawn samples have an interval as narrow as chance made them."""
+    for sides in ((few(1.0, 2), run(1.5)), (run(1.0), few(1.5, 4)), (few(1.0, 1), few(1.5, 1))):
+        found = only(*sides)
+        assert found.interval is None
+        assert found.blind
+        assert not found.regressed
+    assert only(few(1.0, 5), few(1.5, 5)).regressed
+    compare.print_changes([found], [])
+    assert "95 % interval too few samples" in capsys.readouterr().out
+
+
+def test_shares_of_trials_are_judged_by_the_trials_and_predictions_by_themselves():
+    def one(value, **fields):
+        what = evidence.What(op=fields.pop("op", "quality"), kernel="ours", workload="case")
+        return [evidence.make(what, [value], command=COMMAND.format("demo"), **fields)]
+
+    def share(right):
+        return one(right / 100, unit="fraction", facts={"trials": 100, "right": right})
+
+    assert only(share(95), share(60)).regressed
+    assert not only(share(95), share(92)).regressed
+    assert not only(share(95), share(92)).blind
+    assert only(share(0), share(0)).factor == 1.0
+    how = evidence.How(check="predicted from the compiler's schedule, not measured")
+    assert only(one(1.0, op="predicted figure", how=how), one(1.2, op="predicted figure", how=how)).regressed
 
 
 def test_a_slow_day_cancels_where_both_sides_ran_together():
@@ -119,6 +157,11 @@ def test_the_command_compares_files_and_says_regression_by_its_status(tmp_path, 
     assert cli.main(["bench", "--compare", str(old), str(old)]) == 0
     assert cli.main(["bench", "--compare", str(old), str(new)]) == 1
     assert cli.main(["bench", "--compare", str(old), str(tmp_path / "none.jsonl")]) == 2
+    for name, records in {"noisy": run(1.25, noise=0.3, seed=1), "alone": run(1.0, seed=1)[1:]}.items():
+        evidence.append(tmp_path / name, records)
+        assert cli.main(["bench", "--compare", str(old), str(tmp_path / name)]) == bench.UNJUDGED
+    evidence.append(tmp_path / "both", [run(1.25, seed=1)[1]])
+    assert cli.main(["bench", "--compare", str(old), str(tmp_path / "both")]) == 1
     other = tmp_path / "other.jsonl"
     evidence.append(other, run(1.0, unit="bytes")[:0] or [])
     assert cli.main(["bench", "--compare", str(old), str(other)]) == 2

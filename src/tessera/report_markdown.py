@@ -58,6 +58,11 @@ def series(record: Record) -> str:
     return record.command.partition(option)[2].partition(" --only")[0]
 
 
+def is_prediction(record: Record) -> bool:
+    """Whether nothing was timed: the figure comes from a compiler's schedule or a roofline."""
+    return "predict" in record.what.op or "not measured" in (record.how.check or "")
+
+
 def newest(records: Iterable[Record]) -> list[Record]:
     """The newest of each kernel and workload, whatever machine made it: for what a compiler alone decides."""
     found: dict[tuple[str, str, str], Record] = {}

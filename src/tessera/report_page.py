@@ -8,8 +8,8 @@ import jinja2
 
 from tessera import evidence, files
 from tessera.evidence import Record
-from tessera.report_markdown import current, quantity
-from tessera.report_pictures import PICTURES, is_prediction
+from tessera.report_markdown import current, is_prediction, quantity
+from tessera.report_pictures import PICTURES
 
 GROUPS = {
     "attention": "Attention, timed",

@@ -3,10 +3,11 @@
     tessera bench --suite cpu                      all cases, appended to evidence/<device>.jsonl
     tessera bench --suite cpu --only start_up      one case
     tessera bench --suite cpu --resume             only the cases this commit has no record of
-    tessera bench --suite cpu --gate               nothing kept; fails where a stored figure got worse beyond noise
-    tessera bench --compare OLD NEW                two files of records, measured before
+    tessera bench --suite cpu --gate               nothing kept; 1 where a stored figure got worse beyond noise
+    tessera bench --compare OLD NEW                two files of records, measured before; status as for --gate
 
-A case that fails becomes a record with its error, and the exit status says so.
+A case that fails becomes a record with its error, and the exit status says so. Status 3 is no judgement: nothing got
+worse for sure, but the noise of some figure does not exclude it, or a stored figure was not measured again.
 """
 
 import os
@@ -24,6 +25,9 @@ from tessera.bench import answers, attention, compare, model
 from tessera.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
 from tessera.evidence import Record, What
 from tessera.report_markdown import series
+
+UNJUDGED: Final = 3
+"""Exit status of a comparison that found nothing worse, but could not judge every figure."""
 
 
 class Case(NamedTuple):
@@ -121,7 +125,8 @@ def gate(suite: str = "cpu", **options) -> int:
         suite, options: as for `run`, without out and resume.
 
     Returns:
-        0; 1 if a case failed or a figure is worse than the stored one beyond noise.
+        0; 1 if a case failed or a figure is worse than the stored one beyond noise; else UNJUDGED if some figure could
+        not be judged or is missing.
 
     Raises:
         ValueError: nothing is stored for this device, or an unknown suite or case.
@@ -142,7 +147,7 @@ def gate(suite: str = "cpu", **options) -> int:
 
 
 def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
-    """Print what changed from one file of records to another; 1 if a figure got worse beyond noise, or broke.
+    """Print what changed from one file of records to another; the exit status, as of `gate`.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing, holds no records, or shares no figure with the other.
@@ -157,7 +162,9 @@ def _compare(old: Sequence[Record], new: Sequence[Record], names: str) -> int:
         parts = "op, kernel, workload, dtype, machine, suite, sizes and settings"
         raise ValueError(f"{names} share no figure: {parts} must be equal")
     compare.print_changes(changes, errors, missing)
-    return int(bool(errors) or any(change.regressed for change in changes))
+    if errors or any(change.regressed for change in changes):
+        return 1
+    return UNJUDGED if missing or any(change.blind for change in changes) else 0
 
 
 def _run_case(stand: Stand, name: str) -> list[Record]:
