@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+import time
 from dataclasses import replace
 
 import jax
@@ -136,6 +137,23 @@ def test_a_time_below_the_floor_becomes_an_error(stand):
     honest = stand.record(what, [2.0], How(), work={"flops": 1e9, "bytes": 1.0})
     assert honest.error is None
     assert honest.peak_fraction == pytest.approx(0.5)
+
+
+def test_a_timer_that_skips_the_work_is_caught(tmp_path, monkeypatch):
+    """The fault is in time_call itself, and the ceilings are those that the run measures."""
+
+    def skip(function, *args):
+        jax.block_until_ready(args)
+        start = time.perf_counter()
+        out = function(*args)
+        return time.perf_counter() - start, jax.block_until_ready(out)
+
+    measured = measure.ceilings
+    monkeypatch.setattr(measure, "time_call", skip)
+    monkeypatch.setattr(measure, "ceilings", lambda: measured(size=512, read_bytes=1 << 24, rounds=2))
+    out = tmp_path / "records.jsonl"
+    assert bench.run("smoke", out=out, only=["sparse_prefill"]) == 1
+    assert all("work was skipped" in record.error for record in evidence.read(out))
 
 
 def test_realised_density_counts_visible_keys_once():
@@ -300,6 +318,11 @@ def test_runs_append_resume_and_report_failures(tmp_path, monkeypatch, capsys):
     evidence.append(out, stamped)
     assert bench.run("smoke", out=out, only=["compilation"], resume=True) == 0
     assert len(evidence.read(out)) == 4
+    assert bench._done(out, "smoke") == {"compilation"}
+    assert bench._done(out, "cpu") == set()  # tiny sizes are no record of the real ones
+    other = [replace(r, where=replace(r.where, cpu="Other 9000")) for r in stamped]
+    evidence.append(tmp_path / "other.jsonl", other)
+    assert bench._done(tmp_path / "other.jsonl", "smoke") == set()
     assert bench.run("smoke", out=out, only=["peer_model"], peer_python=tmp_path / "missing") == 1
     *_, before, failure = evidence.read(out)
     assert before.error is None  # one record of the failure

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -122,6 +123,15 @@ def test_newer_schema_and_unknown_fields_are_refused():
         ({"samples": [1.0, "fast"]}, "'fast' stands where a finite number must"),
         ({"samples": [True]}, "True stands where a finite number must"),
         ({"date": 20261121}, "date=20261121 must be a string"),
+        ({"median": 99.0}, "median=99.0 must be that of its samples"),
+        ({"comparison": {"against": "peer", "ratio": "lots"}}, "comparison.ratio='lots' must be .*float"),
+        ({"comparison": {"against": "peer", "ratio": 1.0, "interval": [1.0]}}, "comparison.interval=.* must be"),
+        ({"comparison": {"against": "peer", "ratio": 1.0, "met": "yes"}}, "comparison.met='yes' must be"),
+        ({"comparison": "faster"}, "comparison|argument"),
+        ({"how": {"iterations": 2.5}}, "how.iterations=2.5 must be .*int"),
+        ({"code": {"commit": 7, "dirty": False}}, "code.commit=7 must be"),
+        ({"facts": [1]}, r"facts=\[1\] must be an object"),
+        ({"error": 5}, "error=5 must be a string"),
     ],
 )
 def test_a_malformed_record_is_named_before_anything_reads_it(tmp_path, change, said):
@@ -130,6 +140,18 @@ def test_a_malformed_record_is_named_before_anything_reads_it(tmp_path, change, 
     path.write_text(json.dumps(whole) + "\n" + json.dumps(whole | change) + "\n")
     with pytest.raises(ValueError, match=f"records.jsonl line 2 is not a record: .*{said}"):
         evidence.read(path)
+
+
+def test_a_machine_of_numbers_is_named(tmp_path):
+    path, whole = tmp_path / "records.jsonl", json.loads(evidence.encode(record()))
+    for name, value in {"cpu": 5, "cores": "two", "memory_bytes": None, "versions": []}.items():
+        path.write_text(json.dumps(whole | {"where": whole["where"] | {name: value}}) + "\n\n")
+        with pytest.raises(ValueError, match=f"records.jsonl line 1 is not a record: where.{name}=.* must be"):
+            evidence.read(path)
+
+
+def test_the_stored_records_are_whole():
+    assert evidence.collect(Path(__file__).parents[1] / "evidence")
 
 
 def test_appending_survives_a_kill(tmp_path):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import measure
+from tessera import hardware, measure
 
 
 def test_interleave_takes_turns_in_alternating_order():
@@ -53,6 +53,24 @@ def test_ceilings_are_rates_of_this_device():
     assert found.flops_per_s["float32"] > 1e8
     assert found.bytes_per_s > 1e7
     assert found.floor_s("float32", found.flops_per_s["float32"], 0) == pytest.approx(1.0)
+
+
+def test_ceilings_have_a_clock_of_their_own(monkeypatch):
+    """A timer that skips the work must not raise them along with the rates that they bound."""
+    monkeypatch.setattr(measure, "time_call", lambda function, *args: (1e-9, function(*args)))
+    found = measure.ceilings(size=512, read_bytes=1 << 24, rounds=2)
+    assert max(found.flops_per_s.values()) < 1e14
+    assert found.bytes_per_s < 1e13
+
+
+def test_no_ceiling_is_above_the_data_sheet():
+    chip = hardware.chip("v4")
+    assert chip.devices == 1
+    high = measure.Ceilings(flops_per_s={"float32": 1e12, "bfloat16": 1e18}, bytes_per_s=1e18)
+    found = measure.capped(high, chip)
+    assert found.flops_per_s == {"float32": 1e12, "bfloat16": chip.bf16_flops_per_s}
+    assert found.bytes_per_s == chip.bytes_per_s
+    assert measure.capped(high, None) == high
 
 
 def test_child_memory_and_output_are_its_own():

@@ -157,10 +157,15 @@ def test_a_prediction_is_held_to_its_goals_per_head_dim_too():
     assert "| 90th percentile (<= 12 %) | by head dim | rank correlation (>= 0.99) | by head dim |" in text
 
 
-def test_figures_without_provenance_are_refused():
-    orphan = replace(compared()[1], code=evidence.Code(commit=None, dirty=None))
-    with pytest.raises(ValueError, match="commit"):
-        report.render("speed", [orphan])
+@pytest.mark.parametrize(
+    "lack", [{"code": evidence.Code(commit=c, dirty=None)} for c in (None, "")] + [{"command": " "}, {"date": ""}]
+)
+def test_figures_without_provenance_are_refused(lack):
+    with pytest.raises(ValueError, match="must name a commit, a date and a command"):
+        report.render("speed", [replace(compared()[1], **lack)])
+
+
+def test_tables_that_are_not_there_or_empty_are_refused():
     with pytest.raises(ValueError, match="must be one of"):
         report.render("dreams", compared())
     with pytest.raises(ValueError, match="no record"):

@@ -201,10 +201,12 @@ def test_the_page_stands_alone_and_is_well_formed():
     assert not opened
 
 
-def test_a_number_without_provenance_is_refused():
-    orphan = dataclasses.replace(record(), code=evidence.Code(commit=None, dirty=None))
+@pytest.mark.parametrize(
+    "lack", [{"code": evidence.Code(commit=c, dirty=None)} for c in (None, "")] + [{"command": " "}, {"date": ""}]
+)
+def test_a_number_without_provenance_is_refused(lack):
     with pytest.raises(ValueError, match="names no commit"):
-        report_page.render([orphan])
+        report_page.render([dataclasses.replace(record(), **lack)])
 
 
 def test_changes_in_the_tree_are_said():

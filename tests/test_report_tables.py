@@ -120,6 +120,15 @@ def test_suites_that_ask_the_same_do_not_replace_each_other(suite):
     assert "0.0200 (0.0100 to 0.0400)" in report.render("eval", [*demo(), later])
 
 
+def test_a_row_is_of_one_plan():
+    """Answers of the plan before stand in no cell of the new one's row, and in no mean."""
+    _, rows = lines("eval", demo())
+    new = PLAN | {"minimum": 256}
+    later = replace(task("fraction 0.2", "single", 4096, [1.0] * 10, config=new), date="2030-01-01T00:00:00+00:00")
+    _, mixed = lines("eval", [*demo(), later])
+    assert mixed == [rows[0], "| fraction 0.2 | AMD EPYC, 2 cores | 100 % (72 to 100 %) |  | 20.0 % |  |  |"]
+
+
 def tiles(tile, query_tile, mean, found, machine=AMD):
     config = PLAN | {"tile": tile, "query_tile": query_tile}
     name = f"tile {tile}, query tile {query_tile}"

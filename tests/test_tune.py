@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tune_subjects
 
-from tessera import evidence, oracle, tune
+from tessera import cli, evidence, oracle, tune
 from tessera.attention import tuned
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import KERNELS
@@ -242,6 +242,14 @@ def test_the_cost_model_sees_waste_and_steps():
 def test_an_unknown_workload_is_refused_by_name():
     with pytest.raises(ValueError, match="--workload nosuch must be one of prefill_8k"):
         tune.task_of("nosuch", "dense")
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-1", "1e30"])
+@pytest.mark.parametrize("flag", ["--memory-gib", "--limit-s"])
+def test_limits_that_no_system_can_keep_are_refused(flag, value, capsys):
+    assert cli.main(["tune", "--workload", "prefill_8k", flag, value]) == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert f"{flag} {float(value)} must be" in line
 
 
 def test_the_command_of_a_record_repeats_the_search():

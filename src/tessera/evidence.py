@@ -13,12 +13,13 @@ import platform
 import re
 import statistics
 import subprocess
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin
 
 from tessera import hardware
 
@@ -158,6 +159,11 @@ class Record:
     def key(self) -> Key:
         """A later record of the same key replaces an earlier one."""
         return Key(self.what.op, self.what.kernel, self.what.workload, self.what.dtype, self.where.machine)
+
+    @property
+    def traceable(self) -> bool:
+        """Whether it names the commit, the date and the command, without which no figure is published."""
+        return all(text and text.strip() for text in (self.code.commit, self.date, self.command))
 
     @property
     def mean_density(self) -> float | None:
@@ -329,19 +335,44 @@ def decode(line: str) -> Record:
 
 def _checked(record: Record) -> Record:
     """The record, if its fields are what whoever reads records takes them for."""
-    for name, kind in (("what", What), ("where", Where), ("code", Code), ("how", How)):
-        if not isinstance(getattr(record, name), kind):
-            raise ValueError(f"{name}={getattr(record, name)!r:.40} must be an object")
-    for name in ("command", "date", "unit"):
-        if not isinstance(getattr(record, name), str):
+    for name, kind in (("what", What), ("where", Where), ("code", Code), ("how", How), ("comparison", Comparison)):
+        part = getattr(record, name)
+        if part is None and kind is Comparison:
+            continue
+        if not isinstance(part, kind):
+            raise ValueError(f"{name}={part!r:.40} must be an object")
+        for inner in fields(kind):
+            if not _fits(getattr(part, inner.name), inner.type):
+                raise ValueError(f"{name}.{inner.name}={getattr(part, inner.name)!r:.40} must be {inner.type}")
+    if not isinstance(record.facts, Mapping):
+        raise ValueError(f"facts={record.facts!r:.40} must be an object")
+    for name in ("command", "date", "unit", "error"):
+        if not isinstance(getattr(record, name), str if name != "error" else str | None):
             raise ValueError(f"{name}={getattr(record, name)!r:.40} must be a string")
     single = (record.median, record.spread, record.flops, record.bytes, record.peak_fraction)
+    single += (record.flops_per_s, record.bytes_per_s)
     for number in (*record.samples, *(record.density or ()), *(x for x in single if x is not None)):
-        if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        if not _fits(number, float):
             raise ValueError(f"{number!r:.40} stands where a finite number must")
     if record.error is None and (not record.samples or record.median is None):
         raise ValueError("it has neither samples with their median nor an error")
+    if record.samples and record.median is not None:
+        median = statistics.median(record.samples)
+        if not math.isclose(record.median, median, rel_tol=1e-9):
+            raise ValueError(f"median={record.median} must be that of its samples, {median}")
     return record
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value read from JSON is of an annotated kind; a number is finite, and True is none."""
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, one) for one in get_args(kind))
+    if kind in (int, float):
+        return isinstance(value, int | kind) and not isinstance(value, bool) and math.isfinite(value)
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
+    return isinstance(value, get_origin(kind) or kind)
 
 
 def append(path: str | os.PathLike, records: Record | Iterable[Record]) -> None:

@@ -20,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tessera import hardware
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
@@ -91,21 +93,47 @@ def ratio_interval(
 def ceilings(*, size: int = 2048, read_bytes: int = 1 << 28, rounds: int = 5) -> Ceilings:
     """Best of a few runs: a [size,size] matrix product per dtype; a matrix of `read_bytes` times a vector, and x + 1.
 
-    Decode reads and hardly writes; x + 1 alone, which also writes, would set its floor too high on a CPU.
+    Decode reads and hardly writes; x + 1 alone, which also writes, would set its floor too high on a CPU. A chip with a
+    data sheet has no ceiling above it.
     """
     rates = {}
     product = jax.jit(jnp.matmul)
     for dtype in (jnp.float32, jnp.bfloat16):
         x = jnp.ones((size, size), dtype)
-        time_call(product, x, x)
-        best = min(time_call(product, x, x)[0] for _ in range(rounds))
-        rates[jnp.dtype(dtype).name] = 2.0 * size**3 / best
+        rates[jnp.dtype(dtype).name] = 2.0 * size**3 / _least_s(product, x, x, rounds=rounds)
     matrix = jnp.zeros((read_bytes // 4 // size, size), jnp.float32)
     best = 0.0
     for program, moved in ((jax.jit(lambda x: x @ x[0]), 1.0), (jax.jit(lambda x: x + 1), 2.0)):
-        time_call(program, matrix)
-        best = max(best, moved * read_bytes / min(time_call(program, matrix)[0] for _ in range(rounds)))
-    return Ceilings(flops_per_s=rates, bytes_per_s=best)
+        best = max(best, moved * read_bytes / _least_s(program, matrix, rounds=rounds))
+    return capped(Ceilings(flops_per_s=rates, bytes_per_s=best), hardware.chip(jax.devices()[0].device_kind))
+
+
+def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
+    """The ceilings, at most one device's share of its chip's nominal peaks; as they are where there is no data sheet.
+
+    No dtype of ours has a higher peak than bfloat16.
+    """
+    if chip is None:
+        return found
+    most = chip.bf16_flops_per_s / chip.devices
+    rates = {name: min(rate, most) for name, rate in found.flops_per_s.items()}
+    return Ceilings(flops_per_s=rates, bytes_per_s=min(found.bytes_per_s, chip.bytes_per_s / chip.devices))
+
+
+def _least_s(program: Callable[..., jax.Array], *args: jax.Array, rounds: int) -> float:
+    """Least seconds from a call to one number of its result on the host.
+
+    Not `time_call`: were that to stop its clock before the work is done, the ceilings would rise by as much as the
+    times they bound fall, and no time would be too good. A number on the host is not there before the program ends.
+    """
+    last = jax.jit(lambda out: out.ravel()[-1])
+    taken = []
+    for _ in range(rounds + 1):  # the first compiles
+        jax.block_until_ready(args)
+        start = time.perf_counter()
+        float(np.asarray(last(program(*args))))
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
 
 
 @dataclass(frozen=True, kw_only=True)

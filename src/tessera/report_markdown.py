@@ -58,6 +58,11 @@ def series(record: Record) -> str:
     return record.command.partition(option)[2].partition(" --only")[0]
 
 
+def is_prediction(record: Record) -> bool:
+    """Whether nothing was timed: the figure comes from a compiler's schedule or a roofline."""
+    return "predict" in record.what.op or "not measured" in (record.how.check or "")
+
+
 def newest(records: Iterable[Record]) -> list[Record]:
     """The newest of each kernel and workload, whatever machine made it: for what a compiler alone decides."""
     found: dict[tuple[str, str, str], Record] = {}
@@ -84,12 +89,12 @@ def provenance(records: Iterable[Record]) -> str:
     """Where the records of one table come from, one sentence per machine.
 
     Raises:
-        ValueError: a record that does not name its commit or its command.
+        ValueError: a record that does not name its commit, date and command.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
-        if record.code.commit is None or not record.command:
-            raise ValueError(f"record {record.key} must name a commit and a command before it can be published")
+        if not record.traceable:
+            raise ValueError(f"record {record.key} must name a commit, a date and a command before it can be published")
         where = record.where
         groups.setdefault(f"{where.machine}, jax {where.versions.get('jax', '?')}", []).append(record)
     lines = []

@@ -9,8 +9,8 @@ import jinja2
 
 from tessera import evidence, files
 from tessera.evidence import Record
-from tessera.report_markdown import current, quantity
-from tessera.report_pictures import PICTURES, is_prediction
+from tessera.report_markdown import current, is_prediction, quantity
+from tessera.report_pictures import PICTURES
 
 GROUPS = {
     "attention": "Attention, timed",
@@ -39,7 +39,7 @@ def render(records: Iterable[Record]) -> str:
     """
     every = list(records)
     for record in every:
-        if record.code.commit is None or not record.command or not record.date:
+        if not record.traceable:
             raise ValueError(f"record {record.key} names no commit, date or command: it cannot be published")
     latest = current(every)
     pictures = []

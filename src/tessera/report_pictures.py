@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from tessera.evidence import Record
-from tessera.report_markdown import newest, series
+from tessera.report_markdown import is_prediction, newest, series
 
 INK, GRID = "#1a1a1a", "#d9d9d9"
 COLOURS = ("#1f4e79", "#c8590a", "#3a7d44", "#7a4f9a", "#8c6d1f", "#555555")
@@ -42,11 +42,6 @@ class Picture(NamedTuple):
     title: str
     svg: str
     records: tuple[Record, ...]
-
-
-def is_prediction(record: Record) -> bool:
-    """Whether nothing was timed: the figure comes from a compiler's schedule or a roofline."""
-    return "predict" in record.what.op or "not measured" in (record.how.check or "")
 
 
 def drawn(draw: Callable[[Figure], None], size: tuple[float, float]) -> str:

@@ -79,8 +79,11 @@ def study(records: Sequence[Record]) -> str:
 
 
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
-    """What `tessera eval` asked of the shipped model in a suite."""
-    return [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
+    """What `tessera eval` asked of the shipped model in a suite, each policy of one plan alone: that of its newest
+    record. What was asked of a plan before it is not this row's, and its cell is empty until it is asked again."""
+    asked = [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
+    newest_of = {lead: max(own, key=lambda r: r.date) for lead, own in _by_policy(asked).items()}
+    return [r for r in asked if r.what.config == newest_of[_policy(r), r.where.machine].what.config]
 
 
 def _policy(record: Record) -> str:

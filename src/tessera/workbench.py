@@ -22,14 +22,15 @@ class Bench:
     peer_python: Path = Path(".venv-peers/bin/python")
     """Interpreter of the environment with torch and transformers (make peers)."""
     gate: bool = False
-    """Keep no records, but fail if a figure is worse, beyond noise, than this device's stored one."""
+    """Keep no records; status 1 if a figure is worse, beyond noise, than this device's stored one of the suite, 3 if
+    none is for sure but some could not be judged (noise, few samples, not measured again)."""
     compare: tuple[Path, Path] | None = None
-    """Measure nothing: compare two files of records, the second against the first."""
+    """Measure nothing: compare two files of records, the second against the first; status as for --gate."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Run the cases; 1 if one failed, or got worse with --gate or --compare."""
+        """Run the cases; 1 if one failed, or got worse with --gate or --compare, which say 3 if they cannot tell."""
         from tessera import bench
 
         if self.compare is not None:

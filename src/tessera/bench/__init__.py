@@ -3,10 +3,11 @@
     tessera bench --suite cpu                      all cases, appended to evidence/<device>.jsonl
     tessera bench --suite cpu --only start_up      one case
     tessera bench --suite cpu --resume             only the cases this commit has no record of
-    tessera bench --suite cpu --gate               nothing kept; fails where a stored figure got worse beyond noise
-    tessera bench --compare OLD NEW                two files of records, measured before
+    tessera bench --suite cpu --gate               nothing kept; 1 where a stored figure got worse beyond noise
+    tessera bench --compare OLD NEW                two files of records, measured before; status as for --gate
 
-A case that fails becomes a record with its error, and the exit status says so.
+A case that fails becomes a record with its error, and the exit status says so. Status 3 is no judgement: nothing got
+worse for sure, but the noise of some figure does not exclude it, or a stored figure was not measured again.
 """
 
 import os
@@ -23,6 +24,10 @@ from tessera import evidence
 from tessera.bench import answers, attention, compare, model
 from tessera.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
 from tessera.evidence import Record, What
+from tessera.report_markdown import series
+
+UNJUDGED: Final = 3
+"""Exit status of a comparison that found nothing worse, but could not judge every figure."""
 
 
 class Case(NamedTuple):
@@ -93,7 +98,7 @@ def run(
     if unknown:
         raise ValueError(f"only={unknown} must name cases: {list(CASES)}")
     out = Path("evidence") / f"{evidence.device_slug()}.jsonl" if out is None else Path(out)
-    done = _done(out) if resume else set()
+    done = _done(out, suite) if resume else set()
     stand, console, failed = Stand(suite, SUITES[suite].sizes, peer_python), Console(stderr=True), False
     try:
         with compiled_anew():
@@ -120,7 +125,8 @@ def gate(suite: str = "cpu", **options) -> int:
         suite, options: as for `run`, without out and resume.
 
     Returns:
-        0; 1 if a case failed or a figure is worse than the stored one beyond noise.
+        0; 1 if a case failed or a figure is worse than the stored one beyond noise; else UNJUDGED if some figure could
+        not be judged or is missing.
 
     Raises:
         ValueError: nothing is stored for this device, or an unknown suite or case.
@@ -128,24 +134,37 @@ def gate(suite: str = "cpu", **options) -> int:
     stored = Path("evidence") / f"{evidence.device_slug()}.jsonl"
     if not stored.exists():
         raise ValueError(f"{stored} does not exist: there is nothing to hold against; run without --gate first")
+    if suite not in SUITES:
+        raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
+    asked = set(options.get("only") or ())
+    old = [r for r in evidence.read(stored) if series(r) == suite and (not asked or _case(r) in asked)]
+    if not old:
+        raise ValueError(f"{stored} has no record of --suite {suite}: there is nothing to hold against")
     with tempfile.TemporaryDirectory(prefix="tessera-gate-") as folder:
         fresh = Path(folder) / "fresh.jsonl"
         run(suite, out=fresh, **options)
-        return compare_files(stored, fresh)
+        return _compare(old, evidence.read(fresh), f"{stored} and this run")
 
 
 def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
-    """Print what changed from one file of records to another; 1 if a figure got worse beyond noise, or broke.
+    """Print what changed from one file of records to another; the exit status, as of `gate`.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing, holds no records, or shares no figure with the other.
     """
-    old, new = evidence.read(before), evidence.read(after)
-    changes, errors = list(compare.changes(old, new)), compare.broken(old, new)
+    return _compare(evidence.read(before), evidence.read(after), f"{before} and {after}")
+
+
+def _compare(old: Sequence[Record], new: Sequence[Record], names: str) -> int:
+    """Print what changed from one set of records to another; the exit status."""
+    changes, errors, missing = list(compare.changes(old, new)), compare.broken(old, new), compare.vanished(old, new)
     if not changes and not errors:
-        raise ValueError(f"{before} and {after} share no figure: op, kernel, workload, dtype and machine must be equal")
-    compare.print_changes(changes, errors)
-    return int(bool(errors) or any(change.regressed for change in changes))
+        parts = "op, kernel, workload, dtype, machine, suite, sizes and settings"
+        raise ValueError(f"{names} share no figure: {parts} must be equal")
+    compare.print_changes(changes, errors, missing)
+    if errors or any(change.regressed for change in changes):
+        return 1
+    return UNJUDGED if missing or any(change.blind for change in changes) else 0
 
 
 def _run_case(stand: Stand, name: str) -> list[Record]:
@@ -158,14 +177,19 @@ def _run_case(stand: Stand, name: str) -> list[Record]:
         return [evidence.make(what, (), command=stand.command(), error=plain(error))]
 
 
-def _done(path: Path) -> set[str]:
-    """Cases with records of this commit and no error among them."""
+def _done(path: Path, suite: str) -> set[str]:
+    """Cases of a suite with records of this commit and machine and no error among them."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()
-    mine = [record for record in evidence.read(path) if record.code == code]
-    cases = {record.command.rpartition(" ")[2] for record in mine}
-    return cases - {record.command.rpartition(" ")[2] for record in mine if record.error}
+    machine = evidence.here().machine
+    mine = [r for r in evidence.read(path) if (r.code, series(r), r.where.machine) == (code, suite, machine)]
+    return {_case(r) for r in mine} - {_case(r) for r in mine if r.error}
+
+
+def _case(record: Record) -> str:
+    """The case that its command names."""
+    return record.command.rpartition(" ")[2]
 
 
 def _line(record: Record) -> str:

@@ -37,6 +37,8 @@ LEAST_GAIN = 1.02
 """The winner replaces the default only for this much, and only if the interval's lower end is above 1."""
 WORST_ELSEWHERE = 0.95
 """The winner may not be slower than this share of the default's speed at a held-out length."""
+MOST_S, MOST_GIB = 1e9, 1e9
+"""More than a queue can wait for, or than a limit of the system can say, is no limit but an overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +71,10 @@ class Budget:
         for name in ("candidates", "quick", "finalists", "rounds"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
-        if not self.limit_s > 0:
-            raise ValueError(f"--limit-s {self.limit_s} must be positive")
-        if self.memory_gib is not None and not self.memory_gib >= 0:
-            raise ValueError(f"--memory-gib {self.memory_gib} must be at least 0")
+        if not 0 < self.limit_s <= MOST_S:
+            raise ValueError(f"--limit-s {self.limit_s} must be positive and at most {MOST_S:g}")
+        if self.memory_gib is not None and not 0 <= self.memory_gib <= MOST_GIB:
+            raise ValueError(f"--memory-gib {self.memory_gib} must be from 0, which is no limit, to {MOST_GIB:g}")
 
     @property
     def memory_bytes(self) -> int:
