@@ -11,8 +11,8 @@ Nothing is added up in main memory: results are the same from run to run.
 
 Keys that are padding and rows that see nothing are zeroed before the launch, these rows' cotangents too, and their lse
 is +inf: only the diagonal, the window's edge and kv_len need masks. Work: 7 products per pair, 14 H flops; a kernel
-that adds up dq in main memory, in whatever order, needs 5. Heads that the kernels do not take are worked out in plain
-JAX, a block of rows against every key, visible or not.
+that adds up dq in main memory, in whatever order, needs 5. Heads that the kernels do not take, and chips other than
+Hopper, get plain JAX: a block of rows against every key, visible or not.
 """
 
 import functools
@@ -318,6 +318,13 @@ def keys_body(*refs, cut: Cut):
         plgpu.wait_smem_to_gmem(0)
 
 
+def capability() -> str | None:
+    """Compute capability of the GPU here ("9.0"; another maker's is named in another way); None where there is none."""
+    if jax.default_backend() != "gpu":
+        return None
+    return str(getattr(jax.devices()[0], "compute_capability", "none"))
+
+
 def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions):
     """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v."""
     num_queries, num_heads, head_dim = q.shape[1:]
@@ -335,7 +342,8 @@ def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: Att
     delta = jnp.pad(jnp.swapaxes(jnp.where(is_row, delta, 0.0), 1, 2), pad)
     q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0)), whole_lines(d_out)
     inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
-    dq, dk, dv = (by_kernels if head_dim in HEAD_DIMS else by_rows)(inputs, cut)
+    fits = head_dim in HEAD_DIMS and capability() in (None, "9.0")  # where there is no GPU one is compiled for
+    dq, dk, dv = (by_kernels if fits else by_rows)(inputs, cut)
     return dq[:, :num_queries], *(jnp.swapaxes(x, 1, 2)[:, :num_keys] for x in (dk, dv))
 
 
