@@ -1,13 +1,14 @@
 """Chooses a kernel for every attention call, says why, and refuses what none of them can do."""
 
+import re
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention import (
+    gpu_backward,
     gpu_cudnn,
     gpu_decode,
     gpu_keys,
@@ -180,11 +181,12 @@ def missing_capability(kernel: Kernel) -> str | None:
 
     Ours use Hopper's own matrix instruction, which later chips do not have either; cuDNN's needs Ampere.
     """
-    if jax.default_backend() != "gpu":
+    here = gpu_backward.capability()
+    if here is None:
         return None
-    here = jax.devices()[0].compute_capability
     if kernel in gpu_cudnn.KERNELS:
-        return None if float(here) >= 8.0 else f"8.0 (Ampere) or later, this GPU has {here}"
+        is_number = re.fullmatch(r"\d+\.\d+", here)  # of another maker's GPU it is a name
+        return None if is_number and float(here) >= 8.0 else f"8.0 (Ampere) or later, this GPU has {here}"
     return None if here == "9.0" else f"9.0 (Hopper), this GPU has {here}"
 
 
