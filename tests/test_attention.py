@@ -206,6 +206,20 @@ def test_partials_merge_to_the_whole(kernel):
     assert np.abs(merged - whole.out).max() < ROUNDING[dtype] * np.abs(numbers(call.v)).max()
 
 
+@pytest.mark.parametrize("kernel", blocked(calls.kernels("sparse", "prefill")), ids=lambda k: k.name)
+def test_lengths_past_the_arrays_are_those_of_the_arrays(kernel):
+    """S and T divide nothing: what pads the arrays to whole copies must not count as keys."""
+    dtype = calls.dtype_of(kernel)
+    workload = calls.taken(kernel, NAMED["both_ways"])
+    sizes = {"num_queries": 10, "num_keys": 69, "kv_len": None, "fraction": 1.0}
+    call = calls.make(dataclasses.replace(workload, **sizes), "sparse", dtype)
+    answer = oracle.attend(call)
+    allowed = oracle.tolerance(call, answer, dtype, folds(kernel))
+    result = calls.run(kernel, call._replace(kv_len=call.kv_len + 9, q_len=call.q_len + 9), dtype)
+    assert np.abs(result.out - answer.out).max() <= allowed.out
+    assert np.abs(result.lse - answer.lse).max() <= allowed.lse
+
+
 @pytest.mark.parametrize("role", ["dense", "score", "sparse"])
 def test_decode_is_the_last_row_of_prefill(role):
     """Through dispatch: one row alone equals the last row of a call that holds it."""
