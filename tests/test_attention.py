@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tessera import oracle
-from tessera.attention.contract import AttentionSpec, Positions, Selection
+from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Selection
 from tessera.attention.dispatch import KERNELS, attention, call_shapes
 from tessera.workloads import WORKLOADS, tagged
 
@@ -206,6 +206,20 @@ def test_partials_merge_to_the_whole(kernel):
     assert np.abs(merged - whole.out).max() < ROUNDING[dtype] * np.abs(numbers(call.v)).max()
 
 
+@pytest.mark.parametrize("kernel", blocked(calls.kernels("sparse", "prefill")), ids=lambda k: k.name)
+def test_lengths_past_the_arrays_are_those_of_the_arrays(kernel):
+    """S and T divide nothing: what pads the arrays to whole copies must not count as keys."""
+    dtype = calls.dtype_of(kernel)
+    workload = calls.taken(kernel, NAMED["both_ways"])
+    sizes = {"num_queries": 10, "num_keys": 69, "kv_len": None, "fraction": 1.0}
+    call = calls.make(dataclasses.replace(workload, **sizes), "sparse", dtype)
+    answer = oracle.attend(call)
+    allowed = oracle.tolerance(call, answer, dtype, folds(kernel))
+    result = calls.run(kernel, call._replace(kv_len=call.kv_len + 9, q_len=call.q_len + 9), dtype)
+    assert np.abs(result.out - answer.out).max() <= allowed.out
+    assert np.abs(result.lse - answer.lse).max() <= allowed.lse
+
+
 @pytest.mark.parametrize("role", ["dense", "score", "sparse"])
 def test_decode_is_the_last_row_of_prefill(role):
     """Through dispatch: one row alone equals the last row of a call that holds it."""
@@ -229,27 +243,32 @@ def test_decode_is_the_last_row_of_prefill(role):
 @pytest.mark.parametrize("kernel", calls.kernels("dense"), ids=lambda k: k.name)
 @pytest.mark.parametrize("name", ["ragged", "window_softcap", "decode_window"])
 def test_gradient_meets_the_oracle(kernel, name):
+    """What is sent back to rows that see no key is NaN or infinite, as 0 / 0 of a norm or lse's own -inf make it."""
     if kernel.phase == "decode" and "decode" not in NAMED[name].tags:
         name = "decode_ragged"
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, NAMED[name])
     call = calls.make(workload, "dense", dtype)
-    call = call._replace(q=np.where(np.isnan(call.q), 0, call.q).astype(call.q.dtype))
     d_out = np.random.default_rng(4).standard_normal(call.q.shape)
+    unseen = np.isneginf(oracle.attend(call).lse)
+    assert unseen.any() == (name != "decode_window")
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
     spec = calls.spec_of(call, "dense")
     config = calls.small_config(kernel, spec, workload.shapes("dense", dtype))
+    exact = oracle.gradients(call._replace(q=numbers(call.q)), d_out)
+    sent = AttentionOut(
+        jnp.asarray(np.where(unseen[..., None], np.nan, d_out), dtype),
+        jnp.asarray(np.where(unseen, -np.inf, 0.0), jnp.float32),
+    )
 
-    def loss(q, k, v):
-        out = kernel.launch(q, k, v, spec, positions, None, config)
-        return jnp.sum(out.out * jnp.asarray(d_out, jnp.float32))
+    def gradients(q, k, v, sent):
+        return jax.vjp(lambda *x: kernel.launch(*x, spec, positions, None, config), q, k, v)[1](sent)
 
     with calls.machine(kernel):
-        got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*(jnp.asarray(x) for x in (call.q, call.k, call.v)))
-    for mine, exact in zip(got, oracle.gradients(call, d_out), strict=True):
+        got = jax.jit(gradients)(*(jnp.asarray(x) for x in (call.q, call.k, call.v)), sent)
+    for mine, truth in zip(got, exact, strict=True):
         assert np.all(np.isfinite(mine))
-        assert np.abs(mine.astype(np.float32) - exact).max() <= GRADIENT[dtype] * max(1.0, np.abs(exact).max())
-    unseen = np.isneginf(oracle.attend(call).lse)
+        assert np.abs(mine.astype(np.float32) - truth).max() <= GRADIENT[dtype] * max(1.0, np.abs(truth).max())
     assert np.all(np.asarray(got[0])[unseen] == 0)
 
 

@@ -121,6 +121,21 @@ def test_backends_agree_under_jit():
     assert jnp.abs(mine - named).max() < 1e-5
 
 
+@pytest.mark.parametrize("num_queries", [1, 6])
+def test_lengths_are_clipped_to_the_arrays(num_queries):
+    """Rows and keys past the arrays do not exist: they count neither in lse nor in mass; nor do fewer than none."""
+    q, k = jnp.ones((2, num_queries, 4, 8)), jnp.ones((2, 21, 2, 8))
+    spec = AttentionSpec(causal=False, tile=16, query_tile=8, mass=True)
+    call = jax.jit(lambda kv_len, q_len: attention(q, k, k, spec, kv_len=kv_len, q_len=q_len))
+
+    def answer(kv_len, q_len):
+        return jax.tree.leaves(call(*(jnp.asarray(x, jnp.int32) for x in (kv_len, q_len))))
+
+    for past, lengths in (((30, -3), (21, 0)), ((20, 99), (20, 21))):
+        wanted = answer(lengths, (num_queries,) * 2)
+        assert all(map(jnp.array_equal, answer(past, (num_queries + 5, num_queries)), wanted))
+
+
 def test_public_names_stay_callable_after_their_modules_are_imported():
     """tessera.attention and tessera.calibrate are modules as well as functions."""
     program = (

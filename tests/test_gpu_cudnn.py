@@ -4,6 +4,7 @@ cuDNN itself runs on a GPU alone (`scripts/gpu_check.sh correct` holds it to flo
 its own definition in plain arithmetic, so that lengths, padding, empty rows and positions are tested all the same.
 """
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -12,8 +13,8 @@ import numpy as np
 import pytest
 
 from tessera import oracle, trials, verify
-from tessera.attention import dispatch, gpu_cudnn
-from tessera.attention.contract import AttentionOut, AttentionSpec, Shapes
+from tessera.attention import dispatch, gpu_backward, gpu_cudnn, reference
+from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Shapes
 from tessera.attention.dispatch import explain
 from tessera.workloads import Workload
 
@@ -65,6 +66,73 @@ def test_all_around_it_meets_the_oracle(monkeypatch, causal, q_start):
     assert errors.max() <= 1
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def opaque(q, k, v, kv_len, scale, causal):
+    """As cuDNN's: a rule of its own that keeps what went in and came out, and drops the cotangent of lse."""
+    return definition(q, k, v, kv_len, scale, causal)
+
+
+def opaque_forward(*call):
+    return (found := definition(*call)), (*call[:3], *found)
+
+
+def opaque_backward(scale, causal, saved, cotangents):
+    return *(0 * x for x in saved[:3]), None
+
+
+opaque.defvjp(opaque_forward, opaque_backward)
+
+
+@pytest.mark.parametrize(
+    ("causal", "q_start", "capability"),
+    [(True, (0, 0, 0), None), (True, (5, -9, 3), "9.0"), (True, (5, -9, 3), "8.0"), (False, (0, 0, 0), "10.0")],
+)
+def test_its_gradient_is_that_of_out_and_lse(monkeypatch, causal, q_start, capability):
+    """Hopper's kernels take it where they run (test_attention.py holds them to float64), plain JAX elsewhere."""
+    ran, plain = [], gpu_backward.by_rows
+    monkeypatch.setattr(gpu_cudnn, "cudnn", opaque)
+    monkeypatch.setattr(gpu_backward, "by_rows", lambda *x: ran.append("plain") or plain(*x))
+    monkeypatch.setattr(gpu_backward, "by_kernels", lambda *x: ran.append("kernels") or plain(*x))
+    if capability:
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda: [Device(capability)])
+    spec = AttentionSpec(causal=causal, scale=0.2)
+    call = trials.make(replace(SQUARE, q_start=q_start, spec=spec), "dense", "bfloat16")
+    q, k, v = (jnp.asarray(x) for x in (call.q, call.k, call.v))
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+    unseen = np.isneginf(oracle.attend(call).lse)
+    rng = np.random.default_rng(5)
+    d_out, d_lse = (rng.standard_normal(n).astype(np.float32) for n in (q.shape, q.shape[:3]))
+    sent = np.where(unseen[..., None], np.nan, d_out), np.where(unseen, np.nan, d_lse)
+
+    def gradients(kernel, dtype):
+        q, k, v, d_out = (jnp.asarray(x, dtype) for x in (call.q, call.k, call.v, sent[0]))
+        launch = functools.partial(kernel.launch, spec=spec, positions=positions, selection=None, config=None)
+        pull = jax.vjp(lambda *x: launch(*x)._replace(mass=None), q, k, v)[1]
+        return pull(AttentionOut(d_out, jnp.asarray(sent[1])))
+
+    found = gradients(KERNEL, jnp.bfloat16)
+    assert ran == ["kernels" if capability in (None, "9.0") else "plain"]
+    for mine, truth in zip(found, gradients(reference.KERNELS[0], jnp.float32), strict=True):
+        assert np.abs(mine.astype(jnp.float32) - truth).max() <= 2**-5 * max(1.0, np.abs(truth).max())
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_its_gradient_keeps_nothing_of_the_size_of_the_scores(monkeypatch, causal):
+    """Where q_start is known only when the program runs, a condition would keep what the other way needs."""
+    monkeypatch.setattr(gpu_cudnn, "cudnn", opaque)
+    spec, length = AttentionSpec(causal=causal), 4096
+    q, k = (jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16) for heads in (4, 2))
+    positions = Positions(*(jax.ShapeDtypeStruct((1,), jnp.int32) for _ in range(3)))
+
+    def forward(q, k, v, positions):
+        return jax.vjp(lambda *x: KERNEL.launch(*x, spec, positions, None, gpu_cudnn.Config()), q, k, v)
+
+    kept = [x.size for x in jax.tree.leaves(jax.eval_shape(forward, q, k, k, positions)[1])]
+    assert max(kept) == q.size
+    assert sum(kept) <= 2 * q.size + 2 * k.size + length * 4 + 3  # q, out, k, v, lse, positions
+
+
 @pytest.mark.parametrize(
     ("spec", "shapes", "reason"),
     [
@@ -93,13 +161,16 @@ def test_cudnn_comes_first_until_a_record_says_otherwise(monkeypatch):
 
 class Device:
     def __init__(self, capability):
-        self.compute_capability = capability
+        if capability is not None:  # not every maker's has one
+            self.compute_capability = capability
 
 
 @pytest.mark.parametrize(
     ("capability", "mosaic", "cudnn"),
     [("9.0", None, None), ("8.0", "needs compute capability 9.0", None), ("7.5", "9.0", "needs compute capability 8.0"),
-     ("10.0", "needs compute capability 9.0 (Hopper), this GPU has 10.0", None)],
+     ("10.0", "needs compute capability 9.0 (Hopper), this GPU has 10.0", None),
+     ("gfx942", "9.0 (Hopper), this GPU has gfx942", "8.0 (Ampere) or later, this GPU has gfx942"),
+     (None, "9.0 (Hopper), this GPU has none", "8.0 (Ampere) or later, this GPU has none")],
 )  # fmt: skip
 def test_older_and_newer_chips_get_the_portable_path_with_the_reason(monkeypatch, capability, mosaic, cudnn):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

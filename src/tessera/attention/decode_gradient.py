@@ -25,11 +25,10 @@ def row_gradients(
 ) -> tuple[Array, Array, Array]:
     """ds = p (do v^T - rowsum(do out) + dlse), dq = ds k, dk = ds^T q, dv = p^T do, from out and lse (the result)."""
     (out, lse), (d_out, d_lse) = result, cotangents
-    out, d_out = out.astype(jnp.float32), d_out.astype(jnp.float32)
+    seen = jnp.isfinite(lse)[..., None]  # a row that sees no key may hold anything, its cotangents too; 0 * NaN is NaN
+    q32, out, d_out = (jnp.where(seen, x, 0).astype(jnp.float32) for x in (q, out, d_out))
     k32, v32 = (jnp.where(mask[:, None, :, None], x, 0).astype(jnp.float32) for x in (k, v))
-    q32 = q.astype(jnp.float32)
     y = score_bits(q32, k32, spec)
-    seen = jnp.isfinite(lse)[..., None]
     p = jnp.where(mask[:, None, None] & seen, jnp.exp2(y - jnp.where(seen, lse[..., None] * LOG2_E, 0.0)), 0.0)
     offset = jnp.where(seen[..., 0], d_lse - jnp.sum(d_out * out, axis=-1), 0.0)
     ds = p * (jnp.einsum("bkgh,bksh->bkgs", d_out, v32) + offset[..., None])

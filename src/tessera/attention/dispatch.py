@@ -1,13 +1,14 @@
 """Chooses a kernel for every attention call, says why, and refuses what none of them can do."""
 
+import re
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention import (
+    gpu_backward,
     gpu_cudnn,
     gpu_decode,
     gpu_keys,
@@ -72,7 +73,7 @@ def attention(
 
     The role follows from the arguments: *sparse* with a selection, *score* with spec.mass, else *dense*. A row that
     sees no key gives out 0, lse -inf and zero gradient; keys at or past kv_len may hold anything. The gradient is
-    that of the dense role (out, with respect to q, k and v).
+    that of the dense role (out and lse, with respect to q, k and v).
 
     Args:
         q_BTNH: queries; N must be a multiple of K.
@@ -80,8 +81,8 @@ def attention(
         v_BSKH: values, the keys' shape and dtype.
         spec: everything static: mask, scale, tile sizes, whether mass is wanted.
         q_start: absolute position of the first query row per sequence; zeros when None.
-        kv_len: valid keys per sequence; S when None.
-        q_len: valid query rows per sequence; T when None.
+        kv_len: valid keys per sequence, clipped to [0, S]; S when None.
+        q_len: valid query rows per sequence, clipped to [0, T]; T when None.
         selection: key tiles [B,K,I,C] to read per query tile; None reads every visible key.
         backend: a kernel's name, or the part before its role ("reference"); None takes the first that can run.
 
@@ -93,11 +94,11 @@ def attention(
     """
     check(q_BTNH, k_BSKH, v_BSKH, spec, selection)
     batch, num_queries = q_BTNH.shape[:2]
-    positions = Positions(
-        per_sequence("q_start", q_start, 0, batch),
-        per_sequence("kv_len", kv_len, k_BSKH.shape[1], batch),
-        per_sequence("q_len", q_len, num_queries, batch),
+    lengths = (
+        jnp.clip(per_sequence(name, value, size, batch), 0, size)
+        for name, value, size in (("kv_len", kv_len, k_BSKH.shape[1]), ("q_len", q_len, num_queries))
     )
+    positions = Positions(per_sequence("q_start", q_start, 0, batch), *lengths)
     shapes = parallel.local_shapes(call_shapes(q_BTNH, k_BSKH, selection))
     kernel = choose(spec, shapes, backend=backend)
     config = tuned.config(kernel, spec, shapes)
@@ -180,11 +181,12 @@ def missing_capability(kernel: Kernel) -> str | None:
 
     Ours use Hopper's own matrix instruction, which later chips do not have either; cuDNN's needs Ampere.
     """
-    if jax.default_backend() != "gpu":
+    here = gpu_backward.capability()
+    if here is None:
         return None
-    here = jax.devices()[0].compute_capability
     if kernel in gpu_cudnn.KERNELS:
-        return None if float(here) >= 8.0 else f"8.0 (Ampere) or later, this GPU has {here}"
+        is_number = re.fullmatch(r"\d+\.\d+", here)  # of another maker's GPU it is a name
+        return None if is_number and float(here) >= 8.0 else f"8.0 (Ampere) or later, this GPU has {here}"
     return None if here == "9.0" else f"9.0 (Hopper), this GPU has {here}"
 
 

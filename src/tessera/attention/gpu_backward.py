@@ -9,10 +9,10 @@ of one query head over their keys; or 128 keys of one KV head (64, whose columns
 128 would not fit their registers) over the rows of all its query heads, so that no partial dk or dv is ever written.
 Nothing is added up in main memory: results are the same from run to run.
 
-Rows and keys that are padding are zeroed before the launch and rows that see nothing get an lse of +inf, so only the
-diagonal, the window's edge and kv_len need masks. Work: 7 products per pair, 14 H flops; a kernel that adds up dq in
-main memory, in whatever order, needs 5. Heads that the kernels do not take are worked out in plain JAX, a block of rows
-against every key, visible or not.
+Keys that are padding and rows that see nothing are zeroed before the launch, these rows' cotangents too, and their lse
+is +inf: only the diagonal, the window's edge and kv_len need masks. Work: 7 products per pair, 14 H flops; a kernel
+that adds up dq in main memory, in whatever order, needs 5. Heads that the kernels do not take, and chips other than
+Hopper, get plain JAX: a block of rows against every key, visible or not.
 """
 
 import functools
@@ -318,23 +318,32 @@ def keys_body(*refs, cut: Cut):
         plgpu.wait_smem_to_gmem(0)
 
 
+def capability() -> str | None:
+    """Compute capability of the GPU here ("9.0"; another maker's is named in another way); None where there is none."""
+    if jax.default_backend() != "gpu":
+        return None
+    return str(getattr(jax.devices()[0], "compute_capability", "none"))
+
+
 def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions):
     """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v."""
     num_queries, num_heads, head_dim = q.shape[1:]
     num_keys, kv_heads = k.shape[1:3]
     cut = Cut(spec, num_heads // kv_heads, head_dim, str(q.dtype))
-    is_row = (jnp.arange(num_queries) < positions.q_len[:, None])[..., None, None]
+    # Rows that see no key: their cotangents may be anything (0 / 0 of a norm of 0), and 0 * NaN is NaN.
+    is_row = (jnp.arange(num_queries) < positions.q_len[:, None])[..., None] & jnp.isfinite(result.lse)
     is_key = (jnp.arange(num_keys) < positions.kv_len[:, None])[..., None, None]
-    d_out = jnp.where(is_row, cotangents.out, 0).astype(q.dtype)
+    d_out = jnp.where(is_row[..., None], cotangents.out, 0).astype(q.dtype)
     k, v = (jnp.swapaxes(whole_lines(jnp.where(is_key, x, 0)), 1, 2) for x in (k, v))
     delta = jnp.sum(result.out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - cotangents.lse
-    lse = jnp.where(jnp.isfinite(result.lse), result.lse * LOG2_E, jnp.inf)
+    lse = jnp.where(is_row, result.lse * LOG2_E, jnp.inf)
     pad = [(0, 0), (0, 0), (0, round_up(num_queries, BLOCK) - num_queries)]
     lse = jnp.pad(jnp.swapaxes(lse, 1, 2), pad, constant_values=jnp.inf)
-    delta = jnp.pad(jnp.swapaxes(jnp.where(is_row[..., 0], delta, 0.0), 1, 2), pad)
-    q, d_out = whole_lines(jnp.where(is_row, q, 0)), whole_lines(d_out)
+    delta = jnp.pad(jnp.swapaxes(jnp.where(is_row, delta, 0.0), 1, 2), pad)
+    q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0)), whole_lines(d_out)
     inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
-    dq, dk, dv = (by_kernels if head_dim in HEAD_DIMS else by_rows)(inputs, cut)
+    fits = head_dim in HEAD_DIMS and capability() in (None, "9.0")  # where there is no GPU one is compiled for
+    dq, dk, dv = (by_kernels if fits else by_rows)(inputs, cut)
     return dq[:, :num_queries], *(jnp.swapaxes(x, 1, 2)[:, :num_keys] for x in (dk, dv))
 
 

@@ -7,6 +7,10 @@ kv_len first: cuDNN multiplies what lies there by 0, and it may be NaN. That dou
 is all traffic: decode is refused. The function behind `jax.nn.dot_product_attention` is called, as the public one
 rounds lse to the dtype of q.
 
+The gradient is not cuDNN's, whose rule drops the cotangent of lse, and beside which the condition would keep the scores
+of the path that it does not take: from q, k, v, out and lse alone it is worked out by our own kernels (`gpu_backward`),
+on chips that these do not run on and for heads that they do not take in plain JAX, a block of rows at a time.
+
 Work: 4 H flops per visible (row, key) pair; each array moved once, K and V once more to clean them.
 """
 
@@ -21,7 +25,7 @@ from jax import Array
 from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Float
 
-from tessera.attention import work
+from tessera.attention import gpu_backward, work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 
 DTYPES = ("bfloat16", "float16")
@@ -81,7 +85,13 @@ def launch(
     selection: Selection | None,
     config: Config,
 ) -> AttentionOut:
-    """out = softmax(scale q k^T) v and its lse over the visible keys; gradients are cuDNN's own."""
+    """out = softmax(scale q k^T) v and its lse over the visible keys, both differentiable in q, k and v."""
+    lengths = (jnp.clip(x, 0, y.shape[1]) for x, y in ((positions.kv_len, k_BSKH), (positions.q_len, q_BTNH)))
+    return dense(q_BTNH, k_BSKH, v_BSKH, Positions(positions.q_start, *lengths), spec)
+
+
+def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, positions: Positions, spec: AttentionSpec) -> AttentionOut:
+    """The call, its lengths within the arrays."""
     scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
     valid = (jnp.arange(k_BSKH.shape[1]) < positions.kv_len[:, None])[:, :, None, None]
     row = jnp.arange(q_BTNH.shape[1])
@@ -103,6 +113,25 @@ def launch(
         out, lse = fused_path(q, k, v, kv_len)
     lse = jnp.where(alive[:, :, None], jnp.moveaxis(lse, 1, 2).astype(jnp.float32), -jnp.inf)
     return AttentionOut(jnp.where(alive[:, :, None, None], out, 0), lse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def dense(q, k, v, positions: Positions, spec: AttentionSpec) -> AttentionOut:
+    """The call, with a gradient that is linear in memory."""
+    return attend(q, k, v, positions, spec)
+
+
+def _forward(q, k, v, positions, spec):
+    result = attend(q, k, v, positions, spec)
+    return result, (q, k, v, positions, result)
+
+
+def _backward(spec: AttentionSpec, saved, cotangents: AttentionOut):
+    q, k, v, positions, result = saved
+    return *gpu_backward.gradients(q, k, v, result, cotangents, spec, positions), None
+
+
+dense.defvjp(_forward, _backward)
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:

@@ -63,6 +63,8 @@ class Cut(NamedTuple):
 
     spec: AttentionSpec
     dtype: str
+    num_queries: int
+    num_keys: int
     groups: int
     head_dim: int
     num_tiles: int
@@ -103,6 +105,8 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     return Cut(
         spec=spec,
         dtype=shapes.dtype,
+        num_queries=shapes.num_queries,
+        num_keys=shapes.num_keys,
         groups=groups,
         head_dim=shapes.head_dim,
         num_tiles=ceil_div(shapes.num_queries, spec.query_tile),
@@ -139,14 +143,15 @@ class Plan(NamedTuple):
 
 
 def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "B K I 7"]:
-    """The plan of every list; as ids ascend, entries before a limit are counted."""
+    """The plan of every list; as ids ascend, entries before a limit are counted. Lengths end where the arrays do."""
     spec, (tiles, count) = cut.spec, selection
+    kv_len, q_len = jnp.minimum(positions.kv_len, cut.num_keys), jnp.minimum(positions.q_len, cut.num_queries)
     listed = jnp.arange(tiles.shape[3]) < count[..., None]
     start = tiles * spec.tile
     block = jnp.arange(tiles.shape[2]) * spec.query_tile
-    rows = jnp.clip(positions.q_len[:, None] - block, 0, spec.query_tile)[:, None, :, None]
+    rows = jnp.clip(q_len[:, None] - block, 0, spec.query_tile)[:, None, :, None]
     first = (positions.q_start[:, None] + block)[:, None, :, None]
-    last, kv_len = first + rows - 1, jnp.broadcast_to(positions.kv_len[:, None, None, None], first.shape)
+    last, kv_len = first + rows - 1, jnp.broadcast_to(kv_len[:, None, None, None], first.shape)
     some_see, all_see = kv_len, kv_len  # keys before these
     if spec.causal:
         some_see, all_see = jnp.minimum(kv_len, last + 1), jnp.minimum(kv_len, first + 1)

@@ -64,14 +64,16 @@ def attend(
     valid_BS11 = (jnp.arange(num_keys) < positions.kv_len[:, None])[:, :, None, None]
     k = jnp.where(valid_BS11, k_BSKH, 0).astype(jnp.float32)  # padding may hold NaN, and 0 * NaN is NaN
     v = jnp.where(valid_BS11, v_BSKH, 0).astype(jnp.float32)
+    mask = visible(spec, positions, num_queries, num_keys)[:, None, None]
+    if selection is not None:
+        mask = mask & listed(spec, selection, num_queries, num_keys)[:, :, None]
+    sees = jnp.moveaxis(jnp.any(mask, axis=-1), 3, 1)[..., None]  # other rows are zeroed, and so are their cotangents
     q = q_BTNH.astype(jnp.float32).reshape(batch, num_queries, num_kv_heads, groups, head_dim)
+    q = jnp.where(sees, q, 0)
     z = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, precision="highest")
     z = z * (head_dim**-0.5 if spec.scale is None else spec.scale)
     if spec.softcap is not None:
         z = spec.softcap * jnp.tanh(z / spec.softcap)
-    mask = visible(spec, positions, num_queries, num_keys)[:, None, None]
-    if selection is not None:
-        mask = mask & listed(spec, selection, num_queries, num_keys)[:, :, None]
     z = jnp.where(mask, z, -jnp.inf)
     top = jnp.max(z, axis=-1, keepdims=True)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
@@ -79,7 +81,8 @@ def attend(
     total = jnp.sum(weight, axis=-1, keepdims=True)
     seen = total > 0
     prob = weight / jnp.where(seen, total, 1.0)
-    out = jnp.einsum("BKGTS,BSKH->BTKGH", prob, v, precision="highest").reshape(q_BTNH.shape).astype(q_BTNH.dtype)
+    out = jnp.where(sees, jnp.einsum("BKGTS,BSKH->BTKGH", prob, v, precision="highest"), 0)
+    out = out.reshape(q_BTNH.shape).astype(q_BTNH.dtype)
     lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
     lse_BTN = lse[..., 0].reshape(batch, num_heads, num_queries).swapaxes(1, 2)
     return AttentionOut(out, lse_BTN, tile_mass(spec, prob) if spec.mass else None)

@@ -273,6 +273,8 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
     batch, num_queries, num_heads, head_dim = q.shape
     kv_heads, shapes = k.shape[2], call_shapes(q, k, selection)
     cut = cut_call(spec, shapes, config)
+    lengths = jnp.minimum(positions.kv_len, shapes.num_keys), jnp.minimum(positions.q_len, num_queries)
+    positions = Positions(positions.q_start, *lengths)  # what pads the arrays reads as zeros, not as padding
     k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
     if cut.num_keys > k.shape[2]:  # only lengths that are no multiple of 16 are padded: a copy must start at one
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.num_keys - x.shape[2]), (0, 0)]) for x in (k, v))
