@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import bench, evidence, hardware, measure
+from tessera import bench, evidence, hardware, measure, quality
 from tessera.attention.contract import AttentionSpec, Selection
 from tessera.bench import amdahl, answers, model
 from tessera.bench import attention as cases
@@ -294,11 +294,11 @@ def test_few_rounds_have_a_ratio_and_no_interval():
 
 
 def test_wilson_interval_of_a_share():
-    low, high = evidence.wilson(95, 100)
+    low, high = quality.wilson(95, 100)
     assert low == pytest.approx(0.888, abs=1e-3)
     assert high == pytest.approx(0.978, abs=1e-3)
-    assert evidence.wilson(10, 10)[1] == 1.0
-    assert evidence.wilson(0, 10)[0] == 0.0
+    assert quality.wilson(10, 10)[1] == 1.0
+    assert quality.wilson(0, 10)[0] == 0.0
 
 
 def test_target_is_met_or_missed():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tessera import evidence
+from tessera import evidence, files
 from tessera.deviceless import targets
 from tessera.evidence import What
 from tessera.gpu_check import __main__ as program
@@ -95,14 +95,14 @@ def test_sources_are_what_runs(tmp_path):
     (tmp_path / "tables").mkdir()
     (tmp_path / "a.py").write_text("one = 1\n")
     (tmp_path / "tables" / "t.jsonl").write_text("{}\n")
-    found = [evidence.sources(tmp_path)]
+    found = [files.sources(tmp_path)]
     (tmp_path / "notes.txt").write_text("no code\n")
-    assert evidence.sources(tmp_path) == found[0]
+    assert files.sources(tmp_path) == found[0]
     for name, text in (("a.py", "one = 2\n"), ("tables/t.jsonl", "[]\n"), ("new.py", "")):
         (tmp_path / name).write_text(text)
-        found.append(evidence.sources(tmp_path))
+        found.append(files.sources(tmp_path))
     (tmp_path / "new.py").rename(tmp_path / "newer.py")
-    found.append(evidence.sources(tmp_path))
+    found.append(files.sources(tmp_path))
     assert len(set(found)) == len(found)
 
 

@@ -5,7 +5,6 @@ line that a kill cut short is dropped by the reader and removed by the next writ
 """
 
 import functools
-import hashlib
 import json
 import math
 import os
@@ -219,13 +218,6 @@ def make(
     return record
 
 
-def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
-    share, square = right / trials, z * z / trials
-    middle, half = share + square / 2, z * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
-    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
-
-
 def now() -> str:
     """The time of day as records write it: UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -277,15 +269,6 @@ def code() -> Code:
     commit = _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "src", "peers")
     return Code(commit=commit, dirty=None if changed is None else bool(changed))
-
-
-def sources(package: Path = Path(__file__).parent) -> str:
-    """A hash of the code and tables that run. A commit says less: trees that differ from it have it too."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jsonl", ".txtpb")):
-        text = path.read_bytes()
-        digest.update(f"{path.relative_to(package).as_posix()} {len(text)}\n".encode() + text)
-    return digest.hexdigest()[:16]
 
 
 def _git(root: Path, *args: str) -> str | None:

@@ -3,6 +3,7 @@
 And files of JSON lines, of which a kill costs the line that was being written.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -176,3 +177,12 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:  # a file system without hard links
         shutil.copy2(source, target)
+
+
+def sources(package: Path = Path(__file__).parent) -> str:
+    """A hash of the code and tables that run. A commit says less: trees that differ from it have it too."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jsonl", ".txtpb")):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()} {len(text)}\n".encode() + text)
+    return digest.hexdigest()[:16]

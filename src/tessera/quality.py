@@ -3,6 +3,7 @@
 `python -m tessera.quality` makes that plan anew; `tessera eval --suite study` says what its choices cost.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -101,6 +102,13 @@ def main() -> int:
     plan.save(SHIPPED / "plan.json")
     print(f"plan.json: anchors {list(plan.anchors)}, cross-over {plan.crossover_tokens} tokens")
     return 0
+
+
+def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+    share, square = right / trials, z * z / trials
+    middle, half = share + square / 2, z * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
+    return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from tessera import evidence, generate
+from tessera import generate
 from tessera.bench.stand import Stand
 from tessera.evidence import How, Record, What
-from tessera.quality import passkey_accuracy, passkey_tasks
+from tessera.quality import passkey_accuracy, passkey_tasks, wilson
 
 SHIPPED = Path(__file__).parents[1] / "demo" / "model"
 
@@ -25,7 +25,7 @@ def pass_keys(stand: Stand) -> Iterator[Record]:
         tasks = passkey_tasks(stand.sizes.passkeys, length)
         for name, model in models.items():
             found = passkey_accuracy(model, tasks, batch=1)
-            low, high = evidence.wilson(found.num_right, found.num_tasks)
+            low, high = wilson(found.num_right, found.num_tasks)
             what = What(
                 op="quality",
                 kernel=name,

@@ -24,6 +24,7 @@ from tessera.eval import tasks
 from tessera.eval.fidelity import fidelity, last_hidden, recall
 from tessera.evidence import How, Record, What
 from tessera.generate import Model
+from tessera.quality import wilson
 from tessera.shapes import ceil_div
 from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.plan import Plan
@@ -183,7 +184,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % interval of a mean: Wilson's where all are 0 or 1, else a bootstrap."""
     values = np.asarray(values, float)
     if np.isin(values, (0.0, 1.0)).all():
-        return evidence.wilson(int(values.sum()), len(values))
+        return wilson(int(values.sum()), len(values))
     pick = np.random.default_rng(0).integers(0, len(values), (DRAWS, len(values)))
     low, high = np.quantile(values[pick].mean(1), [LEVEL_TAIL, 1 - LEVEL_TAIL])
     return float(low), float(high)

@@ -27,7 +27,7 @@ from jax._src.pallas.mosaic.error_handling import MosaicError
 from jax._src.pallas.mosaic_gpu.lowering import LoweringError
 from jaxlib.mlir import ir
 
-from tessera import evidence
+from tessera import evidence, files
 from tessera.evidence import How, Record, What
 from tessera.gpu_check.supervisor import IDLE_S, NOTE_SUFFIX, RESTART, Unwritable, writing
 
@@ -82,7 +82,7 @@ class Session:
         self._crashes: collections.Counter = collections.Counter()
         self._notes: list[dict[str, Any]] = []
         self._numbers = 0
-        self._sources = evidence.sources()
+        self._sources = files.sources()
         records = evidence.read(out) if out.exists() else []
         since = len(records) if since is None else since
         for number, record in enumerate(records):

@@ -167,7 +167,7 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
         ValueError: the journal is of another search, or the method needs a library that is not installed.
     """
     about = {"task": task.request({}), "budget": asdict(budget), "machine": evidence.device_slug()}
-    about["code"] = evidence.sources(Path(__file__).parents[1] / "attention")
+    about["code"] = files.sources(Path(__file__).parents[1] / "attention")
     book, said = Journal(journal, about), on_step or (lambda text: None)
     with Child(limit_s=budget.limit_s, memory_bytes=budget.memory_bytes, paths=tuple(paths)) as child:
         tried = _search(task, budget, book, child, said)
