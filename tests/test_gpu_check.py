@@ -13,7 +13,7 @@ from tessera import evidence, files
 from tessera.deviceless import targets
 from tessera.evidence import What
 from tessera.gpu_check import __main__ as program
-from tessera.gpu_check import calls, check, clock, correct, environment, peers, supervisor, timing, tuning
+from tessera.gpu_check import calls, check, clock, correct, environment, peers, supervisor, timing, tuning, worker
 from tessera.gpu_check.session import CUT, Scale, Session
 
 ROOT = Path(__file__).parents[1]
@@ -301,6 +301,32 @@ def test_the_layout_is_the_first_thing_that_correct_does(tmp_path):
     assert "layout" in seen[0].workload
     assert not any("layout" in what.workload for what in seen[1:])
     assert "gradient" in seen[-1].workload
+
+
+def test_a_little_of_everything_comes_before_the_rest_of_anything(tmp_path, monkeypatch):
+    """A run may end within `correct`: every kernel has been asked something by then, and something has been timed."""
+    run, seen = session(tmp_path / "x.jsonl", dry=False, limit_s=600.0), []
+    run.attempt = lambda what, act, limit_s=0.0: seen.append((what.workload, what.kernel))
+    monkeypatch.setattr(timing, "time_setting", lambda session, watch, setting: seen.append(setting))
+    monkeypatch.setattr(timing.clock, "Clock", lambda session: None)
+    monkeypatch.setattr(tuning, "candidates", lambda session, setting: seen.append("tune") or ())
+    parts = []
+    for run.first, run.retry in worker.PASSES:
+        for piece in (correct, timing, tuning):
+            seen.clear()
+            piece.run(run)
+            parts.append(list(seen))
+    checked, timed, tuned, everything, all_timed, all_tuned, *_ = parts
+    kernels = {kernel.name for kernel in calls.gpu_kernels(run)}
+    assert "layout" in checked[0][0]
+    assert {name for _, name in checked} == kernels
+    assert len(checked) < len(everything) / 4
+    assert checked[-1] in everything
+    assert {setting.phase for setting in timed} == {"prefill", "decode"}
+    assert timed == all_timed[: len(timed)]
+    assert all_timed == list(timing.SETTINGS)
+    assert tuned == []
+    assert all_tuned
 
 
 def test_cases_hold_what_breaks_kernels():

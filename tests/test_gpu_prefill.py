@@ -103,6 +103,16 @@ def test_scratch_is_bounded():
         assert rows == 128 or rows * 32 * cut.units <= bound
 
 
+def test_query_tiles_of_a_chunk_fit_the_grid():
+    """They lie along CUDA's second axis, which ends at 65,535; ordinary calls are cut as if there were no such end."""
+    for query_tile, num_queries, num_keys in ((1, 1 << 18, 1 << 12), (7, 1 << 20, 1 << 12), (32, 1 << 23, 1 << 12)):
+        spec = AttentionSpec(tile=128, query_tile=query_tile, causal=False, mass=True)
+        cut = dense_rows.Cut(spec, dense_rows.Config(), 1, num_keys, 128, "bfloat16")
+        rows = gpu_prefill.chunk_rows(1, num_queries, 1, cut)
+        assert rows % 128 == rows % query_tile == 0
+        assert 30000 < rows // query_tile <= 65535
+
+
 ODD = [(50, 208), (56, 203), (1001, 1001), (500, 5001)]
 """Rows and keys, not both multiples of 8: the interpreter takes them, the copy engine does not."""
 

@@ -29,6 +29,8 @@ ALIGNED = 8
 MOST_ROWS = 64
 """Rows of one load."""
 UNROLLED = 4
+MOST_TILES = 65535
+"""Query tiles of a launch: the most that CUDA's second grid axis takes."""
 
 
 class Cut(NamedTuple):

@@ -186,8 +186,9 @@ def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cu
 
 
 def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
-    """Rows whose bits are held at once: not more numbers than q has, nor than BITS."""
+    """Rows whose bits are held at once: no more numbers than q has, nor than BITS, nor tiles than a grid."""
     bound = min(BITS, batch * num_queries * num_heads * cut.head_dim) // (batch * num_heads * cut.units)
+    bound = min(bound, gpu_mass.MOST_TILES * cut.spec.query_tile)
     whole = math.lcm(BLOCK_T, cut.spec.query_tile)
     chunks = ceil_div(num_queries, max(bound // whole, 1) * whole)
     return round_up(ceil_div(num_queries, chunks), whole)

@@ -5,6 +5,7 @@
     python -m tessera.gpu_check --dry --out FILE   # all of it here: interpreter, tiny shapes, nothing meant
 
 Needs Python, jax, numpy; torch and flash_attn are timed where they are installed. Every result is a record, a failed
-item's error too, appended as it goes. A child process (`worker.py`) does the work, and its parent (`supervisor.py`)
-outlives what hangs or crashes. What is done, and what is tried again, `session.py` says.
+item's error too, appended as it goes. A little of `correct` and `time` comes before the whole of either. A child
+process (`worker.py`) does the work, and its parent (`supervisor.py`) outlives what hangs or crashes. What is done, and
+what is tried again, `session.py` says.
 """

@@ -54,6 +54,8 @@ DRY = {
         tags=("hopper", "decode"),
     ),
 }
+FIRST = 2
+"""Cases of each kernel that come before anything is timed, besides the layout."""
 GRADIENTS = 2.0**-5
 """Of the largest entry, or of 1: how far off an entry of a gradient in bfloat16 may be."""
 
@@ -74,7 +76,7 @@ class Case(NamedTuple):
 
 
 def run(session: Session) -> None:
-    """A record per layout, then per kernel and case, then per gradient."""
+    """A record per layout, then per kernel and case, then per gradient; of these first only the FIRST cases."""
     kernels = list(calls.gpu_kernels(session))
     for kernel in filter(calls.takes_single_keys, kernels):
         for head_dim in (64,) if session.dry else (64, 128):
@@ -86,14 +88,15 @@ def run(session: Session) -> None:
                 )
                 tiles, blocks = (2, 1) if session.dry else (head_dim // layout.COLUMN, 4)
                 session.attempt(what, partial(layout.look, kernel, head_dim, config, tiles, blocks))
-    plans = {kernel: list(cases(kernel, dry=session.dry)) for kernel in kernels}
+    most = FIRST if session.first else None
+    plans = {kernel: list(cases(kernel, dry=session.dry))[:most] for kernel in kernels}
     longest = max(map(len, plans.values()))
     turns = [(k, plan[n]) for n in range(longest) for k, plan in plans.items() if n < len(plan)]  # a bit of each first
     turns = [(kernel, case, what_of(kernel, case)) for kernel, case in turns]
     turns = [turn for turn in turns if not session.is_done(turn[2])]
     for kernel, case, what in until_late(session, turns, 0 if session.dry else 30):
         session.attempt(what, partial(compare, kernel, case))
-    for kernel in kernels:
+    for kernel in () if session.first else kernels:
         if kernel.role == "dense" and kernel.phase == "prefill":
             for workload in gradient_workloads(kernel, dry=session.dry):
                 what = What(

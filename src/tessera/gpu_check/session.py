@@ -69,6 +69,7 @@ class Session:
     """Appends records, knows what is to be done, and when to stop.
 
     Attributes:
+        first: whether a little of every piece is wanted before the whole of any: the time may run out.
         retry: whether it is the turn of what failed before.
     """
 
@@ -77,7 +78,7 @@ class Session:
         self.out, self.dry = out, dry
         self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
         self._end = time.monotonic() + limit_s
-        self.piece, self.retry = "", False
+        self.piece, self.first, self.retry = "", False, False
         self._good, self._failed, self._refused, self._cut = set(), set(), set(), set()
         self._crashes: collections.Counter = collections.Counter()
         self._notes: list[dict[str, Any]] = []

@@ -27,6 +27,8 @@ DECODE = tuple(
 )
 SETTINGS = (SEED_SHAPE, *PREFILL[:2], *DECODE[:3], *PREFILL[2:], *PREFILL_70B, *DECODE[3:])
 """What matters most comes first: the time may run out."""
+FIRST = 4
+"""Calls that are timed before the rest of `correct`: the shape that was promised first, prefill, decode."""
 DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
 MOST_OF_JAX = 0.8
 """Of what jax may take, which is three quarters of the device's memory. Larger calls are left out, with a record."""
@@ -64,14 +66,15 @@ class Contender(NamedTuple):
 
 
 def run(session: Session) -> None:
-    """A record per contender and call."""
+    """A record per contender and call; first of the FIRST calls only."""
     missing = [name for name in peers.PEERS if not peers.installed(name)]
     for name in missing:
         what = What(op="gpu attention", kernel=name, workload="any")
         if not session.retry and not session.is_done(what):
             session.add(what, (), error="not installed" if on_gpu() else "not installed, or no GPU for it")
     watch = clock.Clock(session)
-    for setting in until_late(session, DRY if session.dry else SETTINGS, 0 if session.dry else 45):
+    settings = DRY if session.dry else SETTINGS[: FIRST if session.first else None]
+    for setting in until_late(session, settings, 0 if session.dry else 45):
         time_setting(session, watch, setting)
 
 

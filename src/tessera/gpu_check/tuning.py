@@ -23,7 +23,9 @@ DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
 
 
 def run(session: Session) -> None:
-    """A record per kernel, call and configuration."""
+    """A record per kernel, call and configuration; not before everything else was begun."""
+    if session.first:
+        return
     watch = clock.Clock(session)
     for setting in DRY if session.dry else SETTINGS:
         todo = [item for item in candidates(session, setting) if not session.is_done(item[2])]

@@ -21,6 +21,8 @@ from tessera.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritable
 
 PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
 """In the order they run."""
+PASSES = ((True, False), (False, False), (False, True))
+"""(session.first, session.retry) of each pass over the pieces: a little of each, everything new, what failed before."""
 
 
 def piece_named(name: str) -> Callable[[Session], None]:
@@ -36,7 +38,7 @@ def end_with_parent() -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Everything new, then what failed before; 2 if there is no GPU."""
+    """The passes over the pieces; 2 if there is no GPU."""
     request = json.loads(arguments[0]) if arguments else {"dry": False}
     if not request["dry"] and not on_gpu():
         return NO_GPU
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     threading.Thread(target=end_with_parent, daemon=True).start()
     pieces, out = request.pop("pieces"), Path(request.pop("out"))
     session = Session(out, **request)
-    for session.retry in (False, True):
+    for session.first, session.retry in PASSES:
         for session.piece in pieces:
             piece_named(session.piece)(session)
     return 0
