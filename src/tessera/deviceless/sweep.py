@@ -129,20 +129,23 @@ def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
     """One record of a sweep: share of the cases that compiled, per kernel and chip, and every failure.
 
     Args:
-        found: lines of one code, one a case; `cases` in the facts counts them, `planned` those of a whole sweep.
+        found: lines of one code, one a case; `cases` in the facts counts them, `planned` those that a whole sweep has of
+            these kernels.
         command: what repeats it.
     """
+    kernels, every = {case["kernel"] for case in found}, list(cases(tuple(tpu.TOPOLOGIES)))
+    swept = "every kernel" if kernels == {case["kernel"] for case in every} else " and ".join(sorted(kernels))
     groups: dict[str, list[bool]] = {}
     for case in found:
         groups.setdefault(f"{case['kernel']} on {case['chip']}", []).append(case["compiled"])
     facts = {
         "cases": len(found),
-        "planned": sum(1 for _ in cases(tuple(tpu.TOPOLOGIES))),
+        "planned": sum(case["kernel"] in kernels for case in every),
         "ended_by_time": sum(map(out_of_time, found)),
         "by_kernel": {name: [sum(ok), len(ok)] for name, ok in groups.items()},
         "failures": [{k: v for k, v in case.items() if k != "compiled"} for case in found if not case["compiled"]],
     }
-    what = evidence.What(op="tpu sweep", kernel="tpu", workload="every kernel, chip, head dim, dtype, tile")
+    what = evidence.What(op="tpu sweep", kernel="tpu", workload=f"{swept}, chip, head dim, dtype, tile")
     share = sum(case["compiled"] for case in found) / len(found)
     return of_its_code(evidence.make(what, [share], command=command, unit="fraction", facts=facts), found[-1])
 
