@@ -60,6 +60,7 @@ ORDER = [
     {"quality"},
     {"bench.*", "bench", "tune.*", "tune", "eval.*", "eval", "report", "doctor", "verify"},
     {"demo.*", "demo", "gpu_check.*"},
+    {"report_labels"},
     {"report_pictures"},
     {"report_page"},
     {"workbench"},

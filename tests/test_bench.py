@@ -14,7 +14,7 @@ from tessera import bench, evidence, hardware, measure, quality
 from tessera.attention.contract import AttentionSpec, Selection
 from tessera.bench import amdahl, answers, model
 from tessera.bench import attention as cases
-from tessera.bench.stand import SMOKE, Stand, causal_pairs, model_work, utilisation, versus
+from tessera.bench.stand import INTERVAL_ROUNDS, SMOKE, Sizes, Stand, causal_pairs, model_work, utilisation, versus
 from tessera.calibrate import find_crossover
 from tessera.engine import Session
 from tessera.evidence import How, What
@@ -293,6 +293,18 @@ def test_few_rounds_have_a_ratio_and_no_interval():
     assert (low, high) == (2.0, 2.0)
 
 
+def test_every_figure_of_a_real_suite_has_samples_enough_to_be_judged(stand, monkeypatch):
+    assert min(Sizes().rounds, Sizes().long_rounds) >= INTERVAL_ROUNDS
+    weights = iter(range(1000, 2000, 100))
+    monkeypatch.setattr(model, "_weigh", lambda folder, length: length + next(weights))
+    monkeypatch.setattr(stand, "write_model", lambda config, name: name)
+    stand.sizes = replace(stand.sizes, rounds=2, memory_tokens=(256, 512))
+    short, long = model.prefill_memory(stand)
+    # rounds alternate: 64, 256, 512, then back; each less the tiny prompt of its round
+    assert (short.samples, long.samples) == ((192 + 100.0, 192 - 100.0), (448 + 200.0, 448 - 200.0))
+    assert long.facts["slope_bytes_per_token"] == pytest.approx(1.0)
+
+
 def test_wilson_interval_of_a_share():
     low, high = quality.wilson(95, 100)
     assert low == pytest.approx(0.888, abs=1e-3)
@@ -313,6 +325,7 @@ def test_runs_append_resume_and_report_failures(tmp_path, monkeypatch, capsys):
     records = evidence.read(out)
     assert {r.what.kernel for r in records} == {"scan", "unrolled"}
     assert all(r.median > 0 and r.facts["step_s"] > 0 for r in records)
+    assert all(len(r.samples) == SMOKE.rounds for r in records)
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(commit=records[0].code.commit or "0" * 40, dirty=False))
     stamped = [replace(r, code=evidence.code()) for r in records]
     evidence.append(out, stamped)

@@ -6,10 +6,12 @@ import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
-from tessera import cli, evidence, report_page, report_pictures
+from tessera import cli, evidence, report_labels, report_page, report_pictures
 from tessera.evidence import Comparison, How, What
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +82,18 @@ def everything() -> list:
     ]
 
 
+def kept(monkeypatch, draw, records) -> Figure:
+    """The figure behind a picture."""
+    drawn, figures = report_pictures.drawn, []
+
+    def keep(draw, size):
+        return drawn(lambda figure: (draw(figure), figures.append(figure)), size)
+
+    monkeypatch.setattr(report_pictures, "drawn", keep)
+    draw(records)
+    return figures[0]
+
+
 def test_every_picture_shows_its_records_and_nothing_else():
     records = everything()
     for name, draw in report_pictures.PICTURES.items():
@@ -116,22 +130,14 @@ def test_suites_machines_and_errors_do_not_mix_in_a_picture():
 
 def test_the_heat_map_of_recall_says_which_layer_and_head_keeps_what(monkeypatch):
     """Texts of every cell at its layer and head, from the figure itself: SVG text is drawn as outlines."""
-    drawn, figures = report_pictures.drawn, []
-
-    def keep(draw, size):
-        figures.append(Figure(figsize=size))
-        draw(figures[-1])
-        return drawn(draw, size)
-
-    monkeypatch.setattr(report_pictures, "drawn", keep)
-    report_pictures.recall(everything())
-    kascade, window, scale = figures[0].axes
+    figure = kept(monkeypatch, report_pictures.recall, everything())
+    kascade, window, scale = figure.axes
     cells = [{(int(t.get_position()[1]), int(t.get_position()[0])): t.get_text() for t in a.texts}
              for a in (kascade, window)]  # fmt: skip
     assert cells[0] == {(0, 0): "all", (0, 1): "all", (1, 0): "0.93", (1, 1): "0.88", (2, 0): "0.40", (2, 1): "0.97"}
     assert cells[1][0, 0] == "0.90"
     assert [a.get_title() for a in (kascade, window)] == ["fraction 0.1", "window 410 + sinks"]
-    assert (kascade.get_ylabel(), figures[0].get_supxlabel(), scale.get_ylabel()) == (
+    assert (kascade.get_ylabel(), figure.get_supxlabel(), scale.get_ylabel()) == (
         "layer", "KV head", "attention mass kept",
     )  # fmt: skip
     assert kascade.yaxis_inverted()
@@ -158,17 +164,53 @@ def test_predicted_pictures_show_the_newest_of_each_chip():
         assert draw([*new, *old]).svg == draw(new).svg
 
 
-def test_shares_beside_crowded_marks_do_not_meet():
-    """Every mark of a roofline at one place: each text still finds a side of its own."""
+def test_texts_beside_crowded_marks_do_not_meet():
+    """Every mark of a roofline at one place, and at an edge: each text still finds a place of its own, inside."""
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", xlim=(1, 1e4), ylim=(1e-3, 1e3))
-    rated = record(work={"flops": 1e9, "bytes": 1e6}, peak_fraction=0.5)
     figure.draw_without_rendering()
-    report_pictures._label_shares(axes, [rated] * 6, ["black"] * 6)
-    boxes = [text.get_window_extent() for text in axes.texts]
-    assert len(boxes) == 6
+    points = [(1e3, 1.0)] * 20 + [(1.01, 1.0), (9.9e3, 9e2)]
+    notes = report_labels.place(axes, points, ["50"] * 22, ["black"] * 22)
+    figure.draw_without_rendering()  # puts them there
+    boxes = [Text.get_window_extent(note) for note in notes]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    room = axes.get_window_extent()
+    assert all(room.contains(*corner) for box in boxes for corner in box.corners())
+    assert [note.arrow_patch is not None for note in notes[:20]].count(True) > 5, "far texts are led to their marks"
+    assert notes[0].arrow_patch is None
+
+
+def test_the_roofline_draws_the_newest_ceilings_and_says_where_there_are_none(monkeypatch):
+    def rated(kernel, ceiling, date, machine="cpu", **fields):
+        facts = {"ceiling_flops_per_s": ceiling, "ceiling_bytes_per_s": 1e9} if ceiling else {}
+        made = record("model", kernel=kernel, work={"flops": 1e9, "bytes": 1e6}, facts=facts, **fields)
+        return dataclasses.replace(made, date=date, where=dataclasses.replace(made.where, device=machine))
+
+    records = [rated("a", 2e12, "2026-01-02"), rated("b", 9e12, "2026-01-01", peak_fraction=0.5)]
+    records += [rated("a", None, "2026-01-02", "TPU v6 lite")]
+    first, second = kept(monkeypatch, report_pictures.roofline, records).axes
+    assert "roof: 2,000 Gflop/s in float32, 1.00 GB/s" in first.get_title()
+    [roof] = [line for line in first.lines if len(line.get_xdata()) > 1]
+    x, y = np.array(roof.get_data())
+    assert y.tolist() == np.minimum(2000.0, x).tolist()
+    assert 2000.0 in x, "the ridge is a corner"
+    assert "no record holds its ceilings" in second.get_title()
+    assert all(len(line.get_xdata()) == 1 for line in second.lines)
+    assert [text.get_text() for text in first.texts] == ["50"]
+
+
+def test_every_series_of_the_progress_has_its_own_colour_mark_and_width(monkeypatch):
+    made = []
+    for number in range(10):
+        versus = Comparison(against="dense", ratio=1.0, target=">= 1", met=True)
+        for date in ("2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"):
+            made.append(dataclasses.replace(record(workload=f"figure {number}", comparison=versus), date=date))
+    [axes] = kept(monkeypatch, report_pictures.progress, made).axes
+    lines = [line for line in axes.lines if not line.get_label().startswith("_")]
+    for style in ("color", "marker", "linewidth"):
+        assert len({getattr(line, f"get_{style}")() for line in lines}) == 10, style
+    assert sorted(lines, key=lambda line: -line.get_linewidth()) == lines, "thin ones lie on thick ones"
 
 
 def test_the_same_records_make_the_same_page():

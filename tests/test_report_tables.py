@@ -183,6 +183,38 @@ def search(refused):
     return made, shown, searched.kernel.name
 
 
+def whole(kernel, machine, facts, comparison=None):
+    what = What(op="model", kernel=kernel, workload="kascade_prefill", title="prefill, 16 tokens", dtype="float32")
+    command = "tessera bench --suite cpu --only kascade_prefill"
+    return on(machine, evidence.make(what, [2.0, 2.0], command=command, facts=facts, comparison=comparison))
+
+
+def test_amdahls_prediction_stands_beside_the_measured_gain():
+    facts = {"attention_share": 0.5, "attention_gain": 2.0, "amdahl_gain": 4 / 3}
+    versus = evidence.Comparison(against="dense", ratio=1.25, interval=(1.2, 1.3))
+    records = [whole("dense", AMD, {}), whole("kascade", AMD, facts, versus)]
+    facts = {"attention_share": 1.5, "attention_gain": 2.0}
+    records.append(whole("kascade", INTEL, facts, replace(versus, interval=None)))
+    _, rows = lines("amdahl", records)
+    assert rows == [
+        "| prefill, 16 tokens, float32 | AMD EPYC, 2 cores | 50.0 % | 2.00x | 1.33x | 1.25x (1.20 to 1.30) |",
+        "|  | Intel Xeon, 2 cores | 150.0 % | 2.00x | attention alone took longer than the whole | 1.25x |",
+    ]
+
+
+def test_the_use_of_each_machine_stands_side_by_side():
+    shares = {"mfu": 0.5, "bandwidth_share": 0.1}
+    chip = shares | {"bandwidth_share_nominal": 0.05, "mfu_nominal": 0.25}
+    tpu = {"device": "TPU v6 lite", "cpu": "Host", "cores": 2}
+    records = [whole("dense", AMD, shares), whole("dense", tpu, chip), whole("kascade", AMD, shares)]
+    header, rows = lines("use", [*records, whole("transformers", AMD, {})])
+    assert header == "| flops; bandwidth in use |  | AMD EPYC, 2 cores | TPU v6 lite |"
+    assert rows == [
+        "| prefill, 16 tokens, float32 | dense | 50.0 %; 10.0 % | 50.0 %; 10.0 % (data sheet: 25.0 %; 5.0 %) |",
+        "|  | kascade | 50.0 %; 10.0 % |  |",
+    ]
+
+
 def test_a_search_shows_what_won_how_sure_it_is_and_what_failed():
     (won, (default, better), kernel), (lost, _, _) = search(refused=False), search(refused=True)
     crashed = evidence.make(What(op="tune", kernel="k", workload="w"), (), command="c", error="no default runs")

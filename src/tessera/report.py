@@ -220,6 +220,8 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
     {
         "headline": headline,
         "speed": speed,
+        "amdahl": report_tables.amdahl,
+        "use": report_tables.use,
         "quality": quality,
         "memory": memory,
         "costs": costs,

@@ -14,11 +14,13 @@ from matplotlib.dates import DateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
+from tessera import report_labels
 from tessera.evidence import Record
-from tessera.report_markdown import is_prediction, newest, series
+from tessera.report_markdown import is_prediction, newest, series, three
 
 INK, GRID = "#1a1a1a", "#d9d9d9"
-COLOURS = ("#1f4e79", "#c8590a", "#3a7d44", "#7a4f9a", "#8c6d1f", "#555555")
+COLOURS = ("#1f4e79", "#c8590a", "#3a7d44", "#7a4f9a", "#8c6d1f", "#555555", "#c2185b", "#00939f", "#e8a0bf", "#8bc34a")
+MARKS = "osD^vPX*h<"
 FOUND = LinearSegmentedColormap.from_list("found", [COLOURS[1], "#f2efe6", COLOURS[0]])
 STYLE = {
     "font.size": 10,
@@ -56,50 +58,56 @@ def drawn(draw: Callable[[Figure], None], size: tuple[float, float]) -> str:
 
 
 def roofline(records: Sequence[Record]) -> Picture | None:
-    """Rates over arithmetic intensity, with the share of what the device's own ceilings allow."""
+    """Rates over arithmetic intensity under each machine's roof, where a record holds its measured ceilings."""
     shown = [r for r in records if r.flops and r.bytes and r.flops_per_s and not r.error]
     if not shown:
         return None
-
     machines = list(dict.fromkeys(r.where.machine for r in shown))
     kernels = sorted({r.what.kernel for r in shown})
+    colour = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(kernels)}
 
     def draw(figure: Figure) -> None:
-        panels = figure.subplots(1, len(machines), sharey=True, squeeze=False)[0]
-        for axes, machine in zip(panels, machines):
-            for index, kernel in enumerate(kernels):
-                own = [r for r in shown if (r.what.kernel, r.where.machine) == (kernel, machine)]
-                x, y = [r.flops / r.bytes for r in own], [r.flops_per_s / 1e9 for r in own]
-                mark = "osD^v<>PX*"[index % 10]
-                axes.plot(x, y, mark, color=COLOURS[index % len(COLOURS)], label=kernel, alpha=0.85)
-            axes.set(xscale="log", yscale="log", xlabel="flops per byte that must be moved")
-            axes.set_title(machine, fontsize=9)
-        panels[0].set_ylabel("Gflop/s")
-        panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        for axes, machine in zip(figure.subplots(len(machines), sharex=True, squeeze=False).flat, machines):
+            own = [r for r in shown if r.where.machine == machine]
+            for record in own:
+                axes.plot(*_rate(record), MARKS[kernels.index(record.what.kernel) % len(MARKS)],
+                          color=colour[record.what.kernel], label=record.what.kernel, markersize=5)  # fmt: skip
+            axes.set(xscale="log", yscale="log")
+            axes.margins(0.06, 0.1)
+            axes.set_title(f"{machine}{_draw_roof(axes, own)}", fontsize=9)
+        figure.supxlabel("flops per byte that must be moved", fontsize=10)
+        figure.supylabel("Gflop/s", fontsize=10)
+        handles = {name: handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels())}
+        names = [name for name in kernels if name in handles]
+        figure.legend([handles[n] for n in names], names, loc="outside upper center", ncols=5, fontsize=8,
+                      frameon=False)  # fmt: skip
         figure.draw_without_rendering()  # the places of marks are known from here on
-        for axes, machine in zip(panels, machines):
-            own = [r for r in shown if r.where.machine == machine and r.peak_fraction]
-            _label_shares(axes, own, [COLOURS[kernels.index(r.what.kernel) % len(COLOURS)] for r in own])
+        for axes, machine in zip(figure.axes, machines):
+            rated = [r for r in shown if r.where.machine == machine and r.peak_fraction]
+            once = {(r.what.kernel, *_rate(r)): r for r in rated}  # one run of ours may stand beside several peers
+            shares = [f"{100 * r.peak_fraction:.0f}" for r in once.values()]
+            report_labels.place(axes, [_rate(r) for r in once.values()], shares, [colour[name] for name, *_ in once])
 
-    title = "Rate over arithmetic intensity; labels: per cent of the device's measured ceiling"
-    return Picture(title, drawn(draw, (11, 4.4)), tuple(shown))
+    title = "Rate over arithmetic intensity, and the roof; labels: per cent of what the run's own ceilings allow"
+    return Picture(title, drawn(draw, (11, 1 + 3.4 * len(machines))), tuple(shown))
 
 
-def _label_shares(axes: Axes, own: Sequence[Record], colours: Sequence[str]) -> None:
-    """The share of the peak beside each mark in its colour, at the first side where it meets no mark and no text."""
-    points = np.array([(r.flops / r.bytes, r.flops_per_s / 1e9) for r in own]).reshape(-1, 2)
-    marks = axes.transData.transform(points) * 72 / axes.figure.dpi  # in printer's points, as offsets are
-    texts: list[np.ndarray] = []
-    sides = [(10, 0), (-10, 0), (0, 9), (0, -9), (9, 8), (-9, 8), (9, -8), (-9, -8), (0, 18), (0, -18), (21, 0)]
+def _rate(record: Record) -> tuple[float, float]:
+    """(flops per byte, Gflop/s)."""
+    return record.flops / record.bytes, record.flops_per_s / 1e9
 
-    def crowd(spot: np.ndarray) -> int:
-        return sum((np.abs(spot - other) < (10, 9)).all() for other in [*marks, *texts])
 
-    for record, point, mark, colour in zip(own, points, marks, colours):
-        side = min(sides, key=lambda s: crowd(mark + s))
-        texts.append(mark + side)
-        axes.annotate(f"{100 * record.peak_fraction:.0f}", point, side, textcoords="offset points", color=colour,
-                      fontsize=7, ha="center", va="center").set_in_layout(False)  # fmt: skip
+def _draw_roof(axes: Axes, own: Sequence[Record]) -> str:
+    """min(flops per second, bytes per second x flops per byte) of the newest measured ceilings, and words for it."""
+    held = [r for r in own if "ceiling_flops_per_s" in r.facts]
+    if not held:
+        return "\nno record holds its ceilings"
+    newest_held = max(held, key=lambda r: r.date)
+    flops, moved = (newest_held.facts[f"ceiling_{name}_per_s"] / 1e9 for name in ("flops", "bytes"))
+    least, most = (pick(_rate(r)[0] for r in own) for pick in (min, max))
+    x = np.array(sorted({least / 2, max(flops / moved, least / 2), 2 * most}))
+    axes.plot(x, np.minimum(flops, moved * x), color=INK, linewidth=1.2, zorder=1)
+    return f"\nroof: {three(flops)} Gflop/s in {newest_held.what.dtype}, {three(moved)} GB/s"
 
 
 def asked(records: Sequence[Record], op: str, suite: str) -> list[Record]:
@@ -244,7 +252,6 @@ def tuning(records: Sequence[Record]) -> Picture | None:
     shown = [r for r in records if r.what.op == "tune" and r.facts.get("candidates") and not r.error]
     if not shown:
         return None
-
     columns = min(3, len(shown))
     rows = math.ceil(len(shown) / columns)
 
@@ -287,18 +294,22 @@ def progress(records: Sequence[Record]) -> Picture | None:
         return None
 
     def draw(figure: Figure) -> None:
-        for axes, (place, found) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items()):
+        for axes, (where, found) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items()):
             for index, (name, own) in enumerate(found.items()):
                 own = sorted(own, key=lambda r: r.date)
+                thick = 1 - index / len(found)  # what lies below is seen on both sides of what lies above
                 axes.plot([np.datetime64(r.date[:19]) for r in own], [_of_target(r) for r in own],
-                          "osD^vPX*h"[index % 9] + "-", color=COLOURS[index % len(COLOURS)], label=name)  # fmt: skip
+                          MARKS[index % len(MARKS)] + "-", color=COLOURS[index % len(COLOURS)], label=name,
+                          linewidth=1 + 3 * thick, markersize=5 + 5 * thick, markeredgecolor="white",
+                          markeredgewidth=0.6)  # fmt: skip
             axes.axhline(1, color=INK, linewidth=1)
             axes.xaxis.set_major_formatter(DateFormatter("%m-%d\n%H:%M"))
-            axes.set(ylim=(0, None), title=place, xlabel="UTC", ylabel="reached over target")
+            axes.margins(y=0.12)
+            axes.set(title=where, xlabel="UTC", ylabel="reached over target")
             axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
     shown = tuple(r for found in panels.values() for own in found.values() for r in own)
-    return Picture("Progress of the figures (from 1 up: met)", drawn(draw, (11, 3 * len(panels))), shown)
+    return Picture("Progress of the figures (from 1 up: met)", drawn(draw, (11, 3.4 * len(panels))), shown)
 
 
 def predicted(records: Sequence[Record]) -> Picture | None:
@@ -429,16 +440,8 @@ def _target(record: Record) -> float | None:
 
 PICTURES: Final[Mapping[str, Callable[[Sequence[Record]], Picture | None]]] = MappingProxyType(
     {
-        "roofline": roofline,
-        "progress": progress,
-        "lengths": lengths,
-        "predicted": predicted,
-        "slots": slots,
-        "quality": quality,
-        "needles": needles,
-        "recall": recall,
-        "granularity": granularity,
-        "tuning": tuning,
+        draw.__name__: draw
+        for draw in (roofline, progress, lengths, predicted, slots, quality, needles, recall, granularity, tuning)
     }
 )
 """Every picture by name, in the page's order."""

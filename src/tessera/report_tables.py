@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tessera.evidence import Record
-from tessera.report_markdown import markdown, newest, provenance, quantity, result_of, series, three
+from tessera.report_markdown import markdown, newest, provenance, quantity, result_of, series, three, title_of
 
 HELD_OUT = "held-out text"
 """The question that closeness to dense answers."""
@@ -161,6 +161,40 @@ def _closeness(records: Iterable[Record]) -> str:
 def _mean_density(tasks: Sequence[Record]) -> str:
     read = [r.mean_density for r in tasks if r.density]
     return f"{100 * sum(read) / len(read):.1f} %" if read else ""
+
+
+def amdahl(records: Sequence[Record]) -> str:
+    """The measured gain of a sparse prefill beside what Amdahl's law makes of attention's share and its own gain."""
+    chosen = [r for r in records if "attention_gain" in r.facts and r.comparison and not r.error]
+    rows = []
+    for record in chosen:
+        facts, versus = record.facts, record.comparison
+        interval = f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})" if versus.interval else ""
+        law = f"{facts['amdahl_gain']:.2f}x" if "amdahl_gain" in facts else "attention alone took longer than the whole"
+        parts = [quantity(facts["attention_share"], "fraction"), f"{facts['attention_gain']:.2f}x"]
+        rows.append([title_of(record), record.where.machine, *parts, law, f"{versus.ratio:.2f}x{interval}"])
+    header = ["workload", "machine", "attention's share of dense", "attention alone gains", "so by Amdahl's law"]
+    return markdown([*header, "measured (95 %)"], rows) + provenance(chosen) if rows else ""
+
+
+def use(records: Sequence[Record]) -> str:
+    """How much of the machine each call of a whole model used: a row per call and side, a column per machine."""
+    chosen = [r for r in records if "mfu" in r.facts and not r.error]
+    machines = sorted({r.where.machine for r in chosen})
+    calls: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in chosen:
+        calls.setdefault((title_of(record), record.what.kernel), {})[record.where.machine] = record
+    rows = [[*lead, *(_used(found.get(machine)) for machine in machines)] for lead, found in calls.items()]
+    return markdown(["flops; bandwidth in use", "", *machines], rows) + provenance(chosen) if rows else ""
+
+
+def _used(record: Record | None) -> str:
+    """Shares of the measured ceilings, and of the data sheet's where there is one."""
+    if record is None:
+        return ""
+    pairs = [(record.facts.get(f"mfu{end}"), record.facts.get(f"bandwidth_share{end}")) for end in ("", "_nominal")]
+    measured, nominal = ("; ".join(quantity(x, "fraction") for x in pair if x is not None) for pair in pairs)
+    return f"{measured} (data sheet: {nominal})" if nominal else measured
 
 
 def tune(records: Sequence[Record]) -> str:

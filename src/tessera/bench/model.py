@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -247,17 +248,23 @@ def _peer_records(stand: Stand, taken: dict[str, dict[str, list[float]]], equal:
 
 
 def prefill_memory(stand: Stand) -> Iterator[Record]:
-    """Peak memory of prefill over prompt length, each in a fresh process, less that of a process with a tiny prompt."""
+    """Peak memory of prefill over prompt length, each in a fresh process, less that of a process with a tiny prompt.
+
+    The tiny prompt is weighed in every round; the growth is that of the medians.
+    """
     config = replace(stand.sizes.config, num_layers=2)
     folder = stand.write_model(config, "memory")
-    weights = [_weigh(folder, length) for length in (64, *stand.sizes.memory_tokens)]
-    extra = [weight - weights[0] for weight in weights[1:]]
-    lengths = stand.sizes.memory_tokens
+    lengths, rounds = stand.sizes.memory_tokens, stand.sizes.rounds
+    weighed = {length: lambda number, length=length: _weigh(folder, length) for length in (64, *lengths)}
+    weights = measure.interleave(weighed, rounds=rounds, warmup=0)
+    above = {n: [float(weight - tiny) for weight, tiny in zip(weights[n], weights[64])] for n in lengths}
+    extra = [float(np.median(above[n])) for n in lengths]
     slope, offset = np.polyfit(lengths, extra, 1)
     exponent = float(np.polyfit(np.log(lengths), np.log(np.maximum(extra, 1)), 1)[0])
     worst = float(np.max(np.abs(slope * np.array(lengths) + offset - extra)) / max(extra))
+    checked = "line and power law fitted over the medians of all lengths"
     growth = {"slope_bytes_per_token": float(slope), "growth_exponent": exponent, "worst_residual": worst}
-    for length, weight in zip(lengths, extra):
+    for length in lengths:
         yield stand.record(
             What(
                 op="memory",
@@ -266,8 +273,8 @@ def prefill_memory(stand: Stand) -> Iterator[Record]:
                 config={"tokens": length, **_shape(config)},
                 title=f"memory of prefill, {length:,} tokens, {_words(config)}",
             ),
-            [float(weight)],
-            How(cold_cache="a process each", check="line and power law fitted over all lengths"),
+            above[length],
+            How(iterations=rounds, interleaved=True, cold_cache="a process each", check=checked),
             unit="bytes",
             facts=growth if length == lengths[-1] else {},
         )
@@ -291,16 +298,22 @@ def answer_once(folder: str, length: int) -> None:
 
 def compilation(stand: Stand) -> Iterator[Record]:
     """Compile time and step time of one prefill chunk, layers under lax.scan and unrolled."""
-    config, rows = stand.sizes.config, stand.sizes.start_tokens
-    compile_s, steps, sessions = {}, {}, {}
+    config, rows, rounds = stand.sizes.config, stand.sizes.start_tokens, stand.sizes.rounds
+    lower, steps, sessions = {}, {}, {}
     for name in ("scan", "unrolled"):
         params = load_params(stand.folder, config, dtype=jnp.float32, stacked=name == "scan")
         session = Session(params, config, Dense(), batch=1, num_keys=rows)
         arguments = (np.zeros((1, config.hidden_size), np.float32), np.zeros((1, rows), np.int32))
         positions = (np.zeros(1, np.int32), np.full(1, rows, np.int32))
-        lowered = prefill_chunk.lower(params, session.cache, *arguments, *positions, config=config, policy=Dense())
-        compile_s[name], steps[name] = measure.time_call(lowered.compile)
+        given = (params, session.cache, *arguments, *positions)
+        lower[name] = partial(prefill_chunk.lower, *given, config=config, policy=Dense())
         sessions[name] = session
+
+    def compile_anew(name: str, number: int) -> float:
+        jax.clear_caches()  # lowered again, the same program would be found compiled
+        lowered = lower[name]()
+        seconds, steps[name] = measure.time_call(lowered.compile)
+        return seconds
 
     def step(name: str, number: int) -> float:
         session = sessions[name]
@@ -310,7 +323,8 @@ def compilation(stand: Stand) -> Iterator[Record]:
         seconds, (session.cache, _, _) = measure.time_call(steps[name], session.params, session.cache, last, *arguments)
         return seconds
 
-    taken = measure.interleave({name: partial(step, name) for name in steps}, rounds=stand.sizes.rounds, rest_s=REST_S)
+    compile_s = measure.interleave({name: partial(compile_anew, name) for name in lower}, rounds=rounds, warmup=0)
+    taken = measure.interleave({name: partial(step, name) for name in steps}, rounds=rounds, rest_s=REST_S)
     for name in steps:
         yield stand.record(
             What(
@@ -321,15 +335,15 @@ def compilation(stand: Stand) -> Iterator[Record]:
                 config={"tokens": rows, **_shape(config)},
                 title=f"compiling one prefill chunk of {rows:,} rows, {_words(config)}",
             ),
-            [compile_s[name]],
-            How(cold_cache="persistent compilation cache off"),
+            compile_s[name],
+            How(iterations=rounds, interleaved=True, cold_cache="caches emptied, the persistent one off"),
             facts={"step_s": float(np.median(taken[name])), "step_samples_s": taken[name]},
         )
 
 
 def start_up(stand: Stand) -> Iterator[Record]:
-    """Process start to first token, with an empty and with a filled compilation cache, three processes each."""
-    config, length = stand.sizes.config, stand.sizes.start_tokens
+    """Process start to first token, with an empty and with a filled compilation cache, a process per sample."""
+    config, length, rounds = stand.sizes.config, stand.sizes.start_tokens, stand.sizes.rounds
     code = "import sys; from tessera.bench import model; model.answer_once(sys.argv[1], int(sys.argv[2]))"
 
     def start(cache: str) -> float:
@@ -345,7 +359,7 @@ def start_up(stand: Stand) -> Iterator[Record]:
         shutil.rmtree(stand.scratch / f"cold{number}")
         return seconds
 
-    taken = measure.interleave({"cold": cold, "warm": lambda number: start("warm")}, rounds=3, warmup=1)
+    taken = measure.interleave({"cold": cold, "warm": lambda number: start("warm")}, rounds=rounds, warmup=1)
     for name, words in (("cold", "empty compilation cache"), ("warm", "filled compilation cache")):
         yield stand.record(
             What(
@@ -357,7 +371,7 @@ def start_up(stand: Stand) -> Iterator[Record]:
                 title=f"process start to end of a one-token answer, {length:,} tokens, {_words(config)}",
             ),
             taken[name],
-            How(warmup=1, iterations=3, interleaved=True, cold_cache=words),
+            How(warmup=1, iterations=rounds, interleaved=True, cold_cache=words),
             comparison=versus("empty compilation cache", taken["cold"], taken["warm"], None)
             if name == "warm"
             else None,

@@ -70,8 +70,8 @@ class Sizes:
         head_dim=64,
         max_positions=65536,
     )
-    rounds: int = 5
-    long_rounds: int = 2
+    rounds: int = INTERVAL_ROUNDS
+    long_rounds: int = INTERVAL_ROUNDS
     passkey_tokens: tuple[int, ...] = (2048, 4096)
     passkeys: int = 100
 
