@@ -292,12 +292,19 @@ def test_gates_forget_a_configuration_that_the_last_run_did_not_have():
 
 
 def test_the_sweep_counts_what_compiled_per_chip():
-    names = [("tpu_a", "v5e", True), ("tpu_a", "v6e", True), ("tpu_a", "v6e", False), ("tpu_b", "v5e", True)]
+    first, second, *_ = kernels = sorted({case["kernel"] for case in sweep.cases(("v5e",))})
+    names = [(kernel, "v5e", True) for kernel in kernels] + [(first, "v6e", True), (first, "v6e", False)]
     found = [{"kernel": kernel, "chip": chip, "compiled": compiled} for kernel, chip, compiled in names]
-    header, rows = lines("sweep", [on(AMD, sweep.report(found, "python -m tessera.deviceless.sweep"))])
+    every = on(AMD, sweep.report(found, "python -m tessera.deviceless.sweep"))
+    header, rows = lines("sweep", [every])
     planned = sum(1 for _ in sweep.cases(tuple(sweep.tpu.TOPOLOGIES)))
-    assert header == f"| compiled/tried; tried 4 of {planned} planned | v5e | v6e |"
-    assert rows == ["| tpu_a | 1/1 | **1**/2 |", "| tpu_b | 1/1 |  |", "| all | 2/2 | **1**/2 |"]
+    assert header == f"| compiled/tried; tried {len(names)} of {planned} planned | v5e | v6e |"
+    assert rows[0] == f"| {first} | 1/1 | **1**/2 |"
+    assert rows[-1] == f"| all | {len(kernels)}/{len(kernels)} | **1**/2 |"
+    some = on(AMD, sweep.report([found[-2]], "python -m tessera.deviceless.sweep"))
+    assert some.what.workload.startswith(first)
+    _, rows = lines("sweep", [every, replace(some, date="2999-01-01T00:00:00+00:00")])
+    assert rows[0] == f"| {first} | 1/1 | 1/1 |"
 
 
 def test_verification_shows_the_distribution_and_names_what_failed():

@@ -11,8 +11,8 @@ from tessera.attention import tuned
 from tessera.deviceless import blocks, figures, gpu_gates, sweep, tpu, validation
 
 LINES = [{"a": 1}, {"b": "é", "c": [1, 2]}]
-CODE = {"commit": "0" * 40, "dirty": False}
-OTHER = {"commit": "1" * 40, "dirty": False}
+CODE = {"commit": "0" * 40, "dirty": False, "landed": None}
+OTHER = {"commit": "1" * 40, "dirty": False, "landed": None}
 
 
 def written(path) -> bytes:
@@ -74,7 +74,8 @@ def test_a_report_holds_the_last_code_alone_and_says_what_was_planned_and_ran_ou
     lines = [first | OTHER, second | OTHER, third | OTHER, first | CODE | late, second | CODE | late, first | CODE]
     made = sweep.report(sweep.of_last_code(lines, sweep.identity), sweep.COMMAND)
     assert made.code == evidence.Code(**CODE)
-    planned = sum(1 for _ in sweep.cases(tuple(tpu.TOPOLOGIES)))
+    planned = sum(case["kernel"] == first["kernel"] for case in sweep.cases(tuple(tpu.TOPOLOGIES)))
+    assert made.what.workload.startswith(first["kernel"])
     assert [made.facts[name] for name in ("cases", "planned", "ended_by_time")] == [2, planned, 1]
     assert made.median == 0.5
     case = next(gpu_gates.cases())

@@ -369,12 +369,15 @@ def _share(good: int, of: int) -> str:
 
 
 def sweep(records: Sequence[Record]) -> str:
-    """How many of the cases compiled: a row per TPU kernel, a column per chip; what did not in bold."""
-    chosen = newest(r for r in records if r.what.op == "tpu sweep")[-1:]
-    if not chosen or chosen[0].error:
-        return "".join(markdown(["sweep"], [[result_of(r)]]) for r in chosen) + provenance(chosen)
-    [facts] = (r.facts for r in chosen)
-    counts = {tuple(name.split(" on ")): pair for name, pair in facts["by_kernel"].items()}
+    """How many of the cases compiled: a row per TPU kernel, a column per chip; what did not in bold.
+
+    A sweep of some kernels replaces their rows in the last one of all.
+    """
+    chosen = sorted(newest(r for r in records if r.what.op == "tpu sweep" and not r.error), key=lambda r: r.date)
+    if not chosen:
+        return ""
+    found = [pair for r in chosen for pair in r.facts["by_kernel"].items()]
+    counts = {tuple(name.split(" on ")): pair for name, pair in found}
     chips = sorted({chip for _, chip in counts})
     groups = [(name, (name,)) for name in sorted({kernel for kernel, _ in counts})]
     groups.append(("all", tuple(name for name, _ in groups)))
@@ -382,8 +385,10 @@ def sweep(records: Sequence[Record]) -> str:
         [title, *(_compiled([counts[name, chip] for name in names if (name, chip) in counts]) for chip in chips)]
         for title, names in groups
     ]
-    lead = f"compiled/tried; tried {facts['cases']:,} of {facts['planned']:,} planned"
-    lead += f", {facts['ended_by_time']:,} ended by the time limit" if facts.get("ended_by_time") else ""
+    tried, planned = sum(pair[1] for pair in counts.values()), max(r.facts["planned"] for r in chosen)
+    late = sum(r.facts.get("ended_by_time", 0) for r in chosen)
+    lead = f"compiled/tried; tried {tried:,} of {planned:,} planned"
+    lead += f", {late:,} ended by the time limit" if late else ""
     return markdown([lead, *chips], rows) + provenance(chosen)
 
 

@@ -157,9 +157,10 @@ def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
 def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray | None]:
     """(the figure, its bootstrap draws or None of too few samples): the median, or the peer's median over it.
 
-    Of a share of trials, which is one sample, the trials are redrawn; what a compiler decides repeats to the digit.
+    Of a share of trials, which is one sample, the trials are redrawn; what a compiler decides repeats to the digit, and
+    peak memory, which follows from shapes, within what a gate forgives.
     """
-    if is_prediction(record) or record.what.op in COMPILED:
+    if is_prediction(record) or record.what.op in (*COMPILED, "memory"):
         return record.median, np.full(DRAWS, record.median)
     trials, right = record.facts.get("trials"), record.facts.get("right")
     if trials and right is not None:

@@ -129,8 +129,8 @@ def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
     """One record of a sweep: share of the cases that compiled, per kernel and chip, and every failure.
 
     Args:
-        found: lines of one code, one a case; `cases` in the facts counts them, `planned` those that a whole sweep has of
-            these kernels.
+        found: lines of one code, one a case; `cases` in the facts counts them, `planned` those that a whole sweep
+            has of these kernels.
         command: what repeats it.
     """
     kernels, every = {case["kernel"] for case in found}, list(cases(tuple(tpu.TOPOLOGIES)))
