@@ -83,7 +83,8 @@ class Cut(NamedTuple):
     def corner(self) -> bool:
         """Whether the code has a straight line for the keys at a row block's own positions (tpu_prefill.corner).
 
-        Short row blocks do without: what stands before them would be taken in pieces as short.
+        Short row blocks do without: what stands before them would be taken in pieces as short. So do those that do not
+        divide a key block, as 4,096 rows of 3, 5, 6 or 7 heads a group do not.
         """
         fits = self.block_s % self.block_t == 0 and self.block_t % self.step == 0
         return fits and self.sub_t % LANES == 0 and self.spec.causal and self.spec.window is None
@@ -185,8 +186,12 @@ def is_whole(first, start, kv_len, cut: Cut):
 
 
 def is_diagonal(first, start, kv_len, cut: Cut):
-    """Whether the rows from position `first` on meet, in the key block from `start`, keys that all of them see and then
-    the corner: the keys at their own positions, all there."""
+    """Whether the rows from position `first` on stand a multiple of block_t past `start`, and the keys at their own
+    positions are all there.
+
+    Of a key block that some row needs and not every row sees whole: whether it is keys that all rows see, and then the
+    corner.
+    """
     return bool(cut.corner) & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
 
 

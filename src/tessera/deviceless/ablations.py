@@ -25,6 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tessera import evidence, files
 from tessera.attention import prefill_rows, tpu_prefill
 from tessera.attention.contract import AttentionSpec
+from tessera.attention.prefill_blocks import Cut
 from tessera.attention.prefill_rows import Rows
 from tessera.deviceless import inspection, predict, programs, sweep, tpu
 
@@ -36,16 +37,18 @@ PREFETCH = "prefetch"
 CALL = MappingProxyType({"role": "dense", "phase": "prefill", "length": 16384, "heads": 32, "kv_heads": 8})
 
 
-def other_place(refs, rows, state, start, offset, bank, cut, limits=None) -> Rows:
-    """`tpu_prefill.update` whose state goes to VMEM after every chunk of keys where it does not, and the reverse."""
-    return UPDATE(refs, rows, state, start, offset, bank, cut._replace(state_in_vmem=not cut.state_in_vmem), limits)
+def other_place(*call) -> Cut:
+    """`prefill_blocks.cut_call`: the state goes to VMEM after every chunk where it does not, and the reverse."""
+    cut = CUT_CALL(*call)
+    return cut._replace(state_in_vmem=not cut.state_in_vmem)
 
 
 def spread_statistics(state: Rows, q, k, v, cut, start, mask=None, real=None) -> Rows:
     """`prefill_rows.absorb` with one number a row, spread over lanes at every use."""
     s = prefill_rows.dot(q, k, 1)
     if mask is not None:
-        s = jnp.where(mask[None], s.reshape(-1, *mask.shape), -jnp.inf).reshape(s.shape)
+        s = prefill_rows.masked(s, mask, cut.groups)
+    if real is not None:
         v = jnp.where(real, v, jnp.zeros_like(v))
     m_old = state.m[:, :1]
     m = jnp.maximum(m_old, s.max(-1, keepdims=True))
@@ -61,13 +64,13 @@ def store_spread(refs, rows, bank, state: Rows) -> None:
     STORE(refs, rows, bank, state._replace(m=jnp.broadcast_to(state.m, (state.m.shape[0], refs.m.shape[1]))))
 
 
-def sliced_blocks(refs, rows, state, start, offset, bank, cut, limits=None) -> Rows:
+def sliced_blocks(refs, rows, state, start, at, bank, cut, mask=None, real=None) -> Rows:
     """`tpu_prefill.update` that reads a whole block of keys and values and slices the chunk out of it."""
-    if limits is not None or not isinstance(offset, int):  # a slice of a value must be known when it is compiled
-        return UPDATE(refs, rows, state, start, offset, bank, cut, limits)
-    at = slice(offset, offset + cut.chunk)
-    k, v = refs.k[0, 0][at], refs.v[0, 0][at]
-    state = prefill_rows.absorb(state, refs.q_scaled[rows], k, v, cut, start + offset)
+    if not isinstance(at.start, int):  # a slice of a value must be known when it is compiled
+        return UPDATE(refs, rows, state, start, at, bank, cut, mask, real)
+    chunk = slice(at.start, at.start + at.size)
+    k, v = refs.k[0, 0][chunk], refs.v[0, 0][chunk]
+    state = prefill_rows.absorb(state, refs.q_scaled[rows], k, v, cut, start + at.start, mask, real)
     if cut.state_in_vmem:
         tpu_prefill.store(refs, rows, bank, state)
         return tpu_prefill.load(refs, rows, bank)
@@ -99,12 +102,12 @@ def one_buffer(block_shape=None, index_map=None, **kwargs):
 
 
 UPDATE, STORE, ABSORB = tpu_prefill.update, tpu_prefill.store, tpu_prefill.absorb
-VMEM, BLOCK_SPEC = pltpu.VMEM, pl.BlockSpec
+VMEM, BLOCK_SPEC, CUT_CALL = pltpu.VMEM, pl.BlockSpec, tpu_prefill.cut_call
 
 CHOICES: Mapping[str, Callable[[], list[tuple[Any, str, Callable]]]] = MappingProxyType(
     {
         AS_IT_IS: lambda: [],
-        "statistics in registers": lambda: [(tpu_prefill, "update", other_place)],
+        "statistics in registers": lambda: [(tpu_prefill, "cut_call", other_place)],
         "no lane broadcasts": lambda: [
             (tpu_prefill, "absorb", spread_statistics),
             (tpu_prefill, "store", store_spread),

@@ -39,13 +39,18 @@ def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Every case: chip, kernel, head dim, dtype, tile, length; tiles only where the role has them.
 
     Each kernel meets every head dim, dtype and tile at one length, and the longest calls once: 1,048,576 keys (the last
-    2,048 queries of a prefill), and prefill of 131,072 tokens whole. The gradient of dense prefill comes last.
+    2,048 queries of a prefill), and prefill of 131,072 tokens whole. Dense and scoring prefill also meet one query head
+    a KV head, where the corner of the causal mask is longest. The gradient of dense prefill comes last.
     """
     names = ("chip", "kernel", "head_dim", "dtype", "tile", "length")
     for chip, kernel in product(chips, tpu_kernels()):
         for head_dim, dtype in product(HEAD_DIMS, kernel.dtypes):
             for tile in TILES if kernel.role != "dense" else (128,):
                 yield dict(zip(names, (chip, kernel.name, head_dim, dtype, tile, LENGTHS[kernel.phase])))
+        if kernel.phase == "prefill" and kernel.role != "sparse":
+            for head_dim, dtype in product(HEAD_DIMS, kernel.dtypes):
+                case = dict(zip(names, (chip, kernel.name, head_dim, dtype, 128, LENGTHS["prefill"])))
+                yield case | {"heads": 2}
         for length in (LONG, *((WHOLE,) if kernel.phase == "prefill" else ())):
             yield dict(zip(names, (chip, kernel.name, 128, "bfloat16", 128, length)))
     for chip, head_dim, dtype in product(chips, HEAD_DIMS, ("bfloat16", "float32")):
@@ -83,7 +88,7 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
         phase=kernel.phase,
         batch=1,
         length=case["length"],
-        heads=8,
+        heads=case.get("heads", 8),
         kv_heads=2,
         head_dim=case["head_dim"],
         dtype=case["dtype"],
@@ -99,7 +104,7 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 def identity(case: Mapping[str, Any]) -> tuple:
     """What tells two cases apart."""
-    return tuple(case[name] for name in ("chip", "kernel", "head_dim", "dtype", "tile", "length"))
+    return tuple(case.get(name) for name in ("chip", "kernel", "head_dim", "dtype", "tile", "length", "heads"))
 
 
 def out_of_time(line: Mapping[str, Any]) -> bool:
