@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tessera import evidence, files
+from tessera import evidence, files, report
 from tessera.attention import tuned
 from tessera.deviceless import blocks, figures, gpu_gates, sweep, tpu, validation
 
@@ -160,7 +160,11 @@ def test_a_validation_counts_what_was_planned_beside_what_was_compiled():
                 "measured_ms": 1.0, "error": None, "operations": [], "regions": {"step": region}}  # fmt: skip
 
     planned = [point(512), point(1024), point(4096)]
-    chip, every = validation.records(planned[:2], "command", {"v7x": planned})
+    [chip] = validation.records(planned[:2], "command", {"v7x": planned})
+    others = [p | {"chip": chip} for p in planned[:2] for chip in validation.CALIBRATION]
+    *_, fitted, every = validation.records([*planned[:2], *others], "command", {"v7x": planned})
+    assert set(fitted.facts["fitted_again"]) == set(fitted.facts["constants"])
+    assert "Constants, used and fitted again: cycles per bundle 1.020 and" in report.prediction([chip, fitted, every])
     assert (chip.facts["points"], chip.facts["planned"]) == (2, 3)
     assert chip.facts["big_blocks"] == {"compiled": 0, "planned": 1}
     assert "planned" not in every.facts  # timings of the other chips are not at hand

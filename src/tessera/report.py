@@ -197,7 +197,19 @@ def prediction(records: Sequence[Record]) -> str:
         )
     header = ["against", "points", "median error (<= 5 %)", "90th percentile (<= 12 %)", "by head dim"]
     header += ["rank correlation (>= 0.99)", "by head dim", "median error, nothing fitted"]
-    return markdown(header, rows) + provenance(chosen) if rows else ""
+    fits = [_fitted(r.facts["constants"], r.facts["fitted_again"]) for r in chosen if "fitted_again" in r.facts]
+    return markdown(header, rows) + "".join(fits) + provenance(chosen) if rows else ""
+
+
+def _fitted(ours: Mapping[str, float], again: Mapping[str, float]) -> str:
+    """The constants that predictions use beside those that the fit finds."""
+    stall, step, share = ([found[name] for found in (ours, again)] for name in ("stall", "step_s", "bandwidth_share"))
+    said = [
+        f"cycles per bundle {stall[0]:.3f} and {stall[1]:.3f}",
+        f"{1e6 * step[0]:.2f} and {1e6 * step[1]:.2f} us a step",
+    ]
+    said.append(f"{100 * share[0]:.0f} % and {100 * share[1]:.0f} % of the bandwidth")
+    return f"\nConstants, used and fitted again: {', '.join(said)}.\n"
 
 
 def _goal(text: str, met: bool) -> str:

@@ -33,6 +33,7 @@ COMMAND = "make peers-tpu TIMINGS=FOLDER"
 WHERE = "the Tokamax repository's folder tokamax/data/autotuning"
 CALIBRATION = ("v5p", "v6e")
 """Chips on whose times the constants are fitted; v7x is only looked at."""
+FITTED = " and ".join(CALIBRATION)
 BIG_BLOCK = 4 << 20
 """Scores of a block above which the compiler takes minutes."""
 FOLDERS = MappingProxyType({"v5p": "tpu_v5", "v6e": "tpu_v6_lite", "v7x": "tpu7x"})
@@ -190,15 +191,16 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
 def records(
     found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
 ) -> list[evidence.Record]:
-    """One record per chip and one over all: predicted / measured of every point, and how far off they are.
+    """One record per chip, one over those that the constants are fitted on, with the fit made again, and one over all:
+    predicted / measured of every point, and how far off they are. What a chip has no points for is left out.
 
     `planned` holds the points of each chip whose timings are at hand; the facts count them beside those compiled, and
     those with big blocks of both.
     """
     made = []
-    for name, chips in (*((chip, (chip,)) for chip in FOLDERS), ("all", tuple(FOLDERS))):
+    for name, chips in (*((chip, (chip,)) for chip in FOLDERS), (FITTED, CALIBRATION), ("all", tuple(FOLDERS))):
         own = [p for p in found if p["chip"] in chips and not p["error"]]
-        if not own:
+        if {p["chip"] for p in own} != set(chips):
             continue
         dims = sorted({p["q"][3] for p in own})
         facts = {
@@ -213,10 +215,9 @@ def records(
             wanted = [p for chip in chips for p in planned[chip]]
             facts["planned"] = len(wanted)
             facts["big_blocks"] = {"compiled": sum(map(is_big, own)), "planned": sum(map(is_big, wanted))}
-        calibration = [parts(p) for p in own if p["chip"] in CALIBRATION]
-        if name == "all" and calibration:
-            facts["fitted_again"] = vars(fit(calibration))
-        if name != "all":
+        if name == FITTED:
+            facts["fitted_again"] = vars(fit([parts(p) for p in own]))
+        if name in FOLDERS:
             facts["each"] = [describe(p) for p in own]
         what = evidence.What(
             op="prediction",
@@ -315,7 +316,10 @@ def main(argv: list[str] | None = None) -> int:
         planned = {chip: list(points(timings, chip)) for chip in FOLDERS if (timings / FOLDERS[chip] / FILE).is_file()}
         made = [replace(r, facts={**r.facts, "timings": options.source}) for r in records(found, COMMAND, planned)]
         evidence.append(options.evidence, made)
-        picture(found, options.picture)
+        if {p["chip"] for p in found} == set(FOLDERS):
+            picture(found, options.picture)
+        else:
+            print(f"{options.picture} is left as it is: {options.out} does not hold every chip", file=sys.stderr)
         for record in made:
             print(record.what.workload, {k: v for k, v in record.facts.items() if k not in ("each", "by_head_dim")})
         return 0
