@@ -84,7 +84,7 @@ class Cut(NamedTuple):
         """Whether the code has a straight line for the keys at a row block's own positions (tpu_prefill.corner).
 
         Short row blocks do without: what stands before them would be taken in pieces as short. So do those that do not
-        divide a key block, as 4,096 rows of 3, 5, 6 or 7 heads a group do not.
+        divide a key block.
         """
         fits = self.block_s % self.block_t == 0 and self.block_t % self.step == 0
         return fits and self.sub_t % LANES == 0 and self.spec.causal and self.spec.window is None

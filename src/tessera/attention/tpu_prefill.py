@@ -342,7 +342,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
         while rows > LANES and rows * bank_bytes(spec, shapes) > BANK_BYTES:
             rows //= 2
     return Config(
-        block_t=max(rows // groups, 1),
+        block_t=tokens_of(rows, groups, spec),
         block_s=block_s,
         chunk=512 if width == 256 and vmem_bytes > 64 << 20 else 256,
         matrix_sums=shapes.head_dim % LANES != 0 or shapes.head_dim + LANES <= width,
@@ -351,11 +351,18 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     )
 
 
+def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
+    """Tokens of a row block of at most so many rows: a power of two where that makes a corner, which is worth more than
+    the rows (LOG.md)."""
+    tokens = max(rows // groups, 1)
+    return 1 << (tokens.bit_length() - 1) if spec.causal and spec.window is None else tokens
+
+
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     """Rows, keys, chunks and steps around the default, row sums from either unit, the state in VMEM or not."""
     groups = shapes.num_heads // shapes.num_kv_heads
     axes = {
-        "block_t": [max(rows // groups, 1) for rows in (512, 1024, 2048, 4096, 8192)],
+        "block_t": [tokens_of(rows, groups, spec) for rows in (512, 1024, 2048, 4096, 8192)],
         "block_s": (1024, 2048, 4096, 8192),
         "chunk": (128, 256, 512, 1024),
         "step": (256, 512, 1024, 2048),
