@@ -60,8 +60,8 @@ class Config:
 class Cut(NamedTuple):
     """One call cut into blocks: everything static the kernel body needs.
 
-    turn_t tokens go through a block that a mask touches at a time; sub_t of them are a token block, whose heads lie side
-    by side and share a mask.
+    turn_t tokens go through a block that a mask touches at a time; sub_t of them are a token block, whose heads lie
+    side by side and share a mask.
     """
 
     spec: AttentionSpec
