@@ -85,7 +85,7 @@ def test_what_other_sources_made_is_done_again(tmp_path, monkeypatch):
     what = What(op="o", kernel="k", workload="w")
     assert session(tmp_path / "x.jsonl").attempt(what, lambda: {"samples": [1.0]})
     assert session(tmp_path / "x.jsonl").is_done(what)
-    monkeypatch.setattr(evidence, "sources", lambda: "another state")
+    monkeypatch.setattr(files, "sources", lambda: "another state")
     assert not session(tmp_path / "x.jsonl", dry=False).is_done(what)
     assert session(tmp_path / "x.jsonl", since=0, again=True).is_done(what)  # of this very run
 

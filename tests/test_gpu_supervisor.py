@@ -138,6 +138,7 @@ def test_the_script_is_stopped_like_by_ctrl_c(number, tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
     out = tmp_path / "x.jsonl"
     program = (
+        f"import signal; signal.signal({int(number)}, signal.{'default_int_handler' if number == 2 else 'SIG_DFL'})\n"
         "import sys; from tessera.gpu_check import __main__ as m; whole = m.supervise\n"
         f"m.supervise = lambda r, s: whole({{**r, 'pieces': ['planted:says_and_waits']}}, s, [{str(tmp_path)!r}])\n"
         f"sys.exit(m.main(['--dry', '--out', {str(out)!r}]))"
