@@ -376,8 +376,12 @@ def sweep(records: Sequence[Record]) -> str:
     chosen = sorted(newest(r for r in records if r.what.op == "tpu sweep" and not r.error), key=lambda r: r.date)
     if not chosen:
         return ""
-    found = [pair for r in chosen for pair in r.facts["by_kernel"].items()]
-    counts = {tuple(name.split(" on ")): pair for name, pair in found}
+    counts: dict[tuple[str, ...], Sequence[int]] = {}
+    planned = 0
+    for facts in (r.facts for r in chosen):
+        swept = {name.partition(" on ")[0] for name in facts["by_kernel"]}
+        planned += facts["planned"] - sum(tried for (kernel, _), (_, tried) in counts.items() if kernel in swept)
+        counts |= {tuple(name.split(" on ")): pair for name, pair in facts["by_kernel"].items()}
     chips = sorted({chip for _, chip in counts})
     groups = [(name, (name,)) for name in sorted({kernel for kernel, _ in counts})]
     groups.append(("all", tuple(name for name, _ in groups)))
@@ -385,7 +389,7 @@ def sweep(records: Sequence[Record]) -> str:
         [title, *(_compiled([counts[name, chip] for name in names if (name, chip) in counts]) for chip in chips)]
         for title, names in groups
     ]
-    tried, planned = sum(pair[1] for pair in counts.values()), max(r.facts["planned"] for r in chosen)
+    tried = sum(pair[1] for pair in counts.values())
     late = sum(r.facts.get("ended_by_time", 0) for r in chosen)
     lead = f"compiled/tried; tried {tried:,} of {planned:,} planned"
     lead += f", {late:,} ended by the time limit" if late else ""
