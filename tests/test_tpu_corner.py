@@ -18,6 +18,7 @@ from tessera.workloads import Workload
 
 KERNELS = {kernel.role: kernel for kernel in tpu_prefill.KERNELS}
 PLAIN = {kernel.role: kernel for kernel in reference.KERNELS if kernel.phase == "prefill"}
+LOAD = tpu_prefill.load
 SMALL = tpu_prefill.Config(block_t=128, block_s=512, chunk=128, step=128)
 
 
@@ -98,6 +99,3 @@ def test_scopes_run_as_often_as_the_prediction_says(config, sizes, monkeypatch):
     said = prefill_blocks.executions(case.role_spec("dense"), case.shapes("dense", "float32"), config)
     names = ("full", "corner", "before_corner", "whole_step", "masked_step")
     assert {name: ran[name] for name in names} == {name: said.get(name, 0) for name in names}
-
-
-LOAD = tpu_prefill.load

@@ -207,8 +207,8 @@ def _fitted(ours: Mapping[str, float], again: Mapping[str, float]) -> str:
     said = [
         f"cycles per bundle {stall[0]:.3f} and {stall[1]:.3f}",
         f"{1e6 * step[0]:.2f} and {1e6 * step[1]:.2f} us a step",
+        f"{100 * share[0]:.0f} % and {100 * share[1]:.0f} % of the bandwidth",
     ]
-    said.append(f"{100 * share[0]:.0f} % and {100 * share[1]:.0f} % of the bandwidth")
     return f"\nConstants, used and fitted again: {', '.join(said)}.\n"
 
 

@@ -196,7 +196,7 @@ def is_diagonal(first, start, kv_len, cut: Cut):
     Of a key block that some row needs and not every row sees whole: whether it is keys that all rows see, and then the
     corner.
     """
-    return bool(cut.corner) & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
+    return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
 
 
 def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:

@@ -251,17 +251,14 @@ def prefill_memory(stand: Stand) -> Iterator[Record]:
     """Peak memory of prefill over prompt length, each in a fresh process, less that of a process with a tiny prompt."""
     config = replace(stand.sizes.config, num_layers=2)
     folder = stand.write_model(config, "memory")
-    lengths, rounds = stand.sizes.memory_tokens, 1  # a peak follows from shapes
-    weighed = {length: lambda number, length=length: _weigh(folder, length) for length in (64, *lengths)}
-    weights = measure.interleave(weighed, rounds=rounds, warmup=0)
-    above = {n: [float(weight - tiny) for weight, tiny in zip(weights[n], weights[64])] for n in lengths}
-    extra = [float(np.median(above[n])) for n in lengths]
+    weights = [_weigh(folder, length) for length in (64, *stand.sizes.memory_tokens)]
+    extra = [weight - weights[0] for weight in weights[1:]]
+    lengths = stand.sizes.memory_tokens
     slope, offset = np.polyfit(lengths, extra, 1)
     exponent = float(np.polyfit(np.log(lengths), np.log(np.maximum(extra, 1)), 1)[0])
     worst = float(np.max(np.abs(slope * np.array(lengths) + offset - extra)) / max(extra))
-    checked = "line and power law fitted over the medians of all lengths"
     growth = {"slope_bytes_per_token": float(slope), "growth_exponent": exponent, "worst_residual": worst}
-    for length in lengths:
+    for length, weight in zip(lengths, extra):
         yield stand.record(
             What(
                 op="memory",
@@ -270,8 +267,8 @@ def prefill_memory(stand: Stand) -> Iterator[Record]:
                 config={"tokens": length, **_shape(config)},
                 title=f"memory of prefill, {length:,} tokens, {_words(config)}",
             ),
-            above[length],
-            How(iterations=rounds, interleaved=True, cold_cache="a process each", check=checked),
+            [float(weight)],
+            How(cold_cache="a process each", check="line and power law fitted over all lengths"),
             unit="bytes",
             facts=growth if length == lengths[-1] else {},
         )
