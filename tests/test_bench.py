@@ -66,7 +66,7 @@ def with_worker(stand, tmp_path, shift):
 def test_dense_prefill_compares_all_sides_on_the_same_inputs(stand, tmp_path):
     peer, ours, jaxs, again = cases.dense_prefill(with_worker(stand, tmp_path, "0"), "float32")
     assert (peer.what.kernel, jaxs.what.kernel) == ("torch sdpa", "jax dot_product_attention")
-    assert len(peer.samples) == len(ours.samples) == len(jaxs.samples) == SMOKE.rounds + 2
+    assert len(peer.samples) == len(ours.samples) == len(jaxs.samples) == SMOKE.rounds
     assert ours.comparison.ratio == pytest.approx(measure.ratio(peer.samples, ours.samples))
     assert ours.comparison.target == ">= 1.5"
     assert ours.flops == 4 * 8 * 128 * causal_pairs(SMOKE.attention_tokens)
@@ -266,7 +266,7 @@ def test_the_crossover_is_the_rule_of_calibrate_on_the_records_own_medians(stand
     facts = records[-1].facts
     assert facts["crossover_tokens"] == find_crossover((128, 512), medians["dense"], medians["kascade"])
     assert (facts["lengths"], facts["dense_s"], facts["kascade_s"]) == ([128, 512], *medians.values())
-    assert [len(r.samples) for r in records] == [SMOKE.rounds] * 2 + [SMOKE.long_rounds] * 2
+    assert [len(r.samples) for r in records] == [SMOKE.rounds] * 4
     assert records[-1].mean_density < 0.9
     anchors = [n for n, share in enumerate(records[-1].density) if share == 1]
     assert anchors == list(Plan.load(answers.SHIPPED / "plan.json").anchors)
@@ -275,7 +275,7 @@ def test_the_crossover_is_the_rule_of_calibrate_on_the_records_own_medians(stand
 
 
 def test_a_crossover_of_dense_runs_in_disguise_is_caught(stand, monkeypatch):
-    stand.sizes = replace(stand.sizes, crossover_tokens=(64,), long_rounds=1)
+    stand.sizes = replace(stand.sizes, crossover_tokens=(64,), rounds=1)
     load = model.generate.load
 
     def load_all(folder, attention):
@@ -292,8 +292,28 @@ def test_few_rounds_have_a_ratio_and_no_interval():
     assert (low, high) == (2.0, 2.0)
 
 
+def test_the_long_prompt_takes_what_is_left_of_the_suite_and_no_case_more_than_its_share(stand, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
+
+    def minute(number: int) -> float:
+        now[0] += 60.0
+        return 60.0
+
+    stand = Stand("smoke", replace(SMOKE, rounds=5, least_rounds=3, case_s=200.0, suite_s=1000.0), "none")
+    try:
+        assert stand.interleave({"a": minute}, warmup=1)["a"] == [60.0] * 3  # 240 s would be more than 200
+        assert stand.interleave({"a": minute}, last=True, warmup=0)["a"] == [60.0] * 5  # 760 s were left
+        assert now[0] == 540.0
+        assert len(stand.interleave({"a": minute, "b": minute}, last=True, warmup=0)["a"]) == 3  # 460 s were left
+        assert len(stand.interleave({"a": minute, "b": minute}, last=True, warmup=0)["a"]) == 2  # 100 s: the least
+    finally:
+        stand.close()
+    assert bench.SUITES["cpu"].cases[-1] == "kascade_prefill"
+
+
 def test_every_figure_of_a_real_suite_has_samples_enough_to_be_judged(stand, monkeypatch):
-    assert min(Sizes().rounds, Sizes().long_rounds) >= INTERVAL_ROUNDS
+    assert Sizes().rounds >= INTERVAL_ROUNDS
     monkeypatch.setattr(model, "_weigh", lambda folder, length: length + 1000)
     monkeypatch.setattr(stand, "write_model", lambda config, name: name)
     stand.sizes = replace(stand.sizes, rounds=2, memory_tokens=(256, 512))

@@ -6,6 +6,7 @@ reverse order of the one before, so that a machine that drifts slows all of them
 """
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -44,16 +45,25 @@ def time_call(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
 
 
 def interleave(
-    contenders: Mapping[str, Callable[[int], float]], *, rounds: int, warmup: int = 1, rest_s: float = 0.0
+    contenders: Mapping[str, Callable[[int], float]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    rest_s: float = 0.0,
+    within_s: float = math.inf,
+    least: int = 1,
 ) -> dict[str, list[float]]:
     """Samples of every contender, taken in turns.
 
     Args:
         contenders: name -> (round number) -> seconds; the number makes fresh inputs possible. Warm-up rounds are
             numbered below zero.
-        rounds: samples of each.
+        rounds: samples of each, unless time is short.
         warmup: calls of each before the first sample (compilation happens there).
         rest_s: pause before each sample, so that the other side's worker threads stop spinning.
+        within_s: seconds for all rounds; no further one begins that, as long as the mean of those before, would end
+            later. What the samples say has no part in it.
+        least: rounds that are made in any case.
 
     Returns:
         name -> seconds per round; samples of one index were taken in the same round.
@@ -64,7 +74,10 @@ def interleave(
         for sample in contenders.values():
             sample(number)
     taken: dict[str, list[float]] = {name: [] for name in contenders}
+    start = time.monotonic()
     for number in range(rounds):
+        if number >= least and (time.monotonic() - start) * (number + 1) / number > within_s:
+            break
         names = list(contenders) if number % 2 == 0 else list(reversed(contenders))
         for name in names:
             time.sleep(rest_s)

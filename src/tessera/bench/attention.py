@@ -55,7 +55,7 @@ def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
         contenders["torch"] = torch
         torch(-2)  # start the worker before the first sample of any side
     contenders |= {name: partial(here, peers.PEERS[name].kernel, program) for name, (_, program) in steps.items()}
-    taken = measure.interleave(contenders, rounds=stand.sizes.rounds + 2, rest_s=REST_S)
+    taken = stand.interleave(contenders, rest_s=REST_S)
     compiled = {"ours": compile_s} | {name: seconds for name, (seconds, _) in steps.items()}
     yield from _dense_records(stand, inputs, kernel, taken, compiled, skipped)
 
@@ -143,7 +143,7 @@ def sparse_prefill(stand: Stand) -> Iterator[Record]:
         return seconds
 
     contenders = {"dense": run_dense, "score": run_score, "sparse": run_sparse}
-    taken = measure.interleave(contenders, rounds=stand.sizes.rounds, rest_s=REST_S)
+    taken = stand.interleave(contenders, rest_s=REST_S)
     yield from _sparse_records(
         stand,
         inputs,

@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -73,10 +73,10 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
         session.warm()
         model.generate([draw_tokens(config, 0, 64)], max_new_tokens=1)
         alone[name] = AttentionAlone(session, length)
-    contenders = {name: partial(sample, name) for name in models}
-    taken = measure.interleave(contenders, rounds=stand.sizes.long_rounds, warmup=0, rest_s=REST_S)
     samplers = {name: attention.sample for name, attention in alone.items()}
     attention_s = measure.interleave(samplers, rounds=1, warmup=0, rest_s=REST_S)
+    contenders = {name: partial(sample, name) for name in models}
+    taken = stand.interleave(contenders, last=True, warmup=0, rest_s=REST_S)
     layers = {name: tuple(np.mean(values, axis=0).tolist()) for name, values in densities.items()}
     density = {name: float(np.mean(values)) for name, values in layers.items()}
     density["kascade attention"] = alone["kascade"].density
@@ -85,7 +85,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
     amdahl = predict(taken["dense"], attention_s)
     settings = {"tokens": length, **_shape(config)}
     checked = "finite first token; keys read counted"
-    how = How(warmup=1, iterations=stand.sizes.long_rounds, interleaved=True, check=checked)
+    how = How(warmup=1, iterations=len(taken["dense"]), interleaved=True, check=checked)
     for name, target in (("dense", None), ("kascade", 1.5)):
         chosen = {"anchors": list(plan.anchors), "tile": plan.tile, "plan": "synthetic"} if name == "kascade" else {}
         yield stand.record(
@@ -120,8 +120,7 @@ def crossover(stand: Stand) -> Iterator[Record]:
     medians: dict[str, list[float]] = {name: [] for name in policies}
     for length in lengths:
         longest = length == lengths[-1]
-        rounds = stand.sizes.long_rounds if longest else stand.sizes.rounds
-        taken, layers = time_lengths(shipped.params, config, policies, length, rounds)
+        taken, layers = time_lengths(shipped.params, config, policies, length, stand.interleave)
         density = {name: float(np.mean(values)) for name, values in layers.items()}
         if longest and not density["kascade"] < 0.9 * density["dense"]:
             raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
@@ -144,7 +143,7 @@ def crossover(stand: Stand) -> Iterator[Record]:
                     title=f"prefill of the demo model, {length:,} tokens, {_words(config)}",
                 ),
                 taken[name],
-                How(warmup=1, iterations=rounds, interleaved=True, check="finite logits; keys read counted"),
+                How(warmup=1, iterations=len(taken[name]), interleaved=True, check="finite logits; keys read counted"),
                 work=model_work(config, length, density=density[name]),
                 density=layers[name],
                 comparison=versus("dense", taken["dense"], taken["kascade"], None) if ours else None,
@@ -153,7 +152,11 @@ def crossover(stand: Stand) -> Iterator[Record]:
 
 
 def time_lengths(
-    params: Params, config: ModelConfig, policies: Mapping[str, Policy], length: int, rounds: int
+    params: Params,
+    config: ModelConfig,
+    policies: Mapping[str, Policy],
+    length: int,
+    interleave: Callable[..., dict[str, list[float]]],
 ) -> tuple[dict[str, list[float]], dict[str, tuple[float, ...]]]:
     """Seconds per round of a prefill of `length` fresh tokens per policy, in turns; and the keys read, by layer."""
     sessions = {name: Session(params, config, policy, batch=1, num_keys=length) for name, policy in policies.items()}
@@ -167,7 +170,7 @@ def time_lengths(
         return seconds
 
     contenders = {name: partial(sample, name) for name in policies}
-    taken = measure.interleave(contenders, rounds=rounds, rest_s=REST_S)
+    taken = interleave(contenders, rest_s=REST_S)
     return taken, {name: layer_densities(counted) for name, counted in reads.items()}
 
 
@@ -204,8 +207,8 @@ def peer_model(stand: Stand) -> Iterator[Record]:
         answer = [first["token"], *rest["tokens"]]
         return note("peer", number, first["seconds"], rest["seconds"] / steps, answer)
 
-    measure.interleave({"ours": run_ours, "peer": run_peer}, rounds=stand.sizes.rounds, rest_s=REST_S)
-    pairs = [(tokens["ours", n], tokens["peer", n]) for n in range(stand.sizes.rounds)]
+    rounds = stand.interleave({"ours": run_ours, "peer": run_peer}, rest_s=REST_S)
+    pairs = [(tokens["ours", n], tokens["peer", n]) for n in range(len(rounds["ours"]))]
     equal = float(np.mean([a == b for one, other in pairs for a, b in zip(one, other)]))
     if any(one[0] != other[0] for one, other in pairs):
         raise ValueError(f"first tokens must equal the peer's on every timed call; share of equal tokens {equal:.3f}")
@@ -216,7 +219,7 @@ def _peer_records(stand: Stand, taken: dict[str, dict[str, list[float]]], equal:
     config, length, steps = stand.sizes.config, stand.sizes.short_tokens, stand.sizes.decode_steps
     how = How(
         warmup=1,
-        iterations=stand.sizes.rounds,
+        iterations=len(taken["ours"]["prefill"]),
         interleaved=True,
         check="first token of every call equal on both sides",
     )
@@ -292,7 +295,7 @@ def answer_once(folder: str, length: int) -> None:
 
 def compilation(stand: Stand) -> Iterator[Record]:
     """Compile time and step time of one prefill chunk, layers under lax.scan and unrolled."""
-    config, rows, rounds = stand.sizes.config, stand.sizes.start_tokens, stand.sizes.rounds
+    config, rows = stand.sizes.config, stand.sizes.start_tokens
     lower, steps, sessions = {}, {}, {}
     for name in ("scan", "unrolled"):
         params = load_params(stand.folder, config, dtype=jnp.float32, stacked=name == "scan")
@@ -317,8 +320,8 @@ def compilation(stand: Stand) -> Iterator[Record]:
         seconds, (session.cache, _, _) = measure.time_call(steps[name], session.params, session.cache, last, *arguments)
         return seconds
 
-    compile_s = measure.interleave({name: partial(compile_anew, name) for name in lower}, rounds=rounds, warmup=0)
-    taken = measure.interleave({name: partial(step, name) for name in steps}, rounds=rounds, rest_s=REST_S)
+    compile_s = stand.interleave({name: partial(compile_anew, name) for name in lower}, warmup=0)
+    taken = stand.interleave({name: partial(step, name) for name in steps}, rest_s=REST_S)
     for name in steps:
         yield stand.record(
             What(
@@ -330,14 +333,14 @@ def compilation(stand: Stand) -> Iterator[Record]:
                 title=f"compiling one prefill chunk of {rows:,} rows, {_words(config)}",
             ),
             compile_s[name],
-            How(iterations=rounds, interleaved=True, cold_cache="caches emptied, the persistent one off"),
+            How(iterations=len(compile_s[name]), interleaved=True, cold_cache="caches emptied, the persistent one off"),
             facts={"step_s": float(np.median(taken[name])), "step_samples_s": taken[name]},
         )
 
 
 def start_up(stand: Stand) -> Iterator[Record]:
     """Process start to first token, with an empty and with a filled compilation cache, a process per sample."""
-    config, length, rounds = stand.sizes.config, stand.sizes.start_tokens, stand.sizes.rounds
+    config, length = stand.sizes.config, stand.sizes.start_tokens
     code = "import sys; from tessera.bench import model; model.answer_once(sys.argv[1], int(sys.argv[2]))"
 
     def start(cache: str) -> float:
@@ -353,7 +356,7 @@ def start_up(stand: Stand) -> Iterator[Record]:
         shutil.rmtree(stand.scratch / f"cold{number}")
         return seconds
 
-    taken = measure.interleave({"cold": cold, "warm": lambda number: start("warm")}, rounds=rounds, warmup=1)
+    taken = stand.interleave({"cold": cold, "warm": lambda number: start("warm")})
     for name, words in (("cold", "empty compilation cache"), ("warm", "filled compilation cache")):
         yield stand.record(
             What(
@@ -365,7 +368,7 @@ def start_up(stand: Stand) -> Iterator[Record]:
                 title=f"process start to end of a one-token answer, {length:,} tokens, {_words(config)}",
             ),
             taken[name],
-            How(warmup=1, iterations=rounds, interleaved=True, cold_cache=words),
+            How(warmup=1, iterations=len(taken[name]), interleaved=True, cold_cache=words),
             comparison=versus("empty compilation cache", taken["cold"], taken["warm"], None)
             if name == "warm"
             else None,

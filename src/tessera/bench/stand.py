@@ -3,6 +3,7 @@
 import functools
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -46,8 +47,10 @@ class Sizes:
         crossover_tokens: prompt lengths at which the demo model's prefill is timed, ascending.
         start_tokens: prompt length of the start-up case, and rows of the compile case's chunk.
         config: the model; weights are random.
-        rounds: samples per side.
-        long_rounds: samples per side of the long prompt, which takes a minute each.
+        rounds: samples per side, unless time is short.
+        least_rounds: samples per side in any case; one less of the long prompt, whose rounds take a minute or two.
+        case_s: seconds for the rounds of one comparison.
+        suite_s: seconds for the suite; the long prompt comes last and takes what is left of them.
         passkey_tokens: prompt lengths of the shipped model's pass keys.
         passkeys: tasks per length.
     """
@@ -71,7 +74,9 @@ class Sizes:
         max_positions=65536,
     )
     rounds: int = INTERVAL_ROUNDS
-    long_rounds: int = INTERVAL_ROUNDS
+    least_rounds: int = 3
+    case_s: float = 60.0
+    suite_s: float = 840.0
     passkey_tokens: tuple[int, ...] = (2048, 4096)
     passkeys: int = 100
 
@@ -89,7 +94,6 @@ SMOKE = Sizes(
         Sizes().config, vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=6, num_heads=4, num_kv_heads=2
     ),
     rounds=2,
-    long_rounds=2,
     passkey_tokens=(512,),
     passkeys=2,
 )
@@ -101,6 +105,7 @@ class Stand:
     def __init__(self, suite: str, sizes: Sizes, peer_python: str | os.PathLike):
         self.suite, self.sizes, self._peer_python = suite, sizes, peer_python
         self.case = ""
+        self._ends = time.monotonic() + sizes.suite_s
         self._peer: measure.Peer | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix="tessera-bench-")
 
@@ -150,6 +155,19 @@ class Stand:
         folder = self.scratch / name
         save_folder(folder, params, config)
         return folder
+
+    def interleave(
+        self, contenders: Mapping[str, Callable[[int], float]], *, last: bool = False, **options: Any
+    ) -> dict[str, list[float]]:
+        """`measure.interleave` with this suite's rounds: as many as the time allows, at least `least_rounds`.
+
+        Args:
+            contenders, options: as there.
+            last: what is left of the suite's time instead of a case's, and at least one round less.
+        """
+        within_s = self._ends - time.monotonic() if last else self.sizes.case_s
+        least = self.sizes.least_rounds - last
+        return measure.interleave(contenders, rounds=self.sizes.rounds, within_s=within_s, least=least, **options)
 
     def record(self, what: What, samples: Sequence[float], how: How, **fields: Any) -> Record:
         """A record of one side; a sample below the roofline floor makes it an error, for then work was skipped."""
