@@ -1,5 +1,6 @@
 """The benchmark harness catches what benchmarks hide: skipped work, wrong outputs, dense runs in disguise."""
 
+import math
 import sys
 import textwrap
 import time
@@ -292,7 +293,7 @@ def test_few_rounds_have_a_ratio_and_no_interval():
     assert (low, high) == (2.0, 2.0)
 
 
-def test_the_long_prompt_takes_what_is_left_of_the_suite_and_no_case_more_than_its_share(stand, monkeypatch):
+def test_rounds_end_in_time_and_are_never_less_than_the_least(stand, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(measure.time, "monotonic", lambda: now[0])
 
@@ -300,16 +301,31 @@ def test_the_long_prompt_takes_what_is_left_of_the_suite_and_no_case_more_than_i
         now[0] += 60.0
         return 60.0
 
-    stand = Stand("smoke", replace(SMOKE, rounds=5, least_rounds=3, case_s=200.0, suite_s=1000.0), "none")
-    try:
-        assert stand.interleave({"a": minute}, warmup=1)["a"] == [60.0] * 3  # 240 s would be more than 200
-        assert stand.interleave({"a": minute}, last=True, warmup=0)["a"] == [60.0] * 5  # 760 s were left
-        assert now[0] == 540.0
-        assert len(stand.interleave({"a": minute, "b": minute}, last=True, warmup=0)["a"]) == 3  # 460 s were left
-        assert len(stand.interleave({"a": minute, "b": minute}, last=True, warmup=0)["a"]) == 2  # 100 s: the least
-    finally:
-        stand.close()
-    assert bench.SUITES["cpu"].cases[-1] == "kascade_prefill"
+    stand.sizes = replace(SMOKE, rounds=5, least_rounds=3)
+    assert stand.interleave({"a": minute}, warmup=1)["a"] == [60.0] * 5  # no end: 6 minutes
+    stand.ends = 360.0 + 250.0
+    assert stand.interleave({"a": minute}, warmup=0)["a"] == [60.0] * 4  # a fifth round would end at 660
+    assert stand.interleave({"a": minute, "b": minute}, warmup=0) == {"a": [60.0] * 3, "b": [60.0] * 3}
+    assert stand.interleave({"a": minute}, least=1, warmup=0)["a"] == [60.0]
+
+
+def test_what_a_case_leaves_of_its_share_is_the_next_ones_and_one_named_has_no_end(tmp_path, monkeypatch):
+    now, ends = [100.0], []
+    monkeypatch.setattr(bench.time, "monotonic", lambda: now[0])
+
+    def run_case(stand, name):
+        ends.append(stand.ends)
+        now[0] += 10.0
+        return []
+
+    monkeypatch.setattr(bench, "_run_case", run_case)
+    bench.run("cpu", out=tmp_path / "out.jsonl")
+    cases = bench.SUITES["cpu"].cases
+    assert ends == pytest.approx([100.0 + Sizes().suite_s * (n + 1) / len(cases) for n in range(len(cases))])
+    assert cases[-1] == "kascade_prefill"  # the longest takes what is left
+    ends.clear()
+    bench.run("cpu", out=tmp_path / "out.jsonl", only=("start_up",))
+    assert ends == [math.inf]
 
 
 def test_every_figure_of_a_real_suite_has_samples_enough_to_be_judged(stand, monkeypatch):

@@ -6,8 +6,8 @@
     tessera bench --suite cpu --gate               nothing kept; 1 where a stored figure got worse beyond noise
     tessera bench --compare OLD NEW                two files of records, measured before; status as for --gate
 
-On a slow machine a comparison makes fewer rounds (at least three, the long prompt two), so that the suite keeps to a
-quarter of an hour; a case asked for with --only has all of its time. Below five rounds there is no interval.
+On a slow machine a comparison makes fewer rounds (at least three, the long prompt one), so that the suite keeps to a
+quarter of an hour; a case asked for with --only makes all of them. Below five rounds there is no interval.
 
 A case that fails becomes a record with its error, and the exit status says so. Status 3 is no judgement: nothing got
 worse for sure, but the noise of some figure does not exclude it, or a stored figure was not measured again.
@@ -15,6 +15,7 @@ worse for sure, but the noise of some figure does not exclude it, or a stored fi
 
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -102,10 +103,14 @@ def run(
         raise ValueError(f"only={unknown} must name cases: {list(CASES)}")
     out = Path("evidence") / f"{evidence.device_slug()}.jsonl" if out is None else Path(out)
     done = _done(out, suite) if resume else set()
-    stand, console, failed = Stand(suite, SUITES[suite].sizes, peer_python), Console(stderr=True), False
+    sizes, cases = SUITES[suite].sizes, tuple(only or SUITES[suite].cases)
+    stand, console, failed = Stand(suite, sizes, peer_python), Console(stderr=True), False
+    begin = time.monotonic()
     try:
         with compiled_anew():
-            for name in only or SUITES[suite].cases:
+            for number, name in enumerate(cases, start=1):
+                if not only:  # equal shares; what a case leaves is the next one's
+                    stand.ends = begin + sizes.suite_s * number / len(cases)
                 if name in done:
                     console.print(f"{name}: recorded before")
                     continue

@@ -76,7 +76,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
     samplers = {name: attention.sample for name, attention in alone.items()}
     attention_s = measure.interleave(samplers, rounds=1, warmup=0, rest_s=REST_S)
     contenders = {name: partial(sample, name) for name in models}
-    taken = stand.interleave(contenders, last=True, warmup=0, rest_s=REST_S)
+    taken = stand.interleave(contenders, least=1, warmup=0, rest_s=REST_S)
     layers = {name: tuple(np.mean(values, axis=0).tolist()) for name, values in densities.items()}
     density = {name: float(np.mean(values)) for name, values in layers.items()}
     density["kascade attention"] = alone["kascade"].density

@@ -1,6 +1,7 @@
 """The stand that a benchmark case runs on: its sizes, the peer, this device's ceilings, a model on disk."""
 
 import functools
+import math
 import os
 import tempfile
 import time
@@ -48,9 +49,8 @@ class Sizes:
         start_tokens: prompt length of the start-up case, and rows of the compile case's chunk.
         config: the model; weights are random.
         rounds: samples per side, unless time is short.
-        least_rounds: samples per side in any case; one less of the long prompt, whose rounds take a minute or two.
-        case_s: seconds for the rounds of one comparison.
-        suite_s: seconds for the suite; the long prompt comes last and takes what is left of them.
+        least_rounds: samples per side in any case, but for the long prompt, whose rounds take up to two minutes.
+        suite_s: seconds after which no round begins that is not needed.
         passkey_tokens: prompt lengths of the shipped model's pass keys.
         passkeys: tasks per length.
     """
@@ -75,8 +75,7 @@ class Sizes:
     )
     rounds: int = INTERVAL_ROUNDS
     least_rounds: int = 3
-    case_s: float = 60.0
-    suite_s: float = 840.0
+    suite_s: float = 750.0
     passkey_tokens: tuple[int, ...] = (2048, 4096)
     passkeys: int = 100
 
@@ -100,12 +99,17 @@ SMOKE = Sizes(
 
 
 class Stand:
-    """Everything cases share. Expensive parts are made on first use; close() ends the peer and removes the model."""
+    """Everything cases share. Expensive parts are made on first use; close() ends the peer and removes the model.
+
+    Attributes:
+        suite, sizes: what runs.
+        case: name of the case that runs.
+        ends: when its rounds should, by `time.monotonic`.
+    """
 
     def __init__(self, suite: str, sizes: Sizes, peer_python: str | os.PathLike):
         self.suite, self.sizes, self._peer_python = suite, sizes, peer_python
-        self.case = ""
-        self._ends = time.monotonic() + sizes.suite_s
+        self.case, self.ends = "", math.inf
         self._peer: measure.Peer | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix="tessera-bench-")
 
@@ -157,17 +161,12 @@ class Stand:
         return folder
 
     def interleave(
-        self, contenders: Mapping[str, Callable[[int], float]], *, last: bool = False, **options: Any
+        self, contenders: Mapping[str, Callable[[int], float]], *, least: int | None = None, **options: Any
     ) -> dict[str, list[float]]:
-        """`measure.interleave` with this suite's rounds: as many as the time allows, at least `least_rounds`.
-
-        Args:
-            contenders, options: as there.
-            last: what is left of the suite's time instead of a case's, and at least one round less.
-        """
-        within_s = self._ends - time.monotonic() if last else self.sizes.case_s
-        least = self.sizes.least_rounds - last
-        return measure.interleave(contenders, rounds=self.sizes.rounds, within_s=within_s, least=least, **options)
+        """`measure.interleave` with the suite's rounds: as many as end in time, but `least` (or its least_rounds)."""
+        sizes, within_s = self.sizes, self.ends - time.monotonic()
+        least = sizes.least_rounds if least is None else least
+        return measure.interleave(contenders, rounds=sizes.rounds, within_s=within_s, least=least, **options)
 
     def record(self, what: What, samples: Sequence[float], how: How, **fields: Any) -> Record:
         """A record of one side; a sample below the roofline floor makes it an error, for then work was skipped."""
