@@ -6,8 +6,8 @@
     tessera bench --suite cpu --gate               nothing kept; 1 where a stored figure got worse beyond noise
     tessera bench --compare OLD NEW                two files of records, measured before; status as for --gate
 
-On a slow machine a comparison makes fewer rounds (at least three, the long prompt one), so that the suite keeps to a
-quarter of an hour; a case asked for with --only makes all of them. Below five rounds there is no interval.
+On a slow machine a comparison makes fewer rounds (at least three, of the longest prompts one), so that the suite keeps
+to a quarter of an hour; a case asked for with --only makes all of them. Below five rounds there is no interval.
 
 A case that fails becomes a record with its error, and the exit status says so. Status 3 is no judgement: nothing got
 worse for sure, but the noise of some figure does not exclude it, or a stored figure was not measured again.

@@ -120,7 +120,8 @@ def crossover(stand: Stand) -> Iterator[Record]:
     medians: dict[str, list[float]] = {name: [] for name in policies}
     for length in lengths:
         longest = length == lengths[-1]
-        taken, layers = time_lengths(shipped.params, config, policies, length, stand.interleave)
+        interleave = partial(stand.interleave, least=1) if longest else stand.interleave
+        taken, layers = time_lengths(shipped.params, config, policies, length, interleave)
         density = {name: float(np.mean(values)) for name, values in layers.items()}
         if longest and not density["kascade"] < 0.9 * density["dense"]:
             raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
