@@ -346,3 +346,24 @@ def test_tiny_sizes_replace_no_figure():
     made = [evidence.make(what, [1.0], command=f"tessera bench --suite {s} --only case") for s in ("cpu", "smoke")]
     assert current(made) == made
     assert len(current([made[0], replace(made[0], date="2030-01-01T00:00:00+00:00")])) == 1
+
+
+def test_a_time_without_an_interval_replaces_none_that_has_one():
+    def made(samples, **changed):
+        what = evidence.What(op="attention", kernel="ours", workload="case", config={"tokens": 8})
+        record = evidence.make(what, samples, command="tessera bench --suite cpu --only case")
+        return replace(record, **changed)
+
+    full, short, worse = made([1.0] * 5), made([0.5] * 3), made([2.0] * 5)
+    error = replace(made([1.0]), samples=(), median=None, error="work was skipped")
+    crash = replace(error, what=replace(error.what, kernel=""))
+    other = replace(short, what=replace(short.what, config={"tokens": 9}))
+    weighed = [made(samples, unit="bytes") for samples in ([1.0] * 5, [2.0])]
+    assert current([short]) == [short]
+    assert current([full, short]) == [full]
+    assert current([short, full, short, worse, short]) == [worse]
+    assert current([full, error]) == [error]
+    assert current([full, error, short]) == [short]
+    assert current([full, crash, short]) == [short]
+    assert current([full, other]) == [other]
+    assert current(weighed) == weighed[1:]

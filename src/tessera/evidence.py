@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, get_args, get_origin
 from tessera import hardware
 
 SCHEMA = 1
+INTERVAL_ROUNDS = 5
+"""Samples from which a figure has an interval: redrawn medians of fewer hardly leave the smallest and largest."""
 
 PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "train", "quality"})
 """Host and user names that tell nobody anything, as every record may hold them: common ones, and our own commands."""

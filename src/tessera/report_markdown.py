@@ -1,7 +1,7 @@
 """How a figure is written: a number with its unit, a row of Markdown, the sentence that says where it comes from."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from tessera import evidence
 from tessera.evidence import Key, Record
@@ -41,11 +41,28 @@ def side_by_side(records: Iterable[Record]) -> list[Record]:
 
 
 def current(records: Iterable[Record]) -> list[Record]:
-    """The last record of each key in its series. What a compiler alone decides may stand once per machine: `newest`."""
+    """The last record of each key in its series. What a compiler alone decides may stand once per machine: `newest`.
+
+    A time without an interval replaces none of the same sizes and settings that has one, better or worse.
+    """
     groups: dict[str, list[Record]] = {}
     for record in records:
         groups.setdefault(series(record), []).append(record)
-    return [record for group in groups.values() for record in evidence.latest(group).values()]
+    return [record for group in groups.values() for record in evidence.latest(_without_short(group)).values()]
+
+
+def _without_short(records: Iterable[Record]) -> Iterator[Record]:
+    """The records, less times of too few samples for an interval that come after one of enough, no error between."""
+    full: dict[evidence.Key, Record] = {}
+    for record in records:
+        timed, held = record.unit == "s" and not record.error, full.get(record.key)
+        if timed and len(record.samples) >= evidence.INTERVAL_ROUNDS:
+            full[record.key] = record
+        elif timed and held and held.what.config == record.what.config:
+            continue
+        elif record.error:
+            full = {key: other for key, other in full.items() if other.command != record.command}
+        yield record
 
 
 def series(record: Record) -> str:

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from tessera.bench.stand import INTERVAL_ROUNDS
-from tessera.evidence import Key, Record
+from tessera.evidence import INTERVAL_ROUNDS, Key, Record
 from tessera.report_markdown import current, is_prediction, series
 
 DRAWS, TAIL = 4000, 0.025

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera import evidence, hardware, measure
-from tessera.evidence import Comparison, How, Record, What
+from tessera.evidence import INTERVAL_ROUNDS, Comparison, How, Record, What
 from tessera.models.checkpoint import save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.layers import init_params
@@ -29,9 +29,6 @@ CREDIBLE = 0.8
 
 WORKER = Path(__file__).parents[3] / "peers" / "worker.py"
 """The peer's side, which a checkout has and an installed package has not."""
-
-INTERVAL_ROUNDS = 5
-"""Samples a side from which a ratio has an interval: redrawn medians of fewer hardly leave the smallest and largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
