@@ -113,7 +113,7 @@ def test_ours_is_recorded_when_no_peer_runs(tmp_path, monkeypatch, capsys):
     assert bench.run("smoke", out=out, only=["dense_prefill_f32"], peer_python=missing) == 0
     [ours] = evidence.read(out)
     assert ours.error is None
-    assert len(ours.samples) == SMOKE.rounds + 2
+    assert len(ours.samples) == SMOKE.rounds
     assert not ours.how.interleaved
     assert ours.facts["skipped"][peers.PEERS["jax"].kernel].startswith("two arrays of 8 x 256 x 256 scores")
     assert str(tmp_path) not in evidence.encode(ours)
