@@ -303,8 +303,8 @@ def test_rounds_end_in_time_and_are_never_less_than_the_least(stand, monkeypatch
 
     stand.sizes = replace(SMOKE, rounds=5, least_rounds=3)
     assert stand.interleave({"a": minute}, warmup=1)["a"] == [60.0] * 5  # no end: 6 minutes
-    stand.ends = 360.0 + 250.0
-    assert stand.interleave({"a": minute}, warmup=0)["a"] == [60.0] * 4  # a fifth round would end at 660
+    stand.ends = 360.0 + 310.0
+    assert stand.interleave({"a": minute}, warmup=1)["a"] == [60.0] * 4  # a minute of warm-up; a fifth ends at 720
     assert stand.interleave({"a": minute, "b": minute}, warmup=0) == {"a": [60.0] * 3, "b": [60.0] * 3}
     assert stand.interleave({"a": minute}, least=1, warmup=0)["a"] == [60.0]
 

@@ -50,7 +50,7 @@ def interleave(
     rounds: int,
     warmup: int = 1,
     rest_s: float = 0.0,
-    within_s: float = math.inf,
+    until: float = math.inf,
     least: int = 1,
 ) -> dict[str, list[float]]:
     """Samples of every contender, taken in turns.
@@ -61,9 +61,9 @@ def interleave(
         rounds: samples of each, unless time is short.
         warmup: calls of each before the first sample (compilation happens there).
         rest_s: pause before each sample, so that the other side's worker threads stop spinning.
-        within_s: seconds for all rounds; no further one begins that, as long as the mean of those before, would end
-            later. What the samples say has no part in it.
-        least: rounds that are made in any case.
+        until: when they should be done, by `time.monotonic`: no round begins that, as long as the mean of those before,
+            would end later. What the samples say has no part in it.
+        least: rounds that are made in any case, one or more.
 
     Returns:
         name -> seconds per round; samples of one index were taken in the same round.
@@ -76,7 +76,8 @@ def interleave(
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     start = time.monotonic()
     for number in range(rounds):
-        if number >= least and (time.monotonic() - start) * (number + 1) / number > within_s:
+        now = time.monotonic()
+        if number >= max(1, least) and now + (now - start) / number > until:
             break
         names = list(contenders) if number % 2 == 0 else list(reversed(contenders))
         for name in names:

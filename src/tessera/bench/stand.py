@@ -4,7 +4,6 @@ import functools
 import math
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -161,9 +160,8 @@ class Stand:
         self, contenders: Mapping[str, Callable[[int], float]], *, least: int | None = None, **options: Any
     ) -> dict[str, list[float]]:
         """`measure.interleave` with the suite's rounds: as many as end in time, but `least` (or its least_rounds)."""
-        sizes, within_s = self.sizes, self.ends - time.monotonic()
-        least = sizes.least_rounds if least is None else least
-        return measure.interleave(contenders, rounds=sizes.rounds, within_s=within_s, least=least, **options)
+        least = self.sizes.least_rounds if least is None else least
+        return measure.interleave(contenders, rounds=self.sizes.rounds, until=self.ends, least=least, **options)
 
     def record(self, what: What, samples: Sequence[float], how: How, **fields: Any) -> Record:
         """A record of one side; a sample below the roofline floor makes it an error, for then work was skipped."""
