@@ -328,13 +328,13 @@ def test_what_a_case_leaves_of_its_share_is_the_next_ones_and_one_named_has_no_e
     assert ends == [math.inf]
 
 
-def test_every_figure_of_a_real_suite_has_samples_enough_to_be_judged(stand, monkeypatch):
+def test_a_real_suite_asks_for_samples_enough_and_weighs_memory_once(stand, monkeypatch):
     assert Sizes().rounds >= INTERVAL_ROUNDS
     monkeypatch.setattr(model, "_weigh", lambda folder, length: length + 1000)
     monkeypatch.setattr(stand, "write_model", lambda config, name: name)
     stand.sizes = replace(stand.sizes, rounds=2, memory_tokens=(256, 512))
     short, long = model.prefill_memory(stand)
-    # one round, each less the tiny prompt: a peak follows from shapes, and the gate takes it as exact
+    # one process a length, each less the tiny prompt's
     assert (short.samples, long.samples) == ((192.0,), (448.0,))
     assert long.facts["slope_bytes_per_token"] == pytest.approx(1.0)
 

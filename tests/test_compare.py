@@ -111,6 +111,16 @@ def test_more_is_better_for_a_share():
     assert not only(run(0.6, None, unit="fraction"), run(0.99, None, unit="fraction", seed=1)).regressed
 
 
+def test_peak_memory_weighed_once_is_not_judged():
+    """Four runs of one commit's kernels on one machine: 98, 13, 39 and 36 MB above a tiny prompt, for one length."""
+    what = evidence.What(op="memory", kernel="peak above a 64-token prompt", workload="prefill_memory_4096")
+    few, many = ([evidence.make(what, [value], command=COMMAND.format("cpu"), unit="bytes")] for value in (13e6, 98e6))
+    for before, after in ((few, many), (many, few)):
+        [found] = compare.changes(before, after)
+        assert found.blind
+        assert not found.regressed
+
+
 def test_what_no_longer_runs_is_said():
     what = evidence.What(op="attention", kernel="", workload="case")
     crash = evidence.make(what, (), command=COMMAND.format("smoke"), error="ValueError: no")
@@ -138,6 +148,8 @@ def test_figures_that_the_second_set_lacks_are_named(capsys):
     assert compare.vanished(run(1.0, suite="cpu"), both) == [], "a suite that was not run lost nothing"
     renamed = [replace(r, code=evidence.Code(commit="f" * 40, dirty=False), date="2030") for r in both[1:]]
     assert compare.vanished([*both, *renamed], alone) == [], "what an earlier commit measured is not missed"
+    short = [replace(r, samples=r.samples[:3], code=renamed[0].code, date="2030") for r in both]
+    assert compare.vanished([*both, *short], alone) == both[:1], "the last run has it too, without an interval"
     compare.print_changes(list(compare.changes(both, alone)), [], compare.vanished(both, alone))
     assert "case: peer float32: in the first set, not in the second" in capsys.readouterr().out
 

@@ -104,13 +104,15 @@ def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
 
     A case's figures are those of the commit that ran it last; what an earlier one called otherwise is not missed.
     """
+    before = list(before)
     old, new = figures(before), figures(after)
     runs, crashed = {(f.suite, f.key.machine) for f in new}, {r.command for r in new.values() if r.error}
-    last = {r.command: r.code for r in sorted(old.values(), key=lambda r: r.date) if not r.error}
+    last = {r.command: r.code for r in sorted(before, key=lambda r: r.date) if not r.error}
+    asked = {Figure(r.key, series(r)) for r in before if r.code == last.get(r.command)}  # of an interval or none
     return [
         record
         for figure, record in old.items()
-        if (figure.suite, figure.key.machine) in runs and not record.error and record.code == last[record.command]
+        if (figure.suite, figure.key.machine) in runs and not record.error and figure in asked
         if record.command not in crashed and not (figure in new and alike(record, new[figure]))
     ]
 
@@ -156,10 +158,9 @@ def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
 def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray | None]:
     """(the figure, its bootstrap draws or None of too few samples): the median, or the peer's median over it.
 
-    Of a share of trials, which is one sample, the trials are redrawn; what a compiler decides repeats to the digit, and
-    peak memory, which follows from shapes, within what a gate forgives.
+    Of a share of trials, which is one sample, the trials are redrawn; what a compiler decides repeats to the digit.
     """
-    if is_prediction(record) or record.what.op in (*COMPILED, "memory"):
+    if is_prediction(record) or record.what.op in COMPILED:
         return record.median, np.full(DRAWS, record.median)
     trials, right = record.facts.get("trials"), record.facts.get("right")
     if trials and right is not None:
