@@ -53,7 +53,7 @@ def current(records: Iterable[Record]) -> list[Record]:
 
 def _without_short(records: Iterable[Record]) -> Iterator[Record]:
     """The records, less times of too few samples for an interval that come after one of enough, no error between."""
-    full: dict[evidence.Key, Record] = {}
+    full: dict[Key, Record] = {}
     for record in records:
         timed, held = record.unit == "s" and not record.error, full.get(record.key)
         if timed and len(record.samples) >= evidence.INTERVAL_ROUNDS:
