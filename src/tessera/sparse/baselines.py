@@ -1,14 +1,18 @@
-"""Policies to compare with: dense, window + sinks, and the oracle in which every layer scores itself."""
+"""Policies to compare with: dense, window + sinks, the oracle in which every layer scores itself, cheap scores."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
+from jax import Array
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import select_tiles
 from tessera.shapes import ceil_div
 from tessera.sparse.contract import Policy, Reads
+from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.plan import check_budget
 from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads, shapes_of
 
@@ -100,30 +104,90 @@ class Oracle(Counted):
     It costs more than dense (the scoring pass reads every key); `reads` counts the keys its output depends on.
 
     Attributes:
-        tile, query_tile, fraction, minimum: as in Kascade.
+        tile, query_tile, local, sinks, fraction, minimum: as in Kascade.
         pooled: one selection for all KV heads.
+        dense: layers that read every key all the same.
     """
 
-    tile: int = 64
+    tile: int = 16
     query_tile: int = 32
+    local: int = 0
+    sinks: int = 0
     fraction: float = 0.1
     minimum: int = 128
     pooled: bool = False
+    dense: tuple[int, ...] = ()
 
     def __post_init__(self):
-        check_budget(self.fraction, self.minimum)
+        check_budget(self.fraction, self.minimum, self.local, self.sinks)
         AttentionSpec(tile=self.tile, query_tile=self.query_tile)
 
     @property
     def name(self) -> str:
         return "oracle"
 
+    def score(self, layer: int | Array, q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions):
+        """Masses of all key tiles, exact."""
+        return attention(q, k, v, replace(spec, mass=True), **positions._asdict()).mass
+
+    def select(self, mass: Array, spec: AttentionSpec, positions: Positions) -> Selection:
+        """The tiles that the budget takes of these masses, with what is always read."""
+        always = {"local": self.local, "sinks": self.sinks, "pooled": self.pooled}
+        budget = {"fraction": self.fraction, "minimum": self.minimum}
+        return select_tiles(mass, spec, **budget, **always, **positions._asdict())
+
     def attend(self, layer, q, k, v, spec, positions, state):
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
-        where, shapes = positions._asdict(), shapes_of(q, k)
-        mass = attention(q, k, v, replace(spec, mass=True), **where).mass
-        budget = {"fraction": self.fraction, "minimum": self.minimum, "pooled": self.pooled}
-        selection = select_tiles(mass, spec, **budget, **where)
-        out = attention(q, k, v, spec, **where, selection=selection)
+        if isinstance(layer, int):
+            attend = self._dense if layer in self.dense else self._sparse
+            return attend(layer, q, k, v, spec, positions, state)
+        if not self.dense:
+            return self._sparse(layer, q, k, v, spec, positions, state)
+        is_dense = jnp.isin(layer, jnp.asarray(self.dense, jnp.int32))
+        branches = [lambda *args, attend=attend: attend(layer, *args[:3], spec, *args[3:])
+                    for attend in (self._dense, self._sparse)]  # fmt: skip
+        return jax.lax.cond(is_dense, *branches, q, k, v, positions, state)
+
+    def _dense(self, layer, q, k, v, spec, positions, state):
+        out = attention(q, k, v, spec, **positions._asdict())
+        visible = count_visible(spec, positions, shapes_of(q, k))
+        return out.out, record_reads(state, layer, visible, visible)
+
+    def _sparse(self, layer, q, k, v, spec, positions, state):
+        shapes = shapes_of(q, k)
+        selection = self.select(self.score(layer, q, k, v, spec, positions), spec, positions)
+        out = attention(q, k, v, spec, **positions._asdict(), selection=selection)
         read = count_read(selection, spec, positions, shapes)
         return out.out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cheap(Oracle):
+    """Every layer attends to the tiles that cheap scores of its own rank best (`estimate.py`), or to random ones.
+
+    Attributes:
+        score_keys, score_rows: as in `Estimate`.
+        summary: "mean", "minmax" (Quest), or "random": tiles drawn by layer and query tile, the control.
+    """
+
+    score_keys: int = 4
+    score_rows: int = 1
+    summary: str = "mean"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.summary != "random":
+            Estimate(keys=self.score_keys, rows=self.score_rows, summary=self.summary).check(self.tile)
+
+    @property
+    def name(self) -> str:
+        return {"mean": "mean keys", "minmax": "quest", "random": "random"}[self.summary]
+
+    def score(self, layer, q, k, v, spec, positions):
+        if self.summary != "random":
+            how = Estimate(keys=self.score_keys, rows=self.score_rows, summary=self.summary)
+            return estimate_mass(q, k, spec, positions, how)
+        shape = (k.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile), ceil_div(k.shape[1], spec.tile))
+        key = jax.random.fold_in(jax.random.key(0), layer)
+        keys = jax.vmap(partial(jax.random.fold_in, key))(positions.q_start)  # by position: the same in any batch
+        return jax.vmap(lambda key: jax.random.uniform(key, shape[1:], minval=0.1))(keys)

@@ -2,8 +2,10 @@
 
 Anchor layers attend densely and, in the same pass, learn the probability mass of every key tile per query tile and KV
 head; `select_tiles` keeps the best. Reuse layers read those tiles of their own keys and values, through a table that
-maps each of their KV heads to one of the anchor's. Deviations from the paper: tiles instead of single keys (`tile=1` is
-the paper's granularity), and anchors return their dense output, which the fused pass yields anyway.
+maps each of their KV heads to one of their source's. Deviations from the paper: tiles instead of single keys (`tile=1`
+is the paper's granularity); anchors return their dense output, which the fused pass yields anyway; and layers in `own`
+choose for themselves by cheap scores (`estimate.py`), since on a real model the heads that retrieve look where no
+other layer looks.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -19,38 +21,49 @@ from tessera.attention.selection import capacity_for, select_tiles
 from tessera.shapes import ceil_div
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
-from tessera.sparse.plan import HEADS, Plan, check_anchors, check_budget, check_head_map
+from tessera.sparse.estimate import Estimate, estimate_mass
+from tessera.sparse.plan import Plan, check_budgets, check_choice, check_head_map, check_layers
 from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads, shapes_of
 
 
 class KascadeState(NamedTuple):
-    """What passes from layer to layer: the current anchor's selection and what it reads per KV head [B,K]."""
+    """What passes from layer to layer.
 
-    selection: Selection
+    Attributes:
+        choice: the source's selection; its masses [B,K,I,J] where each layer has budgets, and selects from them.
+        read: keys that the source's selection reads per KV head [B,K]; zeros where each layer selects.
+        reads: counts so far.
+    """
+
+    choice: Selection | Array
     read: Array
     reads: Reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kascade(Policy):
-    """Anchors score, the layers between reuse. Attributes as in `Plan`."""
+    """Anchors score, `own` layers choose cheaply, the layers between reuse. Attributes as in `Plan`."""
 
     anchors: tuple[int, ...]
     head_map: tuple[tuple[int, ...], ...]
     heads: str = "remap"
-    tile: int = 64
+    tile: int = 16
     query_tile: int = 32
+    local: int = 64
+    sinks: int = 16
     fraction: float = 0.1
     minimum: int = 128
+    own: tuple[int, ...] = ()
+    budgets: tuple[tuple[float, ...], ...] = ()
+    score_keys: int = 4
+    score_rows: int = 1
     crossover_tokens: int = 0
 
     def __post_init__(self):
-        check_anchors(self.anchors, len(self.head_map))
         check_head_map(self.head_map, len(self.head_map), len(self.head_map[0]))
-        check_budget(self.fraction, self.minimum)
-        AttentionSpec(tile=self.tile, query_tile=self.query_tile)
-        if self.heads not in HEADS:
-            raise ValueError(f"heads={self.heads!r} must be one of {HEADS}")
+        check_layers(self.anchors, self.own, self.head_map)
+        check_budgets(self.budgets, len(self.head_map), len(self.head_map[0]))
+        check_choice(self)
 
     @classmethod
     def from_plan(cls, plan: Plan) -> "Kascade":
@@ -66,12 +79,15 @@ class Kascade(Policy):
         return Dense() if num_tokens < self.crossover_tokens else self
 
     def roles(self) -> tuple[str, ...]:
-        """Per layer: "score" (anchor), "sparse" (reuse), or "dense" (an anchor that no layer reuses)."""
+        """Per layer: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor that no layer reuses)."""
+        num_layers = len(self.head_map)
+        reused = {layer for layer in range(num_layers) if layer + 1 < num_layers and self._reuses(layer + 1)}
         return tuple(
-            "sparse" if layer not in self.anchors
-            else "score" if layer + 1 < len(self.head_map) and layer + 1 not in self.anchors
+            "sparse" if self._reuses(layer)
+            else "own" if layer in self.own
+            else "score" if layer in reused
             else "dense"
-            for layer in range(len(self.head_map))
+            for layer in range(num_layers)
         )  # fmt: skip
 
     def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> KascadeState:
@@ -79,15 +95,18 @@ class Kascade(Policy):
             raise ValueError(f"num_layers={num_layers} must be {len(self.head_map)}, the number the plan was made for")
         if shapes.num_kv_heads != len(self.head_map[0]):
             raise ValueError(f"num_kv_heads={shapes.num_kv_heads} must be {len(self.head_map[0])}, as in the plan")
-        size = self._capacity(self._spec(spec), shapes)
         heads = (shapes.batch, shapes.num_kv_heads)
         tiles = (*heads, ceil_div(shapes.num_queries, self.query_tile))
-        empty = Selection(jnp.zeros((*tiles, size), jnp.int32), jnp.zeros(tiles, jnp.int32))
-        return KascadeState(empty, jnp.zeros(heads, jnp.float32), init_reads(num_layers, shapes.batch))
+        if self.budgets:
+            choice = jnp.zeros((*tiles, ceil_div(shapes.num_keys, self.tile)), jnp.float32)
+        else:
+            size = self._capacity(self._spec(spec), shapes, self.fraction)
+            choice = Selection(jnp.zeros((*tiles, size), jnp.int32), jnp.zeros(tiles, jnp.int32))
+        return KascadeState(choice, jnp.zeros(heads, jnp.float32), init_reads(num_layers, shapes.batch))
 
     def attend(self, layer, q, k, v, spec, positions, state):
         spec, roles = self._spec(spec), self.roles()
-        branches = {"dense": self._dense, "score": self._score, "sparse": self._sparse}
+        branches = {"dense": self._dense, "score": self._score, "own": self._own, "sparse": self._sparse}
         if isinstance(layer, int):
             return branches[roles[layer]](layer, q, k, v, spec, positions, state)
         used = tuple(role for role in branches if role in roles)
@@ -102,18 +121,60 @@ class Kascade(Policy):
         return state.reads
 
     def map_heads(self, layer: int | Array, per_head: Any) -> Any:
-        """Reorder arrays [B,K,...] of the anchor to what each of this layer's heads uses."""
+        """Reorder arrays [B,K,...] of the source to what each of this layer's heads uses."""
         if self.heads != "remap":
             return per_head
         head = jnp.asarray(self.head_map, jnp.int32)[layer]
         return jax.tree.map(lambda array: array[:, head], per_head)
 
+    def select(
+        self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes
+    ) -> Selection:
+        """The tiles that this layer's budget takes of these masses [B,K,I,J], with what is always read."""
+        fraction, largest = self._budget(layer)
+        return select_tiles(
+            mass,
+            spec,
+            fraction=fraction,
+            minimum=self.minimum,
+            local=self.local,
+            sinks=self.sinks,
+            capacity=self._capacity(spec, shapes, largest),
+            pooled=self.heads == "pooled",
+            **positions._asdict(),
+        )
+
+    def chosen(
+        self, layer: int | Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState
+    ) -> Selection:
+        """What a sparse layer reads, from the state after its source (itself, if it is in `own`)."""
+        choice = self.map_heads(layer, state.choice)
+        return self.select(layer, choice, spec, positions, shapes) if self.budgets else choice
+
+    def _reuses(self, layer: int) -> bool:
+        return layer not in self.anchors and layer not in self.own
+
     def _spec(self, spec: AttentionSpec) -> AttentionSpec:
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
-    def _capacity(self, spec: AttentionSpec, shapes: Shapes) -> int:
-        budget = {"fraction": self.fraction, "minimum": self.minimum}
-        return capacity_for(spec, shapes.num_keys, shapes.num_queries, **budget)
+    def _budget(self, layer: int | Array) -> tuple[float | Array, float]:
+        """The fraction, or one per KV head, and the largest that static sizes must hold."""
+        if not self.budgets:
+            return self.fraction, self.fraction
+        if isinstance(layer, int):
+            return jnp.asarray(self.budgets[layer], jnp.float32), max(self.budgets[layer])
+        return jnp.asarray(self.budgets, jnp.float32)[layer], max(max(row) for row in self.budgets)
+
+    def _capacity(self, spec: AttentionSpec, shapes: Shapes, fraction: float) -> int:
+        always = {"minimum": self.minimum, "local": self.local, "sinks": self.sinks}
+        return capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=fraction, **always)
+
+    def _leave(self, layer, mass, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState):
+        """State after a layer that others reuse, and its selection where there is one for all."""
+        if self.budgets:
+            return state._replace(choice=mass)
+        selection = self.select(layer, mass, spec, positions, shapes)
+        return state._replace(choice=selection, read=count_read(selection, spec, positions, shapes))
 
     def _dense(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
         out = attention(q, k, v, spec, **positions._asdict())
@@ -121,23 +182,22 @@ class Kascade(Policy):
         return out.out, state._replace(reads=record_reads(state.reads, layer, visible, visible))
 
     def _score(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        where, shapes = positions._asdict(), shapes_of(q, k)
-        out = attention(q, k, v, replace(spec, mass=True), **where)
-        selection = select_tiles(
-            out.mass,
-            spec,
-            fraction=self.fraction,
-            minimum=self.minimum,
-            capacity=self._capacity(spec, shapes),
-            pooled=self.heads == "pooled",
-            **where,
-        )
+        shapes = shapes_of(q, k)
+        out = attention(q, k, v, replace(spec, mass=True), **positions._asdict())
+        state = self._leave(layer, out.mass, spec, positions, shapes, state)
         visible = count_visible(spec, positions, shapes)
-        read = count_read(selection, spec, positions, shapes)
-        return out.out, KascadeState(selection, read, record_reads(state.reads, layer, visible, visible))
+        return out.out, state._replace(reads=record_reads(state.reads, layer, visible, visible))
+
+    def _own(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
+        how = Estimate(keys=self.score_keys, rows=self.score_rows)
+        mass = estimate_mass(q, k, spec, positions, how)
+        state = self._leave(layer, mass, spec, positions, shapes_of(q, k), state)
+        return self._sparse(layer, q, k, v, spec, positions, state)
 
     def _sparse(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        selection, read = self.map_heads(layer, (state.selection, state.read))
+        shapes = shapes_of(q, k)
+        selection = self.chosen(layer, spec, positions, shapes, state)
+        read = count_read(selection, spec, positions, shapes) if self.budgets else self.map_heads(layer, state.read)
         out = attention(q, k, v, spec, **positions._asdict(), selection=selection)
-        visible = count_visible(spec, positions, shapes_of(q, k))
+        visible = count_visible(spec, positions, shapes)
         return out.out, state._replace(reads=record_reads(state.reads, layer, read, visible))

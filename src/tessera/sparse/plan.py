@@ -5,21 +5,28 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tessera.attention.contract import AttentionSpec
 from tessera.files import replace_text
+from tessera.sparse.estimate import Estimate
 
-SCHEMA = 1
+SCHEMA = 2
 HEADS = ("remap", "identity", "pooled")
+FIRST_SCHEMA: Mapping[str, Any] = MappingProxyType(
+    {"local": 0, "sinks": 0, "own": [], "budgets": [], "score_keys": 1, "score_rows": 1, "promise": {}}
+)
+"""What a plan of schema 1 leaves out: it lists no local tiles and no sinks, and every layer scores or reuses."""
 
 
-def check_budget(fraction: float, minimum: int) -> None:
-    """Raise ValueError unless a budget of max(fraction * visible, minimum) keys makes sense."""
-    if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction} must be above 0 and at most 1")
-    if minimum < 1:
-        raise ValueError(f"minimum={minimum} must be at least 1 key")
+def check_budget(fraction: float, minimum: int, local: int = 0, sinks: int = 0) -> None:
+    """Raise ValueError unless a budget of max(fraction * visible, minimum) far keys makes sense."""
+    if not 0 <= fraction <= 1:
+        raise ValueError(f"fraction={fraction} must be from 0 to 1")
+    for name, value in (("minimum", minimum), ("local", local), ("sinks", sinks)):
+        if value < 0:
+            raise ValueError(f"{name}={value} must be at least 0 keys")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +36,21 @@ class Plan:
     Attributes:
         model: fingerprint of the weights the plan was made for.
         num_layers, num_kv_heads: that model's, so that a misfit is named before anything runs.
-        anchors: layers that score all keys, ascending; the first is 0.
-        head_map: [L][K]: the anchor's KV head whose selection a layer's KV head uses.
+        anchors: layers that read all keys, ascending; the first is 0.
+        own: layers that choose their own tiles by cheap scores (`score_keys`, `score_rows`).
+        head_map: [L][K]: the KV head of its source whose choice a layer's KV head uses. A layer in neither `anchors`
+            nor `own` reuses the choice of its source, the last layer before it that is in one of them.
         heads: "remap" (use head_map), "identity" (each head its own), "pooled" (one selection for all heads).
         tile: key positions per tile.
         query_tile: query positions that share a selection.
-        fraction: share of the visible keys a reuse layer reads.
-        minimum: keys it reads at least (all, if fewer are visible).
+        local, sinks: keys just before the query tile, and first keys of the sequence, that are always read.
+        fraction: share of the visible keys a layer reads beyond those.
+        minimum: keys it reads at least beyond those (all, if fewer are visible).
+        budgets: [L][K]: a fraction per layer and KV head instead of `fraction`: 1 reads all, 0 only what is always
+            read; empty for none.
+        score_keys, score_rows: layers in `own` score means of so many keys, for every so many query rows.
         crossover_tokens: requests shorter than this run dense, which is faster there.
+        promise: what calibration was asked to keep and what it measured on text that chose nothing; empty if nothing.
         provenance: where it came from: corpus hash, date, tessera version, device.
         metrics: what was measured on the way: similarity, importance, recall, density, perplexity, cross-over times.
     """
@@ -47,25 +61,32 @@ class Plan:
     anchors: tuple[int, ...]
     head_map: tuple[tuple[int, ...], ...]
     heads: str = "remap"
-    tile: int = 64
+    tile: int = 16
     query_tile: int = 32
+    local: int = 64
+    sinks: int = 16
     fraction: float = 0.1
     minimum: int = 128
+    own: tuple[int, ...] = ()
+    budgets: tuple[tuple[float, ...], ...] = ()
+    score_keys: int = 4
+    score_rows: int = 1
     crossover_tokens: int = 0
+    promise: Mapping[str, Any] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         object.__setattr__(self, "anchors", tuple(self.anchors))
-        object.__setattr__(self, "head_map", tuple(tuple(row) for row in self.head_map))
-        AttentionSpec(tile=self.tile, query_tile=self.query_tile)
-        check_budget(self.fraction, self.minimum)
-        if self.heads not in HEADS:
-            raise ValueError(f"heads={self.heads!r} must be one of {HEADS}")
+        object.__setattr__(self, "own", tuple(self.own))
+        for name in ("head_map", "budgets"):
+            object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
+        check_choice(self)
         if self.crossover_tokens < 0:
             raise ValueError(f"crossover_tokens={self.crossover_tokens} must be at least 0")
-        check_anchors(self.anchors, self.num_layers)
         check_head_map(self.head_map, self.num_layers, self.num_kv_heads)
+        check_layers(self.anchors, self.own, self.head_map)
+        check_budgets(self.budgets, self.num_layers, self.num_kv_heads)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never half of one."""
@@ -94,7 +115,7 @@ class Plan:
                 f"upgrade tessera, or {remake}"
             )
         try:
-            return cls(**_checked(found))
+            return cls(**_checked(found if schema > 1 else {**FIRST_SCHEMA, **found}))
         except (TypeError, ValueError) as error:
             raise ValueError(f"plan {str(path)!r} is damaged: {error}; {remake}") from None
 
@@ -122,6 +143,39 @@ def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
         raise ValueError(f"anchors={list(anchors)} must ascend from 0 and stay below num_layers={num_layers}")
 
 
+def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple[tuple[int, ...], ...]) -> None:
+    """Raise ValueError unless anchors are in order and `own` names other layers, whose heads use their own choice."""
+    num_layers = len(head_map)
+    check_anchors(anchors, num_layers)
+    if list(own) != sorted(set(own)) or any(not 0 < layer < num_layers for layer in own) or set(own) & set(anchors):
+        raise ValueError(f"own={list(own)} must ascend, stay below num_layers={num_layers} and name no anchor")
+    for layer in own:
+        if head_map[layer] != tuple(range(len(head_map[layer]))):
+            raise ValueError(
+                f"head_map[{layer}]={list(head_map[layer])} must be in order: the layer chooses for itself"
+            )
+
+
+def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_kv_heads: int) -> None:
+    """Raise ValueError unless budgets is empty or [L][K] of fractions."""
+    if not budgets:
+        return
+    if len(budgets) != num_layers or any(len(row) != num_kv_heads for row in budgets):
+        raise ValueError(f"budgets of shape {[len(budgets), len(budgets[0])]} must be [{num_layers}, {num_kv_heads}]")
+    for layer, row in enumerate(budgets):
+        if any(not 0 <= value <= 1 for value in row):
+            raise ValueError(f"budgets[{layer}]={list(row)} must be fractions from 0 to 1")
+
+
+def check_choice(found: Any) -> None:
+    """Raise ValueError unless the fields that a plan and its policy share make sense one by one."""
+    AttentionSpec(tile=found.tile, query_tile=found.query_tile)
+    check_budget(found.fraction, found.minimum, found.local, found.sinks)
+    Estimate(keys=found.score_keys, rows=found.score_rows).check(found.tile if found.own else found.score_keys)
+    if found.heads not in HEADS:
+        raise ValueError(f"heads={found.heads!r} must be one of {HEADS}")
+
+
 def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_kv_heads: int) -> None:
     """Raise ValueError unless head_map is [L][K] of heads in range."""
     if len(head_map) != num_layers or any(len(row) != num_kv_heads for row in head_map):
@@ -137,15 +191,19 @@ def _checked(found: dict[str, Any]) -> dict[str, Any]:
     known = {f.name for f in fields(Plan)}
     if unknown := sorted(found.keys() - known):
         raise ValueError(f"unknown fields {unknown}")
-    integers = ("num_layers", "num_kv_heads", "tile", "query_tile", "minimum", "crossover_tokens")
-    kinds = {**{name: int for name in integers}, "model": str, "heads": str, "fraction": (int, float)}
-    kinds |= {"anchors": list, "head_map": list, "provenance": dict, "metrics": dict}
+    integers = ("num_layers", "num_kv_heads", "tile", "query_tile", "minimum", "local", "sinks", "score_keys")
+    kinds = {**{name: int for name in (*integers, "score_rows", "crossover_tokens")}, "model": str, "heads": str}
+    kinds |= {"fraction": (int, float), "anchors": list, "own": list, "head_map": list, "budgets": list}
+    kinds |= {"promise": dict, "provenance": dict, "metrics": dict}
     for name in kinds:
         if name not in found:
             raise ValueError(f"{name} is missing")
         if not isinstance(found[name], kinds[name]) or isinstance(found[name], bool):
             raise ValueError(f"{name}={found[name]!r} has the wrong type")
-    for row in (found["anchors"], *found["head_map"]):
+    for row in (found["anchors"], found["own"], *found["head_map"]):
         if not isinstance(row, list) or any(type(value) is not int for value in row):
             raise ValueError(f"{row!r} must be a list of integers")
+    for row in found["budgets"]:
+        if not isinstance(row, list) or any(type(value) not in (int, float) for value in row):
+            raise ValueError(f"{row!r} must be a list of numbers")
     return found

@@ -23,7 +23,8 @@ def _window(config: Any, plan: Plan | None, **options: Any) -> Policy:
 
 
 def _oracle(config: Any, plan: Plan | None, **options: Any) -> Policy:
-    budget = {} if plan is None else {"fraction": plan.fraction, "minimum": plan.minimum}
+    names = ("fraction", "minimum", "local", "sinks")
+    budget = {} if plan is None else {name: getattr(plan, name) for name in names}
     pooled = {} if plan is None else {"pooled": plan.heads == "pooled"}
     return Oracle(**{**_tiles(plan), **budget, **pooled, **_known(Oracle, options)})
 

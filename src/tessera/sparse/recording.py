@@ -160,10 +160,8 @@ class RecallRecorder(Policy):
         tiles = {name: getattr(self.policy, name, getattr(spec, name)) for name in ("tile", "query_tile")}
         tiled = replace(spec, **tiles)
         whole = attention(q, k, v, replace(tiled, mass=True), **positions._asdict())
-        if self.dense:
-            out, inner = whole.out, self._scored(layer, whole.mass, tiled, positions, state.policy)
-        else:
-            out, inner = self.policy.attend(layer, q, k, v, spec, positions, state.policy)
+        out, inner = self.policy.attend(layer, q, k, v, spec, positions, state.policy)
+        out = whole.out if self.dense else out
         listed = self._listed(layer, whole.mass, tiled, positions, shapes_of(q, k), inner)
         valid = jnp.arange(listed.tiles.shape[-1], dtype=jnp.int32) < listed.count[..., None]
         held = jnp.where(valid, jnp.take_along_axis(whole.mass, listed.tiles, axis=-1), 0.0).sum((0, 2, 3))
@@ -171,18 +169,6 @@ class RecallRecorder(Policy):
         chooses = jnp.isin(layer, jnp.asarray(self.sparse_layers(len(state.total)), jnp.int32))
         held = jnp.where(chooses, held, total)
         return out, RecallState(inner, state.held.at[layer].set(held), state.total.at[layer].set(total))
-
-    def _scored(self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, state: Any) -> Any:
-        """The state after a layer whose output is not wanted: an anchor of Kascade leaves its selection."""
-        policy = self.policy
-        if not isinstance(policy, Kascade):
-            return state
-        budget = {"fraction": policy.fraction, "minimum": policy.minimum, "pooled": policy.heads == "pooled"}
-        capacity = state.selection.tiles.shape[-1]
-        own = select_tiles(mass, spec, **budget, capacity=capacity, **positions._asdict())
-        is_anchor = jnp.isin(layer, jnp.asarray(policy.anchors, jnp.int32))
-        selection = Selection(*(jnp.where(is_anchor, new, old) for new, old in zip(own, state.selection)))
-        return state._replace(selection=selection)
 
     def _listed(
         self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: Any
@@ -195,10 +181,9 @@ class RecallRecorder(Policy):
         policy, where = self.policy, positions._asdict()
         match policy:
             case Kascade():
-                return policy.map_heads(layer, state.selection)
+                return policy.chosen(layer, spec, positions, shapes, state)
             case Oracle():
-                budget = {"fraction": policy.fraction, "minimum": policy.minimum, "pooled": policy.pooled}
-                return select_tiles(mass, spec, **budget, **where)
+                return policy.select(mass, spec, positions)
             case Window():
                 return policy.select(positions, shapes)
             case Dense():

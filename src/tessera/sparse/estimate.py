@@ -1,0 +1,155 @@
+"""Cheap scores of key tiles: what a layer chooses by when it neither runs dense nor trusts another layer's choice.
+
+Keys are averaged in blocks of `keys` and only every `rows`-th query row is scored, so a tile's mass is estimated from
+1 / (keys * rows) of the scores of a dense pass, without reading a value:
+
+    mass[i, j] ~ sum over sampled rows r of query tile i, blocks b of tile j:  exp(z[r,b] - lse[r]),
+    z[r,b] = softcap(scale * q[r] . mean of the block's keys),  lse[r] = ln(sum over whole visible blocks exp(z[r,b])).
+
+With keys = 1 the scores are exact; with rows = 1 too, so is the mass, but for blocks that a row sees in part. Only the
+order of the far tiles matters to a selection, and every row of a query tile sees those whole.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.shapes import ceil_div, round_up
+
+BLOCK_SCORES = 512
+"""Scored blocks per step: 96 rows of them fill a second-level cache without spilling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """How tiles are scored.
+
+    Attributes:
+        keys: consecutive keys that share one score; divides the tile.
+        rows: every `rows`-th query row of a query tile is scored, the last one among them.
+        summary: "mean" scores a block by its mean key; "minmax" by the largest score any key within the block's
+            elementwise bounds could have (Quest, arXiv 2406.10774).
+    """
+
+    keys: int = 4
+    rows: int = 1
+    summary: Literal["mean", "minmax"] = "mean"
+
+    def __post_init__(self):
+        if self.keys < 1 or self.rows < 1:
+            raise ValueError(f"keys={self.keys} and rows={self.rows} must be at least 1")
+        if self.summary not in ("mean", "minmax"):
+            raise ValueError(f"summary={self.summary!r} must be 'mean' or 'minmax'")
+
+    def check(self, tile: int) -> None:
+        """Raise ValueError unless a tile holds a whole number of blocks."""
+        if tile % self.keys:
+            raise ValueError(f"keys={self.keys} must divide tile={tile}")
+
+
+def estimate_mass(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    spec: AttentionSpec,
+    positions: Positions,
+    how: Estimate,
+) -> Float[Array, "B K I J"]:
+    """Estimated probability per key tile, summed over a query tile's sampled rows: what `select_tiles` takes.
+
+    Work is 2 H N T S / (keys * rows) flops; scratch is one query tile's sums per key tile. A single query row (decode)
+    is scored key by key: averaging would read every key all the same.
+    """
+    how.check(spec.tile)
+    batch, num_queries, num_heads, head_dim = q_BTNH.shape
+    num_kv_heads = k_BSKH.shape[2]
+    keys, rows = (1, 1) if num_queries == 1 else (how.keys, min(how.rows, spec.query_tile))
+    num_tiles, num_query_tiles = ceil_div(k_BSKH.shape[1], spec.tile), ceil_div(num_queries, spec.query_tile)
+    per_step = round_up(min(BLOCK_SCORES, num_tiles * spec.tile // keys), spec.tile // keys)
+    blocks = _summaries(k_BSKH, positions.kv_len, keys, round_up(num_tiles * spec.tile // keys, per_step), how.summary)
+
+    padding = num_query_tiles * spec.query_tile - num_queries
+    q = jnp.pad(q_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    q = q.reshape(batch, num_query_tiles, spec.query_tile, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    offset = jnp.arange(spec.query_tile, dtype=jnp.int32)[rows - 1 :: rows] if num_queries > 1 else jnp.zeros(1, int)
+    offset = offset.astype(jnp.int32)
+    q = jnp.transpose(q[:, :, offset], (1, 0, 3, 2, 4, 5))  # [I,B,K,R,G,H]
+    tile_mass = partial(_query_tile, blocks=blocks, spec=spec, positions=positions, keys=keys, per_step=per_step)
+    row = jnp.arange(num_query_tiles, dtype=jnp.int32)[:, None] * spec.query_tile + offset
+    mass = jax.lax.map(lambda args: tile_mass(*args), (q, row))
+    return jnp.moveaxis(mass, 0, 2)[..., :num_tiles]
+
+
+def _summaries(k_BSKH: Array, kv_len: Array, keys: int, num_blocks: int, summary: str) -> tuple[Array, ...]:
+    """Means, or upper and lower bounds, of blocks of keys [B,K,num_blocks,H]; keys past kv_len count as zeros."""
+    valid = jnp.arange(k_BSKH.shape[1], dtype=jnp.int32) < kv_len[:, None]
+    k = jnp.swapaxes(jnp.where(valid[..., None, None], k_BSKH, 0), 1, 2)
+    k = jnp.pad(k, ((0, 0), (0, 0), (0, num_blocks * keys - k.shape[2]), (0, 0)))
+    if keys == 1:
+        return (k,)
+    k = k.reshape(*k.shape[:2], num_blocks, keys, k.shape[-1])
+    if summary == "mean":
+        return (jnp.mean(k, axis=3, dtype=jnp.float32).astype(k.dtype),)
+    return k.max(3), k.min(3)
+
+
+def _query_tile(
+    q: Float[Array, "B K R G H"],
+    row: Array,
+    *,
+    blocks: tuple[Array, ...],
+    spec: AttentionSpec,
+    positions: Positions,
+    keys: int,
+    per_step: int,
+) -> Float[Array, "B K J"]:
+    """Mass of one query tile's sampled rows: sums per step at the running maximum, brought to lse at the end."""
+    batch, num_kv_heads, num_rows, groups, head_dim = q.shape
+    per_tile = spec.tile // keys
+    num_steps = blocks[0].shape[2] // per_step
+    scale = head_dim**-0.5 if spec.scale is None else spec.scale
+    p = positions.q_start[:, None] + row  # [B,R]
+    valid = row < positions.q_len[:, None]
+    stop = jnp.minimum(p + 1, positions.kv_len[:, None]) if spec.causal else positions.kv_len[:, None] + 0 * p
+    stop = jnp.where(valid, stop // keys, 0)  # whole blocks seen
+    start = jnp.where(valid, ceil_div(jnp.maximum(p - spec.window + 1, 0), keys), 0) if spec.window else 0 * stop
+    q = q.reshape(batch, num_kv_heads, num_rows * groups, head_dim)
+    start, stop = (jnp.repeat(bound, groups, axis=1)[:, None, :, None] for bound in (start, stop))
+
+    def scores(first: Array) -> Array:
+        taken = [jax.lax.dynamic_slice_in_dim(b, first, per_step, axis=2) for b in blocks]
+        sides = [q] if len(taken) == 1 else [jnp.maximum(q, 0), jnp.minimum(q, 0)]
+        dot = partial(jnp.einsum, "bkrh,bkph->bkrp", preferred_element_type=jnp.float32)
+        z = scale * sum(dot(side, block) for side, block in zip(sides, taken))
+        z = z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
+        block = first + jnp.arange(per_step, dtype=jnp.int32)
+        return jnp.where((block >= start) & (block < stop), z, -jnp.inf)
+
+    def step(i: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        m, total, sums, maxima = carry
+        z = scores(i * per_step)
+        new = jnp.maximum(m, z.max(-1))
+        finite = jnp.where(jnp.isfinite(new), new, 0.0)
+        e = jnp.exp(z - finite[..., None])
+        part = e.reshape(*e.shape[:3], per_step // per_tile, per_tile).sum(-1)
+        total = total * jnp.exp(m - finite) + e.sum(-1)
+        sums = jax.lax.dynamic_update_index_in_dim(sums, part, i, 0)
+        return new, total, sums, jax.lax.dynamic_update_index_in_dim(maxima, finite, i, 0)
+
+    lead = q.shape[:3]
+    carry = (
+        jnp.full(lead, -jnp.inf),
+        jnp.zeros(lead),
+        jnp.zeros((num_steps, *lead, per_step // per_tile)),
+        jnp.full((num_steps, *lead), -jnp.inf),
+    )
+    used = jnp.minimum(ceil_div(stop.max(), per_step), num_steps)
+    m, total, sums, maxima = jax.lax.fori_loop(0, used, step, carry)
+    weight = jnp.exp(maxima - jnp.where(total > 0, m, jnp.inf)) / jnp.where(total > 0, total, 1.0)
+    mass = jnp.einsum("nbkrj,nbkr->bknj", sums, weight)
+    return mass.reshape(batch, num_kv_heads, -1)

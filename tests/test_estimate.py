@@ -1,0 +1,110 @@
+"""Cheap scores of key tiles against plain NumPy, written from the docstring alone."""
+
+import jax
+import numpy as np
+import pytest
+
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.dispatch import attention
+from tessera.sparse.estimate import Estimate, estimate_mass
+
+
+def draw(batch=2, queries=64, keys=128, heads=4, kv_heads=2, width=8, seed=0):
+    rng = np.random.default_rng(seed)
+    q = rng.normal(size=(batch, queries, heads, width)).astype(np.float32)
+    return q, rng.normal(size=(batch, keys, kv_heads, width)).astype(np.float32)
+
+
+def plain(q, k, spec, positions, how):
+    """Row by row, block by block, in float64."""
+    batch, num_queries, num_heads, width = q.shape
+    kv_heads, num_tiles = k.shape[2], -(-k.shape[1] // spec.tile)
+    mass = np.zeros((batch, kv_heads, -(-num_queries // spec.query_tile), num_tiles))
+    keys, rows = (1, 1) if num_queries == 1 else (how.keys, how.rows)
+    for b in range(batch):
+        start, kv_len, q_len = (int(x[b]) for x in positions)
+        for t in range(min(num_queries, q_len)):
+            if num_queries > 1 and (t % spec.query_tile + 1) % rows:
+                continue
+            p = start + t
+            stop = min(p + 1, kv_len) if spec.causal else kv_len
+            first = max(p - spec.window + 1, 0) if spec.window else 0
+            whole = [x for x in range(k.shape[1] // keys) if x * keys >= first and (x + 1) * keys <= stop]
+            if not whole:
+                continue
+            for n in range(num_heads):
+                head = n // (num_heads // kv_heads)
+                block = [k[b, x * keys : (x + 1) * keys, head].astype(np.float64) for x in whole]
+                if how.summary == "mean" or keys == 1:
+                    z = np.array([q[b, t, n] @ one.mean(0) for one in block])
+                else:
+                    z = np.array([np.maximum(q[b, t, n] * one.max(0), q[b, t, n] * one.min(0)).sum() for one in block])
+                z = z * width**-0.5
+                z = z if spec.softcap is None else spec.softcap * np.tanh(z / spec.softcap)
+                e = np.exp(z - z.max())
+                for x, share in zip(whole, e / e.sum()):
+                    mass[b, head, t // spec.query_tile, x * keys // spec.tile] += share
+    return mass
+
+
+@pytest.mark.parametrize("spec", [
+    AttentionSpec(tile=16, query_tile=16),
+    AttentionSpec(tile=32, query_tile=32, softcap=2.0),
+    AttentionSpec(tile=16, query_tile=16, window=40),
+    AttentionSpec(tile=16, query_tile=32, causal=False),
+])  # fmt: skip
+@pytest.mark.parametrize("how", [
+    Estimate(keys=4), Estimate(keys=1, rows=4), Estimate(keys=2, rows=2), Estimate(keys=8, summary="minmax"),
+])  # fmt: skip
+def test_estimates_are_those_of_the_plain_sum(spec, how):
+    q, k = draw()
+    positions = Positions(*(np.array(x, np.int32) for x in ([64, 37], [128, 90], [64, 53])))
+    found = jax.jit(estimate_mass, static_argnames=("spec", "how"))(q, k, spec, positions, how)
+    np.testing.assert_allclose(found, plain(q, k, spec, positions, how), atol=2e-5, rtol=2e-5)
+
+
+def test_many_steps_join_at_one_normaliser():
+    """More blocks than one step takes: sums taken at different running maxima meet."""
+    q, k = draw(batch=1, queries=32, keys=2048)
+    k *= np.linspace(0.1, 3, 2048)[:, None, None].astype(np.float32)
+    spec, positions = (
+        AttentionSpec(tile=16, query_tile=32),
+        Positions(*(np.array([x], np.int32) for x in (2016, 2048, 32))),
+    )
+    how = Estimate(keys=1)
+    found = estimate_mass(q, k, spec, positions, how)
+    np.testing.assert_allclose(found, plain(q, k, spec, positions, how), atol=2e-5, rtol=2e-4)
+
+
+def test_one_row_is_scored_exactly_whatever_the_average():
+    q, k = draw(queries=1)
+    spec, positions = (
+        AttentionSpec(tile=16, query_tile=32, mass=True),
+        Positions(*(np.array([x] * 2, np.int32) for x in (90, 91, 1))),
+    )
+    exact = attention(q, k, k, spec, **positions._asdict()).mass
+    np.testing.assert_allclose(estimate_mass(q, k, spec, positions, Estimate(keys=4, rows=2)), exact, atol=1e-5)
+
+
+def test_keys_past_the_end_count_for_nothing_nan_or_not():
+    q, k = draw()
+    spec, how = AttentionSpec(tile=16, query_tile=32), Estimate(keys=4)
+    positions = Positions(*(np.array([x] * 2, np.int32) for x in (36, 100, 64)))
+    clean = estimate_mass(q, k, spec, positions, how)
+    k[:, 100:] = np.nan
+    np.testing.assert_array_equal(clean, estimate_mass(q, k, spec, positions, how))
+
+
+def test_later_keys_do_not_change_an_estimate():
+    q, k = draw()
+    spec, how = AttentionSpec(tile=16, query_tile=32), Estimate(keys=4)
+    positions = Positions(*(np.array([x] * 2, np.int32) for x in (0, 128, 64)))
+    before = np.asarray(estimate_mass(q, k, spec, positions, how))
+    k[:, 32:] += 1
+    np.testing.assert_array_equal(before[:, :, 0], np.asarray(estimate_mass(q, k, spec, positions, how))[:, :, 0])
+
+
+def test_a_block_that_does_not_divide_the_tile_is_refused():
+    q, k = draw()
+    with pytest.raises(ValueError, match="keys=3 must divide tile=16"):
+        estimate_mass(q, k, AttentionSpec(tile=16), Positions(*(np.zeros(2, np.int32),) * 3), Estimate(keys=3))
