@@ -1,6 +1,7 @@
 """select_tiles against a brute-force reading of its rules, over positions, tiles, windows and budgets."""
 
 import functools
+import itertools
 import math
 import re
 
@@ -10,114 +11,263 @@ import numpy as np
 import pytest
 
 from tessera.attention.contract import AttentionSpec
-from tessera.attention.selection import WORD, capacity_for, find_marks, keep_largest, select_tiles
+from tessera.attention.selection import WORD, capacity_for, find_marks, keep_largest, select_tiles, tile_budget
 
 
-def brute_force(mass, spec, fraction, minimum, q_start, kv_len, q_len, capacity):
-    """One list per (b, k, i), by walking rows and keys one by one."""
-    lists = {}
+def kinds_of_tiles(spec, rows, kv_len, local, sinks):
+    """(tiles always listed, far tiles, keys that the last row sees), by walking rows and keys one by one."""
+    if not rows:
+        return set(), set(), 0
+    seen = [
+        [s for s in range(kv_len) if (not spec.causal or s <= p) and (spec.window is None or s > p - spec.window)]
+        for p in rows
+    ]
+    if not seen[-1]:
+        return set(), set(), 0
+    visible = {s // spec.tile for keys in seen for s in keys}
+    always = {p // spec.tile for p in (*range(rows[0] - local, rows[0]), *rows, *range(sinks)) if p >= 0}
+    return visible & always, visible - always, len(seen[-1])
+
+
+def brute_force(mass, spec, budget, q_start, kv_len, q_len):
+    """One list per (b, k, i): all that is always listed and the best far tiles; `budget` as select_tiles takes it."""
+    lists, (_, num_kv_heads, *_) = {}, mass.shape
+    fractions = np.broadcast_to(budget["fraction"], num_kv_heads).tolist()
     for b, k, i in np.ndindex(*mass.shape[:3]):
         rows = [q_start[b] + r for r in range(i * spec.query_tile, min((i + 1) * spec.query_tile, q_len[b]))]
-        seen = [
-            [
-                s
-                for s in range(kv_len[b])
-                if (not spec.causal or s <= p) and (spec.window is None or s > p - spec.window)
-            ]
-            for p in rows
-        ]
-        lists[b, k, i] = []
-        if not rows or not seen[-1]:
-            continue
-        visible = sorted({s // spec.tile for keys in seen for s in keys})
-        own = {p // spec.tile for p in rows if p >= 0} & set(visible)
-        budget = min(max(fraction * len(seen[-1]), minimum), len(seen[-1]))
-        tiles = len(visible) if budget == len(seen[-1]) else math.ceil(budget / spec.tile - 1e-3)
-        tiles = min(max(tiles, len(own)), len(visible), capacity)
-        best = sorted(visible, key=lambda j: (j not in own, -mass[b, k, i, j], j))
-        lists[b, k, i] = sorted(best[:tiles])
+        always, far, keys = kinds_of_tiles(spec, rows, kv_len[b], budget.get("local", 0), budget.get("sinks", 0))
+        fraction = fractions[k]
+        room = math.ceil(max(fraction * keys / spec.tile - 1e-3, budget["minimum"] / spec.tile))
+        room = len(far) if fraction == 1 else 0 if fraction == 0 else room
+        lists[b, k, i] = sorted(always) + sorted(far, key=lambda j: (-mass[b, k, i, j], j))[:room]
+        lists[b, k, i].sort()
     return lists
 
 
+def case(tile, query_tile, num_queries, num_keys, fraction, minimum, local=0, sinks=0, **spec):
+    budget = {"fraction": fraction, "minimum": minimum, "local": local, "sinks": sinks}
+    return AttentionSpec(tile=tile, query_tile=query_tile, **spec), num_queries, num_keys, budget
+
+
 CASES = {
-    "paper": (AttentionSpec(tile=1, query_tile=32), 64, 200, 0.1, 16, None),
-    "tiles": (AttentionSpec(tile=16, query_tile=32), 96, 400, 0.3, 16, None),
-    "short_minimum": (AttentionSpec(tile=16, query_tile=8), 40, 100, 0.1, 128, None),
-    "window": (AttentionSpec(tile=16, query_tile=12, window=70), 50, 300, 0.2, 20, None),
-    "both_ways": (AttentionSpec(tile=32, query_tile=16, causal=False), 33, 310, 0.25, 1, None),
-    "everything": (AttentionSpec(tile=16, query_tile=8, window=33), 40, 120, 1.0, 1, None),
-    "too_small": (AttentionSpec(tile=16, query_tile=32), 64, 300, 0.5, 1, 3),
-    "wide_rows": (AttentionSpec(tile=16, query_tile=64), 128, 300, 0.05, 1, None),
+    "paper": case(1, 32, 64, 200, 0.1, 16),
+    "paper_local": case(1, 32, 64, 200, 0.1, 16, 5, 3),
+    "tiles": case(16, 32, 96, 400, 0.3, 16),
+    "tiles_local": case(16, 32, 96, 400, 0.3, 16, 64, 16),
+    "odd_local": case(16, 12, 60, 300, 0.2, 33, 37, 21),
+    "short_minimum": case(16, 8, 40, 100, 0.1, 128),
+    "window": case(16, 12, 50, 300, 0.2, 20, window=70),
+    "window_local": case(16, 12, 50, 300, 0.2, 20, 40, 50, window=70),
+    "local_past_window": case(16, 32, 70, 300, 0.0, 500, 200, 0, window=50),
+    "both_ways": case(32, 16, 33, 310, 0.25, 1, causal=False),
+    "both_ways_local": case(32, 16, 33, 310, 0.25, 0, 40, 32, causal=False),
+    "everything": case(16, 8, 40, 120, 1.0, 1, window=33),
+    "wide_rows": case(16, 64, 128, 300, 0.05, 1),
+    "local_only": case(16, 32, 64, 300, 0.0, 128, 48, 20),
+    "own_only": case(16, 32, 64, 300, 0.0, 128),
+    "sinks_meet_local": case(16, 8, 64, 150, 0.1, 16, 64, 64),
+    "per_head": case(16, 32, 96, 400, (0.0, 1.0, 0.2), 48, 32, 16),
+    "per_head_window": case(32, 20, 50, 300, (0.5, 0.05, 0.0), 32, 32, 64, window=170),
 }
 
 
 @functools.cache
-def selector(spec, fraction, minimum, capacity, pooled):
+def selector(spec, capacity=None, pooled=False, **budget):
     return jax.jit(
         lambda mass, q_start, kv_len, q_len: select_tiles(
-            mass,
-            spec,
-            fraction=fraction,
-            minimum=minimum,
-            q_start=q_start,
-            kv_len=kv_len,
-            q_len=q_len,
-            capacity=capacity,
-            pooled=pooled,
+            mass, spec, **budget, q_start=q_start, kv_len=kv_len, q_len=q_len, capacity=capacity, pooled=pooled
         )
     )
+
+
+def lists_of(selection):
+    """{(b, k, i): the listed tiles}, and a check that they ascend without a repeat."""
+    tiles, count = np.asarray(selection.tiles), np.asarray(selection.count)
+    found = {index: tiles[index][: count[index]].tolist() for index in np.ndindex(*count.shape)}
+    assert all(tiles == sorted(set(tiles)) for tiles in found.values())
+    return found
+
+
+def draw(rng, num_queries, num_keys):
+    """Ragged positions, rows before 0, rows past the keys, sequences without keys or rows: (q_start, kv_len, q_len)."""
+    kv_len = rng.integers(0, num_keys + 1, 3)
+    q_len = rng.integers(0, num_queries + 1, 3)
+    return kv_len - q_len + rng.integers(-3, 3, 3), kv_len, q_len
+
+
+def on_device(*positions):
+    return tuple(jnp.asarray(x, jnp.int32) for x in positions)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_matches_brute_force(name):
     """Random masses with ties, ragged and negative starts, padding rows and empty sequences; ids ascend."""
-    spec, num_queries, num_keys, fraction, minimum, capacity = CASES[name]
+    spec, num_queries, num_keys, budget = CASES[name]
     rng = np.random.default_rng(len(name))
-    shape = (3, 2, -(-num_queries // spec.query_tile), -(-num_keys // spec.tile))
-    select = selector(spec, fraction, minimum, capacity, False)
+    heads = np.size(budget["fraction"]) if np.ndim(budget["fraction"]) else 2
+    shape = (3, heads, -(-num_queries // spec.query_tile), -(-num_keys // spec.tile))
+    select = selector(spec, **budget)
     for trial in range(6):
         mass = (8 * rng.random(shape) ** 3).astype(np.float32)
         if trial % 2:
             mass = np.round(mass)
-        kv_len = rng.integers(0, num_keys + 1, 3)
-        q_len = rng.integers(0, num_queries + 1, 3)
-        q_start = kv_len - q_len + rng.integers(-3, 3, 3)
+        positions = draw(rng, num_queries, num_keys)
         if trial == 0:
-            q_len[:], q_start[:], kv_len[:] = num_queries, (num_keys - num_queries, 0, -5), (num_keys, num_keys, 0)
-        result = select(jnp.asarray(mass), *(jnp.asarray(x, jnp.int32) for x in (q_start, kv_len, q_len)))
-        tiles, count = np.asarray(result.tiles), np.asarray(result.count)
-        assert tiles.min() >= 0
-        assert tiles.max() < shape[3]
-        if capacity is None:
-            assert tiles.shape[3] == capacity_for(
-                spec, shape[3] * spec.tile, shape[2] * spec.query_tile, fraction=fraction, minimum=minimum
-            )
-        expected = brute_force(mass, spec, fraction, minimum, q_start, kv_len, q_len, capacity or shape[3])
-        for index, wanted in expected.items():
-            assert tiles[index][: count[index]].tolist() == wanted, (trial, index)
+            positions = np.array([[num_keys - num_queries, 0, -5], [num_keys, num_keys, 0], [num_queries] * 3])
+        result = select(jnp.asarray(mass), *on_device(*positions))
+        assert result.tiles.min() >= 0
+        assert result.tiles.max() < shape[3]
+        assert result.tiles.shape[3] == capacity_for(spec, shape[3] * spec.tile, shape[2] * spec.query_tile, **budget)
+        assert lists_of(result) == brute_force(mass, spec, budget, *positions), trial
+
+
+@pytest.mark.parametrize(("tile", "query_tile"), [(64, 32), (64, 128), (16, 128)])
+def test_own_tiles_take_nothing_from_the_budget(tile, query_tile):
+    """128 keys beyond the own tiles, at any tile: with own tiles inside the budget this was 1 tile of 64 up to 1,280
+    keys, and none under a query tile of 128."""
+    spec = AttentionSpec(tile=tile, query_tile=query_tile)
+    mass = jnp.ones((1, 1, 1, 1024 // tile))
+    at = on_device([1024 - query_tile], [1024], [query_tile])
+    count = selector(spec, fraction=0.1, minimum=128)(mass, *at).count
+    assert count.tolist() == [[[128 // tile + max(1, query_tile // tile)]]]
 
 
 def test_capacity_is_never_exceeded_and_is_reached():
     """Over every start position the largest budget equals the static capacity, so no list is cut and none wasted."""
-    spec = AttentionSpec(tile=16, query_tile=32)
-    num_keys = 512
-    capacity = capacity_for(spec, num_keys, 32, fraction=0.25, minimum=32)
-    select = selector(spec, 0.25, 32, None, False)
+    spec, num_keys = AttentionSpec(tile=16, query_tile=32), 512
     start = jnp.arange(0, num_keys - 31, dtype=jnp.int32)
-    mass = jnp.ones((len(start), 1, 1, num_keys // 16))
-    count = select(mass, start, start + 32, jnp.full_like(start, 32)).count
-    assert int(count.max()) == capacity
+    mass = jnp.ones((len(start), 2, 1, num_keys // 16))
+    for fraction, local, sinks in ((0.25, 0, 0), (0.0, 40, 20), ((0.1, 0.3), 40, 20)):
+        budget = {"fraction": fraction, "minimum": 32, "local": local, "sinks": sinks}
+        count = selector(spec, **budget)(mass, start, start + 32, jnp.full_like(start, 32)).count
+        assert int(count.max()) == capacity_for(spec, num_keys, 32, **budget), budget
+
+
+@pytest.mark.parametrize("tile", [1, 16, 64])
+def test_capacity_holds_a_budget_rounded_up(tile):
+    """At a million keys a share of them has no exact float32: tile_budget may count one tile more than the exact."""
+    spec, num_keys = AttentionSpec(tile=tile, query_tile=32), 2**20
+    start = jnp.arange(num_keys - 400, num_keys - 31, dtype=jnp.int32)
+    for fraction in (1 / 3, 0.1, 0.7, 0.49999997):
+        budget = {"fraction": fraction, "minimum": 0}
+        tiles = jax.jit(functools.partial(tile_budget, spec, 1, **budget))(start, start + 32, jnp.full_like(start, 32))
+        capacity = capacity_for(spec, num_keys, 32, **budget)
+        assert capacity - 2 <= int(tiles.budget.max()) <= capacity
 
 
 def test_budget_rolls_with_what_is_visible():
-    """10 % with a minimum of 128 keys: everything up to 128, 128 up to 1,280, then a tenth; decode as prefill."""
+    """10 % with a minimum of 128 keys, besides the own tile; decode as prefill."""
     spec = AttentionSpec(tile=16, query_tile=32)
-    visible = np.array([1, 17, 128, 129, 1280, 1281, 2000, 4096])
+    visible = np.array([1, 17, 128, 129, 160, 1280, 1281, 2000, 4096])
     kv_len = jnp.asarray(visible, jnp.int32)
     mass = jnp.ones((len(visible), 1, 1, 256))
-    select = selector(spec, 0.1, 128, None, False)
+    select = selector(spec, fraction=0.1, minimum=128)
     count = select(mass, kv_len - 1, kv_len, jnp.ones_like(kv_len)).count[:, 0, 0]
-    assert count.tolist() == [1, 2, 8, 8, 8, 9, 13, 26]
+    assert count.tolist() == [1, 2, 8, 9, 9, 9, 10, 14, 27]
+
+
+def test_every_far_tile_is_dense():
+    """fraction 1, or a minimum of all keys, lists every tile that a row of the query tile sees, and no other."""
+    rng = np.random.default_rng(5)
+    for spec, num_queries, num_keys, _ in (CASES["tiles_local"], CASES["window_local"], CASES["both_ways_local"]):
+        mass = jnp.asarray(
+            rng.random((3, 2, -(-num_queries // spec.query_tile), -(-num_keys // spec.tile))), jnp.float32
+        )
+        for budget in ({"fraction": 1.0, "minimum": 0}, {"fraction": 0.01, "minimum": num_keys}):
+            start, kv_len, q_len = draw(rng, num_queries, num_keys)
+            found = lists_of(selector(spec, **budget)(mass, *on_device(start, kv_len, q_len)))
+            for (b, k, i), listed in found.items():
+                rows = range(start[b] + i * spec.query_tile, start[b] + min((i + 1) * spec.query_tile, q_len[b]))
+                always, far, _ = kinds_of_tiles(spec, rows, kv_len[b], 0, 0)
+                assert listed == sorted(always | far), (b, k, i)
+
+
+def test_more_budget_lists_a_superset():
+    """Larger fraction, minimum, local or sinks: nothing that was listed is dropped."""
+    rng = np.random.default_rng(6)
+    spec = AttentionSpec(tile=16, query_tile=24)
+    mass = jnp.asarray(np.round(6 * rng.random((3, 2, 4, 30))), jnp.float32)
+    at = on_device(*draw(rng, 96, 480))
+    steps = {"fraction": (0.0, 0.1, 1.0), "minimum": (0, 100), "local": (0, 50), "sinks": (0, 40)}
+    for name, values in steps.items():
+        budget = {"fraction": 0.15, "minimum": 20, "local": 10, "sinks": 5}
+        lists = [lists_of(selector(spec, **(budget | {name: value}))(mass, *at)) for value in values]
+        for less, more in itertools.pairwise(lists):
+            assert all(set(less[index]) <= set(more[index]) for index in less)
+        assert lists[0] != lists[-1], name
+
+
+def test_local_and_sinks_leave_the_far_budget_alone():
+    """As many far tiles are listed whatever is always listed, as long as there are as many."""
+    rng = np.random.default_rng(7)
+    spec = AttentionSpec(tile=16, query_tile=24)
+    mass = jnp.asarray(rng.random((1, 2, 4, 40)), jnp.float32)
+    for local, sinks in ((0, 0), (1, 33), (16, 1), (77, 16)):
+        select = selector(spec, fraction=0.2, minimum=0, local=local, sinks=sinks)
+        for (_, _, i), listed in lists_of(select(mass, *on_device([504], [600], [96]))).items():
+            rows = range(504 + 24 * i, 504 + 24 * (i + 1))
+            always, _, keys = kinds_of_tiles(spec, rows, 600, local, sinks)
+            assert always <= set(listed)
+            assert len(set(listed) - always) == math.ceil(0.2 * keys / 16)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_budget_per_head_is_each_head_with_its_own(pooled):
+    """Static and traced; pooled, all heads list prefixes of one ranking."""
+    rng = np.random.default_rng(8)
+    spec, fractions = AttentionSpec(tile=16, query_tile=24), (0.0, 0.08, 1.0, 0.3)
+    mass = jnp.asarray(rng.random((3, 4, 4, 30)), jnp.float32)
+    positions = dict(zip(("q_start", "kv_len", "q_len"), on_device([384, 3, -5], [480, 99, 40], [96, 96, 45])))
+    rest = {"minimum": 20, "local": 30, "sinks": 5, "pooled": pooled, **positions}
+    traced = jax.jit(lambda fraction: select_tiles(mass, spec, fraction=fraction, capacity=30, **rest))
+    found = lists_of(jax.jit(lambda: select_tiles(mass, spec, fraction=fractions, **rest))())
+    assert found == lists_of(traced(jnp.array(fractions)))
+    for head, fraction in enumerate(fractions):
+        alone = lists_of(traced(fraction))
+        assert all(found[index] == alone[index] for index in found if index[1] == head)
+    assert len({len(found[0, head, 0]) for head in range(4)}) == 4
+    if pooled:
+        by_length = sorted((found[0, head, 0] for head in range(4)), key=len)
+        assert all(set(less) < set(more) for less, more in itertools.pairwise(by_length))
+
+
+def test_lists_follow_from_positions_alone():
+    """Later keys change nothing: neither their mass, nor their number, nor how the rows are cut into calls; a decode
+    step lists what a prefill with one row per query tile lists."""
+    rng = np.random.default_rng(9)
+    budget = {"fraction": (0.1, 0.4), "minimum": 20, "local": 30, "sinks": 5}
+    spec = AttentionSpec(tile=16, query_tile=24)
+    select = jax.jit(lambda mass, **at: select_tiles(mass, spec, **budget, capacity=20, **at))
+    mass = rng.random((1, 2, 20, 30)).astype(np.float32)
+    whole = lists_of(select(mass))
+    later = mass.copy()
+    later[:, :, :, 15:] = rng.random((1, 2, 20, 15)) * 100
+    changed = lists_of(select(later))
+    assert all(whole[index] == changed[index] for index in whole if index[2] < 10)  # rows up to 239 see tiles up to 14
+    assert whole != changed
+    longer = np.concatenate([mass, rng.random((1, 2, 20, 7)).astype(np.float32)], -1)
+    for length, start in ((37 * 16, 0), (480, 120)):
+        rows = longer[:, :, start // 24 : start // 24 + 4]
+        part = lists_of(select(rows, q_start=jnp.array([start], jnp.int32), kv_len=jnp.array([length], jnp.int32)))
+        assert all(part[0, k, i] == whole[0, k, i + start // 24] for _, k, i in part)
+
+    one = AttentionSpec(tile=16, query_tile=1)
+    mass = rng.random((1, 2, 100, 7)).astype(np.float32)
+    prefill = lists_of(jax.jit(lambda mass: select_tiles(mass, one, **budget))(mass))
+    for row in (0, 15, 16, 63, 99):
+        where = dict(zip(("q_start", "kv_len", "q_len"), on_device([row], [row + 1], [1])))
+        decode = lists_of(select(mass[:, :, row : row + 1], **where))
+        assert all(decode[0, k, 0] == prefill[0, k, row] for k in range(2))
+
+
+def test_a_small_capacity_drops_far_tiles_first_and_own_tiles_last():
+    spec = AttentionSpec(tile=16, query_tile=32)
+    mass = jnp.asarray(np.random.default_rng(1).random((1, 1, 1, 20)), jnp.float32).at[..., 7].set(9).at[..., 3].set(8)
+    at = on_device([288], [320], [32])
+    wanted = {7: [0, 7, 15, 16, 17, 18, 19], 6: [0, 15, 16, 17, 18, 19], 2: [18, 19]}
+    for capacity, tiles in wanted.items():
+        chosen = selector(spec, capacity=capacity, fraction=0.1, minimum=32, local=48, sinks=1)(mass, *at)
+        assert chosen.tiles[0, 0, 0].tolist() == tiles
 
 
 def test_pooled_is_one_set_by_summed_mass():
@@ -126,8 +276,8 @@ def test_pooled_is_one_set_by_summed_mass():
     mass[0, 0, 0, [2, 5]] = 3, 1
     mass[0, 1, 0, [7, 5]] = 3, 2.5
     at = (jnp.array([240], jnp.int32), jnp.array([256], jnp.int32), jnp.array([16], jnp.int32))
-    apart = selector(spec, 0.125, 1, None, False)(jnp.asarray(mass), *at)
-    together = selector(spec, 0.125, 1, None, True)(jnp.asarray(mass), *at)
+    apart = selector(spec, fraction=0.05, minimum=1)(jnp.asarray(mass), *at)
+    together = selector(spec, pooled=True, fraction=0.05, minimum=1)(jnp.asarray(mass), *at)
     assert apart.tiles[0, :, 0, :2].tolist() == [[2, 15], [7, 15]]
     assert together.tiles[0, :, 0, :2].tolist() == [[5, 15], [5, 15]]
     assert together.tiles.shape == apart.tiles.shape
@@ -138,8 +288,8 @@ def test_nan_and_negative_zero_mass_count_as_none():
     spec = AttentionSpec(tile=16, query_tile=16)
     mass = jnp.zeros((1, 1, 1, 16)).at[0, 0, 0, 3].set(jnp.nan).at[0, 0, 0, 0].set(-0.0).at[0, 0, 0, 9].set(2e-38)
     at = (jnp.array([240], jnp.int32), jnp.array([256], jnp.int32), jnp.array([16], jnp.int32))
-    chosen = selector(spec, 0.25, 1, None, False)(mass, *at)
-    assert chosen.tiles[0, 0, 0].tolist() == [0, 1, 9, 15]
+    chosen = selector(spec, fraction=0.1875, minimum=1)(mass, *at)
+    assert lists_of(chosen)[0, 0, 0] == [0, 1, 9, 15]
 
 
 @pytest.mark.parametrize("num_tiles", [1, 31, 32, 33, 1000])
@@ -198,9 +348,9 @@ def test_lists_equal_a_sort_at_every_capacity(kind, capacity):
     mass = MASSES[kind](rng, (2, 2, 3, 99)).astype(np.float32)
     at = [jnp.full(2, n, jnp.int32) for n in (0, 99 * 16, 3 * 16)]
     for fraction in (0.02, 0.4, 1.0):
-        tiles, count = selector(spec, fraction, 16, capacity, False)(jnp.asarray(mass), *at)
+        tiles, count = selector(spec, capacity=capacity, fraction=fraction, minimum=16)(jnp.asarray(mass), *at)
         tiles, count = np.asarray(tiles), np.asarray(count)
-        wanted_count = min(math.ceil(fraction * 99 - 1e-3), capacity or 99)
+        wanted_count = min(1 + math.ceil(fraction * 99 - 1e-3), capacity or 99, 99)
         assert (count == wanted_count).all()
         for b, k, i in np.ndindex(*mass.shape[:3]):
             order = sorted(range(99), key=lambda j: (j != i, -mass[b, k, i, j], j))
@@ -219,15 +369,24 @@ def test_nothing_is_looked_up_by_element(shape):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"fraction": 0.0}, "fraction=0.0 must be above 0"),
-        ({"fraction": 1.5}, "at most 1"),
-        ({"minimum": 0}, "minimum=0 must be at least 1"),
+        ({"fraction": -0.1}, "fraction=-0.1 must be from 0 to 1"),
+        ({"fraction": (0.5,) * 2}, r"shape \(2,\) must be one number or have num_kv_heads=1"),
+        ({"fraction": (1.5,)}, "must be from 0 to 1"),
+        ({"fraction": float("nan")}, "must be from 0 to 1"),
+        ({"minimum": -1}, "minimum=-1 must be at least 0 keys"),
+        ({"local": -1}, "local=-1 must be at least 0 keys"),
+        ({"sinks": -1}, "sinks=-1 must be at least 0 keys"),
         ({"capacity": 0}, "capacity=0 must be at least 1"),
     ],
 )
 def test_bad_budgets_are_named(options, words):
     with pytest.raises(ValueError, match=words):
         select_tiles(jnp.ones((1, 1, 1, 4)), AttentionSpec(), **options)
+
+
+def test_a_traced_fraction_needs_a_capacity():
+    with pytest.raises(ValueError, match="give select_tiles its capacity"):
+        jax.jit(lambda f: select_tiles(jnp.ones((1, 1, 1, 4)), AttentionSpec(), fraction=f))(0.5)
 
 
 def test_bad_mass_is_named():

@@ -1,4 +1,4 @@
-"""From tile masses to the key tiles each query tile reads: a rolling budget, the diagonal always, the best of the rest.
+"""From tile masses to the key tiles each query tile reads: near and sink tiles always, far tiles by a rolling budget.
 
 Choosing the n heaviest of J tiles needs no sort. Non-negative floats order like their bit patterns, so the n-th largest
 mass is found exactly, two bits a pass, in 16 passes over the masses: always as many, since a loop that ends by what it
@@ -7,10 +7,12 @@ counts of kept tiles, 32 to a word, by comparing each place in the list with eac
 work per query tile where a sort, or a look-up per listed tile, is scalar work on a TPU.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
@@ -20,12 +22,17 @@ from tessera.shapes import ceil_div
 SLACK = 1e-3
 """Tiles by which fraction * visible / tile may exceed an integer and still count as it: float32 rounding, no more."""
 
-ALWAYS = 2**31 - 2
-"""Rank above every mass, the diagonal's; one short of the largest int32, as ranks are counted from 1 in the search."""
+OWN = 2**31 - 2
+"""Rank above every mass, the own tiles'; one short of the largest int32, as ranks are counted from 1 in the search."""
 
+ALWAYS = OWN - 1
+"""Rank of local and sink tiles: above every mass, and dropped before the own tiles where the capacity is too small."""
 
 WORD = 32
 """Marks packed into one unsigned integer."""
+
+Fraction = float | Sequence[float] | Float[Array, "K"]
+"""Share of the visible keys: one for all KV heads, or one per KV head."""
 
 
 class Tiles(NamedTuple):
@@ -34,75 +41,91 @@ class Tiles(NamedTuple):
     Attributes:
         first_visible, last_visible: tiles that hold a key some row of the query tile sees.
         first_own, last_own: tiles that hold a position of the query tile's own rows (the diagonal), visible ones.
-        budget: how many tiles the query tile lists, diagonal included; 0 for padding.
+        first_local: the oldest visible tile that is always listed for being near; local tiles end where own ones begin.
+        last_sink: the newest tile that holds a sink.
+        budget: how many tiles the query tile lists, those always listed included; 0 for padding. K' is K where the
+            fraction is per KV head, else 1.
     """
 
     first_visible: Int32[Array, "B I"]
     last_visible: Int32[Array, "B I"]
     first_own: Int32[Array, "B I"]
     last_own: Int32[Array, "B I"]
-    budget: Int32[Array, "B I"]
+    first_local: Int32[Array, "B I"]
+    last_sink: int
+    budget: Int32[Array, "B K' I"]
 
 
 def select_tiles(
     mass_BKIJ: Float[Array, "B K I J"],
     spec: AttentionSpec,
     *,
-    fraction: float = 0.1,
+    fraction: Fraction = 0.1,
     minimum: int = 128,
+    local: int = 0,
+    sinks: int = 0,
     q_start: Int32[Array, "B"] | None = None,
     kv_len: Int32[Array, "B"] | None = None,
     q_len: Int32[Array, "B"] | None = None,
     capacity: int | None = None,
     pooled: bool = False,
 ) -> Selection:
-    """List each query tile's own tiles and the heaviest others, within the budget (Kascade, arXiv 2512.16391).
+    """List each query tile's own, local and sink tiles, and the heaviest far ones (Kascade, arXiv 2512.16391).
 
-    Budget in keys: k = min(max(fraction * visible, minimum), visible), where visible counts the keys that the query
-    tile's last valid row sees; ceil(k / tile) tiles, all visible ones if k = visible. The tiles that hold the query
-    tile's own positions are always listed and count within the budget, which grows to hold them. Ties go to the
-    lower id. NaN mass counts as none.
+    Always listed, where visible: the tiles that hold the query tile's own positions, any of the `local` positions
+    before its first row, or any of the first `sinks` positions. Every other visible tile is far. The far budget in
+    keys: k = max(fraction * visible, minimum), where visible counts the keys that the query tile's last valid row
+    sees; the heaviest ceil(k / tile) far tiles, at most all of them. fraction = 1 lists every far tile and fraction = 0
+    none, whatever the minimum. Ties go to the lower id. NaN mass counts as none.
 
     Args:
         mass_BKIJ: probability per key tile, as `attention` returns it with spec.mass.
         spec: the spec the mass was made with (tile, query_tile, causal, window).
-        fraction: share of the visible keys to read, above 0 and at most 1.
-        minimum: fewest keys to read, where as many are visible.
+        fraction: share of the visible keys to read from far tiles, from 0 to 1: one number, or [K], one per KV head.
+            Inside jit it may be traced, if `capacity` is given; its range is then the caller's to hold.
+        minimum: fewest keys to read from far tiles, where as many are left.
+        local: positions before the query tile's first row that are always read, rounded out to whole tiles.
+        sinks: first positions that are always read, rounded out to whole tiles, while a window shows them.
         q_start: absolute position of the first query row per sequence; zeros when None.
         kv_len: valid keys per sequence; J * tile when None.
         q_len: valid query rows per sequence; I * query_tile when None (pass 1 in decode).
-        capacity: C; None is `capacity_for`, which never cuts a budget. A smaller one drops the lightest tiles.
-        pooled: one set for all KV heads, chosen by the mass summed over them.
+        capacity: C; None is `capacity_for`, which never cuts a budget. A smaller one drops the lightest tiles first,
+            local and sink tiles after all far ones, own tiles last.
+        pooled: one ranking for all KV heads, by the mass summed over them; counts still follow each head's fraction.
 
     Returns:
         Selection with tiles [B,K,I,C] ascending and count [B,K,I]; entries past count repeat a valid id.
 
     Raises:
-        ValueError: mass is not [B,K,I,J], or fraction, minimum or capacity is out of range.
+        ValueError: mass is not [B,K,I,J], a traced fraction comes without capacity, or fraction, minimum, local, sinks
+            or capacity is out of range.
     """
     if mass_BKIJ.ndim != 4:
         raise ValueError(f"mass.shape={tuple(mass_BKIJ.shape)} must have four sizes [B,K,I,J]")
     if capacity is not None and capacity < 1:
         raise ValueError(f"{capacity=} must be at least 1, or None")
     batch, num_kv_heads, num_query_tiles, num_tiles = mass_BKIJ.shape
+    if np.shape(fraction) not in ((), (num_kv_heads,)):
+        raise ValueError(f"fraction of shape {np.shape(fraction)} must be one number or have {num_kv_heads=} of them")
+    keys = {"fraction": fraction, "minimum": minimum, "local": local, "sinks": sinks}
     if capacity is None:
-        capacity = capacity_for(
-            spec, num_tiles * spec.tile, num_query_tiles * spec.query_tile, fraction=fraction, minimum=minimum
-        )
+        capacity = capacity_for(spec, num_tiles * spec.tile, num_query_tiles * spec.query_tile, **keys)
     capacity = min(capacity, num_tiles)
     q_start = jnp.zeros(batch, jnp.int32) if q_start is None else q_start
     kv_len = jnp.full(batch, num_tiles * spec.tile, jnp.int32) if kv_len is None else kv_len
     q_len = jnp.full(batch, num_query_tiles * spec.query_tile, jnp.int32) if q_len is None else q_len
-    tiles = tile_budget(spec, num_query_tiles, q_start, kv_len, q_len, fraction=fraction, minimum=minimum)
+    tiles = tile_budget(spec, num_query_tiles, q_start, kv_len, q_len, **keys)
     if pooled:
         mass_BKIJ = jnp.sum(mass_BKIJ, axis=1, keepdims=True)
 
     id_J = jnp.arange(num_tiles, dtype=jnp.int32)
     bits = jax.lax.bitcast_convert_type(jnp.where(mass_BKIJ > 0, mass_BKIJ, 0.0).astype(jnp.float32), jnp.int32)
-    own = _between(id_J, tiles.first_own, tiles.last_own)
-    seen = _between(id_J, tiles.first_visible, tiles.last_visible)
-    rank = jnp.where(own, ALWAYS, jnp.where(seen, bits, -1))
-    count = jnp.broadcast_to(jnp.minimum(tiles.budget, capacity)[:, None], rank.shape[:3])
+    always = (id_J <= tiles.last_sink) | _between(id_J, tiles.first_local, tiles.last_own)
+    rank = jnp.where(_between(id_J, tiles.first_own, tiles.last_own), OWN, jnp.where(always, ALWAYS, bits))
+    rank = jnp.where(_between(id_J, tiles.first_visible, tiles.last_visible), rank, -1)
+    shape = (batch, max(rank.shape[1], tiles.budget.shape[1]), num_query_tiles)
+    rank = jnp.broadcast_to(rank, (*shape, num_tiles))
+    count = jnp.broadcast_to(jnp.minimum(tiles.budget, capacity), shape)
     nth = jnp.minimum(jnp.arange(1, capacity + 1, dtype=jnp.int32), count[..., None])
     chosen = jnp.maximum(find_marks(keep_largest(rank, count), nth), 0)
     shape = (batch, num_kv_heads, num_query_tiles)
@@ -110,16 +133,35 @@ def select_tiles(
 
 
 def capacity_for(
-    spec: AttentionSpec, num_keys: int, num_queries: int, *, fraction: float = 0.1, minimum: int = 128
+    spec: AttentionSpec,
+    num_keys: int,
+    num_queries: int,
+    *,
+    fraction: Fraction = 0.1,
+    minimum: int = 128,
+    local: int = 0,
+    sinks: int = 0,
 ) -> int:
-    """Return the C that no budget exceeds, wherever the query tiles stand among num_keys keys."""
-    _check_budget(fraction, minimum)
+    """Return the C that no budget exceeds, wherever the query tiles stand among num_keys keys.
+
+    Raises:
+        ValueError: the fraction is traced, or an argument is out of range.
+    """
+    if isinstance(fraction, jax.core.Tracer):
+        raise ValueError("a traced fraction has no static size: give select_tiles its capacity")
+    _check_budget(fraction, minimum, local, sinks)
+    largest = float(np.max(fraction))
     rows = min(spec.query_tile, num_queries)
     visible = num_keys if spec.window is None else min(num_keys, spec.window)
-    wanted = max(_tiles_of(fraction, visible, spec.tile), ceil_div(min(minimum, visible), spec.tile))
-    if spec.window is not None and (fraction >= 1 or minimum >= visible):
-        wanted = _span(visible + rows - 1, spec.tile)  # all visible: the window of the first row to that of the last
-    return min(max(wanted, _span(rows, spec.tile)), ceil_div(num_keys, spec.tile))
+    span = num_keys if spec.window is None else visible + rows - 1  # the window of the first row to that of the last
+    everything = min(ceil_div(num_keys, spec.tile), _span(span, spec.tile))
+    if largest >= 1:
+        return everything
+    far = 0
+    if largest > 0:
+        exact = largest * visible / spec.tile * (1 + 2**-22)  # tile_budget rounds to float32 three times
+        far = max(int(-(-(exact - SLACK) // 1)), ceil_div(minimum, spec.tile))
+    return min(far + _span(rows + local, spec.tile) + ceil_div(sinks, spec.tile), everything)
 
 
 def tile_budget(
@@ -129,11 +171,13 @@ def tile_budget(
     kv_len: Int32[Array, "B"],
     q_len: Int32[Array, "B"],
     *,
-    fraction: float,
+    fraction: Fraction,
     minimum: int,
+    local: int = 0,
+    sinks: int = 0,
 ) -> Tiles:
-    """Return the range of visible tiles, the range of own tiles and the budget of every query tile."""
-    _check_budget(fraction, minimum)
+    """Return the ranges of visible, own, local and sink tiles and the budget of every query tile."""
+    _check_budget(fraction, minimum, local, sinks)
     row = jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
     last_row = jnp.minimum(row + spec.query_tile, q_len[:, None]) - 1
     first_p, last_p, keys = q_start[:, None] + row, q_start[:, None] + last_row, kv_len[:, None]
@@ -144,17 +188,27 @@ def tile_budget(
     visible = end - (floor if spec.window is None else jnp.maximum(last_p - spec.window + 1, 0))
     visible = jnp.where(last_row >= row, jnp.maximum(visible, 0), 0)
 
-    by_fraction = jnp.ceil(visible.astype(jnp.float32) * (fraction / spec.tile) - SLACK).astype(jnp.int32)
-    by_minimum = -(-jnp.minimum(minimum, visible) // spec.tile)
     first_visible, last_visible = floor // spec.tile, (end - 1) // spec.tile
-    first_own, last_own = jnp.maximum(first_p, 0) // spec.tile, (jnp.minimum(last_p + 1, end) - 1) // spec.tile
-    first_own = jnp.maximum(first_own, first_visible)
-    num_visible = jnp.maximum(last_visible - first_visible + 1, 0)
-    num_own = jnp.maximum(last_own - first_own + 1, 0)
-    budget = jnp.minimum(jnp.maximum(jnp.maximum(by_fraction, by_minimum), num_own), num_visible)
-    everything = num_visible if fraction >= 1 else jnp.where(visible <= minimum, num_visible, budget)
-    budget = jnp.where(visible > 0, everything, 0)
-    return Tiles(first_visible, last_visible, first_own, last_own, budget)
+    last_own = (jnp.minimum(last_p + 1, end) - 1) // spec.tile
+    first_own, first_local = (
+        jnp.maximum(jnp.maximum(first_p - before, 0) // spec.tile, first_visible) for before in (0, local)
+    )
+    last_sink = ceil_div(sinks, spec.tile) - 1
+    num_near = _length(first_local, last_own)
+    num_sinks = _length(first_visible, jnp.minimum(last_visible, last_sink))
+    num_always = num_near + num_sinks - _length(first_local, jnp.minimum(last_own, last_sink))
+    num_far = _length(first_visible, last_visible) - num_always
+    far = jnp.minimum(_far_budget(spec, visible, fraction, minimum), num_far[:, None])
+    budget = jnp.where((visible > 0)[:, None], num_always[:, None] + far, 0)
+    return Tiles(first_visible, last_visible, first_own, last_own, first_local, last_sink, budget)
+
+
+def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, minimum: int) -> Int32[Array, "B K' I"]:
+    """Far tiles that the budget in keys allows, however many there are."""
+    share = jnp.atleast_1d(jnp.asarray(fraction, jnp.float32))[:, None]
+    tiles = jnp.ceil(visible_BI[:, None].astype(jnp.float32) * (share / spec.tile) - SLACK).astype(jnp.int32)
+    tiles = jnp.maximum(tiles, ceil_div(minimum, spec.tile))
+    return jnp.where(share >= 1, jnp.iinfo(jnp.int32).max, jnp.where(share > 0, tiles, 0))
 
 
 def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B K I"]) -> Bool[Array, "B K I J"]:
@@ -223,9 +277,8 @@ def _between(id_J: Array, first_BI: Array, last_BI: Array) -> Bool[Array, "B 1 I
     return ((id_J >= first_BI[..., None]) & (id_J <= last_BI[..., None]))[:, None]
 
 
-def _tiles_of(fraction: float, num_keys: int, tile: int) -> int:
-    exact = fraction * num_keys / tile - SLACK
-    return int(-(-exact // 1))
+def _length(first_BI: Array, last_BI: Array) -> Int32[Array, "B I"]:
+    return jnp.maximum(last_BI - first_BI + 1, 0)
 
 
 def _span(length: int, tile: int) -> int:
@@ -233,8 +286,9 @@ def _span(length: int, tile: int) -> int:
     return 1 if length <= 1 else (length - 2) // tile + 2
 
 
-def _check_budget(fraction: float, minimum: int) -> None:
-    if not 0 < fraction <= 1:
-        raise ValueError(f"{fraction=} must be above 0 and at most 1")
-    if minimum < 1:
-        raise ValueError(f"{minimum=} must be at least 1 key")
+def _check_budget(fraction: Fraction, minimum: int, local: int, sinks: int) -> None:
+    if not isinstance(fraction, jax.core.Tracer) and not all(0 <= share <= 1 for share in np.ravel(fraction)):
+        raise ValueError(f"{fraction=} must be from 0 to 1")
+    for name, keys in (("minimum", minimum), ("local", local), ("sinks", sinks)):
+        if keys < 0:
+            raise ValueError(f"{name}={keys} must be at least 0 keys")
