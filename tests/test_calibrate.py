@@ -10,18 +10,29 @@ import numpy as np
 import pytest
 
 from tessera import calibrate as module
-from tessera.attention.contract import Positions
-from tessera.calibrate import Report, calibrate, find_crossover, perplexity, record_similarity, run_chunk, run_window
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.calibrate import (
+    Notes,
+    Report,
+    calibrate,
+    find_crossover,
+    perplexity,
+    record_similarity,
+    run_chunk,
+    run_window,
+)
 from tessera.corpus import read_corpus, read_text
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.sparse.anchors import choose_anchors
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
+from tessera.sparse.reads import shapes_of
 from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
 
 CONFIG = ModelConfig(
@@ -142,28 +153,84 @@ class Probabilities(Policy):
         return jnp.einsum("bnts,bsnh->btnh", p, v), state.at[layer].set(p)
 
 
+def chosen_from(tile: int, local: int, sinks: int) -> slice:
+    """The keys that a query tile of 16 does not read anyway: not the first, the local or its own."""
+    return slice(sinks, max(16 * tile - local, sinks))
+
+
 def test_similarity_is_its_definition(model, rows):
-    """sim(a, b) from full probabilities: pool rows and heads of a group, 64 best keys, mapped, least tile, mean."""
+    """sim(a, b) from full probabilities: pool rows and heads of a group, rank what is not read anyway, 64 best keys."""
+    window, local, sinks = np.asarray(rows[0][:320], np.int32), 24, 5
+    recorder = SimilarityRecorder(query_tile=16, local=local, sinks=sinks)
+    ((state, _),) = run_window(model, window, recorder, 320)
+    mass = full_mass(model, window)
+    counted = [tile for tile in range(20) if len(range(320)[chosen_from(tile, local, sinks)]) > NUM_KEYS]
+    assert int(state.num_tiles) == len(counted)
+    found = similarity_by_definition(mass, counted, local, sinks)
+    upper = np.triu(np.ones((6, 6), bool))
+    np.testing.assert_allclose(state.total[upper] / len(counted), found.mean(-1)[upper], atol=2e-4)
+    np.testing.assert_allclose(state.least[upper], found.min(-1)[upper], atol=2e-4)
+
+
+def full_mass(model, window) -> np.ndarray:
+    """[L,K,I,S] for query tiles of 16, from full probabilities."""
+    size = np.full(1, len(window), np.int32)
+    where = Positions(np.zeros(1, np.int32), size, size)
+    _, _, p = forward(model.params, window[None], None, where, config=CONFIG, policy=Probabilities())
+    return np.asarray(p, np.float64)[:, 0].reshape(6, 2, 2, -1, 16, len(window)).sum((2, 4))
+
+
+def similarity_by_definition(mass, tiles, local=0, sinks=0) -> np.ndarray:
+    """[L,L,K,K,I] over the given query tiles."""
+    found = np.zeros((6, 6, 2, 2, len(tiles)))
+    for index, tile in enumerate(tiles):
+        free = np.zeros(mass.shape[-1], bool)
+        free[chosen_from(tile, local, sinks)] = True
+        best = np.argsort(-np.where(free, mass[:, :, tile], -1), -1)[..., :NUM_KEYS]
+        for a, b, theirs, mine in np.ndindex(found.shape[:4]):
+            row = mass[b, mine, tile]
+            always = row[~free].sum()
+            found[a, b, theirs, mine, index] = (always + row[best[a, theirs]].sum()) / (
+                always + row[best[b, mine]].sum()
+            )
+    return found
+
+
+def test_the_similarity_of_a_plan_is_the_least_over_tiles_and_the_mean_over_windows(model, rows):
     windows = [np.asarray(row[:320], np.int32) for row in rows[:2]]
     notes = record_similarity(model, windows, 16, "remap", QUIET)
-    ratios = []
-    for window in windows:
-        tokens = window[None]
-        where = Positions(np.zeros(1, np.int32), np.full(1, 320, np.int32), np.full(1, 320, np.int32))
-        _, _, p = forward(model.params, tokens, None, where, config=CONFIG, policy=Probabilities())
-        mass = np.asarray(p, np.float64)[:, 0].reshape(6, 2, 2, 20, 16, 320).sum((2, 4))  # [L,K,I,S]
-        best = np.argsort(-mass, -1)[..., :NUM_KEYS]
-        found = np.zeros((6, 6, 2, 2, 20))
-        for a, b, theirs, mine, tile in np.ndindex(found.shape):
-            row = mass[b, mine, tile]
-            found[a, b, theirs, mine, tile] = row[best[a, theirs, tile]].sum() / row[best[b, mine, tile]].sum()
-        ratios.append(found[..., 4:])  # the first four tiles see at most 64 keys
+    ratios = [similarity_by_definition(full_mass(model, window), range(5, 20)) for window in windows]
     table = np.concatenate(ratios, -1).mean(-1).argmax(2)
     upper = np.triu(np.ones((6, 6), bool))
     np.testing.assert_array_equal(notes.heads[upper], table[upper])
     least = np.mean([r.min(-1) for r in ratios], 0)
     expected = np.take_along_axis(least, table[:, :, None], axis=2)[:, :, 0].mean(-1)
     np.testing.assert_allclose(notes.similarity[upper], expected[upper], atol=2e-4)
+
+
+def test_a_layer_that_reads_its_own_tile_is_like_every_other():
+    """The ranking of far keys does not matter where all mass lies on keys that are read anyway."""
+    rng = np.random.default_rng(3)
+    k = jnp.asarray(rng.standard_normal((1, 256, 1, 8)), jnp.float32)
+    far, near = k[:, :16], jnp.where(jnp.arange(256)[:, None, None] >= 240, 40.0, 0.1 * k)
+    recorder, spec = SimilarityRecorder(query_tile=16), AttentionSpec()
+    where = Positions(*(jnp.full(1, n, jnp.int32) for n in (240, 256, 16)))
+    state = recorder.init_state(2, shapes_of(far, k), spec)
+    _, state = recorder.attend(0, far, k, k, spec, where, state)
+    _, state = recorder.attend(1, jnp.ones_like(far), near, k, spec, where, state)
+    assert state.total[0, 1, 0, 0] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_score_of_an_anchor_weighs_by_the_layer_that_uses_it():
+    """S[a][b] = w_b sim(a, b): the anchor goes where the layers are that turn the stream, not to what serves them."""
+    similarity = np.array([[1.0, 0.9, 0.5, 0.5], [0, 1.0, 0.5, 0.5], [0, 0, 1.0, 0.5], [0, 0, 0, 1.0]])
+    importance = np.array([1.0, 4.0, 0.5, 1.0])
+    notes = Notes(heads=np.zeros((4, 4, 1), np.int32), similarity=similarity, importance=importance)
+    for a, b in np.ndindex(4, 4):
+        assert notes.score[a, b] == importance[b] * similarity[a, b]
+    # Layer 3 gains 1.0 * 0.5 from an anchor at its place, layer 1 gains 4.0 * 0.1, layer 2 0.5 * 0.5.
+    assert choose_anchors(notes.score, 2) == (0, 3)
+    assert choose_anchors(importance[:, None] * similarity, 2) == (0, 1)
 
 
 def test_importance_is_the_turn_of_the_residual_stream(model, rows):

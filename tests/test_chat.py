@@ -1,12 +1,16 @@
 """Chat: what is reused from the cache changes nothing, the context is kept, commands and pipes work."""
 
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny import CONFIG, save_tiny
 
 import tessera
 from tessera.chat import Chat, converse
+from tessera.data import library_corpus
 from tessera.generate import Interrupted
 from tessera.sampling import Sampling
 
@@ -39,6 +43,38 @@ def test_a_second_turn_reuses_the_cache_and_answers_the_same(model):
     chat.reset()
     assert chat.messages == []
     assert chat.ask(say(150)).generation.tokens == first.generation.tokens
+
+
+def keys_and_values(chat: Chat, num_keys: int) -> list[np.ndarray]:
+    """What the cache holds at its first `num_keys` positions, layer by layer."""
+    return [np.asarray(array)[0, :, :num_keys] for array in (*chat._session.cache.k, *chat._session.cache.v)]
+
+
+def test_under_kascade_later_turns_equal_cold_runs():
+    """Decode and a prompt's last query tile write other keys than a cold prefill of the longer conversation does."""
+    folder = Path(tessera.__file__).parent / "demo" / "model"
+    model = tessera.load(folder, attention="kascade").with_attention("kascade", crossover_tokens=0)
+    page = bytes(library_corpus().held_out[:600].astype(np.uint8)).decode("latin-1")
+    chat = Chat(model, GREEDY, max_new_tokens=100)
+    reused = []
+    for message in (page + "\nThe pass key is 48213. Remember it.\n", *["What is the pass key?"] * 2):
+        before = list(chat.messages)
+        warm = chat.ask(message)
+        cold_chat = Chat(model, GREEDY, max_new_tokens=100)
+        cold_chat.messages = before
+        cold = cold_chat.ask(message)
+        assert cold.reused_tokens == 0
+        assert cold.generation.density < 0.8  # of eight layers two are anchors: the six others read part of the keys
+        assert warm.generation.tokens == cold.generation.tokens
+        written = cold.generation.prompt_tokens + len(cold.generation.tokens) - 1
+        for ours, theirs in zip(keys_and_values(chat, written), keys_and_values(cold_chat, written)):
+            # Rounding between programs of different chunk sizes; another selection changes a key by 1e-3 and more.
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
+        reused.append((warm.reused_tokens, cold.generation.prompt_tokens, written))
+    assert "48213" in chat.messages[-1]["content"]
+    for (_, prompt, written), (start, _, _) in pairwise(reused):
+        assert 0 < start < prompt  # something is reused, of what prefill wrote
+        assert start < written // 64 * 64  # and more would have been, had the answer's keys been taken over
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(model):

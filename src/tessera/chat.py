@@ -1,4 +1,10 @@
-"""A conversation with one model: the KV cache outlives each turn, so a turn costs what is new in it."""
+"""A conversation with one model: the KV cache outlives each turn, which reuses the keys that prefill wrote.
+
+A turn equals a cold run of the whole conversation. Decode writes other keys than prefill where the policy is sparse: a
+decode row ranks the tiles by its own scores, a prefill row by those of its whole query tile (the demo model's keys then
+differ by 12 % of their maximum and more, from layer 3 on). The next turn therefore prefills the answer again, under
+every policy; `Session.align` cuts what it reuses to whole query tiles.
+"""
 
 import sys
 import time
@@ -55,12 +61,12 @@ class Chat:
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = list(self._opening)
         self._session: Session | None = None
-        self._held: list[int] = []  # tokens whose keys and values the cache holds
+        self._prefilled: list[int] = []  # tokens whose keys and values prefill wrote to the cache
 
     def reset(self) -> None:
         """Forget everything but the system message."""
         self.messages = list(self._opening)
-        self._session, self._held = None, []
+        self._session, self._prefilled = None, []
 
     def ask(self, text: str, stream: Callable[[str], Any] | None = None) -> Reply:
         """Say something and get the answer.
@@ -84,14 +90,14 @@ class Chat:
             sampling=self.sampling,
             stream=None if stream is None else lambda _, piece: stream(piece),
         )
-        self._session, self._held = None, []  # an interrupted call may leave the cache given away
+        self._session, self._prefilled = None, []  # an interrupted call may leave the cache given away
         try:
             self.model.respond(session, request, reused)
         except KeyboardInterrupt:
             generation = answer.generation(started_s)
             self.messages = [*messages, {"role": "assistant", "content": generation.text}]
             raise Interrupted([generation]) from None
-        self._session, self._held = session, [*tokens, *answer.tokens[:-1]]
+        self._session, self._prefilled = session, tokens
         generation = answer.generation(started_s)
         self.messages = [*messages, {"role": "assistant", "content": generation.text}]
         return Reply(generation=generation, reused_tokens=reused, dropped_turns=dropped)
@@ -119,8 +125,8 @@ class Chat:
             self.model.require_room(1, num_keys, len(tokens))
             self.model.announce(policy, num_keys)
             return self.model.session(policy, batch=1, num_keys=num_keys), 0
-        pairs = zip(self._held, tokens)
-        common = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self._held), len(tokens)))
+        pairs = zip(self._prefilled, tokens)
+        common = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self._prefilled), len(tokens)))
         session.reserve(num_keys)
         return session, session.align(min(common, len(tokens) - 1))
 

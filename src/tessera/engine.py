@@ -138,7 +138,13 @@ class Session:
         return capacity_bucket(round_up(num_keys, self.sizes[-1]))
 
     def align(self, position: int) -> int:
-        """The last position at or before this one where a chunk may start."""
+        """The last position at or before this one where a chunk may start, a multiple of the query tile.
+
+        Keys that prefill wrote below it are those of a cold prefill of any longer prompt with the same beginning: each
+        query tile below it was full, so that it ranked the key tiles by the same rows. The last query tile of a shorter
+        prompt was not. Chunks of other sizes are other programs, and these may round differently: on a CPU, keys and
+        selections are equal bit for bit for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
+        """
         return position - position % self.sizes[-1]
 
     def prefill(self, prompts: Sequence[Sequence[int]], start: int = 0) -> tuple[Float[Array, "B V"], list[Reads]]:

@@ -36,14 +36,23 @@ def captured(mass_KIJ: Float[Array, "K I J"], ids_AKIC: Int32[Array, "A K I C"])
 
 
 def similarity(
-    mass_KIJ: Float[Array, "K I J"], ids_AKIC: Int32[Array, "A K I C"], own_KIC: Int32[Array, "K I C"]
+    mass_KIJ: Float[Array, "K I J"],
+    ids_AKIC: Int32[Array, "A K I C"],
+    own_KIC: Int32[Array, "K I C"],
+    always_KI: Float[Array, "K I"] | float = 0.0,
 ) -> Float[Array, "A K K I"]:
-    """sim(a, b)_q = sum(P_b[I_a]) / sum(P_b[I_b]) for every pair of heads: [a, its head, b's head, query tile].
+    """sim(a, b)_q = (P_b[always] + sum(P_b[I_a])) / (P_b[always] + sum(P_b[I_b])): [a, its head, b's head, query tile].
 
     1 where b finds all it would have chosen itself; 1 also where b has no mass at all (nothing to lose).
+
+    Args:
+        mass_KIJ: P_b of the keys that there is a choice of, summed over the query tile's rows.
+        ids_AKIC: I_a, the keys that each earlier layer's heads choose.
+        own_KIC: I_b, the keys that b's heads choose.
+        always_KI: P_b of the keys that every layer reads whatever is chosen; mass_KIJ leaves them out.
     """
-    own = jnp.take_along_axis(mass_KIJ, own_KIC, axis=-1).sum(-1)
-    found = captured(mass_KIJ, ids_AKIC)
+    own = jnp.take_along_axis(mass_KIJ, own_KIC, axis=-1).sum(-1) + always_KI
+    found = captured(mass_KIJ, ids_AKIC) + always_KI
     return jnp.where(own > 0, found / jnp.where(own > 0, own, 1.0), 1.0)
 
 

@@ -17,12 +17,13 @@ from tessera.attention.selection import select_tiles
 from tessera.shapes import ceil_div
 from tessera.sparse.anchors import importance, similarity
 from tessera.sparse.baselines import Dense, Oracle, Window
-from tessera.sparse.contract import Policy, visible_keys
+from tessera.sparse.contract import Policy, visible_range
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.reads import shapes_of
 
 NUM_KEYS = 64
-"""Keys per head and query tile that two layers are compared by (the paper's k for anchor choice)."""
+"""Keys per head and query tile that two layers are compared by (the paper's k for anchor choice), always-read ones not
+counted: the reference counts its 32 own keys among the 64, and would have none left at query tiles of 64 and 128."""
 
 
 class SimilarityState(NamedTuple):
@@ -32,7 +33,7 @@ class SimilarityState(NamedTuple):
         ids: [L,B,K',I,C] each layer's heaviest keys.
         total: [L,L,K',K'] sum over query tiles of sim(a, b) per head of a and head of b.
         least: [L,L,K',K'] its minimum over query tiles.
-        num_tiles: query tiles that saw more keys than they could list.
+        num_tiles: query tiles that had more keys to choose from than they could list.
         turned: [L] sum over tokens of 1 - cos of the residual stream around the attention block.
         num_tokens: tokens seen.
     """
@@ -49,13 +50,25 @@ class SimilarityState(NamedTuple):
 class SimilarityRecorder(Policy):
     """Measures how well each layer would do with every earlier layer's keys, one key at a time (tile 1).
 
+    Keys that every layer reads whatever is chosen tell nothing about a choice: the query tile's own, the `local` ones
+    before them and the first `sinks`. They are left out of the ranking, and their mass counts as found.
+
     Attributes:
         query_tile: query positions pooled into one ranking, after the softmax.
         pooled: pool over all KV heads too.
+        local: keys before the query tile's own that are always read.
+        sinks: first keys of the sequence that are always read.
     """
 
     query_tile: int = 32
     pooled: bool = False
+    local: int = 0
+    sinks: int = 0
+
+    def __post_init__(self):
+        if self.local < 0 or self.sinks < 0:
+            raise ValueError(f"local={self.local} and sinks={self.sinks} must be at least 0 keys")
+        AttentionSpec(query_tile=self.query_tile)
 
     @property
     def name(self) -> str:
@@ -78,10 +91,15 @@ class SimilarityRecorder(Policy):
         spec = replace(spec, tile=1, query_tile=self.query_tile, mass=True)
         out = attention(q, k, v, spec, **positions._asdict())
         mass = out.mass.sum(1, keepdims=True) if self.pooled else out.mass
-        own = jax.lax.top_k(mass, state.ids.shape[-1])[1].astype(jnp.int32)
+        first, end = self._choice(spec, positions, mass.shape[2])
+        id_S = jnp.arange(mass.shape[-1], dtype=jnp.int32)
+        free = ((id_S >= first[..., None]) & (id_S < end[..., None]))[:, None]
+        always = jnp.where(free, 0.0, mass).sum(-1)
+        own = jax.lax.top_k(jnp.where(free, mass, -1.0), state.ids.shape[-1])[1].astype(jnp.int32)
         ids = state.ids.at[layer].set(own)
-        pairs = jax.vmap(similarity, in_axes=(0, 1, 0), out_axes=-1)(mass, ids, own)  # [a, head of a, of b, I, B]
-        counts = self._counts(spec, positions, q.shape[1]).T
+        compare = jax.vmap(similarity, in_axes=(0, 1, 0, 0), out_axes=-1)
+        pairs = compare(jnp.where(free, mass, 0.0), ids, own, always)  # [a, head of a, head of b, I, B]
+        counts = (end - first > NUM_KEYS).T  # with fewer, every choice is as good
         earlier = jnp.arange(len(ids)) <= layer  # later layers have no ids yet
         total = jnp.where(counts, pairs, 0.0).sum((-2, -1))
         least = jnp.where(counts, pairs, 1.0).min((-2, -1))
@@ -97,11 +115,13 @@ class SimilarityRecorder(Policy):
         turned = jnp.where(valid, importance(x, y), 0.0).sum()
         return state._replace(turned=state.turned.at[layer].set(turned), num_tokens=valid.sum(dtype=jnp.int32))
 
-    def _counts(self, spec: AttentionSpec, positions: Positions, num_queries: int) -> Array:
-        """[B,I]: whether the query tile sees more keys than a set holds; with fewer, every set is as good."""
-        tiles = ceil_div(num_queries, self.query_tile)
-        seen = visible_keys(spec, positions, tiles * self.query_tile)
-        return seen.reshape(-1, tiles, self.query_tile).max(-1) > NUM_KEYS
+    def _choice(self, spec: AttentionSpec, positions: Positions, num_tiles: int) -> tuple[Array, Array]:
+        """[B,I] first key and end (exclusive) of what a query tile chooses from; end <= first if there is none."""
+        row = jnp.arange(num_tiles, dtype=jnp.int32) * self.query_tile
+        bounds = visible_range(spec, positions, num_tiles * self.query_tile)
+        seen, newest = (bound.reshape(-1, num_tiles, self.query_tile)[..., 0] for bound in bounds)
+        end = positions.q_start[:, None] + row - self.local
+        return jnp.maximum(seen, self.sinks), jnp.where(newest > seen, end, 0)
 
 
 class RecallState(NamedTuple):
