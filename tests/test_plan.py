@@ -67,6 +67,13 @@ def test_damaged_bytes(tmp_path, body):
         Plan.load(path)
 
 
+def test_a_plan_of_the_first_schema_still_loads(tmp_path):
+    """It lists no local tiles and no sinks, has no layers that choose for themselves and no budgets."""
+    later = {name: None for name in ("local", "sinks", "own", "budgets", "score_keys", "score_rows", "promise")}
+    plan = Plan.load(written(tmp_path, schema=1, **later))
+    assert (plan.local, plan.sinks, plan.own, plan.budgets, dict(plan.promise)) == (0, 0, (), (), {})
+
+
 def test_a_truncated_plan_is_refused_at_every_length(tmp_path):
     path = tmp_path / "plan.json"
     PLAN.save(path)
@@ -96,9 +103,17 @@ def test_a_truncated_plan_is_refused_at_every_length(tmp_path):
         ({"tile": 48}, "tile=48 must be one of"),
         ({"tile": "16"}, "tile='16' has the wrong type"),
         ({"query_tile": 0}, "query_tile=0"),
-        ({"fraction": 0}, "fraction=0 must be above 0"),
+        ({"fraction": -1}, "fraction=-1 must be from 0 to 1"),
         ({"fraction": 1.5}, "fraction=1.5"),
-        ({"minimum": 0}, "minimum=0 must be at least 1"),
+        ({"minimum": -1}, "minimum=-1 must be at least 0"),
+        ({"local": -1}, "local=-1 must be at least 0"),
+        ({"sinks": "16"}, "sinks='16' has the wrong type"),
+        ({"own": [0]}, r"own=\[0\] must ascend"),
+        ({"own": [2], "head_map": [[0, 1], [0, 1], [1, 0]]}, r"head_map\[2\]=\[1, 0\] must be in order"),
+        ({"budgets": [[0.5, 0.5]]}, r"budgets of shape \[1, 2\] must be \[3, 2\]"),
+        ({"budgets": [["all", 1]] * 3}, "list of numbers"),
+        ({"score_keys": 0}, "keys=0 and rows=1 must be at least 1"),
+        ({"promise": None}, "promise is missing"),
         ({"crossover_tokens": -1}, "crossover_tokens=-1"),
         ({"num_layers": True}, "num_layers=True has the wrong type"),
         ({"colour": "red"}, r"unknown fields \['colour'\]"),

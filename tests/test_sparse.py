@@ -27,6 +27,10 @@ CONFIG = ModelConfig(
 KASCADE = Kascade(
     anchors=(0, 1), head_map=((0, 1), (0, 1), (1, 0), (1, 1)), tile=16, query_tile=8, fraction=0.1, minimum=32
 )
+OWN = replace(KASCADE, own=(2,), head_map=((0, 1), (0, 1), (0, 1), (1, 0)), local=16, sinks=16, score_keys=4)
+"""Layer 2 chooses by mean keys, layer 3 reuses its choice."""
+BUDGETS = replace(OWN, budgets=((0, 0), (0, 0), (0.0, 0.3), (1.0, 0.1)))
+"""The same with a budget per layer and head: none, a third, all, a tenth."""
 LENGTH = 160
 
 
@@ -178,7 +182,7 @@ def test_reuse_layers_attend_to_their_own_keys_and_values_under_the_head_map(hea
     q, k, v = qkv(1)
     out, after = attend(policy, 1, q, k, v, state)
     spec = AttentionSpec(tile=16, query_tile=8)
-    allowed = allowed_by(state.selection, spec, 1, 2, 96, 96)
+    allowed = allowed_by(state.choice, spec, 1, 2, 96, 96)
     assert (allowed[:, 0] != allowed[:, 1]).any()  # the two heads of the anchor chose differently
     expected = attend_by_hand(q, k, v, np.repeat(allowed[:, order], 2, axis=1))
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
@@ -188,9 +192,9 @@ def test_reuse_layers_attend_to_their_own_keys_and_values_under_the_head_map(hea
 
 def test_pooled_heads_share_one_selection():
     policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (1, 0)), heads="pooled")
-    selection = after_anchor(policy).selection
+    selection = after_anchor(policy).choice
     np.testing.assert_array_equal(selection.tiles[:, 0], selection.tiles[:, 1])
-    apart = after_anchor(replace(policy, heads="identity")).selection
+    apart = after_anchor(replace(policy, heads="identity")).choice
     assert (np.asarray(apart.tiles[:, 0]) != np.asarray(apart.tiles[:, 1])).any()
 
 
@@ -198,9 +202,9 @@ def test_what_is_not_selected_is_not_read():
     """Any change to the keys and values of unselected tiles leaves a reuse layer's output bit for bit the same."""
     policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (0, 1)), heads="pooled", query_tile=96)
     state = after_anchor(policy)
-    listed = set(np.asarray(state.selection.tiles)[0, 0, 0, : int(state.selection.count[0, 0, 0])].tolist())
+    listed = set(np.asarray(state.choice.tiles)[0, 0, 0, : int(state.choice.count[0, 0, 0])].tolist())
     state = state._replace(
-        selection=Selection(state.selection.tiles[..., :2] * 0 + jnp.array([1, 4]), 0 * state.selection.count + 2)
+        choice=Selection(state.choice.tiles[..., :2] * 0 + jnp.array([1, 4]), 0 * state.choice.count + 2)
     )
     assert len(listed) == 6  # a query tile of 96 rows owns all six tiles; the hand-made one lists two
     q, k, v = qkv(1)
@@ -214,7 +218,7 @@ def test_what_is_not_selected_is_not_read():
     assert (np.asarray(changed) != np.asarray(clean)).any()
 
 
-@pytest.mark.parametrize("policy", [KASCADE, Window(window=32, sinks=8, tile=16, query_tile=8)])
+@pytest.mark.parametrize("policy", [KASCADE, OWN, BUDGETS, Window(window=32, sinks=8, tile=16, query_tile=8)])
 def test_a_ragged_batch_equals_each_sequence_alone(stacked, tokens, policy):
     lengths = [LENGTH, 93]
     together, reads, cache, _ = run(stacked, tokens, policy, lengths=lengths)
@@ -228,6 +232,38 @@ def test_a_ragged_batch_equals_each_sequence_alone(stacked, tokens, policy):
         decoded, decoded_reads, _, _ = run(stacked, next_rows[b : b + 1], policy, start=[length], cache=cache)
         np.testing.assert_allclose(after[b], decoded[0], rtol=0, atol=2e-5)
         np.testing.assert_array_equal(np.asarray(after_reads.read)[:, b], np.asarray(decoded_reads.read)[:, 0])
+
+
+def test_each_head_reads_its_own_budget(unrolled, tokens):
+    """Budget 1 is dense, budget 0 what is always read; a scan and unrolled layers agree."""
+    spec, where = AttentionSpec(tile=16, query_tile=8), whole(96)
+    q, k, v = qkv(1)
+    state = BUDGETS.init_state(4, dispatch.call_shapes(q, k), spec)
+    _, state = BUDGETS.attend(2, q, k, v, AttentionSpec(), where, state)
+    shapes = dispatch.call_shapes(q, k)
+    for layer, heads in ((2, (0.0, 0.3)), (3, (1.0, 0.1))):
+        listed = BUDGETS.chosen(layer, spec, where, shapes, state)
+        for head, fraction in enumerate(heads):
+            one = replace(BUDGETS, budgets=(), fraction=fraction)
+            alone = one.select(layer, BUDGETS.map_heads(layer, state.choice), spec, where, shapes)
+            np.testing.assert_array_equal(listed.count[:, head], alone.count[:, head])
+            for i, count in enumerate(np.asarray(listed.count)[0, head]):
+                np.testing.assert_array_equal(listed.tiles[0, head, i, :count], alone.tiles[0, head, i, :count])
+    dense = attend_by_hand(q, k, v, np.tril(np.ones((96, 96), bool))[None, None])
+    out, after = BUDGETS.attend(3, q, k, v, AttentionSpec(), where, state)
+    np.testing.assert_allclose(out[:, :, :2], dense[:, :, :2], rtol=0, atol=1e-5)
+    assert float(after.reads.read[3, 0]) < 2 * 96 * 97 / 2
+
+
+def test_layers_that_choose_for_themselves_read_the_best_tiles_of_their_own_scores(stacked, tokens):
+    """With exact scores of every row, `own` everywhere is the oracle in those layers."""
+    policy = replace(KASCADE, anchors=(0,), own=(1, 2, 3), head_map=((0, 1),) * 4, score_keys=1, local=16, sinks=16)
+    oracle = baselines.Oracle(tile=16, query_tile=8, fraction=0.1, minimum=32, local=16, sinks=16, dense=(0,))
+    ours, reads, _, _ = run(stacked, tokens, policy)
+    theirs, oracle_reads, _, _ = run(stacked, tokens, oracle)
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
+    np.testing.assert_array_equal(reads.read, oracle_reads.read)
+    assert policy.roles() == ("dense", "own", "own", "own")
 
 
 @pytest.mark.parametrize("policy", [replace(KASCADE, query_tile=1), Window(window=32, sinks=8, tile=16, query_tile=1)])
@@ -244,10 +280,11 @@ def test_decode_after_prefill_is_a_longer_prefill(stacked, tokens, policy):
     np.testing.assert_array_equal(read, longer_reads.read)
 
 
-def test_chunked_prefill_is_the_whole_prefill(stacked, tokens):
-    out, reads, _, _ = run(stacked, tokens[:1], KASCADE)
-    first, first_reads, cache, _ = run(stacked, tokens[:1, :80], KASCADE)
-    second, second_reads, _, _ = run(stacked, tokens[:1, 80:], KASCADE, start=[80], cache=cache)
+@pytest.mark.parametrize("policy", [KASCADE, OWN, BUDGETS])
+def test_chunked_prefill_is_the_whole_prefill(stacked, tokens, policy):
+    out, reads, _, _ = run(stacked, tokens[:1], policy)
+    first, first_reads, cache, _ = run(stacked, tokens[:1, :80], policy)
+    second, second_reads, _, _ = run(stacked, tokens[:1, 80:], policy, start=[80], cache=cache)
     np.testing.assert_allclose(np.concatenate([first, second], axis=1), out, rtol=0, atol=2e-5)
     np.testing.assert_array_equal(np.asarray(first_reads.read) + np.asarray(second_reads.read), reads.read)
 
@@ -312,7 +349,7 @@ def test_the_oracle_keeps_the_heaviest_tiles_of_every_layer(stacked, tokens):
         order = mass[0, h, i].copy()
         order[i // 2] = np.inf  # the diagonal
         visible = (i + 1) * 8
-        budget = -(-min(max(0.1 * visible, 32), visible) // 16)
+        budget = 1 + -(-max(0.1 * visible, 32) // 16)  # beyond the diagonal
         for tile in np.argsort(-order, kind="stable")[: int(budget)]:
             allowed[0, 2 * h : 2 * h + 2, i * 8 : i * 8 + 8, tile * 16 : tile * 16 + 16] = True
     allowed &= np.arange(96) <= np.arange(96)[:, None]
@@ -342,8 +379,15 @@ def test_a_plan_of_another_depth_is_refused(stacked, tokens):
     ("changes", "message"),
     [
         ({"anchors": (1, 2)}, "must ascend from 0"),
-        ({"fraction": 0.0}, "fraction=0.0"),
-        ({"minimum": 0}, "minimum=0"),
+        ({"fraction": -0.1}, "fraction=-0.1"),
+        ({"minimum": -1}, "minimum=-1"),
+        ({"local": -1}, "local=-1"),
+        ({"sinks": -1}, "sinks=-1"),
+        ({"own": (1,)}, r"own=\[1\] must ascend"),
+        ({"own": (3,)}, r"head_map\[3\]=\[1, 1\] must be in order"),
+        ({"budgets": ((0.5, 0.5),)}, r"budgets of shape \[1, 2\] must be \[4, 2\]"),
+        ({"budgets": ((0.5, 1.5),) * 4}, r"budgets\[0\]"),
+        ({"score_keys": 3, "own": (2,), "head_map": ((0, 1),) * 4}, "keys=3 must divide tile=16"),
         ({"heads": "none"}, "heads='none'"),
         ({"tile": 20}, "tile=20"),
     ],

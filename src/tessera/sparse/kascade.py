@@ -49,8 +49,8 @@ class Kascade(Policy):
     heads: str = "remap"
     tile: int = 16
     query_tile: int = 32
-    local: int = 64
-    sinks: int = 16
+    local: int = 0
+    sinks: int = 0
     fraction: float = 0.1
     minimum: int = 128
     own: tuple[int, ...] = ()

@@ -36,7 +36,7 @@ class Plan:
     Attributes:
         model: fingerprint of the weights the plan was made for.
         num_layers, num_kv_heads: that model's, so that a misfit is named before anything runs.
-        anchors: layers that read all keys, ascending; the first is 0.
+        anchors: layers that read all keys, ascending; layer 0 is one of them or of `own`.
         own: layers that choose their own tiles by cheap scores (`score_keys`, `score_rows`).
         head_map: [L][K]: the KV head of its source whose choice a layer's KV head uses. A layer in neither `anchors`
             nor `own` reuses the choice of its source, the last layer before it that is in one of them.
@@ -63,8 +63,8 @@ class Plan:
     heads: str = "remap"
     tile: int = 16
     query_tile: int = 32
-    local: int = 64
-    sinks: int = 16
+    local: int = 0
+    sinks: int = 0
     fraction: float = 0.1
     minimum: int = 128
     own: tuple[int, ...] = ()
@@ -146,9 +146,9 @@ def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
 def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple[tuple[int, ...], ...]) -> None:
     """Raise ValueError unless anchors are in order and `own` names other layers, whose heads use their own choice."""
     num_layers = len(head_map)
-    check_anchors(anchors, num_layers)
-    if list(own) != sorted(set(own)) or any(not 0 < layer < num_layers for layer in own) or set(own) & set(anchors):
+    if list(own) != sorted(set(own)) or any(not 0 <= layer < num_layers for layer in own) or set(own) & set(anchors):
         raise ValueError(f"own={list(own)} must ascend, stay below num_layers={num_layers} and name no anchor")
+    check_anchors(tuple(sorted({*anchors, 0})) if 0 in own else anchors, num_layers)  # layer 0 has no source before it
     for layer in own:
         if head_map[layer] != tuple(range(len(head_map[layer]))):
             raise ValueError(
