@@ -198,7 +198,11 @@ class _Metadata:
             return default[0]
         if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self.error(key, value, "it must be a positive number")
-        return float(str(np.float32(value)))
+        with np.errstate(over="ignore"):
+            rounded = float(str(np.float32(value)))
+        if not 0 < rounded < math.inf:
+            raise self.error(key, value, "it must be a positive number")
+        return rounded
 
     def token_id(self, role: str) -> int | None:
         """The id of a special token, None if the file names none."""
@@ -213,12 +217,12 @@ class _Metadata:
 
     def refuse_unknown(self) -> None:
         for key, value in self.values.items():
-            if key in READ_KEYS:
-                continue
-            if key in HARMLESS_KEYS and (HARMLESS_KEYS[key] is None or value in HARMLESS_KEYS[key]):
-                continue
-            empty = not isinstance(value, np.ndarray) and value in (0, False, "", [])
-            if key in HARMLESS_KEYS or not empty:
+            plain = not isinstance(value, np.ndarray | list)
+            if key in HARMLESS_KEYS:
+                known = HARMLESS_KEYS[key] is None or (plain and value in HARMLESS_KEYS[key])
+            else:
+                known = key in READ_KEYS or (plain and value in (0, False, ""))  # switched off
+            if not known:
                 raise self.error(key, value, f"this is not supported for {self.architecture}")
 
 
@@ -294,7 +298,10 @@ def _llama3_candidates(freq: np.ndarray, factors: np.ndarray, factor: float, max
     blend = (1 / factors - 1 / factor) / (1 - 1 / factor)
     band = (blend > 1e-4) & (blend < 1 - 1e-4)
     if band.sum() >= 2:
-        slope, at_zero = np.polyfit(freq[band], blend[band], 1)
+        first, last = np.flatnonzero(band)[[0, -1]]
+        run = freq[first] - freq[last]
+        slope = (blend[first] - blend[last]) / run if run else 0.0
+        at_zero = blend[last] - slope * freq[last]
         if slope > 0 > at_zero:
             high = 1 - 1 / at_zero
             yield max(round(2 * math.pi * slope * (high - 1)), 1), round(high, 3)
