@@ -465,6 +465,38 @@ def test_commands_take_a_file(tiny, tmp_path, capsys):
     assert capsys.readouterr().err.startswith("error: ")
 
 
+def test_generate_chat_renders_the_template(tiny, capsys):
+    folder, path = tiny
+    model = tessera.load(folder)
+    [answer] = model.generate([model.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])], max_new_tokens=4)
+    assert main(["generate", "--model", str(folder), "--chat", "Hi", "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == list(answer.tokens)
+    assert main(["generate", "--model", str(folder), "--chat", "--tokens", "1 2"]) == 2
+    assert main(["generate", "--model", str(path), "--chat", "Hi"]) == 2  # no tokenizer in this file
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_inspect_takes_a_file(tiny):
+    from tessera.deviceless.steps import config_of
+
+    folder, path = tiny
+    assert config_of(str(path)) == config_of(str(folder)) == CONFIG
+    with pytest.raises(ValueError, match="GGUF file"):
+        config_of(str(path.with_name("absent")))
+
+
+def test_training_starts_from_a_file(tiny, tmp_path):
+    """Of --base: its config, weights and tokenizer."""
+    from tessera.recipes import text_recipe
+    from tessera.train import init_state
+
+    folder, path = tiny
+    (tmp_path / "text").write_text("some text to train on " * 200)
+    recipe = text_recipe(tmp_path / "text", config=read_config(path), base=path, length=32, batch=2, steps=1, rate=1e-3)
+    params = init_state(recipe).params
+    assert same(params, load_params(folder, CONFIG, stacked=True))
+
+
 def test_the_real_file_equals_its_converted_folder(smollm2, tmp_path):
     """Config, weights and tokenizer, hence logits; one forward pass says that they make sense."""
     config, tokenizer = read_config(smollm2), read_tokenizer(smollm2)

@@ -79,6 +79,8 @@ class Generate(ModelFlags, SamplingFlags):
     """Most tokens to generate per prompt."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """End when this text appears, and trim it off; may be repeated."""
+    chat: bool = False
+    """Each prompt is a user's message: the model's chat template puts it in the form that the model answers."""
     tokens: bool = False
     """Prompts are token ids, separated by spaces or commas; print token ids."""
     stream: bool = False
@@ -95,7 +97,13 @@ class Generate(ModelFlags, SamplingFlags):
         prompts = self.read_prompts()
         if self.stream and (self.json or self.tokens or len(prompts) > 1):
             raise ValueError("--stream prints the text of one prompt: drop --json and --tokens, or pass one prompt")
+        if self.chat and self.tokens:
+            raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         model = self.load()
+        if self.chat:
+            if model.tokenizer is None:
+                raise ValueError(f"--chat needs a chat template, and {model.source} has no tokenizer")
+            prompts = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts]
         arguments = self.values() | {"max_new_tokens": self.max_new_tokens, "stop": self.stop, "seed": self.seed}
         if self.stream:
             arguments["stream"] = lambda _, piece: print(piece, end="", flush=True)
