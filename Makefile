@@ -28,6 +28,7 @@ format: $(VENV)/.dev ## fix style
 
 peers: .venv-peers/.done ## build the environment of the libraries we compare with, and compare with them live
 	$(BIN)/python tests/golden/check_live.py
+	$(BIN)/python tests/golden/check_gguf.py
 
 # The wheel has v7x's timings alone: TIMINGS=FOLDER names the Tokamax repository's folder tokamax/data/autotuning.
 peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict Tokamax's TPU kernel at its timings, TIMINGS=its repository's tokamax/data/autotuning (hours; goes on where it stopped)

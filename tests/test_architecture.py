@@ -63,7 +63,7 @@ ORDER = [
     {"report_labels"},
     {"report_pictures"},
     {"report_page"},
-    {"workbench"},
+    {"workbench", "model_commands"},
     {"cli"},
 ]
 WITHIN = {"sparse", "models", "bench", "demo", "deviceless", "gpu_check", "tune", "eval"}

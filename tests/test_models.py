@@ -53,8 +53,8 @@ def relative_error(ours, theirs) -> float:
 def load_case(name: str, *, stacked: bool) -> tuple[ModelConfig, Params, np.ndarray, np.ndarray]:
     config = read_config(GOLDEN / name)
     params = load_params(GOLDEN / name, config, dtype="float32", stacked=stacked)
-    expected = np.load(GOLDEN / name / "expected.npz")
-    return config, params, expected["tokens"], expected["logits"]
+    with np.load(GOLDEN / name / "expected.npz") as expected:
+        return config, params, expected["tokens"], expected["logits"]
 
 
 def test_every_family_has_a_golden_case():

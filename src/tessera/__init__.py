@@ -13,6 +13,7 @@ _WHERE = {
     "save": "generate",
     "Model": "generate",
     "Generation": "generate",
+    "fetch": "models.fetch",
     "calibrate": "calibrate",
     "Plan": "sparse.plan",
     "attention": "attention.dispatch",

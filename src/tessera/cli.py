@@ -13,6 +13,7 @@ from typing import Annotated, Literal, Union
 import tyro
 
 from tessera.deviceless.flags import Inspect
+from tessera.model_commands import Convert, Fetch
 from tessera.workbench import Bench, Eval, Report, Tune, Verify
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
@@ -24,11 +25,11 @@ class ModelFlags:
     """Which model runs, and how it attends."""
 
     model: str | None = None
-    """Hugging Face folder or hub id; the shipped demo model if not given."""
+    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     attention: Attention = "dense"
     """Attention policy."""
     plan: Path | None = None
-    """Kascade plan; plan.json beside the weights if not given."""
+    """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and cache; the checkpoint's own if not given."""
     debug: bool = False
@@ -78,6 +79,8 @@ class Generate(ModelFlags, SamplingFlags):
     """Most tokens to generate per prompt."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """End when this text appears, and trim it off; may be repeated."""
+    chat: bool = False
+    """Each prompt is a user's message: the model's chat template puts it in the form that the model answers."""
     tokens: bool = False
     """Prompts are token ids, separated by spaces or commas; print token ids."""
     stream: bool = False
@@ -94,7 +97,13 @@ class Generate(ModelFlags, SamplingFlags):
         prompts = self.read_prompts()
         if self.stream and (self.json or self.tokens or len(prompts) > 1):
             raise ValueError("--stream prints the text of one prompt: drop --json and --tokens, or pass one prompt")
+        if self.chat and self.tokens:
+            raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         model = self.load()
+        if self.chat:
+            if model.tokenizer is None:
+                raise ValueError(f"--chat needs a chat template, and {model.source} has no tokenizer")
+            prompts = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts]
         arguments = self.values() | {"max_new_tokens": self.max_new_tokens, "stop": self.stop, "seed": self.seed}
         if self.stream:
             arguments["stream"] = lambda _, piece: print(piece, end="", flush=True)
@@ -160,9 +169,9 @@ class Calibrate:
     text: Path
     """Text file, or folder of text files."""
     model: str | None = None
-    """Hugging Face folder or hub id; the shipped demo model if not given."""
+    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     out: Path = Path("plan.json")
-    """Where the plan goes; plan.json in the model's folder is found without --plan."""
+    """Where the plan goes; plan.json in the model's folder, or x.plan.json next to x.gguf, is found without --plan."""
     anchors: int | None = None
     """How many layers score all keys; the paper's proportion (5 of 32) if not given."""
     tile: Literal[1, 16, 32, 64, 128] = 64
@@ -225,7 +234,7 @@ class Train:
     text: Path | None = None
     """Train on this file or folder of text instead of the recipe's data."""
     base: str | None = None
-    """With --text: Hugging Face folder or hub id to start from; fresh weights of the demo's size if not given."""
+    """With --text: folder, GGUF file or hub id to start from; fresh weights of the demo's size if not given."""
     steps: int = 1000
     """With --text: updates; the learning rate falls to a tenth over them."""
     length: int = 512
@@ -301,6 +310,8 @@ COMMANDS = MappingProxyType(
         "generate": Generate,
         "chat": Chat,
         "calibrate": Calibrate,
+        "fetch": Fetch,
+        "convert": Convert,
         "train": Train,
         "demo": Demo,
         "doctor": Doctor,

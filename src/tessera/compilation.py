@@ -5,8 +5,6 @@ allocated in steps of at most 2x (1.5x and 1.33x from 1,024 keys on).
 """
 
 import logging
-import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from math import lcm
@@ -15,6 +13,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+from tessera.files import user_cache
 from tessera.shapes import round_up
 
 logger = logging.getLogger(__name__)
@@ -25,16 +24,8 @@ CHUNK_GROWTH = 4
 
 
 def cache_folder() -> Path:
-    """This user's folder for compiled programs: XDG_CACHE_HOME or the platform's place, read when called."""
-    if os.environ.get("XDG_CACHE_HOME"):
-        base = Path(os.environ["XDG_CACHE_HOME"])
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
-        base = Path(os.environ["LOCALAPPDATA"])
-    else:
-        base = Path.home() / ".cache"
-    return base / "tessera" / "compiled"
+    """This user's folder for compiled programs."""
+    return user_cache() / "compiled"
 
 
 def enable_cache() -> Path | None:

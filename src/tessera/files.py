@@ -7,10 +7,24 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+
+def user_cache() -> Path:
+    """This user's cache folder for Tessera: XDG_CACHE_HOME or the platform's place, read when called."""
+    if os.environ.get("XDG_CACHE_HOME"):
+        base = Path(os.environ["XDG_CACHE_HOME"])
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    elif sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        base = Path(os.environ["LOCALAPPDATA"])
+    else:
+        base = Path.home() / ".cache"
+    return base / "tessera"
 
 
 def write_text(path: Path, text: str) -> None:

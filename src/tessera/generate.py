@@ -18,10 +18,10 @@ from tessera.answers import Answer, Generation
 from tessera.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.engine import Request, Session, cache_bytes, chunk_bytes, respond, score_tokens
 from tessera.memory import require
-from tessera.models.checkpoint import fingerprint, load_params, read_config, resolve, save_folder
+from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
-from tessera.models.tokenizer import Tokenizer, load_tokenizer
+from tessera.models.tokenizer import Tokenizer
 from tessera.sampling import Sampling, check_seeds, choose
 from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
@@ -30,7 +30,9 @@ from tessera.sparse.policies import POLICIES, policy_for
 logger = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
-"""A plan beside the weights under this name is found without being named."""
+"""A plan under this name in the model's folder is found without being named."""
+GGUF_PLAN_SUFFIX = ".plan.json"
+"""For x.gguf: x.plan.json in the same folder is."""
 
 Prompt = str | Sequence[int]
 
@@ -53,7 +55,7 @@ class Model:
         tokenizer: None if the folder has none; token lists still work.
         policy: owns every attention call.
         plan: the Kascade plan, if any.
-        source: folder it was loaded from.
+        source: folder or GGUF file it was loaded from.
     """
 
     config: ModelConfig
@@ -287,13 +289,14 @@ def load(
     attention: str = "dense",
     plan: Plan | str | os.PathLike | None = None,
 ) -> Model:
-    """Load a Hugging Face folder, or a hub id's files.
+    """Load a Hugging Face folder, a GGUF file, or a hub id's files.
 
     Args:
-        path_or_hub_id: a folder with config.json and safetensors, or "owner/name".
+        path_or_hub_id: a folder with config.json and safetensors, a GGUF file (its weights are dequantised), the name
+            of a fetched model ("smollm2"), or "owner/name".
         dtype: "float32" or "bfloat16"; None is the checkpoint's own.
         attention: "dense", "kascade", "window" or "oracle".
-        plan: for kascade: a Plan or a path; None looks for plan.json beside the weights.
+        plan: for kascade: a Plan or a path; None looks where `plan_path` says.
 
     Raises:
         FileNotFoundError, ValueError: what is missing or wrong, and the way out.
@@ -302,20 +305,20 @@ def load(
     check_attention(attention)
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own")
-    folder = resolve(path_or_hub_id)
-    config = read_config(folder)
+    source = resolve(path_or_hub_id)
+    config = read_config(source)
     if dtype is not None:
         config = replace(config, dtype=dtype)
-    plan = find_plan(attention, plan, str(folder))
+    plan = find_plan(attention, plan, str(source))
     policy = policy_for(attention, config, plan)
     num_bytes = config.num_parameters * jnp.dtype(config.dtype).itemsize
-    require(num_bytes, jax.devices()[0], f"{folder.name} in {config.dtype}", "take a smaller model, or bfloat16")
-    tokenizer = load_tokenizer(folder)
+    require(num_bytes, jax.devices()[0], f"{source.name} in {config.dtype}", "take a smaller model, or bfloat16")
+    tokenizer = read_tokenizer(source)
     enable_cache()
-    params = load_params(folder, config, dtype=jnp.dtype(config.dtype), stacked=False)
+    params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False)
     if plan is not None:
         plan.check(config, fingerprint(params, config))
-    return Model(config=config, params=params, tokenizer=tokenizer, policy=policy, plan=plan, source=str(folder))
+    return Model(config=config, params=params, tokenizer=tokenizer, policy=policy, plan=plan, source=str(source))
 
 
 def save(model: Model, folder: str | os.PathLike) -> None:
@@ -332,18 +335,26 @@ def check_attention(attention: str) -> None:
 
 
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
-    """The plan itself, read from its path, or, for kascade, from beside the weights."""
+    """The plan itself, read from its path, or, for kascade, from its place near the weights."""
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":
         return None
-    beside = Path(source) / PLAN_FILE
-    if beside.is_file():
-        return Plan.load(beside)
+    path = plan_path(source)
+    if path.is_file():
+        return Plan.load(path)
     raise ValueError(
-        f"attention='kascade' needs a plan, and {beside} does not exist: make one with "
-        f"`tessera calibrate --model {source} --text TEXT --out {beside}`, or pass plan=..."
+        f"attention='kascade' needs a plan, and {path} does not exist: make one with "
+        f"`tessera calibrate --model {source} --text TEXT --out {path}`, or pass plan=..."
     )
+
+
+def plan_path(source: str | os.PathLike) -> Path:
+    """Where a model's plan is looked for: plan.json in its folder, x.plan.json next to x.gguf."""
+    source = Path(source)
+    if source.is_file():
+        return source.with_name(source.name.removesuffix(".gguf") + GGUF_PLAN_SUFFIX)
+    return source / PLAN_FILE
 
 
 def explain_not_finite(params: Params) -> str:

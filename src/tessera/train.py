@@ -33,10 +33,10 @@ from tessera.attention.contract import Positions
 from tessera.files import write_whole
 from tessera.losses import LOG_NAME, Line, draw_losses, open_log, read_losses
 from tessera.models import decoder
-from tessera.models.checkpoint import load_params, save_folder
+from tessera.models.checkpoint import load_params, read_tokenizer, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params, init_params, rope_frequencies
-from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
+from tessera.models.tokenizer import byte_tokenizer
 from tessera.recipes import Recipe, Stage
 from tessera.sparse.baselines import Dense
 
@@ -247,7 +247,7 @@ def train(
     if until is not None and until < 0:
         raise ValueError(f"{until=} must be at least 0 steps, or None to run the recipe to its end")
     console = Console(stderr=True) if console is None else console
-    tokenizer = byte_tokenizer() if recipe.base is None else load_tokenizer(Path(recipe.base))
+    tokenizer = byte_tokenizer() if recipe.base is None else read_tokenizer(recipe.base)
     corpus = data.library_corpus() if recipe.text is None else data.read_split(recipe.text, tokenizer)
     longest = max(stage.length for stage in recipe.stages)
     if len(corpus.train) <= longest:

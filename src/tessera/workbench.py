@@ -117,7 +117,7 @@ class Eval:
     """Does a sparse policy keep the answers? Long-context tasks and fidelity to dense, policies side by side."""
 
     model: str | None = None
-    """Hugging Face folder or hub id; the shipped demo model if not given."""
+    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     plan: Path | None = None
     """Kascade plan; plan.json beside the weights if not given."""
     suite: Literal["demo", "study", "smoke"] = "demo"

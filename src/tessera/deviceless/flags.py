@@ -52,7 +52,7 @@ class Inspect:
     softcap: float | None = None
     """Cap on the scores."""
     model: str | None = None
-    """A whole step of this model instead of one call: llama-3.1-8b, or a Hugging Face folder."""
+    """A whole step of this model instead of one call: llama-3.1-8b, a Hugging Face folder, or a GGUF file."""
     mesh: int = 8
     """With --model: devices that share every layer."""
     attention: Literal["kascade", "dense"] = "kascade"

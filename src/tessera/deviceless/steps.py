@@ -58,12 +58,15 @@ SPLIT_OUTPUT = frozenset({"q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bi
 
 
 def config_of(model: str) -> ModelConfig:
-    """A model of the table, or the one in a Hugging Face folder."""
+    """A model of the table, or the one in a Hugging Face folder or a GGUF file."""
     if model in MODELS:
         return MODELS[model]
-    if not (Path(model) / "config.json").is_file():
-        raise ValueError(f"--model {model} must be one of {', '.join(MODELS)}, or a folder with a config.json")
-    return read_config(model)
+    path = Path(model)
+    if not (path.is_file() or (path / "config.json").is_file()):
+        raise ValueError(
+            f"--model {model} must be one of {', '.join(MODELS)}, a folder with a config.json, or a GGUF file"
+        )
+    return read_config(path)
 
 
 def policy_of(

@@ -1,7 +1,7 @@
-"""Hugging Face folders: config and weights in, tensor by tensor; and back out, whole or not at all.
+"""Hugging Face folders and GGUF files in, tensor by tensor; and folders out, whole or not at all.
 
-A folder is checked from its headers alone (files, sizes, names, shapes, dtypes) before any weight is read. Weights
-are then mapped one tensor at a time, so peak host memory is the model plus one tensor.
+A model is checked from its headers alone (files, sizes, names, shapes, dtypes) before any weight is read. Weights
+are then read one tensor at a time, so peak host memory is the model plus one tensor.
 """
 
 import dataclasses
@@ -21,6 +21,10 @@ import numpy as np
 from tessera.files import finish_swap, replace_folder, write_text
 from tessera.models.config import ModelConfig
 from tessera.models.families import parse_config, render_config
+from tessera.models.fetch import MODELS, fetched
+from tessera.models.gguf_file import GgufTensor, read_gguf, read_gguf_tensor
+from tessera.models.gguf_model import gguf_config, gguf_tensors
+from tessera.models.gguf_tokenizer import gguf_tokenizer
 from tessera.models.layers import Layer, Params
 from tessera.models.tensor_file import (
     INDEX,
@@ -35,29 +39,8 @@ from tessera.models.tensor_file import (
     write_file,
 )
 from tessera.models.tokenizer import FILES as TOKENIZER_FILES
-from tessera.models.tokenizer import Tokenizer
-
-EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "o_bias": "self_attn.o_proj.bias",
-    "gate_bias": "mlp.gate_proj.bias",
-    "up_bias": "mlp.up_proj.bias",
-    "down_bias": "mlp.down_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-}
+from tessera.models.tokenizer import Tokenizer, load_tokenizer
+from tessera.models.weights import EMBED, FINAL_NORM, HEAD, LAYER_NAMES, expected_shapes, layer_name
 
 Tensor = tuple[jax.Array, int | None]
 """An array, or one layer of a stacked array."""
@@ -66,22 +49,28 @@ Tensor = tuple[jax.Array, int | None]
 RETRY = "correct config.json, or download the model again"
 
 
-def resolve(path_or_hub_id: str | os.PathLike) -> Path:
-    """The folder of a model: a local one, or a Hugging Face hub id ("owner/name"), downloaded into the hub's cache.
+def resolve(name: str | os.PathLike) -> Path:
+    """Where a model lies: a folder or a GGUF file here, a fetched model's name, or a Hugging Face hub id.
 
-    A hub model's config is checked before its weights are downloaded. A folder whose saving was killed at the very end
-    is put in place first.
+    A hub id ("owner/name") is downloaded into the hub's cache; its config is checked before its weights are. A folder
+    whose saving was killed at the very end is put in place first.
 
     Raises:
-        ValueError: there is no such folder, and no such model on the hub or no way to reach it.
+        ValueError: there is no such folder or file, the named model was not fetched yet, or there is no such model on
+            the hub or no way to reach it.
     """
-    path = Path(path_or_hub_id).expanduser()
+    path = Path(name).expanduser()
     finish_swap(path)
-    if path.is_dir():
+    if path.is_dir() or path.is_file():
         return path
-    name = str(path_or_hub_id)
+    name = str(name)
+    if name in MODELS:
+        return fetched(name)
     if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
-        raise ValueError(f"model {name!r} is not a folder: pass a Hugging Face folder or a hub id like 'owner/name'")
+        raise ValueError(
+            f"model {name!r} is not a folder: pass a Hugging Face folder, a GGUF file, a hub id like 'owner/name', or "
+            f"{' or '.join(map(repr, MODELS))}"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -98,12 +87,17 @@ def resolve(path_or_hub_id: str | os.PathLike) -> Path:
 
 
 def read_config(folder: str | os.PathLike) -> ModelConfig:
-    """Read config.json and generation_config.json.
+    """Read a folder's config.json and generation_config.json, or a GGUF file's metadata.
 
     Raises:
-        ValueError: no such folder or file, broken JSON, or a key or value that is not supported, named.
+        ValueError: no such folder or file, broken JSON or GGUF, or a key or value that is not supported, named.
     """
     folder = Path(folder)
+    if folder.is_file():
+        file = read_gguf(folder)
+        config = gguf_config(file)
+        _check_tensors(gguf_tensors(file, config), config, folder)  # before anything is allocated for what it claims
+        return config
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a model folder: it has no config.json: pass a Hugging Face folder")
@@ -115,12 +109,22 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
+def read_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face folder or of a GGUF file, None if it has none.
+
+    Raises:
+        ValueError: the tokenizer is in a form that is not supported, or broken.
+    """
+    folder = Path(folder)
+    return gguf_tokenizer(read_gguf(folder)) if folder.is_file() else load_tokenizer(folder)
+
+
 def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = None, stacked: bool = False) -> Params:
-    """Load a folder's weights.
+    """Load the weights of a folder or of a GGUF file.
 
     Args:
-        folder: with model.safetensors, or model.safetensors.index.json and its shards.
-        config: of the same folder; every tensor is checked against it before any is read.
+        folder: with model.safetensors, or model.safetensors.index.json and its shards; or a GGUF file.
+        config: of the same model; every tensor is checked against it before any is read.
         dtype: of the weights in memory, float32 or bfloat16; None is config.dtype.
         stacked: layers as one Layer with a leading L, for lax.scan; else a tuple of Layer, the better choice on CPU,
             where a scan copies every layer's weights and cache and compiles no faster.
@@ -132,8 +136,13 @@ def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = 
     dtype = np.dtype(dtype or config.dtype)
     if dtype not in (np.float32, ml_dtypes.bfloat16):
         raise ValueError(f"dtype={dtype.name!r} must be float32 or bfloat16")
-    stored = read_index(Path(folder))
-    _check_tensors(stored, config, Path(folder))
+    folder = Path(folder)
+    stored: Mapping[str, Stored | GgufTensor]
+    if folder.is_file():
+        stored, read = gguf_tensors(read_gguf(folder), config), read_gguf_tensor
+    else:
+        stored, read = read_index(folder), read_tensor
+    _check_tensors(stored, config, folder)
     if config.tie_embeddings and HEAD in stored:
         _check_tied(stored[EMBED], stored[HEAD])
 
@@ -141,7 +150,7 @@ def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = 
         shape = stored[names[0]].shape
         out = _aligned_empty((len(names), *shape), dtype)
         for name, row in zip(names, out):
-            read_tensor(name, stored[name], row)
+            read(name, stored[name], row)
         return jax.device_put(out if stacked and names[0] not in (EMBED, FINAL_NORM, HEAD) else out.reshape(shape))
 
     indices = range(config.num_layers)
@@ -215,45 +224,25 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
     return digest.hexdigest()[:16]
 
 
-def layer_name(index: int, field: str) -> str:
-    """Hugging Face's name of one layer's tensor."""
-    return f"model.layers.{index}.{LAYER_NAMES[field]}"
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint, the head left out when it is tied."""
-    c = config
-    d, f, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layer = {"attn_norm": (d,), "q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "mlp_norm": (d,)}
-    layer |= {"gate": (f, d), "up": (f, d), "down": (d, f)}
-    if c.attention_bias:
-        layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-    if c.output_bias:
-        layer |= {"o_bias": (d,)}
-    if c.mlp_bias:
-        layer |= {"gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
-    if c.qk_norm:
-        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-    shapes = {EMBED: (c.vocab_size, d), FINAL_NORM: (d,)}
-    if not c.tie_embeddings:
-        shapes[HEAD] = (c.vocab_size, d)
-    for i in range(c.num_layers):
-        shapes |= {layer_name(i, field): shape for field, shape in layer.items()}
-    return shapes
-
-
-def _check_tensors(stored: Mapping[str, Stored], config: ModelConfig, folder: Path) -> None:
+def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:
+    """Refuse names and shapes other than the config's. A GGUF's sizes and types were checked with its header."""
+    is_gguf = source.is_file()
+    caller = "metadata" if is_gguf else "config.json"
+    retry = "download the model again" if is_gguf else RETRY
     expected = expected_shapes(config)
     if missing := sorted(expected.keys() - stored.keys()):
-        raise ValueError(f"{folder} lacks {_some(missing)}, which its config.json calls for: {RETRY}")
+        raise ValueError(f"{source} lacks {_some(missing)}, which its {caller} calls for: {retry}")
     if config.tie_embeddings and HEAD in stored:
         expected[HEAD] = expected[EMBED]
     # old checkpoints store the rope frequencies, which follow from the config
     extra = sorted(name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq"))
     if extra:
-        raise ValueError(f"{folder} holds {_some(extra)}, which its config.json does not call for: {RETRY}")
+        raise ValueError(f"{source} holds {_some(extra)}, which its {caller} does not call for: {retry}")
     for name, shape in expected.items():
-        check_stored(name, stored[name], shape)
+        if not is_gguf:
+            check_stored(name, stored[name], shape)
+        elif stored[name].shape != shape:
+            raise ValueError(f"{name} in {source} has shape {stored[name].shape}, but its metadata calls for {shape}")
 
 
 def _check_tied(embed: Stored, head: Stored) -> None:
@@ -314,4 +303,4 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    return ", ".join(f"{name:.80}" for name in names[:3]) + more

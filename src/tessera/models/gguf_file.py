@@ -1,0 +1,330 @@
+"""GGUF files: the header read and checked alone, then tensors dequantised one at a time.
+
+A GGUF is a stranger's file. The header is parsed here and not by the gguf package, whose reader trusts every count and
+offset in it; that package only dequantises. The format, little-endian: the magic "GGUF", a version (2 or 3), the counts
+of tensors and of metadata entries (64 bits each), the entries (key, type, value), the tensors (name, dimensions with
+the innermost first, type, offset), padding, then the data.
+"""
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+MAGIC = b"GGUF"
+
+
+class Layout(NamedTuple):
+    """How a tensor type stores its values: blocks of `values` values in `num_bytes` bytes."""
+
+    name: str
+    values: int
+    num_bytes: int
+
+
+TYPES = {
+    0: Layout("F32", 1, 4),
+    1: Layout("F16", 1, 2),
+    2: Layout("Q4_0", 32, 18),
+    3: Layout("Q4_1", 32, 20),
+    6: Layout("Q5_0", 32, 22),
+    7: Layout("Q5_1", 32, 24),
+    8: Layout("Q8_0", 32, 34),
+    10: Layout("Q2_K", 256, 84),
+    11: Layout("Q3_K", 256, 110),
+    12: Layout("Q4_K", 256, 144),
+    13: Layout("Q5_K", 256, 176),
+    14: Layout("Q6_K", 256, 210),
+    30: Layout("BF16", 1, 2),
+}
+"""Tensor types that are dequantised, by their number in the file."""
+
+SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+"""Metadata types with a fixed size, as NumPy writes them."""
+STRING, ARRAY = 8, 9
+
+MAX_ENTRIES = 1 << 16
+"""Most metadata entries, and most tensors: ten times what the largest models have."""
+MAX_STRINGS = 1 << 22
+"""Most strings in one list. The largest vocabularies hold 2 ** 18 tokens and 2 ** 19 merges; a Python string takes ten
+times the bytes that an empty one takes in the file."""
+MAX_NAME_BYTES = 1 << 16
+"""Longest key or tensor name, by the format's own rule."""
+
+BLOCK_VALUES = 1 << 18
+"""Values dequantised at a time: the gguf package makes several copies, which then fit in a core's cache."""
+
+
+class GgufTensor(NamedTuple):
+    """Where one tensor lies in a GGUF file.
+
+    Attributes:
+        path: of the file.
+        layout: how values are stored.
+        shape: outermost dimension first, as NumPy has it.
+        offset: of the first byte, in the file.
+        heads: number of heads whose rows llama.cpp interleaved; None where rows lie as in Hugging Face's checkpoint.
+    """
+
+    path: Path
+    layout: Layout
+    shape: tuple[int, ...]
+    offset: int
+    heads: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in the file."""
+        return _count(self.shape) // self.layout.values * self.layout.num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufFile:
+    """A checked header: metadata (Python scalars, lists of strings, NumPy arrays of numbers) and tensors by name."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+
+
+class _Header:
+    """Reads little-endian values one after another; whatever would lie past the end of the file raises ValueError."""
+
+    def __init__(self, file: BinaryIO, path: Path):
+        self._file = file
+        self.path = path
+        self.size = os.fstat(file.fileno()).st_size
+
+    @property
+    def position(self) -> int:
+        return self._file.tell()
+
+    def error(self, problem: str) -> ValueError:
+        return ValueError(f"{self.path} is not a usable GGUF file: {problem}: download it again")
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > self.size - self._file.tell():
+            raise self.error(f"it ends inside {what} ({self.size} bytes)")
+        data = self._file.read(count)
+        if len(data) != count:
+            raise self.error(f"it was cut while it was read, inside {what}")
+        return data
+
+    def number(self, code: str, what: str) -> int:
+        return struct.unpack("<" + code, self.take(struct.calcsize(code), what))[0]
+
+    def text(self, what: str, limit: int | None = None) -> str:
+        length = self.number("Q", what)
+        if limit is not None and length > limit:
+            raise self.error(f"{what} has {length} bytes, more than {limit}")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} is not UTF-8 ({error.reason})") from error
+
+    def value(self, key: str) -> Any:
+        """A metadata value of the type that comes before it."""
+        what = f"metadata {key!r:.80}"
+        kind = self.number("I", what)
+        if kind == STRING:
+            return self.text(what)
+        if kind == ARRAY:
+            return self.items(what)
+        return self.scalars(kind, 1, what)[0].item()
+
+    def items(self, what: str) -> list[str] | np.ndarray:
+        kind, count = self.number("I", what), self.number("Q", what)
+        if kind == ARRAY:
+            raise self.error(f"{what} is a list of lists, which no supported model has")
+        if kind != STRING:
+            return self.scalars(kind, count, what)
+        if count > MAX_STRINGS or count * 8 > self.size - self.position:
+            raise self.error(f"{what} claims {count} texts in a file of {self.size} bytes")
+        # this loop is most of the time that a header takes, so the method calls of `text` are written out
+        read, left, found = self._file.read, self.size - self.position, []
+        for _ in range(count):
+            length = int.from_bytes(read(8), "little")
+            left -= 8 + length
+            if left < 0:
+                raise self.error(f"it ends inside {what} ({self.size} bytes)")
+            found.append(read(length))
+        try:
+            return [item.decode() for item in found]
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} is not UTF-8 ({error.reason})") from error
+
+    def scalars(self, kind: int, count: int, what: str) -> np.ndarray:
+        if kind not in SCALARS:
+            raise self.error(f"{what} has the unknown type {kind}")
+        dtype = np.dtype(SCALARS[kind])
+        data = np.frombuffer(self.take(count * dtype.itemsize, what), np.uint8 if kind == 7 else dtype)
+        if kind == 7 and np.any(data > 1):
+            raise self.error(f"{what} holds a truth value that is neither 0 nor 1")
+        return data.view(dtype)
+
+
+def read_gguf(path: str | os.PathLike) -> GgufFile:
+    """Read and check a GGUF file's header. Allocates a small multiple of the header's own bytes, never what it claims.
+
+    Raises:
+        ValueError: not a GGUF file, cut short, or a count, size, offset or type that cannot be; in one sentence.
+    """
+    path = Path(path)
+    with open(path, "rb") as file:
+        header = _Header(file, path)
+        if (magic := file.read(4)) != MAGIC:
+            raise ValueError(f"{path} is not a GGUF file: it begins with {magic!r}, not {MAGIC!r}")
+        version = header.number("I", "the version")
+        if version not in (2, 3):
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            form = "big-endian" if swapped in (2, 3) else f"version {version}"
+            raise ValueError(f"{path} is a {form} GGUF file: only little-endian versions 2 and 3 are supported")
+        num_tensors, num_entries = header.number("Q", "the tensor count"), header.number("Q", "the metadata count")
+        if max(num_tensors, num_entries) > MAX_ENTRIES:
+            raise header.error(f"it claims {num_tensors} tensors and {num_entries} metadata entries")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_entries):
+            key = header.text("a metadata key", MAX_NAME_BYTES)
+            if key in metadata:
+                raise header.error(f"metadata {key!r:.80} appears twice")
+            metadata[key] = header.value(key)
+        _refuse_parts(path, metadata)
+        return GgufFile(path=path, metadata=metadata, tensors=_read_tensor_table(header, num_tensors, metadata))
+
+
+def read_gguf_tensor(name: str, tensor: GgufTensor, out: np.ndarray) -> np.ndarray:
+    """Dequantise one tensor into `out` [like tensor.shape], block by block, converting to its dtype.
+
+    Rows that llama.cpp interleaved (2 i and 2 i + 1 of a head rotate together) return to Hugging Face's order (i and
+    i + H / 2 do).
+
+    Raises:
+        ValueError: the file was cut since its header was read, or a value is NaN or infinite.
+    """
+    rows = out.reshape(-1, tensor.shape[-1])
+    order = None if tensor.heads is None else order_of_rows(tensor.shape[0], tensor.heads)
+    done = 0
+    for values in _blocks(name, tensor):
+        count = values.shape[0]
+        if order is None:
+            rows[done : done + count] = values
+        elif out.ndim == 1:  # a bias is one row
+            out[order] = values[0]
+        else:
+            rows[order[done : done + count]] = values
+        done += count
+    return out
+
+
+def order_of_rows(count: int, heads: int) -> np.ndarray:
+    """The row of Hugging Face's checkpoint at which each row of llama.cpp's q or k belongs, int [count]."""
+    return np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
+
+
+def _blocks(name: str, tensor: GgufTensor) -> Iterator[np.ndarray]:
+    """Dequantised rows, some at a time, float32 [rows, tensor.shape[-1]]."""
+    import gguf  # takes half a second: a header is read without it
+
+    kind = gguf.GGMLQuantizationType[tensor.layout.name]
+    width = tensor.shape[-1]
+    num_rows = _count(tensor.shape) // width
+    step = max(BLOCK_VALUES // width, 1)
+    row_bytes = width * tensor.layout.num_bytes // tensor.layout.values
+    with open(tensor.path, "rb") as file:
+        file.seek(tensor.offset)
+        for start in range(0, num_rows, step):
+            count = min(step, num_rows - start)
+            raw = np.fromfile(file, np.uint8, count * row_bytes)
+            if raw.size != count * row_bytes:
+                raise ValueError(f"{tensor.path} was cut while {name} was read from it: download it again")
+            with np.errstate(all="ignore"):  # infinite scales are refused below
+                values = gguf.dequantize(raw.reshape(1, -1), kind).reshape(count, width)
+            if not np.isfinite(values).all():
+                raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
+            yield values
+
+
+def _read_tensor_table(header: _Header, count: int, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise header.error(f"general.alignment={alignment!r:.80} is not a power of two from 8 to {1 << 20}")
+    found: dict[str, GgufTensor] = {}
+    for _ in range(count):
+        name = header.text("a tensor's name", MAX_NAME_BYTES)
+        if name in found:
+            raise header.error(f"tensor {name!r:.80} appears twice")
+        found[name] = _read_tensor_entry(header, name, alignment)
+    start = -(-header.position // alignment) * alignment
+    end, last = start, "the header"
+    for name, tensor in sorted(found.items(), key=lambda item: item[1].offset):
+        found[name] = tensor = tensor._replace(offset=tensor.offset + start)
+        if tensor.offset < end:
+            raise header.error(f"tensor {name!r:.80} overlaps {last!r:.80}")
+        end, last = tensor.offset + tensor.num_bytes, name
+        if end > header.size:
+            raise header.error(f"it is cut short: tensor {name!r:.80} ends at byte {end} of {header.size}")
+    return found
+
+
+def _read_tensor_entry(header: _Header, name: str, alignment: int) -> GgufTensor:
+    what = f"tensor {name!r:.80}"
+    num_dims = header.number("I", what)
+    if not 1 <= num_dims <= 4:
+        raise header.error(f"{what} has {num_dims} dimensions")
+    shape = tuple(header.number("Q", what) for _ in range(num_dims))[::-1]
+    kind, offset = header.number("I", what), header.number("Q", what)
+    if kind not in TYPES:
+        supported = ", ".join(layout.name for layout in TYPES.values())
+        raise ValueError(
+            f"{what} in {header.path} has type {_type_name(kind)}, not supported: it must be one of {supported}"
+        )
+    layout = TYPES[kind]
+    if min(shape) < 1 or shape[-1] % layout.values:
+        raise header.error(f"{what} has shape {shape}, which {layout.name} cannot store")
+    if offset % alignment:
+        raise header.error(f"{what} lies at offset {offset}, not a multiple of {alignment}")
+    tensor = GgufTensor(header.path, layout, shape, offset)
+    if offset + tensor.num_bytes > header.size:
+        raise header.error(f"it is cut short: {what} of shape {shape} at {offset} does not fit in {header.size} bytes")
+    return tensor
+
+
+def _refuse_parts(path: Path, metadata: Mapping[str, Any]) -> None:
+    parts = metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ValueError(
+            f"{path} is one of {parts} parts of a model (split.count): join them with `llama-gguf-split --merge` first"
+        )
+
+
+def _type_name(kind: int) -> str:
+    import gguf
+
+    try:
+        return gguf.GGMLQuantizationType(kind).name
+    except ValueError:
+        return f"{kind} (unknown)"
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    """Number of values, in Python's integers: a hostile shape overflows 64 bits."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count

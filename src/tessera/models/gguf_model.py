@@ -1,0 +1,312 @@
+"""A GGUF file's metadata and tensors as a ModelConfig and a checkpoint's tensors, or refused by name.
+
+A key of the architecture is read, known not to change the model, at a value that switches its feature off, or refused:
+never ignored. Equations are those of llama.cpp's graphs for the same keys.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tessera.models.config import ModelConfig, Rope
+from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
+from tessera.models.weights import EMBED, FINAL_NORM, HEAD, layer_name
+
+LAYER_TENSORS = {
+    "attn_norm": "attn_norm.weight",
+    "q": "attn_q.weight",
+    "k": "attn_k.weight",
+    "v": "attn_v.weight",
+    "o": "attn_output.weight",
+    "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight",
+    "up": "ffn_up.weight",
+    "down": "ffn_down.weight",
+    "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias",
+    "v_bias": "attn_v.bias",
+    "o_bias": "attn_output.bias",
+    "gate_bias": "ffn_gate.bias",
+    "up_bias": "ffn_up.bias",
+    "down_bias": "ffn_down.bias",
+    "q_norm": "attn_q_norm.weight",
+    "k_norm": "attn_k_norm.weight",
+}
+"""llama.cpp's name of a layer's tensor, after "blk.N."."""
+OUTER_TENSORS = {"token_embd.weight": EMBED, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
+ROPE_FACTORS = "rope_freqs.weight"
+"""Divisors of the rotary frequencies, one per pair: how a GGUF says Llama 3's scaling."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One `general.architecture`.
+
+    Attributes:
+        family: of families.FAMILIES.
+        interleaved: whether rows of q and k lie as (pair, half) and not as (half, pair).
+        qk_norm: whether q and k are normalised.
+    """
+
+    family: str
+    interleaved: bool
+    qk_norm: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture(family="llama", interleaved=True),
+    "mistral": Architecture(family="mistral", interleaved=True),
+    "qwen2": Architecture(family="qwen2", interleaved=False),
+    "qwen3": Architecture(family="qwen3", interleaved=False, qk_norm=True),
+}
+
+READ_KEYS = frozenset(
+    "block_count context_length embedding_length feed_forward_length vocab_size attention.head_count "
+    "attention.head_count_kv attention.key_length attention.value_length attention.layer_norm_rms_epsilon "
+    "attention.sliding_window rope.dimension_count rope.freq_base rope.scaling.type rope.scaling.factor "
+    "rope.scaling.original_context_length rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow "
+    "rope.scale_linear".split()
+)
+HARMLESS_KEYS = {
+    "attention.causal": (True,),
+    "attention.layer_norm_epsilon": None,  # of another kind of norm
+    "rope.scaling.finetuned": None,
+    "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,),
+    "tensor_data_layout": ("Meta AI original pth",),  # the layout of q and k that every llama GGUF has
+    "use_parallel_residual": (True,),  # a word of other architectures that old converters wrote
+}
+"""Keys that change nothing at these values (None: at any)."""
+
+MAX_POSITIONS = 2**31 - 1
+"""Positions are int32."""
+FACTOR_TOLERANCE = 1e-5
+"""Relative error to which rope_freqs.weight must be Llama 3's; the converters' own, in float32, is near 1e-6."""
+
+
+def gguf_config(file: GgufFile) -> ModelConfig:
+    """The decoder that a GGUF's metadata describes.
+
+    `dtype` is bfloat16 where every matrix is BF16, else float32. `eos_ids` are the end-of-sequence token and, where the
+    file names one, the end-of-turn token.
+
+    Raises:
+        ValueError: an architecture, key or value that is missing or not supported, by name.
+    """
+    meta = _Metadata(file)
+    architecture = ARCHITECTURES[meta.architecture]
+    meta.refuse_unknown()
+    tensors = file.tensors
+    heads, hidden = meta.positive("attention.head_count"), meta.positive("embedding_length")
+    head_dim = meta.positive("attention.key_length", hidden // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (size := meta.positive(key, head_dim)) != head_dim:
+            raise meta.error(key, size, f"the whole head of {head_dim} must have this size")
+    if "token_embd.weight" not in tensors:
+        raise ValueError(f"{file.path} holds no weights: token_embd.weight is missing: download a whole model")
+    vocab_size = tensors["token_embd.weight"].shape[0]
+    if (claimed := meta.positive("vocab_size", vocab_size)) != vocab_size:
+        raise meta.error("vocab_size", claimed, f"token_embd.weight has {vocab_size} rows")
+    if (num_layers := meta.positive("block_count")) > len(tensors):
+        raise meta.error("block_count", num_layers, f"the file holds {len(tensors)} tensors")
+    window = meta.positive("attention.sliding_window", None)
+    # a llama with a window is a Mistral: Hugging Face's llama has none
+    family = "mistral" if architecture.family == "llama" and window else architecture.family
+    biases = {field: f"blk.0.{LAYER_TENSORS[field]}" in tensors for field in ("q_bias", "o_bias", "gate_bias")}
+    bos, eos = meta.token_id("bos"), [meta.token_id(role) for role in ("eos", "eot")]
+    return ModelConfig(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=meta.positive("feed_forward_length"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=meta.positive("attention.head_count_kv", heads),
+        head_dim=head_dim,
+        max_positions=(max_positions := meta.positive("context_length", limit=MAX_POSITIONS)),
+        rope=_rope(meta, head_dim, max_positions),
+        norm_eps=meta.real("attention.layer_norm_rms_epsilon"),
+        window=window,
+        tie_embeddings="output.weight" not in tensors,
+        attention_bias=biases["q_bias"],
+        output_bias=biases["o_bias"],
+        mlp_bias=biases["gate_bias"],
+        qk_norm=architecture.qk_norm,
+        bos_id=bos,
+        eos_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
+        dtype=_dtype(tensors),
+    )
+
+
+def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
+    """The file's tensors under Hugging Face's names; names that the architecture has no place for stay as they are."""
+    interleaved = ARCHITECTURES[_Metadata(file).architecture].interleaved
+    heads = {"q": config.num_heads, "k": config.num_kv_heads}
+    heads |= {"q_bias": config.num_heads, "k_bias": config.num_kv_heads}
+    places: dict[str, tuple[str, int | None]] = {name: (place, None) for name, place in OUTER_TENSORS.items()}
+    for index in range(config.num_layers):
+        for field, name in LAYER_TENSORS.items():
+            order = heads.get(field) if interleaved else None
+            places[f"blk.{index}.{name}"] = layer_name(index, field), order
+    found = {}
+    for name, tensor in file.tensors.items():
+        if name == ROPE_FACTORS:
+            continue  # gguf_config read it
+        place, order = places.get(name, (name, None))
+        found[place] = tensor._replace(heads=order)
+    return found
+
+
+class _Metadata:
+    """The architecture's keys, each checked as it is read; `key` is without the architecture's name."""
+
+    def __init__(self, file: GgufFile):
+        self.file = file
+        self.architecture = file.metadata.get("general.architecture")
+        if not isinstance(self.architecture, str) or self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"{file.path} has general.architecture={self.architecture!r:.80}, which is not supported: it must be "
+                f"one of {', '.join(ARCHITECTURES)}"
+            )
+        prefix = self.architecture + "."
+        self.values = {key.removeprefix(prefix): v for key, v in file.metadata.items() if key.startswith(prefix)}
+
+    def error(self, key: str, value: Any, problem: str) -> ValueError:
+        return ValueError(f"{self.file.path} has {self.architecture}.{key}={value!r:.80}: {problem}")
+
+    def positive(self, key: str, *default: int | None, limit: int = 2**63) -> int | None:
+        """A positive integer, also where it is written as a list of one value for every layer."""
+        value = self.values.get(key)
+        if value is None and default:
+            return default[0]
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        if isinstance(value, np.ndarray):
+            raise self.error(key, value, "layers that differ in it are not supported")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
+            raise self.error(key, value, "it must be a positive integer" + (f" of at most {limit}" * (limit < 2**63)))
+        return value
+
+    def real(self, key: str, *default: float | None) -> float | None:
+        """A positive number. The shortest decimal that is this float32: 1e-05, not 9.999999747378752e-06."""
+        value = self.values.get(key)
+        if value is None and default:
+            return default[0]
+        if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.error(key, value, "it must be a positive number")
+        with np.errstate(over="ignore"):
+            rounded = float(str(np.float32(value)))
+        if not 0 < rounded < math.inf:
+            raise self.error(key, value, "it must be a positive number")
+        return rounded
+
+    def token_id(self, role: str) -> int | None:
+        """The id of a special token, None if the file names none."""
+        key = f"tokenizer.ggml.{role}_token_id"
+        value = self.file.metadata.get(key)
+        rows = self.file.tensors["token_embd.weight"].shape[0]
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < rows:
+            raise ValueError(f"{self.file.path} has {key}={value!r:.80}, which is not one of its {rows} tokens")
+        return value
+
+    def refuse_unknown(self) -> None:
+        for key, value in self.values.items():
+            plain = not isinstance(value, np.ndarray | list)
+            if key in HARMLESS_KEYS:
+                known = HARMLESS_KEYS[key] is None or (plain and value in HARMLESS_KEYS[key])
+            else:
+                known = key in READ_KEYS or (plain and value in (0, False, ""))  # switched off
+            if not known:
+                raise self.error(key, value, f"this is not supported for {self.architecture}")
+
+
+def _dtype(tensors: Mapping[str, GgufTensor]) -> str:
+    matrices = {tensor.layout.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    return "bfloat16" if matrices == {"BF16"} else "float32"  # float32 holds what every other type does
+
+
+def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
+    theta = meta.real("rope.freq_base", 10000.0)
+    factor = meta.real("rope.scaling.factor", meta.real("rope.scale_linear", None))
+    # llama.cpp's own default: a factor without a type is linear
+    kind = meta.values.get("rope.scaling.type", "none" if factor is None else "linear")
+    if kind not in ("none", "linear", "yarn"):
+        raise meta.error("rope.scaling.type", kind, "it is not supported: it must be one of none, linear, yarn")
+    factors = meta.file.tensors.get(ROPE_FACTORS)
+    if kind != "none" and factor is None:
+        raise meta.error("rope.scaling.factor", factor, f"rope.scaling.type={kind!r} needs it")
+    if kind == "none" or factor == 1.0:
+        return Rope(theta=theta) if factors is None else _llama3(meta, factors, theta, head_dim, max_positions)
+    if factors is not None:
+        raise meta.error("rope.scaling.type", kind, f"scaling by {ROPE_FACTORS} as well is not supported")
+    if kind == "linear":
+        return Rope(kind="linear", theta=theta, factor=factor)
+    return Rope(
+        kind="yarn",
+        theta=theta,
+        factor=factor,
+        original_max_positions=meta.positive("rope.scaling.original_context_length", max_positions),
+        beta_fast=meta.real("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=meta.real("rope.scaling.yarn_beta_slow", 1.0),
+    )
+
+
+def _llama3(meta: _Metadata, stored: GgufTensor, theta: float, head_dim: int, max_positions: int) -> Rope:
+    """The Rope whose frequencies are theta ** (-2 i / H) / factors[i].
+
+    With f_i the frequency, L the original context and b_i = (L f_i / (2 pi) - low) / (high - low), clipped to [0, 1],
+    factors[i] = 1 / (b_i + (1 - b_i) / factor). Scaling L, low and high together changes nothing, so low is 1. Two
+    pairs in the band between give a line for b_i in f_i, hence L and high; one, or none, is tried with Llama's own
+    high of 4.
+
+    Raises:
+        ValueError: no such Rope has these factors.
+    """
+    if stored.shape != (head_dim // 2,):
+        raise ValueError(f"{ROPE_FACTORS} in {stored.path} has shape {stored.shape}, not ({head_dim // 2},)")
+    factors = read_gguf_tensor(ROPE_FACTORS, stored, np.empty(stored.shape, np.float32)).astype(np.float64)
+    if np.all(factors == 1):
+        return Rope(theta=theta)
+    factor = float(str(np.float32(factors.max())))
+    freq = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if factor > 1 and factors.min() >= 1:
+        for original, high in _llama3_candidates(freq, factors, factor, max_positions):
+            blend = np.clip((original * freq / (2 * math.pi) - 1) / (high - 1), 0, 1)
+            if np.allclose(1 / (blend + (1 - blend) / factor), factors, rtol=FACTOR_TOLERANCE, atol=0):
+                return Rope(
+                    kind="llama3",
+                    theta=theta,
+                    factor=factor,
+                    low_freq_factor=1.0,
+                    high_freq_factor=high,
+                    original_max_positions=original,
+                )
+    raise ValueError(
+        f"{ROPE_FACTORS} in {stored.path} scales the rotary frequencies in a way that is not Llama 3's "
+        f"({factors.min():g} to {factors.max():g}), which is not supported"
+    )
+
+
+def _llama3_candidates(freq: np.ndarray, factors: np.ndarray, factor: float, max_positions: int):
+    """(original context, high) to try, the surest first."""
+    blend = (1 / factors - 1 / factor) / (1 - 1 / factor)
+    band = (blend > 1e-4) & (blend < 1 - 1e-4)
+    if band.sum() >= 2:
+        first, last = np.flatnonzero(band)[[0, -1]]
+        run = freq[first] - freq[last]
+        slope = (blend[first] - blend[last]) / run if run else 0.0
+        at_zero = blend[last] - slope * freq[last]
+        if slope > 0 > at_zero:
+            high = 1 - 1 / at_zero
+            yield max(round(2 * math.pi * slope * (high - 1)), 1), round(high, 3)
+    if band.any():
+        yield from ((max(round(2 * math.pi * (3 * b + 1) / f), 1), 4.0) for f, b in zip(freq[band], blend[band]))
+    # no pair in the band: any original context that puts the step in its place
+    yield from ((max(max_positions >> shift, 1), 4.0) for shift in range(20))
+    yield from ((1 << power, 4.0) for power in range(5, 21))

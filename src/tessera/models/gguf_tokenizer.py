@@ -1,0 +1,239 @@
+"""A GGUF file's tokenizer: byte-level BPE ("gpt2") or SentencePiece ("llama"), as a `tokenizers` tokenizer.
+
+The text is cut as the original tokenizers of these names cut it (llama.cpp's expressions are translations of theirs);
+"default", which has no original, as llama.cpp does.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from tessera.models.gguf_file import GgufFile
+from tessera.models.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
+"""Token types; 1 is an ordinary piece."""
+KNOWN_TYPES = range(7)
+
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERNS: Mapping[str, tuple[str, ...]] = {
+    "gpt-2": (GPT2,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "smollm": (r"\p{N}", GPT2),
+    "qwen2": (WORDS + r"\p{N}" + REST,),
+    "llama-bpe": (WORDS + r"\p{N}{1,3}" + REST,),
+}
+"""Expressions by `tokenizer.ggml.pre`: each cuts the pieces that the one before left, matches and gaps alike."""
+ALIASES = {"gpt2": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
+
+MAX_SPLIT_WORK = 1 << 32
+"""Characters copied while SentencePiece's merges are found: the sum of squared lengths. Llama's 32,000 pieces need
+2 million; a vocabulary of long texts would take hours."""
+
+ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+"""Special tokens: GGUF's name and transformers'."""
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What SentencePiece writes for a space."""
+
+
+def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
+    """The tokenizer and chat template of a GGUF, None if it has none (token lists still work).
+
+    Raises:
+        ValueError: a tokenizer, pre-tokenizer or value that is not supported, by name; lists that do not fit together.
+    """
+    meta = file.metadata
+    kind = meta.get("tokenizer.ggml.model")
+    if kind is None or kind in ("none", "no_vocab"):
+        return None
+    if kind not in ("gpt2", "llama"):
+        raise ValueError(
+            f"{file.path} has tokenizer.ggml.model={kind!r:.80}, which is not supported: it must be gpt2 (byte-level "
+            f"BPE) or llama (SentencePiece)"
+        )
+    try:
+        vocab = _Vocabulary(meta)
+        backend = _byte_level(vocab) if kind == "gpt2" else _sentencepiece(vocab)
+        specials = _finish(backend, vocab, add_bos=kind == "llama" or vocab.pre == "llama-bpe")
+        template = vocab.typed("tokenizer.chat_template", str, None)
+    except ValueError as error:
+        raise ValueError(f"{file.path} has a tokenizer that cannot be used: {error}") from error
+    settings = {"clean_up_tokenization_spaces": False}
+    return Tokenizer(backend=backend, specials=specials, chat_template=template, settings=settings)
+
+
+class _Vocabulary:
+    """The lists of `tokenizer.ggml`, checked against each other."""
+
+    def __init__(self, meta: Mapping[str, Any]):
+        self.meta = meta
+        self.tokens: list[str] = self.typed("tokenizer.ggml.tokens", list)
+        count = len(self.tokens)
+        if not count:
+            raise ValueError("tokenizer.ggml.tokens is empty")
+        self.ids = {token: i for i, token in enumerate(self.tokens)}
+        if len(self.ids) != count:
+            again = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
+            raise ValueError(f"tokenizer.ggml.tokens holds {again!r:.80} twice")
+        self.types = self.numbers("tokenizer.ggml.token_type", count, np.integer)
+        self.has_types = self.types is not None
+        if self.types is None:
+            self.types = np.ones(count, np.int32)
+        if not np.isin(self.types, KNOWN_TYPES).all():
+            wrong = self.types[~np.isin(self.types, KNOWN_TYPES)][0]
+            raise ValueError(f"tokenizer.ggml.token_type holds the unknown type {wrong}")
+        self.special_ids = {role: self.token_id(role) for role in ROLES}
+        pre = self.typed("tokenizer.ggml.pre", str, "default")
+        self.pre = ALIASES.get(pre, pre)
+
+    def typed(self, key: str, kind: type, *default: Any) -> Any:
+        """A value of this type."""
+        value = self.meta.get(key)
+        if value is None and default:
+            return default[0]
+        if not isinstance(value, kind):
+            raise ValueError(f"{key}={value!r:.80} must be of type {kind.__name__}")
+        return value
+
+    def numbers(self, key: str, count: int, kind: type) -> np.ndarray | None:
+        """One number for each token, None if the file has no such list."""
+        values = self.typed(key, np.ndarray, None)
+        if values is not None and (len(values) != count or not np.issubdtype(values.dtype, kind)):
+            raise ValueError(f"{key} has {len(values)} values of {values.dtype} for {count} tokens")
+        return values
+
+    def token_id(self, role: str) -> int | None:
+        key = f"tokenizer.ggml.{role}_token_id"
+        value = self.typed(key, int, None)
+        if value is not None and not 0 <= value < len(self.tokens):
+            raise ValueError(f"{key}={value} is not one of its {len(self.tokens)} tokens")
+        return value
+
+    def used(self) -> dict[str, int]:
+        """Id by piece, without the unused ones (they fill the vocabulary up to the number of embeddings)."""
+        return {token: i for i, token in enumerate(self.tokens) if self.types[i] != UNUSED}
+
+
+def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
+    """GPT-2's kind: bytes as printable characters, merged within the pieces that the pre-tokenizer cuts."""
+    if vocab.pre not in PATTERNS:
+        raise ValueError(
+            f"tokenizer.ggml.pre={vocab.pre!r:.80} is not supported: it must be one of {', '.join(PATTERNS)}"
+        )
+    if "tokenizer.ggml.pre" not in vocab.meta:
+        logger.warning("the file does not say how its tokenizer cuts text (tokenizer.ggml.pre): cut as llama.cpp does")
+    merges = []
+    for merge in vocab.typed("tokenizer.ggml.merges", list):
+        left, gap, right = merge.partition(" ")
+        if not (left and gap and right):
+            raise ValueError(f"tokenizer.ggml.merges holds {merge!r:.80}, which is not two pieces")
+        merges.append((left, right))
+    backend = _build(vocab.used(), merges, ignore_merges=vocab.pre == "llama-bpe")
+    if vocab.pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PATTERNS[vocab.pre]]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
+    """SentencePiece's BPE: of all neighbours, those whose union has the best score merge first.
+
+    Pieces of unknown characters are their bytes, where the vocabulary has all of them.
+    """
+    if vocab.meta.get("tokenizer.ggml.precompiled_charsmap") is not None:
+        raise ValueError("tokenizer.ggml.precompiled_charsmap (a normalisation of its own) is not supported")
+    scores = vocab.numbers("tokenizer.ggml.scores", len(vocab.tokens), np.floating)
+    if scores is None or not np.isfinite(scores).all():
+        raise ValueError("tokenizer.ggml.scores must hold a finite score for each token")
+    has_bytes = all(f"<0x{byte:02X}>" in vocab.ids for byte in range(256))
+    unknown = vocab.special_ids["unknown"]
+    backend = _build(
+        vocab.used(),
+        _merges(vocab, scores),
+        unk_token=None if unknown is None else vocab.tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=has_bytes,
+    )
+    spaces, end = [normalizers.Replace(" ", SPACE)], []
+    if vocab.typed("tokenizer.ggml.add_space_prefix", bool, True):
+        spaces, end = [normalizers.Prepend(SPACE), *spaces], [decoders.Strip(" ", 1, 0)]
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *end],
+    )
+    return backend
+
+
+def _merges(vocab: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
+    """Pairs of pieces in the order in which they merge: by the score of what they make, as transformers orders them."""
+    pieces = {
+        token: i for i, token in enumerate(vocab.tokens) if vocab.types[i] not in (UNKNOWN, CONTROL, UNUSED, BYTE)
+    }
+    if sum(len(piece) ** 2 for piece in pieces) > MAX_SPLIT_WORK:
+        raise ValueError("its pieces are too long to be words")
+    found = []
+    for piece, index in pieces.items():
+        halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+        local = [(left, right) for left, right in halves if left in pieces and right in pieces]
+        local.sort(key=lambda pair: (pieces[pair[0]], pieces[pair[1]]))
+        found += [(scores[index], *pair) for pair in local]
+    found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
+    return [(left, right) for _, left, right in found]
+
+
+def _build(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
+    for left, right in merges:  # the library would say which, but not in a sentence
+        if not (left in ids and right in ids and left + right in ids):
+            raise ValueError(f"the merge of {left!r:.80} and {right!r:.80} names pieces that are not in the vocabulary")
+    options = {key: value for key, value in options.items() if value is not None}
+    try:
+        return tokenizers.Tokenizer(models.BPE(vocab=dict(ids), merges=list(merges), **options))
+    except Exception as error:  # the library has no narrower class
+        raise ValueError(f"the library refused its vocabulary ({error})") from error
+
+
+def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool) -> dict[str, str]:
+    """Add the tokens that are whole words of markup, and bos and eos around a text; the special tokens by role."""
+    named = set(vocab.special_ids.values())
+    added = []
+    for index, (token, kind) in enumerate(zip(vocab.tokens, vocab.types)):
+        # a named token may be an ordinary piece, such as a padding id of 0: then it stays one
+        special = kind == CONTROL or (index in named and (kind == UNKNOWN or not vocab.has_types))
+        if token and (special or kind == USER_DEFINED):
+            added.append(AddedToken(token, normalized=False, special=special))
+    backend.add_tokens(added)
+    specials = {ROLES[role]: vocab.tokens[i] for role, i in vocab.special_ids.items() if i is not None}
+    around = []
+    for role, default in (("bos", add_bos), ("eos", False)):
+        wanted = vocab.typed(f"tokenizer.ggml.add_{role}_token", bool, default)
+        if wanted and (token := specials.get(ROLES[role])) is not None:
+            around.append((role, token))
+    if around:
+        before, after = ([token for role, token in around if role == which] for which in ("bos", "eos"))
+        backend.post_processor = _surround(before, after, vocab.ids)
+    return specials
+
+
+def _surround(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int]) -> processors.TemplateProcessing:
+    """Puts tokens before and after each text."""
+    second = [*(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
+    try:
+        return processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", *after, *second],
+            special_tokens=[(token, ids[token]) for token in dict.fromkeys([*before, *after])],
+        )
+    except Exception as error:  # the library has no narrower class
+        raise ValueError(f"the library refused its special tokens {[*before, *after]!r:.80} ({error})") from error

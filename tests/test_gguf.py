@@ -1,0 +1,516 @@
+"""GGUF files in: every type and architecture against the float checkpoint, refusals by name, hostile files."""
+
+import json
+import random
+import resource
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from gguf_files import Q, bpe_metadata, from_folder, interleave, llama3_factors, tiny_model, write_gguf
+from safetensors.numpy import load_file
+from test_models import CASES, GOLDEN, load_case, relative_error, whole_logits
+from tiny import CONFIG, PLAN, random_params, save_tiny
+
+import tessera
+from tessera.cli import main
+from tessera.generate import plan_path
+from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
+from tessera.models.config import Rope
+from tessera.models.gguf_file import TYPES, order_of_rows, read_gguf, read_gguf_tensor
+
+BPE = json.loads((GOLDEN / "tokenizers.json").read_text(encoding="utf-8"))["bpe"]
+SAYABLE = [name for name in CASES if name != "rope_yarn_mscale"]  # a GGUF has no word for its magnitude scales
+
+
+def same(a, b) -> bool:
+    return jax.tree.all(jax.tree.map(np.array_equal, a, b))
+
+
+def refusal(path: Path) -> str:
+    """The sentence that refuses a file; also what the command line prints."""
+    with pytest.raises(ValueError) as caught:
+        tessera.load(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Architectures
+
+
+@pytest.mark.parametrize("name", SAYABLE)
+def test_logits_match_transformers(tmp_path, name):
+    """Float weights: names, row order, biases, norms, rope scaling and windows, against transformers' own logits."""
+    path = from_folder(GOLDEN / name, tmp_path / "x.gguf")
+    config, params, tokens, theirs = load_case(name, stacked=True)
+    ours = read_config(path)
+    assert ours == replace(config, dtype="float32", family=ours.family)
+    loaded = load_params(path, ours, stacked=True)
+    assert same(loaded, params)
+    assert relative_error(whole_logits(loaded, tokens[None], config=ours)[0], theirs) <= 1e-4
+
+
+def test_families():
+    assert {read_config(GOLDEN / name).family for name in SAYABLE} == {"llama", "mistral", "qwen2", "qwen3"}
+    assert {read_config(GOLDEN / name).rope.kind for name in SAYABLE} == {"default", "linear", "llama3", "yarn"}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral"])
+def test_a_llama_with_a_window_is_a_mistral(tmp_path, architecture):
+    config = read_config(from_folder(GOLDEN / "mistral_window", tmp_path / "x.gguf", architecture=architecture))
+    assert (config.family, config.window) == ("mistral", 12)
+
+
+def test_order_of_rows_undoes_the_converters():
+    rows = np.arange(48).reshape(24, 2)
+    out = np.empty_like(rows)
+    out[order_of_rows(24, 3)] = interleave(rows, 3)
+    assert np.array_equal(out, rows)
+    assert not np.array_equal(interleave(rows, 3), rows)
+
+
+@pytest.mark.parametrize("factor", [2.0, 8.0, 32.0])
+@pytest.mark.parametrize(("theta", "head_dim"), [(5e5, 128), (5e5, 64), (1e4, 96)])
+@pytest.mark.parametrize(("context", "low", "high"), [(8192, 1.0, 4.0), (4096, 1.0, 8.0), (8192, 2.0, 8.0)])
+def test_llama3_factors_are_inverted(tmp_path, factor, theta, head_dim, context, low, high):
+    rope = {"factor": factor, "low_freq_factor": low, "high_freq_factor": high, "rope_theta": theta}
+    factors = llama3_factors(rope | {"original_max_position_embeddings": context}, head_dim)
+    config = read_config(rope_file(tmp_path, factors, theta, head_dim))
+    expected = Rope(
+        kind="llama3",
+        theta=theta,
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=high / low,
+        original_max_positions=int(context / low),
+    )
+    assert config.rope == expected
+
+
+def rope_file(tmp_path: Path, factors: np.ndarray, theta: float, head_dim: int) -> Path:
+    metadata, tensors = tiny_model(64, hidden=2 * head_dim)
+    metadata["llama.rope.freq_base"] = theta
+    return write_gguf(tmp_path / "x.gguf", metadata, tensors | {"rope_freqs.weight": (factors, Q.F32)})
+
+
+def test_factors_that_are_not_llama3s_are_refused(tmp_path):
+    factors = np.linspace(1, 8, 32, dtype=np.float32)
+    assert "rope_freqs.weight" in refusal(rope_file(tmp_path, factors, 5e5, 64))
+    assert "rope_freqs.weight" in refusal(rope_file(tmp_path, factors[:8], 5e5, 64))
+    assert "not finite" in refusal(rope_file(tmp_path, factors * np.float32(np.nan), 5e5, 64))
+    assert read_config(rope_file(tmp_path, np.ones(32, np.float32), 5e5, 64)).rope == Rope(theta=5e5)
+
+
+# Types
+
+
+def encode(name: str, array: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+    """A matrix in this type; the gguf package cannot write K-quants, so those are random blocks with small scales."""
+    kind = Q[name]
+    if not name.endswith("_K"):
+        return gguf.quantize(array, kind), kind
+    values, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(array.size)
+    blocks = rng.integers(0, 256, (array.size // values, num_bytes), dtype=np.uint8)
+    scales = rng.uniform(0.001, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8).reshape(len(blocks), 4)
+    where = {"Q2_K": slice(-4, None), "Q3_K": slice(-2, None), "Q6_K": slice(-2, None)}.get(name, slice(0, 4))
+    blocks[:, where] = scales[:, : blocks[:, where].shape[1]]
+    return blocks.reshape(array.shape[0], -1), kind
+
+
+@pytest.mark.parametrize("name", [layout.name for layout in TYPES.values()])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_type_equals_the_float_checkpoint(tmp_path, name, dtype):
+    """The oracle dequantises whole tensors, puts q's and k's rows in order by itself, and saves safetensors."""
+    metadata, tensors = tiny_model(300, hidden=256)
+    stored, floats = {}, {}
+    for key, (array, _) in tensors.items():
+        data, kind = encode(name, array) if array.ndim == 2 else (array, Q.F32)
+        stored[key] = data, kind
+        floats[key] = gguf.dequantize(data, kind).reshape(array.shape), Q.F32
+    quantised = write_gguf(tmp_path / "q.gguf", metadata, stored)
+    plain = write_gguf(tmp_path / "f.gguf", metadata, floats)
+    config, float_config = read_config(quantised), read_config(plain)
+    assert config == replace(float_config, dtype="bfloat16" if name == "BF16" else "float32")
+    ours = load_params(quantised, config, dtype=dtype)
+    assert same(ours, load_params(plain, float_config, dtype=dtype))
+    save_folder(tmp_path / "folder", load_params(plain, float_config), float_config)
+    assert same(ours, load_params(tmp_path / "folder", float_config, dtype=dtype))
+    rows = load_file(tmp_path / "folder" / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert np.array_equal(interleave(rows, 2), floats["blk.0.attn_q.weight"][0])
+
+
+def test_the_table_of_types_is_the_packages():
+    for number, layout in TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == layout.name
+        assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(number)] == (layout.values, layout.num_bytes)
+
+
+MEMORY = """
+import sys, threading, time
+import psutil, jax
+import gguf  # its code is not the model
+import jax.numpy as jnp
+from tessera.models.checkpoint import load_params, read_config
+config = read_config(sys.argv[1])
+jax.block_until_ready(jnp.zeros(8) + 1)
+process = psutil.Process()
+before, peak, stop = process.memory_info().rss, [0], threading.Event()
+def watch():
+    while not stop.is_set():
+        peak[0] = max(peak[0], process.memory_info().rss)
+        time.sleep(0.001)
+thread = threading.Thread(target=watch); thread.start()
+params = load_params(sys.argv[1], config)
+jax.block_until_ready(params)
+stop.set(); thread.join()
+print(peak[0] - before, sum(leaf.nbytes for leaf in jax.tree.leaves(params)))
+"""
+
+
+def test_peak_memory_is_the_model_and_less_than_one_tensor(tmp_path):
+    metadata, tensors = tiny_model(40_000, hidden=512)
+    tensors = {name: encode("Q8_0", a) if a.ndim == 2 else (a, Q.F32) for name, (a, _) in tensors.items()}
+    path = write_gguf(tmp_path / "x.gguf", metadata, tensors)
+    done = subprocess.run([sys.executable, "-c", MEMORY, path], capture_output=True, text=True, check=True)
+    peak, model = (int(word) for word in done.stdout.split())
+    slack = 24 << 20  # the block being dequantised, and the allocator's
+    assert model > 80 << 20  # more than three times the slack
+    assert 0.9 * model < peak < model + slack
+
+
+# Refusals by name
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"general.architecture": "gemma3"}, "gemma3"),
+        ({"llama.expert_count": 8}, "llama.expert_count=8"),
+        ({"llama.attention.key_length": 20}, "attention.value_length"),
+        ({"llama.rope.dimension_count": 8}, "rope.dimension_count=8"),
+        ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"llama.rope.scaling.type": "linear"}, "rope.scaling.factor"),
+        ({"llama.rope.scaling.type": 3}, "rope.scaling.type=3"),
+        ({"llama.rope.scaling.attn_factor": 0.5}, "attn_factor=0.5"),
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
+        ({"llama.attention.scale": 0.5}, "attention.scale=0.5"),
+        ({"llama.logit_scale": 2.0}, "logit_scale=2.0"),
+        ({"llama.attention.causal": False}, "attention.causal=False"),
+        ({"llama.attention.causal": [True, True]}, "attention.causal"),
+        ({"llama.attention.head_count_kv": [1, 2]}, "head_count_kv"),
+        ({"llama.attention.head_count_kv": 0}, "head_count_kv=0"),
+        ({"llama.attention.head_count": "2"}, "head_count='2'"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon=nan"),
+        ({"llama.attention.layer_norm_rms_epsilon": True}, "epsilon=True"),
+        ({"llama.block_count": 2**32 - 1}, "block_count=4294967295"),
+        ({"llama.block_count": None}, "block_count=None"),
+        ({"llama.block_count": 2}, "model.layers.1"),
+        ({"llama.context_length": 2**32 - 1}, "context_length"),
+        ({"llama.embedding_length": 2**31}, "metadata calls for"),
+        ({"llama.vocab_size": 65}, "vocab_size=65"),
+        ({"tokenizer.ggml.eos_token_id": 64}, "eos_token_id=64"),
+        ({"split.count": 3}, "split.count"),
+        ({"general.alignment": 33}, "general.alignment=33"),
+    ],
+)
+def test_metadata_refusals(tmp_path, changes, named):
+    metadata, tensors = tiny_model(64)
+    if "general.alignment" in changes:  # the writer would align to it
+        path = write_gguf(tmp_path / "x.gguf", metadata | {"general.alignment": 32}, tensors)
+        data = path.read_bytes()
+        path.write_bytes(data.replace(b"general.alignment\x04\0\0\0 ", b"general.alignment\x04\0\0\0!"))
+    else:
+        metadata = {key: value for key, value in (metadata | changes).items() if value is not None}
+        path = write_gguf(tmp_path / "x.gguf", metadata, tensors)
+    said = refusal(path)
+    assert named in said
+    assert "x.gguf" in said
+
+
+def test_uniform_lists_and_switched_off_keys_are_accepted(tmp_path):
+    metadata, tensors = tiny_model(64)
+    metadata |= {"llama.attention.head_count_kv": [1], "llama.expert_count": 0, "llama.rope.scaling.type": "none"}
+    metadata |= {"llama.attention.causal": True, "llama.rope.scaling.finetuned": False}
+    assert read_config(write_gguf(tmp_path / "x.gguf", metadata, tensors)).num_kv_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.pop("blk.0.attn_q.weight"), "self_attn.q_proj.weight"),
+        (lambda t: t.pop("token_embd.weight"), "token_embd.weight"),
+        (lambda t: t.update({"../../etc/passwd": t["output_norm.weight"]}), "../../etc/passwd"),
+        (lambda t: t.update({"blk.1.attn_q.weight": t["blk.0.attn_q.weight"]}), "blk.1.attn_q.weight"),
+        (lambda t: t.update({"output_norm.weight": (np.ones(31, np.float32), Q.F32)}), "shape (31,)"),
+        (lambda t: t.update({"output_norm.weight": (np.full(32, np.inf, np.float32), Q.F32)}), "not finite"),
+        (lambda t: t.update({"output_norm.weight": (np.ones(32), Q.F64)}), "F64"),
+        (lambda t: t.update({"blk.0.attn_norm.weight": (np.ones((2, 32), np.float32), Q.F32)}), "shape (2, 32)"),
+    ],
+)
+def test_tensor_refusals(tmp_path, change, named):
+    metadata, tensors = tiny_model(64)
+    change(tensors)
+    assert named in refusal(write_gguf(tmp_path / "x.gguf", metadata, tensors))
+
+
+def test_quantised_types_that_are_not_supported_are_named(tmp_path):
+    metadata, tensors = tiny_model(64, hidden=256)
+    blocks = np.zeros((256, gguf.GGML_QUANT_SIZES[Q.IQ4_XS][1]), np.uint8)
+    tensors["blk.0.attn_q.weight"] = blocks, Q.IQ4_XS
+    assert "IQ4_XS" in refusal(write_gguf(tmp_path / "x.gguf", metadata, tensors))
+
+
+# Hostile files
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def entry(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+def tensor(name: str, shape: tuple[int, ...], offset: int, kind: int = 0, dims: int | None = None) -> bytes:
+    dims = len(shape) if dims is None else dims
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", dims, *shape, kind, offset)
+
+
+def raw_file(path: Path, entries=(), tensors=(), data: bytes = bytes(4096), counts=None, version=3) -> Path:
+    counts = counts or (len(tensors), len(entries))
+    head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(entries) + b"".join(tensors)
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
+    return path
+
+
+HUGE = 2**63
+HOSTILE = {
+    "not a GGUF": ({}, "not a GGUF"),
+    "an old version": ({"version": 1}, "version 1"),
+    "big-endian": ({"version": 3 << 24}, "big-endian"),
+    "absurd tensor count": ({"counts": (HUGE, 0)}, "tensors"),
+    "absurd metadata count": ({"counts": (0, HUGE)}, "metadata entries"),
+    "more entries than the file holds": ({"counts": (0, 60000)}, "GGUF"),
+    "absurd key": ({"entries": [struct.pack("<Q", HUGE) + b"x"]}, "more than 65536"),
+    "absurd text": ({"entries": [entry("a", 8, struct.pack("<Q", HUGE))]}, "ends inside"),
+    "absurd list of numbers": ({"entries": [entry("a", 9, struct.pack("<IQ", 10, HUGE))]}, "ends inside"),
+    "absurd list of texts": ({"entries": [entry("a", 9, struct.pack("<IQ", 8, HUGE))]}, "texts"),
+    "texts longer than the file": ({"entries": [entry("a", 9, struct.pack("<IQQ", 8, 1, HUGE))]}, "ends inside"),
+    "a list of lists": ({"entries": [entry("a", 9, struct.pack("<IQ", 9, 1) * 1000)]}, "list of lists"),
+    "unknown metadata type": ({"entries": [entry("a", 99, b"")]}, "unknown type 99"),
+    "a truth value of 2": ({"entries": [entry("a", 7, b"\x02")]}, "truth value"),
+    "a key twice": ({"entries": [entry("a", 0, b"1")] * 2}, "twice"),
+    "a key that is not UTF-8": ({"entries": [struct.pack("<Q", 1) + b"\xff"]}, "UTF-8"),
+    "texts that are not UTF-8": ({"entries": [entry("a", 9, struct.pack("<IQQ", 8, 1, 1) + b"\xff")]}, "UTF-8"),
+    "no dimensions": ({"tensors": [tensor("t", (), 0)]}, "0 dimensions"),
+    "too many dimensions": ({"tensors": [tensor("t", (1,), 0, dims=2**31)]}, "2147483648 dimensions"),
+    "absurd shape": ({"tensors": [tensor("t", (HUGE, HUGE, HUGE, HUGE), 0)]}, "cut short"),
+    "a shape that overflows to 0": ({"tensors": [tensor("t", (2**32, 2**32), 0)]}, "cut short"),
+    "an empty tensor": ({"tensors": [tensor("t", (0, 4), 0)]}, "shape (4, 0)"),
+    "part of a block": ({"tensors": [tensor("t", (33,), 0, kind=2)]}, "Q4_0 cannot store"),
+    "unknown tensor type": ({"tensors": [tensor("t", (4,), 0, kind=999)]}, "999 (unknown)"),
+    "an offset past the end": ({"tensors": [tensor("t", (4,), HUGE)]}, "cut short"),
+    "an offset inside another": ({"tensors": [tensor("t", (64,), 0), tensor("u", (4,), 32)]}, "overlaps"),
+    "two tensors in one place": ({"tensors": [tensor("t", (4,), 0), tensor("u", (4,), 0)]}, "overlaps"),
+    "an odd offset": ({"tensors": [tensor("t", (4,), 4)]}, "multiple of 32"),
+    "a tensor twice": ({"tensors": [tensor("t", (4,), 0), tensor("t", (4,), 32)]}, "twice"),
+    "absurd alignment": ({"entries": [entry("general.alignment", 10, struct.pack("<Q", HUGE))]}, "alignment"),
+    "alignment of 0": ({"entries": [entry("general.alignment", 4, struct.pack("<I", 0))]}, "alignment"),
+    "no architecture": ({"tensors": [tensor("t", (4,), 0)]}, "general.architecture=None"),
+    "control characters": ({"entries": [entry("general.architecture", 8, text("\x1b[2J\n" * 99))]}, "not supported"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_headers_are_refused_in_a_sentence(tmp_path, case):
+    fields, named = HOSTILE[case]
+    path = raw_file(tmp_path / "x.gguf", **fields)
+    if case == "not a GGUF":
+        path.write_bytes(b"PK\x03\x04" + bytes(100))
+    said = refusal(path)
+    assert named in said
+    assert said.isprintable()
+    assert len(said) < 400
+
+
+def small_file(tmp_path: Path) -> bytes:
+    metadata, tensors = tiny_model(64)
+    tokens = BPE["tokens"][:60]
+    merges = [merge for merge in BPE["merges"] if set(merge.split()) <= set(tokens)][:4]
+    vocab = {"tokens": tokens + [merge.replace(" ", "") for merge in merges], "types": [1] * 64, "merges": merges}
+    metadata |= bpe_metadata(vocab, "smollm", chat_template="{{ messages }}") | {"tokenizer.ggml.eos_token_id": 0}
+    return write_gguf(tmp_path / "whole.gguf", metadata, tensors).read_bytes()
+
+
+def load_or_refuse(path: Path) -> str:
+    """What refused the file, in a sentence, or "loaded"; anything but a ValueError is a failure."""
+    said = "loaded"
+    try:
+        config = read_config(path)
+        load_params(path, config)
+        read_tokenizer(path)
+    except ValueError as error:
+        said = str(error)
+    assert "\n" not in said
+    return said
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path):
+    data = small_file(tmp_path)
+    assert load_or_refuse(tmp_path / "whole.gguf") == "loaded"
+    header = data.index(b"token_embd.weight") + 400
+    cuts = [*range(0, 200), *range(200, header, 41), *range(header, len(data), 997), len(data) - 1]
+    path = tmp_path / "x.gguf"
+    for cut in cuts:
+        path.write_bytes(data[:cut])
+        said = load_or_refuse(path)
+        assert said != "loaded", cut
+        assert "x.gguf" in said
+
+
+def test_flipped_header_bytes_load_or_are_refused(tmp_path):
+    """A few hundred broken files, under a memory limit: nothing but a ValueError, and no absurd allocation."""
+    data = small_file(tmp_path)
+    header = data.index(b"token_embd.weight") + 400
+    rng, path, outcomes = random.Random(0), tmp_path / "x.gguf", []
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), hard))
+    try:
+        for _ in range(400):
+            broken = bytearray(data)
+            for _ in range(rng.choice((1, 1, 2, 8))):
+                broken[rng.randrange(4, header)] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            path.write_bytes(broken)
+            outcomes.append(load_or_refuse(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert 50 < outcomes.count("loaded") < 350  # both happen: names of tokens, unread keys
+
+
+def test_cut_between_the_header_and_the_weights(tmp_path):
+    path = tmp_path / "x.gguf"
+    data = small_file(tmp_path)
+    path.write_bytes(data)
+    config, stored = read_config(path), read_gguf(path)
+    path.write_bytes(data[:-64])
+    name, last = max(stored.tensors.items(), key=lambda item: item[1].offset)
+    with pytest.raises(ValueError, match="was cut while"):
+        read_gguf_tensor(name, last, np.empty(last.shape, np.float32))
+    with pytest.raises(ValueError, match="cut short"):
+        load_params(path, config)
+
+
+# Loading, plans, commands
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """The tiny model as a folder with a byte tokenizer and a plan, and as a GGUF file without a tokenizer."""
+    folder = save_tiny(tmp_path / "folder", CONFIG)
+    return folder, from_folder(folder, tmp_path / "x.gguf", tokenizer__ggml__eos_token_id=257)
+
+
+def test_a_model_loads_runs_and_saves(tiny, tmp_path):
+    folder, path = tiny
+    ours, theirs = tessera.load(path), tessera.load(folder)
+    assert ours.config == theirs.config
+    assert ours.source == str(path)
+    assert ours.tokenizer is None
+    prompt = [[1, 2, 3, 4]]
+    [a], [b] = (model.generate(prompt, max_new_tokens=8) for model in (ours, theirs))
+    assert a.tokens == b.tokens
+    tessera.save(ours, tmp_path / "again")
+    assert same(tessera.load(tmp_path / "again").params, theirs.params)
+    assert tessera.load(path, dtype="bfloat16").params.embed.dtype == "bfloat16"
+
+
+def test_a_plan_next_to_the_file_is_found(tiny):
+    folder, path = tiny
+    assert plan_path(path) == path.with_name("x.plan.json")
+    with pytest.raises(ValueError, match=r"x\.plan\.json"):
+        tessera.load(path, attention="kascade")
+    params, config = random_params(CONFIG), read_config(path)
+    assert fingerprint(load_params(path, config), config) == fingerprint(params, CONFIG)
+    replace(PLAN, model=fingerprint(params, CONFIG)).save(plan_path(path))
+    assert tessera.load(path, attention="kascade").plan == tessera.load(folder, attention="kascade").plan
+
+
+def test_resolve_takes_files_and_says_what_it_takes(tmp_path):
+    path = tmp_path / "model"
+    path.write_bytes(b"GGUF")
+    assert resolve(path) == path
+    with pytest.raises(ValueError, match="GGUF file"):
+        resolve(tmp_path / "absent.gguf")
+
+
+def test_commands_take_a_file(tiny, tmp_path, capsys):
+    folder, path = tiny
+    assert main(["generate", "--model", str(path), "--tokens", "1 2 3", "--max-new-tokens", "4"]) == 0
+    from_file = capsys.readouterr().out
+    assert main(["generate", "--model", str(folder), "--tokens", "1 2 3", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out == from_file
+    assert main(["convert", str(path), str(tmp_path / "out")]) == 0
+    assert same(tessera.load(tmp_path / "out").params, tessera.load(folder).params)
+    path.write_bytes(path.read_bytes()[:500])
+    assert main(["convert", str(path), str(tmp_path / "out2")]) == 2
+    assert not (tmp_path / "out2").exists()
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_generate_chat_renders_the_template(tiny, capsys):
+    folder, path = tiny
+    model = tessera.load(folder)
+    [answer] = model.generate([model.tokenizer.encode_chat([{"role": "user", "content": "Hi"}])], max_new_tokens=4)
+    assert main(["generate", "--model", str(folder), "--chat", "Hi", "--max-new-tokens", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == list(answer.tokens)
+    assert main(["generate", "--model", str(folder), "--chat", "--tokens", "1 2"]) == 2
+    assert main(["generate", "--model", str(path), "--chat", "Hi"]) == 2  # no tokenizer in this file
+    assert "has no tokenizer" in capsys.readouterr().err
+
+
+def test_inspect_takes_a_file(tiny):
+    from tessera.deviceless.steps import config_of
+
+    folder, path = tiny
+    assert config_of(str(path)) == config_of(str(folder)) == CONFIG
+    with pytest.raises(ValueError, match="GGUF file"):
+        config_of(str(path.with_name("absent")))
+
+
+def test_training_starts_from_a_file(tiny, tmp_path):
+    """Of --base: its config, weights and tokenizer."""
+    from tessera.recipes import text_recipe
+    from tessera.train import init_state
+
+    folder, path = tiny
+    (tmp_path / "text").write_text("some text to train on " * 200)
+    recipe = text_recipe(tmp_path / "text", config=read_config(path), base=path, length=32, batch=2, steps=1, rate=1e-3)
+    params = init_state(recipe).params
+    assert same(params, load_params(folder, CONFIG, stacked=True))
+
+
+def test_the_real_file_equals_its_converted_folder(smollm2, tmp_path):
+    """Config, weights and tokenizer, hence logits; one forward pass says that they make sense."""
+    config, tokenizer = read_config(smollm2), read_tokenizer(smollm2)
+    params = load_params(smollm2, config, stacked=True)
+    save_folder(tmp_path / "folder", params, config, tokenizer)
+    again = read_config(tmp_path / "folder")
+    folder = load_params(tmp_path / "folder", again, stacked=True)
+    assert again == config
+    assert same(folder, params)
+    assert fingerprint(folder, again) == fingerprint(params, config)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.encode_chat(chat) + tokenizer.encode("The capital of France is")
+    saved = read_tokenizer(tmp_path / "folder")
+    assert saved.encode_chat(chat) + saved.encode("The capital of France is") == prompt
+    ours = whole_logits(params, np.array([prompt]), config=config)
+    assert np.array_equal(ours, whole_logits(folder, np.array([prompt]), config=again))
+    assert tokenizer.decode([int(ours[0, -1].argmax())]) == " Paris"
