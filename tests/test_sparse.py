@@ -349,8 +349,8 @@ def test_the_oracle_keeps_the_heaviest_tiles_of_every_layer(stacked, tokens):
         order = mass[0, h, i].copy()
         order[i // 2] = np.inf  # the diagonal
         visible = (i + 1) * 8
-        budget = 1 + -(-max(0.1 * visible, 32) // 16)  # beyond the diagonal
-        for tile in np.argsort(-order, kind="stable")[: int(budget)]:
+        far = -(-max(0.1 * visible, 32) // 16)
+        for tile in np.argsort(-order, kind="stable")[: 1 + int(far)]:
             allowed[0, 2 * h : 2 * h + 2, i * 8 : i * 8 + 8, tile * 16 : tile * 16 + 16] = True
     allowed &= np.arange(96) <= np.arange(96)[:, None]
     np.testing.assert_allclose(out[0], attend_by_hand(q, k, v, allowed), rtol=0, atol=1e-5)
