@@ -1,8 +1,11 @@
-"""Calibration: run a model over text, find which layers should score, and write the plan with its evidence.
+"""Calibration: run a model over text, find what each layer must read, and write the plan with its evidence.
 
-Four passes, all in chunks over one window of text at a time, so that memory is that of a prefill: similarity and
-importance (which layers can share a selection, head by head), recall (the attention mass the plan keeps), perplexity
-(dense against Kascade, on text that chose nothing), and prefill time over lengths (the cross-over of this device).
+With a target (`keep` or `max_kl`) the plan is the one that reads least and holds it: `search.py` ablates every KV head
+on text and planted facts, and held-out windows judge the result. Without one, the paper's own recipe finds anchor
+layers by similarity, in four passes over windows of text, cut in chunks so that memory is that of a prefill: similarity
+and importance (which layers can share a selection, head by head), recall (the attention mass the plan keeps),
+perplexity (dense against Kascade, on text that chose nothing), and prefill time over lengths (the cross-over of this
+device).
 """
 
 import datetime
@@ -33,7 +36,21 @@ from tessera.models.cache import init_cache
 from tessera.models.checkpoint import fingerprint
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
-from tessera.shapes import round_up
+from tessera.search import (
+    LONG,
+    SHORT,
+    Fixed,
+    Judge,
+    Target,
+    choose_budgets,
+    measure_damage,
+    measure_missed,
+    policy_of,
+    probes_of,
+    search,
+)
+from tessera.shapes import ceil_div, round_up
+from tessera.sparse.ablation import Tiling
 from tessera.sparse.anchors import best_heads, choose_anchors, default_anchors, head_table, mapped
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
@@ -52,14 +69,24 @@ CROSSOVER_BUDGET_S = 60.0
 REPEATS = 3
 """Timed runs per policy and length."""
 
+TIMED_KEYS = 8192
+"""Room of the caches that prefill is timed in, at least: one size compiles once for all lengths up to it."""
+
+HELD_OUT_WINDOWS, HELD_OUT_STEP = 2, 0.05
+"""Windows that judge a promise, and what the mean budget grows by where they show that more is needed."""
+
 
 def calibrate(
     model: Any,
     texts: str | os.PathLike | Sequence[str | Sequence[int]],
     *,
+    keep: float | None = None,
+    max_kl: float | None = None,
     anchors: int | Sequence[int] | None = None,
-    tile: int = 64,
+    tile: int = 16,
     query_tile: int = 32,
+    local: int = 64,
+    sinks: int = 16,
     fraction: float = 0.1,
     minimum: int = 128,
     heads: str = "remap",
@@ -67,13 +94,18 @@ def calibrate(
     max_tokens: int = 65536,
     progress: bool = True,
 ) -> Plan:
-    """Find the anchors and head map of a model, and measure what the plan keeps.
+    """Find what the layers and heads of a model must read, and measure what the plan keeps.
 
     Args:
         model: anything with `params`, `config` and (for texts) `tokenizer`.
         texts: a file, a folder of text files, or a list of texts or token lists.
-        anchors: how many; None is the paper's proportion (5 of 32 layers), at least 2. Or the layers themselves.
-        tile, query_tile, fraction, minimum, heads: the plan's, see `Plan`.
+        keep: target: least share of the probability that dense gives the right next token, such as 0.99, on held-out
+            text and on the answers of probes planted in it. Budgets per KV head are searched for it.
+        max_kl: target: most KL(dense || plan) per token, such as 0.02, on both.
+        anchors: without a target, how many; None is the paper's proportion (5 of 32 layers), at least 2. Or the layers
+            themselves.
+        tile, query_tile, local, sinks: the plan's, see `Plan`.
+        fraction, minimum, heads: without a target, the plan's.
         crossover: tokens below which requests run dense; None measures it here.
         max_tokens: most tokens to run, taken evenly from all over the text.
         progress: show a bar on standard error.
@@ -87,7 +119,10 @@ def calibrate(
         KeyboardInterrupt: Ctrl-C, with how far it came; nothing is written.
     """
     config = model.config
-    check_budget(fraction, minimum)
+    check_budget(fraction, minimum, local, sinks)
+    if anchors is not None and (keep is not None or max_kl is not None):
+        raise ValueError(f"{anchors=} is for plans without a target: drop it, or drop keep and max_kl")
+    target = None if keep is None and max_kl is None else Target(keep=keep, max_kl=max_kl)
     AttentionSpec(tile=tile, query_tile=query_tile)
     for name, value, least in (("crossover", crossover or 0, 0), ("max_tokens", max_tokens, 1)):
         if value < least:
@@ -101,6 +136,9 @@ def calibrate(
     report = Report(progress)
     try:
         with report:
+            if target is not None:
+                tiling = Tiling(tile=tile, query_tile=query_tile, local=local, sinks=sinks)
+                return promised(model, corpus, target, tiling, crossover, report)
             notes = record_similarity(model, corpus.windows, query_tile, heads, report)
             chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
             policy = Kascade(
@@ -109,6 +147,8 @@ def calibrate(
                 heads=heads,
                 tile=tile,
                 query_tile=query_tile,
+                local=local,
+                sinks=sinks,
                 fraction=fraction,
                 minimum=minimum,
             )
@@ -122,6 +162,45 @@ def calibrate(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         provenance=provenance(corpus),
+        metrics=metrics,
+        **asdict(replace(policy, crossover_tokens=crossover)),
+    )
+
+
+def promised(
+    model: Any, corpus: Corpus, target: Target, tiling: Tiling, crossover: int | None, report: "Report"
+) -> Plan:
+    """The plan that reads least and holds the target on windows that chose nothing, with what it promised and measured.
+
+    Where held-out windows show more loss than those that chose, the mean budget grows by HELD_OUT_STEP until they hold.
+    """
+    context = len(max((*corpus.windows, *corpus.held_out), key=len))
+    short, long = (min(length, context) for length in (SHORT, LONG))
+    windows = corpus.windows[:: ceil_div(len(corpus.windows), 2)]
+    damage = measure_damage(model, probes_of(model, windows, short, 0), tiling, report.each)
+    chosen_on = probes_of(model, windows[:1], long, 1)
+    missed = measure_missed(model, chosen_on, tiling, report.each)
+    tried = search(damage, missed, Judge(model, chosen_on), tiling, target, report.each)
+    mean, judge = tried[-1].mean, Judge(model, probes_of(model, corpus.held_out[:HELD_OUT_WINDOWS], context, 2))
+    for _ in report.each("held-out text", range(round((1 - mean) / HELD_OUT_STEP) + 1)):
+        policy = policy_of(choose_budgets(damage, missed, mean), tiling)
+        kept = judge(Fixed(policy))
+        if target.holds(kept) or mean >= 1:
+            break
+        mean = min(mean + HELD_OUT_STEP, 1.0)
+    metrics = {
+        "damage": _rounded(damage),
+        "tried": [{"mean_budget": _rounded(one.mean), **one.kept.metrics()} for one in tried],
+    }
+    if crossover is None:
+        crossover, metrics["crossover"] = measure_crossover(model, policy, report)
+    asked = {name: value for name, value in asdict(target).items() if value is not None}
+    return Plan(
+        model=fingerprint(model.params, model.config),
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        provenance=provenance(corpus),
+        promise={**asked, "window_tokens": context, "measured": kept.metrics()},
         metrics=metrics,
         **asdict(replace(policy, crossover_tokens=crossover)),
     )
@@ -320,7 +399,7 @@ def measure_crossover(model: Any, policy: Kascade, report: Report) -> tuple[int,
     warning says.
     """
     context = model.config.max_positions
-    lengths = sorted({min(512 << i, context) for i in range(12)})
+    lengths = sorted({min(1024 << i, context) for i in range(11)})
     times: dict[str, list[float]] = {"tokens": [], "dense_ms": [], "kascade_ms": []}
     left_ms = 1e3 * CROSSOVER_BUDGET_S
     for length in report.each("cross-over", lengths):
@@ -354,7 +433,8 @@ def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms
 def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[float]:
     """Median milliseconds of a prefill of `length` tokens under each policy, runs interleaved, compilation left out."""
     prompt = [np.arange(length, dtype=np.int32) % model.config.vocab_size]
-    sessions = [Session(model.params, model.config, policy, batch=1, num_keys=length) for policy in policies]
+    size = max(length, min(model.config.max_positions, TIMED_KEYS))
+    sessions = [Session(model.params, model.config, policy, batch=1, num_keys=size) for policy in policies]
     samples: list[list[float]] = [[] for _ in sessions]
     for _ in range(1 + REPEATS):  # the first compiles
         for session, sample in zip(sessions, samples):

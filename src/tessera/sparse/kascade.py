@@ -189,10 +189,25 @@ class Kascade(Policy):
         return out.out, state._replace(reads=record_reads(state.reads, layer, visible, visible))
 
     def _own(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        how = Estimate(keys=self.score_keys, rows=self.score_rows)
-        mass = estimate_mass(q, k, spec, positions, how)
+        mass = self._scores(layer, q, k, spec, positions)
         state = self._leave(layer, mass, spec, positions, shapes_of(q, k), state)
         return self._sparse(layer, q, k, v, spec, positions, state)
+
+    def _scores(self, layer, q, k, spec: AttentionSpec, positions: Positions) -> Array:
+        """Estimated masses; zeros for heads whose budget asks for none or all, where the layer is known beforehand."""
+        how = Estimate(keys=self.score_keys, rows=self.score_rows)
+        reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
+        if not self.budgets or reused or not isinstance(layer, int):
+            return estimate_mass(q, k, spec, positions, how)
+        heads = jnp.asarray([h for h, budget in enumerate(self.budgets[layer]) if 0 < budget < 1], jnp.int32)
+        shapes = shapes_of(q, k)
+        tiles = ceil_div(shapes.num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
+        mass = jnp.zeros((shapes.batch, shapes.num_kv_heads, *tiles), jnp.float32)
+        if not heads.size:
+            return mass
+        grouped = q.reshape(*q.shape[:2], shapes.num_kv_heads, -1, shapes.head_dim)[:, :, heads]
+        scored = estimate_mass(grouped.reshape(*q.shape[:2], -1, shapes.head_dim), k[:, :, heads], spec, positions, how)
+        return mass.at[:, heads].set(scored)
 
     def _sparse(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
         shapes = shapes_of(q, k)

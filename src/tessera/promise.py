@@ -1,0 +1,36 @@
+"""What a plan promised and measured, in words: printed by `tessera calibrate` and `tessera doctor`."""
+
+from tessera.sparse.plan import Plan
+
+
+def summary(plan: Plan) -> list[str]:
+    """Lines that say what a plan costs and keeps, dense against plan, for people."""
+    lines = []
+    if plan.promise:
+        found = plan.promise["measured"]
+        asked = ", ".join(f"{name} {plan.promise[name]:g}" for name in ("keep", "max_kl") if name in plan.promise)
+        lines += [
+            f"asked for {asked}; measured on held-out windows of {plan.promise['window_tokens']:,} tokens:",
+            f"  keys read           dense 100 %, plan {found['density']:.1%}",
+            f"  loss per token      dense {found['text_loss_dense']:.4f}, plan {found['text_loss']:.4f} "
+            f"({found['text_kept']:.2%} of the probability kept, KL {found['text_kl']:.4f})",
+            f"  planted answers     dense {found['found_dense']} of {found['asked']}, plan keeps {found['found']} of "
+            f"those ({found['probes_kept']:.2%} of the probability, KL {found['probes_kl']:.4f})",
+        ]
+    elif "perplexity_kascade" in plan.metrics:
+        dense, ours = (plan.metrics[f"perplexity_{name}"] for name in ("dense", "kascade"))
+        lines.append(f"held-out perplexity: dense {dense:g}, plan {ours:g}; anchors {list(plan.anchors)}")
+        if ours > 1.02 * dense:
+            lines.append(
+                "warning: the plan loses over 2 %: calibrate with --keep 0.99 instead, which searches for what holds"
+            )
+    timed = plan.metrics.get("crossover")
+    for tokens, dense_ms, ours_ms in (
+        zip(*(timed[name] for name in ("tokens", "dense_ms", "kascade_ms"))) if timed else ()
+    ):
+        runs = "plan" if tokens >= plan.crossover_tokens else "dense"
+        lines.append(
+            f"  prefill of {tokens:>7,}   dense {dense_ms:,.0f} ms, plan {ours_ms:,.0f} ms "
+            f"({dense_ms / ours_ms:.2f}x): runs {runs}"
+        )
+    return lines

@@ -1,0 +1,84 @@
+"""Probes for heads that look far back: facts and passages planted in the user's own text and asked for at its end.
+
+Plain text hardly needs the few heads that retrieve, so a plan made on text alone loses them (LOG.md). A probe is a
+window of text with sentences hidden at even depths, each repeated at the end up to its answer; what is judged are the
+answer's tokens. Without a tokenizer, keys and answers are random tokens of the text.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+FACTS, DIGITS = 4, 5
+KEY_TOKENS, ANSWER_TOKENS = 8, 4
+"""Of a fact made of random tokens."""
+PASSAGE, CUE = 24, 8
+"""Tokens of a repeated passage, and how many of the repetition come before the judged ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """One window.
+
+    Attributes:
+        tokens: [W] token ids.
+        answers: (first, end) positions of each answer's tokens; a token is predicted by the row before it.
+        text_end: rows before this are the text itself with the planted sentences.
+    """
+
+    tokens: np.ndarray
+    answers: tuple[tuple[int, int], ...]
+    text_end: int
+
+
+def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = FACTS) -> Probe:
+    """Hide facts in a window of text and ask for them at its end, and repeat a passage; the length stays.
+
+    Args:
+        model: its tokenizer, if it has one, writes the facts.
+        window: token ids; the last ones give way to the questions.
+        seed: the same seed makes the same probe.
+        num_facts: facts hidden, at even depths.
+
+    Raises:
+        ValueError: the window is too short for its facts.
+    """
+    rng = np.random.default_rng(list(seed))
+    facts = [_fact(model, window, rng, index) for index in range(num_facts)]
+    sentences = [np.concatenate(fact) for fact in facts]
+    asked = rng.permutation(num_facts)
+    room = len(window) - 2 * sum(map(len, sentences)) - PASSAGE
+    if room < 4 * PASSAGE:
+        raise ValueError(
+            f"a window of {len(window)} tokens is too short to hide {num_facts} facts in: pass longer text"
+        )
+    body, text = [], window[:room]
+    cuts = [int((index + 0.5) / num_facts * room) for index in range(num_facts)]
+    for start, end, sentence in zip([0, *cuts], [*cuts, room], [*sentences, window[:0]]):
+        body += [text[start:end], sentence]
+    first = int(rng.integers(0, max(cuts[0] - PASSAGE, 1)))  # before the first fact, so that it holds none
+    tail, answers = [], []
+    position = end_of_text = sum(map(len, body))
+    for index in asked:
+        key, answer, rest = facts[index]
+        answers.append((position + len(key), position + len(key) + len(answer)))
+        tail.append(sentences[index])
+        position += len(sentences[index])
+    answers.append((position + CUE, position + PASSAGE))
+    tail.append(text[first : first + PASSAGE])
+    tokens = np.concatenate([*body, *tail]).astype(np.int32)
+    return Probe(tokens=tokens, answers=tuple(answers), text_end=end_of_text)
+
+
+def _fact(model: Any, window: np.ndarray, rng: np.random.Generator, index: int) -> tuple[np.ndarray, ...]:
+    """Key, answer and end of one planted sentence."""
+    if model.tokenizer is None:
+        pick = rng.choice(window, KEY_TOKENS + ANSWER_TOKENS)
+        return pick[:KEY_TOKENS], pick[KEY_TOKENS:], window[:0]
+    words = sorted(set(re.findall(r"[A-Za-z]{4,12}", model.tokenizer.decode(window)))) or [f"item{index}"]
+    word = words[int(rng.integers(0, len(words)))]
+    parts = (f"\nThe code of {word} {index + 1} is", f" {rng.integers(10 ** (DIGITS - 1), 10**DIGITS)}", ".\n")
+    return tuple(np.asarray(model.tokenizer.encode(part, add_special=False), np.int32) for part in parts)
