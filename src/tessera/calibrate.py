@@ -72,7 +72,7 @@ REPEATS = 3
 TIMED_KEYS = 8192
 """Room of the caches that prefill is timed in, at least: one size compiles once for all lengths up to it."""
 
-HELD_OUT_WINDOWS, HELD_OUT_STEP = 2, 0.05
+HELD_OUT_WINDOWS, HELD_OUT_STEP = 2, 0.03
 """Windows that judge a promise, and what the mean budget grows by where they show that more is needed."""
 
 

@@ -14,6 +14,8 @@ from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import explain
 from tessera.compilation import cache_folder
 from tessera.memory import available_bytes, format_bytes
+from tessera.promise import promise_line
+from tessera.sparse.plan import Plan
 
 PACKAGES = (
     "tessera-attention jax jaxlib jaxtyping numpy safetensors tokenizers jinja2 huggingface_hub tyro rich optax "
@@ -38,6 +40,7 @@ def examine() -> dict[str, Any]:
         "versions": _versions(problems),
         "devices": _devices(problems),
         "kernels": _kernels(problems),
+        "plans": _plans(problems),
         "caches": _caches(problems),
         "pip_check": _pip_check(problems),
         "problems": problems,
@@ -71,6 +74,7 @@ def print_report(found: dict[str, Any]) -> None:
         reasons = "\n".join(f"{k['kernel']}: {k['reason']}" for k in refused)
         kernels.append((call["role"], call["phase"], call["dtype"], call["kernel"] or "none", reasons))
     table("Kernels, best first", ("role", "phase", "dtype", "runs", "why not the others"), kernels)
+    table("Shipped plans", ("plan", "what it promised and measured"), list(found["plans"].items()))
     caches = [(c["what"], c["path"], f"{c['files']} files, {format_bytes(c['bytes'])}") for c in found["caches"]]
     table("Caches", ("what", "folder", "size"), caches)
     console.print(f"pip check: {found['pip_check']}", markup=False, highlight=False)
@@ -112,6 +116,17 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
                 problems.append(f"no kernel runs {role} {phase} in {dtype} here")
             listed = [{**choice._asdict(), "concerns": choice.kernel.endswith(role)} for choice in choices]
             found.append({"role": role, "phase": phase, "dtype": dtype, "kernel": chosen, "choices": listed})
+    return found
+
+
+def _plans(problems: list[str]) -> dict[str, str]:
+    """What each plan that comes with the package promised."""
+    found, folder = {}, Path(__file__).parent / "demo"
+    for path in sorted(folder.rglob("*plan.json")):
+        try:
+            found[str(path.relative_to(folder))] = promise_line(Plan.load(path))
+        except ValueError as error:
+            problems.append(str(error))
     return found
 
 

@@ -22,6 +22,7 @@ from tessera.models.checkpoint import fingerprint, load_params, read_config, rea
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
+from tessera.promise import promise_line
 from tessera.sampling import Sampling, check_seeds, choose
 from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
@@ -318,6 +319,7 @@ def load(
     params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False)
     if plan is not None:
         plan.check(config, fingerprint(params, config))
+        logger.info("%s", promise_line(plan))
     return Model(config=config, params=params, tokenizer=tokenizer, policy=policy, plan=plan, source=str(source))
 
 

@@ -3,14 +3,26 @@
 from tessera.sparse.plan import Plan
 
 
+def promise_line(plan: Plan) -> str:
+    """One sentence on what a plan keeps."""
+    if not plan.promise:
+        return "the plan promises nothing: it was made without a target"
+    found = plan.promise["measured"]
+    asked = ", ".join(f"{name} {plan.promise[name]:g}" for name in ("keep", "max_kl") if name in plan.promise)
+    return (
+        f"the plan was asked for {asked}; it reads {found['density']:.0%} of keys at {plan.promise['window_tokens']:,} "
+        f"tokens and keeps {found['text_kept']:.1%} of dense's probability on new text (KL {found['text_kl']:.3f}) "
+        f"and {found['found']} of {found['found_dense']} planted answers"
+    )
+
+
 def summary(plan: Plan) -> list[str]:
     """Lines that say what a plan costs and keeps, dense against plan, for people."""
     lines = []
     if plan.promise:
         found = plan.promise["measured"]
-        asked = ", ".join(f"{name} {plan.promise[name]:g}" for name in ("keep", "max_kl") if name in plan.promise)
         lines += [
-            f"asked for {asked}; measured on held-out windows of {plan.promise['window_tokens']:,} tokens:",
+            promise_line(plan),
             f"  keys read           dense 100 %, plan {found['density']:.1%}",
             f"  loss per token      dense {found['text_loss_dense']:.4f}, plan {found['text_loss']:.4f} "
             f"({found['text_kept']:.2%} of the probability kept, KL {found['text_kl']:.4f})",

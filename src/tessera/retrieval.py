@@ -47,7 +47,9 @@ def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = 
         ValueError: the window is too short for its facts.
     """
     rng = np.random.default_rng(list(seed))
-    facts = [_fact(model, window, rng, index) for index in range(num_facts)]
+    text = "" if model.tokenizer is None else model.tokenizer.decode(window)
+    words = rng.permutation(sorted(set(re.findall(r"[A-Za-z]{4,12}", text))))[:num_facts]
+    facts = [_fact(model, words, window, rng, index) for index in range(num_facts)]
     sentences = [np.concatenate(fact) for fact in facts]
     asked = rng.permutation(num_facts)
     room = len(window) - 2 * sum(map(len, sentences)) - PASSAGE
@@ -73,12 +75,14 @@ def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = 
     return Probe(tokens=tokens, answers=tuple(answers), text_end=end_of_text)
 
 
-def _fact(model: Any, window: np.ndarray, rng: np.random.Generator, index: int) -> tuple[np.ndarray, ...]:
+def _fact(
+    model: Any, words: Sequence[str], window: np.ndarray, rng: np.random.Generator, index: int
+) -> tuple[np.ndarray, ...]:
     """Key, answer and end of one planted sentence."""
     if model.tokenizer is None:
         pick = rng.choice(window, KEY_TOKENS + ANSWER_TOKENS)
         return pick[:KEY_TOKENS], pick[KEY_TOKENS:], window[:0]
-    words = sorted(set(re.findall(r"[A-Za-z]{4,12}", model.tokenizer.decode(window)))) or [f"item{index}"]
-    word = words[int(rng.integers(0, len(words)))]
-    parts = (f"\nThe code of {word} {index + 1} is", f" {rng.integers(10 ** (DIGITS - 1), 10**DIGITS)}", ".\n")
+    word = words[index] if index < len(words) else f"item {index + 1}"
+    key = f"\nThe secret number of {word} is"
+    parts = (key, f" {rng.integers(10 ** (DIGITS - 1), 10**DIGITS)}", ".\n")
     return tuple(np.asarray(model.tokenizer.encode(part, add_special=False), np.int32) for part in parts)

@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.attention.contract import Positions
+from tessera.attention.contract import AttentionSpec, Positions
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.retrieval import Probe, plant
 from tessera.shapes import round_up
-from tessera.sparse.ablation import GRID, Budgeted, LocalHeads, MassRecorder, Tiling
+from tessera.sparse.ablation import GRID, Budgeted, LocalHeads, MassRecorder, Tiling, missed_mass
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
@@ -36,7 +36,7 @@ ROWS = 256
 """Rows of logits compared at a time: a large vocabulary's would not fit otherwise."""
 STRIDE = 4
 """Every so many rows of text are compared; neighbouring rows say much the same."""
-PROBE_WEIGHT = 0.1
+PROBE_WEIGHT = 0.3
 """Nats of KL that a nat of an answer's log-probability per token counts for."""
 SHORT, LONG = 512, 4096
 """Tokens of the windows that heads are ablated on, one pass per head, and that prices are tried on."""
@@ -242,8 +242,12 @@ def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Ca
     """m[L,K,F]: share of dense probability outside the best tiles of each budget of GRID."""
     missing = total = 0.0
     for probe in each("missed mass", probes):
-        for notes in run(model, probe.tokens, Fixed(MassRecorder(tiling=tiling)))[1]:
-            missing, total = missing + np.asarray(notes.missing, float), total + np.asarray(notes.total, float)
+        start = 0
+        for mass in run(model, probe.tokens, Fixed(MassRecorder(tiling=tiling)))[1]:
+            rows = min(mass.shape[3] * tiling.query_tile, len(probe.tokens) - start)
+            where = Positions(*(jnp.asarray([x], jnp.int32) for x in (start, start + rows, rows)))
+            missing = missing + missed_mass(mass, AttentionSpec(window=model.config.window), where, tiling)
+            total, start = total + mass.sum((1, 3, 4), dtype=np.float64), start + rows
     return missing / total[..., None]
 
 

@@ -5,9 +5,9 @@ and never hashed.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
 
@@ -97,22 +97,12 @@ class Budgeted(Counted):
         return out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
 
 
-class Missed(NamedTuple):
-    """Notes of one call.
-
-    Attributes:
-        missing: [L,K,F] probability on the tiles that the best choice within each budget of GRID leaves out, summed
-            over rows and query heads.
-        total: [L,K] probability in all.
-    """
-
-    missing: Array
-    total: Array
-
-
 @dataclass(frozen=True, kw_only=True)
 class MassRecorder(Policy):
-    """Dense attention that notes how much probability each head would miss at each budget of GRID."""
+    """Dense attention that hands out every layer's masses [L,B,K,I,J]; the caller sorts them.
+
+    On the host: XLA on CPU takes seconds to compile each layer's sort.
+    """
 
     tiling: Tiling
 
@@ -124,31 +114,31 @@ class MassRecorder(Policy):
     def query_tile(self) -> int:
         return self.tiling.query_tile
 
-    def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> Missed:
-        heads = (num_layers, shapes.num_kv_heads)
-        return Missed(jnp.zeros((*heads, len(GRID))), jnp.zeros(heads))
+    def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> Array:
+        tiles = ceil_div(shapes.num_queries, self.query_tile), ceil_div(shapes.num_keys, self.tiling.tile)
+        return jnp.zeros((num_layers, shapes.batch, shapes.num_kv_heads, *tiles), jnp.float32)
 
     def attend(self, layer, q, k, v, spec, positions: Positions, state):
-        spec = self.tiling.spec(spec)
-        found = attention(q, k, v, replace(spec, mass=True), **positions._asdict())
-        far, budgets = _far_mass(found.mass, spec, positions, self.tiling)
-        heaviest = jnp.cumsum(-jnp.sort(-far, axis=-1), axis=-1)
-        heaviest = jnp.pad(heaviest, ((0, 0), (0, 0), (0, 0), (1, 0)))
-        held = jnp.take_along_axis(heaviest, jnp.minimum(budgets, far.shape[-1]), axis=-1)
-        missing = (heaviest[..., -1:] - held).sum((0, 2))
-        return found.out, Missed(
-            state.missing.at[layer].set(missing), state.total.at[layer].set(found.mass.sum((0, 2, 3)))
-        )
+        found = attention(q, k, v, replace(self.tiling.spec(spec), mass=True), **positions._asdict())
+        return found.out, state.at[layer].set(found.mass)
 
 
-def _far_mass(mass: Array, spec: AttentionSpec, positions: Positions, tiling: Tiling) -> tuple[Array, Array]:
-    """Masses of far tiles, others 0, [B,K,I,J], and how many far tiles each budget of GRID takes, [B,K,I,F]."""
-    near = select_tiles(mass, spec, fraction=0.0, **tiling.always(), **positions._asdict())
-    ids = jnp.where(jnp.arange(near.tiles.shape[-1]) < near.count[..., None], near.tiles, mass.shape[-1])
-    batch, heads, rows = jnp.indices(ids.shape[:3])
-    far = mass.at[batch[..., None], heads[..., None], rows[..., None], ids].set(0.0, mode="drop")
-    counts = [
-        tile_budget(spec, mass.shape[2], *positions, fraction=fraction, **tiling.always()).budget for fraction in GRID
-    ]
-    budgets = jnp.stack([jnp.broadcast_to(count, near.count.shape) - near.count for count in counts], axis=-1)
-    return far, budgets
+def missed_mass(mass_LBKIJ: np.ndarray, spec: AttentionSpec, positions: Positions, tiling: Tiling) -> np.ndarray:
+    """[L,K,F]: probability outside what is always listed and the best far tiles of each budget of GRID, summed over
+    query tiles, rows and query heads."""
+    spec, always = tiling.spec(spec), tiling.always()
+    shape = mass_LBKIJ.shape[1:]
+    near = select_tiles(jnp.zeros(shape), spec, fraction=0.0, **always, **positions._asdict())
+    far = np.array(mass_LBKIJ, np.float64)
+    tiles, count = np.asarray(near.tiles), np.asarray(near.count)
+    for index in np.ndindex(*count.shape):
+        far[(slice(None), *index, tiles[index][: count[index]])] = 0.0
+    held = np.cumsum(-np.sort(-far, axis=-1), axis=-1)
+    held = np.pad(held, ((0, 0),) * 4 + ((1, 0),))
+    missing = []
+    for fraction in GRID:
+        budget = tile_budget(spec, shape[2], *positions, fraction=fraction, **always).budget
+        number = np.minimum(np.broadcast_to(budget, count.shape) - count, shape[-1])
+        taken = np.take_along_axis(held, np.broadcast_to(number, held.shape[:4])[..., None], axis=-1)[..., 0]
+        missing.append((held[..., -1] - taken).sum((1, 3)))
+    return np.stack(missing, axis=-1)

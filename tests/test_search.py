@@ -1,0 +1,203 @@
+"""Budgets per head: what each step of the search measures, against plain NumPy or a policy that is known."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import tessera
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.calibrate import Report, calibrate
+from tessera.promise import summary
+from tessera.quality import SHIPPED, calibration_texts
+from tessera.retrieval import CUE, PASSAGE, plant
+from tessera.search import (
+    PROBE_WEIGHT,
+    Fixed,
+    Judge,
+    Localised,
+    Target,
+    WithBudgets,
+    choose_budgets,
+    measure_damage,
+    policy_of,
+    probes_of,
+    run,
+)
+from tessera.sparse.ablation import GRID, MassRecorder, Tiling, missed_mass
+from tessera.sparse.baselines import Dense
+from tessera.sparse.plan import Plan
+
+TILING = Tiling(tile=16, query_tile=32, local=32, sinks=16)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tessera.load(SHIPPED)
+
+
+@pytest.fixture(scope="module")
+def windows():
+    return [np.asarray(row, np.int32) for row in calibration_texts(1024, 3)]
+
+
+@pytest.fixture(scope="module")
+def probes(model, windows):
+    return probes_of(model, windows[:1], 512, 0)
+
+
+def test_a_probe_asks_for_what_it_hides(model, windows):
+    probe = plant(model, windows[0], (1, 2))
+    again = plant(model, windows[0], (1, 2))
+    np.testing.assert_array_equal(probe.tokens, again.tokens)
+    assert len(probe.tokens) <= len(windows[0])
+    text = bytes(probe.tokens.astype(np.uint8)).decode(errors="replace")
+    for first, end in probe.answers[:-1]:
+        answer = text[first:end]
+        assert answer.strip().isdigit()
+        question = text[:first].rpartition("\n")[2]
+        assert text.index(question + answer) < probe.text_end  # hidden before, word for word
+    first, end = probe.answers[-1]
+    assert end - first == PASSAGE - CUE
+    passage = probe.tokens[first - CUE : end].tolist()
+    hidden = probe.tokens[: probe.text_end].tolist()
+    assert any(hidden[i : i + PASSAGE] == passage for i in range(len(hidden)))
+
+
+def test_without_a_tokenizer_facts_are_tokens_of_the_text(model, windows):
+    probe = plant(replace(model, tokenizer=None), windows[0], (3,))
+    assert set(probe.tokens.tolist()) <= set(windows[0].tolist())
+    for first, end in probe.answers[:-1]:
+        sentence = probe.tokens[first - 8 : end].tolist()
+        hidden = probe.tokens[: probe.text_end].tolist()
+        assert any(hidden[i : i + len(sentence)] == sentence for i in range(len(hidden)))
+
+
+def test_a_window_that_holds_no_probe_is_named(model, windows):
+    with pytest.raises(ValueError, match="window of 100 tokens is too short"):
+        plant(model, windows[0][:100], (0,))
+
+
+def test_missed_mass_is_that_of_the_best_tiles_within_the_budget(model, windows):
+    """Drawn masses by hand: sort the far tiles of each query tile, drop the first ones."""
+    mass = np.random.default_rng(0).random((2, 1, 3, 8, 16)).astype(np.float32)
+    mass *= np.arange(16) * 16 < (np.arange(8)[:, None] + 1) * 32
+    positions = Positions(*(np.array([x], np.int32) for x in (0, 256, 256)))
+    found = missed_mass(mass, AttentionSpec(), positions, TILING)
+    expected = np.zeros((2, 3, len(GRID)))
+    for layer, head, i in np.ndindex(2, 3, 8):
+        visible = (i + 1) * 32
+        far = [j for j in range(visible // 16) if j >= 1 and (j + 1) * 16 <= max(i * 32 - 32, 0)]
+        heaviest = np.sort(mass[layer, 0, head, i, far].astype(float))[::-1]
+        for f, fraction in enumerate(GRID):
+            count = len(far) if fraction >= 1 else int(np.ceil(fraction * visible / 16 - 1e-3))
+            expected[layer, head, f] += heaviest[count:].sum()
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_recorded_masses_are_those_of_the_score_kernel(model, windows):
+    _, notes = run(model, windows[0][:512], Fixed(MassRecorder(tiling=TILING)))
+    for mass in notes:  # every row of every query head hands out a probability of 1
+        np.testing.assert_allclose(mass.sum((3, 4)), mass.shape[3] * 32 * model.config.groups, rtol=1e-4)
+
+
+def test_localising_no_head_is_dense_and_all_heads_is_budget_zero(model, windows):
+    tokens, shape = windows[0][:512], (model.config.num_layers, model.config.num_kv_heads)
+    dense, _ = run(model, tokens, Fixed(Dense()))
+    none, _ = run(model, tokens, Localised(TILING), np.zeros(shape, bool))
+    np.testing.assert_allclose(none, dense, atol=1e-4)
+    every, _ = run(model, tokens, Localised(TILING), np.ones(shape, bool))
+    nothing, _ = run(model, tokens, WithBudgets(TILING), np.zeros(shape, np.float32))
+    np.testing.assert_allclose(every, nothing, atol=2e-3)
+    assert np.abs(every - dense).max() > 0.1
+
+
+def test_the_plan_runs_as_the_search_tried_it(model, windows):
+    """The static policy of a plan (dense layers, heads left unscored) equals the traced one."""
+    budgets = np.full((model.config.num_layers, model.config.num_kv_heads), 0.1, np.float32)
+    budgets[0], budgets[2, 0], budgets[3, 1], budgets[4] = 1.0, 0.0, 1.0, 0.0
+    tokens = windows[1][:768]
+    traced, notes = run(model, tokens, WithBudgets(TILING), budgets)
+    policy = policy_of(budgets, TILING)
+    assert policy.anchors == (0,)
+    static, fixed_notes = run(model, tokens, Fixed(policy))
+    np.testing.assert_allclose(static, traced, atol=2e-3)
+    for ours, theirs in zip(notes, fixed_notes):
+        np.testing.assert_array_equal(ours.read, policy.reads(theirs).read)
+
+
+def test_budgets_are_the_best_of_all_by_the_model_at_their_price():
+    """Against every assignment of two heads' budgets: none with as small a mean loses less."""
+    rng = np.random.default_rng(0)
+    damage = rng.random((1, 2))
+    missed = np.sort(rng.random((1, 2, len(GRID))), axis=-1)[..., ::-1].copy()
+    missed[..., -1] = 0
+    share = (missed / missed[..., :1]) ** 2
+    for mean in (0.05, 0.1, 0.3, 0.6):
+        found = choose_budgets(damage, missed, mean)
+        assert found.mean() <= mean + 1e-9
+        place = [GRID.index(value) for value in found[0]]
+        loss = sum(damage[0, k] * share[0, k, i] for k, i in enumerate(place))
+        for other in itertools.product(range(len(GRID)), repeat=2):
+            if np.mean([GRID[i] for i in other]) <= found.mean():
+                assert loss <= sum(damage[0, k] * share[0, k, i] for k, i in enumerate(other)) + 1e-12
+
+
+def test_a_head_that_does_nothing_gets_nothing_and_all_get_all_at_one():
+    missed = np.broadcast_to(np.linspace(1, 0, len(GRID)), (2, 2, len(GRID)))
+    damage = np.array([[0.0, 1.0], [1.0, 1.0]])
+    found = choose_budgets(damage, missed, 0.3)
+    assert found[0, 0] == 0
+    assert (found.ravel()[1:] > 0).all()
+    np.testing.assert_array_equal(choose_budgets(damage + 1, missed, 1.0), 1.0)
+
+
+def test_damage_finds_the_layers_that_matter(model, probes):
+    """On the shipped model: ablating a head again by hand gives the same figure, and heads differ by far."""
+    each = Report(shown=False).each
+    damage = measure_damage(model, probes, TILING, each)
+    assert damage.min() >= 0
+    assert damage.max() > 20 * np.median(damage)
+    layer, head = np.unravel_index(damage.argmax(), damage.shape)
+    budgets = np.ones(damage.shape, np.float32)
+    budgets[layer, head] = 0
+    kept = Judge(model, probes)(WithBudgets(TILING), budgets)
+    by_hand = kept.text_kl - PROBE_WEIGHT * np.log(kept.probes_kept)
+    assert damage[layer, head] == pytest.approx(by_hand, rel=0.02)
+
+
+def test_reading_all_keeps_all(model, probes):
+    kept = Judge(model, probes)(WithBudgets(TILING), np.ones((8, 2), np.float32))
+    assert kept.text_kl < 1e-5
+    assert kept.text_kept == pytest.approx(1, abs=1e-3)
+    assert (kept.found, kept.density) == (kept.found_dense, 1.0)
+
+
+def test_a_plan_holds_what_it_promises_on_windows_that_chose_nothing(model, windows, tmp_path):
+    options = {"keep": 0.9, "max_kl": 0.1}
+    rows = [window.tolist() for window in windows]
+    plan = calibrate(model, rows, **options, crossover=0, progress=False, local=32)
+    found = plan.promise["measured"]
+    assert plan.promise.items() >= options.items()
+    assert Target(**options).holds(type("Found", (), found))
+    assert found["density"] < 1
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    said = "\n".join(summary(plan))
+    assert "keys read" in said
+    assert "planted answers" in said
+    model.with_attention("kascade", plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": 1.0}, "keep=1.0 must be above 0 and below 1"),
+        ({"max_kl": 0.0}, "max_kl=0.0 must be above 0"),
+        ({"keep": 0.9, "anchors": 3}, "anchors=3 is for plans without a target"),
+    ],
+)
+def test_targets_that_make_no_sense_are_named(model, windows, options, message):
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, windows, progress=False, **options)
