@@ -20,12 +20,14 @@ from tessera.sparse.policies import POLICIES
 MODEL = ["--model", "--attention", "--plan", "--dtype", "--debug"]
 SAMPLING = ["--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed"]
 FLAGS = {
-    "generate": MODEL + SAMPLING + ["--file", "--max-new-tokens", "--stop", "--tokens", "--stream", "--json"],
+    "generate": MODEL + SAMPLING + ["--file", "--max-new-tokens", "--stop", "--chat", "--tokens", "--stream", "--json"],
     "chat": MODEL + SAMPLING + ["--system", "--max-new-tokens"],
     "calibrate": (
         "--text --model --out --anchors --tile --query-tile --fraction --minimum --heads --crossover --max-tokens "
         "--dtype --debug"
     ).split(),
+    "fetch": ["--debug"],
+    "convert": ["--dtype", "--debug"],
     "train": "--out --recipe --save-every-s --until --text --base --steps --length --batch --rate --debug".split(),
     "demo": "--out --debug".split(),
     "doctor": "--json --debug".split(),
@@ -73,6 +75,7 @@ def test_subcommands_are_frozen(capsys):
 def test_choices_are_those_of_the_library():
     from tessera import bench
     from tessera.attention.contract import TILES
+    from tessera.models.fetch import MODELS
     from tessera.recipes import RECIPES
     from tessera.sparse.plan import HEADS
     from tessera.tune import METHODS
@@ -83,6 +86,7 @@ def test_choices_are_those_of_the_library():
     assert typing.get_args(cli.Attention) == tuple(POLICIES)
     assert choices(cli.Calibrate, "tile") == TILES
     assert choices(cli.Calibrate, "heads") == HEADS
+    assert choices(cli.Fetch, "name") == tuple(MODELS)
     assert set(choices(cli.Train, "recipe")) == set(RECIPES)
     assert set(choices(cli.Bench, "suite")) == set(bench.SUITES)
     assert choices(cli.Tune, "method") == tuple(METHODS)

