@@ -1,6 +1,7 @@
 """Pass keys found by a policy, and the plan that the demo model ships with.
 
-`python -m tessera.quality [demo | smollm2]` makes the plans that are shipped; `tessera eval --suite study` says what its choices cost.
+`python -m tessera.quality [demo | smollm2]` makes the plans that are shipped; `tessera eval --suite study` says what the
+demo plan's choices cost.
 """
 
 import math
@@ -15,8 +16,8 @@ import numpy as np
 
 from tessera.calibrate import calibrate
 from tessera.data import Split, Task, library_calibration, passkey_task
-from tessera.fetch import fetch
 from tessera.generate import Model, load
+from tessera.models.fetch import fetch
 from tessera.promise import summary
 from tessera.sparse.plan import Plan
 
