@@ -55,7 +55,7 @@ ORDER = [
     {"compilation", "sampling", "answers", "corpus", "facts", "losses"},
     {"engine", "data", "promise"},
     {"retrieval"},
-    {"search"},
+    {"search", "crossover"},
     {"recipes"},
     {"generate", "calibrate", "train"},
     {"chat", "measure", "deviceless.*"},

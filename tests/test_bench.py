@@ -16,7 +16,7 @@ from tessera.attention.contract import AttentionSpec, Selection
 from tessera.bench import amdahl, answers, model
 from tessera.bench import attention as cases
 from tessera.bench.stand import SMOKE, Sizes, Stand, causal_pairs, model_work, utilisation, versus
-from tessera.calibrate import find_crossover
+from tessera.crossover import find_crossover
 from tessera.engine import Session
 from tessera.evidence import INTERVAL_ROUNDS, How, What
 from tessera.models.layers import init_params

@@ -15,13 +15,13 @@ from tessera.calibrate import (
     Notes,
     Report,
     calibrate,
-    find_crossover,
     perplexity,
     record_similarity,
     run_chunk,
     run_window,
 )
 from tessera.corpus import read_corpus, read_text
+from tessera.crossover import find_crossover, measure_crossover
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
@@ -301,7 +301,7 @@ def test_ctrl_c_says_how_far_it_came_and_writes_nothing(model, rows, monkeypatch
         ({"anchors": 0}, "anchors=0"),
         ({"anchors": (1, 2)}, "must ascend from 0"),
         ({"fraction": 2.0}, "fraction=2.0"),
-        ({"minimum": 0}, "minimum=0"),
+        ({"minimum": -1}, "minimum=-1"),
         ({"heads": "best"}, "heads='best'"),
         ({"query_tile": 0}, "query_tile=0"),
     ],
@@ -373,7 +373,7 @@ def test_crossover_is_where_kascade_stays_faster():
 
 
 def test_the_crossover_is_measured_on_this_device(model, plan):
-    crossover, times = module.measure_crossover(model, Kascade.from_plan(plan), QUIET)
+    crossover, times = measure_crossover(model, Kascade.from_plan(plan), QUIET)
     assert times["tokens"] == [512]
     assert crossover == (512 if times["kascade_ms"][0] < times["dense_ms"][0] else 513)
     assert min(times["dense_ms"] + times["kascade_ms"]) > 0

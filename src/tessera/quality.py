@@ -1,7 +1,7 @@
 """Pass keys found by a policy, and the plan that the demo model ships with.
 
-`python -m tessera.quality [demo | smollm2]` makes the plans that are shipped; `tessera eval --suite study` says what the
-demo plan's choices cost.
+`python -m tessera.quality [demo | smollm2]` makes the plans that are shipped; `tessera eval --suite study` says what
+the choices of the demo plan cost.
 """
 
 import math

@@ -14,7 +14,7 @@ from tessera import generate, measure
 from tessera.bench.amdahl import AttentionAlone, layer_densities, predict
 from tessera.bench.answers import SHIPPED
 from tessera.bench.stand import REST_S, Stand, draw_tokens, fresh_seed, model_work, versus
-from tessera.calibrate import find_crossover
+from tessera.crossover import find_crossover
 from tessera.engine import Session, prefill_chunk
 from tessera.evidence import How, Record, What
 from tessera.models.checkpoint import fingerprint, load_params
@@ -110,7 +110,7 @@ def crossover(stand: Stand) -> Iterator[Record]:
     """Prefill of the shipped model under its own plan over lengths, Kascade (anchors included) against our dense.
 
     The last record holds the first length from which Kascade is faster at every longer one, by the rule of
-    `calibrate.find_crossover`; null if it is not even at the longest. Lengths beyond the model's context are speed
+    `crossover.find_crossover`; null if it is not even at the longest. Lengths beyond the model's context are speed
     only.
     """
     shipped = generate.load(SHIPPED, attention="kascade")
