@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tessera import oracle
+from tessera.attention import xla_sparse
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Selection
 from tessera.attention.dispatch import KERNELS, attention, call_shapes
 from tessera.workloads import WORKLOADS, tagged
@@ -402,6 +403,21 @@ def test_sparse_work_follows_the_lists(kernel, monkeypatch):
     assert flops[1] == exact
     assert flops[4] == 4 * exact
     assert flops[8] == 8 * exact
+
+
+@pytest.mark.parametrize("num_tiles", [4, 6])
+def test_a_head_with_a_short_list_does_not_pay_for_another(monkeypatch, num_tiles):
+    """In groups of four query tiles; of six in groups of three."""
+    kernel = next(k for k in KERNELS if k.name == "xla_prefill_sparse")
+    spec, config = AttentionSpec(tile=16, query_tile=8), calls.small_config(kernel)
+    monkeypatch.setattr(xla_sparse, "STEP_SCORES", 4 * 16 * config.block_s)
+    q, k, v, _, _ = abstract(8 * num_tiles, 512, 6, 3, 8)
+    q, k, v = (jnp.ones(x.shape) for x in (q, k, v))
+    positions = Positions(*(jnp.full((1,), n, jnp.int32) for n in (512 - 8 * num_tiles, 512, 8 * num_tiles)))
+    counts = jnp.broadcast_to(jnp.array([0, 1, 24], jnp.int32)[None, :, None], (1, 3, num_tiles))
+    lists = Selection(jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (*counts.shape, 24)), counts)
+    done = count_products(monkeypatch, lambda: kernel.launch(q, k, v, spec, positions, lists, config))
+    assert done == 2 * 2 * 8 * 16 * 8 * int(counts.sum())
 
 
 def test_decode_work_follows_what_is_filled(monkeypatch):
