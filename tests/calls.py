@@ -3,9 +3,10 @@
 import dataclasses
 
 from tessera.attention.contract import Kernel
-from tessera.trials import compiled, dtype_of, kernels, machine, make, run, small_config, spec_of, taken
+from tessera.trials import catalogue, compiled, dtype_of, kernels, machine, make, run, small_config, spec_of, taken
 
 __all__ = [
+    "catalogue",
     "compiled",
     "dtype_of",
     "kernels",

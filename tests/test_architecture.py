@@ -15,7 +15,6 @@ ORDER = [
     {"shapes", "hardware", "memory", "oracle", "files"},
     {"evidence", "attention.contract"},
     {
-        "workloads",
         "attention.online_softmax",
         "attention.selection",
         "attention.sparse_tiles",
@@ -47,7 +46,7 @@ ORDER = [
     },
     {"attention.prefill_result"},
     {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
-    {"attention.tuned", "report_markdown"},
+    {"attention.tuned", "report_markdown", "workloads"},
     {"report_tables"},
     {"attention.dispatch", "sparse.contract"},
     {"sparse.*", "models.*"},

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tessera import oracle
+from tessera.attention import xla_sparse
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Selection
 from tessera.attention.dispatch import KERNELS, attention, call_shapes
 from tessera.workloads import WORKLOADS, tagged
@@ -34,9 +35,7 @@ def numbers(x, instead=0.0):
 def product():
     """Every kernel x every small workload of its phase; its other dtypes on one or two of them (compile time)."""
     for kernel in calls.kernels():
-        for workload in tagged("test") + (tagged("hopper") if kernel.platform == "gpu" else ()):
-            if kernel.phase == "decode" and "decode" not in workload.tags:
-                continue
+        for workload in calls.catalogue(kernel):
             for dtype in kernel.dtypes if workload.name in EVERY_DTYPE else kernel.dtypes[:1]:
                 if (taken := calls.taken(kernel, workload, dtype)) is not None:
                     yield pytest.param(kernel, taken, dtype, id=f"{kernel.name}-{workload.name}-{dtype}")
@@ -184,6 +183,40 @@ def test_all_tiles_is_dense_and_each_listed_tile_matters(kernel):
         again = calls.run(kernel, some._replace(k=k2, v=v2), dtype)
         assert np.array_equal(again.out, base.out) == (j not in listed), f"tile {j}"
         assert np.array_equal(again.lse, base.lse) == (j not in listed), f"tile {j}"
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [k for k in blocked(calls.kernels("sparse")) if tagged("lists", k.phase)[0] in calls.catalogue(k)],
+    ids=lambda k: k.name,
+)
+def test_a_head_reads_no_tile_of_another_heads_list(kernel):
+    """Per KV head no far tile, all, or some: NaN in the keys that a head's lists leave out changes not one bit."""
+    dtype = calls.dtype_of(kernel)
+    workload = calls.taken(kernel, NAMED["decode_heads_16" if kernel.phase == "decode" else "heads_16"])
+    call = calls.make(workload, "sparse", dtype)
+    base = calls.run(kernel, call, dtype)
+    k, v = call.k.copy(), call.v.copy()
+    for b, h in np.ndindex(call.count.shape[:2]):
+        listed = [call.tiles[b, h, i, : call.count[b, h, i]] for i in range(call.count.shape[2])]
+        unlisted = ~np.isin(np.arange(call.k.shape[1]) // call.tile, np.concatenate(listed))
+        assert h != 0 or b != 0 or unlisted.sum() > 90
+        k[b, unlisted, h] = v[b, unlisted, h] = np.nan
+    again = calls.run(kernel, call._replace(k=k, v=v), dtype)
+    assert np.array_equal(again.out, base.out)
+    assert np.array_equal(again.lse, base.lse)
+
+
+@pytest.mark.parametrize("workload", tagged("lists"), ids=lambda w: w.name)
+def test_a_head_with_the_whole_budget_is_dense(workload):
+    """By the oracle, which reads the lists as they are; and a head without far tiles reads less."""
+    call = calls.make(workload, "sparse")
+    sparse, dense = oracle.attend(call), oracle.attend(call._replace(tiles=None, count=None))
+    group = workload.num_heads // workload.num_kv_heads
+    for head, fraction in enumerate(workload.budget.fraction):
+        mine = np.s_[:, :, head * group : (head + 1) * group]
+        equal = np.array_equal(sparse.lse[mine], dense.lse[mine]) and np.array_equal(sparse.out[mine], dense.out[mine])
+        assert equal == (fraction == 1)
 
 
 @pytest.mark.parametrize("kernel", calls.kernels("dense"), ids=lambda k: k.name)
@@ -370,6 +403,21 @@ def test_sparse_work_follows_the_lists(kernel, monkeypatch):
     assert flops[1] == exact
     assert flops[4] == 4 * exact
     assert flops[8] == 8 * exact
+
+
+@pytest.mark.parametrize("num_tiles", [4, 6])
+def test_a_head_with_a_short_list_does_not_pay_for_another(monkeypatch, num_tiles):
+    """In groups of four query tiles; of six in groups of three."""
+    kernel = next(k for k in KERNELS if k.name == "xla_prefill_sparse")
+    spec, config = AttentionSpec(tile=16, query_tile=8), calls.small_config(kernel)
+    monkeypatch.setattr(xla_sparse, "STEP_SCORES", 4 * 16 * config.block_s)
+    q, k, v, _, _ = abstract(8 * num_tiles, 512, 6, 3, 8)
+    q, k, v = (jnp.ones(x.shape) for x in (q, k, v))
+    positions = Positions(*(jnp.full((1,), n, jnp.int32) for n in (512 - 8 * num_tiles, 512, 8 * num_tiles)))
+    counts = jnp.broadcast_to(jnp.array([0, 1, 24], jnp.int32)[None, :, None], (1, 3, num_tiles))
+    lists = Selection(jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (*counts.shape, 24)), counts)
+    done = count_products(monkeypatch, lambda: kernel.launch(q, k, v, spec, positions, lists, config))
+    assert done == 2 * 2 * 8 * 16 * 8 * int(counts.sum())
 
 
 def test_decode_work_follows_what_is_filled(monkeypatch):

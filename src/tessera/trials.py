@@ -17,8 +17,9 @@ from tessera import oracle
 from tessera.attention import gpu_cudnn
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS, call_shapes
+from tessera.attention.selection import select_tiles
 from tessera.attention.warpgroup import OPERAND
-from tessera.workloads import Workload
+from tessera.workloads import Workload, tagged
 
 SMALL_BLOCK = 16
 LANES = 128
@@ -221,7 +222,8 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
         k[b, kv_len[b] :] = np.nan
         v[b, kv_len[b] :] = np.nan
         q[b, q_len[b] :] = np.nan
-    tiles, count = random_lists(w, rng) if role == "sparse" else (None, None)
+    lists = random_lists if w.budget is None else budget_lists
+    tiles, count = lists(w, rng) if role == "sparse" else (None, None)
     s = w.spec
     return oracle.Call(
         q, k, v, q_start, kv_len, q_len, s.causal, s.window, s.scale, s.softcap, s.tile, s.query_tile, tiles, count
@@ -239,6 +241,18 @@ def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
     return tiles, count
 
 
+def budget_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """What select_tiles lists of random masses under the workload's budget; entries past count are rubbish."""
+    mass = rng.random((w.batch, w.num_kv_heads, w.num_query_tiles, w.num_key_tiles), np.float32)
+    where = {n: getattr(w, n) for n in ("q_start", "kv_len", "q_len") if getattr(w, n) is not None}
+    where |= {n: jnp.asarray(x, jnp.int32) for n, x in where.items()}
+    where.setdefault("q_len", jnp.full(w.batch, w.num_queries, jnp.int32))
+    chosen = jax.jit(lambda: select_tiles(jnp.asarray(mass), w.spec, **w.budget._asdict(), **where))()
+    tiles, count = np.array(chosen.tiles), np.array(chosen.count)
+    past = np.arange(tiles.shape[-1]) >= count[..., None]
+    return np.where(past, rng.integers(0, w.num_key_tiles, tiles.shape), tiles), count
+
+
 def kernels(role: str | None = None, phase: str | None = None, *, simulate: bool = True) -> list[Kernel]:
     """Kernels of the table that run here, absent chips' too with `simulate`; prefill kernels take decode calls too."""
     platforms = ("any", jax.default_backend(), *(("tpu", "gpu") if simulate else ()))
@@ -250,6 +264,15 @@ def kernels(role: str | None = None, phase: str | None = None, *, simulate: bool
 def dtype_of(kernel: Kernel) -> str:
     """float32, or the first dtype it takes where that is not one of them."""
     return "float32" if "float32" in kernel.dtypes else kernel.dtypes[0]
+
+
+def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
+    """The small workloads that a kernel is held against the oracles on; those about tiles if it takes their tiles."""
+    found = tagged("test") + (tagged("hopper") if kernel.platform == "gpu" else ())
+    found = tuple(w for w in found if kernel.phase == "prefill" or "decode" in w.tags)
+    tag = {"sparse": "lists", "score": "tiles"}.get(kernel.role)
+    lists = tagged(tag, kernel.phase) if tag else ()
+    return found + tuple(w for w in lists if (fit := taken(kernel, w)) is None or fit.spec.tile == w.spec.tile)
 
 
 def taken(kernel: Kernel, workload: Workload, dtype: str | None = None) -> Workload | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from tessera import evidence, hardware, oracle, trials
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel
-from tessera.workloads import Workload, tagged
+from tessera.workloads import Workload
 
 QUANTILES: Final = (0.5, 0.9, 0.99, 1.0)
 
@@ -104,10 +104,9 @@ class Outcome(NamedTuple):
 
 def trials_of(kernel: Kernel, random_shapes: int, seed: int) -> Iterator[Trial]:
     """The kernel's trials: the catalogue in every dtype it takes, adversarial numbers, random shapes."""
-    tags = tagged("test") + (tagged("hopper") if kernel.platform == "gpu" else ())
     rng = np.random.default_rng(seed)
     drawn = [random_workload(rng, kernel.phase, number) for number in range(random_shapes)]
-    fitting = [w for w in (*tags, *drawn) if kernel.phase == "prefill" or "decode" in w.tags]
+    fitting = (*trials.catalogue(kernel), *drawn)
     for dtype in kernel.dtypes:
         usable = [w for w in (trials.taken(kernel, w, dtype) for w in fitting) if w is not None]
         for workload in usable:

@@ -1,9 +1,20 @@
 """Named attention calls: one catalogue of shapes that tests, tuner and benchmarks share."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.selection import capacity_for
 from tessera.shapes import ceil_div
+
+
+class Budget(NamedTuple):
+    """Options of select_tiles, one fraction per KV head."""
+
+    fraction: tuple[float, ...]
+    minimum: int
+    local: int
+    sinks: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,10 +26,13 @@ class Workload:
         batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim: B, T, S, N, K, H.
         dtype: of q, k and v where it is timed; tests run every dtype that a kernel claims.
         spec: the dense call; the role score adds `mass`.
-        fraction: share of the key tiles that the sparse role lists.
+        fraction: share of the key tiles that the sparse role lists, at random.
+        budget: instead of random lists, what select_tiles lists for random masses under these options: fraction (one
+            per KV head), minimum, local, sinks.
         q_start, kv_len, q_len: per sequence; None is the contract's default (0, S, T).
-        tags: "test" (small: against the oracles), "hopper" (small, in shapes that Hopper takes), "bench" (timed),
-            "prefill" or "decode".
+        tags: "test" (small: against the oracles), "hopper" (small, in shapes that Hopper takes), "lists" (small, for
+            the role sparse), "tiles" (those of them that the role score takes too), "bench" (timed), "prefill" or
+            "decode".
     """
 
     name: str
@@ -31,6 +45,7 @@ class Workload:
     dtype: str = "float32"
     spec: AttentionSpec = AttentionSpec()
     fraction: float = 0.1
+    budget: Budget | None = None
     q_start: tuple[int, ...] | None = None
     kv_len: tuple[int, ...] | None = None
     q_len: tuple[int, ...] | None = None
@@ -43,6 +58,8 @@ class Workload:
             value = getattr(self, name)
             if value is not None and len(value) != self.batch:
                 raise ValueError(f"{name}={value} must have batch={self.batch} entries, or be None")
+        if self.budget is not None and len(self.budget.fraction) != self.num_kv_heads:
+            raise ValueError(f"budget={self.budget} must have num_kv_heads={self.num_kv_heads} fractions")
 
     @property
     def num_query_tiles(self) -> int:
@@ -57,6 +74,8 @@ class Workload:
     @property
     def capacity(self) -> int:
         """C, the tiles a sparse call lists per query tile."""
+        if self.budget is not None:
+            return capacity_for(self.spec, self.num_keys, self.num_queries, **self.budget._asdict())
         return max(1, round(self.fraction * self.num_key_tiles))
 
     def role_spec(self, role: str) -> AttentionSpec:
@@ -238,6 +257,60 @@ WORKLOADS: tuple[Workload, ...] = (
         kv_len=(700, 129, 0, 21),
         q_len=(1, 1, 1, 0),
         tags=("hopper", "decode"),
+    ),
+    # Lists as a plan of the real model has them: local tiles and sinks always, per KV head no far tile, all, or some.
+    Workload(
+        name="heads_16",
+        num_queries=40,
+        num_keys=210,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=16,
+        spec=AttentionSpec(tile=16, query_tile=32),
+        budget=Budget((0.0, 1.0, 0.2), 0, 32, 16),
+        q_start=(165,),
+        kv_len=(205,),
+        tags=("lists", "prefill"),
+    ),
+    Workload(
+        name="heads_32_wide",
+        num_queries=130,
+        num_keys=380,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=16,
+        spec=AttentionSpec(tile=32, query_tile=128),
+        budget=Budget((1.0, 0.0), 0, 64, 1),
+        q_start=(241,),
+        kv_len=(371,),
+        tags=("lists", "tiles", "prefill"),
+    ),
+    Workload(
+        name="decode_heads_16",
+        batch=2,
+        num_queries=1,
+        num_keys=210,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=16,
+        spec=AttentionSpec(tile=16),
+        budget=Budget((0.0, 1.0, 0.2), 0, 32, 16),
+        q_start=(204, 17),
+        kv_len=(205, 18),
+        tags=("lists", "decode"),
+    ),
+    Workload(
+        name="decode_heads_32",
+        num_queries=1,
+        num_keys=380,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        spec=AttentionSpec(tile=32),
+        budget=Budget((1.0, 0.0), 0, 64, 1),
+        q_start=(370,),
+        kv_len=(371,),
+        tags=("lists", "tiles", "decode"),
     ),
     # Timed ones.
     Workload(

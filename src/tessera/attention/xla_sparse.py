@@ -1,10 +1,12 @@
 """Portable sparse prefill attention: each query tile reads only its listed key tiles, in plain XLA.
 
-One query tile of one KV head is query_tile x G rows against its own list. Tiles come ascending, so those that every
-row sees whole stand first (no window): they are taken several per step without a mask; the rest, the diagonal above
-all, in smaller masked steps, so that rounding the list up to whole steps wastes little. A step copies its few K and V
-tiles to be neighbours (2 H bytes-per-element per key, 1 / rows of the step's products) and no more: K and V stay in
-place. The number of steps is a run-time value. Work is 4 H flops per (row, listed key) pair.
+One query tile of one KV head is query_tile x G rows against its own list. A step takes several consecutive query tiles
+of one head: their lists are about as long, where one head may list no far tile and the next all (budgets per KV head).
+Tiles come ascending, so those that every row sees whole come first (no window): they are taken several per step without
+a mask; the rest, the diagonal above all, in smaller masked steps, so that rounding the list up to whole steps wastes
+little. A step copies its few K and V tiles to be neighbours (2 H bytes-per-element per key, 1 / rows of the step's
+products) and no more: K and V stay in place. The number of steps is a run-time value. Work is 4 H flops per
+(row, listed key) pair.
 """
 
 from collections.abc import Iterator
@@ -39,9 +41,9 @@ class Config:
 
 
 class Lists(NamedTuple):
-    """One query tile of a group of Y heads: its rows and what they read."""
+    """A group of Y query tiles: the KV head (of all sequences' B * K) of each, its rows and what they read."""
 
-    x: Int32[Array, ""]
+    x: Int32[Array, "Y"]
     row: Int32[Array, "Y R"]
     kv_len: Int32[Array, "Y"]
     tiles: Int32[Array, "Y C"]
@@ -60,8 +62,7 @@ def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
 def read_tiles(x: Float[Array, "X S H"], lists: Lists, start: Int32[Array, "Y P"], tile: int) -> Array:
     """The tiles of one step side by side: [Y, P * tile, H]."""
     key = (start[:, :, None] + jnp.arange(tile, dtype=jnp.int32)).reshape(start.shape[0], -1)
-    head = lists.x + jnp.arange(start.shape[0], dtype=jnp.int32)
-    return x.at[head[:, None], key].get(mode="clip")  # a list with wild ids reads wrong keys, never foreign memory
+    return x.at[lists.x[:, None], key].get(mode="clip")  # a list with wild ids reads wrong keys, never foreign memory
 
 
 def step_masks(
@@ -85,7 +86,10 @@ def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
 
 
 def attend_tile(q_tile: Float[Array, "Y R H"], k: Array, v: Array, lists: Lists, spec: AttentionSpec, config: Config):
-    """Running softmax of one query tile of Y heads over its listed tiles; k and v are [X,S,H]."""
+    """Running softmax of a group's rows over their listed tiles; k and v are [X,S,H].
+
+    What it makes of a query tile with an empty list means nothing: such a tile does not hold back the others' steps.
+    """
     capacity, num_keys = lists.tiles.shape[1], k.shape[1]
     per_step = min(max(config.block_s // spec.tile, 1), capacity)
     per_mask = min(max(config.mask_s // spec.tile, 1), capacity)
@@ -102,10 +106,44 @@ def attend_tile(q_tile: Float[Array, "Y R H"], k: Array, v: Array, lists: Lists,
         v_tiles = jnp.where(real, read_tiles(v, lists, start, spec.tile), 0)
         return absorb(state, jnp.where(mask, z, -jnp.inf), v_tiles, factor)[0]
 
-    full_steps = count_full(lists, spec).min() // per_step
+    full_steps = jnp.where(lists.count > 0, count_full(lists, spec), lists.count.max()).min() // per_step
     done = full_steps * per_step
     state = jax.lax.fori_loop(0, full_steps, full, init_state(q_tile.shape[:2], q_tile.shape[2]))
     return jax.lax.fori_loop(0, (lists.count.max() - done + per_mask - 1) // per_mask, masked, state)
+
+
+class Groups(NamedTuple):
+    """How the query tiles of all X = B * K heads form groups: `heads` heads by `side` consecutive query tiles each."""
+
+    total: int
+    num_tiles: int
+    heads: int
+    side: int
+
+    @classmethod
+    def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
+        """About `wanted` query tiles of one head, evenly cut; heads side by side only where one has too few."""
+        parts = ceil_div(num_tiles, wanted)
+        side = ceil_div(num_tiles, parts)
+        heads = next(h for h in range(max(wanted // side, 1) if parts == 1 else 1, 0, -1) if total % h == 0)
+        return cls(total, num_tiles, heads, side)
+
+    @property
+    def parts(self) -> int:
+        """Groups along one head's query tiles; the last one may be padded."""
+        return ceil_div(self.num_tiles, self.side)
+
+    def group(self, x: Array) -> Array:
+        """[X, I, ...] -> [groups, Y, ...], padded with zeros: empty lists."""
+        x = jnp.pad(x, [(0, 0), (0, self.parts * self.side - self.num_tiles)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(self.total // self.heads, self.heads, self.parts, self.side, *x.shape[2:])
+        return jnp.swapaxes(x, 1, 2).reshape(-1, self.heads * self.side, *x.shape[4:])
+
+    def ungroup(self, x: Array) -> Array:
+        """The inverse of group."""
+        x = x.reshape(self.total // self.heads, self.parts, self.heads, self.side, *x.shape[2:])
+        x = jnp.swapaxes(x, 1, 2).reshape(self.total, -1, *x.shape[4:])
+        return x[:, : self.num_tiles]
 
 
 def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
@@ -117,41 +155,36 @@ def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Select
     k, v = (jnp.pad(x, pad).reshape(batch * kv_heads, -1, head_dim) for x in (k, v))
     groups, num_tiles = num_heads // kv_heads, ceil_div(num_queries, spec.query_tile)
     rows, total = spec.query_tile * groups, batch * kv_heads
-    wanted = max(STEP_SCORES // (rows * max(config.block_s, spec.tile)), 1)
-    heads = next(h for h in range(min(wanted, total), 0, -1) if total % h == 0)
+    cut = Groups.of(total, num_tiles, max(STEP_SCORES // (rows * max(config.block_s, spec.tile)), 1))
 
     token = jnp.arange(num_queries, dtype=jnp.int32)
     q_rows = jnp.where((token < positions.q_len[:, None])[..., None, None], q, 0)  # padding rows may hold anything
     q_rows = jnp.pad(q_rows, [(0, 0), (0, num_tiles * spec.query_tile - num_queries), (0, 0), (0, 0)])
     q_rows = jnp.moveaxis(q_rows.reshape(batch, num_tiles, spec.query_tile, kv_heads, groups, head_dim), 3, 1)
 
-    def group(x: Array) -> Array:  # [X, I, ...] -> [X / heads, I, heads, ...] -> one leading axis
-        x = jnp.swapaxes(x.reshape(total // heads, heads, num_tiles, *x.shape[2:]), 1, 2)
-        return x.reshape(-1, *x.shape[2:])
-
-    def query_tile(args):
-        index, q_tile, tiles, count = args
-        x = index // num_tiles * heads
-        sequence = (x + jnp.arange(heads, dtype=jnp.int32)) // kv_heads
-        start, kv_len, q_len = (p[sequence][:, None] for p in positions)
+    def attend_group(args):
+        x, tile, q_tile, tiles, count = args
+        start, kv_len, q_len = (p[x // kv_heads][:, None] for p in positions)
         kv_len = jnp.clip(kv_len, 0, num_keys)
-        token = index % num_tiles * spec.query_tile + jnp.repeat(jnp.arange(spec.query_tile, dtype=jnp.int32), groups)
+        token = jnp.repeat(jnp.arange(spec.query_tile, dtype=jnp.int32), groups)
+        token = tile[:, None] * spec.query_tile + token
         row = start + token
         lists = Lists(x, row, kv_len[:, 0], tiles, count)
         state = attend_tile(q_tile, k, v, lists, spec, config)
-        out, lse = finish_state(state, (token < q_len) & sees_any(row, kv_len, spec))
+        out, lse = finish_state(state, (count[:, None] > 0) & (token < q_len) & sees_any(row, kv_len, spec))
         return out.astype(q.dtype), lse
 
+    index = jnp.arange(total * num_tiles, dtype=jnp.int32).reshape(total, num_tiles)
     flat = [x.reshape(total, num_tiles, *x.shape[3:]) for x in (selection.tiles, selection.count)]
-    xs = [group(x) for x in (q_rows.reshape(total, num_tiles, rows, head_dim), *flat)]
-    out, lse = jax.lax.map(query_tile, (jnp.arange(xs[0].shape[0], dtype=jnp.int32), *xs))
+    q_rows = q_rows.reshape(total, num_tiles, rows, head_dim)
+    xs = [cut.group(x) for x in (index // num_tiles, index % num_tiles, q_rows, *flat)]
+    out, lse = (cut.ungroup(x) for x in jax.lax.map(attend_group, tuple(xs)))
 
-    def ungroup(x: Array) -> Array:
-        x = jnp.swapaxes(x.reshape(total // heads, num_tiles, heads, *x.shape[2:]), 1, 2)
-        x = x.reshape(batch, kv_heads, num_tiles * spec.query_tile, groups, *x.shape[4:])
+    def by_token(x: Array) -> Array:  # [X, I, R, ...] -> [B, T, N, ...]
+        x = x.reshape(batch, kv_heads, num_tiles * spec.query_tile, groups, *x.shape[3:])
         return jnp.moveaxis(x, 1, 2).reshape(batch, -1, num_heads, *x.shape[4:])[:, :num_queries]
 
-    return AttentionOut(ungroup(out), ungroup(lse))
+    return AttentionOut(by_token(out), by_token(lse))
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
