@@ -1,13 +1,13 @@
-"""Documents with facts in them and questions about each, made from any text for any tokenizer, the same for the same seed.
+"""Documents with facts in them and questions about each, from any text, for any tokenizer; the same for the same seed.
 
 | kind | hidden in the document | asked |
 |---|---|---|
-| single | a number for each of several cities | the number of each |
-| keys | numbers of rooms whose names differ in one character | the number of each |
-| values | three numbers of each of a few cities, at three places | the third, with the two others given, in any order |
-| chain | who lives in a city, and, elsewhere, that person's number | the person of a city, then that person's number |
-| copy | passages of random words | the passage after its first words |
-| count | visits, each noted with how many there were | the number of the last one |
+| single | a number for each of eight cities | the number of each |
+| keys | a number for each of five people who share first names and surnames | the number of each |
+| values | three numbers of each of two cities, each of another name | each of them |
+| chain | a number for each of four cities, and, elsewhere, what comes after it | the number, then what comes after |
+| copy | passages of random numbers | the last numbers of each passage after its first |
+| count | things of several kinds, numbered as they come | the number of the next one of each kind |
 
 A question holds its answer's beginning ("... The special number of Lisbon is"), since a small model follows a text
 better than an order. It is short enough to run after the document without running the document again.
@@ -25,8 +25,6 @@ from tessera.models.tokenizer import Tokenizer
 ROOM = 128
 """Tokens of a length that are kept for question and answer: a question starts at a multiple of it, where a query tile
 of up to as many rows starts too."""
-QUESTION_ROWS = 64
-"""Most tokens of a question."""
 
 CITIES = (
     "Lisbon|Oslo|Cairo|Lima|Delhi|Paris|Rome|Berlin|Madrid|Vienna|Dublin|Prague|Athens|Warsaw|Helsinki|Nairobi|Havana|"
@@ -36,12 +34,8 @@ PEOPLE = (
     "Anna|Peter|Maria|Thomas|Sarah|David|Laura|Michael|Julia|Daniel|Emma|Robert|Alice|James|Helen|George|Susan|Henry|"
     "Clara|Oscar"
 ).split("|")
-WORDS = (
-    "apple river stone cloud paper horse table green window music silver garden winter bridge copper orange forest "
-    "candle mirror basket pepper rocket marble violin tunnel pocket butter dragon engine feather hammer island jacket "
-    "kettle ladder magnet needle oyster pencil rabbit saddle ticket velvet walnut yellow anchor barrel castle desert "
-    "falcon guitar harbor lemon meadow nickel olive pillow quartz ribbon spider temple umbrella valley wagon"
-).split()
+SURNAMES = "Berg|Bell|Stone|Wood|Young|Martin|Cook|Fisher".split("|")
+THINGS = "Crate|Lap|Page|Round|Step|Ticket|Train|Guest".split("|")
 
 
 class Question(NamedTuple):
@@ -74,8 +68,8 @@ class Fact(NamedTuple):
 
     Attributes:
         notes: lines.
-        question: what is asked, answer's beginning included, without the space before the answer.
-        answer: pieces of text, taking turns: asked, told, asked, ...
+        question: what is asked, answer's beginning included, without a space at its end.
+        answer: pieces of text, spaces included, taking turns: asked, told, asked, ...
     """
 
     notes: tuple[str, ...]
@@ -132,62 +126,60 @@ def single(rng: np.random.Generator) -> list[Fact]:
     for city in rng.permutation(CITIES)[:8]:
         line = f"The special number of {city} is"
         value = number(rng)
-        facts.append(Fact((f"{line} {value}.",), f"What is the special number of {city}? {line}", (value,)))
+        facts.append(Fact((f"{line} {value}.",), f"What is the special number of {city}? {line}", (f" {value}",)))
     return facts
 
 
 def keys(rng: np.random.Generator) -> list[Fact]:
-    """Six rooms whose names share letters and digits pairwise; all are asked."""
-    letters, digits = rng.permutation(list("ABCDEFGHK"))[:3], rng.permutation(np.arange(2, 10))[:2]
+    """A number for each of five people, of whom three share each first name and two each surname, or nearly so."""
+    first, last = rng.permutation(PEOPLE)[:3], rng.permutation(SURNAMES)[:2]
     facts = []
-    for name in (f"{letter}{digit}" for letter in letters for digit in digits):
-        line = f"The access code of room {name} is"
+    for person in [f"{one} {two}" for one in first for two in last][:5]:
+        line = f"The special number of {person} is"
         value = number(rng)
-        facts.append(Fact((f"{line} {value}.",), f"What is the access code of room {name}? {line}", (value,)))
+        facts.append(Fact((f"{line} {value}.",), f"What is the special number of {person}? {line}", (f" {value}",)))
     return facts
 
 
 def values(rng: np.random.Generator) -> list[Fact]:
-    """Two cities with three numbers each; of each city, every number is asked once, with the two others given."""
+    """Three numbers of each of two cities, each of another name."""
     facts = []
     for city in rng.permutation(CITIES)[:2]:
-        found = [number(rng) for _ in range(3)]
-        notes = tuple(f"One of the special numbers of {city} is {value}." for value in found)
-        for asked in range(3):
-            told = [value for index, value in enumerate(found) if index != asked]
-            line = f"The three special numbers of {city} are {told[0]}, {told[1]} and"
-            facts.append(Fact(notes if asked == 0 else (), line, (found[asked],)))
+        for name in ("special number", "phone number", "access code"):
+            line = f"The {name} of {city} is"
+            value = number(rng)
+            facts.append(Fact((f"{line} {value}.",), f"What is the {name} of {city}? {line}", (f" {value}",)))
     return facts
 
 
 def chain(rng: np.random.Generator) -> list[Fact]:
-    """Six people in six cities, each person with a number; the second step starts from what the first one found."""
+    """A number for each of four cities, and a number after each of those; the second step starts from the first's."""
     facts = []
-    for city, person in zip(rng.permutation(CITIES)[:6], rng.permutation(PEOPLE)[:6]):
-        value = number(rng)
-        notes = (f"The person who lives in {city} is {person}.", f"The special number of {person} is {value}.")
-        told = f". The special number of {person} is"
-        facts.append(Fact(notes, f"Who lives in {city}? The person who lives in {city} is", (person, told, value)))
+    for city in rng.permutation(CITIES)[:4]:
+        value, after = number(rng), number(rng)
+        line = f"The special number of {city} is"
+        told = f".\n\n{value}"
+        question = f"What comes after the special number of {city}? {line}"
+        facts.append(Fact((f"{line} {value}.", f"{value} {after}"), question, (f" {value}", told, f" {after}")))
     return facts
 
 
 def copy(rng: np.random.Generator) -> list[Fact]:
-    """Six passages of sixteen random words; the last eight are asked after the first eight."""
+    """Six passages of seven random numbers; the last two are asked after the first five."""
     facts = []
     for _ in range(6):
-        words = [str(word) for word in rng.choice(WORDS, 16, replace=False)]
-        facts.append(Fact((" ".join(words),), " ".join(words[:8]), (" ".join(words[8:]),)))
+        row = [number(rng) for _ in range(7)]
+        facts.append(Fact((" ".join(row),), " ".join(row[:5]), (" " + " ".join(row[5:]),)))
     return facts
 
 
 def count(rng: np.random.Generator) -> list[Fact]:
-    """Six people come two to seven times; each visit says the how-manieth it is, and the last one counts."""
+    """Four kinds of things, three to seven of each, numbered as they come; the next one's number is asked."""
     facts = []
-    for person in rng.permutation(PEOPLE)[:6]:
-        last = int(rng.integers(2, 8))
-        notes = tuple(f"{person} came again: {person} has come {visit} times." for visit in range(1, last + 1))
-        question = f"How many times has {person} come in all? In all, {person} has come"
-        facts.append(Fact(notes, question, (f"{last} times",)))
+    for thing in rng.permutation(THINGS)[:4]:
+        last = int(rng.integers(3, 8))
+        notes = tuple(f"{thing} number {place} is done." for place in range(1, last + 1))
+        facts.append(Fact(notes, f"{thing} number", (f" {last + 1}",)))
     return facts
 
 
@@ -202,7 +194,7 @@ def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -
 
     Raises:
         ValueError: no such kind, a length that ROOM does not divide or that the facts alone exceed, or a tokenizer
-            that needs more than QUESTION_ROWS tokens for a question or ROOM for it and its answer.
+            that needs more than ROOM tokens for a question and its answer.
     """
     if kind not in KINDS:
         raise ValueError(f"{kind=} must be one of {', '.join(KINDS)}")
@@ -238,13 +230,13 @@ def pose(filler: Filler, fact: Fact, depth: float) -> Question:
     suffix = filler.encode(text)
     answer, given, before = [], [], suffix
     for index, piece in enumerate(fact.answer):
-        text += piece if piece.startswith(".") else " " + piece
+        text += piece
         whole = filler.encode(text)
         if whole[: len(before)] != before:
             raise ValueError(f"the tokenizer joins {piece!r} with what is before it: such a question cannot be cut")
         answer += whole[len(before) :]
         given += [index % 2 == 1] * (len(whole) - len(before))
         before = whole
-    if len(suffix) > QUESTION_ROWS or len(before) > ROOM:
-        raise ValueError(f"{fact.question!r} has {len(suffix)} tokens, {len(before)} with its answer: too many")
+    if len(before) > ROOM:
+        raise ValueError(f"{fact.question!r} has {len(before)} tokens with its answer, more than {ROOM}")
     return Question(tuple(suffix), tuple(answer), tuple(given) if any(given) else (), depth)

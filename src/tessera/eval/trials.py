@@ -11,14 +11,14 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention.contract import Positions
+from tessera.compilation import CHUNK_UNIT
 from tessera.engine import allocate, read_head
-from tessera.eval.probes import QUESTION_ROWS, ROOM, Document, Question
+from tessera.eval.probes import ROOM, Document, Question
 from tessera.generate import Model
 from tessera.models.cache import Cache
 from tessera.models.config import ModelConfig
@@ -83,7 +83,6 @@ class Runner:
         self.query_tile = getattr(policy, "query_tile", 1)
         if ROOM % self.query_tile:
             raise ValueError(f"query_tile={self.query_tile} must divide {ROOM}: a question starts there")
-        self.rows = round_up(QUESTION_ROWS, self.query_tile)
         stacked = not isinstance(model.params.layers, tuple)
         dtype = str(model.params.embed.dtype)
         size = round_up(num_keys, ROWS)
@@ -110,7 +109,7 @@ class Runner:
     def ask(self, question: Question, start: int) -> Outcome:
         """Put a question at a position, a multiple of the query tile, and decode its answer."""
         suffix, answer = question.suffix, question.answer
-        hidden = self.run(suffix, start, self.rows)[len(suffix) - 1]
+        hidden = self.run(suffix, start, round_up(len(suffix), max(self.query_tile, CHUNK_UNIT)))[len(suffix) - 1]
         total, right, wanted = 0.0, 0, 0
         for index, token in enumerate(answer):
             scores = np.asarray(read_head(self.model.params, hidden[None])[0], np.float64)

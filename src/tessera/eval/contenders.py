@@ -1,0 +1,248 @@
+"""Rivals of a plan that read as many keys as it does, at every position: what does its choice of keys add?
+
+What a policy reads is measured once, chunk by chunk, on a text. A rival then gets that many keys at each position, the
+mean over the plan's layers and heads, and spends them by another rule. Its own tiles, and the first one where it keeps
+a sink, count among them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.dispatch import attention
+from tessera.attention.selection import find_marks, keep_largest
+from tessera.eval.trials import Runner
+from tessera.generate import Model
+from tessera.shapes import ceil_div
+from tessera.sparse.baselines import Counted
+from tessera.sparse.contract import Policy
+from tessera.sparse.reads import count_read, count_visible, record_reads, shapes_of
+
+ALWAYS = 2**31 - 2
+WHOLE = 0.999
+"""Share of the visible keys from which a layer counts as dense."""
+
+Knots = tuple[tuple[int, float], ...]
+"""(position, keys) between which a budget is interpolated, ascending."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a policy reads by position.
+
+    Attributes:
+        keys: mean over all layers and KV heads.
+        sparse_keys: mean over the layers that leave keys out; `keys` if all do.
+        dense: the layers that read every key.
+    """
+
+    keys: Knots
+    sparse_keys: Knots
+    dense: tuple[int, ...]
+
+
+def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Profile:
+    """Run a text under a policy and see how many keys its rows read, chunk by chunk."""
+    runner = Runner(model, policy, len(tokens))
+    starts = [start for start, _ in runner.fill(tokens)]
+    read, visible = (np.stack([np.asarray(r[i], float)[:, 0] for r in runner.pending]) for i in (0, 1))  # [chunks, L]
+    dense = read.sum(0) >= WHOLE * visible.sum(0)
+    ends = [*starts[1:], len(tokens)]
+    rows = np.array([end - start for start, end in zip(starts, ends)])
+    middles = [(start + end) // 2 for start, end in zip(starts, ends)]
+
+    def knots(layers: np.ndarray) -> Knots:
+        share = read[:, layers].sum(1) / visible[:, layers].sum(1)
+        keys = share * visible[:, 0] / rows / model.config.num_kv_heads
+        slope = (keys[-1] - keys[-2]) / (middles[-1] - middles[-2]) if len(keys) > 1 else share[-1]
+        last = (len(tokens), float(keys[-1] + slope * (len(tokens) - middles[-1])))
+        return ((0, 1.0), *((int(m), round(float(k), 1)) for m, k in zip(middles, keys)), last)
+
+    sparse = ~dense if not dense.all() else dense
+    return Profile(
+        keys=knots(np.ones_like(dense)), sparse_keys=knots(sparse), dense=tuple(np.flatnonzero(dense).tolist())
+    )
+
+
+def flat(share: float, minimum: int, longest: int) -> Knots:
+    """A budget of max(share * visible, minimum) keys, and all while fewer are visible."""
+    turn = min(int(minimum / share), longest - 1)
+    return (
+        (0, 1.0),
+        (minimum, float(minimum)),
+        (turn, float(minimum)),
+        (longest, max(share * longest, float(minimum))),
+    )
+
+
+def scores_newest(q, k, layer, spec, positions):
+    """The later a tile, the better."""
+    shape = _grid(q, k, spec)
+    return jnp.broadcast_to(jnp.arange(1, shape[-1] + 1, dtype=jnp.float32), shape)
+
+
+def scores_random(q, k, layer, spec, positions):
+    """Noise that depends on layer, head, tile and the query tile's position only."""
+    batch, heads, num_query_tiles, num_tiles = shape = _grid(q, k, spec)
+    row = positions.q_start[:, None] + jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
+    parts = (row[:, None, :, None], jnp.arange(heads)[:, None, None], jnp.arange(num_tiles), jnp.asarray(layer))
+    mixed = jnp.zeros(shape, jnp.uint32)
+    for part in parts:  # a step of splitmix32 per part
+        mixed = mixed + jnp.asarray(part, jnp.uint32) + jnp.uint32(0x9E3779B9)
+        mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x21F0AAAD)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x735A2D97)
+        mixed = mixed ^ (mixed >> 15)
+    return (mixed >> 8).astype(jnp.float32)
+
+
+def scores_mass(q, k, layer, spec, positions):
+    """The attention probability of each tile, exactly."""
+    return attention(q, k, k, replace(spec, mass=True), **positions._asdict()).mass
+
+
+def scores_mean(q, k, layer, spec, positions, piece: int | None = None):
+    """The attention probability as if each key of a piece (a tile if None) were the piece's mean."""
+    piece = spec.tile if piece is None else min(piece, spec.tile)
+    k_mean = _pieces(k, piece, positions).mean(2)
+    return _summed(jnp.einsum("btkgh,bpkh->bkgtp", _grouped(q, k), k_mean), q, k, spec, positions, piece)
+
+
+def scores_minmax(q, k, layer, spec, positions):
+    """The attention probability by a bound on each tile's scores, sum_h max(q_h min_h, q_h max_h) (Quest,
+    arXiv 2406.10774), where each row chooses alone; here the rows of a query tile choose together."""
+    pieces, rows = _pieces(k, spec.tile, positions), _grouped(q, k)
+    upper = jnp.einsum("btkgh,bpkh->bkgtp", jnp.maximum(rows, 0), pieces.max(2))
+    lower = jnp.einsum("btkgh,bpkh->bkgtp", jnp.minimum(rows, 0), pieces.min(2))
+    return _summed(upper + lower, q, k, spec, positions, spec.tile)
+
+
+def _grid(q: Array, k: Array, spec: AttentionSpec) -> tuple[int, int, int, int]:
+    """[B,K,I,J] of a call."""
+    return q.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile), ceil_div(k.shape[1], spec.tile)
+
+
+def _grouped(q: Array, k: Array) -> Float[Array, "B T K G H"]:
+    return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
+
+
+def _pieces(k: Float[Array, "B S K H"], piece: int, positions: Positions) -> Float[Array, "B P piece K H"]:
+    """Keys in pieces; what is past the text, and may hold anything, is 0."""
+    k = jnp.where((jnp.arange(k.shape[1]) < positions.kv_len[:, None])[..., None, None], k, 0)
+    k = jnp.pad(k, ((0, 0), (0, -k.shape[1] % piece), (0, 0), (0, 0)))
+    return k.reshape(k.shape[0], -1, piece, *k.shape[2:])
+
+
+def _summed(z: Float[Array, "B K G T P"], q, k, spec: AttentionSpec, positions: Positions, piece: int) -> Array:
+    """Softmax of each row over the pieces that begin at or before it, summed to [B,K,I,J]."""
+    row = positions.q_start[:, None] + jnp.arange(z.shape[3], dtype=jnp.int32)
+    seen = jnp.arange(z.shape[4], dtype=jnp.int32) * piece <= row[..., None]
+    real = (jnp.arange(z.shape[3]) < positions.q_len[:, None])[:, None, None, :, None]
+    scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
+    p = jnp.where(real, jax.nn.softmax(jnp.where(seen[:, None, None], z * scale, -jnp.inf), axis=-1), 0).sum(2)
+    batch, heads, num_query_tiles, num_tiles = _grid(q, k, spec)
+    rows, keys = num_query_tiles * spec.query_tile - p.shape[2], num_tiles * (spec.tile // piece) - p.shape[3]
+    p = jnp.pad(p, ((0, 0), (0, 0), (0, rows), (0, keys)))
+    return p.reshape(batch, heads, num_query_tiles, spec.query_tile, num_tiles, -1).sum((3, 5))
+
+
+SCORES: Final[Mapping[str, Callable[..., Array]]] = MappingProxyType(
+    {
+        "newest": scores_newest,
+        "random": scores_random,
+        "mass": scores_mass,
+        "mean": scores_mean,
+        "mean of 4": lambda *call: scores_mean(*call, piece=4),
+        "min and max": scores_minmax,
+    }
+)
+"""Rules to choose tiles by: (q, k, layer, spec, positions) -> [B,K,I,J], not negative, more is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched(Counted):
+    """Every layer chooses its own tiles by one rule, as many as a budget by position allows.
+
+    Attributes:
+        scores: a rule of SCORES.
+        keys: the budget; own tiles are read even if they are more.
+        dense: layers that read every key and spend nothing of it.
+        tile, query_tile: as in Kascade.
+        sinks: first tiles that are read always.
+    """
+
+    scores: str
+    keys: Knots
+    dense: tuple[int, ...] = ()
+    tile: int = 16
+    query_tile: int = 32
+    sinks: int = 1
+
+    def __post_init__(self):
+        if self.scores not in SCORES:
+            raise ValueError(f"scores={self.scores!r} must be one of {', '.join(SCORES)}")
+        AttentionSpec(tile=self.tile, query_tile=self.query_tile)
+
+    @property
+    def name(self) -> str:
+        return "matched"
+
+    def attend(self, layer, q, k, v, spec, positions, state):
+        if spec.window is not None:
+            raise ValueError("rivals are for models without a sliding window: this one has it in its configuration")
+        spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
+        where, shapes = positions._asdict(), shapes_of(q, k)
+        visible = count_visible(spec, positions, shapes)
+
+        def dense(q, k, v):
+            return attention(q, k, v, spec, **where).out, visible
+
+        def sparse(q, k, v):
+            selection = self.select(SCORES[self.scores](q, k, layer, spec, positions), spec, positions, shapes)
+            out = attention(q, k, v, spec, **where, selection=selection).out
+            return out, count_read(selection, spec, positions, shapes)
+
+        if isinstance(layer, int):
+            out, read = (dense if layer in self.dense else sparse)(q, k, v)
+        else:
+            is_dense = jnp.isin(layer, jnp.asarray(self.dense, jnp.int32))
+            out, read = jax.lax.cond(is_dense, dense, sparse, q, k, v)
+        return out, record_reads(state, layer, read, visible)
+
+    def select(self, scores_BKIJ: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes) -> Selection:
+        """The best tiles: own ones and sinks always, then by score."""
+        batch, heads, num_query_tiles, num_tiles = scores_BKIJ.shape
+        first, last, count = self.budget(num_query_tiles, positions)
+        id_J = jnp.arange(num_tiles, dtype=jnp.int32)
+        seen = (id_J <= (last // self.tile)[..., None]) & (count > 0)[..., None]
+        own = seen & (id_J >= (first // self.tile)[..., None])
+        bits = jax.lax.bitcast_convert_type(jnp.maximum(scores_BKIJ, 0).astype(jnp.float32), jnp.int32)
+        rank = jnp.where(seen[:, None], bits, -1)
+        rank = jnp.where((seen & (id_J < self.sinks))[:, None], ALWAYS - 1, rank)
+        rank = jnp.where(own[:, None], ALWAYS, rank)
+        count = jnp.broadcast_to(count[:, None], (batch, heads, num_query_tiles))
+        most = max(keys for _, keys in self.keys) + spec.query_tile + 2 * self.tile
+        capacity = min(ceil_div(int(most), self.tile) + 1, num_tiles)
+        count = jnp.minimum(count, capacity)
+        nth = jnp.minimum(jnp.arange(1, capacity + 1, dtype=jnp.int32), count[..., None])
+        return Selection(jnp.maximum(find_marks(keep_largest(rank, count), nth), 0), count)
+
+    def budget(self, num_query_tiles: int, positions: Positions) -> tuple[Int32[Array, "B I"], ...]:
+        """First and last position of every query tile, and the tiles that it reads."""
+        row = jnp.arange(num_query_tiles, dtype=jnp.int32) * self.query_tile
+        first = positions.q_start[:, None] + row
+        last = positions.q_start[:, None] + jnp.minimum(row + self.query_tile, positions.q_len[:, None]) - 1
+        own_first, own_last = first // self.tile, last // self.tile
+        middle = (first + last) / 2 + 1  # keys that the query tile's rows see, on average
+        at, keys = (jnp.asarray(column, jnp.float32) for column in zip(*self.keys))
+        others = jnp.round((jnp.interp(middle, at, keys) - (middle - own_first * self.tile)) / self.tile)
+        sinks = jnp.minimum(self.sinks, own_first)
+        others = jnp.clip(others.astype(jnp.int32), sinks, own_first)
+        return first, last, jnp.where(last >= first, others + own_last - own_first + 1, 0)
