@@ -5,8 +5,9 @@ mean over the plan's layers and heads, and spends them by another rule. Its own 
 a sink, count among them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.dispatch import attention
@@ -22,13 +23,20 @@ from tessera.attention.selection import find_marks, keep_largest
 from tessera.eval.trials import Runner
 from tessera.generate import Model
 from tessera.shapes import ceil_div
-from tessera.sparse.baselines import Counted
+from tessera.sparse.baselines import Counted, Dense
 from tessera.sparse.contract import Policy
+from tessera.sparse.estimate import Estimate, estimate_mass
+from tessera.sparse.plan import Plan
+from tessera.sparse.policies import policy_for
 from tessera.sparse.reads import count_read, count_visible, record_reads, shapes_of
 
 ALWAYS = 2**31 - 2
 WHOLE = 0.999
 """Share of the visible keys from which a layer counts as dense."""
+
+CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's dense layers + window"
+LEAST = 128
+"""Keys that a rival reads at least where its budget is a share of the visible ones."""
 
 Knots = tuple[tuple[int, float], ...]
 """(position, keys) between which a budget is interpolated, ascending."""
@@ -108,20 +116,10 @@ def scores_mass(q, k, layer, spec, positions):
     return attention(q, k, k, replace(spec, mass=True), **positions._asdict()).mass
 
 
-def scores_mean(q, k, layer, spec, positions, piece: int | None = None):
-    """The attention probability as if each key of a piece (a tile if None) were the piece's mean."""
-    piece = spec.tile if piece is None else min(piece, spec.tile)
-    k_mean = _pieces(k, piece, positions).mean(2)
-    return _summed(jnp.einsum("btkgh,bpkh->bkgtp", _grouped(q, k), k_mean), q, k, spec, positions, piece)
-
-
-def scores_minmax(q, k, layer, spec, positions):
-    """The attention probability by a bound on each tile's scores, sum_h max(q_h min_h, q_h max_h) (Quest,
-    arXiv 2406.10774), where each row chooses alone; here the rows of a query tile choose together."""
-    pieces, rows = _pieces(k, spec.tile, positions), _grouped(q, k)
-    upper = jnp.einsum("btkgh,bpkh->bkgtp", jnp.maximum(rows, 0), pieces.max(2))
-    lower = jnp.einsum("btkgh,bpkh->bkgtp", jnp.minimum(rows, 0), pieces.min(2))
-    return _summed(upper + lower, q, k, spec, positions, spec.tile)
+def scores_estimate(q, k, layer, spec, positions, summary: str, keys: int | None = None):
+    """The attention probability, estimated from blocks of keys (a tile if None); decode scores key by key."""
+    keys = spec.tile if keys is None else min(keys, spec.tile)
+    return estimate_mass(q, k, spec, positions, Estimate(keys=keys, summary=summary))
 
 
 def _grid(q: Array, k: Array, spec: AttentionSpec) -> tuple[int, int, int, int]:
@@ -129,38 +127,14 @@ def _grid(q: Array, k: Array, spec: AttentionSpec) -> tuple[int, int, int, int]:
     return q.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile), ceil_div(k.shape[1], spec.tile)
 
 
-def _grouped(q: Array, k: Array) -> Float[Array, "B T K G H"]:
-    return q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1])
-
-
-def _pieces(k: Float[Array, "B S K H"], piece: int, positions: Positions) -> Float[Array, "B P piece K H"]:
-    """Keys in pieces; what is past the text, and may hold anything, is 0."""
-    k = jnp.where((jnp.arange(k.shape[1]) < positions.kv_len[:, None])[..., None, None], k, 0)
-    k = jnp.pad(k, ((0, 0), (0, -k.shape[1] % piece), (0, 0), (0, 0)))
-    return k.reshape(k.shape[0], -1, piece, *k.shape[2:])
-
-
-def _summed(z: Float[Array, "B K G T P"], q, k, spec: AttentionSpec, positions: Positions, piece: int) -> Array:
-    """Softmax of each row over the pieces that begin at or before it, summed to [B,K,I,J]."""
-    row = positions.q_start[:, None] + jnp.arange(z.shape[3], dtype=jnp.int32)
-    seen = jnp.arange(z.shape[4], dtype=jnp.int32) * piece <= row[..., None]
-    real = (jnp.arange(z.shape[3]) < positions.q_len[:, None])[:, None, None, :, None]
-    scale = q.shape[-1] ** -0.5 if spec.scale is None else spec.scale
-    p = jnp.where(real, jax.nn.softmax(jnp.where(seen[:, None, None], z * scale, -jnp.inf), axis=-1), 0).sum(2)
-    batch, heads, num_query_tiles, num_tiles = _grid(q, k, spec)
-    rows, keys = num_query_tiles * spec.query_tile - p.shape[2], num_tiles * (spec.tile // piece) - p.shape[3]
-    p = jnp.pad(p, ((0, 0), (0, 0), (0, rows), (0, keys)))
-    return p.reshape(batch, heads, num_query_tiles, spec.query_tile, num_tiles, -1).sum((3, 5))
-
-
 SCORES: Final[Mapping[str, Callable[..., Array]]] = MappingProxyType(
     {
         "newest": scores_newest,
         "random": scores_random,
         "mass": scores_mass,
-        "mean": scores_mean,
-        "mean of 4": lambda *call: scores_mean(*call, piece=4),
-        "min and max": scores_minmax,
+        "mean": partial(scores_estimate, summary="mean"),
+        "mean of 4": partial(scores_estimate, summary="mean", keys=4),
+        "min and max": partial(scores_estimate, summary="minmax"),
     }
 )
 """Rules to choose tiles by: (q, k, layer, spec, positions) -> [B,K,I,J], not negative, more is better."""
@@ -246,3 +220,95 @@ class Matched(Counted):
         sinks = jnp.minimum(self.sinks, own_first)
         others = jnp.clip(others.astype(jnp.int32), sinks, own_first)
         return first, last, jnp.where(last >= first, others + own_last - own_first + 1, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A policy and what a record says of it.
+
+    Attributes:
+        name: word for its family: one line of a picture.
+        title: what sets it apart.
+        policy: the policy; dense below no length.
+        frontier: whether it runs for the pictures of the frontier alone: text and the first kind at all lengths.
+    """
+
+    name: str
+    title: str
+    policy: Policy
+    frontier: bool = False
+
+
+def contenders(
+    model: Model,
+    plan: Plan | None,
+    found: Profile | None,
+    longest: int,
+    *,
+    only: Sequence[str] = (),
+    shares: Sequence[float] = (),
+    scales: Sequence[float] = (),
+) -> Iterator[Contender]:
+    """Dense, control and plan, then the rivals at the plan's keys, then everyone at the frontier's budgets.
+
+    Without a plan the rivals run at the frontier's budgets alone, or at a quarter of the keys.
+
+    Args:
+        plan, found: what is judged, and what it reads.
+        longest: tokens of the longest text.
+        only: titles of the rivals that run at the plan's keys; empty for all.
+        shares: the frontier's budgets, as shares of the visible keys.
+        scales: the plan's at the frontier, as factors of its fraction and minimum.
+    """
+    yield Contender(name="dense", title="dense", policy=Dense())
+    query_tile = 32 if plan is None else plan.query_tile
+    if plan is not None:
+        yield Contender(name="control", title=CONTROL, policy=control_of(plan, found, longest))
+        yield Contender(name="plan", title=PLAN, policy=plan_policy(model, plan))
+        near = Matched(
+            scores="newest", keys=found.sparse_keys, dense=found.dense, tile=plan.tile, query_tile=query_tile
+        )
+        rivals = [Contender(name=NEAR, title=NEAR, policy=near), *rules(found.keys, query_tile)]
+        yield from (rival for rival in rivals if not only or rival.title in only)
+    for share in shares or (() if plan else (0.25,)):
+        for rival in rules(flat(share, LEAST, longest), query_tile):
+            yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", frontier=bool(shares))
+    for scale in scales if plan is not None else ():
+        scaled = replace(plan, fraction=min(plan.fraction * scale, 1.0), minimum=max(int(plan.minimum * scale), 1))
+        title = f"{PLAN}, budget x {scale:g}"
+        yield Contender(name="plan", title=title, policy=plan_policy(model, scaled), frontier=True)
+
+
+def control_of(plan: Plan, found: Profile, longest: int) -> Matched:
+    """The plan without its choice: its dense layers, and in the others own tiles, local tiles and sinks."""
+    keys = plan.local + plan.sinks + (plan.query_tile + 1) / 2  # of its own tiles a row sees half
+    return Matched(
+        scores="newest",
+        keys=((0, keys), (longest, keys)),
+        dense=found.dense,
+        tile=plan.tile,
+        query_tile=plan.query_tile,
+        sinks=ceil_div(plan.sinks, plan.tile),
+    )
+
+
+def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
+    """Every rule of choosing at one budget."""
+    for name, scores, tile in (
+        ("window + sink", "newest", 16),
+        ("own choice, tile 1", "mass", 1),
+        ("own choice, tile 16", "mass", 16),
+        ("own choice, tile 32", "mass", 32),
+        ("own choice, tile 64", "mass", 64),
+        ("mean keys of 4", "mean of 4", 16),
+        ("mean keys", "mean", 16),
+        ("min and max", "min and max", 16),
+        ("random tiles", "random", 16),
+    ):
+        policy = Matched(scores=scores, keys=keys, tile=tile, query_tile=query_tile, sinks=ceil_div(16, tile))
+        yield Contender(name=name, title=name, policy=policy)
+
+
+def plan_policy(model: Model, plan: Plan) -> Policy:
+    """The plan's policy at every length, its cross-over left aside."""
+    return policy_for("kascade", model.config, replace(plan, crossover_tokens=0))

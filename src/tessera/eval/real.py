@@ -5,8 +5,9 @@
 
 All policies run the same texts and answer the same questions, so every comparison is paired; a record holds each
 question's outcome. Rivals read as many keys as the plan at every position (`tessera.eval.contenders`). The control
-keeps the plan's dense layers and has all others read their own tiles alone: where it does as well as the plan, a task
-says nothing about the choice of keys, and the record says so.
+keeps the plan's dense layers and has all others read what the plan reads without choosing: own tiles, and local tiles
+and sinks if it has any. Where it does as well as the plan, a task says nothing about the choice of keys, and the record
+says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 
 from tessera import evidence
 from tessera.eval import paired, probes, texts
-from tessera.eval.contenders import Knots, Matched, Profile, flat, profile
+from tessera.eval.contenders import CONTROL, Contender, contenders, plan_policy, profile
 from tessera.eval.trials import ROWS, Runner, run_trials
 from tessera.evidence import How, Record, What
 from tessera.generate import Model
@@ -29,13 +30,9 @@ from tessera.models.decoder import logits
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
-from tessera.sparse.policies import policy_for
 
 BLOCK = 256
 """Tokens of a text whose divergence is one sample: neighbours share their context, so an interval redraws blocks."""
-CONTROL, PLAN, NEAR = "control: own tiles", "the plan", "the plan's dense layers + window"
-LEAST = 128
-"""Keys that a rival reads at least where its budget is a share of the visible ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,78 +78,6 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
     }
 )
 """Sizes by the suite's name."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """A policy and what a record says of it.
-
-    Attributes:
-        name: word for its family: one line of a picture.
-        title: what sets it apart.
-        policy: the policy; dense below no length.
-        frontier: whether it runs for the pictures of the frontier alone: text and the first kind at all lengths.
-    """
-
-    name: str
-    title: str
-    policy: Policy
-    frontier: bool = False
-
-
-def contenders(model: Model, plan: Plan | None, found: Profile | None, sizes: Sizes) -> Iterator[Contender]:
-    """Dense, control and plan, then the rivals at the plan's keys, then everyone at the frontier's budgets.
-
-    Without a plan the rivals run at the frontier's budgets alone, or at a quarter of the keys.
-    """
-    longest = sizes.lengths[-1]
-    yield Contender(name="dense", title="dense", policy=Dense())
-    shares = sizes.shares or (() if plan else (0.25,))
-    if plan is not None:
-        own = {"tile": plan.tile, "query_tile": plan.query_tile}
-        nothing: Knots = ((0, 0.0), (longest, 0.0))
-        control = Matched(scores="newest", keys=nothing, dense=found.dense, sinks=0, **own)
-        yield Contender(name="control", title=CONTROL, policy=control)
-        yield Contender(name="plan", title=PLAN, policy=plan_policy(model, plan))
-        near = Matched(scores="newest", keys=found.sparse_keys, dense=found.dense, **own)
-        rivals = [
-            Contender(
-                name="dense layers + window", title="the plan's dense layers, a window in the others", policy=near
-            )
-        ]
-        rivals += list(rules(found.keys, plan.query_tile, ""))
-        yield from (rival for rival in rivals if not sizes.rivals or rival.title in sizes.rivals)
-    query_tile = 32 if plan is None else plan.query_tile
-    for share in shares:
-        for rival in rules(flat(share, LEAST, longest), query_tile, f", {share:.0%} of keys"):
-            yield replace(rival, frontier=bool(sizes.shares))
-    for scale in sizes.scales if plan is not None else ():
-        scaled = replace(plan, fraction=min(plan.fraction * scale, 1.0), minimum=max(int(plan.minimum * scale), 1))
-        yield Contender(
-            name="plan", title=f"{PLAN}, budget x {scale:g}", policy=plan_policy(model, scaled), frontier=True
-        )
-
-
-def rules(keys: Knots, query_tile: int, suffix: str) -> Iterator[Contender]:
-    """Every rule of choosing at one budget."""
-    for name, scores, tile in (
-        ("window + sink", "newest", 16),
-        ("own choice, tile 1", "mass", 1),
-        ("own choice, tile 16", "mass", 16),
-        ("own choice, tile 32", "mass", 32),
-        ("own choice, tile 64", "mass", 64),
-        ("mean keys of 4", "mean of 4", 16),
-        ("mean keys", "mean", 16),
-        ("min and max", "min and max", 16),
-        ("random tiles", "random", 16),
-    ):
-        policy = Matched(scores=scores, keys=keys, tile=tile, query_tile=query_tile, sinks=-(-16 // tile))
-        yield Contender(name=name, title=name + suffix, policy=policy)
-
-
-def plan_policy(model: Model, plan: Plan) -> Policy:
-    """The plan's policy at every length, its cross-over left aside."""
-    return policy_for("kascade", model.config, replace(plan, crossover_tokens=0))
 
 
 @dataclass(kw_only=True)
@@ -390,7 +315,8 @@ def run(
         longest = next(iter(material.windows.values()))[0]
         found = profile(model, plan_policy(model, plan), longest)
     announce = Announcer()
-    for contender in contenders(model, plan, found, sizes):
+    budgets = {"only": sizes.rivals, "shares": sizes.shares, "scales": sizes.scales}
+    for contender in contenders(model, plan, found, sizes.lengths[-1], **budgets):
         for job in jobs(model, contender, material, sizes, ledger):
             announce(job)
     return 0
