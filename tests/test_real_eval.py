@@ -3,6 +3,7 @@
 import dataclasses
 from types import MappingProxyType
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -396,3 +397,20 @@ def test_what_cannot_run_is_refused(model):
         real.run(short, None)
     with pytest.raises(ValueError, match="has no tokenizer"):
         real.run(dataclasses.replace(model, tokenizer=None), None)
+
+
+def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
+    """Numbers that no window of a quarter of the keys holds; layers under scan, which compile in seconds."""
+    model = generate.load(smollm2)
+    stacked = dataclasses.replace(model.params, layers=jax.tree.map(lambda *x: jnp.stack(x), *model.params.layers))
+    model = dataclasses.replace(model, params=stacked)
+    filler = probes.Filler.of(model.tokenizer, texts.reference())
+    document = probes.make_document("single", filler, LENGTH, (0,))
+    window = Matched(scores="newest", keys=contenders.flat(0.25, 128, LENGTH))
+    found = {}
+    for policy in (Dense(), window):
+        [answers] = run_trials(model, policy, [document])
+        found[policy.name] = [outcome.found for outcome in answers.outcomes]
+        assert np.mean(answers.density) == pytest.approx(1.0 if policy == Dense() else 0.34, abs=0.02)
+    assert sum(found["dense"]) >= 5
+    assert sum(found["matched"]) <= sum(found["dense"]) - 3

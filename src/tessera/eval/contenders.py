@@ -272,6 +272,8 @@ def contenders(
         yield from (rival for rival in rivals if not only or rival.title in only)
     for share in shares or (() if plan else (0.25,)):
         for rival in rules(flat(share, LEAST, longest), query_tile):
+            if only and rival.name not in only:
+                continue
             yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", frontier=bool(shares))
     for scale in scales if plan is not None else ():
         scaled = replace(plan, fraction=min(plan.fraction * scale, 1.0), minimum=max(int(plan.minimum * scale), 1))

@@ -16,23 +16,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tessera import evidence
 from tessera.eval import paired, probes, texts
+from tessera.eval.closeness import BLOCK, Pass, closeness, run_text
 from tessera.eval.contenders import CONTROL, Contender, contenders, plan_policy, profile
-from tessera.eval.trials import ROWS, Runner, run_trials
+from tessera.eval.trials import ROWS, run_trials
 from tessera.evidence import How, Record, What
 from tessera.generate import Model
-from tessera.models.decoder import logits
 from tessera.sparse.baselines import Dense
-from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
-
-BLOCK = 256
-"""Tokens of a text whose divergence is one sample: neighbours share their context, so an interval redraws blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +83,19 @@ class Ledger:
     Attributes:
         path: where records go, one by one.
         command: repeats the run.
+        dtype: the weights'.
         done: by (op, kernel, workload).
     """
 
     path: Path
     command: str
+    dtype: str
     done: dict[tuple[str, str, str], Record] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, command: str, resume: bool) -> "Ledger":
+    def open(cls, path: Path, command: str, dtype: str, resume: bool) -> "Ledger":
         """An empty one, or, to resume, what the file holds of this command and this very commit."""
-        ledger, code = cls(path=path, command=command), evidence.code()
+        ledger, code = cls(path=path, command=command, dtype=dtype), evidence.code()
         if resume and path.exists() and code.commit is not None and not code.dirty:
             records = [r for r in evidence.read(path) if (r.code, r.command, r.error) == (code, command, None)]
             ledger.done = {(r.what.op, r.what.kernel, r.what.workload): r for r in records}
@@ -110,7 +108,7 @@ class Ledger:
             op=op,
             kernel=contender.name,
             workload=f"{question}: {contender.title}",
-            dtype="float32",
+            dtype=self.dtype,
             config=asdict(policy),
             title=f"{question}, {contender.title}",
         )
@@ -124,34 +122,42 @@ class Ledger:
         return self.done.get((op, contender.name, f"{question}: {contender.title}"))
 
 
+@dataclass(kw_only=True)
+class Material:
+    """What all contenders are asked, and what dense makes of the texts, run when it is first needed.
+
+    Attributes:
+        windows: pieces of text by domain.
+        filler: what facts are hidden in.
+        held: `run_text` of each domain's windows under dense.
+    """
+
+    windows: Mapping[str, Sequence[np.ndarray]]
+    filler: probes.Filler
+    held: dict[str, list[Pass]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: Model, sizes: Sizes, text: str | None) -> "Material":
+        """Windows of the three domains, or of the text given instead."""
+        domains = {"text": text} if text is not None else {name: get() for name, get in texts.DOMAINS.items()}
+        windows = {}
+        for name, body in domains.items():
+            ids = np.asarray(model.tokenizer.encode(body, add_special=False, parse_special=False), np.int32)
+            windows[name] = texts.windows_of(ids, sizes.windows, sizes.lengths[-1])
+        return cls(windows=windows, filler=probes.Filler.of(model.tokenizer, domains.get("reference", text)))
+
+    def dense(self, model: Model, domain: str) -> list[Pass]:
+        """What dense makes of a domain's windows."""
+        if domain not in self.held:
+            self.held[domain] = [run_text(model, Dense(), window) for window in self.windows[domain]]
+        return self.held[domain]
+
+    def documents(self, kind: str, length: int, sizes: Sizes) -> list[probes.Document]:
+        """The documents of one kind and length: the same for every contender."""
+        return [probes.make_document(kind, self.filler, length, (length, i)) for i in range(sizes.documents[kind])]
+
+
 # --- closeness to dense on text
-
-
-@jax.jit
-def compare_rows(params, dense, ours, targets):
-    """KL(dense || ours), both losses and equal best guesses of rows: [4, rows]."""
-    pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, ours)]
-    kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
-    losses = [-jnp.take_along_axis(x, targets[:, None], -1)[:, 0] for x in pair]
-    return jnp.stack([kl, *losses, (pair[0].argmax(-1) == pair[1].argmax(-1)).astype(jnp.float32)])
-
-
-def hidden_of(model: Model, policy: Policy, window: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The last layer's output on a text, [tokens, D], and the keys read and visible per ROWS tokens, [2, chunks, L]."""
-    runner = Runner(model, policy, len(window))
-    hidden = np.concatenate([np.asarray(part) for _, part in runner.fill(window)])
-    counts = np.stack([[np.asarray(reads[i], float)[:, 0] for reads in runner.pending] for i in (0, 1)])
-    return hidden[: len(window)], counts
-
-
-def closeness(model: Model, dense: np.ndarray, ours: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """Means of KL, dense's loss, ours and equal best guesses per BLOCK tokens, [blocks, 4]; the last predicts none."""
-    targets, blocks = np.append(window[1:], 0), []
-    for start in range(0, len(window), BLOCK):
-        part = slice(start, start + BLOCK)
-        rows = np.asarray(compare_rows(model.params, dense[part], ours[part], targets[part]), float)
-        blocks.append(rows[:, : len(window) - 1 - start].mean(1))
-    return np.array(blocks)
 
 
 def ranges(sizes: Sizes) -> list[tuple[int, int]]:
@@ -160,15 +166,14 @@ def ranges(sizes: Sizes) -> list[tuple[int, int]]:
 
 
 def judge_text(
-    model: Model, contender: Contender, domain: str, windows: Sequence[np.ndarray], dense: Sequence[np.ndarray],
-    sizes: Sizes, ledger: Ledger,
-) -> list[Record]:  # fmt: skip
+    model: Model, contender: Contender, domain: str, material: Material, sizes: Sizes, ledger: Ledger
+) -> list[Record]:
     """One record per range of positions: KL to dense, loss, agreement and keys read on one domain's windows."""
-    blocks, counts = [], []
-    for window, reference in zip(windows, dense, strict=True):
-        ours, count = hidden_of(model, contender.policy, window)
-        blocks.append(closeness(model, reference, ours, window))
-        counts.append(count)
+    blocks, counts, windows = [], [], material.windows[domain]
+    for window, dense in zip(windows, material.dense(model, domain), strict=True):
+        ours = dense if contender.name == "dense" else run_text(model, contender.policy, window)
+        blocks.append(closeness(model, dense.hidden, ours.hidden, window))
+        counts.append(ours.counts)
     blocks, counts = np.array(blocks), np.array(counts)  # [windows, blocks, 4], [windows, 2, chunks, L]
     records = []
     for low, high in ranges(sizes):
@@ -245,45 +250,21 @@ def judge_trials(
 # --- the suite
 
 
-@dataclass(frozen=True, kw_only=True)
-class Material:
-    """What all contenders are asked, and dense's hidden states on the texts."""
-
-    windows: Mapping[str, Sequence[np.ndarray]]
-    dense: Mapping[str, Sequence[np.ndarray]]
-    filler: probes.Filler
-
-    def documents(self, kind: str, length: int, sizes: Sizes) -> list[probes.Document]:
-        """The documents of one kind and length: the same for every contender."""
-        return [probes.make_document(kind, self.filler, length, (length, i)) for i in range(sizes.documents[kind])]
-
-
-def prepare(model: Model, sizes: Sizes, text: str | None) -> Material:
-    """Cut the texts into windows and run them dense; the text given, if any, replaces the three domains."""
-    domains = {"text": text} if text is not None else {name: get() for name, get in texts.DOMAINS.items()}
-    longest, windows, dense = sizes.lengths[-1], {}, {}
-    for name, body in domains.items():
-        ids = np.asarray(model.tokenizer.encode(body, add_special=False, parse_special=False), np.int32)
-        windows[name] = texts.windows_of(ids, sizes.windows, longest)
-        dense[name] = [hidden_of(model, Dense(), window)[0] for window in windows[name]]
-    filler = probes.Filler.of(model.tokenizer, domains.get("reference", text))
-    return Material(windows=windows, dense=dense, filler=filler)
-
-
 def jobs(model: Model, contender: Contender, material: Material, sizes: Sizes, ledger: Ledger) -> Iterator[Callable]:
     """What is left to ask of a contender, in order."""
     longest = sizes.lengths[-1]
-    for domain, windows in material.windows.items():
+    for domain in material.windows:
         questions = [f"{domain}, tokens {low:,} to {high:,}" for low, high in ranges(sizes)]
         if not all(ledger.get("eval real text", contender, question) for question in questions):
-            yield lambda d=domain, w=windows: judge_text(model, contender, d, w, material.dense[d], sizes, ledger)
+            yield lambda d=domain: judge_text(model, contender, d, material, sizes, ledger)
     for kind in sizes.documents:
         first = kind == next(iter(sizes.documents))
         for length in sizes.lengths:
             wanted = first or (length in sizes.others and not contender.frontier)
             if wanted and not ledger.get("eval real task", contender, f"{kind} at {length}"):
-                asked = material.documents(kind, length, sizes)
-                yield lambda a=asked: [judge_trials(model, contender, a, longest, ledger)]
+                yield lambda k=kind, n=length: [
+                    judge_trials(model, contender, material.documents(k, n, sizes), longest, ledger)
+                ]
 
 
 def run(
@@ -309,16 +290,15 @@ def run(
         raise ValueError(f"{model.source} has no tokenizer: the suite asks in text")
     sizes = fitting(SUITES[suite], model.config.max_positions)
     out = Path("evidence") / f"real-{evidence.device_slug()}.jsonl" if out is None else Path(out)
-    ledger, material = Ledger.open(out, command, resume), prepare(model, sizes, text)
+    ledger = Ledger.open(out, command, str(model.params.embed.dtype), resume)
+    material = Material.of(model, sizes, text)
     found = None
     if plan is not None:
         longest = next(iter(material.windows.values()))[0]
         found = profile(model, plan_policy(model, plan), longest)
-    announce = Announcer()
     budgets = {"only": sizes.rivals, "shares": sizes.shares, "scales": sizes.scales}
-    for contender in contenders(model, plan, found, sizes.lengths[-1], **budgets):
-        for job in jobs(model, contender, material, sizes, ledger):
-            announce(job)
+    entries = contenders(model, plan, found, sizes.lengths[-1], **budgets)
+    announce([job for contender in entries for job in jobs(model, contender, material, sizes, ledger)])
     return 0
 
 
@@ -334,25 +314,20 @@ def fitting(sizes: Sizes, context: int) -> Sizes:
     return replace(sizes, lengths=lengths, others=tuple(n for n in sizes.others if n <= context))
 
 
-class Announcer:
-    """Runs a job and says on standard error what came of it."""
+def announce(work: Sequence[Callable[[], Sequence[Record]]]) -> None:
+    """Run jobs one by one, with a bar on standard error, and say what came of each."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        for job in bar.track(work, description="judging"):
+            for record in job():
+                bar.console.print(line_of(record))
 
-    def __init__(self):
-        from rich.console import Console
 
-        self.console = Console(stderr=True, highlight=False)
-
-    def __call__(self, job: Callable[[], Sequence[Record]]) -> None:
-        from time import perf_counter
-
-        started_s = perf_counter()
-        with self.console.status("running"):
-            records = job()
-        for record in records:
-            facts, density = record.facts, record.mean_density
-            shown = facts.get("kept") if record.unit == "fraction" else None
-            value = facts["mean"] if shown is None and "mean" in facts else record.median
-            line = f"{record.what.workload}: {value:.4g} {record.unit} ({facts['low']:.3g} to {facts['high']:.3g})"
-            line += "" if shown is None else f", keeps {shown:.0%} of dense's {facts['of_dense']}"
-            self.console.print(line + ("" if density is None else f", {density:.1%} of keys"))
-        self.console.print(f"    {perf_counter() - started_s:.0f} s")
+def line_of(record: Record) -> str:
+    """A record in words: a text's divergence, or what a policy kept of dense's answers."""
+    facts = record.facts
+    interval = f"({facts['low']:.3g} to {facts['high']:.3g})"
+    said = f"{record.what.workload}: {facts.get('mean', record.median):.4g} {record.unit} {interval}"
+    said += f", keeps {facts['kept']:.0%} of dense's {facts['of_dense']}" if facts.get("kept") is not None else ""
+    return said + f", {record.mean_density:.1%} of keys"
