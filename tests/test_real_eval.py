@@ -10,7 +10,7 @@ import pytest
 from tiny import CONFIG, PLAN, save_tiny
 
 from tessera import evidence, generate, report_real, report_real_pictures
-from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionSpec, Positions
 from tessera.eval import contenders, paired, probes, real, texts
 from tessera.eval.contenders import Matched
 from tessera.eval.trials import Runner, run_trials
@@ -162,12 +162,10 @@ def test_a_query_tile_that_a_question_cannot_start_at_is_refused(model):
 # --- rivals
 
 
-def select(policy, scores, position, rows=1, keys=512):
+def select(policy, scores, position, rows=1, head=0, whole=None):
     positions = Positions(*(np.array([n], np.int32) for n in (position, position + rows, rows)))
-    shapes = Shapes(1, rows, keys, 2, 2, 16, None, "float32")
-    spec = AttentionSpec(tile=policy.tile, query_tile=policy.query_tile)
-    found = policy.select(jnp.asarray(scores, jnp.float32), spec, positions, shapes)
-    return found.tiles[0, 0, 0, : found.count[0, 0, 0]].tolist()
+    found = policy.select(jnp.asarray(scores, jnp.float32), positions, whole)
+    return found.tiles[0, head, 0, : found.count[0, head, 0]].tolist()
 
 
 def test_a_budget_buys_the_best_tiles():
@@ -184,6 +182,9 @@ def test_a_budget_buys_the_best_tiles():
     assert select(dataclasses.replace(policy, sinks=0), scores, 320, rows=16) == [5, 9, 11, 20]
     none = dataclasses.replace(policy, keys=((0, 0.0), (512, 0.0)), sinks=0)
     assert select(none, scores, 320, rows=16) == [20]
+    whole = jnp.array([False, True])
+    assert select(policy, scores, 320, rows=16, whole=whole) == [0, 9, 11, 20]
+    assert select(policy, scores, 320, rows=16, head=1, whole=whole) == [*range(21)]
 
 
 def test_the_newest_tiles_are_a_window():
@@ -216,38 +217,41 @@ def test_with_all_keys_every_rule_is_dense(model, scores):
     assert runner.density() == (1.0, 1.0, 1.0)
 
 
-def test_rivals_read_as_many_keys_as_the_plan(model):
-    plan = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), fraction=0.15, minimum=64)
+def by_chunk(model, policy, tokens):
+    """Keys read over keys visible, all layers and heads, per chunk."""
+    runner = Runner(model, policy, len(tokens))
+    for _ in runner.fill(tokens):
+        pass
+    read, visible = (np.array([np.asarray(reads[i], float).sum() for reads in runner.pending]) for i in (0, 1))
+    return read / visible
+
+
+@pytest.mark.parametrize("budgets", [(), ((1.0, 1.0), (1.0, 0.1), (0.2, 0.3))], ids=["fraction", "per head"])
+def test_rivals_read_as_many_keys_as_the_plan(model, budgets):
+    plan = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), fraction=0.15, minimum=64, budgets=budgets)
     tokens = np.random.default_rng(3).integers(32, 127, 2048).astype(np.int32)
-    found = contenders.profile(model, contenders.plan_policy(model, plan), tokens)
-    assert found.dense == plan.anchors
+    keys = contenders.profile(model, contenders.plan_policy(model, plan), tokens)
     shares = {}
-    for contender in contenders.contenders(model, plan, found, 2048):
-        if contender.title in ("the plan", "window + sink", "own choice, tile 16", "random tiles", contenders.NEAR):
-            runner = Runner(model, contender.policy, 2048)
-            for _ in runner.fill(tokens):
-                pass
-            counts = np.array([[np.asarray(r[i])[:, 0] for r in runner.pending] for i in (0, 1)], float).sum(-1)
-            shares[contender.title] = counts[0] / counts[1]
-    assert len(shares) == 5
-    for title, by_chunk in shares.items():
-        np.testing.assert_allclose(by_chunk[1:], shares["the plan"][1:], atol=0.01, err_msg=title)
-        np.testing.assert_allclose(by_chunk[0], shares["the plan"][0], atol=0.06, err_msg=title)
+    for contender in contenders.contenders(model, plan, keys, 2048):
+        if contender.title in ("the plan", "window + sink", "random tiles", contenders.NEAR):
+            shares[contender.title] = by_chunk(model, contender.policy, tokens)
+    assert len(shares) == 4
+    for title, share in shares.items():
+        np.testing.assert_allclose(share[1:], shares["the plan"][1:], atol=0.01, err_msg=title)
+        np.testing.assert_allclose(share[0], shares["the plan"][0], atol=0.06, err_msg=title)
 
 
-def test_the_control_keeps_dense_layers_and_chooses_nothing(model):
-    plan = Plan.load(f"{model.source}/plan.json")
-    tokens = np.random.default_rng(3).integers(32, 127, 1024).astype(np.int32)
-    found = contenders.profile(model, contenders.plan_policy(model, plan), tokens)
-    policy = contenders.control_of(plan, found, 2048)
-    runner = Runner(model, policy, 1024)
-    runner.run(tokens[:512], 0, 512)
-    read, visible = (np.asarray(count)[:, 0] for count in runner.pending[0])
-    assert read[0] == visible[0]
-    sinks, local = -(-plan.sinks // plan.tile) * plan.tile, plan.local
+def test_the_control_reads_what_the_plan_reads_without_choosing(model):
+    plan = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), local=32, sinks=16)
     rows = np.arange(512)
-    own = rows % plan.query_tile + 1 + np.minimum(rows // plan.query_tile * plan.query_tile, sinks + local)
-    np.testing.assert_allclose(read[1:], CONFIG.num_kv_heads * own.sum(), rtol=0.02)
+    own = rows % plan.query_tile + 1 + np.minimum(rows // plan.query_tile * plan.query_tile, 32 + 16)
+    for budgets in ((), ((1.0, 1.0), (1.0, 0.1), (0.2, 0.3))):
+        control = contenders.without_choice(dataclasses.replace(plan, budgets=budgets))
+        runner = Runner(model, contenders.plan_policy(model, control), 512)
+        runner.run(rows + 32, 0, 512)
+        read, visible = (np.asarray(count)[:, 0] for count in runner.pending[0])
+        head, all_keys = own.sum(), visible[0] / CONFIG.num_kv_heads
+        np.testing.assert_allclose(read, [2 * all_keys, head + (all_keys if budgets else head), 2 * head])
 
 
 # --- statistics

@@ -105,7 +105,7 @@ def row(record: Record) -> dict[str, Any]:
 
 
 def write(folder: Path, out: Path) -> int:
-    """Render the records under a folder to a file, and the real model's pictures beside it; the number of records.
+    """Render the records under a folder to a file, and the real model's pictures next to it; the number of records.
 
     Raises:
         ValueError: the folder holds none, or one that cannot be traced.

@@ -9,7 +9,7 @@ TEXT, TASK = "eval real text", "eval real task"
 COLUMNS = (
     "the plan",
     "control: nothing far",
-    "the plan's dense layers + window",
+    "the plan's whole heads + window",
     "window + sink",
     "own choice, tile 16",
     "mean keys of 4",
@@ -22,11 +22,11 @@ UNTOLD = " (says nothing about the choice of keys)"
 
 
 def answered(records: Iterable[Record], op: str) -> list[Record]:
-    """The records of one machine and one form of the suite: of those with most answers, the latest."""
-    groups: dict[tuple[str, str], list[Record]] = {}
+    """The records of one run, which is of one commit: of those with most answers, the latest."""
+    groups: dict[tuple[str | None, ...], list[Record]] = {}
     for record in records:
         if record.what.op == op and not record.error:
-            groups.setdefault((record.where.machine, series(record)), []).append(record)
+            groups.setdefault((record.where.machine, series(record), record.code.commit), []).append(record)
     return max(groups.values(), key=lambda own: (len(own), max(r.date for r in own)), default=[])
 
 

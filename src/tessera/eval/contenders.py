@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import find_marks, keep_largest
 from tessera.eval.trials import Runner
@@ -31,10 +31,11 @@ from tessera.sparse.policies import policy_for
 from tessera.sparse.reads import count_read, count_visible, record_reads, shapes_of
 
 ALWAYS = 2**31 - 2
-WHOLE = 0.999
-"""Share of the visible keys from which a layer counts as dense."""
+"""Rank of own tiles: `keep_largest` adds one to it."""
 
-CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's dense layers + window"
+CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
+FRONTIER = ("window + sink", "own choice, tile 16", "mean keys of 4", "random tiles")
+"""Rules that run at the frontier's budgets."""
 LEAST = 128
 """Keys that a rival reads at least where its budget is a share of the visible ones."""
 
@@ -42,42 +43,30 @@ Knots = tuple[tuple[int, float], ...]
 """(position, keys) between which a budget is interpolated, ascending."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profile:
-    """What a policy reads by position.
-
-    Attributes:
-        keys: mean over all layers and KV heads.
-        sparse_keys: mean over the layers that leave keys out; `keys` if all do.
-        dense: the layers that read every key.
-    """
-
-    keys: Knots
-    sparse_keys: Knots
-    dense: tuple[int, ...]
-
-
-def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Profile:
-    """Run a text under a policy and see how many keys its rows read, chunk by chunk."""
+def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
+    """Run a text under a policy and see how many keys its rows read, chunk by chunk: mean over layers and KV heads."""
     runner = Runner(model, policy, len(tokens))
     starts = [start for start, _ in runner.fill(tokens)]
-    read, visible = (np.stack([np.asarray(r[i], float)[:, 0] for r in runner.pending]) for i in (0, 1))  # [chunks, L]
-    dense = read.sum(0) >= WHOLE * visible.sum(0)
     ends = [*starts[1:], len(tokens)]
-    rows = np.array([end - start for start, end in zip(starts, ends)])
+    read = np.array([np.asarray(reads.read, float).sum() for reads in runner.pending])
+    heads = model.config.num_layers * model.config.num_kv_heads
+    keys = read / heads / [end - start for start, end in zip(starts, ends)]
     middles = [(start + end) // 2 for start, end in zip(starts, ends)]
+    slope = (keys[-1] - keys[-2]) / (middles[-1] - middles[-2]) if len(keys) > 1 else 1.0
+    last = (len(tokens), round(float(keys[-1] + slope * (len(tokens) - middles[-1])), 1))
+    return ((0, 1.0), *((m, round(float(k), 1)) for m, k in zip(middles, keys)), last)
 
-    def knots(layers: np.ndarray) -> Knots:
-        share = read[:, layers].sum(1) / visible[:, layers].sum(1)
-        keys = share * visible[:, 0] / rows / model.config.num_kv_heads
-        slope = (keys[-1] - keys[-2]) / (middles[-1] - middles[-2]) if len(keys) > 1 else share[-1]
-        last = (len(tokens), float(keys[-1] + slope * (len(tokens) - middles[-1])))
-        return ((0, 1.0), *((int(m), round(float(k), 1)) for m, k in zip(middles, keys)), last)
 
-    sparse = ~dense if not dense.all() else dense
-    return Profile(
-        keys=knots(np.ones_like(dense)), sparse_keys=knots(sparse), dense=tuple(np.flatnonzero(dense).tolist())
-    )
+def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
+    """Per layer and KV head, whether the plan has it read every key."""
+    budgets = plan.budgets or ((plan.fraction,) * plan.num_kv_heads,) * plan.num_layers
+    return tuple(tuple(layer in plan.anchors or budget >= 1 for budget in row) for layer, row in enumerate(budgets))
+
+
+def left_for_others(keys: Knots, whole: Sequence[Sequence[bool]]) -> Knots:
+    """The budget of the heads that are not whole, if those that are read every key and all together read `keys`."""
+    share = np.mean(whole)
+    return keys if share == 1 else tuple((at, round((k - share * (at + 1)) / (1 - share), 1)) for at, k in keys)
 
 
 def flat(share: float, minimum: int, longest: int) -> Knots:
@@ -147,14 +136,14 @@ class Matched(Counted):
     Attributes:
         scores: a rule of SCORES.
         keys: the budget; own tiles are read even if they are more.
-        dense: layers that read every key and spend nothing of it.
+        whole: [L][K], the heads that read every key and spend nothing of it; empty for none.
         tile, query_tile: as in Kascade.
         sinks: first tiles that are read always.
     """
 
     scores: str
     keys: Knots
-    dense: tuple[int, ...] = ()
+    whole: tuple[tuple[bool, ...], ...] = ()
     tile: int = 16
     query_tile: int = 32
     sinks: int = 1
@@ -179,20 +168,23 @@ class Matched(Counted):
             return attention(q, k, v, spec, **where).out, visible
 
         def sparse(q, k, v):
-            selection = self.select(SCORES[self.scores](q, k, layer, spec, positions), spec, positions, shapes)
+            scores = SCORES[self.scores](q, k, layer, spec, positions)
+            selection = self.select(scores, positions, jnp.asarray(self.whole)[layer] if self.whole else None)
             out = attention(q, k, v, spec, **where, selection=selection).out
             return out, count_read(selection, spec, positions, shapes)
 
+        full = [all(row) for row in self.whole]
         if isinstance(layer, int):
-            out, read = (dense if layer in self.dense else sparse)(q, k, v)
+            out, read = (dense if full and full[layer] else sparse)(q, k, v)
+        elif any(full):
+            out, read = jax.lax.cond(jnp.asarray(full)[layer], dense, sparse, q, k, v)
         else:
-            is_dense = jnp.isin(layer, jnp.asarray(self.dense, jnp.int32))
-            out, read = jax.lax.cond(is_dense, dense, sparse, q, k, v)
+            out, read = sparse(q, k, v)
         return out, record_reads(state, layer, read, visible)
 
-    def select(self, scores_BKIJ: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes) -> Selection:
-        """The best tiles: own ones and sinks always, then by score."""
-        batch, heads, num_query_tiles, num_tiles = scores_BKIJ.shape
+    def select(self, scores_BKIJ: Array, positions: Positions, whole_K: Bool[Array, " K"] | None = None) -> Selection:
+        """The best tiles: own ones and sinks always, then by score; every visible one for heads that are whole."""
+        num_query_tiles, num_tiles = scores_BKIJ.shape[2:]
         first, last, count = self.budget(num_query_tiles, positions)
         id_J = jnp.arange(num_tiles, dtype=jnp.int32)
         seen = (id_J <= (last // self.tile)[..., None]) & (count > 0)[..., None]
@@ -201,9 +193,12 @@ class Matched(Counted):
         rank = jnp.where(seen[:, None], bits, -1)
         rank = jnp.where((seen & (id_J < self.sinks))[:, None], ALWAYS - 1, rank)
         rank = jnp.where(own[:, None], ALWAYS, rank)
-        count = jnp.broadcast_to(count[:, None], (batch, heads, num_query_tiles))
-        most = max(keys for _, keys in self.keys) + spec.query_tile + 2 * self.tile
+        most = max(keys for _, keys in self.keys) + self.query_tile + 2 * self.tile
         capacity = min(ceil_div(int(most), self.tile) + 1, num_tiles)
+        count = jnp.broadcast_to(count[:, None], rank.shape[:3])
+        if whole_K is not None:
+            count = jnp.where(whole_K[:, None], seen.sum(-1)[:, None], count)
+            capacity = num_tiles
         count = jnp.minimum(count, capacity)
         nth = jnp.minimum(jnp.arange(1, capacity + 1, dtype=jnp.int32), count[..., None])
         return Selection(jnp.maximum(find_marks(keep_largest(rank, count), nth), 0), count)
@@ -228,7 +223,7 @@ class Contender:
 
     Attributes:
         name: word for its family: one line of a picture.
-        title: what sets it apart.
+        title: what it is, unlike any other.
         policy: the policy; dense below no length.
         frontier: whether it runs for the pictures of the frontier alone: text and the first kind at all lengths.
     """
@@ -242,7 +237,7 @@ class Contender:
 def contenders(
     model: Model,
     plan: Plan | None,
-    found: Profile | None,
+    keys: Knots,
     longest: int,
     *,
     only: Sequence[str] = (),
@@ -254,7 +249,8 @@ def contenders(
     Without a plan the rivals run at the frontier's budgets alone, or at a quarter of the keys.
 
     Args:
-        plan, found: what is judged, and what it reads.
+        plan: what is judged.
+        keys: what it reads, see `profile`; empty without a plan.
         longest: tokens of the longest text.
         only: titles of the rivals that run at the plan's keys; empty for all.
         shares: the frontier's budgets, as shares of the visible keys.
@@ -263,35 +259,28 @@ def contenders(
     yield Contender(name="dense", title="dense", policy=Dense())
     query_tile = 32 if plan is None else plan.query_tile
     if plan is not None:
-        yield Contender(name="control", title=CONTROL, policy=control_of(plan, found, longest))
+        yield Contender(name="control", title=CONTROL, policy=plan_policy(model, without_choice(plan)))
         yield Contender(name="plan", title=PLAN, policy=plan_policy(model, plan))
-        near = Matched(
-            scores="newest", keys=found.sparse_keys, dense=found.dense, tile=plan.tile, query_tile=query_tile
-        )
-        rivals = [Contender(name=NEAR, title=NEAR, policy=near), *rules(found.keys, query_tile)]
+        whole = whole_heads(plan)
+        own = {"whole": whole, "tile": plan.tile, "query_tile": query_tile}
+        near = Matched(scores="newest", keys=left_for_others(keys, whole), **own)
+        rivals = [Contender(name=NEAR, title=NEAR, policy=near), *rules(keys, query_tile)]
         yield from (rival for rival in rivals if not only or rival.title in only)
+    wanted = only or (FRONTIER if shares else ())
     for share in shares or (() if plan else (0.25,)):
         for rival in rules(flat(share, LEAST, longest), query_tile):
-            if only and rival.name not in only:
-                continue
-            yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", frontier=bool(shares))
+            if not wanted or rival.name in wanted:
+                yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", frontier=bool(shares))
     for scale in scales if plan is not None else ():
-        scaled = replace(plan, fraction=min(plan.fraction * scale, 1.0), minimum=max(int(plan.minimum * scale), 1))
+        scaled = with_budget(plan, scale)
         title = f"{PLAN}, budget x {scale:g}"
         yield Contender(name="plan", title=title, policy=plan_policy(model, scaled), frontier=True)
 
 
-def control_of(plan: Plan, found: Profile, longest: int) -> Matched:
-    """The plan without its choice: its dense layers, and in the others own tiles, local tiles and sinks."""
-    keys = plan.local + plan.sinks + (plan.query_tile + 1) / 2  # of its own tiles a row sees half
-    return Matched(
-        scores="newest",
-        keys=((0, keys), (longest, keys)),
-        dense=found.dense,
-        tile=plan.tile,
-        query_tile=plan.query_tile,
-        sinks=ceil_div(plan.sinks, plan.tile),
-    )
+def without_choice(plan: Plan) -> Plan:
+    """The plan whose heads read all or only what is read in any case: own tiles, local tiles and sinks."""
+    budgets = tuple(tuple(float(budget >= 1) for budget in row) for row in plan.budgets)
+    return replace(plan, fraction=0.0, minimum=0, budgets=budgets)
 
 
 def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
@@ -314,3 +303,9 @@ def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
 def plan_policy(model: Model, plan: Plan) -> Policy:
     """The plan's policy at every length, its cross-over left aside."""
     return policy_for("kascade", model.config, replace(plan, crossover_tokens=0))
+
+
+def with_budget(plan: Plan, scale: float) -> Plan:
+    """The plan with every budget below all keys scaled."""
+    budgets = tuple(tuple(b if b >= 1 else min(scale * b, 1.0) for b in row) for row in plan.budgets)
+    return replace(plan, fraction=min(plan.fraction * scale, 1.0), minimum=int(plan.minimum * scale), budgets=budgets)

@@ -225,7 +225,7 @@ def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -
 
 
 def pose(filler: Filler, fact: Fact, depth: float) -> Question:
-    """A fact's question in tokens. Pieces are encoded together with what is before them, then cut apart."""
+    """A fact's question in tokens. Pieces are encoded together with what is before them, then cut."""
     text = "\n\n" + fact.question
     suffix = filler.encode(text)
     answer, given, before = [], [], suffix

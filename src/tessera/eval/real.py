@@ -5,9 +5,8 @@
 
 All policies run the same texts and answer the same questions, so every comparison is paired; a record holds each
 question's outcome. Rivals read as many keys as the plan at every position (`tessera.eval.contenders`). The control
-keeps the plan's dense layers and has all others read what the plan reads without choosing: own tiles, and local tiles
-and sinks if it has any. Where it does as well as the plan, a task says nothing about the choice of keys, and the record
-says so.
+is the plan without its choice: the heads that read every key, and in the others what is read in any case, own and local
+tiles and sinks. Where it does as well as the plan, a task says nothing about the choice of keys: the record says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,8 +40,9 @@ class Sizes:
         others: lengths at which the other kinds are asked.
         windows: pieces of each domain's text, of as many tokens as the longest length.
         rivals: titles of those that run besides dense, the control and the plan; empty for all.
-        shares: budgets of the frontier, as shares of the visible keys; the plan's own budgets are scaled by `scales`.
-        scales: factors of the plan's fraction and minimum.
+        shares: budgets of the frontier's rivals, as shares of the visible keys.
+        scales: the plan's at the frontier, as factors of its own.
+        frontier: documents of the first kind per length, and windows, that are asked at the frontier.
     """
 
     lengths: tuple[int, ...]
@@ -52,6 +52,7 @@ class Sizes:
     rivals: tuple[str, ...] = ()
     shares: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
+    frontier: tuple[int, int] = (0, 0)
 
 
 SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
@@ -66,10 +67,11 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
         "real-full": Sizes(
             lengths=(1024, 2048, 4096, 8192),
             documents={"single": 13, "keys": 8, "values": 7, "chain": 10, "copy": 7, "count": 10},
-            others=(1024, 2048, 4096, 8192),
+            others=(2048, 4096, 8192),
             windows=3,
             shares=(0.1, 0.2, 0.3, 0.4),
             scales=(0.5, 1.5, 2.0),
+            frontier=(6, 1),
         ),
     }
 )
@@ -121,6 +123,11 @@ class Ledger:
         """The record of a question, if it was asked."""
         return self.done.get((op, contender.name, f"{question}: {contender.title}"))
 
+    def outcomes(self, question: str, name: str, title: str, documents: int) -> list[list[int]] | None:
+        """What another contender found in the first documents of a question, if it was asked."""
+        record = self.done.get(("eval real task", name, f"{question}: {title}"))
+        return None if record is None else record.facts["found"][:documents]
+
 
 @dataclass(kw_only=True)
 class Material:
@@ -146,22 +153,27 @@ class Material:
             windows[name] = texts.windows_of(ids, sizes.windows, sizes.lengths[-1])
         return cls(windows=windows, filler=probes.Filler.of(model.tokenizer, domains.get("reference", text)))
 
+    def of_frontier(self, sizes: Sizes) -> "Material":
+        """The part that is asked at the frontier."""
+        windows = {domain: own[: sizes.frontier[1]] for domain, own in self.windows.items()}
+        return replace(self, windows=windows)
+
     def dense(self, model: Model, domain: str) -> list[Pass]:
         """What dense makes of a domain's windows."""
         if domain not in self.held:
             self.held[domain] = [run_text(model, Dense(), window) for window in self.windows[domain]]
         return self.held[domain]
 
-    def documents(self, kind: str, length: int, sizes: Sizes) -> list[probes.Document]:
-        """The documents of one kind and length: the same for every contender."""
-        return [probes.make_document(kind, self.filler, length, (length, i)) for i in range(sizes.documents[kind])]
+    def documents(self, kind: str, length: int, count: int) -> list[probes.Document]:
+        """The first documents of one kind and length: the same for every contender."""
+        return [probes.make_document(kind, self.filler, length, (length, index)) for index in range(count)]
 
 
 # --- closeness to dense on text
 
 
 def ranges(sizes: Sizes) -> list[tuple[int, int]]:
-    """Ranges of positions that are judged apart: up to the first length, then to each next."""
+    """Ranges of positions that have a record each: up to the first length, then to each next."""
     return list(zip((0, *sizes.lengths[:-1]), sizes.lengths))
 
 
@@ -170,7 +182,7 @@ def judge_text(
 ) -> list[Record]:
     """One record per range of positions: KL to dense, loss, agreement and keys read on one domain's windows."""
     blocks, counts, windows = [], [], material.windows[domain]
-    for window, dense in zip(windows, material.dense(model, domain), strict=True):
+    for window, dense in zip(windows, material.dense(model, domain)):
         ours = dense if contender.name == "dense" else run_text(model, contender.policy, window)
         blocks.append(closeness(model, dense.hidden, ours.hidden, window))
         counts.append(ours.counts)
@@ -187,7 +199,7 @@ def judge_text(
         facts |= {"from": low, "to": high, "windows": len(windows), "frontier": contender.frontier}
         control = ledger.done.get(("eval real text", "control", f"{question}: {CONTROL}"))
         if control is not None and contender.name != "control":
-            better = paired.mean(np.asarray(control.samples) - own[:, 0])
+            better = paired.mean(np.asarray(control.samples)[: len(own)] - own[:, 0])
             facts["against_control"] = verdict(better)
         records.append(
             ledger.add(
@@ -225,16 +237,15 @@ def judge_trials(
     facts |= {"logprob": [[round(o.logprob, 3) for o in a.outcomes] for a in answers], "frontier": contender.frontier}
     facts |= {"depths": [[round(q.depth, 3) for q in d.questions] for d in documents]}
     facts |= {"low": share.low, "high": share.high}
-    dense = ledger.done.get(("eval real task", "dense", f"{question}: dense"))
+    dense, control = (ledger.outcomes(question, *who, len(found)) for who in (("dense", "dense"), ("control", CONTROL)))
     if dense is not None:
-        lost, gained = paired.discordant(dense.facts["found"], found)
-        kept = paired.kept(dense.facts["found"], found)
-        facts |= {"of_dense": sum(map(sum, dense.facts["found"])), "lost": lost, "gained": gained}
+        lost, gained = paired.discordant(dense, found)
+        kept = paired.kept(dense, found)
+        facts |= {"of_dense": sum(map(sum, dense)), "lost": lost, "gained": gained}
         facts |= {"mcnemar_p": paired.mcnemar(lost, gained), "kept_low": kept.low, "kept_high": kept.high}
         facts |= {"kept": None if np.isnan(kept.value) else kept.value}
-    control = ledger.done.get(("eval real task", "control", f"{question}: {CONTROL}"))
     if control is not None and contender.name != "control":
-        facts["against_control"] = verdict(paired.gain(control.facts["found"], found))
+        facts["against_control"] = verdict(paired.gain(control, found))
     return ledger.add(
         "eval real task",
         contender,
@@ -252,7 +263,7 @@ def judge_trials(
 
 def jobs(model: Model, contender: Contender, material: Material, sizes: Sizes, ledger: Ledger) -> Iterator[Callable]:
     """What is left to ask of a contender, in order."""
-    longest = sizes.lengths[-1]
+    longest, material = sizes.lengths[-1], material.of_frontier(sizes) if contender.frontier else material
     for domain in material.windows:
         questions = [f"{domain}, tokens {low:,} to {high:,}" for low, high in ranges(sizes)]
         if not all(ledger.get("eval real text", contender, question) for question in questions):
@@ -261,9 +272,10 @@ def jobs(model: Model, contender: Contender, material: Material, sizes: Sizes, l
         first = kind == next(iter(sizes.documents))
         for length in sizes.lengths:
             wanted = first or (length in sizes.others and not contender.frontier)
+            count = sizes.frontier[0] if contender.frontier else sizes.documents[kind]
             if wanted and not ledger.get("eval real task", contender, f"{kind} at {length}"):
-                yield lambda k=kind, n=length: [
-                    judge_trials(model, contender, material.documents(k, n, sizes), longest, ledger)
+                yield lambda k=kind, n=length, c=count: [
+                    judge_trials(model, contender, material.documents(k, n, c), longest, ledger)
                 ]
 
 
@@ -292,12 +304,10 @@ def run(
     out = Path("evidence") / f"real-{evidence.device_slug()}.jsonl" if out is None else Path(out)
     ledger = Ledger.open(out, command, str(model.params.embed.dtype), resume)
     material = Material.of(model, sizes, text)
-    found = None
-    if plan is not None:
-        longest = next(iter(material.windows.values()))[0]
-        found = profile(model, plan_policy(model, plan), longest)
+    window = next(iter(material.windows.values()))[0]
+    keys = () if plan is None else profile(model, plan_policy(model, plan), window)
     budgets = {"only": sizes.rivals, "shares": sizes.shares, "scales": sizes.scales}
-    entries = contenders(model, plan, found, sizes.lengths[-1], **budgets)
+    entries = contenders(model, plan, keys, sizes.lengths[-1], **budgets)
     announce([job for contender in entries for job in jobs(model, contender, material, sizes, ledger)])
     return 0
 
