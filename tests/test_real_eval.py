@@ -16,7 +16,7 @@ from tessera.eval.contenders import Matched
 from tessera.eval.trials import Runner, run_trials
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.report_page import write
-from tessera.sparse.baselines import Dense, Oracle, Window
+from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
 
@@ -110,9 +110,7 @@ def greedy(model, policy, prompt, count):
 
 
 POLICIES = (
-    Dense(),
     Window(window=40, sinks=16, tile=16, query_tile=16),
-    Oracle(tile=16, query_tile=32, fraction=0.2, minimum=32),
     dataclasses.replace(Kascade.from_plan(PLAN), crossover_tokens=0),
     Matched(scores="random", keys=((0, 60.0), (1024, 120.0)), tile=16, query_tile=32),
 )
@@ -121,13 +119,13 @@ POLICIES = (
 @pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
 def test_an_answer_is_found_if_generation_gives_it(model, policy):
     rng = np.random.default_rng(5)
-    prefix = rng.integers(32, 127, LENGTH - probes.ROOM).astype(np.int32)
+    prefix = rng.integers(32, 127, 512 - probes.ROOM).astype(np.int32)
     suffixes = [tuple(rng.integers(32, 127, n).tolist()) for n in (20, 33, 64)]
     answers = [tuple(greedy(model, policy, [*prefix, *suffix], 5)) for suffix in suffixes]
     right = [probes.Question(s, a, (), 0.5) for s, a in zip(suffixes, answers)]
     wrong = probes.Question(suffixes[0], (*answers[0][:2], (answers[0][2] + 1) % 256, *answers[0][3:]), (), 0.5)
     told = wrong._replace(given=(False, False, True, False, False))
-    document = probes.Document("single", LENGTH, prefix, (*right, wrong, told, right[0]))
+    document = probes.Document("single", 512, prefix, (*right, wrong, told, right[0]))
     [found] = run_trials(model, policy, [document])
     assert [o.found for o in found.outcomes[:4]] == [True, True, True, False]
     assert found.outcomes[0].tokens == 5
@@ -140,9 +138,9 @@ def test_an_answer_is_found_if_generation_gives_it(model, policy):
 
 def test_the_log_probability_is_that_of_the_models_logits(model):
     rng = np.random.default_rng(6)
-    prefix, suffix, answer = (rng.integers(32, 127, n).astype(np.int32) for n in (LENGTH - probes.ROOM, 20, 4))
+    prefix, suffix, answer = (rng.integers(32, 127, n).astype(np.int32) for n in (512 - probes.ROOM, 20, 4))
     question = probes.Question(tuple(suffix.tolist()), tuple(answer.tolist()), (), 0.5)
-    [found] = run_trials(model, Dense(), [probes.Document("single", LENGTH, prefix, (question,))])
+    [found] = run_trials(model, Dense(), [probes.Document("single", 512, prefix, (question,))])
     scores = np.asarray(model.logits(np.concatenate([prefix, suffix, answer])[None])[0], np.float64)
     logp = (
         scores
