@@ -121,7 +121,7 @@ class Eval:
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch). If not given, the shipped demo model; for the
     real suites, SmolLM2, which is fetched."""
     plan: Path | None = None
-    """Kascade plan; the one beside the weights if not given. The real suites run without one too."""
+    """Kascade plan; the one that comes with the weights if not given. The real suites run without one too."""
     suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
     """"demo" compares policies, "study" the plan's choices, "smoke" shows in a minute that everything runs; "real"
     judges a plan against rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
@@ -148,11 +148,14 @@ class Eval:
         from tessera.eval import real
         from tessera.generate import load, plan_path
         from tessera.models.fetch import fetch
+        from tessera.quality import REAL_PLAN
 
         model = load(fetch("smollm2") if self.model is None else self.model)
-        path = plan_path(model.source) if self.plan is None else self.plan
+        path = self.plan or (REAL_PLAN if self.model is None else plan_path(model.source))
         if self.plan is None and not path.is_file():
-            print(f"no plan at {path}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr)
+            print(
+                f"no plan as {path.name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr
+            )
             return real.run(model, None, **asked)
         return real.run(model, model.with_attention("kascade", path).plan, **asked)
 
