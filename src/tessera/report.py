@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from tessera import evidence, report_tables
+from tessera import evidence, report_real, report_tables
 from tessera.evidence import Record
 from tessera.report_markdown import (
     current,
@@ -243,6 +243,9 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "eval": report_tables.policies,
         "granularity": report_tables.granularity,
         "study": report_tables.study,
+        "real-tasks": report_real.tasks,
+        "real-text": report_real.text,
+        "real-tiles": report_real.tiles,
         "tune": report_tables.tune,
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,

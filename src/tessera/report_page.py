@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from tessera import evidence, files
+from tessera import evidence, files, report_real_pictures
 from tessera.evidence import Record
 from tessera.report_markdown import current, is_prediction, quantity
 from tessera.report_pictures import PICTURES
@@ -21,6 +21,8 @@ GROUPS = {
     "eval task": "Answers",
     "eval fidelity": "Closeness to dense",
     "eval recall": "Attention mass kept",
+    "eval real text": "A real model: closeness to dense",
+    "eval real task": "A real model: answers",
     "quality": "Pass keys",
     "verify": "Correctness",
     "block sizes": "Block sizes, predicted",
@@ -43,7 +45,7 @@ def render(records: Iterable[Record]) -> str:
             raise ValueError(f"record {record.key} names no commit, date or command: it cannot be published")
     latest = current(every)
     pictures = []
-    for name, draw in PICTURES.items():
+    for name, draw in (PICTURES | report_real_pictures.PICTURES).items():
         picture = draw(every if name == "progress" else latest)
         if picture is not None:
             flag = any(map(is_prediction, picture.records))
@@ -103,7 +105,7 @@ def row(record: Record) -> dict[str, Any]:
 
 
 def write(folder: Path, out: Path) -> int:
-    """Render the records under a folder to a file; the number of records.
+    """Render the records under a folder to a file, and the real model's pictures next to it; the number of records.
 
     Raises:
         ValueError: the folder holds none, or one that cannot be traced.
@@ -112,4 +114,8 @@ def write(folder: Path, out: Path) -> int:
     if not records:
         raise ValueError(f"{folder} holds no records: run `tessera bench` first, or name another folder")
     files.replace_text(out, render(records))
+    for name, draw in report_real_pictures.PICTURES.items():
+        picture = draw(current(records))
+        if picture is not None:
+            files.replace_text(out.with_name(f"{name}.svg"), picture.svg)
     return len(records)

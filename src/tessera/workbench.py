@@ -1,5 +1,6 @@
 """Flags of the evidence workbench's commands. Heavy imports wait until one runs."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -117,15 +118,17 @@ class Eval:
     """Does a sparse policy keep the answers? Long-context tasks and fidelity to dense, policies side by side."""
 
     model: str | None = None
-    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
+    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch). If not given, the shipped demo model; for the
+    real suites, SmolLM2, which is fetched."""
     plan: Path | None = None
-    """Kascade plan; plan.json beside the weights if not given."""
-    suite: Literal["demo", "study", "smoke"] = "demo"
-    """"demo" compares policies, "study" the plan's choices, "smoke" shows in a minute that everything runs."""
+    """Kascade plan; the one that comes with the weights if not given. The real suites run without one too."""
+    suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
+    """"demo" compares policies, "study" the plan's choices, "smoke" shows in a minute that everything runs; "real"
+    judges a plan against rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
     text: Path | None = None
     """Text that tasks are hidden in and fidelity is measured on; held-out library text if not given."""
     out: Path | None = None
-    """File to append to; evidence/eval-<device>.jsonl if not given."""
+    """File to append to; evidence/eval-<device>.jsonl, real-<device>.jsonl for the real suites, if not given."""
     resume: bool = False
     """Skip what this very commit already has a record of."""
     debug: bool = False
@@ -133,6 +136,31 @@ class Eval:
 
     def run(self) -> int:
         """Ask everything and keep the records."""
+        text = None if self.text is None else self.text.read_text(encoding="utf-8")
+        given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # no paths of this machine in a record
+        words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
+        asked = {"text": text, "out": self.out, "resume": self.resume, "suite": self.suite}
+        asked["command"] = f"tessera eval --suite {self.suite}" + "".join(words)
+        return self.run_real(**asked) if self.suite.startswith("real") else self.run_shipped(**asked)
+
+    def run_real(self, **asked) -> int:
+        """The suite that judges a plan on a real model."""
+        from tessera.eval import real
+        from tessera.generate import load, plan_path
+        from tessera.models.fetch import fetch
+        from tessera.quality import REAL_PLAN
+
+        model = load(fetch("smollm2") if self.model is None else self.model)
+        path = self.plan or (REAL_PLAN if self.model is None else plan_path(model.source))
+        if self.plan is None and not path.is_file():
+            print(
+                f"no plan as {path.name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr
+            )
+            return real.run(model, None, **asked)
+        return real.run(model, model.with_attention("kascade", path).plan, **asked)
+
+    def run_shipped(self, **asked) -> int:
+        """The suites of the shipped model."""
         from tessera import eval as evaluation
         from tessera.generate import find_plan, load
         from tessera.quality import make_plan
@@ -142,19 +170,8 @@ class Eval:
             raise ValueError("--suite study calibrates on the shipped model's own text: drop --model")
         model = load(Path(__file__).parent / "demo" / "model" if shipped else self.model)
         plan = find_plan("kascade", self.plan, model.source)
-        text = None if self.text is None else self.text.read_text(encoding="utf-8")
-        given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # no paths of this machine in a record
-        words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
-        command = f"tessera eval --suite {self.suite}" + "".join(words)
         return evaluation.run(
-            model,
-            plan,
-            suite=self.suite,
-            make_plan=lambda **choice: make_study_plan(make_plan, model, choice),
-            text=text,
-            out=self.out,
-            resume=self.resume,
-            command=command,
+            model, plan, make_plan=lambda **choice: make_study_plan(make_plan, model, choice), **asked
         )
 
 

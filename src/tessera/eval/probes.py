@@ -1,0 +1,242 @@
+"""Documents with facts in them and questions about each, from any text, for any tokenizer; the same for the same seed.
+
+| kind | hidden in the document | asked |
+|---|---|---|
+| single | a number for each of eight cities | the number of each |
+| keys | a number for each of five people who share first names and surnames | the number of each |
+| values | three numbers of each of two cities, each of another name | each of them |
+| chain | a number for each of four cities, and, elsewhere, what comes after it | the number, then what comes after |
+| copy | passages of random numbers | the last numbers of each passage after its first |
+| count | things of several kinds, numbered as they come | the number of the next one of each kind |
+
+A question holds its answer's beginning ("... The special number of Lisbon is"), since a small model follows a text
+better than an order. It is short enough to run after the document without running the document again.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tessera.models.tokenizer import Tokenizer
+
+ROOM = 128
+"""Tokens of a length that are kept for question and answer: a question starts at a multiple of it, where a query tile
+of up to as many rows starts too."""
+
+CITIES = (
+    "Lisbon|Oslo|Cairo|Lima|Delhi|Paris|Rome|Berlin|Madrid|Vienna|Dublin|Prague|Athens|Warsaw|Helsinki|Nairobi|Havana|"
+    "Ottawa|Tokyo|Seoul|Boston|Denver|Dallas|Sydney|Munich|Naples|Geneva|Toronto|Chicago|Bangkok"
+).split("|")
+PEOPLE = (
+    "Anna|Peter|Maria|Thomas|Sarah|David|Laura|Michael|Julia|Daniel|Emma|Robert|Alice|James|Helen|George|Susan|Henry|"
+    "Clara|Oscar"
+).split("|")
+SURNAMES = "Berg|Bell|Stone|Wood|Young|Martin|Cook|Fisher".split("|")
+THINGS = "Crate|Lap|Page|Round|Step|Ticket|Train|Guest".split("|")
+
+
+class Question(NamedTuple):
+    """What follows a document, and what should follow that.
+
+    Attributes:
+        suffix: token ids of the question and its answer's beginning.
+        answer: token ids that should follow.
+        given: per answer token, whether it is told rather than asked; empty if all are asked.
+        depth: where in the document the fact lies, 0 (start) to 1 (end); the first, of several.
+    """
+
+    suffix: tuple[int, ...]
+    answer: tuple[int, ...]
+    given: tuple[bool, ...]
+    depth: float
+
+
+class Document(NamedTuple):
+    """Token ids of a document and questions about it; with any of them it is at most `length` tokens."""
+
+    kind: str
+    length: int
+    prefix: np.ndarray
+    questions: tuple[Question, ...]
+
+
+class Fact(NamedTuple):
+    """Lines to hide, in this order, and a question.
+
+    Attributes:
+        notes: lines.
+        question: what is asked, answer's beginning included, without a space at its end.
+        answer: pieces of text, spaces included, taking turns: asked, told, asked, ...
+    """
+
+    notes: tuple[str, ...]
+    question: str
+    answer: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Filler:
+    """Text as tokens, to hide facts in.
+
+    Attributes:
+        tokenizer: the model's.
+        ids: the text.
+        breaks: positions in it after a line end.
+    """
+
+    tokenizer: Tokenizer
+    ids: np.ndarray
+    breaks: np.ndarray
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, text: str) -> "Filler":
+        """The text's tokens and line ends.
+
+        Raises:
+            ValueError: a text without line ends, or with none at all.
+        """
+        ids = np.asarray(tokenizer.encode(text, add_special=False, parse_special=False), np.int32)
+        ends = {int(i) for i in np.unique(ids) if tokenizer.decode([int(i)]).endswith("\n")}
+        breaks = np.flatnonzero(np.isin(ids, sorted(ends))) + 1
+        if not len(breaks):
+            raise ValueError("the text has no line ends: facts are hidden between lines")
+        return cls(tokenizer=tokenizer, ids=ids, breaks=breaks)
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special=False, parse_special=False)
+
+    def excerpt(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """`size` tokens from a line's start on, the text repeated where it is short; and the line ends in them."""
+        start = int(rng.choice(self.breaks))
+        at = (start + np.arange(size)) % len(self.ids)
+        return self.ids[at], np.flatnonzero(np.isin(at + 1, self.breaks)) + 1
+
+
+def number(rng: np.random.Generator) -> str:
+    """Five digits."""
+    return str(rng.integers(10_000, 100_000))
+
+
+def single(rng: np.random.Generator) -> list[Fact]:
+    """A number for each of eight cities."""
+    facts = []
+    for city in rng.permutation(CITIES)[:8]:
+        line = f"The special number of {city} is"
+        value = number(rng)
+        facts.append(Fact((f"{line} {value}.",), f"What is the special number of {city}? {line}", (f" {value}",)))
+    return facts
+
+
+def keys(rng: np.random.Generator) -> list[Fact]:
+    """A number for each of five people, of whom three share each first name and two each surname, or nearly so."""
+    first, last = rng.permutation(PEOPLE)[:3], rng.permutation(SURNAMES)[:2]
+    facts = []
+    for person in [f"{one} {two}" for one in first for two in last][:5]:
+        line = f"The special number of {person} is"
+        value = number(rng)
+        facts.append(Fact((f"{line} {value}.",), f"What is the special number of {person}? {line}", (f" {value}",)))
+    return facts
+
+
+def values(rng: np.random.Generator) -> list[Fact]:
+    """Three numbers of each of two cities, each of another name."""
+    facts = []
+    for city in rng.permutation(CITIES)[:2]:
+        for name in ("special number", "phone number", "access code"):
+            line = f"The {name} of {city} is"
+            value = number(rng)
+            facts.append(Fact((f"{line} {value}.",), f"What is the {name} of {city}? {line}", (f" {value}",)))
+    return facts
+
+
+def chain(rng: np.random.Generator) -> list[Fact]:
+    """A number for each of four cities, and a number after each of those; the second step starts from the first's."""
+    facts = []
+    for city in rng.permutation(CITIES)[:4]:
+        value, after = number(rng), number(rng)
+        line = f"The special number of {city} is"
+        told = f".\n\n{value}"
+        question = f"What comes after the special number of {city}? {line}"
+        facts.append(Fact((f"{line} {value}.", f"{value} {after}"), question, (f" {value}", told, f" {after}")))
+    return facts
+
+
+def copy(rng: np.random.Generator) -> list[Fact]:
+    """Six passages of seven random numbers; the last two are asked after the first five."""
+    facts = []
+    for _ in range(6):
+        row = [number(rng) for _ in range(7)]
+        facts.append(Fact((" ".join(row),), " ".join(row[:5]), (" " + " ".join(row[5:]),)))
+    return facts
+
+
+def count(rng: np.random.Generator) -> list[Fact]:
+    """Four kinds of things, three to seven of each, numbered as they come; the next one's number is asked."""
+    facts = []
+    for thing in rng.permutation(THINGS)[:4]:
+        last = int(rng.integers(3, 8))
+        notes = tuple(f"{thing} number {place} is done." for place in range(1, last + 1))
+        facts.append(Fact(notes, f"{thing} number", (f" {last + 1}",)))
+    return facts
+
+
+KINDS: Final[Mapping[str, Callable[[np.random.Generator], list[Fact]]]] = MappingProxyType(
+    {draw.__name__: draw for draw in (single, keys, values, chain, copy, count)}
+)
+"""Adding a kind is a function and a word here."""
+
+
+def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -> Document:
+    """A document of `length - ROOM` tokens with the facts of one kind at random depths, and its questions.
+
+    Raises:
+        ValueError: no such kind, a length that ROOM does not divide or that the facts alone exceed, or a tokenizer
+            that needs more than ROOM tokens for a question and its answer.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"{kind=} must be one of {', '.join(KINDS)}")
+    if length % ROOM:
+        raise ValueError(f"{length=} must be a multiple of {ROOM}")
+    rng = np.random.default_rng([*seed, *kind.encode()])
+    facts = KINDS[kind](rng)
+    head = [] if filler.tokenizer.bos_id is None else filler.tokenizer.encode("")
+    lines = [(fact, [filler.encode(note + "\n") for note in fact.notes]) for fact in facts]
+    size = length - ROOM - len(head) - sum(len(line) for _, own in lines for line in own)
+    if size < 0:
+        raise ValueError(f"{length=} must be larger: the facts of {kind} alone do not fit")
+    body, breaks = filler.excerpt(rng, size)
+    places, depth = [], {}
+    for index, (_, own) in enumerate(lines):
+        depths = np.sort(rng.random(len(own)))
+        depth[index] = float(depths[0]) if len(own) else depth[index - 1]
+        places += list(zip(depths.tolist(), own))
+    places.sort(key=lambda place: place[0])
+    cuts = [int(breaks[np.argmin(np.abs(breaks - at * size))]) if len(breaks) else 0 for at, _ in places]
+    parts, last = [head], 0
+    for cut, (_, line) in zip(cuts, places):
+        parts += [body[last:cut], line]
+        last = cut
+    prefix = np.concatenate([np.asarray(part, np.int32) for part in [*parts, body[last:]]])
+    questions = tuple(pose(filler, fact, depth[index]) for index, (fact, _) in enumerate(lines))
+    return Document(kind, length, prefix, questions)
+
+
+def pose(filler: Filler, fact: Fact, depth: float) -> Question:
+    """A fact's question in tokens. Pieces are encoded together with what is before them, then cut."""
+    text = "\n\n" + fact.question
+    suffix = filler.encode(text)
+    answer, given, before = [], [], suffix
+    for index, piece in enumerate(fact.answer):
+        text += piece
+        whole = filler.encode(text)
+        if whole[: len(before)] != before:
+            raise ValueError(f"the tokenizer joins {piece!r} with what is before it: such a question cannot be cut")
+        answer += whole[len(before) :]
+        given += [index % 2 == 1] * (len(whole) - len(before))
+        before = whole
+    if len(before) > ROOM:
+        raise ValueError(f"{fact.question!r} has {len(before)} tokens with its answer, more than {ROOM}")
+    return Question(tuple(suffix), tuple(answer), tuple(given) if any(given) else (), depth)

@@ -1,0 +1,418 @@
+"""`tessera eval --suite real`: trials are what generation does, rivals read as many keys, statistics are right."""
+
+import dataclasses
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import CONFIG, PLAN, save_tiny
+
+from tessera import evidence, generate, report_real, report_real_pictures
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.eval import contenders, paired, probes, real, texts
+from tessera.eval.contenders import Matched
+from tessera.eval.trials import Runner, run_trials
+from tessera.models.tokenizer import byte_tokenizer
+from tessera.report_page import write
+from tessera.sparse.baselines import Dense, Window
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.plan import Plan
+
+TEXT = "".join(f"line {i} of some filler, which says nothing that matters.\n" for i in range(400))
+FILLER = probes.Filler.of(byte_tokenizer(), TEXT)
+LENGTH = 1024
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return generate.load(save_tiny(tmp_path_factory.mktemp("real"), dataclasses.replace(CONFIG, max_positions=2048)))
+
+
+# --- documents and questions
+
+
+@pytest.mark.parametrize("length", [2048, 4096])
+@pytest.mark.parametrize("kind", probes.KINDS)
+def test_a_document_fills_its_length_and_holds_what_is_asked(kind, length):
+    document = probes.make_document(kind, FILLER, length, (1, 2))
+    body = FILLER.tokenizer.decode(document.prefix)
+    assert len(document.prefix) == length - probes.ROOM
+    assert len({q.suffix for q in document.questions}) == len(document.questions) >= 4
+    for question in document.questions:
+        asked = FILLER.tokenizer.decode(question.suffix)
+        answer = FILLER.tokenizer.decode(question.answer)
+        assert asked.startswith("\n\n")
+        assert len(question.suffix) + len(question.answer) <= probes.ROOM
+        if kind == "count":
+            thing, last = asked.strip().removesuffix(" number"), int(answer) - 1
+            assert f"{thing} number {last} is done." in body
+            assert f"{thing} number {last + 1}" not in body
+        elif kind == "chain":
+            value, after = answer.split(".\n\n")
+            assert f"{after.split()[0]} {after.split()[1]}\n" in body
+            assert value.strip() == after.split()[0]
+            assert FILLER.tokenizer.decode([t for t, told in zip(question.answer, question.given) if not told]) == (
+                f"{value} {after.split()[1]}"
+            )
+        else:
+            line = asked.strip().split("? ")[-1]
+            assert body.count(f"{line}{answer}") == 1
+        assert 0 <= question.depth <= 1
+
+
+def test_a_fact_lies_at_its_depth():
+    for seed in range(3):
+        document = probes.make_document("single", FILLER, 4096, (seed,))
+        body = FILLER.tokenizer.decode(document.prefix)
+        for question in document.questions:
+            line = FILLER.tokenizer.decode(question.suffix).split("? ")[1]
+            assert abs(body.index(line) / len(body) - question.depth) < 0.1
+
+
+def test_the_same_seed_makes_the_same_document():
+    one, again, other = (probes.make_document("keys", FILLER, LENGTH, (s,)) for s in (3, 3, 4))
+    assert one.questions == again.questions != other.questions
+    np.testing.assert_array_equal(one.prefix, again.prefix)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="length=256 must be larger: the facts of copy alone do not fit"):
+        probes.make_document("copy", FILLER, 256, (0,))
+    with pytest.raises(ValueError, match="length=1000 must be a multiple of 128"):
+        probes.make_document("single", FILLER, 1000, (0,))
+    with pytest.raises(ValueError, match="kind='nosuch' must be one of single, keys"):
+        probes.make_document("nosuch", FILLER, LENGTH, (0,))
+    with pytest.raises(ValueError, match="no line ends"):
+        probes.Filler.of(byte_tokenizer(), "one line")
+
+
+def test_the_three_domains_share_no_text_with_each_other_or_with_calibration():
+    from tessera.data import library_calibration
+
+    found = {name: get() for name, get in texts.DOMAINS.items()}
+    found["calibration"] = bytes(library_calibration().astype(np.uint8)).decode("utf-8", "replace")
+    for name, text in found.items():
+        assert len(text) > 8 * 8192, name
+        pieces = [text[i : i + 200] for i in range(1000, 60_000, 3000)]
+        for other, body in found.items():
+            if other != name:
+                assert sum(piece in body for piece in pieces) <= 1, (name, other)  # a licence may be in two files
+
+
+# --- trials
+
+
+def greedy(model, policy, prompt, count):
+    [answer] = dataclasses.replace(model, policy=policy).generate([prompt], max_new_tokens=count)
+    return answer.tokens
+
+
+POLICIES = (
+    Window(window=40, sinks=16, tile=16, query_tile=16),
+    dataclasses.replace(Kascade.from_plan(PLAN), crossover_tokens=0),
+    Matched(scores="random", keys=((0, 60.0), (1024, 120.0)), tile=16, query_tile=32),
+)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_an_answer_is_found_if_generation_gives_it(model, policy):
+    rng = np.random.default_rng(5)
+    prefix = rng.integers(32, 127, 512 - probes.ROOM).astype(np.int32)
+    suffixes = [tuple(rng.integers(32, 127, n).tolist()) for n in (20, 33, 64)]
+    answers = [tuple(greedy(model, policy, [*prefix, *suffix], 5)) for suffix in suffixes]
+    right = [probes.Question(s, a, (), 0.5) for s, a in zip(suffixes, answers)]
+    wrong = probes.Question(suffixes[0], (*answers[0][:2], (answers[0][2] + 1) % 256, *answers[0][3:]), (), 0.5)
+    told = wrong._replace(given=(False, False, True, False, False))
+    document = probes.Document("single", 512, prefix, (*right, wrong, told, right[0]))
+    [found] = run_trials(model, policy, [document])
+    assert [o.found for o in found.outcomes[:4]] == [True, True, True, False]
+    assert found.outcomes[0].tokens == 5
+    assert 2 <= found.outcomes[3].tokens < 5
+    assert found.outcomes[4].logprob > found.outcomes[3].logprob  # what is told is not asked
+    assert found.outcomes[5] == found.outcomes[0], "a question before leaves no trace"
+    [again] = run_trials(model, policy, [document._replace(questions=document.questions[::-1])])
+    assert again.outcomes[::-1] == found.outcomes
+
+
+def test_the_log_probability_is_that_of_the_models_logits(model):
+    rng = np.random.default_rng(6)
+    prefix, suffix, answer = (rng.integers(32, 127, n).astype(np.int32) for n in (512 - probes.ROOM, 20, 4))
+    question = probes.Question(tuple(suffix.tolist()), tuple(answer.tolist()), (), 0.5)
+    [found] = run_trials(model, Dense(), [probes.Document("single", 512, prefix, (question,))])
+    scores = np.asarray(model.logits(np.concatenate([prefix, suffix, answer])[None])[0], np.float64)
+    logp = (
+        scores
+        - np.log(np.exp(scores - scores.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - scores.max(-1, keepdims=True)
+    )
+    at = len(prefix) + len(suffix) - 1 + np.arange(4)
+    assert found.outcomes[0].logprob == pytest.approx(logp[at, answer].sum(), rel=1e-4)
+    assert found.density == (1.0, 1.0, 1.0)
+
+
+def test_a_query_tile_that_a_question_cannot_start_at_is_refused(model):
+    with pytest.raises(ValueError, match="query_tile=256 must divide 128"):
+        Runner(model, Window(query_tile=256), LENGTH)
+
+
+# --- rivals
+
+
+def select(policy, scores, position, rows=1, head=0, whole=None):
+    positions = Positions(*(np.array([n], np.int32) for n in (position, position + rows, rows)))
+    found = policy.select(jnp.asarray(scores, jnp.float32), positions, whole)
+    return found.tiles[0, head, 0, : found.count[0, head, 0]].tolist()
+
+
+def test_a_budget_buys_the_best_tiles():
+    policy = Matched(scores="mass", keys=((0, 64.0), (512, 64.0)), tile=16, query_tile=16, sinks=1)
+    scores = np.zeros((1, 2, 1, 32))
+    scores[..., [5, 9, 11, 31]] = [0.1, 0.3, 0.2, 0.9]
+    assert select(policy, scores, 320, rows=16) == [
+        0,
+        9,
+        11,
+        20,
+    ]  # 64 keys less 8.5 of its own, rounded: 3, and its own
+    assert select(policy, scores, 32, rows=16) == [0, 1, 2]  # fewer are visible than it could buy
+    assert select(dataclasses.replace(policy, sinks=0), scores, 320, rows=16) == [5, 9, 11, 20]
+    none = dataclasses.replace(policy, keys=((0, 0.0), (512, 0.0)), sinks=0)
+    assert select(none, scores, 320, rows=16) == [20]
+    whole = jnp.array([False, True])
+    assert select(policy, scores, 320, rows=16, whole=whole) == [0, 9, 11, 20]
+    assert select(policy, scores, 320, rows=16, head=1, whole=whole) == [*range(21)]
+
+
+def test_the_newest_tiles_are_a_window():
+    policy = Matched(scores="newest", keys=((0, 64.0), (512, 64.0)), tile=16, query_tile=16, sinks=1)
+    spec = AttentionSpec(tile=16, query_tile=16)
+    q, k = jnp.zeros((1, 16, 2, 16)), jnp.zeros((1, 512, 2, 16))
+    scores = contenders.SCORES["newest"](q, k, 0, spec, None)
+    assert select(policy, scores, 320, rows=16) == [0, 18, 19, 20]
+
+
+def test_random_tiles_depend_on_position_not_on_the_cut(model):
+    tokens = np.random.default_rng(1).integers(32, 127, 512)
+    policy = Matched(scores="random", keys=((0, 60.0), (512, 90.0)), tile=16, query_tile=32)
+    whole, parts = Runner(model, policy, 512), Runner(model, policy, 512)
+    one = np.asarray(whole.run(tokens, 0, 512))
+    two = np.concatenate([np.asarray(parts.run(tokens[s : s + 128], s, 128)) for s in range(0, 512, 128)])
+    np.testing.assert_allclose(one, two, atol=1e-4)
+    other = np.asarray(Runner(model, Dense(), 512).run(tokens, 0, 512))
+    assert np.abs(one - other).max() > 1e-2
+
+
+@pytest.mark.parametrize("scores", contenders.SCORES)
+def test_with_all_keys_every_rule_is_dense(model, scores):
+    tokens = np.random.default_rng(2).integers(32, 127, 300)
+    policy = Matched(scores=scores, keys=((0, 1e6), (1, 1e6)), tile=16, query_tile=32)
+    runner = Runner(model, policy, 512)
+    ours = np.asarray(runner.run(tokens, 0, 512))[:300]
+    dense = np.asarray(Runner(model, Dense(), 512).run(tokens, 0, 512))[:300]
+    np.testing.assert_allclose(ours, dense, atol=1e-4)
+    assert runner.density() == (1.0, 1.0, 1.0)
+
+
+def by_chunk(model, policy, tokens):
+    """Keys read over keys visible, all layers and heads, per chunk."""
+    runner = Runner(model, policy, len(tokens))
+    for _ in runner.fill(tokens):
+        pass
+    read, visible = (np.array([np.asarray(reads[i], float).sum() for reads in runner.pending]) for i in (0, 1))
+    return read / visible
+
+
+@pytest.mark.parametrize("budgets", [(), ((1.0, 1.0), (1.0, 0.1), (0.2, 0.3))], ids=["fraction", "per head"])
+def test_rivals_read_as_many_keys_as_the_plan(model, budgets):
+    plan = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), fraction=0.15, minimum=64, budgets=budgets)
+    tokens = np.random.default_rng(3).integers(32, 127, 2048).astype(np.int32)
+    keys = contenders.profile(model, contenders.plan_policy(model, plan), tokens)
+    shares = {}
+    for contender in contenders.contenders(model, plan, keys, 2048):
+        if contender.title in ("the plan", "window + sink", "random tiles", contenders.NEAR):
+            shares[contender.title] = by_chunk(model, contender.policy, tokens)
+    assert len(shares) == 4
+    for title, share in shares.items():
+        np.testing.assert_allclose(share[1:], shares["the plan"][1:], atol=0.01, err_msg=title)
+        np.testing.assert_allclose(share[0], shares["the plan"][0], atol=0.06, err_msg=title)
+
+
+def test_the_control_reads_what_the_plan_reads_without_choosing(model):
+    plan = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), local=32, sinks=16)
+    rows = np.arange(512)
+    own = rows % plan.query_tile + 1 + np.minimum(rows // plan.query_tile * plan.query_tile, 32 + 16)
+    for budgets in ((), ((1.0, 1.0), (1.0, 0.1), (0.2, 0.3))):
+        control = contenders.without_choice(dataclasses.replace(plan, budgets=budgets))
+        runner = Runner(model, contenders.plan_policy(model, control), 512)
+        runner.run(rows + 32, 0, 512)
+        read, visible = (np.asarray(count)[:, 0] for count in runner.pending[0])
+        head, all_keys = own.sum(), visible[0] / CONFIG.num_kv_heads
+        np.testing.assert_allclose(read, [2 * all_keys, head + (all_keys if budgets else head), 2 * head])
+
+
+# --- statistics
+
+
+def test_mcnemar_is_the_binomial_tail():
+    assert paired.mcnemar(5, 0) == 2 / 32
+    assert paired.mcnemar(10, 2) == pytest.approx(2 * (1 + 12 + 66) / 4096)
+    assert paired.mcnemar(2, 10) == paired.mcnemar(10, 2)
+    assert paired.mcnemar(3, 3) == 1
+    assert paired.mcnemar(0, 0) == 1
+
+
+def test_kept_counts_only_what_dense_finds():
+    dense, policy = [[1, 1, 0], [1, 0, 0]], [[1, 0, 1], [1, 1, 0]]
+    assert paired.kept(dense, policy).value == pytest.approx(2 / 3)
+    assert paired.discordant(dense, policy) == (1, 2)
+    assert paired.gain(dense, policy).value == pytest.approx(1 / 6)
+    everything = paired.kept(dense, dense)
+    assert everything.value == 1
+    assert everything.low == pytest.approx(1 / (1 + 1.96**2 / 3))  # Wilson's, for 3 of 3
+    assert np.isnan(paired.kept([[0, 0]], [[1, 0]]).value)
+
+
+def test_an_interval_redraws_documents_not_questions():
+    """Twenty documents in which all ten questions go the same way say as much as twenty questions."""
+    rng = np.random.default_rng(0)
+    outcome = rng.random(20) < 0.5
+    together = paired.ratio(10.0 * outcome, [10] * 20)
+    alone = paired.ratio(rng.permutation(np.repeat(outcome, 10)).reshape(20, 10).sum(1), [10] * 20)
+    share = outcome.mean()
+    width = 2 * 1.96 * np.sqrt(share * (1 - share) / 20)
+    assert together.high - together.low == pytest.approx(width, rel=0.15)
+    assert alone.high - alone.low < 0.5 * (together.high - together.low)
+
+
+def test_a_mean_has_the_interval_of_its_standard_error():
+    values = np.random.default_rng(1).normal(3, 2, 400)
+    found = paired.mean(values)
+    assert found.value == pytest.approx(values.mean())
+    assert found.high - found.low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
+
+
+# --- the suite
+
+SMALL = real.Sizes(
+    lengths=(512, 1024),
+    documents={"single": 2, "count": 1},
+    others=(512,),
+    windows=1,
+    rivals=("window + sink",),
+)
+
+
+@pytest.fixture(scope="module")
+def small_suite():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real, "SUITES", MappingProxyType({"real": SMALL}))
+        patch.setattr(evidence, "code", lambda: evidence.Code(commit="c" * 40, dirty=False))
+        yield
+
+
+@pytest.fixture(scope="module")
+def records(model, small_suite, tmp_path_factory):
+    out = tmp_path_factory.mktemp("records") / "real.jsonl"
+    plan = Plan.load(f"{model.source}/plan.json")
+    assert real.run(model, plan, text=TEXT, out=out) == 0
+    return out
+
+
+def test_the_suite_records_every_contender(records):
+    found = evidence.read(records)
+    assert {r.facts["policy"] for r in found} == {"dense", contenders.CONTROL, "the plan", "window + sink"}
+    text = [r for r in found if r.what.op == "eval real text"]
+    assert len(text) == 4 * 2
+    assert {(r.facts["from"], r.facts["to"]) for r in text} == {(0, 512), (512, 1024)}
+    for record in text:
+        facts = record.facts
+        assert len(record.samples) == 2
+        assert facts["low"] <= facts["mean"] <= facts["high"]
+        assert facts["mean"] == pytest.approx(np.mean(record.samples), abs=1e-6)
+        same = facts["policy"] == "dense"
+        assert (facts["mean"] == pytest.approx(0, abs=1e-6)) == same
+        assert (facts["loss"] == facts["loss_dense"]) == same
+        assert (record.mean_density == 1) == same
+    tasks = [r for r in found if r.what.op == "eval real task"]
+    assert {(r.facts["kind"], r.facts["length"]) for r in tasks} == {("single", 512), ("single", 1024), ("count", 512)}
+    for record in tasks:
+        assert [len(own) for own in record.facts["found"]] == [8, 8] if record.facts["kind"] == "single" else [4]
+        assert np.shape(record.facts["logprob"]) == np.shape(record.facts["found"]) == np.shape(record.facts["depths"])
+        assert record.facts["of_dense"] == np.sum(record.facts["found"]) or record.facts["policy"] != "dense"
+
+
+def test_a_task_that_the_control_does_as_well_is_marked(model, records, tmp_path):
+    """A random model finds nothing, so no task says anything; on text the plan, which reads more, is closer."""
+    plans = [r for r in evidence.read(records) if r.facts["policy"] == "the plan"]
+    marks = {r.what.workload: r.facts["against_control"]["says_nothing"] for r in plans}
+    assert {name.partition(" at ")[0] for name, mark in marks.items() if mark} >= {"single", "count"}
+    assert not marks["text, tokens 512 to 1,024: the plan"]
+    assert "says nothing about the choice of keys" in report_real.tasks(evidence.read(records))
+    useless = Plan.load(f"{model.source}/plan.json")
+    useless = dataclasses.replace(useless, fraction=0.0, minimum=0)  # a plan that chooses nothing
+    out = tmp_path / "useless.jsonl"
+    assert real.run(model, useless, text=TEXT, out=out) == 0
+    plans = [r for r in evidence.read(out) if r.facts["policy"] == "the plan"]
+    assert all(r.facts["against_control"]["says_nothing"] for r in plans)
+
+
+def test_a_difference_that_is_sure_is_not_marked():
+    none, all_, half = [[0] * 5] * 12, [[1] * 5] * 12, [[1, 0, 1, 0, 0], [0, 0, 0, 0, 0]] * 6
+    assert not real.verdict(paired.gain(none, all_))["says_nothing"]
+    assert real.verdict(paired.gain(none, none))["says_nothing"]
+    assert real.verdict(paired.gain(half, none))["says_nothing"]
+    assert real.verdict(paired.gain(half, half[::-1]))["says_nothing"]
+    assert real.verdict(paired.gain(half, all_))["better_by"] == pytest.approx(0.8)
+
+
+def test_a_run_that_was_cut_off_goes_on(model, records, tmp_path, small_suite):
+    whole = records.read_text().splitlines(keepends=True)
+    again = tmp_path / "again.jsonl"
+    again.write_text("".join(whole[:7]) + whole[7][:40])  # a kill
+    plan = Plan.load(f"{model.source}/plan.json")
+    real.run(model, plan, text=TEXT, out=again, resume=True)
+    assert [r.key for r in evidence.read(again)] == [r.key for r in evidence.read(records)]
+    facts = [[r.facts for r in evidence.read(path)] for path in (again, records)]
+    assert facts[0] == facts[1]
+
+
+def test_tables_and_pictures_are_drawn_from_the_records(records, tmp_path):
+    found = evidence.read(records)
+    table = report_real.text(found)
+    assert table.count("\n|") >= 3
+    assert "window + sink" in table.splitlines()[0]
+    for draw in report_real_pictures.PICTURES.values():
+        assert draw([]) is None
+    picture = report_real_pictures.real_text(found)
+    assert picture.svg.startswith("<svg")
+    write(records.parent, tmp_path / "report.html")
+    assert (tmp_path / "real-kl.svg").read_text() == picture.svg
+
+
+def test_what_cannot_run_is_refused(model):
+    with pytest.raises(ValueError, match="suite='nosuch' must be one of"):
+        real.run(model, None, suite="nosuch")
+    short = dataclasses.replace(model, config=dataclasses.replace(model.config, max_positions=256))
+    with pytest.raises(ValueError, match="context of 256 tokens is shorter"):
+        real.run(short, None)
+    with pytest.raises(ValueError, match="has no tokenizer"):
+        real.run(dataclasses.replace(model, tokenizer=None), None)
+
+
+def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
+    """Numbers that no window of a quarter of the keys holds; layers under scan, which compile in seconds."""
+    model = generate.load(smollm2)
+    stacked = dataclasses.replace(model.params, layers=jax.tree.map(lambda *x: jnp.stack(x), *model.params.layers))
+    model = dataclasses.replace(model, params=stacked)
+    filler = probes.Filler.of(model.tokenizer, texts.reference())
+    document = probes.make_document("single", filler, LENGTH, (0,))
+    window = Matched(scores="newest", keys=contenders.flat(0.25, 128, LENGTH))
+    found = {}
+    for policy in (Dense(), window):
+        [answers] = run_trials(model, policy, [document])
+        found[policy.name] = [outcome.found for outcome in answers.outcomes]
+        assert np.mean(answers.density) == pytest.approx(1.0 if policy == Dense() else 0.34, abs=0.02)
+    assert sum(found["dense"]) >= 5
+    assert sum(found["matched"]) <= sum(found["dense"]) - 3
