@@ -243,14 +243,12 @@ def real(smollm2, tmp_path_factory):
         num_layers=30,
         num_kv_heads=3,
         anchors=(0, 1, 7),
-        own=tuple(layer for layer in range(30) if layer not in (0, 1, 7)),
         head_map=((0, 1, 2),) * 30,
-        heads="identity",
+        heads="pooled",
         local=32,
         sinks=16,
         fraction=0.5,
         minimum=128,
-        score_keys=1,
         crossover_tokens=4000,
     )
     asked = reading.QUESTIONS[0], reading.QUESTIONS[4]
@@ -303,7 +301,7 @@ def _findings(dense, kascade, control):
 
     def side(right):
         answers = tuple(dataclasses.replace(given, text=" yes" if good else " no") for good in right)
-        return reading.Side(turn=given, answers=answers, compile_s=1.0)
+        return reading.Side(turn=given, answers=answers)
 
     questions = tuple(reading.Question(text=f"Q{n}?", start=f"A{n} is") for n in range(len(dense)))
     return reading.Findings(
@@ -311,6 +309,7 @@ def _findings(dense, kascade, control):
         document="",
         expected=("yes",) * len(dense),
         crossover_tokens=0,
+        compile_s=1.0,
         sides={"dense": side(dense), "kascade": side(kascade), "control": side(control)},
     )
 

@@ -8,6 +8,7 @@ per policy, and 30 unrolled layers take the better part of a minute to compile o
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -96,22 +97,24 @@ class Side:
     Attributes:
         turn: the chat turn's answer; its time to first token includes the document's prefill. None for the control.
         answers: one per question; their time to first token is with the document's keys in the cache.
-        compile_s: seconds to compile (or to find compiled) and first run the programs.
     """
 
     turn: Generation | None
     answers: tuple[Generation, ...]
-    compile_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Everything one run found out: per side, the answers; per question, what the document says."""
+    """Everything one run found out: per side, the answers; per question, what the document says.
+
+    `compile_s` is the seconds in which the programs of all sides were compiled, or found compiled, together.
+    """
 
     settings: Settings
     document: str
     expected: tuple[str, ...]
     crossover_tokens: int
+    compile_s: float
     sides: Mapping[str, Side]
 
     def right(self, name: str) -> tuple[bool, ...]:
@@ -190,13 +193,14 @@ def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[st
     turn, questions = prompts(models["dense"], settings, document)
     common = shared([turn, *questions])
     longest = max(len(turn) + settings.turn_tokens, max(map(len, questions)) + settings.answer_tokens)
+    progress("compiling")
+    started_s = time.perf_counter()
+    readers = {name: Reader(model, num_keys=longest) for name, model in models.items()}
+    with ThreadPoolExecutor() as pool:  # XLA compiles one program on hardly more than one core
+        list(pool.map(lambda reader: reader.session.warm(), readers.values()))
+    compile_s = time.perf_counter() - started_s
     sides = {}
-    for name, model in models.items():
-        progress(f"{name}: compiling")
-        started_s = time.perf_counter()
-        reader = Reader(model, num_keys=longest)
-        reader.session.warm()
-        compile_s = time.perf_counter() - started_s
+    for name, reader in readers.items():
         progress(f"{name}: reading the document")
         started_s = time.perf_counter()
         reader.hold(turn[:common])
@@ -207,11 +211,12 @@ def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[st
         for index, tokens in enumerate(questions):
             progress(f"{name}: question {index + 1} of {len(questions)}")
             answers.append(reader.answer(tokens, settings.answer_tokens, (".", "\n")))
-        sides[name] = Side(turn=reply, answers=tuple(answers), compile_s=compile_s)
+        sides[name] = Side(turn=reply, answers=tuple(answers))
     return Findings(
         settings=settings,
         document=document,
         expected=expected,
         crossover_tokens=models["kascade"].plan.crossover_tokens,
+        compile_s=compile_s,
         sides=sides,
     )

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from tessera import evidence, measure
@@ -55,6 +56,7 @@ def notes(found: Findings) -> list[str]:
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
             "Here Kascade was made to run at every length, so that there is something to see."
         )
+    lines.append(f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it.")
     return lines
 
 
@@ -82,7 +84,6 @@ def rows(found: Findings) -> list[list[str]]:
             [statistics.median(a.ttft_s for a in side.answers) for side in sides],
         ),
         of_turns("decode speed, chat turn", "tokens/s", [turn and turn.decode_tokens_per_s for turn in turns]),
-        of_turns("compiling, once per machine", "s", [side.compile_s for side in sides]),
     ]
 
 
@@ -90,7 +91,7 @@ def turn_table(found: Findings) -> Table:
     """The chat turn, both answers."""
     table = Table("", "answer", title=f"Chat turn: {found.settings.turn}", title_justify="left")
     for name in ("dense", "kascade"):
-        table.add_row(WORDS[name], said(found.sides[name].turn))
+        table.add_row(WORDS[name], escape(said(found.sides[name].turn)))
     return table
 
 
@@ -102,7 +103,7 @@ def answer_table(found: Findings) -> Table:
     for index, question in enumerate(found.settings.questions):
         cells = []
         for name in SIDES:
-            words = said(found.sides[name].answers[index]).replace("[", r"\[")
+            words = escape(said(found.sides[name].answers[index]))
             cells.append(words if right[name][index] else f"[red]{words} (wrong)[/red]")
         table.add_row(question.text, found.expected[index], *cells)
     return table
@@ -148,7 +149,7 @@ def records(found: Findings, model: Model) -> list[Record]:
         what = What(op="demo", kernel=name, workload="demo_real_turn", config=config,
                     title="chat turn about the document, real model, cold")  # fmt: skip
         one = _record(what, [turn.ttft_s], density=turn.layer_density, facts=facts, comparison=versus)
-        made.append(replace(one, how=How(warmup=1, iterations=1, compile_s=side.compile_s)))
+        made.append(replace(one, how=How(warmup=1, iterations=1, compile_s=found.compile_s)))
     return made
 
 
