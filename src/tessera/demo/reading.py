@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 CHUNK = 256
 """Rows of a prefill call: a question computes one chunk, and 1,024 rows would cost it four times as much."""
 CONTROL = {"fraction": 0.0, "budgets": (), "local": 0, "sinks": 0, "minimum": 0}
-"""What makes a plan's selection useless: every layer but the anchors reads its own tile only."""
+"""What makes a plan's selection useless: every layer that selects reads its own tile only."""
 SIDES = ("dense", "kascade", "control")
 
 

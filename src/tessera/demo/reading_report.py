@@ -19,7 +19,7 @@ from tessera.report import quantity
 COMMAND = "tessera demo"
 WORDS = {"dense": "dense", "kascade": "Kascade", "control": "control"}
 CONTROL = (
-    "The control is the same plan with its selection made useless: every layer but the anchors reads its own tile and "
+    "The control is the same plan with its selection made useless: every layer that selects reads its own tile and "
     "nothing else. An answer that it also finds says nothing about what Kascade selects."
 )
 NEXT = (
