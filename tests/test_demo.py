@@ -1,17 +1,22 @@
-"""The demo end to end on a tiny random model: answers, record, page; and an honest exit status."""
+"""The demo end to end, on a tiny random model and on the fetched one: answers, record, page; an honest exit status."""
 
 import dataclasses
+import html
 import html.parser
 import json
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
-from tessera import evidence
-from tessera.demo import findings, pictures, run
+from tessera import evidence, generate
+from tessera.answers import Generation
+from tessera.demo import findings, pictures, reading, reading_report, run
 from tessera.generate import load
+from tessera.models import fetch
 from tessera.models.checkpoint import fingerprint, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.layers import init_params
@@ -185,3 +190,162 @@ def test_pictures_have_axes_with_units_and_dark_text():
         assert words in comments
     assert pictures.INK == "#1a1a1a"
     assert svg == pictures.times([panel])
+
+
+# The real model: where it cannot be fetched, and on the fetched file.
+
+
+def test_without_the_real_model_the_embedded_one_answers_and_says_so(settings, tmp_path, monkeypatch, capsys):
+    def refuse(name):
+        raise fetch.NotReachable(f"model {name!r} could not be fetched: no <network>")
+
+    monkeypatch.setattr(fetch, "fetch", refuse)
+    monkeypatch.setattr(run, "Settings", lambda: settings)
+    assert run.run(tmp_path) in (0, 1)
+    page = html.unescape((tmp_path / "index.html").read_text())
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("the small embedded model", "could not be fetched: no <network>", "`tessera fetch smollm2`"):
+        assert words in page
+        assert words in said
+    assert "no <network>" not in (tmp_path / "index.html").read_text()
+    assert (tmp_path / "lengths.svg").is_file()
+
+
+def test_the_demo_asks_the_fetched_model(settings, tmp_path, monkeypatch):
+    """The choice alone: what it runs then is tested below."""
+    monkeypatch.setattr(fetch, "fetch", lambda name: tmp_path / f"{name}.gguf")
+    chosen, missing = run.choose_model(Console())
+    assert (chosen.model, missing) == (tmp_path / "smollm2.gguf", "")
+    document = chosen.document.read_text()
+    for question in chosen.questions:
+        answer = question.expected(document)
+        assert document.count(answer) == 1, f"{answer} must be found where {question.start!r} says it, and only there"
+
+
+SHORT = """The lighthouse keeper wrote the accounts of the island every evening.
+
+The door code of the Oslo office is 48213.
+
+""" + "\n\n".join(
+    f"On day {day} the wind came from the {side}, and the boats stayed in the harbour until noon."
+    for day, side in enumerate(("north", "south-west", "east", "north-west", "south", "west", "north-east") * 2, 1)
+)
+
+
+@pytest.fixture(scope="module")
+def real(smollm2, tmp_path_factory):
+    """Two questions about a short document; tiles so small that the control cannot see the answer."""
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "short.txt").write_text(f"{SHORT}\n\nThe colour of the spare key is <b>turquoise</b>.\n\nGoodbye.\n")
+    dense = load(smollm2)
+    plan = Plan(
+        model=fingerprint(dense.params, dense.config),
+        num_layers=30,
+        num_kv_heads=3,
+        anchors=(0, 1, 7),
+        head_map=((0, 1, 2),) * 30,
+        heads="pooled",
+        local=32,
+        sinks=16,
+        fraction=0.5,
+        minimum=128,
+        crossover_tokens=4000,
+    )
+    asked = reading.QUESTIONS[0], reading.QUESTIONS[4]
+    chosen = reading.Settings(
+        model=smollm2, plan=plan, document=folder / "short.txt", questions=asked, turn_tokens=4, answer_tokens=8
+    )
+    return run.run(folder / "out", chosen), folder / "out"
+
+
+def test_the_real_model_keeps_its_answers_and_the_control_does_not(real):
+    """Selection matters: dense and Kascade find both answers, the plan without its selection finds neither."""
+    records = [evidence.decode(json.dumps(r)) for r in json.loads((real[1] / "record.json").read_text())["records"]]
+    by_key = {(r.what.workload, r.what.kernel): r for r in records}
+    asked = {name: by_key["demo_real_questions", name] for name in reading.SIDES}
+    assert {name: record.facts["right"] for name, record in asked.items()} == {
+        "dense": [True, True],
+        "kascade": [True, True],
+        "control": [False, False],
+    }
+    assert real[0] == 0
+    assert asked["dense"].facts["density"] == [1.0, 1.0]
+    assert max(asked["control"].facts["density"]) < min(asked["kascade"].facts["density"]) < 0.8
+    assert len(asked["kascade"].density) == 30
+    turn = by_key["demo_real_turn", "kascade"]
+    assert turn.comparison.against == "dense"
+    assert turn.how.compile_s > 0
+
+
+def test_the_real_page_shows_each_answer_and_how_to_go_on(real):
+    source = (real[1] / "index.html").read_text()
+    shown = html.unescape(re.sub(r"<(?!b>|/b>)[^>]*>", "", source))
+    for words in ("Kascade keeps all 2 answers", "The control keeps 0 of the 2", "What is the door code", "48213",
+                  "cross-over is 4,000 tokens", "tessera chat --model smollm2 --attention kascade"):  # fmt: skip
+        assert words in shown
+    assert "&lt;b&gt;turquoise&lt;/b&gt;" in source
+    assert source.count("<svg") == 1
+    assert "src=" not in source
+
+
+def test_the_real_run_can_be_published(real, tmp_path):
+    run.publish(real[1], str(tmp_path / "evidence"), str(tmp_path / "docs" / "demo.svg"))
+    assert len(evidence.collect(tmp_path / "evidence")) == 5
+    assert not (tmp_path / "docs").exists()
+
+
+def _findings(dense, kascade, control):
+    """Findings of three questions whose answers are right or wrong as told."""
+    given = Generation(text="", tokens=[1], logprobs=[0.0], finish_reason="stop", prompt_tokens=100, ttft_s=1.0,
+                       decode_tokens_per_s=1.0, density=0.5, layer_density=(0.5,))  # fmt: skip
+
+    def side(right):
+        answers = tuple(dataclasses.replace(given, text=" yes" if good else " no") for good in right)
+        return reading.Side(turn=given, answers=answers)
+
+    questions = tuple(reading.Question(text=f"Q{n}?", start=f"A{n} is") for n in range(len(dense)))
+    return reading.Findings(
+        settings=reading.Settings(questions=questions),
+        document="",
+        expected=("yes",) * len(dense),
+        crossover_tokens=0,
+        compile_s=1.0,
+        sides={"dense": side(dense), "kascade": side(kascade), "control": side(control)},
+    )
+
+
+def test_a_lost_answer_is_said_first_and_so_is_a_control_that_finds_everything():
+    lost = _findings([True, True, False], [True, False, True], [False, False, False])
+    assert lost.lost == [1]
+    assert reading_report.notes(lost)[0] == "Kascade LOSES 1 of the 2 answers that dense finds: Q1?"
+    kept = _findings([True, True, False], [True, True, False], [True, True, False])
+    assert kept.lost == []
+    assert "keeps all 2 answers" in reading_report.notes(kept)[0]
+    assert any("do NOT show that selection matters" in note for note in reading_report.notes(kept))
+    none = _findings([False], [False], [False])
+    assert "Dense finds none" in reading_report.notes(none)[0]
+
+
+def test_a_question_that_the_document_does_not_answer_is_refused():
+    with pytest.raises(ValueError, match="The cat is"):
+        reading.Question(text="?", start="The cat is").expected("The dog is old.")
+
+
+def test_the_shipped_plan_is_found_for_the_fetched_file_after_the_one_next_to_it(settings, tmp_path, monkeypatch):
+    """By the file's name; a plan of other weights is refused when the weights are known."""
+    model = load(settings.model)
+    [source] = fetch.MODELS.values()
+    assert generate.shipped_plan(tmp_path / Path(source.member).name).name == "smollm2.plan.json"
+    assert generate.shipped_plan(tmp_path / "other.gguf") is None
+    shipped = tmp_path / "shipped.json"
+    monkeypatch.setattr(generate, "shipped_plan", lambda source: shipped)
+    Plan.load(settings.model / "plan.json").save(shipped)
+    gguf = dataclasses.replace(model, source=str(tmp_path / "x.gguf"))
+    assert gguf.with_attention("kascade").plan == Plan.load(shipped)
+    dataclasses.replace(Plan.load(shipped), model="other weights").save(shipped)
+    with pytest.raises(ValueError, match="the plan is of another model"):
+        gguf.with_attention("kascade")
+    (tmp_path / "x.gguf").touch()
+    nearer = dataclasses.replace(Plan.load(settings.model / "plan.json"), minimum=48)
+    nearer.save(tmp_path / "x.plan.json")
+    assert gguf.with_attention("kascade").plan == nearer

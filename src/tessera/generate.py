@@ -20,6 +20,7 @@ from tessera.engine import Request, Session, cache_bytes, chunk_bytes, respond, 
 from tessera.memory import require
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
+from tessera.models.fetch import MODELS
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
 from tessera.promise import promise_line
@@ -337,14 +338,15 @@ def check_attention(attention: str) -> None:
 
 
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
-    """The plan itself, read from its path, or, for kascade, from its place near the weights."""
+    """The plan itself, read from its path, or, for kascade, from its place near the weights, or the shipped one."""
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":
         return None
     path = plan_path(source)
-    if path.is_file():
-        return Plan.load(path)
+    for place in (path, shipped_plan(source)):
+        if place is not None and place.is_file():
+            return Plan.load(place)
     raise ValueError(
         f"attention='kascade' needs a plan, and {path} does not exist: make one with "
         f"`tessera calibrate --model {source} --text TEXT --out {path}`, or pass plan=..."
@@ -357,6 +359,13 @@ def plan_path(source: str | os.PathLike) -> Path:
     if source.is_file():
         return source.with_name(source.name.removesuffix(".gguf") + GGUF_PLAN_SUFFIX)
     return source / PLAN_FILE
+
+
+def shipped_plan(source: str | os.PathLike) -> Path | None:
+    """The plan that the package holds for a fetched model's file, by the file's name; its fingerprint decides later."""
+    names = {Path(model.member).name: name for name, model in MODELS.items()}
+    name = names.get(Path(source).name)
+    return None if name is None else Path(__file__).parent / "demo" / f"{name}{GGUF_PLAN_SUFFIX}"
 
 
 def explain_not_finite(params: Params) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 import jinja2
 
 
-def render(findings: Mapping[str, Any]) -> str:
+def render(findings: Mapping[str, Any], template: str = "page.html") -> str:
     """The page. Everything but the pictures is escaped; a name that is missing raises."""
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return environment.from_string(template).render(findings)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.get_template(template).render(findings)

@@ -1,7 +1,7 @@
 """The demo's pictures, each one SVG string: dark text, axes with units, the same two colours throughout."""
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-DENSE, KASCADE, INK, GRID = "#1f4e79", "#c8590a", "#1a1a1a", "#d9d9d9"
+DENSE, KASCADE, OWN, INK, GRID = "#1f4e79", "#c8590a", "#4f7f4f", "#1a1a1a", "#d9d9d9"
 
 _STYLE = {
     "font.size": 11,
@@ -80,25 +80,34 @@ def times(panels: Sequence[Panel]) -> str:
     return _draw(plot, (6.2 * len(panels), 4.4))
 
 
-def densities(layers: Sequence[float], anchors: Iterable[int]) -> str:
-    """Share of the visible keys that each layer read, anchors marked."""
+ROLES = {
+    "score": (DENSE, "anchor: scores all keys"),
+    "dense": (DENSE, "anchor: reads all keys"),
+    "own": (OWN, "own: chooses by cheap scores"),
+    "sparse": (KASCADE, "reuse: reads what its source chose"),
+}
+"""Colour and words of a layer's role."""
+
+
+def densities(layers: Sequence[float], roles: Sequence[str]) -> str:
+    """Share of the visible keys that each layer read, coloured by its role in the plan (`Kascade.roles`)."""
 
     def plot(figure: Figure) -> None:
         axes = figure.subplots()
-        scored = set(anchors)
-        colours = [DENSE if layer in scored else KASCADE for layer in range(len(layers))]
-        bars = axes.bar(range(len(layers)), [100 * share for share in layers], color=colours, width=0.7)
-        axes.bar_label(bars, [f"{100 * share:.0f} %" for share in layers], padding=2, fontsize=10)
+        bars = axes.bar(range(len(layers)), [100 * share for share in layers],
+                        color=[ROLES[role][0] for role in roles], width=0.7)  # fmt: skip
+        sign = " %" if len(layers) <= 16 else ""  # 30 bars leave no room for it
+        axes.bar_label(bars, [f"{100 * share:.0f}{sign}" for share in layers], padding=2, fontsize=10)
         axes.set(xlabel="layer", ylabel="keys read (% of visible)", ylim=(0, 115))
         axes.set_title("Keys read per layer, the whole prompt")
         axes.set_xticks(range(len(layers)))
         axes.grid(visible=False, axis="x")
-        handles = [Patch(color=DENSE), Patch(color=KASCADE)]
-        figure.legend(handles, ["anchor: scores all keys", "reuse: reads what its anchor chose"],
-                      frameon=False, loc="lower center", ncols=2)  # fmt: skip
+        shown = [ROLES[role] for role in dict.fromkeys(roles)]
+        handles = [Patch(color=colour) for colour, _ in shown]
+        figure.legend(handles, [words for _, words in shown], frameon=False, loc="lower center", ncols=len(shown))
         figure.subplots_adjust(bottom=0.24)
 
-    return _draw(plot, (6.6, 4.2))
+    return _draw(plot, (max(6.6, 0.36 * len(layers)), 4.2))
 
 
 def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: Sequence[int]) -> str:
@@ -133,7 +142,7 @@ def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: S
         handles = [Patch(facecolor=c, edgecolor=GRID) for c in steps]
         if marks:
             handles.append(Line2D([], [], color=DENSE, linestyle="--"))
-            words.append("where an answer stands")
+            words.append("position of an answer")
         figure.legend(handles, words, frameon=False, loc="lower center", ncols=2)
         figure.subplots_adjust(bottom=0.24, wspace=0.28)
 

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tessera import evidence, measure
-from tessera.demo import findings, page, pictures
+from tessera.demo import findings, page, pictures, reading, reading_report
 from tessera.demo.findings import Answered, LayerTimes, ReadMap
 from tessera.evidence import Comparison, How, Record, What
 from tessera.generate import Model, load
+from tessera.models import fetch
 from tessera.quality import Accuracy
 from tessera.report import quantity
 
@@ -69,29 +70,83 @@ class Findings:
         return all(answer.same for answer in self.answers)
 
 
-def run(out: str | os.PathLike = "build/demo", settings: Settings | None = None) -> int:
-    """Answer, measure, write record.json, lengths.svg and index.html under `out`.
+def run(out: str | os.PathLike = "build/demo", settings: Settings | reading.Settings | None = None) -> int:
+    """Answer, measure, write record.json, index.html and, for the embedded model, lengths.svg under `out`.
+
+    Args:
+        out: the folder.
+        settings: of the embedded model's demo or of a real model's; None is the real model where it can be fetched,
+            else the embedded one.
 
     Returns:
-        0 if Kascade gave the dense answers on every question, else 1.
+        the embedded model: 0 if Kascade gave the dense answers on every question, else 1. A real model: 0 if Kascade
+        kept every right answer that dense gave, else 1.
 
     Raises:
-        ValueError: `out` cannot be written to; said before anything is measured.
+        ValueError: `out` cannot be written to; said before anything is fetched or measured.
     """
-    settings, out = settings or Settings(), Path(out)
+    out, console, missing = Path(out), Console(), ""
     make_folder(out)
-    console = Console()
+    if settings is None:
+        settings, missing = choose_model(console)
+    if isinstance(settings, reading.Settings):
+        return run_real(out, settings, console)
     models = load_models(settings.model)
     found = measure_all(models, settings, console)
-    body = {"schema": evidence.SCHEMA, "records": [json.loads(evidence.encode(r)) for r in records(found, models)]}
-    (out / "record.json").write_text(json.dumps(body, indent=1) + "\n")
+    write_records(out, records(found, models))
     times_svg = draw_times(found)
     (out / "lengths.svg").write_text(times_svg, encoding="utf-8")
-    (out / "index.html").write_text(render(found, models, times_svg), encoding="utf-8")
-    for note in notes(found):
-        console.print(note)
-    console.print(f"record.json and index.html are in {out}", highlight=False)
+    (out / "index.html").write_text(render(found, models, times_svg, missing), encoding="utf-8")
+    for note in [*notes(found), *([missing] if missing else [])]:
+        console.print(note, markup=False)
+    finish(out, console)
     return 0 if found.same else 1
+
+
+def choose_model(console: Console) -> tuple[Settings | reading.Settings, str]:
+    """The real model's settings; where it cannot be fetched, the embedded model's and a sentence that says so."""
+    try:
+        console.print(f"[bold]Tessera demo[/bold]: {fetch.MODELS['smollm2'].words}", highlight=False)
+        return reading.Settings(model=fetch.fetch("smollm2")), ""
+    except (OSError, ValueError) as error:
+        missing = (
+            f"This is the small embedded model, because the real one is not here: {error}. To see the real one, "
+            "connect to a network, run `tessera fetch smollm2`, and run the demo again."
+        )
+        console.print(missing, style="yellow", markup=False)
+        return Settings(), missing
+
+
+def run_real(out: Path, settings: reading.Settings, console: Console) -> int:
+    """Run the demo of a real model; see `run`."""
+    with console.status("loading") as status:
+        models = reading.policies(load(settings.model), settings.plan)
+        found = reading.read(models, settings, status.update)
+    for table in (reading_report.turn_table, reading_report.answer_table, reading_report.figure_table):
+        console.print(table(found))
+    for note in reading_report.notes(found):
+        console.print(note, highlight=False, markup=False)
+    kascade = models["kascade"]
+    write_records(out, reading_report.records(found, kascade))
+    (out / "lengths.svg").unlink(missing_ok=True)  # of an earlier run of the embedded model
+    body = {"lead": lead(), "origin": origin(), **reading_report.page_data(found, kascade)}
+    (out / "index.html").write_text(page.render(body, "reading.html"), encoding="utf-8")
+    console.print("How to go on:")
+    for command, words in reading_report.NEXT:
+        console.print(f"  {command}  ({words})", highlight=False, markup=False, soft_wrap=True)
+    finish(out, console)
+    return 1 if found.lost else 0
+
+
+def write_records(out: Path, made: Sequence[Record]) -> None:
+    """record.json: what `publish` stores."""
+    body = {"schema": evidence.SCHEMA, "records": [json.loads(evidence.encode(record)) for record in made]}
+    (out / "record.json").write_text(json.dumps(body, indent=1) + "\n")
+
+
+def finish(out: Path, console: Console) -> None:
+    """Say where the results are."""
+    console.print(f"record.json and index.html are in {out}", highlight=False)
 
 
 def make_folder(out: Path) -> None:
@@ -104,12 +159,14 @@ def make_folder(out: Path) -> None:
 
 
 def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", picture: str = "docs/demo.svg") -> None:
-    """Store a run's records under `folder`, and its picture over lengths for the README."""
+    """Store a run's records under `folder`, and the embedded model's picture over lengths for the README."""
     body = json.loads((Path(out) / "record.json").read_text(encoding="utf-8"))
     found = [evidence.decode(json.dumps(record)) for record in body["records"]]
     evidence.append(Path(folder) / f"demo-{evidence.device_slug()}.jsonl", found)
-    Path(picture).parent.mkdir(parents=True, exist_ok=True)
-    Path(picture).write_bytes((Path(out) / "lengths.svg").read_bytes())
+    drawn = Path(out) / "lengths.svg"
+    if drawn.is_file():
+        Path(picture).parent.mkdir(parents=True, exist_ok=True)
+        Path(picture).write_bytes(drawn.read_bytes())
 
 
 def load_models(folder: Path) -> dict[str, Model]:
@@ -284,13 +341,26 @@ def _record(what: What, samples: Sequence[float], **fields: Any) -> Record:
     return evidence.make(what, samples, how=How(iterations=len(samples)), command=COMMAND, **fields)
 
 
-def render(found: Findings, models: Mapping[str, Model], times_svg: str) -> str:
-    """The HTML page."""
+def lead() -> str:
+    """Where, when and with which code the page was made."""
     code, where = evidence.code(), evidence.here()
+    return (
+        f"{where.cpu}, {where.cores} cores, jax {where.versions['jax']}; {evidence.now()[:10]}; "
+        f"commit {(code.commit or 'unknown')[:9]}; repeat with: {COMMAND}"
+    )
+
+
+def origin() -> str:
+    """Where the documents come from, and their licence."""
+    return (HERE / "NOTICE").read_text(encoding="utf-8")
+
+
+def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing: str = "") -> str:
+    """The HTML page of the embedded model's demo; `missing` says why it is not the real model's."""
     return page.render(
         {
-            "lead": f"{where.cpu}, {where.cores} cores, jax {where.versions['jax']}; {evidence.now()[:10]}; "
-            f"commit {(code.commit or 'unknown')[:9]}; repeat with: {COMMAND}",
+            "lead": lead(),
+            "missing": missing,
             "answers": [
                 {
                     "question": a.question,
@@ -311,7 +381,7 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str) -> str:
             },
             "read_pictures": read_pictures(found, models["kascade"]),
             "document": found.document,
-            "origin": (HERE / "NOTICE").read_text(encoding="utf-8"),
+            "origin": origin(),
         }
     )
 
@@ -342,7 +412,7 @@ def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
     marks = [findings.what_it_says(found.document, subject)[1] for subject in found.settings.subjects]
     return [
         {
-            "svg": pictures.densities(found.reads.densities, model.plan.anchors),
+            "svg": pictures.densities(found.reads.densities, model.policy.roles()),
             "caption": "Counted from the tile lists that the kernels were given, for the first question's prompt.",
         },
         {

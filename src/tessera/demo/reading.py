@@ -1,0 +1,222 @@
+"""What the demo asks a real model: a chat turn, and questions whose answers its document states, per policy.
+
+Every prompt is the document, then a question, in the model's own chat template. A `Reader` prefills the document once
+and reuses its keys for each question, as `tessera chat` does. All prefill calls have one size: each size is a program
+per policy, and 30 unrolled layers take the better part of a minute to compile on a busy machine.
+"""
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tessera.answers import Generation
+from tessera.engine import Request
+from tessera.generate import Model
+from tessera.sampling import Sampling
+from tessera.sparse.plan import Plan
+
+HERE = Path(__file__).parent
+CHUNK = 256
+"""Rows of a prefill call: a question computes one chunk, and 1,024 rows would cost it four times as much."""
+CONTROL = {"fraction": 0.0, "budgets": (), "local": 0, "sinks": 0, "minimum": 0}
+"""What makes a plan's selection useless: every layer that selects reads its own tile only."""
+SIDES = ("dense", "kascade", "control")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question about the document; `start` is how the sentence with its answer begins, and opens the reply."""
+
+    text: str
+    start: str
+
+    def expected(self, document: str) -> str:
+        """The rest of the document's sentence that begins with `start`.
+
+        Raises:
+            ValueError: the document has no such sentence.
+        """
+        found = re.search(rf"{re.escape(self.start)} ([^.\n]+)\.", document)
+        if found is None:
+            raise ValueError(f"no sentence of the document begins with {self.start!r}")
+        return found[1]
+
+
+def _ask(words: str, verb: str = "is", asked: str = "What") -> Question:
+    return Question(text=f"{asked} {verb} {words}?", start=f"{words[0].upper()}{words[1:]} {verb}")
+
+
+QUESTIONS = (
+    _ask("the door code of the Oslo office"),
+    _ask("the phone extension of Maria"),
+    _ask("the name of the ship's cat"),
+    Question(text="From which platform does the train to Geneva leave?", start="The train to Geneva leaves from"),
+    _ask("the colour of the spare key"),
+    _ask("the special number of Lisbon"),
+    Question(text="Where does the meeting on Friday start?", start="The meeting on Friday starts at"),
+    _ask("the budget of the garden project"),
+    _ask("the special number of Nairobi"),
+    _ask("the birthday of Anna"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a real model is asked; the defaults fit the six minutes that `make demo` has on two cores.
+
+    Attributes:
+        model: the fetched model's name, a GGUF file or a folder.
+        plan: Kascade's; None is the one that belongs to the model.
+        document: text file; the questions are about it.
+        turn: what the chat turn says after the document.
+        turn_tokens: most tokens of its answer.
+        questions: each is asked under every policy.
+        answer_tokens: most tokens of an answer.
+    """
+
+    model: str | Path = "smollm2"
+    plan: Plan | None = None
+    document: Path = HERE / "library.txt"
+    turn: str = "In one or two sentences: what is the socketserver module for?"
+    turn_tokens: int = 48
+    questions: tuple[Question, ...] = QUESTIONS
+    answer_tokens: int = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """One policy's answers.
+
+    Attributes:
+        turn: the chat turn's answer; its time to first token includes the document's prefill. None for the control.
+        answers: one per question; their time to first token is with the document's keys in the cache.
+    """
+
+    turn: Generation | None
+    answers: tuple[Generation, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """Everything one run found out: per side, the answers; per question, what the document says.
+
+    `compile_s` is the seconds in which the programs of all sides were compiled, or found compiled, together.
+    """
+
+    settings: Settings
+    document: str
+    expected: tuple[str, ...]
+    crossover_tokens: int
+    compile_s: float
+    sides: Mapping[str, Side]
+
+    def right(self, name: str) -> tuple[bool, ...]:
+        """Whether a side's answer says what the document says, question by question."""
+        return tuple(said(a) == wanted for a, wanted in zip(self.sides[name].answers, self.expected))
+
+    @property
+    def lost(self) -> list[int]:
+        """Questions that dense answers rightly and Kascade does not."""
+        pairs = zip(self.right("dense"), self.right("kascade"))
+        return [index for index, (dense, kascade) in enumerate(pairs) if dense and not kascade]
+
+
+def said(answer: Generation) -> str:
+    """An answer's words, on one line."""
+    return " ".join(answer.text.split())
+
+
+def policies(dense: Model, plan: Plan | None = None) -> dict[str, Model]:
+    """The model under dense, Kascade at every length, and Kascade with its selection made useless."""
+    kascade = dense.with_attention("kascade", plan, crossover_tokens=0)
+    return {"dense": dense, "kascade": kascade, "control": replace(kascade, policy=replace(kascade.policy, **CONTROL))}
+
+
+class Reader:
+    """One policy's cache, which holds the document from the first prompt on."""
+
+    def __init__(self, model: Model, *, num_keys: int):
+        self.model, self.reads, self.held = model, [], []
+        self.session = model.session(model.policy, batch=1, num_keys=num_keys)
+        sizes = self.session.sizes
+        self.session.sizes = (next((size for size in sizes if size <= CHUNK), sizes[-1]),)
+
+    def hold(self, tokens: Sequence[int]) -> None:
+        """Prefill the whole chunks of a prompt that all later prompts begin with."""
+        self.held = list(tokens[: self.session.align(len(tokens))])
+        if self.held:
+            _, self.reads = self.session.prefill([self.held])
+            jax.block_until_ready(self.session.cache)
+
+    def answer(
+        self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), *, started_s: float | None = None
+    ) -> Generation:
+        """Answer a prompt that begins with what is held; its keys read include those of the held part's prefill."""
+        started_s = time.perf_counter() if started_s is None else started_s
+        answer = self.model.open_answer(tokens, max_new_tokens, stop)
+        for read_LB, visible_LB in self.reads:
+            answer.count(np.asarray(read_LB, np.float64)[:, 0], np.asarray(visible_LB, np.float64)[:, 0])
+        seeds = np.zeros(1, np.uint32)
+        request = Request(indices=[0], prompts=[tokens], answers=[answer], seeds=seeds, sampling=Sampling())
+        self.model.respond(self.session, request, len(self.held))
+        return answer.generation(started_s)
+
+
+def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int], list[list[int]]]:
+    """Tokens of the chat turn and of each question, answer's start included; all begin with the document."""
+
+    def render(said: str, start: str = "") -> list[int]:
+        message = {"role": "user", "content": f"{document.rstrip()}\n\n{said}"}
+        text = model.tokenizer.render_chat([message]) + start
+        return model.tokenizer.encode(text, add_special=False)
+
+    return render(settings.turn), [render(q.text, q.start) for q in settings.questions]
+
+
+def shared(lists: Sequence[Sequence[int]]) -> int:
+    """Tokens that all lists begin with."""
+    columns = zip(*lists)
+    return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, lists)))
+
+
+def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[str], Any]) -> Findings:
+    """Put the chat turn and every question to each model, one model after the other."""
+    document = settings.document.read_text(encoding="utf-8")
+    expected = tuple(question.expected(document) for question in settings.questions)
+    turn, questions = prompts(models["dense"], settings, document)
+    common = shared([turn, *questions])
+    longest = max(len(turn) + settings.turn_tokens, max(map(len, questions)) + settings.answer_tokens)
+    progress("compiling")
+    started_s = time.perf_counter()
+    readers = {name: Reader(model, num_keys=longest) for name, model in models.items()}
+    with ThreadPoolExecutor() as pool:  # XLA compiles one program on hardly more than one core
+        list(pool.map(lambda reader: reader.session.warm(), readers.values()))
+    compile_s = time.perf_counter() - started_s
+    sides = {}
+    for name, reader in readers.items():
+        progress(f"{name}: reading the document")
+        started_s = time.perf_counter()
+        reader.hold(turn[:common])
+        reply = None
+        if name != "control":
+            reply = reader.answer(turn, settings.turn_tokens, started_s=started_s)
+        answers = []
+        for index, tokens in enumerate(questions):
+            progress(f"{name}: question {index + 1} of {len(questions)}")
+            answers.append(reader.answer(tokens, settings.answer_tokens, (".", "\n")))
+        sides[name] = Side(turn=reply, answers=tuple(answers))
+    return Findings(
+        settings=settings,
+        document=document,
+        expected=expected,
+        crossover_tokens=models["kascade"].plan.crossover_tokens,
+        compile_s=compile_s,
+        sides=sides,
+    )

@@ -1,0 +1,196 @@
+"""Words, tables, records and page data of a real model's run (`reading.py`)."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from tessera import evidence, measure
+from tessera.answers import Generation
+from tessera.demo import pictures
+from tessera.demo.reading import SIDES, Findings, said
+from tessera.evidence import Comparison, How, Record, What
+from tessera.generate import Model
+from tessera.report import quantity
+
+COMMAND = "tessera demo"
+WORDS = {"dense": "dense", "kascade": "Kascade", "control": "control"}
+CONTROL = (
+    "The control is the same plan with its selection made useless: every layer that selects reads its own tile and "
+    "nothing else. An answer that it also finds says nothing about what Kascade selects."
+)
+NEXT = (
+    ("tessera chat --model smollm2 --attention kascade", "talk to the model"),
+    ('tessera generate --model smollm2 --attention kascade --chat "..."', "one answer"),
+    ("tessera calibrate --model smollm2 --text TEXT --out plan.json", "make a plan from text that you choose"),
+    ("tessera doctor", "what this machine has: devices, kernels, caches"),
+)
+
+
+def notes(found: Findings) -> list[str]:
+    """The verdict, and what a reader must know to read the figures right; what Kascade lost comes first."""
+    right = {name: found.right(name) for name in SIDES}
+    count, total, lost = sum(right["dense"]), len(found.expected), found.lost
+    read = quantity(_density(found.sides["kascade"].answers), "fraction")
+    if lost:
+        named = "; ".join(found.settings.questions[index].text for index in lost)
+        lines = [f"Kascade LOSES {len(lost)} of the {count} answers that dense finds: {named}"]
+    elif count:
+        lines = [f"Kascade keeps all {count} answers that dense finds and reads {read} of the keys."]
+    else:
+        lines = ["Dense finds none of the answers: these questions say nothing about Kascade."]
+    if count < total:
+        lines.append(f"Dense itself misses {total - count} of {total}: the model is small.")
+    kept = sum(dense and control for dense, control in zip(right["dense"], right["control"]))
+    lines.append(f"The control keeps {kept} of the {count}. {CONTROL}")
+    if count and kept >= count - len(lost):
+        lines.append("The control keeps as many as Kascade: here the questions do NOT show that selection matters.")
+    turn = {name: found.sides[name].turn for name in ("dense", "kascade")}
+    if turn["dense"].tokens != turn["kascade"].tokens:
+        lines.append("The chat turn's answers differ in their words: dense and Kascade chose another token somewhere.")
+    if found.crossover_tokens > turn["dense"].prompt_tokens:
+        lines.append(
+            f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
+            "Here Kascade was made to run at every length, so that there is something to see."
+        )
+    lines.append(f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it.")
+    return lines
+
+
+def _density(answers: Sequence[Generation]) -> float:
+    return statistics.median(answer.density for answer in answers)
+
+
+def rows(found: Findings) -> list[list[str]]:
+    """Rows of figures: words, dense, Kascade, control; the control has no chat turn."""
+    sides = [found.sides[name] for name in SIDES]
+    turns = [side.turn for side in sides]
+    tokens = found.sides["dense"].turn.prompt_tokens
+
+    def of_turns(words: str, unit: str, values: Sequence[float | None]) -> list[str]:
+        return [words, *("" if value is None else quantity(value, unit) for value in values)]
+
+    total = len(found.expected)
+    return [
+        ["right answers", *(f"{sum(found.right(name))} of {total}" for name in SIDES)],
+        of_turns("keys read, prompt and answer", "fraction", [_density(side.answers) for side in sides]),
+        of_turns(f"time to first token, {tokens:,} tokens", "s", [turn and turn.ttft_s for turn in turns]),
+        of_turns(
+            "the same with the document's keys in the cache",
+            "s",
+            [statistics.median(a.ttft_s for a in side.answers) for side in sides],
+        ),
+        of_turns("decode speed, chat turn", "tokens/s", [turn and turn.decode_tokens_per_s for turn in turns]),
+    ]
+
+
+def turn_table(found: Findings) -> Table:
+    """The chat turn, both answers."""
+    table = Table("", "answer", title=f"Chat turn: {found.settings.turn}", title_justify="left")
+    for name in ("dense", "kascade"):
+        table.add_row(WORDS[name], escape(said(found.sides[name].turn)))
+    return table
+
+
+def answer_table(found: Findings) -> Table:
+    """Question by question: what the document says, and every side's answer, marked where it is wrong."""
+    heads = (f"{WORDS[name]}" for name in SIDES)
+    table = Table("question", "document", *heads, title="Questions about the document", title_justify="left")
+    right = {name: found.right(name) for name in SIDES}
+    for index, question in enumerate(found.settings.questions):
+        cells = []
+        for name in SIDES:
+            words = escape(said(found.sides[name].answers[index]))
+            cells.append(words if right[name][index] else f"[red]{words} (wrong)[/red]")
+        table.add_row(question.text, found.expected[index], *cells)
+    return table
+
+
+def figure_table(found: Findings) -> Table:
+    """Right answers, keys read, times."""
+    table = Table("", *(WORDS[name] for name in SIDES), title="Figures", title_justify="left")
+    for row in rows(found):
+        table.add_row(*row)
+    return table
+
+
+def records(found: Findings, model: Model) -> list[Record]:
+    """The run as evidence: right answers per side, and the chat turn's time to first token."""
+    plan = model.plan
+    config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "tile": plan.tile}
+    made = []
+    for name in SIDES:
+        side, right = found.sides[name], found.right(name)
+        facts: dict[str, Any] = {
+            "questions": [q.text for q in found.settings.questions],
+            "starts": [q.start for q in found.settings.questions],
+            "expected": list(found.expected),
+            "answers": [said(a) for a in side.answers],
+            "right": list(right),
+            "density": [a.density for a in side.answers],
+            "ttft_cached_s": [a.ttft_s for a in side.answers],
+            "prompt_tokens": [a.prompt_tokens for a in side.answers],
+        }
+        what = What(op="demo", kernel=name, workload="demo_real_questions", config=config,
+                    title="questions about the document, real model")  # fmt: skip
+        layers = tuple(statistics.fmean(each) for each in zip(*(a.layer_density for a in side.answers)))
+        made.append(_record(what, [sum(right) / len(right)], unit="fraction", density=layers, facts=facts))
+    sides = {name: found.sides[name] for name in ("dense", "kascade")}
+    for name, side in sides.items():
+        turn, versus = side.turn, None
+        if name == "kascade":
+            ratio = measure.ratio([sides["dense"].turn.ttft_s], [turn.ttft_s])
+            versus = Comparison(against="dense", ratio=ratio)
+        facts = {"question": found.settings.turn, "answer": said(turn), "prompt_tokens": turn.prompt_tokens,
+                 "decode_tokens_per_s": turn.decode_tokens_per_s, "keys_read": turn.density}  # fmt: skip
+        what = What(op="demo", kernel=name, workload="demo_real_turn", config=config,
+                    title="chat turn about the document, real model, cold")  # fmt: skip
+        one = _record(what, [turn.ttft_s], density=turn.layer_density, facts=facts, comparison=versus)
+        made.append(replace(one, how=How(warmup=1, iterations=1, compile_s=found.compile_s)))
+    return made
+
+
+def _record(what: What, samples: Sequence[float], **fields: Any) -> Record:
+    return evidence.make(what, samples, how=How(iterations=len(samples)), command=COMMAND, **fields)
+
+
+def page_data(found: Findings, model: Model) -> dict[str, Any]:
+    """What the page's template shows."""
+    right = {name: found.right(name) for name in SIDES}
+    return {
+        "notes": notes(found),
+        "lost": bool(found.lost),
+        "turn": {
+            "text": found.settings.turn,
+            "answers": [(WORDS[name], found.sides[name].turn.text.strip()) for name in ("dense", "kascade")],
+        },
+        "sides": [WORDS[name] for name in SIDES],
+        "questions": [
+            {
+                "text": question.text,
+                "start": question.start,
+                "expected": found.expected[index],
+                "answers": [
+                    {
+                        "text": said(found.sides[name].answers[index]),
+                        "right": right[name][index],
+                        "read": quantity(found.sides[name].answers[index].density, "fraction"),
+                        "seconds": quantity(found.sides[name].answers[index].ttft_s, "s"),
+                    }
+                    for name in SIDES
+                ],
+            }
+            for index, question in enumerate(found.settings.questions)
+        ],
+        "figures": rows(found),
+        "picture": {
+            "svg": pictures.densities(found.sides["kascade"].answers[0].layer_density, model.policy.roles()),
+            "caption": "Counted from the tile lists that the kernels were given, for the first question: prompt and "
+            "answer.",
+        },
+        "next": NEXT,
+        "document": found.document,
+    }
