@@ -365,6 +365,9 @@ def test_a_difference_that_is_sure_is_not_marked():
     assert real.verdict(paired.gain(half, none))["says_nothing"]
     assert real.verdict(paired.gain(half, half[::-1]))["says_nothing"]
     assert real.verdict(paired.gain(half, all_))["better_by"] == pytest.approx(0.8)
+    lucky = paired.gain([[0, 0]], [[1, 1]])  # one document has no interval
+    assert lucky.low == lucky.high == 1
+    assert real.verdict(lucky, paired.mcnemar(0, 2))["says_nothing"]
 
 
 def test_a_run_that_was_cut_off_goes_on(model, records, tmp_path, small_suite):

@@ -29,6 +29,9 @@ from tessera.generate import Model
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
 
+SURE = 0.05
+"""Largest p at which a difference to the control is more than chance."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -216,9 +219,15 @@ def judge_text(
     return records
 
 
-def verdict(better: paired.Estimate) -> dict[str, Any]:
-    """What a difference to the control, positive where the policy is better, says about the choice of keys."""
-    return {"better_by": better.value, "low": better.low, "high": better.high, "says_nothing": better.low <= 0}
+def verdict(better: paired.Estimate, p: float = 0.0) -> dict[str, Any]:
+    """What a difference to the control, positive where the policy is better, says about the choice of keys.
+
+    Args:
+        better: the difference; a few documents that agree have no interval, so that p must be small too.
+        p: McNemar's, of the same difference.
+    """
+    nothing = better.low <= 0 or p > SURE
+    return {"better_by": better.value, "low": better.low, "high": better.high, "p": p, "says_nothing": nothing}
 
 
 # --- needles and their like
@@ -238,6 +247,7 @@ def judge_trials(
     facts |= {"depths": [[round(q.depth, 3) for q in d.questions] for d in documents]}
     facts |= {"low": share.low, "high": share.high}
     dense, control = (ledger.outcomes(question, *who, len(found)) for who in (("dense", "dense"), ("control", CONTROL)))
+    dense = found if contender.name == "dense" else dense
     if dense is not None:
         lost, gained = paired.discordant(dense, found)
         kept = paired.kept(dense, found)
@@ -245,7 +255,8 @@ def judge_trials(
         facts |= {"mcnemar_p": paired.mcnemar(lost, gained), "kept_low": kept.low, "kept_high": kept.high}
         facts |= {"kept": None if np.isnan(kept.value) else kept.value}
     if control is not None and contender.name != "control":
-        facts["against_control"] = verdict(paired.gain(control, found))
+        p = paired.mcnemar(*paired.discordant(control, found))
+        facts["against_control"] = verdict(paired.gain(control, found), p)
     return ledger.add(
         "eval real task",
         contender,
