@@ -22,6 +22,10 @@ class Bench:
     """File to append to; evidence/<device>.jsonl if not given."""
     peer_python: Path = Path(".venv-peers/bin/python")
     """Interpreter of the environment with torch and transformers (make peers)."""
+    model: str | None = None
+    """No suite: time prefill of this model (folder, hub id or GGUF file), dense and with its plan, over lengths."""
+    plan: Path | None = None
+    """With --model: its plan; looked for near the weights if not given."""
     gate: bool = False
     """Keep no records; status 1 if a figure is worse, beyond noise, than this device's stored one of the suite, 3 if
     none is for sure but some could not be judged (noise, few samples, not measured again)."""
@@ -34,6 +38,14 @@ class Bench:
         """Run the cases; 1 if one failed, or got worse with --gate or --compare, which say 3 if they cannot tell."""
         from tessera import bench
 
+        if self.model is not None:
+            from tessera.bench import own_model
+
+            plan = "" if self.plan is None else f" --plan {self.plan.name}"
+            command = f"tessera bench --model {Path(self.model).name}{plan}"
+            return own_model.run(self.model, self.plan, out=self.out, command=command)
+        if self.plan is not None:
+            raise ValueError(f"--plan {self.plan} needs --model: whose plan is it?")
         if self.compare is not None:
             return bench.compare_files(*self.compare)
         options = {"peer_python": self.peer_python, "only": self.only}
