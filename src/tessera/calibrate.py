@@ -103,7 +103,6 @@ def calibrate(
         ValueError, FileNotFoundError: what is wrong with an argument, the text or the weights.
         KeyboardInterrupt: Ctrl-C, with how far it came; nothing is written.
     """
-    config = model.config
     check_budget(fraction, minimum, local, sinks)
     if anchors is not None and (keep is not None or max_kl is not None):
         raise ValueError(f"{anchors=} is for plans without a target: drop it, or drop keep and max_kl")
@@ -114,48 +113,48 @@ def calibrate(
             raise ValueError(f"{name}={value} must be at least {least}")
     if heads not in HEADS:
         raise ValueError(f"{heads=} must be one of {HEADS}")
-    if tile > config.max_positions:
-        raise ValueError(f"{tile=} does not fit the model's context of {config.max_positions}: choose a smaller one")
-    count = _check_anchors(anchors, config.num_layers)
+    if tile > model.config.max_positions:
+        raise ValueError(f"{tile=} does not fit the context of {model.config.max_positions}: choose a smaller one")
+    count = _check_anchors(anchors, model.config.num_layers)
     corpus = read_corpus(model, texts, max_tokens)
     report = Report(progress)
+    always = {"tile": tile, "query_tile": query_tile, "local": local, "sinks": sinks}
     try:
         with report:
             if target is not None:
-                tiling = Tiling(tile=tile, query_tile=query_tile, local=local, sinks=sinks)
-                return promised(model, corpus, target, tiling, crossover, report)
-            notes = record_similarity(model, corpus.windows, query_tile, heads, report)
-            chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
-            policy = Kascade(
-                anchors=chosen,
-                head_map=_head_map(notes.heads, chosen, config),
-                heads=heads,
-                tile=tile,
-                query_tile=query_tile,
-                local=local,
-                sinks=sinks,
-                fraction=fraction,
-                minimum=minimum,
-            )
-            metrics = notes.metrics() | measure_policy(model, policy, corpus.held_out, report)
+                policy, found = search_policy(model, corpus, target, Tiling(**always), report)
+            else:
+                fixed = always | {"heads": heads, "fraction": fraction, "minimum": minimum}
+                policy, found = find_anchors(model, corpus, count, fixed, report)
             if crossover is None:
-                crossover, metrics["crossover"] = measure_crossover(model, policy, report)
+                crossover, found["metrics"]["crossover"] = measure_crossover(model, policy, report)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"calibration stopped during {report.stage}; no plan was written") from None
     return Plan(
-        model=fingerprint(model.params, config),
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
+        model=fingerprint(model.params, model.config),
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
         provenance=provenance(corpus),
-        metrics=metrics,
+        **found,
         **asdict(replace(policy, crossover_tokens=crossover)),
     )
 
 
-def promised(
-    model: Any, corpus: Corpus, target: Target, tiling: Tiling, crossover: int | None, report: "Report"
-) -> Plan:
-    """The plan that reads least and holds the target on windows that chose nothing, with what it promised and measured.
+def find_anchors(
+    model: Any, corpus: Corpus, count: int | tuple[int, ...], fixed: dict[str, Any], report: "Report"
+) -> tuple[Kascade, dict[str, Any]]:
+    """The paper's recipe: anchors and head map by similarity; the policy, and the plan's metrics."""
+    always = {name: fixed[name] for name in ("query_tile", "local", "sinks")}
+    notes = record_similarity(model, corpus.windows, heads=fixed["heads"], report=report, **always)
+    chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
+    policy = Kascade(anchors=chosen, head_map=_head_map(notes.heads, chosen, model.config), **fixed)
+    return policy, {"metrics": notes.metrics() | measure_policy(model, policy, corpus.held_out, report)}
+
+
+def search_policy(
+    model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: "Report"
+) -> tuple[Kascade, dict[str, Any]]:
+    """The policy that reads least and holds the target on windows that chose nothing; the plan's promise and metrics.
 
     Where held-out windows show more loss than those that chose, the mean budget grows by HELD_OUT_STEP until they hold.
     """
@@ -177,18 +176,11 @@ def promised(
         "damage": _rounded(damage),
         "tried": [{"mean_budget": _rounded(one.mean), **one.kept.metrics()} for one in tried],
     }
-    if crossover is None:
-        crossover, metrics["crossover"] = measure_crossover(model, policy, report)
     asked = {name: value for name, value in asdict(target).items() if value is not None}
-    return Plan(
-        model=fingerprint(model.params, model.config),
-        num_layers=model.config.num_layers,
-        num_kv_heads=model.config.num_kv_heads,
-        provenance=provenance(corpus),
-        promise={**asked, "window_tokens": context, "measured": kept.metrics()},
-        metrics=metrics,
-        **asdict(replace(policy, crossover_tokens=crossover)),
-    )
+    return policy, {
+        "promise": {**asked, "window_tokens": context, "measured": kept.metrics()},
+        "metrics": metrics,
+    }
 
 
 def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int | tuple[int, ...]:
@@ -324,9 +316,18 @@ class Notes:
         }
 
 
-def record_similarity(model: Any, windows: Sequence[np.ndarray], query_tile: int, heads: str, report: Report) -> Notes:
+def record_similarity(
+    model: Any,
+    windows: Sequence[np.ndarray],
+    query_tile: int,
+    heads: str,
+    report: Report,
+    *,
+    local: int = 0,
+    sinks: int = 0,
+) -> Notes:
     """Similarity between all pairs of layers and heads, and the importance of each layer, over the windows."""
-    recorder = SimilarityRecorder(query_tile=query_tile, pooled=heads == "pooled")
+    recorder = SimilarityRecorder(query_tile=query_tile, local=local, sinks=sinks, pooled=heads == "pooled")
     longest = max(len(window) for window in windows)
     total, num_tiles, turned, num_tokens, minima = 0.0, 0, 0.0, 0, []
     for window in report.each("similarity", windows):
