@@ -80,7 +80,17 @@ def rows():
 @pytest.fixture(scope="module")
 def plan(model, rows):
     return calibrate(
-        model, rows, anchors=3, tile=16, query_tile=16, minimum=64, fraction=0.25, crossover=0, progress=False
+        model,
+        rows,
+        anchors=3,
+        tile=16,
+        query_tile=16,
+        local=0,
+        sinks=0,
+        minimum=64,
+        fraction=0.25,
+        crossover=0,
+        progress=False,
     )
 
 
@@ -110,7 +120,17 @@ def test_the_metrics_say_what_the_plan_keeps(plan, model, rows):
 
 def test_calibration_is_deterministic_and_the_plan_a_file(plan, model, rows, tmp_path):
     again = calibrate(
-        model, rows, anchors=3, tile=16, query_tile=16, minimum=64, fraction=0.25, crossover=0, progress=False
+        model,
+        rows,
+        anchors=3,
+        tile=16,
+        query_tile=16,
+        local=0,
+        sinks=0,
+        minimum=64,
+        fraction=0.25,
+        crossover=0,
+        progress=False,
     )
     assert again == plan
     plan.save(tmp_path / "plan.json")
