@@ -236,7 +236,7 @@ The door code of the Oslo office is 48213.
 def real(smollm2, tmp_path_factory):
     """Two questions about a short document; tiles so small that the control cannot see the answer."""
     folder = tmp_path_factory.mktemp("real")
-    (folder / "short.txt").write_text(f"{SHORT}\n\nThe colour of the spare key is <b>turquoise</b>.\n\nGoodbye.\n")
+    (folder / "short.txt").write_text(f"{SHORT}\n\nThe colour of the spare key is turquoise.\n\nGoodbye, <b>friend</b>.\n")
     dense = load(smollm2)
     plan = Plan(
         model=fingerprint(dense.params, dense.config),
@@ -283,7 +283,7 @@ def test_the_real_page_shows_each_answer_and_how_to_go_on(real):
     for words in ("Kascade keeps all 2 answers", "The control keeps 0 of the 2", "What is the door code", "48213",
                   "cross-over is 4,000 tokens", "tessera chat --model smollm2 --attention kascade"):  # fmt: skip
         assert words in shown
-    assert "&lt;b&gt;turquoise&lt;/b&gt;" in source
+    assert "&lt;b&gt;friend&lt;/b&gt;" in source
     assert source.count("<svg") == 1
     assert "src=" not in source
 

@@ -195,7 +195,7 @@ def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[st
     longest = max(len(turn) + settings.turn_tokens, max(map(len, questions)) + settings.answer_tokens)
     progress("compiling")
     started_s = time.perf_counter()
-    readers = {name: Reader(model, num_keys=longest) for name, model in models.items()}
+    readers = {name: Reader(model, num_keys=max(longest, CHUNK)) for name, model in models.items()}
     with ThreadPoolExecutor() as pool:  # XLA compiles one program on hardly more than one core
         list(pool.map(lambda reader: reader.session.warm(), readers.values()))
     compile_s = time.perf_counter() - started_s
