@@ -370,14 +370,16 @@ def test_compilers_for_absent_chips_do_not_complain():
     assert {device["platform"] for device in json.loads(done.stdout)["devices"]} <= {"cpu", "gpu", "tpu"}
 
 
-def inspected(ms: float, flops: float = 1e12, moved: float = 1e9) -> gpu_inspection.Inspection:
-    return gpu_inspection.Inspection(compiled=True, roofline_ms=ms, flops=flops, moved_bytes=moved, kernel="k")
+def inspected(ms: float, flops: float = 1e12, moved: float = 1e9, **code) -> gpu_inspection.Inspection:
+    return gpu_inspection.Inspection(compiled=True, roofline_ms=ms, flops=flops, moved_bytes=moved, kernel="k", **code)
 
 
 def test_the_figures_rooflines_add_up():
     """Rates are of the named call; Kascade counts five anchors with their selection and 27 reuse layers."""
     ms = {"dense long": 10.0, "score long": 11.0, "sparse long": 1.0, "decode dense": 4.0, "decode score": 4.0}
     ms |= {"decode sparse": 0.4, "dense": 2.0, "decode dense, 16 sequences": 1.0, "small": 0.001}
+    ms |= {"sparse 16/32": 0.5, "sparse 16/128": 1.0, "sparse 32/32": 2.0, "sparse 32/128": 4.0}
+    ms |= {"decode sparse 16": 0.3, "decode sparse 32": 0.6}
     assert ms.keys() == gpu_figures.CALLS.keys()
     found = {name: inspected(value) for name, value in ms.items()}
     made = [gpu_figures.record(figure, found) for figure in gpu_figures.all_figures(found)]
@@ -387,6 +389,9 @@ def test_the_figures_rooflines_add_up():
     assert by_name["dense decode, 16 x 131,072 keys"].median == pytest.approx(1e9 / 1e-3 / 1e12)
     score = by_name["score / dense, 131,072 tokens"]
     assert (score.median, score.facts["of_roofline"]) == (1.1, round(1.1 / 1.08, 4))
+    small = by_name["sparse prefill, 131,072 tokens, a tenth, tile 16, query tile 32"]
+    assert (small.median, small.facts["target"]) == (pytest.approx(1e12 / 0.5e-3 / 1e12), None)
+    assert by_name["sparse decode, 131,072 keys, a tenth, tile 32"].median == pytest.approx(600)
     selecting = 1e3 * 4 * 8 * 4096 * 2048 / 4.3e12
     prefill = by_name["Kascade prefill against dense, 131,072 tokens"]
     assert prefill.median == pytest.approx(32 * 10.0 / (5 * (11.0 + selecting) + 27 * 1.0))
@@ -403,6 +408,19 @@ def test_a_target_beyond_its_roofline_is_shown_as_such():
     beyond = next(line for line in table.splitlines() if line.startswith("| Kascade decode"))
     assert "**" in beyond
     assert "a peer's time" in table
+
+
+def test_a_figures_table_names_registers_spills_and_what_breaks_a_gate():
+    from tessera import report
+
+    found = {name: inspected(1.0, registers=168, spill_bytes=0, gates=()) for name in gpu_figures.CALLS}
+    found["sparse 16/32"] = inspected(1.0, registers=255, spill_bytes=8, gates=("registers are spilled",))
+    made = [gpu_figures.record(figure, found) for figure in gpu_figures.all_figures(found)]
+    lines = report.render("rooflines", made).splitlines()
+    broken = [line for line in lines if "tile 16, query tile 32" in line]
+    assert len(broken) == 1
+    assert broken[0].endswith("| 255, 8: **registers are spilled** |")
+    assert sum(line.endswith("| 168, 0 |") for line in lines) == len(made) - 1
 
 
 def test_a_call_that_does_not_compile_names_itself():

@@ -94,6 +94,18 @@ def test_figures_meet_their_targets_from_the_right_side():
     assert not shown or f"| {figures.KERNELS_ALONE} | 2.00 |" in shown
 
 
+def test_small_tiles_have_their_figures_by_score_and_by_key():
+    """Four times the listed pairs in twice the time is half the time per pair."""
+    cases = {"dense long": {"ms": 100.0, "flops": 50.0}, "decode dense": {"ms": 4.0, "flops": 8.0}}
+    cases |= {f"sparse 16/{rows}": {"ms": 10.0, "flops": 4.0} for rows in (32, 128)}
+    cases["decode sparse 16"] = {"ms": 0.5, "flops": 0.8}
+    made = {r.what.workload: r for r in figures.records({"v5e": cases}, "test")}
+    assert made["sparse per score, tile 16, 128 rows, v5e"].median == pytest.approx(1.25)
+    assert made["sparse per score, tile 16, 512 rows, v5e"].median == pytest.approx(1.25)
+    assert made["decode, sparse, tile 16: time per key against dense, v5e"].median == pytest.approx(1.25)
+    assert all(record.comparison.met is None for record in made.values())
+
+
 def test_kascade_counts_anchors_reuse_and_selection():
     cases = {name: {"ms": ms, "flops": 1.0} for name, ms in
              (("dense long", 100.0), ("score long", 104.0), ("selection", 1.5), ("sparse kascade", 6.0))}  # fmt: skip

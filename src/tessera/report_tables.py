@@ -355,13 +355,25 @@ def rooflines(records: Sequence[Record]) -> str:
         rows.append(
             [
                 record.what.workload,
-                record.facts["target"] or "a peer's time",
+                record.facts["target"] or "",
                 result_of(record),
                 f"**{shown}**" if share is not None and share > 1 else shown,
+                _machine_code(record),
             ]
         )
     header = ["figure", "target", "at the roofline, not measured", "of the roofline, the target takes"]
+    header.append("registers, bytes spilled")
     return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _machine_code(record: Record) -> str:
+    """The most registers and spilled bytes of the figure's calls; a call that breaks a gate in bold."""
+    calls = [call for call in record.facts.values() if isinstance(call, Mapping) and call.get("registers")]
+    if not calls:
+        return ""
+    most = ", ".join(str(max(call[name] or 0 for call in calls)) for name in ("registers", "spill_bytes"))
+    broken = [text for call in calls for text in call["gates"] or ()]
+    return f"{most}: **{'; '.join(broken)}**" if broken else most
 
 
 def _share(good: int, of: int) -> str:

@@ -122,11 +122,12 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
-        """About `wanted` query tiles of one head, evenly cut; heads side by side only where one has too few."""
-        parts = ceil_div(num_tiles, wanted)
-        side = ceil_div(num_tiles, parts)
-        heads = next(h for h in range(max(wanted // side, 1) if parts == 1 else 1, 0, -1) if total % h == 0)
-        return cls(total, num_tiles, heads, side)
+        """Up to `wanted` query tiles of one head, cut with the least padding; several heads only if one has too few."""
+        if num_tiles <= wanted:
+            heads = next(h for h in range(wanted // num_tiles, 0, -1) if total % h == 0)
+            return cls(total, num_tiles, heads, num_tiles)
+        side = min(range(wanted, wanted // 2, -1), key=lambda side: ceil_div(num_tiles, side) * side)
+        return cls(total, num_tiles, 1, side)
 
     @property
     def parts(self) -> int:

@@ -27,6 +27,10 @@ COMMAND = "python -m tessera.deviceless.figures --timings FOLDER, and --report"
 SHORT, LONG = 16384, 131072
 LAYERS, ANCHORS = 32, 5
 GQA = MappingProxyType({"heads": 32, "kv_heads": 8})
+LISTED = tuple((tile, query_tile) for query_tile in (128, 32) for tile in (128, 32, 16))
+"""(tile, query tile) of the sparse prefill calls."""
+NARROW = (32, 16)
+"""Tiles of the sparse decode calls besides 128."""
 CALLS = MappingProxyType(
     {
         "dense": {"role": "dense", "length": SHORT, "heads": 16, "kv_heads": 16},
@@ -36,12 +40,15 @@ CALLS = MappingProxyType(
         "score long": {"role": "score", "length": LONG, "query_tile": 128, **GQA},
         **{
             f"sparse {tile}/{rows}": {"role": "sparse", "length": LONG, "tile": tile, "query_tile": rows, **GQA}
-            for tile in (128, 32)
-            for rows in (128, 32)
+            for tile, rows in LISTED
         },
         "sparse kascade": {"role": "sparse", "length": LONG, "query_tile": 128, "fraction": 0.05, **GQA},
         "decode dense": {"role": "dense", "phase": "decode", "length": LONG, **GQA},
         "decode sparse": {"role": "sparse", "phase": "decode", "length": LONG, **GQA},
+        **{
+            f"decode sparse {tile}": {"role": "sparse", "phase": "decode", "length": LONG, "tile": tile, **GQA}
+            for tile in NARROW
+        },
     }
 )
 """What is compiled: head dim 128, bfloat16, a tenth of the key tiles where sparse.
@@ -173,7 +180,7 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
         yield KERNELS_ALONE, peer / ours, ["dense", "peer"]
     if has("dense gqa", "score gqa"):
         yield "score / dense", found["score gqa"]["ms"] / found["dense gqa"]["ms"], ["score gqa", "dense gqa"]
-    for tile, query_tile in ((128, 128), (32, 128), (128, 32), (32, 32)):
+    for tile, query_tile in LISTED:
         name = f"sparse {tile}/{query_tile}"
         if has(name, "dense long"):
             sparse, dense = (found[n]["ms"] / found[n]["flops"] for n in (name, "dense long"))
@@ -189,6 +196,11 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
         if case.get("kernel_bytes"):
             ratio = case["kernel_bytes"] / case["needed_bytes"]
             yield f"decode, {role}: bytes moved / needed", ratio, [f"decode {role}"]
+    for tile in NARROW:
+        name = f"decode sparse {tile}"
+        if has(name, "decode dense"):
+            sparse, dense = (found[n]["ms"] / found[n]["flops"] for n in (name, "decode dense"))
+            yield f"decode, sparse, tile {tile}: time per key against dense", sparse / dense, [name, "decode dense"]
 
 
 def tiles_listed(length: int, tile: int, query_tile: int, fraction: float) -> int:
@@ -209,7 +221,7 @@ def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) 
     for chip, cases in found.items():
         for figure, ratio, names in comparisons(cases, chip):
             target = TARGETS[figure][chip] if figure in TARGETS else None
-            against = "against" in figure
+            against = target is not None and "against" in figure
             met = None if target is None else ratio >= target if against else ratio <= target
             goal = None if target is None else f"{'>=' if against else '<='} {target:g}"
             what = evidence.What(op="predicted figure", kernel="tpu", workload=f"{figure}, {chip}", dtype="bfloat16")
@@ -232,6 +244,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compile what is missing, or report."""
     parser = argparse.ArgumentParser(prog="python -m tessera.deviceless.figures", description=main.__doc__)
     parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
+    parser.add_argument("--case", action="append", choices=("peer", "selection", *CALLS), help="only these")
     parser.add_argument("--timings", type=Path, help="Tokamax's data/autotuning; the installed wheel's if not given")
     parser.add_argument("--out", type=Path, default=Path("build/tpu-figures.json"))
     parser.add_argument("--limit-s", type=float, default=600.0)
@@ -247,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     code = asdict(evidence.code())
     for chip in options.chip or tpu.TOPOLOGIES:
-        for name in ("peer", "selection", *CALLS):
+        for name in options.case or ("peer", "selection", *CALLS):
             cases = found.setdefault(chip, {})
             held = cases.get(name, {})
             if "ms" in held and held.get("commit", code["commit"]) == code["commit"]:

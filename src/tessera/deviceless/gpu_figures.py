@@ -1,6 +1,6 @@
 """The figures that the Hopper kernels are held to on an H200, beside the roofline of each; nothing is timed.
 
-    python -m tessera.deviceless.gpu_figures      # compiles nine calls, appends the records to evidence/
+    python -m tessera.deviceless.gpu_figures      # compiles its calls, appends the records to evidence/
 
 The roofline is max(flops / rate, bytes / bandwidth, exponentials / rate) of the work, at ceilings that others measured
 (`gpu_inspection.CEILINGS`): ours may be much slower. A ratio is of two calls at their rooflines, so it says what can be
@@ -26,6 +26,9 @@ OP = "roofline figure"
 SHORT, LONG = figures.SHORT, figures.LONG
 TILE, QUERY_TILE = 64, 32
 """As the GPU script times them."""
+SMALL_TILES = tuple((tile, query_tile) for tile in (32, 16) for query_tile in (128, 32))
+"""(tile, query tile) of further sparse calls; in decode the tile alone matters."""
+SPARSE = MappingProxyType({"length": LONG, "role": "sparse"})
 CALLS = MappingProxyType(
     {
         "dense": {"length": SHORT},
@@ -37,14 +40,23 @@ CALLS = MappingProxyType(
         "decode score": {"length": LONG, "phase": "decode", "role": "score"},
         "decode sparse": {"length": LONG, "phase": "decode", "role": "sparse"},
         "decode dense, 16 sequences": {"length": LONG, "phase": "decode", "batch": 16},
+        **{
+            f"sparse {tile}/{rows}": {**SPARSE, "fraction": 0.05, "tile": tile, "query_tile": rows}
+            for tile, rows in SMALL_TILES
+        },
+        **{f"decode sparse {tile}": {**SPARSE, "phase": "decode", "tile": tile} for tile in (32, 16)},
         "small": {"length": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "causal": False},
     }
 )
 """What is compiled: bfloat16, 32 query and 8 KV heads of 128, causal, a tenth of the keys, if nothing else is said."""
 
 
+PEER = "a peer's time"
+"""A target that is not known here."""
+
+
 class Figure(NamedTuple):
-    """One figure: its value at the roofline, unit, target (None: a peer's time, unknown here), the calls it is of."""
+    """One figure: its value at the roofline, unit, target (None: there is none, or PEER), the calls it is of."""
 
     name: str
     bound: float
@@ -60,8 +72,9 @@ def inspect(name: str, limit_s: float) -> gpu_inspection.Inspection:
         RuntimeError: it does not compile.
     """
     call = {"role": "dense", "phase": "prefill", "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}
-    call |= {"dtype": "bfloat16", "fraction": 0.1, "causal": True} | CALLS[name]
-    spec = AttentionSpec(causal=call.pop("causal"), tile=TILE, query_tile=QUERY_TILE)
+    call |= {"dtype": "bfloat16", "fraction": 0.1, "causal": True, "tile": TILE, "query_tile": QUERY_TILE}
+    call |= CALLS[name]
+    spec = AttentionSpec(**{option: call.pop(option) for option in ("causal", "tile", "query_tile")})
     spec, shapes = inspection.call(spec=spec, **call)
     found = gpu_inspection.inspect_call(CHIP, spec, shapes, limit_s=limit_s)
     if not found.compiled:
@@ -106,13 +119,20 @@ def all_figures(found: Mapping[str, gpu_inspection.Inspection]) -> Iterator[Figu
     ratio = against_dense(calls[0], ms[calls[0]] / 2 + selection_ms("decode") + ms[calls[2]] / 2, calls[2])
     name = "the same, were anchors to read V of their chosen tiles alone"
     yield Figure(name, ratio, "x", ">= 5", calls)
-    yield Figure("dense, 1 x 8 x 512 x 64, both ways", 1e3 * ms["small"], "us", None, ("small",))
+    for tile, rows in SMALL_TILES:
+        call = f"sparse {tile}/{rows}"
+        name = f"sparse prefill, {LONG:,} tokens, a tenth, tile {tile}, query tile {rows}"
+        yield Figure(name, rate(call), "TFLOP/s", None, (call,))
+    for tile in dict.fromkeys(tile for tile, _ in SMALL_TILES):
+        call = f"decode sparse {tile}"
+        yield Figure(f"sparse decode, {LONG:,} keys, a tenth, tile {tile}", 1e3 * ms[call], "us", None, (call,))
+    yield Figure("dense, 1 x 8 x 512 x 64, both ways", 1e3 * ms["small"], "us", PEER, ("small",))
 
 
 def record(figure: Figure, found: Mapping[str, gpu_inspection.Inspection]) -> evidence.Record:
     """The figure at the roofline, the share of it that the target takes, and the calls' machine code."""
     facts: dict[str, Any] = {"target": figure.target}
-    if figure.target is not None:
+    if figure.target not in (None, PEER):
         sign, goal = figure.target.split()
         facts["of_roofline"] = round(float(goal) / figure.bound if sign == ">=" else figure.bound / float(goal), 4)
     names = ("kernel", "config", "roofline_ms", "bound_by", "flops", "moved_bytes", "registers", "spill_bytes", "gates")
