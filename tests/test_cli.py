@@ -23,15 +23,15 @@ FLAGS = {
     "generate": MODEL + SAMPLING + ["--file", "--max-new-tokens", "--stop", "--chat", "--tokens", "--stream", "--json"],
     "chat": MODEL + SAMPLING + ["--system", "--max-new-tokens"],
     "calibrate": (
-        "--text --model --out --anchors --tile --query-tile --fraction --minimum --heads --crossover --max-tokens "
-        "--dtype --debug"
+        "--text --model --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction --minimum "
+        "--heads --crossover --max-tokens --dtype --debug"
     ).split(),
     "fetch": ["--debug"],
     "convert": ["--dtype", "--debug"],
     "train": "--out --recipe --save-every-s --until --text --base --steps --length --batch --rate --debug".split(),
     "demo": "--out --debug".split(),
     "doctor": "--json --debug".split(),
-    "bench": "--suite --only --resume --out --peer-python --gate --compare --debug".split(),
+    "bench": "--suite --only --resume --out --peer-python --model --plan --gate --compare --debug".split(),
     "verify": "--kernel --simulate --configs --random --seed --out --debug".split(),
     "tune": (
         "--workload --role --method --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "

@@ -236,7 +236,8 @@ The door code of the Oslo office is 48213.
 def real(smollm2, tmp_path_factory):
     """Two questions about a short document; tiles so small that the control cannot see the answer."""
     folder = tmp_path_factory.mktemp("real")
-    (folder / "short.txt").write_text(f"{SHORT}\n\nThe colour of the spare key is turquoise.\n\nGoodbye, <b>friend</b>.\n")
+    text = f"{SHORT}\n\nThe colour of the spare key is turquoise.\n\nGoodbye, <b>friend</b>.\n"
+    (folder / "short.txt").write_text(text)
     dense = load(smollm2)
     plan = Plan(
         model=fingerprint(dense.params, dense.config),
