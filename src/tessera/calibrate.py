@@ -329,13 +329,12 @@ def record_similarity(
     """Similarity between all pairs of layers and heads, and the importance of each layer, over the windows."""
     recorder = SimilarityRecorder(query_tile=query_tile, local=local, sinks=sinks, pooled=heads == "pooled")
     longest = max(len(window) for window in windows)
-    total, num_tiles, turned, num_tokens, minima = 0.0, 0, 0.0, 0, []
+    turned, num_tokens, minima = 0.0, 0, []
     for window in report.each("similarity", windows):
         least = None
         for state, _ in run_window(model, window, recorder, longest):
-            total = total + np.asarray(state.total, np.float64)
             turned = turned + np.asarray(state.turned, np.float64)
-            num_tiles, num_tokens = num_tiles + int(state.num_tiles), num_tokens + int(state.num_tokens)
+            num_tokens += int(state.num_tokens)
             if state.num_tiles:
                 minimum = np.asarray(state.least, np.float64)
                 least = minimum if least is None else np.minimum(least, minimum)
@@ -343,14 +342,12 @@ def record_similarity(
             minima.append(least)
     if not np.isfinite(turned).all():
         raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
-    mean = total / num_tiles
-    own = np.broadcast_to(np.arange(mean.shape[-1]), mean.shape[:3])
-    table = best_heads(mean) if heads == "remap" else own
-    return Notes(
-        heads=table,
-        similarity=mapped(np.mean(minima, axis=0), table),
-        importance=turned / num_tokens,
-    )
+    if not minima:
+        raise ValueError(f"no text is long enough to choose from more than {NUM_KEYS} keys that are not read anyway")
+    similarity = np.mean(minima, axis=0)
+    own = np.broadcast_to(np.arange(similarity.shape[-1]), similarity.shape[:3])
+    table = best_heads(similarity) if heads == "remap" else own
+    return Notes(heads=table, similarity=mapped(similarity, table), importance=turned / num_tokens)
 
 
 def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], report: Report) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Policies that take notes: what calibration and evaluation know of a model's attention comes from them.
 
-Both stream: their state holds sums over one call's query tiles and the last ids of each layer, nothing of size T x S;
-the caller adds calls up.
+Both stream: their state holds sums or minima over one call's query tiles and the last ids of each layer, nothing of
+size T x S; the caller puts calls together.
 """
 
 from dataclasses import dataclass, replace
@@ -31,15 +31,13 @@ class SimilarityState(NamedTuple):
 
     Attributes:
         ids: [L,B,K',I,C] each layer's heaviest keys.
-        total: [L,L,K',K'] sum over query tiles of sim(a, b) per head of a and head of b.
-        least: [L,L,K',K'] its minimum over query tiles.
+        least: [L,L,K',K'] minimum over query tiles of sim(a, b) per head of a and head of b.
         num_tiles: query tiles that had more keys to choose from than they could list.
         turned: [L] sum over tokens of 1 - cos of the residual stream around the attention block.
         num_tokens: tokens seen.
     """
 
     ids: Array
-    total: Array
     least: Array
     num_tiles: Array
     turned: Array
@@ -80,7 +78,6 @@ class SimilarityRecorder(Policy):
         pairs = (num_layers, num_layers, heads, heads)
         return SimilarityState(
             ids=jnp.zeros((num_layers, shapes.batch, heads, tiles, min(NUM_KEYS, shapes.num_keys)), jnp.int32),
-            total=jnp.zeros(pairs, jnp.float32),
             least=jnp.ones(pairs, jnp.float32),
             num_tiles=jnp.zeros((), jnp.int32),
             turned=jnp.zeros(num_layers, jnp.float32),
@@ -101,11 +98,9 @@ class SimilarityRecorder(Policy):
         pairs = compare(jnp.where(free, mass, 0.0), ids, own, always)  # [a, head of a, head of b, I, B]
         counts = (end - first > NUM_KEYS).T  # with fewer, every choice is as good
         earlier = jnp.arange(len(ids)) <= layer  # later layers have no ids yet
-        total = jnp.where(counts, pairs, 0.0).sum((-2, -1))
         least = jnp.where(counts, pairs, 1.0).min((-2, -1))
         return out.out, state._replace(
             ids=ids,
-            total=state.total.at[:, layer].set(jnp.where(earlier[:, None, None], total, 0.0)),
             least=state.least.at[:, layer].set(jnp.where(earlier[:, None, None], least, 0.0)),
             num_tiles=counts.sum(dtype=jnp.int32),
         )
