@@ -333,7 +333,7 @@ def test_bad_options_are_named(model, rows, options, message):
 
 def test_a_tile_that_does_not_fit_is_named(model, rows):
     small = Small(model.params, replace(CONFIG, max_positions=64))
-    with pytest.raises(ValueError, match="tile=128 does not fit the model's context of 64"):
+    with pytest.raises(ValueError, match="tile=128 does not fit the context of 64"):
         calibrate(small, rows, tile=128, progress=False)
 
 
