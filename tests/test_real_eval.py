@@ -297,8 +297,7 @@ def test_a_mean_has_the_interval_of_its_standard_error():
 
 SMALL = real.Sizes(
     lengths=(512, 1024),
-    documents={"single": 2, "count": 1},
-    others=(512,),
+    documents={"single": {512: 2, 1024: 2}, "count": {512: 1}},
     windows=1,
     rivals=("window + sink",),
 )
