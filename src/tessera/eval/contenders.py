@@ -34,8 +34,10 @@ ALWAYS = 2**31 - 2
 """Rank of own tiles: `keep_largest` adds one to it."""
 
 CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
-FRONTIER = ("window + sink", "own choice, tile 16", "mean keys of 4", "random tiles")
+FRONTIER = ("window + sink", "own choice, tile 16", "mean keys of 4")
 """Rules that run at the frontier's budgets."""
+MAIN = (*FRONTIER, NEAR)
+"""Rivals of which everything is asked."""
 LEAST = 128
 """Keys that a rival reads at least where its budget is a share of the visible ones."""
 
@@ -225,13 +227,13 @@ class Contender:
         name: word for its family: one line of a picture.
         title: what it is, unlike any other.
         policy: the policy; dense below no length.
-        frontier: whether it runs for the pictures of the frontier alone: text and the first kind at all lengths.
+        brief: whether little is asked of it: one of the frontier, or a lesser rival where there is a frontier.
     """
 
     name: str
     title: str
     policy: Policy
-    frontier: bool = False
+    brief: bool = False
 
 
 def contenders(
@@ -252,7 +254,7 @@ def contenders(
         plan: what is judged.
         keys: what it reads, see `profile`; empty without a plan.
         longest: tokens of the longest text.
-        only: titles of the rivals that run at the plan's keys; empty for all.
+        only: names of the rivals that run; empty for all.
         shares: the frontier's budgets, as shares of the visible keys.
         scales: the plan's at the frontier, as factors of its fraction and minimum.
     """
@@ -265,16 +267,19 @@ def contenders(
         own = {"whole": whole, "tile": plan.tile, "query_tile": query_tile}
         near = Matched(scores="newest", keys=left_for_others(keys, whole), **own)
         rivals = [Contender(name=NEAR, title=NEAR, policy=near), *rules(keys, query_tile)]
-        yield from (rival for rival in rivals if not only or rival.title in only)
+        rivals.sort(key=lambda rival: rival.name not in MAIN)
+        for rival in rivals:
+            if not only or rival.name in only:
+                yield replace(rival, brief=bool(shares) and rival.name not in MAIN)
     wanted = only or (FRONTIER if shares else ())
     for share in shares or (() if plan else (0.25,)):
         for rival in rules(flat(share, LEAST, longest), query_tile):
             if not wanted or rival.name in wanted:
-                yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", frontier=bool(shares))
+                yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", brief=bool(shares))
     for scale in scales if plan is not None else ():
         scaled = with_budget(plan, scale)
         title = f"{PLAN}, budget x {scale:g}"
-        yield Contender(name="plan", title=title, policy=plan_policy(model, scaled), frontier=True)
+        yield Contender(name="plan", title=title, policy=plan_policy(model, scaled), brief=True)
 
 
 def without_choice(plan: Plan) -> Plan:

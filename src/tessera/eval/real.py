@@ -38,43 +38,54 @@ class Sizes:
     """How much is asked.
 
     Attributes:
-        lengths: tokens of document, question and answer; ascending multiples of 512.
-        documents: how many per kind and length; the first kind's are asked at every length, the others' at `others`.
-        others: lengths at which the other kinds are asked.
+        lengths: ends of the ranges of positions that texts are judged in; ascending multiples of 512.
+        documents: per kind, how many of which length, a multiple of 128 up to the longest.
         windows: pieces of each domain's text, of as many tokens as the longest length.
-        rivals: titles of those that run besides dense, the control and the plan; empty for all.
+        rivals: those that run besides dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
         scales: the plan's at the frontier, as factors of its own.
-        frontier: documents of the first kind per length, and windows, that are asked at the frontier.
+        brief: at the frontier, and of the lesser rivals, only the first kind is asked: so many documents of a length,
+            and so many windows.
     """
 
     lengths: tuple[int, ...]
-    documents: Mapping[str, int]
-    others: tuple[int, ...]
+    documents: Mapping[str, Mapping[int, int]]
     windows: int
     rivals: tuple[str, ...] = ()
     shares: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
-    frontier: tuple[int, int] = (0, 0)
+    brief: tuple[int, int] = (0, 0)
+
+    def asked(self, brief: bool) -> Iterator[tuple[str, int, int]]:
+        """(kind, length, documents) of all that is asked, or of what is asked in brief."""
+        kinds = list(self.documents)[:1] if brief else self.documents
+        for kind in kinds:
+            for length, count in self.documents[kind].items():
+                yield kind, length, min(count, self.brief[0]) if brief else count
 
 
 SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
     {
         "real": Sizes(
             lengths=(2048, 4096),
-            documents={"single": 4, "keys": 3, "values": 3, "chain": 4, "copy": 3, "count": 4},
-            others=(2048,),
+            documents={"single": {2048: 4, 4096: 2}, "keys": {2048: 2}, "values": {2048: 2}, "copy": {2048: 2}},
             windows=1,
-            rivals=("window + sink", "own choice, tile 16"),
+            rivals=("window + sink",),
         ),
         "real-full": Sizes(
             lengths=(1024, 2048, 4096, 8192),
-            documents={"single": 13, "keys": 8, "values": 7, "chain": 10, "copy": 7, "count": 10},
-            others=(2048, 4096, 8192),
-            windows=3,
-            shares=(0.1, 0.2, 0.3, 0.4),
-            scales=(0.5, 1.5, 2.0),
-            frontier=(6, 1),
+            documents={
+                "single": {1024: 13, 2048: 13, 4096: 13, 8192: 13},
+                "keys": {2048: 8, 4096: 8},
+                "values": {2048: 6, 4096: 6},
+                "chain": {2048: 8, 4096: 8},
+                "copy": {2048: 5, 4096: 5, 8192: 4},
+                "count": {2048: 8, 4096: 8},
+            },
+            windows=2,
+            shares=(0.1, 0.2, 0.3),
+            scales=(0.5, 2.0),
+            brief=(6, 1),
         ),
     }
 )
@@ -156,9 +167,9 @@ class Material:
             windows[name] = texts.windows_of(ids, sizes.windows, sizes.lengths[-1])
         return cls(windows=windows, filler=probes.Filler.of(model.tokenizer, domains.get("reference", text)))
 
-    def of_frontier(self, sizes: Sizes) -> "Material":
-        """The part that is asked at the frontier."""
-        windows = {domain: own[: sizes.frontier[1]] for domain, own in self.windows.items()}
+    def in_brief(self, sizes: Sizes) -> "Material":
+        """The first windows only."""
+        windows = {domain: own[: sizes.brief[1]] for domain, own in self.windows.items()}
         return replace(self, windows=windows)
 
     def dense(self, model: Model, domain: str) -> list[Pass]:
@@ -199,7 +210,7 @@ def judge_text(
         names = ("loss_dense", "loss", "agreement")
         facts = dict(zip(names, own[:, 1:].mean(0).round(6).tolist())) | {"mean": middle.value}
         facts |= {"low": middle.low, "high": middle.high, "policy": contender.title, "domain": domain}
-        facts |= {"from": low, "to": high, "windows": len(windows), "frontier": contender.frontier}
+        facts |= {"from": low, "to": high, "windows": len(windows), "brief": contender.brief}
         control = ledger.done.get(("eval real text", "control", f"{question}: {CONTROL}"))
         if control is not None and contender.name != "control":
             better = paired.mean(np.asarray(control.samples)[: len(own)] - own[:, 0])
@@ -243,7 +254,7 @@ def judge_trials(
     share = paired.ratio([sum(own) for own in found], [len(own) for own in found])
     question = f"{kind} at {length}"
     facts: dict[str, Any] = {"kind": kind, "length": length, "policy": contender.title, "found": found}
-    facts |= {"logprob": [[round(o.logprob, 3) for o in a.outcomes] for a in answers], "frontier": contender.frontier}
+    facts |= {"logprob": [[round(o.logprob, 3) for o in a.outcomes] for a in answers], "brief": contender.brief}
     facts |= {"depths": [[round(q.depth, 3) for q in d.questions] for d in documents]}
     facts |= {"low": share.low, "high": share.high}
     dense, control = (ledger.outcomes(question, *who, len(found)) for who in (("dense", "dense"), ("control", CONTROL)))
@@ -274,20 +285,16 @@ def judge_trials(
 
 def jobs(model: Model, contender: Contender, material: Material, sizes: Sizes, ledger: Ledger) -> Iterator[Callable]:
     """What is left to ask of a contender, in order."""
-    longest, material = sizes.lengths[-1], material.of_frontier(sizes) if contender.frontier else material
+    longest, material = sizes.lengths[-1], material.in_brief(sizes) if contender.brief else material
     for domain in material.windows:
         questions = [f"{domain}, tokens {low:,} to {high:,}" for low, high in ranges(sizes)]
         if not all(ledger.get("eval real text", contender, question) for question in questions):
             yield lambda d=domain: judge_text(model, contender, d, material, sizes, ledger)
-    for kind in sizes.documents:
-        first = kind == next(iter(sizes.documents))
-        for length in sizes.lengths:
-            wanted = first or (length in sizes.others and not contender.frontier)
-            count = sizes.frontier[0] if contender.frontier else sizes.documents[kind]
-            if wanted and not ledger.get("eval real task", contender, f"{kind} at {length}"):
-                yield lambda k=kind, n=length, c=count: [
-                    judge_trials(model, contender, material.documents(k, n, c), longest, ledger)
-                ]
+    for kind, length, count in sizes.asked(contender.brief):
+        if not ledger.get("eval real task", contender, f"{kind} at {length}"):
+            yield lambda k=kind, n=length, c=count: [
+                judge_trials(model, contender, material.documents(k, n, c), longest, ledger)
+            ]
 
 
 def run(
@@ -332,7 +339,8 @@ def fitting(sizes: Sizes, context: int) -> Sizes:
     lengths = tuple(length for length in sizes.lengths if length <= context)
     if not lengths:
         raise ValueError(f"the model's context of {context} tokens is shorter than {sizes.lengths[0]}")
-    return replace(sizes, lengths=lengths, others=tuple(n for n in sizes.others if n <= context))
+    documents = {kind: {n: c for n, c in own.items() if n <= context} for kind, own in sizes.documents.items()}
+    return replace(sizes, lengths=lengths, documents=documents)
 
 
 def announce(work: Sequence[Callable[[], Sequence[Record]]]) -> None:
