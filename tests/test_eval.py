@@ -201,7 +201,7 @@ def test_recall_is_the_softmax_on_the_keys_read_per_head(model, monkeypatch, nam
     if name == "window":
         allowed = [window_keys(policy, length)] * 3
     else:
-        anchor = [state.inner.selection for state in states]
+        anchor = [state.inner.choice for state in states]
         allowed = [np.ones((length, 2, length)), *(listed_keys(anchor, heads, length) for heads in PLAN.head_map[1:])]
     wanted = [brute_force(*layer) for layer in zip(q, k, allowed)]
     found = recall(model, policy, [window])
