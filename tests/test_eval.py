@@ -247,8 +247,8 @@ HALF = {"tile": 16, "query_tile": 1}
     [
         Window(window=32, sinks=0, **HALF),
         Window(window=16, sinks=16, **HALF),
-        Oracle(fraction=0.5, minimum=1, **HALF),
-        Kascade(anchors=(0,), head_map=((0, 1), (1, 0)), fraction=0.5, minimum=1, **HALF),
+        Oracle(fraction=0.25, minimum=1, **HALF),  # a quarter beyond the row's own tile, another quarter
+        Kascade(anchors=(0,), head_map=((0, 1), (1, 0)), fraction=0.25, minimum=1, **HALF),
     ],
     ids=["window", "sinks", "oracle", "kascade"],
 )

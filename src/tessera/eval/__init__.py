@@ -96,9 +96,10 @@ def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
 
 def window_of(plan: Plan, length: int, num_layers: int) -> int:
     """Keys of the window that, with a tile of sinks, reads as large a share of a prompt as the plan does in all layers:
-    the plan's anchors read every key, and the budgets of the others are known beforehand."""
+    the plan's anchors read every key, and the budgets of the others are known beforehand, with what is always read."""
     seen = np.arange(1, length + 1)
-    budget = np.minimum(seen, np.maximum(plan.fraction * seen, plan.minimum))
+    always = plan.query_tile + plan.local + plan.sinks
+    budget = np.minimum(seen, np.maximum(plan.fraction * seen, plan.minimum) + always)
     wanted = (len(plan.anchors) * seen.sum() + (num_layers - len(plan.anchors)) * budget.sum()) / num_layers
     sizes = range(1, length)
     return bisect.bisect_left(sizes, wanted, key=lambda size: np.minimum(seen, size + plan.tile).sum()) + 1
