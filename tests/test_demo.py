@@ -248,7 +248,7 @@ def real(smollm2, tmp_path_factory):
         heads="pooled",
         local=32,
         sinks=16,
-        fraction=0.5,
+        fraction=0.8,
         minimum=128,
         crossover_tokens=4000,
     )
@@ -271,7 +271,7 @@ def test_the_real_model_keeps_its_answers_and_the_control_does_not(real):
     }
     assert real[0] == 0
     assert asked["dense"].facts["density"] == [1.0, 1.0]
-    assert max(asked["control"].facts["density"]) < min(asked["kascade"].facts["density"]) < 0.8
+    assert max(asked["control"].facts["density"]) < min(asked["kascade"].facts["density"]) < 1
     assert len(asked["kascade"].density) == 30
     turn = by_key["demo_real_turn", "kascade"]
     assert turn.comparison.against == "dense"

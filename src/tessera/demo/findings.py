@@ -22,6 +22,7 @@ from tessera.models.decoder import forward
 from tessera.quality import Accuracy, passkey_tasks
 from tessera.shapes import ceil_div
 from tessera.sparse.kascade import Kascade
+from tessera.sparse.reads import shapes_of
 
 Progress = Callable[[str], Any]
 
@@ -133,7 +134,8 @@ def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress
     """
     config, policy = model.config, model.policy
     spec = AttentionSpec(tile=policy.tile, query_tile=policy.query_tile)
-    budget = {"fraction": policy.fraction, "minimum": policy.minimum, "pooled": policy.heads == "pooled"}
+    budget = {name: getattr(policy, name) for name in ("fraction", "minimum", "local", "sinks")}
+    budget["pooled"] = policy.heads == "pooled"
 
     def choose_tiles(q, k, v):
         out = attention(q, k, v, replace(spec, mass=True))
@@ -205,7 +207,10 @@ class _Tracing(Kascade):
         inner, seen = state
         out, inner = super().attend(layer, q, k, v, spec, positions, inner)
         if self.roles()[layer] == "score":
-            seen = (*seen, inner.selection)
+            choice = inner.choice  # masses where each layer has budgets, of which the anchor's own is as good as any
+            if self.budgets:
+                choice = self.select(layer, choice, self._spec(spec), positions, shapes_of(q, k))
+            seen = (*seen, choice)
         return out, (inner, seen)
 
     def reads(self, state):

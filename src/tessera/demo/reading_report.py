@@ -45,7 +45,8 @@ def notes(found: Findings) -> list[str]:
     if count < total:
         lines.append(f"Dense itself misses {total - count} of {total}: the model is small.")
     kept = sum(dense and control for dense, control in zip(right["dense"], right["control"]))
-    lines.append(f"The control keeps {kept} of the {count}. {CONTROL}")
+    if count:
+        lines.append(f"The control keeps {kept} of the {count}. {CONTROL}")
     if count and kept >= count - len(lost):
         lines.append("The control keeps as many as Kascade: here the questions do NOT show that selection matters.")
     turn = {name: found.sides[name].turn for name in ("dense", "kascade")}
@@ -89,7 +90,7 @@ def rows(found: Findings) -> list[list[str]]:
 
 def turn_table(found: Findings) -> Table:
     """The chat turn, both answers."""
-    table = Table("", "answer", title=f"Chat turn: {found.settings.turn}", title_justify="left")
+    table = Table("", escape(found.settings.turn), title="Chat turn", title_justify="left")
     for name in ("dense", "kascade"):
         table.add_row(WORDS[name], escape(said(found.sides[name].turn)))
     return table
