@@ -232,69 +232,6 @@ The door code of the Oslo office is 48213.
 )
 
 
-@pytest.fixture(scope="module")
-def real(smollm2, tmp_path_factory):
-    """Two questions about a short document; tiles so small that the control cannot see the answer."""
-    folder = tmp_path_factory.mktemp("real")
-    text = f"{SHORT}\n\nThe colour of the spare key is turquoise.\n\nGoodbye, <b>friend</b>.\n"
-    (folder / "short.txt").write_text(text)
-    dense = load(smollm2)
-    plan = Plan(
-        model=fingerprint(dense.params, dense.config),
-        num_layers=30,
-        num_kv_heads=3,
-        anchors=(0, 1, 7),
-        head_map=((0, 1, 2),) * 30,
-        heads="pooled",
-        local=32,
-        sinks=16,
-        fraction=0.8,
-        minimum=128,
-        crossover_tokens=4000,
-    )
-    asked = reading.QUESTIONS[0], reading.QUESTIONS[4]
-    chosen = reading.Settings(
-        model=smollm2, plan=plan, document=folder / "short.txt", questions=asked, turn_tokens=4, answer_tokens=8
-    )
-    return run.run(folder / "out", chosen), folder / "out"
-
-
-def test_the_real_model_keeps_its_answers_and_the_control_does_not(real):
-    """Selection matters: dense and Kascade find both answers, the plan without its selection finds neither."""
-    records = [evidence.decode(json.dumps(r)) for r in json.loads((real[1] / "record.json").read_text())["records"]]
-    by_key = {(r.what.workload, r.what.kernel): r for r in records}
-    asked = {name: by_key["demo_real_questions", name] for name in reading.SIDES}
-    assert {name: record.facts["right"] for name, record in asked.items()} == {
-        "dense": [True, True],
-        "kascade": [True, True],
-        "control": [False, False],
-    }
-    assert real[0] == 0
-    assert asked["dense"].facts["density"] == [1.0, 1.0]
-    assert max(asked["control"].facts["density"]) < min(asked["kascade"].facts["density"]) < 1
-    assert len(asked["kascade"].density) == 30
-    turn = by_key["demo_real_turn", "kascade"]
-    assert turn.comparison.against == "dense"
-    assert turn.how.compile_s > 0
-
-
-def test_the_real_page_shows_each_answer_and_how_to_go_on(real):
-    source = (real[1] / "index.html").read_text()
-    shown = html.unescape(re.sub(r"<(?!b>|/b>)[^>]*>", "", source))
-    for words in ("Kascade keeps all 2 answers", "The control keeps 0 of the 2", "What is the door code", "48213",
-                  "cross-over is 4,000 tokens", "tessera chat --model smollm2 --attention kascade"):  # fmt: skip
-        assert words in shown
-    assert "&lt;b&gt;friend&lt;/b&gt;" in source
-    assert source.count("<svg") == 1
-    assert "src=" not in source
-
-
-def test_the_real_run_can_be_published(real, tmp_path):
-    run.publish(real[1], str(tmp_path / "evidence"), str(tmp_path / "docs" / "demo.svg"))
-    assert len(evidence.collect(tmp_path / "evidence")) == 5
-    assert not (tmp_path / "docs").exists()
-
-
 def _findings(dense, kascade, control):
     """Findings of three questions whose answers are right or wrong as told."""
     given = Generation(text="", tokens=[1], logprobs=[0.0], finish_reason="stop", prompt_tokens=100, ttft_s=1.0,
