@@ -138,17 +138,15 @@ def test_below_the_cross_over_kascade_is_dense_and_says_so(model, caplog):
 
 
 def test_density_is_what_a_count_gives(model):
-    """One layer scores all keys; two read their budget in tiles of 16: counted here by a loop over query tiles."""
+    """One layer scores all keys; two read their own tile and a far budget: counted here by a loop over query tiles."""
     length, tile, layers = 160, 16, 3
     [found] = model.with_attention("kascade").generate([prompt(length)], max_new_tokens=1)
     read = visible = 0
     for first in range(0, length, tile):
-        seen = first + tile
-        keys = min(max(0.2 * seen, 16), seen)
-        tiles = max(1, -(-int(np.ceil(keys - 1e-6)) // tile))
-        rows = sum(range(first + 1, first + tile + 1))
-        visible += rows
-        read += (tiles - 1) * tile * tile + sum(range(1, tile + 1))
+        keys = max(0.2 * (first + tile), 16)
+        far = min(-(-int(np.ceil(keys - 1e-6)) // tile), first // tile)
+        visible += sum(range(first + 1, first + tile + 1))
+        read += far * tile * tile + sum(range(1, tile + 1))
     expected = (visible + (layers - 1) * read) / (layers * visible)
     assert found.density == pytest.approx(expected, rel=1e-6)
     assert found.layer_density == pytest.approx((1.0, read / visible, read / visible), rel=1e-6)
