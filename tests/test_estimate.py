@@ -24,7 +24,8 @@ def plain(q, k, spec, positions, how):
     for b in range(batch):
         start, kv_len, q_len = (int(x[b]) for x in positions)
         for t in range(min(num_queries, q_len)):
-            if num_queries > 1 and (t % spec.query_tile + 1) % rows:
+            last = min((t // spec.query_tile + 1) * spec.query_tile, q_len) - 1  # of this query tile's valid rows
+            if (last - t) % rows:
                 continue
             p = start + t
             stop = min(p + 1, kv_len) if spec.causal else kv_len
@@ -84,6 +85,17 @@ def test_one_row_is_scored_exactly_whatever_the_average():
     )
     exact = attention(q, k, k, spec, **positions._asdict()).mass
     np.testing.assert_allclose(estimate_mass(q, k, spec, positions, Estimate(keys=4, rows=2)), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", range(17, 33))
+def test_the_last_row_of_a_prompt_is_scored(length):
+    """It decides the first token of the answer: what it alone looks at must have mass, wherever the prompt ends."""
+    q, k = np.zeros((1, 32, 1, 8), np.float32), np.zeros((1, 128, 1, 8), np.float32)
+    q[0, :, 0, 1] = k[0, 0, 0, 1] = 20.0
+    q[0, length - 1, 0] = k[0, 40, 0] = np.eye(8, dtype=np.float32)[0] * 20
+    positions = Positions(*(np.array([x], np.int32) for x in (96, 96 + length, length)))
+    mass = estimate_mass(q, k, AttentionSpec(tile=16, query_tile=32), positions, Estimate(keys=1, rows=4))
+    assert mass[0, 0, 0, 2] > 0.99
 
 
 def test_keys_past_the_end_count_for_nothing_nan_or_not():

@@ -299,6 +299,7 @@ SMALL = real.Sizes(
     lengths=(512, 1024),
     documents={"single": {512: 2, 1024: 2}, "count": {1024: 1}},
     windows=1,
+    brief={1024: 1},
     rivals=("window + sink",),
 )
 
@@ -337,7 +338,9 @@ def test_the_suite_records_every_contender(records):
     tasks = [r for r in found if r.what.op == "eval real task"]
     assert {(r.facts["kind"], r.facts["length"]) for r in tasks} == {("single", 512), ("single", 1024), ("count", 1024)}
     for record in tasks:
-        assert [len(own) for own in record.facts["found"]] == [8, 8] if record.facts["kind"] == "single" else [4]
+        documents = 1 if record.facts["brief"] else SMALL.documents[record.facts["kind"]][record.facts["length"]]
+        questions = {"single": 8, "count": 4}[record.facts["kind"]]
+        assert [len(own) for own in record.facts["found"]] == [questions] * documents
         assert np.shape(record.facts["logprob"]) == np.shape(record.facts["found"]) == np.shape(record.facts["depths"])
         assert record.facts["of_dense"] == np.sum(record.facts["found"]) or record.facts["policy"] != "dense"
 
@@ -378,6 +381,25 @@ def test_a_run_that_was_cut_off_goes_on(model, records, tmp_path, small_suite):
     assert [r.key for r in evidence.read(again)] == [r.key for r in evidence.read(records)]
     facts = [[r.facts for r in evidence.read(path)] for path in (again, records)]
     assert facts[0] == facts[1]
+
+
+def test_another_plan_is_asked_again_and_dense_is_not(model, records, tmp_path, small_suite):
+    again = tmp_path / "again.jsonl"
+    again.write_bytes(records.read_bytes())
+    before = len(evidence.read(again))
+    plan = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), fraction=0.5)
+    real.run(model, plan, text=TEXT, out=again, resume=True)
+    new = evidence.read(again)[before:]
+    assert {r.facts["policy"] for r in new} == {"the plan", "window + sink"}
+    assert all(r.what.config["fraction"] == 0.5 for r in new if r.facts["policy"] == "the plan")
+
+
+def test_a_run_cut_short_has_whole_comparisons(records):
+    """Each question goes to dense, the control and the plan in turn, then the rival comes."""
+    asked = [r.facts["policy"] for r in evidence.read(records)]
+    assert asked[:6] == ["dense"] * 2 + [contenders.CONTROL] * 2 + ["the plan"] * 2  # one text, two ranges
+    assert asked[6:9] == ["dense", contenders.CONTROL, "the plan"]
+    assert set(asked[-3:]) == {"window + sink"}
 
 
 def test_tables_and_pictures_are_drawn_from_the_records(records, tmp_path):

@@ -36,8 +36,8 @@ ALWAYS = 2**31 - 2
 CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
 FRONTIER = ("window + sink", "own choice, tile 16", "mean keys of 4")
 """Rules that run at the frontier's budgets."""
-MAIN = (*FRONTIER, NEAR)
-"""Rivals of which everything is asked."""
+MAIN = (NEAR, *FRONTIER)
+"""Rivals that run first."""
 LEAST = 128
 """Keys that a rival reads at least where its budget is a share of the visible ones."""
 
@@ -227,7 +227,7 @@ class Contender:
         name: word for its family: one line of a picture.
         title: what it is, unlike any other.
         policy: the policy; dense below no length.
-        brief: whether little is asked of it: one of the frontier, or a lesser rival where there is a frontier.
+        brief: whether little is asked of it: all but dense, the control and the plan.
     """
 
     name: str
@@ -270,12 +270,12 @@ def contenders(
         rivals.sort(key=lambda rival: rival.name not in MAIN)
         for rival in rivals:
             if not only or rival.name in only:
-                yield replace(rival, brief=bool(shares) and rival.name not in MAIN)
+                yield replace(rival, brief=True)
     wanted = only or (FRONTIER if shares else ())
     for share in shares or (() if plan else (0.25,)):
         for rival in rules(flat(share, LEAST, longest), query_tile):
             if not wanted or rival.name in wanted:
-                yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", brief=bool(shares))
+                yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", brief=True)
     for scale in scales if plan is not None else ():
         scaled = with_budget(plan, scale)
         title = f"{PLAN}, budget x {scale:g}"

@@ -1,6 +1,6 @@
 """The suite that judges a plan on a real model: closeness to dense by position, and needles, against equal keys.
 
-    tessera eval --suite real                    the short form: 2,048 and 4,096 tokens, the rivals that matter most
+    tessera eval --suite real                    the short form: 2,048 and 4,096 tokens, a window as the only rival
     tessera eval --suite real-full --resume      every length, kind and rival, and the frontier; hours, goes on
 
 All policies run the same texts and answer the same questions, so every comparison is paired; a record holds each
@@ -9,6 +9,7 @@ is the plan without its choice: the heads that read every key, and in the others
 tiles and sinks. Where it does as well as the plan, a task says nothing about the choice of keys: the record says so.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -41,51 +42,50 @@ class Sizes:
         lengths: ends of the ranges of positions that texts are judged in; ascending multiples of 512.
         documents: per kind, how many of which length, a multiple of 128 up to the longest.
         windows: pieces of each domain's text, of as many tokens as the longest length.
+        brief: what rivals, and all at the frontier, are asked of the first kind: how many documents of which length.
         rivals: those that run besides dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
         scales: the plan's at the frontier, as factors of its own.
-        brief: at the frontier, and of the lesser rivals, only the first kind is asked: so many documents of a length,
-            and so many windows.
     """
 
     lengths: tuple[int, ...]
     documents: Mapping[str, Mapping[int, int]]
     windows: int
+    brief: Mapping[int, int]
     rivals: tuple[str, ...] = ()
     shares: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
-    brief: tuple[int, int] = (0, 0)
 
     def asked(self, brief: bool) -> Iterator[tuple[str, int, int]]:
         """(kind, length, documents) of all that is asked, or of what is asked in brief."""
-        kinds = list(self.documents)[:1] if brief else self.documents
-        for kind in kinds:
-            for length, count in self.documents[kind].items():
-                yield kind, length, min(count, self.brief[0]) if brief else count
+        for kind, own in {next(iter(self.documents)): self.brief}.items() if brief else self.documents.items():
+            for length, count in own.items():
+                yield kind, length, count
 
 
 SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
     {
         "real": Sizes(
             lengths=(2048, 4096),
-            documents={"single": {2048: 4, 4096: 2}, "keys": {2048: 2}, "values": {2048: 2}, "copy": {2048: 2}},
+            documents={"single": {2048: 5, 4096: 2}, "keys": {2048: 2}, "values": {2048: 2}, "copy": {2048: 2}},
             windows=1,
+            brief={2048: 5},
             rivals=("window + sink",),
         ),
         "real-full": Sizes(
             lengths=(1024, 2048, 4096, 8192),
             documents={
-                "single": {1024: 13, 2048: 13, 4096: 13, 8192: 13},
-                "keys": {2048: 8, 4096: 8},
-                "values": {2048: 6, 4096: 6},
-                "chain": {2048: 8, 4096: 8},
-                "copy": {2048: 5, 4096: 5, 8192: 4},
-                "count": {2048: 8, 4096: 8},
+                "single": {2048: 13, 4096: 13, 8192: 13, 1024: 4},
+                "keys": {2048: 8, 4096: 5},
+                "values": {2048: 6, 4096: 4},
+                "copy": {2048: 5, 4096: 5},
+                "chain": {2048: 8},
+                "count": {2048: 8},
             },
-            windows=2,
+            windows=1,
+            brief={2048: 6, 4096: 3},
             shares=(0.1, 0.2, 0.3),
             scales=(0.5, 2.0),
-            brief=(6, 1),
         ),
     }
 )
@@ -134,8 +134,9 @@ class Ledger:
         return record
 
     def get(self, op: str, contender: Contender, question: str) -> Record | None:
-        """The record of a question, if it was asked."""
-        return self.done.get((op, contender.name, f"{question}: {contender.title}"))
+        """The record of a question, if it was asked of this very policy."""
+        record = self.done.get((op, contender.name, f"{question}: {contender.title}"))
+        return record if record is not None and _plain(record.what.config) == _plain(asdict(contender.policy)) else None
 
     def outcomes(self, question: str, name: str, title: str, documents: int) -> list[list[int]] | None:
         """What another contender found in the first documents of a question, if it was asked."""
@@ -166,11 +167,6 @@ class Material:
             ids = np.asarray(model.tokenizer.encode(body, add_special=False, parse_special=False), np.int32)
             windows[name] = texts.windows_of(ids, sizes.windows, sizes.lengths[-1])
         return cls(windows=windows, filler=probes.Filler.of(model.tokenizer, domains.get("reference", text)))
-
-    def in_brief(self, sizes: Sizes) -> "Material":
-        """The first windows only."""
-        windows = {domain: own[: sizes.brief[1]] for domain, own in self.windows.items()}
-        return replace(self, windows=windows)
 
     def dense(self, model: Model, domain: str) -> list[Pass]:
         """What dense makes of a domain's windows."""
@@ -283,18 +279,41 @@ def judge_trials(
 # --- the suite
 
 
-def jobs(model: Model, contender: Contender, material: Material, sizes: Sizes, ledger: Ledger) -> Iterator[Callable]:
-    """What is left to ask of a contender, in order."""
-    longest, material = sizes.lengths[-1], material.in_brief(sizes) if contender.brief else material
+def jobs(
+    model: Model, contender: Contender, material: Material, sizes: Sizes, ledger: Ledger
+) -> Iterator[tuple[str, Callable[[], Sequence[Record]]]]:
+    """(question, what asks it), of what is left to ask of a contender, in order."""
+    longest = sizes.lengths[-1]
     for domain in material.windows:
         questions = [f"{domain}, tokens {low:,} to {high:,}" for low, high in ranges(sizes)]
         if not all(ledger.get("eval real text", contender, question) for question in questions):
-            yield lambda d=domain: judge_text(model, contender, d, material, sizes, ledger)
+            yield domain, lambda d=domain: judge_text(model, contender, d, material, sizes, ledger)
     for kind, length, count in sizes.asked(contender.brief):
-        if not ledger.get("eval real task", contender, f"{kind} at {length}"):
-            yield lambda k=kind, n=length, c=count: [
-                judge_trials(model, contender, material.documents(k, n, c), longest, ledger)
-            ]
+        question = f"{kind} at {length}"
+        if not ledger.get("eval real task", contender, question):
+            yield (
+                question,
+                lambda k=kind, n=length, c=count: [
+                    judge_trials(model, contender, material.documents(k, n, c), longest, ledger)
+                ],
+            )
+
+
+def in_order(
+    model: Model, entries: Sequence[Contender], material: Material, sizes: Sizes, ledger: Ledger
+) -> list[Callable[[], Sequence[Record]]]:
+    """Every job: each question to dense, control and plan in turn, so that a run cut short has whole comparisons; then
+    rival by rival."""
+    left = [[*jobs(model, contender, material, sizes, ledger)] for contender in entries if not contender.brief]
+    order = [*material.windows, *(f"{kind} at {length}" for kind, length, _ in sizes.asked(False))]
+    first = [job for wanted in order for own in left for question, job in own if question == wanted]
+    rest = [jobs(model, contender, material, sizes, ledger) for contender in entries if contender.brief]
+    return first + [job for own in rest for _, job in own]
+
+
+def _plain(config: Mapping[str, Any]) -> str:
+    """A policy's configuration as a record's file holds it."""
+    return json.dumps(config, sort_keys=True)
 
 
 def run(
@@ -325,8 +344,8 @@ def run(
     window = next(iter(material.windows.values()))[0]
     keys = () if plan is None else profile(model, plan_policy(model, plan), window)
     budgets = {"only": sizes.rivals, "shares": sizes.shares, "scales": sizes.scales}
-    entries = contenders(model, plan, keys, sizes.lengths[-1], **budgets)
-    announce([job for contender in entries for job in jobs(model, contender, material, sizes, ledger)])
+    entries = list(contenders(model, plan, keys, sizes.lengths[-1], **budgets))
+    announce(in_order(model, entries, material, sizes, ledger))
     return 0
 
 
@@ -340,7 +359,8 @@ def fitting(sizes: Sizes, context: int) -> Sizes:
     if not lengths:
         raise ValueError(f"the model's context of {context} tokens is shorter than {sizes.lengths[0]}")
     documents = {kind: {n: c for n, c in own.items() if n <= context} for kind, own in sizes.documents.items()}
-    return replace(sizes, lengths=lengths, documents=documents)
+    brief = {n: c for n, c in sizes.brief.items() if n <= context}
+    return replace(sizes, lengths=lengths, documents=documents, brief=brief)
 
 
 def announce(work: Sequence[Callable[[], Sequence[Record]]]) -> None:

@@ -1,6 +1,7 @@
 """Cheap scores of key tiles: what a layer chooses by when it neither runs dense nor trusts another layer's choice.
 
-Keys are averaged in blocks of `keys` and only every `rows`-th query row is scored, so a tile's mass is estimated from
+Keys are averaged in blocks of `keys` and only every `rows`-th query row is scored, counted back from the query tile's
+last valid row (a prompt's last row decides the first token of its answer). So a tile's mass is estimated from
 1 / (keys * rows) of the scores of a dense pass, without reading a value:
 
     mass[i, j] ~ sum over sampled rows r of query tile i, blocks b of tile j:  exp(z[r,b] - lse[r]),
@@ -17,7 +18,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.shapes import ceil_div, round_up
@@ -32,7 +33,7 @@ class Estimate:
 
     Attributes:
         keys: consecutive keys that share one score; divides the tile.
-        rows: every `rows`-th query row of a query tile is scored, the last one among them.
+        rows: every `rows`-th query row of a query tile is scored, the last valid one among them.
         summary: "mean" scores a block by its mean key; "minmax" by the largest score any key within the block's
             elementwise bounds could have (Quest, arXiv 2406.10774).
     """
@@ -76,13 +77,22 @@ def estimate_mass(
     padding = num_query_tiles * spec.query_tile - num_queries
     q = jnp.pad(q_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0)))
     q = q.reshape(batch, num_query_tiles, spec.query_tile, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    offset = jnp.arange(spec.query_tile, dtype=jnp.int32)[rows - 1 :: rows] if num_queries > 1 else jnp.zeros(1, int)
-    offset = offset.astype(jnp.int32)
-    q = jnp.transpose(q[:, :, offset], (1, 0, 3, 2, 4, 5))  # [I,B,K,R,G,H]
+    first_I = jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
+    offset = _sampled(rows, min(num_queries, spec.query_tile), positions.q_len[:, None] - first_I)  # [B,I,R]
+    q = jnp.take_along_axis(q, jnp.maximum(offset, 0)[..., None, None, None], axis=2)
+    q = jnp.transpose(q, (1, 0, 3, 2, 4, 5))  # [I,B,K,R,G,H]
     tile_mass = partial(_query_tile, blocks=blocks, spec=spec, positions=positions, keys=keys, per_step=per_step)
-    row = jnp.arange(num_query_tiles, dtype=jnp.int32)[:, None] * spec.query_tile + offset
+    row = jnp.where(offset < 0, num_query_tiles * spec.query_tile, first_I[:, None] + offset)
+    row = jnp.swapaxes(row, 0, 1)  # [I,B,R]
     mass = jax.lax.map(lambda args: tile_mass(*args), (q, row))
     return jnp.moveaxis(mass, 0, 2)[..., :num_tiles]
+
+
+def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
+    """Offset in its query tile of every `rows`-th row, counted back from the last of `left_BI` rows; below 0: none."""
+    from_end = jnp.arange(ceil_div(height, rows), dtype=jnp.int32)[::-1] * rows
+    last = jnp.clip(left_BI, 1, height)[..., None] - 1
+    return last - from_end
 
 
 def _summaries(k_BSKH: Array, kv_len: Array, keys: int, num_blocks: int, summary: str) -> tuple[Array, ...]:
