@@ -82,7 +82,7 @@ def test_what_does_not_fit_is_refused():
         probes.make_document("copy", FILLER, 256, (0,))
     with pytest.raises(ValueError, match="length=1000 must be a multiple of 128"):
         probes.make_document("single", FILLER, 1000, (0,))
-    with pytest.raises(ValueError, match="kind='nosuch' must be one of single, keys"):
+    with pytest.raises(ValueError, match="kind='nosuch' must be one of single, alike"):
         probes.make_document("nosuch", FILLER, LENGTH, (0,))
     with pytest.raises(ValueError, match="no line ends"):
         probes.Filler.of(byte_tokenizer(), "one line")

@@ -90,7 +90,8 @@ def calibrate(
         anchors: without a target, how many; None is the paper's proportion (5 of 32 layers), at least 2. Or the layers
             themselves.
         tile, query_tile, local, sinks: the plan's, see `Plan`.
-        fraction, minimum, heads: without a target, the plan's.
+        minimum: the plan's.
+        fraction, heads: without a target, the plan's.
         crossover: tokens below which requests run dense; None measures it here.
         max_tokens: most tokens to run, taken evenly from all over the text.
         progress: show a bar on standard error.
@@ -122,7 +123,7 @@ def calibrate(
     try:
         with report:
             if target is not None:
-                policy, found = search_policy(model, corpus, target, Tiling(**always), report)
+                policy, found = search_policy(model, corpus, target, Tiling(**always, minimum=minimum), report)
             else:
                 fixed = always | {"heads": heads, "fraction": fraction, "minimum": minimum}
                 policy, found = find_anchors(model, corpus, count, fixed, report)

@@ -36,7 +36,7 @@ ROWS = 256
 """Rows of logits compared at a time: a large vocabulary's would not fit otherwise."""
 STRIDE = 4
 """Every so many rows of text are compared; neighbouring rows say much the same."""
-PROBE_WEIGHT = 0.3
+PROBE_WEIGHT = 1.0
 """Nats of KL that a nat of an answer's log-probability per token counts for."""
 SHORT, LONG = 512, 4096
 """Tokens of the windows that heads are ablated on, one pass per head, and that prices are tried on."""

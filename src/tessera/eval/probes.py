@@ -2,7 +2,8 @@
 
 | kind | hidden in the document | asked |
 |---|---|---|
-| single | a number for each of eight cities | the number of each |
+| single | eight numbers, each of a thing unlike the others | each of them |
+| alike | a number for each of eight cities, in the same words | the number of each |
 | keys | a number for each of five people who share first names and surnames | the number of each |
 | values | three numbers of each of two cities, each of another name | each of them |
 | chain | a number for each of four cities, and, elsewhere, what comes after it | the number, then what comes after |
@@ -35,6 +36,12 @@ PEOPLE = (
     "Clara|Oscar"
 ).split("|")
 SURNAMES = "Berg|Bell|Stone|Wood|Young|Martin|Cook|Fisher".split("|")
+MEASURES = (
+    "door code of the warehouse|phone extension of the library|population of the village|weight of the statue|"
+    "price of the piano|length of the river|serial number of the engine|budget of the garden project|"
+    "capacity of the stadium|salary of the captain|height of the tower|depth of the lake|mileage of the truck|"
+    "membership card of Clara|ticket of the passenger|speed of the comet|invoice of the plumber|locker of the swimmer"
+).split("|")
 THINGS = "Crate|Lap|Page|Round|Step|Ticket|Train|Guest".split("|")
 
 
@@ -121,35 +128,32 @@ def number(rng: np.random.Generator) -> str:
 
 
 def single(rng: np.random.Generator) -> list[Fact]:
-    """A number for each of eight cities."""
-    facts = []
-    for city in rng.permutation(CITIES)[:8]:
-        line = f"The special number of {city} is"
-        value = number(rng)
-        facts.append(Fact((f"{line} {value}.",), f"What is the special number of {city}? {line}", (f" {value}",)))
-    return facts
+    """Eight numbers, each of a thing unlike the others."""
+    return [numbered(rng, thing) for thing in rng.permutation(MEASURES)[:8]]
+
+
+def alike(rng: np.random.Generator) -> list[Fact]:
+    """A number for each of eight cities, in the same words."""
+    return [numbered(rng, f"special number of {city}") for city in rng.permutation(CITIES)[:8]]
+
+
+def numbered(rng: np.random.Generator, thing: str) -> Fact:
+    """A number, and the question for it."""
+    value = number(rng)
+    return Fact((f"The {thing} is {value}.",), f"What is the {thing}? The {thing} is", (f" {value}",))
 
 
 def keys(rng: np.random.Generator) -> list[Fact]:
     """A number for each of five people, of whom three share each first name and two each surname, or nearly so."""
     first, last = rng.permutation(PEOPLE)[:3], rng.permutation(SURNAMES)[:2]
-    facts = []
-    for person in [f"{one} {two}" for one in first for two in last][:5]:
-        line = f"The special number of {person} is"
-        value = number(rng)
-        facts.append(Fact((f"{line} {value}.",), f"What is the special number of {person}? {line}", (f" {value}",)))
-    return facts
+    people = [f"{one} {two}" for one in first for two in last][:5]
+    return [numbered(rng, f"special number of {person}") for person in people]
 
 
 def values(rng: np.random.Generator) -> list[Fact]:
     """Three numbers of each of two cities, each of another name."""
-    facts = []
-    for city in rng.permutation(CITIES)[:2]:
-        for name in ("special number", "phone number", "access code"):
-            line = f"The {name} of {city} is"
-            value = number(rng)
-            facts.append(Fact((f"{line} {value}.",), f"What is the {name} of {city}? {line}", (f" {value}",)))
-    return facts
+    names, cities = ("special number", "phone number", "access code"), rng.permutation(CITIES)[:2]
+    return [numbered(rng, f"{name} of {city}") for city in cities for name in names]
 
 
 def chain(rng: np.random.Generator) -> list[Fact]:
@@ -184,7 +188,7 @@ def count(rng: np.random.Generator) -> list[Fact]:
 
 
 KINDS: Final[Mapping[str, Callable[[np.random.Generator], list[Fact]]]] = MappingProxyType(
-    {draw.__name__: draw for draw in (single, keys, values, chain, copy, count)}
+    {draw.__name__: draw for draw in (single, alike, keys, values, chain, copy, count)}
 )
 """Adding a kind is a function and a word here."""
 

@@ -67,7 +67,7 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
     {
         "real": Sizes(
             lengths=(2048, 4096),
-            documents={"single": {2048: 5, 4096: 2}, "keys": {2048: 2}, "values": {2048: 2}, "copy": {2048: 2}},
+            documents={"single": {2048: 5, 4096: 2}, "alike": {2048: 2}, "values": {2048: 2}, "copy": {2048: 2}},
             windows=1,
             brief={2048: 5},
             rivals=("window + sink",),
@@ -76,6 +76,7 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
             lengths=(1024, 2048, 4096, 8192),
             documents={
                 "single": {2048: 13, 4096: 13, 8192: 13, 1024: 4},
+                "alike": {2048: 13, 4096: 5},
                 "keys": {2048: 8, 4096: 5},
                 "values": {2048: 6, 4096: 4},
                 "copy": {2048: 5, 4096: 5},
