@@ -297,9 +297,9 @@ def test_a_mean_has_the_interval_of_its_standard_error():
 
 SMALL = real.Sizes(
     lengths=(512, 1024),
-    documents={"single": {512: 2, 1024: 2}, "count": {1024: 1}},
+    documents=(("single", 512, 2), ("single", 1024, 2), ("count", 1024, 1)),
     windows=1,
-    brief={1024: 1},
+    brief=(("single", 1024, 1),),
     rivals=("window + sink",),
 )
 
@@ -338,7 +338,8 @@ def test_the_suite_records_every_contender(records):
     tasks = [r for r in found if r.what.op == "eval real task"]
     assert {(r.facts["kind"], r.facts["length"]) for r in tasks} == {("single", 512), ("single", 1024), ("count", 1024)}
     for record in tasks:
-        documents = 1 if record.facts["brief"] else SMALL.documents[record.facts["kind"]][record.facts["length"]]
+        asked = {(kind, length): count for kind, length, count in SMALL.documents}
+        documents = 1 if record.facts["brief"] else asked[record.facts["kind"], record.facts["length"]]
         questions = {"single": 8, "count": 4}[record.facts["kind"]]
         assert [len(own) for own in record.facts["found"]] == [questions] * documents
         assert np.shape(record.facts["logprob"]) == np.shape(record.facts["found"]) == np.shape(record.facts["depths"])

@@ -40,51 +40,50 @@ class Sizes:
 
     Attributes:
         lengths: ends of the ranges of positions that texts are judged in; ascending multiples of 512.
-        documents: per kind, how many of which length, a multiple of 128 up to the longest.
+        documents: (kind, length, how many), in the order asked; lengths are multiples of 128 up to the longest.
         windows: pieces of each domain's text, of as many tokens as the longest length.
-        brief: what rivals, and all at the frontier, are asked of the first kind: how many documents of which length.
+        brief: the documents that rivals, and all at the frontier, are asked about.
         rivals: those that run besides dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
         scales: the plan's at the frontier, as factors of its own.
     """
 
     lengths: tuple[int, ...]
-    documents: Mapping[str, Mapping[int, int]]
+    documents: tuple[tuple[str, int, int], ...]
     windows: int
-    brief: Mapping[int, int]
+    brief: tuple[tuple[str, int, int], ...]
     rivals: tuple[str, ...] = ()
     shares: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
-
-    def asked(self, brief: bool) -> Iterator[tuple[str, int, int]]:
-        """(kind, length, documents) of all that is asked, or of what is asked in brief."""
-        for kind, own in {next(iter(self.documents)): self.brief}.items() if brief else self.documents.items():
-            for length, count in own.items():
-                yield kind, length, count
 
 
 SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
     {
         "real": Sizes(
             lengths=(2048, 4096),
-            documents={"single": {2048: 5, 4096: 2}, "alike": {2048: 2}, "values": {2048: 2}, "copy": {2048: 2}},
+            documents=(
+                ("single", 2048, 5),
+                ("single", 4096, 2),
+                ("alike", 2048, 2),
+                ("values", 2048, 2),
+                ("copy", 2048, 2),
+            ),
             windows=1,
-            brief={2048: 5},
+            brief=(("single", 2048, 5),),
             rivals=("window + sink",),
         ),
         "real-full": Sizes(
             lengths=(1024, 2048, 4096, 8192),
-            documents={
-                "single": {2048: 13, 4096: 13, 8192: 13, 1024: 4},
-                "alike": {2048: 13, 4096: 5},
-                "keys": {2048: 8, 4096: 5},
-                "values": {2048: 6, 4096: 4},
-                "copy": {2048: 5, 4096: 5},
-                "chain": {2048: 8},
-                "count": {2048: 8},
-            },
+            documents=(
+                ("single", 2048, 13),
+                ("single", 4096, 13),
+                *((kind, 2048, 5) for kind in ("alike", "keys", "values", "copy", "chain", "count")),
+                ("single", 8192, 13),
+                *((kind, 4096, 5) for kind in ("alike", "keys", "values", "copy")),
+                ("single", 1024, 5),
+            ),
             windows=1,
-            brief={2048: 6, 4096: 3},
+            brief=(("single", 2048, 5), ("single", 4096, 3)),
             shares=(0.1, 0.2, 0.3),
             scales=(0.5, 2.0),
         ),
@@ -289,7 +288,7 @@ def jobs(
         questions = [f"{domain}, tokens {low:,} to {high:,}" for low, high in ranges(sizes)]
         if not all(ledger.get("eval real text", contender, question) for question in questions):
             yield domain, lambda d=domain: judge_text(model, contender, d, material, sizes, ledger)
-    for kind, length, count in sizes.asked(contender.brief):
+    for kind, length, count in sizes.brief if contender.brief else sizes.documents:
         question = f"{kind} at {length}"
         if not ledger.get("eval real task", contender, question):
             yield (
@@ -306,7 +305,7 @@ def in_order(
     """Every job: each question to dense, control and plan in turn, so that a run cut short has whole comparisons; then
     rival by rival."""
     left = [[*jobs(model, contender, material, sizes, ledger)] for contender in entries if not contender.brief]
-    order = [*material.windows, *(f"{kind} at {length}" for kind, length, _ in sizes.asked(False))]
+    order = [*material.windows, *(f"{kind} at {length}" for kind, length, _ in sizes.documents)]
     first = [job for wanted in order for own in left for question, job in own if question == wanted]
     rest = [jobs(model, contender, material, sizes, ledger) for contender in entries if contender.brief]
     return first + [job for own in rest for _, job in own]
@@ -359,8 +358,7 @@ def fitting(sizes: Sizes, context: int) -> Sizes:
     lengths = tuple(length for length in sizes.lengths if length <= context)
     if not lengths:
         raise ValueError(f"the model's context of {context} tokens is shorter than {sizes.lengths[0]}")
-    documents = {kind: {n: c for n, c in own.items() if n <= context} for kind, own in sizes.documents.items()}
-    brief = {n: c for n, c in sizes.brief.items() if n <= context}
+    documents, brief = (tuple(one for one in own if one[1] <= context) for own in (sizes.documents, sizes.brief))
     return replace(sizes, lengths=lengths, documents=documents, brief=brief)
 
 
