@@ -196,8 +196,8 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
         if case.get("kernel_bytes"):
             ratio = case["kernel_bytes"] / case["needed_bytes"]
             yield f"decode, {role}: bytes moved / needed", ratio, [f"decode {role}"]
-    for tile in NARROW:
-        name = f"decode sparse {tile}"
+    for tile in (128, *NARROW):
+        name = f"decode sparse {tile}" if tile in NARROW else "decode sparse"
         if has(name, "decode dense"):
             sparse, dense = (found[n]["ms"] / found[n]["flops"] for n in (name, "decode dense"))
             yield f"decode, sparse, tile {tile}: time per key against dense", sparse / dense, [name, "decode dense"]
