@@ -81,8 +81,8 @@ TARGETS = MappingProxyType(
 )
 """At least this much for what is "against", at most this much for the others.
 
-v5e and v6e miss those of 128 rows: a listed key is fetched for 128 rows alone, 128 flops a byte, where the dense call has
-thousands; HBM is the limit, so no tile and no block sizes help, only more rows per list.
+v5e and v6e miss those of 128 rows: a listed key is fetched for 128 rows alone, 128 flops a byte, where the dense call
+has thousands; HBM is the limit, so no tile and no block sizes help, only more rows per list.
 """
 
 
