@@ -1,5 +1,7 @@
 """What is said of predictions: the peer's step counts, the figures and their targets, and the tables they end in."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -99,11 +101,25 @@ def test_small_tiles_have_their_figures_by_score_and_by_key():
     cases = {"dense long": {"ms": 100.0, "flops": 50.0}, "decode dense": {"ms": 4.0, "flops": 8.0}}
     cases |= {f"sparse 16/{rows}": {"ms": 10.0, "flops": 4.0} for rows in (32, 128)}
     cases["decode sparse 16"] = {"ms": 0.5, "flops": 0.8}
+    cases["decode sparse"] = {"ms": 0.44, "flops": 0.8}
     made = {r.what.workload: r for r in figures.records({"v5e": cases}, "test")}
     assert made["sparse per score, tile 16, 128 rows, v5e"].median == pytest.approx(1.25)
     assert made["sparse per score, tile 16, 512 rows, v5e"].median == pytest.approx(1.25)
     assert made["decode, sparse, tile 16: time per key against dense, v5e"].median == pytest.approx(1.25)
+    assert made["decode, sparse, tile 128: time per key against dense, v5e"].median == pytest.approx(1.1)
     assert all(record.comparison.met is None for record in made.values())
+
+
+def test_tiles_of_one_family_are_adjacent_rows():
+    """A tile that was compiled after everything else is read beside the others, the largest first."""
+    cases = {"dense long": {"ms": 100.0, "flops": 50.0}, "score gqa": {"ms": 1.1}, "dense gqa": {"ms": 1.0}}
+    cases |= {f"sparse {tile}/{rows}": {"ms": 10.0, "flops": 4.0} for tile in (16, 32, 128) for rows in (32, 128)}
+    cases = {name: case | {"commit": "0" * 40, "dirty": False} for name, case in cases.items()}
+    made = sorted(figures.records({"v5e": cases}, "test"), key=lambda r: "tile 16" in r.what.workload)
+    later = [replace(r, date=f"2026-01-01T00:00:{at:02}+00:00") for at, r in enumerate(made)]
+    rows = [line.split("|")[1].strip() for line in report.tpu(later).splitlines()[2:] if line.startswith("|")]
+    tiles = [f"sparse per score, tile {tile}, {count} rows" for count in (512, 128) for tile in (128, 32, 16)]
+    assert rows == ["score / dense", *tiles]
 
 
 def test_kascade_counts_anchors_reuse_and_selection():

@@ -158,8 +158,21 @@ def tpu(records: Sequence[Record]) -> str:
         figure, _, chip = record.what.workload.rpartition(", ")
         figures.setdefault(figure, {})[chip] = record
     chips = sorted({chip for found in figures.values() for chip in found})
-    rows = [[figure, *(_held(found.get(chip)) for chip in chips)] for figure, found in figures.items()]
+    order = sorted(figures, key=_family(list(figures)))
+    rows = [[figure, *(_held(figures[figure].get(chip)) for chip in chips)] for figure in order]
     return markdown(["predicted", *chips], rows) + provenance(chosen) if rows else ""
+
+
+def _family(figures: Sequence[str]) -> Callable[[str], tuple]:
+    """A key that puts figures which differ in their numbers alone together: where the first is, most rows first, and of
+    as many rows the largest tile first."""
+    families = list(dict.fromkeys(re.sub(r"\d+", "", figure) for figure in figures))
+
+    def key(figure: str) -> tuple:
+        numbers = [-int(number) for number in reversed(re.findall(r"\d+", figure))]
+        return families.index(re.sub(r"\d+", "", figure)), numbers
+
+    return key
 
 
 def _held(record: Record | None) -> str:

@@ -336,7 +336,8 @@ def predicted(records: Sequence[Record]) -> Picture | None:
         axes.set(xlabel="ratio (black: target; 'against' wants more, the others less)")
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
-    return Picture("TPU figures, predicted from schedules, not measured", drawn(draw, (10, 5.5)), tuple(shown))
+    size = (10, max(5.5, 0.45 * len(names)))
+    return Picture("TPU figures, predicted from schedules, not measured", drawn(draw, size), tuple(shown))
 
 
 def lengths(records: Sequence[Record]) -> Picture | None:
