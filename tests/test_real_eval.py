@@ -376,7 +376,7 @@ def test_a_difference_that_is_sure_is_not_marked():
 def test_a_run_that_was_cut_off_goes_on(model, records, tmp_path, small_suite):
     whole = records.read_text().splitlines(keepends=True)
     again = tmp_path / "again.jsonl"
-    again.write_text("".join(whole[:7]) + whole[7][:40])  # a kill
+    again.write_text("".join(whole[:8]) + whole[8][:40])  # a kill
     plan = Plan.load(f"{model.source}/plan.json")
     real.run(model, plan, text=TEXT, out=again, resume=True)
     assert [r.key for r in evidence.read(again)] == [r.key for r in evidence.read(records)]
@@ -396,11 +396,17 @@ def test_another_plan_is_asked_again_and_dense_is_not(model, records, tmp_path, 
 
 
 def test_a_run_cut_short_has_whole_comparisons(records):
-    """Each question goes to dense, the control and the plan in turn, then the rival comes."""
     asked = [r.facts["policy"] for r in evidence.read(records)]
-    assert asked[:6] == ["dense"] * 2 + [contenders.CONTROL] * 2 + ["the plan"] * 2  # one text, two ranges
-    assert asked[6:9] == ["dense", contenders.CONTROL, "the plan"]
-    assert set(asked[-3:]) == {"window + sink"}
+    everyone = ["dense", contenders.CONTROL, "the plan", contenders.WINDOW]
+    assert (
+        asked
+        == [
+            *(who for who in everyone for _ in range(2)),  # one text, two ranges
+            *everyone[:3],  # single at 512
+            *everyone,  # single at 1,024, which rivals are asked too
+            *everyone[:3],  # count
+        ]
+    )
 
 
 def test_tables_and_pictures_are_drawn_from_the_records(records, tmp_path):

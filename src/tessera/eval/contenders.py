@@ -34,7 +34,8 @@ ALWAYS = 2**31 - 2
 """Rank of own tiles: `keep_largest` adds one to it."""
 
 CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
-FRONTIER = ("window + sink", "own choice, tile 16", "mean keys of 4")
+WINDOW = "window + sink"
+FRONTIER = (WINDOW, "own choice, tile 16", "mean keys of 4")
 """Rules that run at the frontier's budgets."""
 MAIN = (NEAR, *FRONTIER)
 """Rivals that run first."""
@@ -291,7 +292,7 @@ def without_choice(plan: Plan) -> Plan:
 def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
     """Every rule of choosing at one budget."""
     for name, scores, tile in (
-        ("window + sink", "newest", 16),
+        (WINDOW, "newest", 16),
         ("own choice, tile 1", "mass", 1),
         ("own choice, tile 16", "mass", 16),
         ("own choice, tile 32", "mass", 32),

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tessera import evidence
 from tessera.eval import paired, probes, texts
 from tessera.eval.closeness import BLOCK, Pass, closeness, run_text
-from tessera.eval.contenders import CONTROL, Contender, contenders, plan_policy, profile
+from tessera.eval.contenders import CONTROL, WINDOW, Contender, contenders, plan_policy, profile
 from tessera.eval.trials import ROWS, run_trials
 from tessera.evidence import How, Record, What
 from tessera.generate import Model
@@ -302,12 +302,13 @@ def jobs(
 def in_order(
     model: Model, entries: Sequence[Contender], material: Material, sizes: Sizes, ledger: Ledger
 ) -> list[Callable[[], Sequence[Record]]]:
-    """Every job: each question to dense, control and plan in turn, so that a run cut short has whole comparisons; then
-    rival by rival."""
-    left = [[*jobs(model, contender, material, sizes, ledger)] for contender in entries if not contender.brief]
+    """Every job: each question to dense, control, plan and window in turn, so that a run cut short has whole
+    comparisons; then rival by rival."""
+    in_turn = [contender for contender in entries if not contender.brief or contender.title == WINDOW]
+    left = [[*jobs(model, contender, material, sizes, ledger)] for contender in in_turn]
     order = [*material.windows, *(f"{kind} at {length}" for kind, length, _ in sizes.documents)]
     first = [job for wanted in order for own in left for question, job in own if question == wanted]
-    rest = [jobs(model, contender, material, sizes, ledger) for contender in entries if contender.brief]
+    rest = [jobs(model, contender, material, sizes, ledger) for contender in entries if contender not in in_turn]
     return first + [job for own in rest for _, job in own]
 
 
