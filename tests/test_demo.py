@@ -21,6 +21,7 @@ from tessera.models.checkpoint import fingerprint, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
 
 CONFIG = ModelConfig(
@@ -152,7 +153,7 @@ def test_same_and_right_are_what_they_say(settings):
     bad = dataclasses.replace(given, text="WIDTH = 32", tokens=[1, 3])
 
     def answered(dense, kascade):
-        return findings.Answered(question="?", expected="WIDTH = 31", dense=dense, kascade=kascade)
+        return findings.Answered(question="?", expected="WIDTH = 31", dense=dense, kascade=kascade, control=bad)
 
     assert answered(good, good).same
     assert answered(good, good).right
@@ -175,8 +176,16 @@ def test_read_map_is_causal_and_holds_the_diagonal(settings):
 
 
 def test_kascade_attention_time_follows_the_roles():
-    layer = findings.LayerTimes(dense=[1.0], anchor=[1.5], reuse=[0.25])
+    layer = findings.LayerTimes({"dense": [1.0], "score": [1.5], "sparse": [0.25]})
     assert layer.total(("dense", "score", "sparse", "sparse")) == {"dense": 4.0, "kascade": 3.0}
+
+
+def test_layers_of_one_kind_have_one_role_and_one_row_of_budgets():
+    maps = {"head_map": ((0, 1),) * 4, "heads": "identity", "own": (1, 3)}
+    budgets = ((1.0, 1.0), (0.0, 0.1), (0.5, 0.5), (0.0, 0.1))
+    found = findings.kinds(Kascade(anchors=(0,), budgets=budgets, **maps))
+    assert found == ("dense", "own 0 0.1", "sparse 0.5 0.5", "own 0 0.1")
+    assert findings.kinds(Kascade(anchors=(0,), **maps)) == ("dense", "own", "sparse", "own")
 
 
 def test_pictures_have_axes_with_units_and_dark_text():

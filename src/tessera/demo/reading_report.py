@@ -11,16 +11,15 @@ from rich.table import Table
 from tessera import evidence, measure
 from tessera.answers import Generation
 from tessera.demo import pictures
-from tessera.demo.reading import SIDES, Findings, said
+from tessera.demo.reading import SIDES, WORDS, Findings, said
 from tessera.evidence import Comparison, How, Record, What
 from tessera.generate import Model
 from tessera.report import quantity
 
 COMMAND = "tessera demo"
-WORDS = {"dense": "dense", "kascade": "Kascade", "control": "control"}
 CONTROL = (
-    "The control is the same plan with its selection made useless: every layer that selects reads its own tile and "
-    "nothing else. An answer that it also finds says nothing about what Kascade selects."
+    "The control is the same plan with its choice made useless: it reads only what the plan always reads (the newest "
+    "keys and the first ones). An answer that it finds too says nothing about what Kascade chooses."
 )
 NEXT = (
     ("tessera chat --model smollm2 --attention kascade", "talk to the model"),
