@@ -19,8 +19,9 @@ import numpy as np
 
 from tessera.answers import Generation
 from tessera.engine import Request
-from tessera.eval.contenders import plan_policy, without_choice
+from tessera.eval.contenders import plan_policy
 from tessera.generate import Model
+from tessera.quality import without_choice
 from tessera.sampling import Sampling
 from tessera.sparse.plan import Plan
 

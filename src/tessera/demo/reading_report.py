@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from tessera import evidence, measure
 from tessera.answers import Generation
@@ -97,7 +97,7 @@ def turn_table(found: Findings) -> Table:
 
 def answer_table(found: Findings) -> Table:
     """Question by question: what the document says, and every side's answer, marked where it is wrong."""
-    heads = (f"{WORDS[name]}" for name in SIDES)
+    heads = [Column(WORDS[name], overflow="fold") for name in SIDES]
     table = Table("question", "document", *heads, title="Questions about the document", title_justify="left")
     right = {name: found.right(name) for name in SIDES}
     for index, question in enumerate(found.settings.questions):
