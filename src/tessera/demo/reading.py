@@ -86,7 +86,7 @@ class Settings:
     model: str | Path = "smollm2"
     plan: Plan | None = None
     document: Path = HERE / "library.txt"
-    turn: str = "In one or two sentences: what is the socketserver module for?"
+    turn: str = "In one or two sentences: what is a shelf, according to the text?"
     turn_tokens: int = 40
     questions: tuple[Question, ...] = QUESTIONS
     answer_tokens: int = 10
