@@ -121,6 +121,7 @@ def choose_model(console: Console) -> tuple[Settings | reading.Settings, str]:
 
 def run_real(out: Path, settings: reading.Settings, console: Console) -> int:
     """Run the demo of a real model; see `run`."""
+    console.print(reading_report.ABOUT)
     stages = Stages(console)
     stages("loading the model")
     models = reading.policies(load(settings.model), settings.plan)
