@@ -22,8 +22,8 @@ CONTROL = (
     "keys and the first ones). An answer that it finds too says nothing about what Kascade chooses."
 )
 ABOUT = (
-    "One model reads a document and answers questions about it, three times: dense reads every key (what the model keeps "
-    "of each earlier token), Kascade the keys that it chooses, the control only those that Kascade reads in any case."
+    "One model reads a document and answers questions about it, three times: dense reads every key (what the model "
+    "keeps of each earlier token), Kascade the keys that it chooses, the control only what Kascade always reads."
 )
 NEXT = (
     ("tessera chat --model smollm2 --attention kascade", "talk to the model"),
@@ -61,8 +61,8 @@ def notes(found: Findings) -> list[str]:
             "Here Kascade was made to run at every length, so that there is something to see."
         )
     lines.append(
-        f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it. Times are of one "
-        "run, one side after another: whatever else this machine does meanwhile shows in them."
+        f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it. Times are "
+        "of one run, one side after another: whatever else this machine does meanwhile shows in them."
     )
     return lines
 
