@@ -280,7 +280,7 @@ def test_a_crossover_of_dense_runs_in_disguise_is_caught(stand, monkeypatch):
     load = model.generate.load
 
     def load_all(folder, attention):
-        return load(folder, attention=attention).with_attention(attention, fraction=1.0)
+        return load(folder, attention=attention).with_attention(attention, fraction=1.0, budgets=())
 
     monkeypatch.setattr(model.generate, "load", load_all)
     with pytest.raises(ValueError, match="dense work in disguise"):

@@ -17,10 +17,11 @@ from tessera.answers import Generation
 from tessera.demo import findings, pictures, reading, reading_report, run
 from tessera.generate import load
 from tessera.models import fetch
-from tessera.models.checkpoint import fingerprint, save_folder
+from tessera.models.checkpoint import fingerprint, load_params, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
 
 CONFIG = ModelConfig(
@@ -152,7 +153,7 @@ def test_same_and_right_are_what_they_say(settings):
     bad = dataclasses.replace(given, text="WIDTH = 32", tokens=[1, 3])
 
     def answered(dense, kascade):
-        return findings.Answered(question="?", expected="WIDTH = 31", dense=dense, kascade=kascade)
+        return findings.Answered(question="?", expected="WIDTH = 31", dense=dense, kascade=kascade, control=bad)
 
     assert answered(good, good).same
     assert answered(good, good).right
@@ -175,8 +176,16 @@ def test_read_map_is_causal_and_holds_the_diagonal(settings):
 
 
 def test_kascade_attention_time_follows_the_roles():
-    layer = findings.LayerTimes(dense=[1.0], anchor=[1.5], reuse=[0.25])
+    layer = findings.LayerTimes({"dense": [1.0], "score": [1.5], "sparse": [0.25]})
     assert layer.total(("dense", "score", "sparse", "sparse")) == {"dense": 4.0, "kascade": 3.0}
+
+
+def test_layers_of_one_kind_have_one_role_and_one_row_of_budgets():
+    maps = {"head_map": ((0, 1),) * 4, "heads": "identity", "own": (1, 3)}
+    budgets = ((1.0, 1.0), (0.0, 0.1), (0.5, 0.5), (0.0, 0.1))
+    found = findings.kinds(Kascade(anchors=(0,), budgets=budgets, **maps))
+    assert found == ("dense", "own 0 0.1", "sparse 0.5 0.5", "own 0 0.1")
+    assert findings.kinds(Kascade(anchors=(0,), **maps)) == ("dense", "own", "sparse", "own")
 
 
 def test_pictures_have_axes_with_units_and_dark_text():
@@ -222,6 +231,10 @@ def test_the_demo_asks_the_fetched_model(settings, tmp_path, monkeypatch):
         assert document.count(answer) == 1, f"{answer} must be found where {question.start!r} says it, and only there"
 
 
+FILLER = "\n\n".join(
+    f"In week {week} nobody came to the island, and the keeper painted the {part} of the lighthouse."
+    for week, part in enumerate(("door", "stairs", "lamp room", "railing", "windows"), 1)
+)
 SHORT = """The lighthouse keeper wrote the accounts of the island every evening.
 
 The door code of the Oslo office is 48213.
@@ -230,6 +243,77 @@ The door code of the Oslo office is 48213.
     f"On day {day} the wind came from the {side}, and the boats stayed in the harbour until noon."
     for day, side in enumerate(("north", "south-west", "east", "north-west", "south", "west", "north-east") * 2, 1)
 )
+
+
+@pytest.fixture(scope="module")
+def real(smollm2, tmp_path_factory):
+    """Two questions about a short document, under budgets that are ample for it.
+
+    The layers are stacked: one layer's program compiles in place of thirty.
+    """
+    folder = tmp_path_factory.mktemp("real")
+    text = f"{SHORT}\n\nThe colour of the spare key is turquoise.\n\nGoodbye, <b>friend</b>.\n{FILLER}"
+    (folder / "short.txt").write_text(text)
+    dense = load(smollm2)
+    dense = dataclasses.replace(dense, params=load_params(smollm2, dense.config, stacked=True))
+    plan = Plan(
+        model=fingerprint(dense.params, dense.config),
+        num_layers=30,
+        num_kv_heads=3,
+        anchors=(),
+        own=tuple(range(30)),
+        head_map=((0, 1, 2),) * 30,
+        heads="identity",
+        local=32,
+        sinks=16,
+        minimum=0,
+        budgets=((0.5,) * 3,) * 30,
+        score_keys=1,
+        crossover_tokens=4000,
+    )
+    asked = reading.QUESTIONS[0], reading.QUESTIONS[4]
+    chosen = reading.Settings(
+        model=smollm2, plan=plan, document=folder / "short.txt", questions=asked, turn_tokens=4, answer_tokens=8
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "load", lambda source: dense)
+        return run.run(folder / "out", chosen), folder / "out"
+
+
+def test_the_real_model_keeps_its_answers_and_the_control_does_not(real):
+    """What is chosen matters: dense and Kascade find both answers, the plan without its choice finds neither."""
+    records = [evidence.decode(json.dumps(r)) for r in json.loads((real[1] / "record.json").read_text())["records"]]
+    by_key = {(r.what.workload, r.what.kernel): r for r in records}
+    asked = {name: by_key["demo_real_questions", name] for name in reading.SIDES}
+    assert {name: record.facts["right"] for name, record in asked.items()} == {
+        "dense": [True, True],
+        "kascade": [True, True],
+        "control": [False, False],
+    }
+    assert real[0] == 0
+    assert asked["dense"].facts["density"] == [1.0, 1.0]
+    assert max(asked["control"].facts["density"]) < min(asked["kascade"].facts["density"]) < 1
+    assert len(asked["kascade"].density) == 30
+    turn = by_key["demo_real_turn", "kascade"]
+    assert turn.comparison.against == "dense"
+    assert turn.how.compile_s > 0
+
+
+def test_the_real_page_shows_each_answer_and_how_to_go_on(real):
+    source = (real[1] / "index.html").read_text()
+    shown = html.unescape(re.sub(r"<(?!b>|/b>)[^>]*>", "", source))
+    for words in ("Kascade keeps all 2 answers", "The control keeps 0 of the 2", "What is the door code", "48213",
+                  "cross-over is 4,000 tokens", "tessera chat --model smollm2 --attention kascade"):  # fmt: skip
+        assert words in shown
+    assert "&lt;b&gt;friend&lt;/b&gt;" in source
+    assert source.count("<svg") == 1
+    assert "src=" not in source
+
+
+def test_the_real_run_can_be_published(real, tmp_path):
+    run.publish(real[1], str(tmp_path / "evidence"), str(tmp_path / "docs" / "demo.svg"))
+    assert len(evidence.collect(tmp_path / "evidence")) == 5
+    assert not (tmp_path / "docs").exists()
 
 
 def _findings(dense, kascade, control):

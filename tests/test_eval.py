@@ -276,13 +276,14 @@ def test_a_suite_records_every_policy_and_resumes(model, tmp_path, monkeypatch):
     assert evaluation.run(model, model_plan(model), suite="smoke", out=out, text=TEXT) == 0
     records = evidence.read(out)
     names = {(r.what.op, r.what.kernel) for r in records}
-    assert names == {("eval task", n) for n in ("dense", "kascade", "window", "oracle")} | {
-        (op, n) for op in ("eval fidelity", "eval recall") for n in ("kascade", "window", "oracle")
+    sparse = ("kascade", "control", "window", "oracle")
+    assert names == {("eval task", n) for n in ("dense", *sparse)} | {
+        (op, n) for op in ("eval fidelity", "eval recall") for n in sparse
     }
     kept = [r for r in records if r.what.op == "eval recall"]
-    assert len(kept) == 5
+    assert len(kept) == 6
     for record in kept:
-        facts, layers = record.facts, [1, 2] if record.what.kernel == "kascade" else [0, 1, 2]
+        facts, layers = record.facts, [1, 2] if record.what.kernel in ("kascade", "control") else [0, 1, 2]
         assert facts["sparse_layers"] == layers
         assert facts["low"] <= facts["mean"] <= facts["high"] < 1
         assert facts["tokens"] == 2 * 300
@@ -290,7 +291,7 @@ def test_a_suite_records_every_policy_and_resumes(model, tmp_path, monkeypatch):
         assert np.asarray(facts["per_head"])[layers].mean() == pytest.approx(np.mean(record.samples), abs=1e-5)
         assert np.asarray(facts["per_head"]).shape == (3, 2)
     asked = [r for r in records if r.what.op == "eval task"]
-    assert len(asked) == 6 * 2
+    assert len(asked) == 7 * 2
     assert all(len(r.facts["scores"]) == 2 and r.facts["low"] <= r.median <= r.facts["high"] for r in asked)
     assert {r.density for r in asked if r.what.kernel == "dense"} == {(1.0, 1.0, 1.0)}
     assert all(r.density[0] == 1 and max(r.density[1:]) < 1 for r in asked if r.what.kernel == "kascade")

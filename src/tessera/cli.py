@@ -285,7 +285,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Answer questions about a long document twice, dense and with Kascade, and compare."""
+    """Ask a real model about a long document, dense and with Kascade, and compare; offline, the shipped demo model."""
 
     out: Path = Path("build/demo")
     """Folder for record.json and index.html."""
@@ -293,7 +293,7 @@ class Demo:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Run the demo; 1 if Kascade's answers differ from dense."""
+        """Run the demo; 1 if Kascade lost a right answer of dense's (shipped demo model: if any answer differs)."""
         from tessera.demo.run import run
 
         return run(self.out)

@@ -9,10 +9,13 @@ def promise_line(plan: Plan) -> str:
         return "the plan promises nothing: it was made without a target"
     found = plan.promise["measured"]
     asked = ", ".join(f"{name} {plan.promise[name]:g}" for name in ("keep", "max_kl") if name in plan.promise)
+    planted = f"{found['found']} of {found['found_dense']} planted answers"
+    if not found["found_dense"]:
+        planted = f"none of {found['asked']} planted answers, as dense finds none"
     return (
         f"the plan was asked for {asked}; it reads {found['density']:.0%} of keys at {plan.promise['window_tokens']:,} "
         f"tokens and keeps {found['text_kept']:.1%} of dense's probability on new text (KL {found['text_kl']:.3f}) "
-        f"and {found['found']} of {found['found_dense']} planted answers"
+        f"and {planted}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Answers kept: the shipped model's pass keys, dense against Kascade on the same tasks."""
+"""Answers kept: the shipped model's pass keys, dense, Kascade and Kascade without its choice, on the same tasks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from tessera import generate
 from tessera.bench.stand import Stand
 from tessera.evidence import How, Record, What
-from tessera.quality import passkey_accuracy, passkey_tasks, wilson
+from tessera.quality import passkey_accuracy, passkey_tasks, wilson, without_choice
 
 SHIPPED = Path(__file__).parents[1] / "demo" / "model"
 
@@ -14,13 +14,15 @@ SHIPPED = Path(__file__).parents[1] / "demo" / "model"
 def pass_keys(stand: Stand) -> Iterator[Record]:
     """Five-digit keys hidden at even depths of held-out text, found greedily and exactly; Kascade at every length."""
     kascade = generate.load(SHIPPED, attention="kascade")
+    plan = kascade.plan
+    config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "heads": plan.heads}
+    names = ("tile", "query_tile", "local", "sinks", "fraction", "minimum")
+    config |= {name: getattr(plan, name) for name in names} | {"budgets": list(plan.budgets)}
     models = {
         "dense": kascade.with_attention("dense"),
         "kascade": kascade.with_attention("kascade", crossover_tokens=0),
+        "control": kascade.with_attention("kascade", without_choice(plan), crossover_tokens=0),
     }
-    plan = kascade.plan
-    config = {"model": plan.model, "anchors": list(plan.anchors), "heads": plan.heads, "tile": plan.tile}
-    config |= {"query_tile": plan.query_tile, "fraction": plan.fraction, "minimum": plan.minimum}
     for length in stand.sizes.passkey_tokens:
         tasks = passkey_tasks(stand.sizes.passkeys, length)
         for name, model in models.items():

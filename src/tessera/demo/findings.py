@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ from tessera import measure, quality
 from tessera.answers import Generation
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.attention.dispatch import attention
-from tessera.attention.selection import select_tiles
 from tessera.data import library_corpus
 from tessera.demo.pictures import Anchor
 from tessera.generate import Model
@@ -29,29 +28,30 @@ Progress = Callable[[str], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """One question under both policies; `expected` is read from the document by a regular expression, not a model."""
+    """One question, policy by policy; `expected` is read from the document by a regular expression, not a model."""
 
     question: str
     expected: str
     dense: Generation
     kascade: Generation
+    control: Generation
 
     @property
     def same(self) -> bool:
-        """Whether both policies gave the same tokens."""
+        """Whether dense and Kascade gave the same tokens."""
         return self.dense.tokens == self.kascade.tokens
 
     @property
     def right(self) -> bool:
-        """Whether both say what the document says."""
+        """Whether dense and Kascade both say what the document says."""
         return all(answer.text.strip() == self.expected for answer in (self.dense, self.kascade))
 
 
 def ask(models: Mapping[str, Model], document: str, subject: str) -> Answered:
-    """Ask both models for something that the document says.
+    """Ask each model for something that the document says.
 
     Args:
-        models: name -> model, "dense" and "kascade".
+        models: name -> model: "dense", "kascade" and "control".
         document: the text, asked about at its end.
         subject: a constant that the document defines ("SMTP_PORT"), or what a note in it tells ("the pass key").
 
@@ -114,62 +114,68 @@ def first_token_times(
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of one layer's attention per role, one sample each per round."""
+    """Seconds of one layer's attention per kind of layer (see `kinds`), one sample each per round."""
 
-    dense: list[float]
-    anchor: list[float]
-    reuse: list[float]
+    samples: Mapping[str, Sequence[float]]
 
-    def total(self, roles: Sequence[str]) -> dict[str, float]:
-        """Medians summed over a model's layers: all dense, and as Kascade's roles have it."""
-        dense, anchor, reuse = (float(np.median(samples)) for samples in self)
-        by_role = {"dense": dense, "score": anchor, "sparse": reuse}
-        return {"dense": dense * len(roles), "kascade": sum(by_role[role] for role in roles)}
+    def total(self, layers: Sequence[str]) -> dict[str, float]:
+        """Medians summed over a model's layers: all dense, and as the plan has it."""
+        median = {kind: float(np.median(samples)) for kind, samples in self.samples.items()}
+        return {"dense": median["dense"] * len(layers), "kascade": sum(median[kind] for kind in layers)}
+
+
+def kinds(policy: Kascade) -> tuple[str, ...]:
+    """What a layer's time depends on, layer by layer: its role, and its heads' budgets where it has some."""
+    rows = policy.budgets or ((),) * len(policy.head_map)
+    listed = (f" {' '.join(f'{budget:g}' for budget in row)}" if row else "" for row in rows)
+    return tuple(role if role in ("dense", "score") else role + words for role, words in zip(policy.roles(), listed))
 
 
 def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress: Progress) -> dict[int, LayerTimes]:
-    """One layer's causal prefill attention at the model's heads and the plan's tiles: dense, anchor, reuse.
+    """One layer's causal prefill attention at the model's heads and the plan's tiles: dense, and each kind of layer.
 
-    The anchor's time includes selecting its tiles. Inputs are random: time does not depend on them.
+    The time of a layer that chooses includes choosing. Inputs are random: time does not depend on them.
     """
     config, policy = model.config, model.policy
-    spec = AttentionSpec(tile=policy.tile, query_tile=policy.query_tile)
-    budget = {name: getattr(policy, name) for name in ("fraction", "minimum", "local", "sinks")}
-    budget["pooled"] = policy.heads == "pooled"
+    spec, found = AttentionSpec(tile=policy.tile, query_tile=policy.query_tile), kinds(policy)
+    first = {kind: found.index(kind) for kind in dict.fromkeys(found)}
+    sources = {kind: max(n for n in range(at + 1) if not policy.roles()[n] == "sparse") for kind, at in first.items()}
 
-    def choose_tiles(q, k, v):
-        out = attention(q, k, v, replace(spec, mass=True))
-        return out.out, select_tiles(out.mass, spec, kv_len=jnp.full(1, q.shape[1], jnp.int32), **budget)
+    def run(layer: int, q, k, v, state):
+        where = Positions(*(jnp.full(1, n, jnp.int32) for n in (0, q.shape[1], q.shape[1])))
+        return policy.attend(layer, q, k, v, spec, where, state)
 
+    programs = {kind: jax.jit(partial(run, at)) for kind, at in first.items()}
+    choosing = {kind: jax.jit(partial(run, sources[kind])) for kind, at in first.items() if sources[kind] != at}
     dense = jax.jit(lambda q, k, v: attention(q, k, v, spec).out)
-    anchor = jax.jit(choose_tiles)
-    reuse = jax.jit(lambda q, k, v, chosen: attention(q, k, v, spec, selection=chosen).out)
     out = {}
     for length in lengths:
         progress(f"attention of one layer, {length:,} tokens")
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         keys = jax.random.split(jax.random.key(length), 3)
         q, k, v = (jax.random.normal(key, (1, length, n, config.head_dim)) for key, n in zip(keys, heads))
-        _, chosen = anchor(q, k, v)
-        calls = {"dense": (dense, q, k, v), "anchor": (anchor, q, k, v), "reuse": (reuse, q, k, v, chosen)}
+        empty = policy.init_state(len(found), shapes_of(q, k), spec)
+        states = {kind: choosing[kind](q, k, v, empty)[1] if kind in choosing else empty for kind in first}
+        calls = {"dense": (dense, q, k, v)}
+        calls |= {kind: (program, q, k, v, states[kind]) for kind, program in programs.items() if kind != "dense"}
 
         def sample(call, number: int) -> float:
             return measure.time_call(*call)[0]
 
         contenders = {name: partial(sample, call) for name, call in calls.items()}
-        out[length] = LayerTimes(**measure.interleave(contenders, rounds=repeats))
+        out[length] = LayerTimes(measure.interleave(contenders, rounds=repeats))
     return out
 
 
 class ReadMap(NamedTuple):
-    """What one prompt's prefill read: share of the visible keys per layer, and the tiles that anchors chose."""
+    """What one prompt's prefill read: share of the visible keys per layer, and the tiles that layers chose."""
 
     densities: list[float]
     anchors: list[Anchor]
 
 
 def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
-    """Run the prompt once with a policy that also keeps every anchor's selection."""
+    """Run the prompt once with a policy that also keeps the selection of every layer that chooses."""
     tracing = _Tracing(**vars(model.policy))
     length = len(tokens)
     positions = Positions(*(jnp.full(1, n, jnp.int32) for n in (0, length, length)))
@@ -177,7 +183,7 @@ def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
     _, _, state = run(model.params, jnp.asarray([tokens], jnp.int32), None, positions)
     reads = tracing.reads(state)
     densities = (np.asarray(reads.read)[:, 0] / np.asarray(reads.visible)[:, 0]).tolist()
-    scored = [layer for layer, role in enumerate(model.policy.roles()) if role == "score"]
+    scored = [layer for layer in range(model.config.num_layers) if tracing.chooses(layer)]
     shape = (ceil_div(length, tracing.query_tile), ceil_div(length, tracing.tile))
     anchors = [
         Anchor(layer=layer, heads_BY=_count_heads(chosen, shape, tracing), num_heads=model.config.num_kv_heads)
@@ -198,7 +204,13 @@ def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class _Tracing(Kascade):
-    """Kascade that also hands out what its anchors chose; needs unrolled layers."""
+    """Kascade that also hands out what its layers chose; needs unrolled layers."""
+
+    def chooses(self, layer: int) -> bool:
+        """Whether a layer ranks tiles: it scores, or has a budget of its own that is neither none nor all."""
+        role = self.roles()[layer]
+        budgets = self.budgets[layer] if self.budgets else (self.fraction,)
+        return role == "score" or role == "own" and any(0 < budget < 1 for budget in budgets)
 
     def init_state(self, num_layers, shapes, spec):
         return super().init_state(num_layers, shapes, spec), ()
@@ -206,8 +218,8 @@ class _Tracing(Kascade):
     def attend(self, layer, q, k, v, spec, positions, state):
         inner, seen = state
         out, inner = super().attend(layer, q, k, v, spec, positions, inner)
-        if self.roles()[layer] == "score":
-            choice = inner.choice  # masses where each layer has budgets, of which the anchor's own is as good as any
+        if self.chooses(layer):
+            choice = inner.choice  # masses where each layer has budgets
             if self.budgets:
                 choice = self.select(layer, choice, self._spec(spec), positions, shapes_of(q, k))
             seen = (*seen, choice)

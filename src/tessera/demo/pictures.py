@@ -35,7 +35,7 @@ _STYLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """What one anchor chose: layer, and per (query tile, key tile) how many KV heads listed it; -1 is not visible."""
+    """What one layer chose: layer, and per (query tile, key tile) how many KV heads listed it; -1 is not visible."""
 
     layer: int
     heads_BY: np.ndarray
@@ -111,10 +111,10 @@ def densities(layers: Sequence[float], roles: Sequence[str]) -> str:
 
 
 def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: Sequence[int]) -> str:
-    """One map per anchor: query tiles downwards, key tiles across, colour by how many KV heads listed the tile.
+    """One map per layer that chooses: query tiles downwards, key tiles across, coloured by KV heads that list the tile.
 
     Args:
-        anchors: what to draw, one panel each.
+        anchors: what to draw, one panel each; at least one.
         tile: keys per key tile, for the axis.
         query_tile: rows per query tile, for the axis.
         marks: key positions worth finding, drawn as dashed lines.
@@ -132,7 +132,7 @@ def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: S
                         aspect="auto", interpolation="nearest")  # fmt: skip
             for position in marks:
                 axes.axvline(position, color=DENSE, linewidth=1.2, linestyle="--")
-            axes.set(title=f"anchor: layer {anchor.layer}", xlabel=f"key position (tiles of {tile})")
+            axes.set(title=f"chosen by layer {anchor.layer}", xlabel=f"key position (tiles of {tile})")
             axes.grid(visible=False)
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -18,16 +19,17 @@ import numpy as np
 
 from tessera.answers import Generation
 from tessera.engine import Request
+from tessera.eval.contenders import plan_policy
 from tessera.generate import Model
+from tessera.quality import without_choice
 from tessera.sampling import Sampling
 from tessera.sparse.plan import Plan
 
 HERE = Path(__file__).parent
 CHUNK = 256
 """Rows of a prefill call: a question computes one chunk, and 1,024 rows would cost it four times as much."""
-CONTROL = {"fraction": 0.0, "budgets": (), "local": 0, "sinks": 0, "minimum": 0}
-"""What makes a plan's selection useless: every layer that selects reads its own tile only."""
 SIDES = ("dense", "kascade", "control")
+WORDS = MappingProxyType({"dense": "dense", "kascade": "Kascade", "control": "control"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +86,10 @@ class Settings:
     model: str | Path = "smollm2"
     plan: Plan | None = None
     document: Path = HERE / "library.txt"
-    turn: str = "In one or two sentences: what is the socketserver module for?"
-    turn_tokens: int = 48
+    turn: str = "In one or two sentences: what is a shelf, according to the text?"
+    turn_tokens: int = 40
     questions: tuple[Question, ...] = QUESTIONS
-    answer_tokens: int = 12
+    answer_tokens: int = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +136,13 @@ def said(answer: Generation) -> str:
 
 
 def policies(dense: Model, plan: Plan | None = None) -> dict[str, Model]:
-    """The model under dense, Kascade at every length, and Kascade with its selection made useless."""
+    """The model under dense, Kascade at every length, and the control: Kascade that chooses nothing.
+
+    The control's heads read what the plan always lists (own tiles, local tiles, sinks), or all if their budget is 1.
+    """
     kascade = dense.with_attention("kascade", plan, crossover_tokens=0)
-    return {"dense": dense, "kascade": kascade, "control": replace(kascade, policy=replace(kascade.policy, **CONTROL))}
+    control = replace(kascade, policy=plan_policy(kascade, without_choice(kascade.plan)))
+    return {"dense": dense, "kascade": kascade, "control": control}
 
 
 class Reader:
@@ -193,7 +199,7 @@ def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[st
     turn, questions = prompts(models["dense"], settings, document)
     common = shared([turn, *questions])
     longest = max(len(turn) + settings.turn_tokens, max(map(len, questions)) + settings.answer_tokens)
-    progress("compiling")
+    progress(f"compiling {2 * len(models)} programs of {models['dense'].config.num_layers} layers, once per machine")
     started_s = time.perf_counter()
     readers = {name: Reader(model, num_keys=max(longest, CHUNK)) for name, model in models.items()}
     with ThreadPoolExecutor() as pool:  # XLA compiles one program on hardly more than one core
@@ -201,16 +207,15 @@ def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[st
     compile_s = time.perf_counter() - started_s
     sides = {}
     for name, reader in readers.items():
-        progress(f"{name}: reading the document")
+        progress(f"{WORDS[name]}: reading the document, {common:,} tokens")
         started_s = time.perf_counter()
         reader.hold(turn[:common])
         reply = None
         if name != "control":
+            progress(f"{WORDS[name]}: the chat turn")
             reply = reader.answer(turn, settings.turn_tokens, started_s=started_s)
-        answers = []
-        for index, tokens in enumerate(questions):
-            progress(f"{name}: question {index + 1} of {len(questions)}")
-            answers.append(reader.answer(tokens, settings.answer_tokens, (".", "\n")))
+        progress(f"{WORDS[name]}: {len(questions)} questions")
+        answers = [reader.answer(tokens, settings.answer_tokens, (".", "\n")) for tokens in questions]
         sides[name] = Side(turn=reply, answers=tuple(answers))
     return Findings(
         settings=settings,

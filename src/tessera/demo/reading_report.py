@@ -6,21 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from tessera import evidence, measure
 from tessera.answers import Generation
 from tessera.demo import pictures
-from tessera.demo.reading import SIDES, Findings, said
+from tessera.demo.reading import SIDES, WORDS, Findings, said
 from tessera.evidence import Comparison, How, Record, What
 from tessera.generate import Model
 from tessera.report import quantity
 
 COMMAND = "tessera demo"
-WORDS = {"dense": "dense", "kascade": "Kascade", "control": "control"}
 CONTROL = (
-    "The control is the same plan with its selection made useless: every layer that selects reads its own tile and "
-    "nothing else. An answer that it also finds says nothing about what Kascade selects."
+    "The control is the same plan with its choice made useless: it reads only what the plan always reads (the newest "
+    "keys and the first ones). An answer that it finds too says nothing about what Kascade chooses."
+)
+ABOUT = (
+    "One model reads a document and answers questions about it, three times: dense reads every key (what the model "
+    "keeps of each earlier token), Kascade the keys that it chooses, the control only what Kascade always reads."
 )
 NEXT = (
     ("tessera chat --model smollm2 --attention kascade", "talk to the model"),
@@ -57,7 +60,10 @@ def notes(found: Findings) -> list[str]:
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
             "Here Kascade was made to run at every length, so that there is something to see."
         )
-    lines.append(f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it.")
+    lines.append(
+        f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it. Times are "
+        "of one run, one side after another: whatever else this machine does meanwhile shows in them."
+    )
     return lines
 
 
@@ -80,7 +86,7 @@ def rows(found: Findings) -> list[list[str]]:
         of_turns("keys read, prompt and answer", "fraction", [_density(side.answers) for side in sides]),
         of_turns(f"time to first token, {tokens:,} tokens", "s", [turn and turn.ttft_s for turn in turns]),
         of_turns(
-            "the same with the document's keys in the cache",
+            "the same, the document's keys in the cache",
             "s",
             [statistics.median(a.ttft_s for a in side.answers) for side in sides],
         ),
@@ -98,7 +104,7 @@ def turn_table(found: Findings) -> Table:
 
 def answer_table(found: Findings) -> Table:
     """Question by question: what the document says, and every side's answer, marked where it is wrong."""
-    heads = (f"{WORDS[name]}" for name in SIDES)
+    heads = [Column(WORDS[name], overflow="fold") for name in SIDES]
     table = Table("question", "document", *heads, title="Questions about the document", title_justify="left")
     right = {name: found.right(name) for name in SIDES}
     for index, question in enumerate(found.settings.questions):
@@ -162,6 +168,7 @@ def page_data(found: Findings, model: Model) -> dict[str, Any]:
     """What the page's template shows."""
     right = {name: found.right(name) for name in SIDES}
     return {
+        "about": ABOUT,
         "notes": notes(found),
         "lost": bool(found.lost),
         "turn": {

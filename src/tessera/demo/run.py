@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from tessera import evidence, measure
 from tessera.demo import findings, page, pictures, reading, reading_report
 from tessera.demo.findings import Answered, LayerTimes, ReadMap
+from tessera.demo.stages import Stages
 from tessera.evidence import Comparison, How, Record, What
 from tessera.generate import Model, load
 from tessera.models import fetch
@@ -57,7 +59,7 @@ class Findings:
     settings: Settings
     document: str
     crossover_tokens: int
-    roles: tuple[str, ...]
+    kinds: tuple[str, ...]
     answers: list[Answered]
     accuracy: dict[str, dict[int, Accuracy]]
     first_token: dict[int, dict[str, list[float]]]
@@ -119,9 +121,12 @@ def choose_model(console: Console) -> tuple[Settings | reading.Settings, str]:
 
 def run_real(out: Path, settings: reading.Settings, console: Console) -> int:
     """Run the demo of a real model; see `run`."""
-    with console.status("loading") as status:
-        models = reading.policies(load(settings.model), settings.plan)
-        found = reading.read(models, settings, status.update)
+    console.print(reading_report.ABOUT)
+    stages = Stages(console)
+    stages("loading the model")
+    models = reading.policies(load(settings.model), settings.plan)
+    found = reading.read(models, settings, stages)
+    stages("done")
     for table in (reading_report.turn_table, reading_report.answer_table, reading_report.figure_table):
         console.print(table(found))
     for note in reading_report.notes(found):
@@ -170,12 +175,12 @@ def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", pic
 
 
 def load_models(folder: Path) -> dict[str, Model]:
-    """The checkpoint under both policies, weights shared.
+    """The checkpoint under dense, Kascade and the control, weights shared.
 
     Kascade runs at every length here: below the plan's cross-over it would be dense, and there would be nothing to see.
     """
     kascade = load(folder, attention="kascade")
-    return {"dense": kascade.with_attention("dense"), "kascade": kascade.with_attention("kascade", crossover_tokens=0)}
+    return reading.policies(kascade.with_attention("dense"), kascade.plan)
 
 
 def measure_all(models: Mapping[str, Model], settings: Settings, console: Console) -> Findings:
@@ -183,25 +188,27 @@ def measure_all(models: Mapping[str, Model], settings: Settings, console: Consol
     document = settings.document.read_text(encoding="utf-8")
     size = f"{len(document):,} characters"
     console.print(f"[bold]Tessera demo[/bold]: questions about {settings.document.name} ({size})", highlight=False)
-    with console.status("compiling") as status:
-        findings.ask(models, document, settings.subjects[0])  # the same shapes, so that no answer waits for a compiler
-        status.update("answering")
-        answers = [findings.ask(models, document, subject) for subject in settings.subjects]
-        console.print(answer_table(answers))
-        console.print(speed_table(answers))
-        accuracy = findings.passkey_accuracy(models, settings.passkey_lengths, settings.tasks, status.update)
-        console.print(accuracy_table(accuracy))
-        first_token = findings.first_token_times(models, settings.first_token_lengths, settings.repeats, status.update)
-        kascade = models["kascade"]
-        attention = findings.attention_times(kascade, settings.attention_lengths, settings.repeats, status.update)
-        status.update("looking at what was read")
-        prompt = findings.make_prompt(document, settings.subjects[0])
-        reads = findings.read_map(kascade, kascade.tokenizer.encode(prompt))
+    stages = Stages(console)
+    stages("compiling")
+    findings.ask(models, document, settings.subjects[0])  # the same shapes, so that no answer waits for a compiler
+    stages("answering")
+    answers = [findings.ask(models, document, subject) for subject in settings.subjects]
+    accuracy = findings.passkey_accuracy(models, settings.passkey_lengths, settings.tasks, stages)
+    pair = {name: models[name] for name in ("dense", "kascade")}
+    first_token = findings.first_token_times(pair, settings.first_token_lengths, settings.repeats, stages)
+    kascade = models["kascade"]
+    attention = findings.attention_times(kascade, settings.attention_lengths, settings.repeats, stages)
+    stages("looking at what was read")
+    prompt = findings.make_prompt(document, settings.subjects[0])
+    reads = findings.read_map(kascade, kascade.tokenizer.encode(prompt))
+    stages("done")
+    for table in (answer_table(answers), speed_table(answers), accuracy_table(accuracy)):
+        console.print(table)
     return Findings(
         settings=settings,
         document=document,
         crossover_tokens=kascade.plan.crossover_tokens,
-        roles=kascade.policy.roles(),
+        kinds=findings.kinds(kascade.policy),
         answers=answers,
         accuracy=accuracy,
         first_token=first_token,
@@ -210,27 +217,31 @@ def measure_all(models: Mapping[str, Model], settings: Settings, console: Consol
     )
 
 
+HEADS = tuple(reading.WORDS[side] for side in reading.SIDES)
+
+
 def _yes(value: bool) -> str:
     return "yes" if value else "[bold red]NO[/bold red]"
 
 
 def answer_table(answers: Sequence[Answered]) -> Table:
-    """Question by question: both answers, whether they are the same, whether the document says so."""
-    table = Table("question", "dense", "Kascade", "same", "right", title="Answers", title_justify="left")
+    """Question by question: every side's answer, and of dense and Kascade whether they agree and are right."""
+    table = Table("question", *HEADS, "same", "right", title="Answers", title_justify="left")
     for a in answers:
-        table.add_row(a.question, a.dense.text.strip(), a.kascade.text.strip(), _yes(a.same), _yes(a.right))
+        said = [escape(reading.said(getattr(a, side))) for side in reading.SIDES]
+        table.add_row(a.question, *said, _yes(a.same), _yes(a.right))
     return table
 
 
 def figures(answers: Sequence[Answered]) -> list[list[str]]:
-    """Rows of median time to first token, decode speed and share of keys read: name, dense, Kascade."""
+    """Rows of median time to first token, decode speed and share of keys read: name, then side by side."""
     rows = []
     for words, unit, read in (
         ("time to first token", "s", lambda g: g.ttft_s),
         ("decode speed", "tokens/s", lambda g: g.decode_tokens_per_s),
         ("keys read", "fraction", lambda g: g.density),
     ):
-        sides = [[read(getattr(a, side)) for a in answers] for side in ("dense", "kascade")]
+        sides = [[read(getattr(a, side)) for a in answers] for side in reading.SIDES]
         rows.append([words, *(quantity(statistics.median(side), unit) for side in sides)])
     return rows
 
@@ -239,21 +250,18 @@ def speed_table(answers: Sequence[Answered]) -> Table:
     """Medians over the questions."""
     tokens = answers[0].dense.prompt_tokens
     title = f"Speed on these questions ({tokens:,} tokens, medians)"
-    table = Table("", "dense", "Kascade", title=title, title_justify="left")
+    table = Table("", *HEADS, title=title, title_justify="left")
     for row in figures(answers):
         table.add_row(*row)
     return table
 
 
 def accuracy_rows(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> list[list[str]]:
-    """Pass keys found per length: words, dense, Kascade."""
+    """Pass keys found per length: words, then side by side."""
     return [
         [
             f"pass keys found in {length:,} tokens",
-            *(
-                f"{side[length].num_right} of {side[length].num_tasks}"
-                for side in (accuracy["dense"], accuracy["kascade"])
-            ),
+            *(f"{accuracy[side][length].num_right} of {accuracy[side][length].num_tasks}" for side in reading.SIDES),
         ]
         for length in accuracy["dense"]
     ]
@@ -261,7 +269,7 @@ def accuracy_rows(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> list[list[s
 
 def accuracy_table(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> Table:
     """Pass keys found per length."""
-    table = Table("", "dense", "Kascade", title="Hidden pass keys, held-out text", title_justify="left")
+    table = Table("", *HEADS, title="Hidden pass keys, held-out text", title_justify="left")
     for row in accuracy_rows(accuracy):
         table.add_row(*row)
     return table
@@ -274,6 +282,14 @@ def notes(found: Findings) -> list[str]:
         lines.append("The answers DIFFER: Kascade did not give the dense tokens on every question.")
     if not all(a.right for a in found.answers):
         lines.append("Not every answer is what the document says: the model is small.")
+    total = {side: sum(one.num_right for one in found.accuracy[side].values()) for side in reading.SIDES}
+    if total["dense"]:
+        lines.append(
+            f"Dense finds {total['dense']} pass keys, Kascade {total['kascade']}, the control {total['control']}. "
+            f"{reading_report.CONTROL}"
+        )
+    if total["dense"] and total["control"] >= total["kascade"]:
+        lines.append("The control finds as many as Kascade: here pass keys do NOT show that the choice matters.")
     if found.crossover_tokens > found.answers[0].dense.prompt_tokens:
         lines.append(
             f"The plan's measured cross-over is {found.crossover_tokens:,} tokens: below it Tessera runs dense. "
@@ -284,8 +300,9 @@ def notes(found: Findings) -> list[str]:
 
 def records(found: Findings, models: Mapping[str, Model]) -> list[Record]:
     """The run as evidence: answers, accuracy, time to first token and attention time."""
-    made = [_answer_record(found, name) for name in ("dense", "kascade")]
-    config = {"model": models["kascade"].plan.model, "anchors": list(models["kascade"].plan.anchors)}
+    plan = models["kascade"].plan
+    made = [_answer_record(found, name) for name in reading.SIDES]
+    config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "tile": plan.tile}
     for name, by_length in found.accuracy.items():
         for length, accuracy in by_length.items():
             what = What(op="demo", kernel=name, workload=f"demo_passkey_{length}", config=config,
@@ -296,9 +313,9 @@ def records(found: Findings, models: Mapping[str, Model]) -> list[Record]:
         title = f"time to first token, {length:,} tokens"
         made += _pair("demo_first_token", title, length, samples, config)
     for length, layer in found.attention.items():
-        total = layer.total(found.roles)
+        total = layer.total(found.kinds)
         title = f"attention of all layers, {length:,} tokens"
-        one = {"roles": list(found.roles), "one_layer_s": {k: list(v) for k, v in layer._asdict().items()}}
+        one = {"kinds": list(found.kinds), "one_layer_s": {k: list(v) for k, v in layer.samples.items()}}
         made += _pair("demo_attention", title, length, {n: [s] for n, s in total.items()}, config | one)
     return made
 
@@ -308,7 +325,7 @@ def _answer_record(found: Findings, name: str) -> Record:
     facts: dict[str, Any] = {
         "questions": [a.question for a in found.answers],
         "answers": [a.text.strip() for a in answers],
-        "same_as_dense": [a.same for a in found.answers],
+        "same_as_dense": [a.tokens == dense.dense.tokens for a, dense in zip(answers, found.answers)],
         "expected": [a.expected for a in found.answers],
         "decode_tokens_per_s": [a.decode_tokens_per_s for a in answers],
         "prompt_tokens": answers[0].prompt_tokens,
@@ -316,9 +333,9 @@ def _answer_record(found: Findings, name: str) -> Record:
     }
     if name == "kascade":
         facts["crossover_tokens"] = found.crossover_tokens
-        facts["anchors"] = [a.layer for a in found.reads.anchors]
+        facts["choosing_layers"] = [a.layer for a in found.reads.anchors]
     what = What(op="demo", kernel=name, workload="demo_answers", title="questions about the document")
-    density = tuple(found.reads.densities) if name == "kascade" else (1.0,) * len(found.roles)
+    density = tuple(found.reads.densities) if name == "kascade" else answers[0].layer_density
     return _record(what, [a.ttft_s for a in answers], density=density, facts=facts)
 
 
@@ -364,20 +381,20 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
             "answers": [
                 {
                     "question": a.question,
-                    "dense": a.dense.text.strip(),
-                    "kascade": a.kascade.text.strip(),
+                    "said": [reading.said(getattr(a, side)) for side in reading.SIDES],
                     "same": a.same,
                     "right": a.right,
                 }
                 for a in found.answers
             ],
             "figures": figures(found.answers) + accuracy_rows(found.accuracy),
+            "sides": HEADS,
             "notes": notes(found),
             "time_picture": {
                 "svg": times_svg,
                 "caption": f"Medians of {found.settings.repeats}, sides taking turns; above the points: dense over "
-                "Kascade. Left: fresh held-out text each time. Right: one layer per role measured on random inputs, "
-                "beyond the model's context too, and summed over the plan's roles, selection included.",
+                "Kascade. Left: fresh held-out text each time. Right: one layer of each kind measured on random "
+                "inputs, beyond the model's context too, and summed over the plan's layers, choosing included.",
             },
             "read_pictures": read_pictures(found, models["kascade"]),
             "document": found.document,
@@ -389,7 +406,7 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
 def draw_times(found: Findings) -> str:
     """Time to first token and attention time over length, dense against Kascade."""
     sides = {"dense": "dense", "kascade": "Kascade"}
-    totals = [layer.total(found.roles) for layer in found.attention.values()]
+    totals = [layer.total(found.kinds) for layer in found.attention.values()]
     medians = {side: [statistics.median(s[name]) for s in found.first_token.values()] for name, side in sides.items()}
     attention = {side: [total[name] for total in totals] for name, side in sides.items()}
     whole = pictures.Panel(
@@ -399,7 +416,7 @@ def draw_times(found: Findings) -> str:
         sides=medians,
     )
     alone = pictures.Panel(
-        title=f"Prefill attention alone, {len(found.roles)} layers",
+        title=f"Prefill attention alone, {len(found.kinds)} layers",
         label="attention time (ms)",
         lengths=list(found.attention),
         sides=attention,
@@ -408,7 +425,7 @@ def draw_times(found: Findings) -> str:
 
 
 def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
-    """Keys read per layer, and the tiles that the anchors chose."""
+    """Keys read per layer, and the tiles that were chosen, by the layers that choose."""
     marks = [findings.what_it_says(found.document, subject)[1] for subject in found.settings.subjects]
     return [
         {

@@ -21,10 +21,11 @@ import numpy as np
 from tessera import evidence
 from tessera.data import library_corpus
 from tessera.eval import tasks
+from tessera.eval.contenders import CONTROL, plan_policy, whole_heads, with_budget
 from tessera.eval.fidelity import fidelity, last_hidden, recall
 from tessera.evidence import How, Record, What
 from tessera.generate import Model
-from tessera.quality import wilson
+from tessera.quality import wilson, without_choice
 from tessera.shapes import ceil_div
 from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.plan import Plan
@@ -80,13 +81,15 @@ class Contender:
 
 
 def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
-    """Dense, Kascade at three fractions, the window that reads as many keys, and the oracle (every layer its own)."""
+    """Dense, the plan at half, whole and twice its budget, the plan without its choice, the window that reads as many
+    keys, and the oracle (every layer its own)."""
     plan = dataclasses.replace(plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
-    for fraction in (0.05, 0.1, 0.2):
-        minimum = plan.minimum if fraction >= 0.1 else plan.minimum // 2
-        yield kascade(model, dataclasses.replace(plan, fraction=fraction, minimum=minimum), f"fraction {fraction:g}")
-    size = window_of(plan, length, model.config.num_layers)
+    for scale, words in ((0.5, "half the plan's budget"), (1.0, "the plan"), (2.0, "twice the plan's budget")):
+        yield kascade(model, with_budget(plan, scale), words)
+    control = dataclasses.replace(model, policy=plan_policy(model, without_choice(plan)))
+    yield Contender(name="control", title=CONTROL, model=control, config=settings(plan))
+    size = window_of(plan, length)
     window = Window(window=size, sinks=plan.tile, tile=plan.tile, query_tile=plan.query_tile)
     windowed = dataclasses.replace(model, policy=window)
     yield Contender(name="window", title=f"window {window.window} + sinks", model=windowed, config=asdict(window))
@@ -94,21 +97,22 @@ def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
     yield Contender(name="oracle", title="every layer selects", model=oracle, config=settings(plan))
 
 
-def window_of(plan: Plan, length: int, num_layers: int) -> int:
-    """Keys of the window that, with a tile of sinks, reads as large a share of a prompt as the plan does in all layers:
-    the plan's anchors read every key, and the budgets of the others are known beforehand, with what is always read."""
+def window_of(plan: Plan, length: int) -> int:
+    """Keys of the window that, with a tile of sinks, reads as large a share of a prompt as the plan does in all heads:
+    what each of them may read is known beforehand, with what is always read."""
     seen = np.arange(1, length + 1)
     always = plan.query_tile + plan.local + plan.sinks
-    budget = np.minimum(seen, np.maximum(plan.fraction * seen, plan.minimum) + always)
-    wanted = (len(plan.anchors) * seen.sum() + (num_layers - len(plan.anchors)) * budget.sum()) / num_layers
+    budgets = np.array(plan.budgets or [[plan.fraction] * plan.num_kv_heads] * plan.num_layers)
+    budgets[np.array(whole_heads(plan))] = 1.0
+    read = [np.minimum(seen, np.maximum(budget * seen, plan.minimum) + always).sum() for budget in budgets.flat]
     sizes = range(1, length)
-    return bisect.bisect_left(sizes, wanted, key=lambda size: np.minimum(seen, size + plan.tile).sum()) + 1
+    return bisect.bisect_left(sizes, np.mean(read), key=lambda size: np.minimum(seen, size + plan.tile).sum()) + 1
 
 
 def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
-    """Dense, then the plan with one choice changed: tile by query tile, fraction, least keys; heads and anchors are
-    calibrated."""
-    plan = dataclasses.replace(plan, crossover_tokens=0)
+    """Dense, then a plan by Kascade's own recipe with one choice changed: tile by query tile, fraction, least keys;
+    heads and anchors are calibrated. The recipe's plan is calibrated first if `plan` has budgets per head."""
+    plan = dataclasses.replace(make_plan() if plan.budgets else plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
     for tile in (1, 16, 32, 64, 128):
         for query_tile in (16, 32, 64, 128):
@@ -134,8 +138,9 @@ def kascade(model: Model, plan: Plan, title: str) -> Contender:
 
 def settings(plan: Plan) -> dict[str, Any]:
     """What a record says of a plan."""
-    names = ("model", "anchors", "heads", "tile", "query_tile", "fraction", "minimum")
-    return {name: getattr(plan, name) for name in names} | {"anchors": list(plan.anchors)}
+    names = ("model", "heads", "tile", "query_tile", "local", "sinks", "fraction", "minimum")
+    lists = {name: [*getattr(plan, name)] for name in ("anchors", "own", "budgets")}
+    return {name: getattr(plan, name) for name in names} | lists
 
 
 def hay_of(model: Model, text: str | None) -> tasks.Hay:

@@ -22,6 +22,7 @@ from tessera.attention.dispatch import attention
 from tessera.attention.selection import find_marks, keep_largest
 from tessera.eval.trials import Runner
 from tessera.generate import Model
+from tessera.quality import without_choice
 from tessera.shapes import ceil_div
 from tessera.sparse.baselines import Counted, Dense
 from tessera.sparse.contract import Policy
@@ -281,12 +282,6 @@ def contenders(
         scaled = with_budget(plan, scale)
         title = f"{PLAN}, budget x {scale:g}"
         yield Contender(name="plan", title=title, policy=plan_policy(model, scaled), brief=True)
-
-
-def without_choice(plan: Plan) -> Plan:
-    """The plan whose heads read all or only what is read in any case: own tiles, local tiles and sinks."""
-    budgets = tuple(tuple(float(budget >= 1) for budget in row) for row in plan.budgets)
-    return replace(plan, fraction=0.0, minimum=0, budgets=budgets)
 
 
 def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:

@@ -1,0 +1,16 @@
+"""What the demo is doing, line by line."""
+
+import time
+
+from rich.console import Console
+
+
+class Stages:
+    """Prints a line when a stage begins, with the seconds since the first: a quiet minute has its reason above it."""
+
+    def __init__(self, console: Console):
+        self.console, self.started_s = console, time.perf_counter()
+
+    def __call__(self, words: str) -> None:
+        seconds = time.perf_counter() - self.started_s
+        self.console.print(f"{seconds:4.0f} s  {words}", style="dim", highlight=False, markup=False)

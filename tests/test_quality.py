@@ -1,0 +1,48 @@
+"""The demo model's shipped plan: pass keys are found because of what it chooses."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import tessera
+from tessera.demo.reading import Reader, policies
+from tessera.generate import find_plan
+from tessera.models.checkpoint import load_params
+from tessera.quality import SHIPPED, passkey_tasks
+
+LENGTHS = (768, 2048)
+
+
+@pytest.fixture(scope="module")
+def readers():
+    """Dense, the shipped plan at every length, and the same plan reading only what it always reads.
+
+    The layers are stacked and all prefill calls have one size: two programs a side.
+    """
+    dense = tessera.load(SHIPPED)
+    dense = replace(dense, params=load_params(SHIPPED, dense.config, stacked=True))
+    return {name: Reader(model, num_keys=max(LENGTHS)) for name, model in policies(dense).items()}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_pass_keys_need_what_the_shipped_plan_chooses(readers, length):
+    """All or nearly all under dense and the plan, none or nearly none without its choice."""
+    found, density = dict.fromkeys(readers, 0), {name: [] for name in readers}
+    for task in passkey_tasks(6, length):
+        for name, reader in readers.items():
+            answer = reader.answer(task.prompt.tolist(), len(task.answer))
+            found[name] += answer.tokens == task.answer.tolist()
+            density[name].append(answer.density)
+    assert found["dense"] >= 5
+    assert found["kascade"] == found["dense"]
+    assert found["control"] <= 1
+    assert np.mean(density["control"]) < np.mean(density["kascade"]) < 0.5
+
+
+def test_the_shipped_plan_is_the_one_that_kascade_finds_and_says_what_it_promised():
+    plan = find_plan("kascade", None, str(SHIPPED))
+    assert plan.budgets
+    assert plan.own == tuple(range(plan.num_layers))
+    measured, asked = plan.promise["measured"], plan.promise["max_kl"]
+    assert max(measured["text_kl"], measured["probes_kl"]) <= asked
