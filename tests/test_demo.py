@@ -339,6 +339,7 @@ def _findings(dense, kascade, control):
 def test_a_lost_answer_is_said_first_and_so_is_a_control_that_finds_everything():
     lost = _findings([True, True, False], [True, False, True], [False, False, False])
     assert lost.lost == [1]
+    assert [lost.kept(side) for side in ("dense", "kascade", "control")] == [2, 1, 0]
     assert reading_report.notes(lost)[0] == "Kascade LOSES 1 of the 2 answers that dense finds: Q1?"
     kept = _findings([True, True, False], [True, True, False], [True, True, False])
     assert kept.lost == []

@@ -293,7 +293,7 @@ class Demo:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Run the demo; 1 if Kascade lost a right answer of dense's (shipped demo model: if any answer differs)."""
+        """Run the demo; 1 if Kascade kept no more answers than the control (shipped demo model: if any differs)."""
         from tessera.demo.run import run
 
         return run(self.out)

@@ -123,6 +123,10 @@ class Findings:
         """Whether a side's answer says what the document says, question by question."""
         return tuple(said(a) == wanted for a, wanted in zip(self.sides[name].answers, self.expected))
 
+    def kept(self, name: str) -> int:
+        """How many questions both dense and this side answer rightly."""
+        return sum(dense and ours for dense, ours in zip(self.right("dense"), self.right(name)))
+
     @property
     def lost(self) -> list[int]:
         """Questions that dense answers rightly and Kascade does not."""

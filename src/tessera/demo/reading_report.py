@@ -47,10 +47,10 @@ def notes(found: Findings) -> list[str]:
         lines = ["Dense finds none of the answers: these questions say nothing about Kascade."]
     if count < total:
         lines.append(f"Dense itself misses {total - count} of {total}: the model is small.")
-    kept = sum(dense and control for dense, control in zip(right["dense"], right["control"]))
+    kept = found.kept("control")
     if count:
         lines.append(f"The control keeps {kept} of the {count}. {CONTROL}")
-    if count and kept >= count - len(lost):
+    if count and kept >= found.kept("kascade"):
         lines.append("The control keeps as many as Kascade: here the questions do NOT show that selection matters.")
     turn = {name: found.sides[name].turn for name in ("dense", "kascade")}
     if turn["dense"].tokens != turn["kascade"].tokens:
