@@ -107,7 +107,7 @@ def _panels(
         else:
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g}"))
     for axes in figure.axes[len(panels) :]:
         axes.set_axis_off()
     figure.supylabel(label, fontsize=11)
