@@ -207,7 +207,7 @@ class _Tracing(Kascade):
     """Kascade that also hands out what its layers chose; needs unrolled layers."""
 
     def chooses(self, layer: int) -> bool:
-        """Whether a layer ranks tiles: it scores, or has a budget of its own that is neither none nor all."""
+        """Whether a layer ranks tiles: it scores, or some head of it has a budget between none and all."""
         role = self.roles()[layer]
         budgets = self.budgets[layer] if self.budgets else (self.fraction,)
         return role == "score" or role == "own" and any(0 < budget < 1 for budget in budgets)
