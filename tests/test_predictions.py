@@ -111,7 +111,7 @@ def test_small_tiles_have_their_figures_by_score_and_by_key():
 
 
 def test_tiles_of_one_family_are_adjacent_rows():
-    """A tile that was compiled after everything else is read beside the others, the largest first."""
+    """A tile compiled after all others has its row next to theirs, the largest tile first."""
     cases = {"dense long": {"ms": 100.0, "flops": 50.0}, "score gqa": {"ms": 1.1}, "dense gqa": {"ms": 1.0}}
     cases |= {f"sparse {tile}/{rows}": {"ms": 10.0, "flops": 4.0} for tile in (16, 32, 128) for rows in (32, 128)}
     cases = {name: case | {"commit": "0" * 40, "dirty": False} for name, case in cases.items()}

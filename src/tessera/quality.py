@@ -111,8 +111,8 @@ def make_demo_plan(model: Model, **options: Any) -> Plan:
 
 REAL_PLAN = SHIPPED.parent / "smollm2.plan.json"
 REAL_TARGET = MappingProxyType({"max_kl": 0.02, "minimum": 256})
-"""Below a window's at as many keys on every domain. At 2,048 tokens a head with a small share of the keys lacks more
-than it saves: 256 keys at least cut KL by half there, and cost hardly anything at 8,192."""
+"""Below a window's divergence at as many keys on every domain (docs/evidence.md). At 2,048 tokens a small share is too
+few keys for a head: LOG.md says what a minimum of 256 changed there."""
 
 
 def make_real_plan(model: Model, **options: Any) -> Plan:
