@@ -12,8 +12,6 @@ os.environ.setdefault("TESSERA_TEST_MODELS", str(user_cache() / "models"))
 os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp(prefix="tessera-test-cache-"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# XLA's threads on the CPU: simulated warpgroups wait on them, and two (a machine of two cores) can wait for each other.
-os.environ.setdefault("NPROC", "8")
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, which tests' child processes would inherit.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -23,6 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+
+from tessera.hardware import prepare_simulator
+
+prepare_simulator()
 
 
 def pytest_configure(config):

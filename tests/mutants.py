@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from tessera import hardware
+from tessera.hardware import prepare_simulator
 
 OPERATIONS = {
     "wait": "barrier_wait",
@@ -278,7 +278,7 @@ class Mutants:
 
     def _start(self):
         here = Path(__file__)
-        environment = {**hardware.SIMULATOR, **os.environ, "JAX_PLATFORMS": "cpu"}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         self._process = subprocess.Popen(
             [sys.executable, str(here)],
             stdin=subprocess.PIPE,
@@ -313,6 +313,7 @@ def main() -> int:
     """Answer requests until the input ends; with names of kernels, try every mutant of them and print a table."""
     if sys.argv[1:]:
         return every(sys.argv[1:])
+    prepare_simulator()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

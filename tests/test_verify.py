@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -139,12 +140,14 @@ def test_a_run_keeps_records_and_says_failure_by_its_status(tmp_path, monkeypatc
     assert json.loads(path.read_text().splitlines()[-1])["what"]["op"] == "verify"
 
 
-def test_simulation_has_threads_enough_on_two_cores(monkeypatch):
-    """Two would wait for each other: jax takes the number when it first looks at the device."""
+def test_simulation_does_not_wait_for_threads_on_two_cores(monkeypatch):
+    """Jax takes both settings when it first looks at the device."""
     monkeypatch.delenv("NPROC", raising=False)
+    jax.config.update("jax_cpu_enable_async_dispatch", True)
     with pytest.raises(ValueError, match="nosuch"):
         verify.run(kernel="nosuch", simulate=True)
     assert os.environ["NPROC"] == "8"
+    assert not jax.config.values["jax_cpu_enable_async_dispatch"]
     monkeypatch.setenv("NPROC", "4")
     with pytest.raises(ValueError, match="nosuch"):
         verify.run(kernel="nosuch", simulate=True)

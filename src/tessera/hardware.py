@@ -10,8 +10,18 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-SIMULATOR = {"NPROC": "8"}
-"""XLA's threads on the CPU where a chip is simulated: warpgroups wait on them, and two would wait for each other."""
+
+def prepare_simulator() -> None:
+    """Set this process up to simulate chips; before jax first looks at its devices.
+
+    Simulated warpgroups wait for each other on XLA's threads, and with the two of a small machine for ever. Their
+    callbacks copy arrays on those threads too, where a program dispatched asynchronously may wait for the copy
+    (https://github.com/jax-ml/jax/issues/25861): programs run in the caller's thread instead.
+    """
+    import jax
+
+    os.environ.setdefault("NPROC", "8")
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 @dataclass(frozen=True, kw_only=True)

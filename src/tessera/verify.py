@@ -5,7 +5,6 @@ allowed. What is reported is the distribution over all elements, since one maxim
 of its tolerance everywhere it is as wrong as it may be, at one element it met one unlucky rounding.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
@@ -269,9 +268,8 @@ def run(
     from rich.console import Console
     from rich.progress import Progress
 
-    if simulate:  # before jax counts the cores
-        for name, value in hardware.SIMULATOR.items():
-            os.environ.setdefault(name, value)
+    if simulate:
+        hardware.prepare_simulator()
     chosen = [k for k in trials.kernels(simulate=simulate) if kernel in k.name]
     if not chosen:
         names = ", ".join(k.name for k in trials.kernels())

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tessera import files, hardware
+from tessera import files
 
 RESTART = 75
 """The child's exit status after an error that may have broken it; the record is written."""
@@ -116,7 +116,7 @@ def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequen
             [*COMMAND, json.dumps(request)],
             stdin=subprocess.PIPE,  # whose end tells the child that its parent is gone
             stderr=stderr,
-            env={**(hardware.SIMULATOR if request["dry"] else {}), **os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": path},
             start_new_session=True,  # with the compilers it starts: all end together
         )
         try:

@@ -18,6 +18,7 @@ from tessera import evidence
 from tessera.gpu_check import correct, environment, timing, tuning
 from tessera.gpu_check.session import Session, on_gpu
 from tessera.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritable
+from tessera.hardware import prepare_simulator
 
 PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
 """In the order they run."""
@@ -40,6 +41,8 @@ def end_with_parent() -> None:
 def main(arguments: Sequence[str]) -> int:
     """The passes over the pieces; 2 if there is no GPU."""
     request = json.loads(arguments[0]) if arguments else {"dry": False}
+    if request["dry"]:
+        prepare_simulator()
     if not request["dry"] and not on_gpu():
         return NO_GPU
     if not arguments:
