@@ -36,10 +36,12 @@ ALWAYS = 2**31 - 2
 
 CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
 WINDOW = "window + sink"
-FRONTIER = (WINDOW, "own choice, tile 16", "mean keys of 4")
+EXACT = "own choice, tile 16"
+"""Every layer chooses by its own exact probabilities: what a plan at as many keys could reach."""
+FRONTIER = (WINDOW, EXACT, "mean keys of 4")
 """Rules that run at the frontier's budgets."""
-MAIN = (NEAR, *FRONTIER)
-"""Rivals that run first."""
+MAIN = (EXACT, NEAR, WINDOW, "mean keys of 4")
+"""Rivals that run first, in this order."""
 LEAST = 128
 """Keys that a rival reads at least where its budget is a share of the visible ones."""
 
@@ -229,7 +231,7 @@ class Contender:
         name: word for its family: one line of a picture.
         title: what it is, unlike any other.
         policy: the policy; dense below no length.
-        brief: whether little is asked of it: all but dense, the control and the plan.
+        brief: whether little is asked of it: all but dense, the control, the plan and the exact choice at its keys.
     """
 
     name: str
@@ -269,10 +271,10 @@ def contenders(
         own = {"whole": whole, "tile": plan.tile, "query_tile": query_tile}
         near = Matched(scores="newest", keys=left_for_others(keys, whole), **own)
         rivals = [Contender(name=NEAR, title=NEAR, policy=near), *rules(keys, query_tile)]
-        rivals.sort(key=lambda rival: rival.name not in MAIN)
+        rivals.sort(key=lambda rival: MAIN.index(rival.name) if rival.name in MAIN else len(MAIN))
         for rival in rivals:
             if not only or rival.name in only:
-                yield replace(rival, brief=True)
+                yield replace(rival, brief=rival.name != EXACT)
     wanted = only or (FRONTIER if shares else ())
     for share in shares or (() if plan else (0.25,)):
         for rival in rules(flat(share, LEAST, longest), query_tile):
@@ -289,7 +291,7 @@ def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
     for name, scores, tile in (
         (WINDOW, "newest", 16),
         ("own choice, tile 1", "mass", 1),
-        ("own choice, tile 16", "mass", 16),
+        (EXACT, "mass", 16),
         ("own choice, tile 32", "mass", 32),
         ("own choice, tile 64", "mass", 64),
         ("mean keys of 4", "mean of 4", 16),
