@@ -15,10 +15,12 @@ from tessera.eval import contenders, paired, probes, real, texts
 from tessera.eval.contenders import Matched
 from tessera.eval.trials import Runner, run_trials
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.quality import REAL_PLAN
 from tessera.report_page import write
 from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
+from tessera.workbench import Eval
 
 TEXT = "".join(f"line {i} of some filler, which says nothing that matters.\n" for i in range(400))
 FILLER = probes.Filler.of(byte_tokenizer(), TEXT)
@@ -448,3 +450,12 @@ def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
         assert np.mean(answers.density) == pytest.approx(1.0 if policy == Dense() else budget, abs=0.01)
     assert sum(found["dense"]) >= 5
     assert sum(found["matched"]) <= sum(found["dense"]) - 3
+
+
+def test_the_judge_finds_the_plan_that_a_fetched_model_ships_with(smollm2, monkeypatch):
+    """By --model as without it: a run that judged no plan would be silently another one."""
+    judged = []
+    monkeypatch.setattr(real, "run", lambda model, plan, **rest: judged.append(plan) or 0)
+    for model in (None, "smollm2"):
+        assert Eval(suite="real", model=model).run() == 0
+    assert judged == [Plan.load(REAL_PLAN)] * 2

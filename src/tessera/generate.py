@@ -343,14 +343,19 @@ def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":
         return None
-    path = plan_path(source)
-    for place in (path, shipped_plan(source)):
-        if place is not None and place.is_file():
-            return Plan.load(place)
-    raise ValueError(
-        f"attention='kascade' needs a plan, and {path} does not exist: make one with "
-        f"`tessera calibrate --model {source} --text TEXT --out {path}`, or pass plan=..."
-    )
+    found, path = locate_plan(source), plan_path(source)
+    if found is None:
+        raise ValueError(
+            f"attention='kascade' needs a plan, and {path} does not exist: make one with "
+            f"`tessera calibrate --model {source} --text TEXT --out {path}`, or pass plan=..."
+        )
+    return Plan.load(found)
+
+
+def locate_plan(source: str | os.PathLike) -> Path | None:
+    """The file of a model's plan: near its weights, else the one that the package ships; None if there is neither."""
+    places = (plan_path(source), shipped_plan(source))
+    return next((place for place in places if place is not None and place.is_file()), None)
 
 
 def plan_path(source: str | os.PathLike) -> Path:

@@ -158,16 +158,14 @@ class Eval:
     def run_real(self, **asked) -> int:
         """The suite that judges a plan on a real model."""
         from tessera.eval import real
-        from tessera.generate import load, plan_path
+        from tessera.generate import load, locate_plan, plan_path
         from tessera.models.fetch import fetch
-        from tessera.quality import REAL_PLAN
 
         model = load(fetch("smollm2") if self.model is None else self.model)
-        path = self.plan or (REAL_PLAN if self.model is None else plan_path(model.source))
-        if self.plan is None and not path.is_file():
-            print(
-                f"no plan as {path.name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr
-            )
+        path = self.plan or locate_plan(model.source)
+        if path is None:
+            name = plan_path(model.source).name
+            print(f"no plan as {name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr)
             return real.run(model, None, **asked)
         return real.run(model, model.with_attention("kascade", path).plan, **asked)
 
