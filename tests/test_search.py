@@ -1,7 +1,9 @@
 """Budgets per head: what each step of the search measures, against plain NumPy or a policy that is known."""
 
 import itertools
+import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import tessera
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.calibrate import Report, calibrate
+from tessera.files import Notebook, read_lines
 from tessera.promise import summary
 from tessera.quality import SHIPPED, calibration_texts
 from tessera.retrieval import CUE, PASSAGE, plant
@@ -174,10 +177,30 @@ def test_reading_all_keeps_all(model, probes):
     assert (kept.found, kept.density) == (kept.found_dense, 1.0)
 
 
-def test_a_plan_holds_what_it_promises_on_windows_that_chose_nothing(model, windows, tmp_path):
+def test_a_plan_holds_what_it_promises_on_windows_that_chose_nothing(model, windows, tmp_path, monkeypatch):
+    """And a calibration that was stopped measures nothing again."""
     options = {"keep": 0.9, "max_kl": 0.1}
-    rows = [window.tolist() for window in windows]
-    plan = calibrate(model, rows, **options, crossover=0, progress=False, local=32)
+    rows, notes, asked, judge = [window.tolist() for window in windows], tmp_path / "notes", [], Judge.__call__
+    limit = 5
+
+    def counted(self, *what):
+        if len(asked) == limit:
+            raise KeyboardInterrupt
+        asked.append(what)
+        return judge(self, *what)
+
+    monkeypatch.setattr(Judge, "__call__", counted)
+    calibrated = partial(calibrate, model, rows, **options, crossover=0, progress=False, local=32, notes=notes)
+    with pytest.raises(KeyboardInterrupt, match="stopped during ablation.*the same command goes on from here"):
+        calibrated()
+    with notes.open("a") as file:
+        file.write('{"name": "a line that a kill cut sho')
+    limit = math.inf
+    plan = calibrated()
+    names = [line.get("name") for line in read_lines(notes)]
+    assert len(names) == len(set(names)) == len(asked) + 2  # the subject and the missed mass
+    assert calibrated() == plan
+    assert len(asked) == len(names) - 2
     found = plan.promise["measured"]
     assert plan.promise.items() >= options.items()
     assert Target(**options).holds(type("Found", (), found))
@@ -188,6 +211,16 @@ def test_a_plan_holds_what_it_promises_on_windows_that_chose_nothing(model, wind
     assert "keys read" in said
     assert "planted answers" in said
     model.with_attention("kascade", plan)
+
+
+def test_a_notebook_of_something_else_is_written_afresh(tmp_path):
+    path = tmp_path / "notes"
+    assert Notebook(path, {"a": 1}).keep("x", lambda: 0.1) == 0.1
+    assert Notebook(path, {"a": 1}).keep("x", lambda: 0.2) == 0.1
+    assert Notebook(path, {"a": 2}).keep("x", lambda: 0.3) == 0.3
+    path.write_text("not ours\nat all\n")
+    assert Notebook(path, {"a": 2}).keep("x", lambda: 0.4) == 0.4
+    assert Notebook(path, {"a": 2}).keep("x", lambda: 0.5) == 0.4
 
 
 @pytest.mark.parametrize(

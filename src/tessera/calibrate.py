@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -29,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.corpus import Corpus, read_corpus
 from tessera.crossover import measure_crossover
+from tessera.files import Notebook, sources
 from tessera.models.cache import init_cache
 from tessera.models.checkpoint import fingerprint
 from tessera.models.config import ModelConfig
@@ -78,6 +80,7 @@ def calibrate(
     crossover: int | None = None,
     max_tokens: int = 65536,
     progress: bool = True,
+    notes: str | os.PathLike | None = None,
 ) -> Plan:
     """Find what the layers and heads of a model must read, and measure what the plan keeps.
 
@@ -95,6 +98,8 @@ def calibrate(
         crossover: tokens below which requests run dense; None measures it here.
         max_tokens: most tokens to run, taken evenly from all over the text.
         progress: show a bar on standard error.
+        notes: with a target, a file for what has been measured: the same call goes on from it after a Ctrl-C, a kill
+            or a plan that could not be saved. Delete it when the plan is.
 
     Returns:
         the plan; its metrics hold similarity, importance, recall and density per layer, perplexity dense and sparse
@@ -102,7 +107,7 @@ def calibrate(
 
     Raises:
         ValueError, FileNotFoundError: what is wrong with an argument, the text or the weights.
-        KeyboardInterrupt: Ctrl-C, with how far it came; nothing is written.
+        KeyboardInterrupt: Ctrl-C, with how far it came; no plan is written.
     """
     check_budget(fraction, minimum, local, sinks)
     if anchors is not None and (keep is not None or max_kl is not None):
@@ -118,19 +123,23 @@ def calibrate(
         raise ValueError(f"{tile=} does not fit the context of {model.config.max_positions}: choose a smaller one")
     count = _check_anchors(anchors, model.config.num_layers)
     corpus = read_corpus(model, texts, max_tokens)
-    report = Report(progress)
+    report, notebook = Report(progress), Notebook()
     always = {"tile": tile, "query_tile": query_tile, "local": local, "sinks": sinks}
     try:
         with report:
             if target is not None:
-                policy, found = search_policy(model, corpus, target, Tiling(**always, minimum=minimum), report)
+                tiling = Tiling(**always, minimum=minimum)
+                if notes is not None:
+                    notebook = Notebook(Path(notes), subject_of(model, corpus, target, tiling))
+                policy, found = search_policy(model, corpus, target, tiling, report, notebook)
             else:
                 fixed = always | {"heads": heads, "fraction": fraction, "minimum": minimum}
                 policy, found = find_anchors(model, corpus, count, fixed, report)
             if crossover is None:
                 crossover, found["metrics"]["crossover"] = measure_crossover(model, policy, report)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"calibration stopped during {report.stage}; no plan was written") from None
+        going_on = "; the same command goes on from here" if notebook.path is not None else ""
+        raise KeyboardInterrupt(f"calibration stopped during {report.stage}; no plan was written{going_on}") from None
     return Plan(
         model=fingerprint(model.params, model.config),
         num_layers=model.config.num_layers,
@@ -153,7 +162,7 @@ def find_anchors(
 
 
 def search_policy(
-    model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: "Report"
+    model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: "Report", notebook: Notebook
 ) -> tuple[Kascade, dict[str, Any]]:
     """The policy that reads least and holds the target on windows that chose nothing; the plan's promise and metrics.
 
@@ -162,14 +171,15 @@ def search_policy(
     context = len(max((*corpus.windows, *corpus.held_out), key=len))
     short, long = (min(length, context) for length in (SHORT, LONG))
     windows = corpus.windows[:: ceil_div(len(corpus.windows), 2)]
-    damage = measure_damage(model, probes_of(model, windows, short, 0), tiling, report.each)
+    damage = measure_damage(model, probes_of(model, windows, short, 0), tiling, report.each, notebook)
     chosen_on = probes_of(model, windows[:1], long, 1)
-    missed = measure_missed(model, chosen_on, tiling, report.each)
-    tried = search(damage, missed, Judge(model, chosen_on), tiling, target, report.each)
+    missed = notebook.keep("missed mass", lambda: measure_missed(model, chosen_on, tiling, report.each).tolist())
+    missed = np.asarray(missed)
+    tried = search(damage, missed, Judge(model, chosen_on), tiling, target, report.each, notebook)
     mean, judge = tried[-1].mean, Judge(model, probes_of(model, corpus.held_out[:HELD_OUT_WINDOWS], context, 2))
     for _ in report.each("held-out text", range(round((1 - mean) / HELD_OUT_STEP) + 1)):
         policy = policy_of(choose_budgets(damage, missed, mean), tiling)
-        kept = judge(Fixed(policy))
+        kept = judge.noted(notebook, f"held-out text, mean budget {mean}", Fixed(policy))
         if target.holds(kept) or mean >= 1:
             break
         mean = min(mean + HELD_OUT_STEP, 1.0)
@@ -201,6 +211,18 @@ def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConf
     if heads_LLK.shape[-1] == config.num_kv_heads:
         return head_table(heads_LLK, anchors)
     return (tuple(range(config.num_kv_heads)),) * config.num_layers
+
+
+def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> dict[str, Any]:
+    """All that decides what a search measures."""
+    return {
+        "model": fingerprint(model.params, model.config),
+        "corpus": [corpus.sha256, corpus.num_tokens],
+        "target": asdict(target),
+        "tiling": asdict(tiling),
+        "code": sources(),
+        "jax": jax.__version__,
+    }
 
 
 def provenance(corpus: Corpus) -> dict[str, Any]:

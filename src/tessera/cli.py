@@ -164,7 +164,8 @@ class Chat(ModelFlags, SamplingFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Find a model's anchor layers and head map on some text, and write the Kascade plan."""
+    """Find what each layer and head of a model must read, on some text, and write the Kascade plan; stopped, the same
+    command goes on."""
 
     text: Path
     """Text file, or folder of text files."""
@@ -190,7 +191,7 @@ class Calibrate:
     fraction: float = 0.1
     """With --anchors: share of the visible keys that reuse layers read beyond those."""
     minimum: int = 128
-    """With --anchors: keys they read at least beyond those."""
+    """Keys that a layer which chooses reads at least beyond those."""
     heads: Literal["remap", "identity", "pooled"] = "remap"
     """With --anchors: whose selection a head uses: a mapped one, its own, or one for all."""
     crossover: int | None = None
@@ -212,6 +213,7 @@ class Calibrate:
             raise FileNotFoundError(f"the folder {self.out.parent} for --out does not exist: create it")
         if self.out.is_dir():
             raise ValueError(f"--out {self.out} is a folder: name a file in it, such as {self.out / 'plan.json'}")
+        notes = self.out.with_name(f"{self.out.name}.partial")
         plan = calibrate(
             load(named_model(self.model), dtype=self.dtype),
             self.text,
@@ -227,8 +229,10 @@ class Calibrate:
             heads=self.heads,
             crossover=self.crossover,
             max_tokens=self.max_tokens,
+            notes=notes,
         )
         plan.save(self.out)
+        notes.unlink(missing_ok=True)
         dense_below = f"requests below {plan.crossover_tokens:,} tokens run dense"
         print(f"{self.out}: {dense_below}", *summary(plan), sep="\n")
         return 0

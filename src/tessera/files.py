@@ -85,6 +85,35 @@ def append_line(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
+class Notebook:
+    """What a long run has found so far, by name, in a file of JSON lines: a run that was stopped goes on from it.
+
+    The first line says what the values are of; a file of something else is written afresh.
+    """
+
+    def __init__(self, path: Path | None = None, subject: Any = None):
+        """path: None keeps nothing. subject: JSON; equal only for runs that find the same."""
+        self.path, self.found = path, {}
+        if path is None:
+            return
+        try:
+            first, *rest = read_lines(path) or [None]
+        except ValueError:  # not ours, or torn in its middle: what it held is found again
+            first, rest = None, []
+        if first == {"subject": subject}:
+            self.found = {line["name"]: line["value"] for line in rest}
+        else:
+            replace_text(path, json.dumps({"subject": subject}) + "\n")
+
+    def keep(self, name: str, find: Callable[[], Any]) -> Any:
+        """The value of this name, found now unless it was before. JSON: floats come back exactly."""
+        if name not in self.found:
+            self.found[name] = find()
+            if self.path is not None:
+                append_line(self.path, {"name": name, "value": self.found[name]})
+        return self.found[name]
+
+
 def _mend(file: BinaryIO) -> bytes:
     """Cut the last line off, unless it is whole: then what is missing is its line end, which is returned."""
     file.seek(0)

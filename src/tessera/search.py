@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention.contract import AttentionSpec, Positions
+from tessera.files import Notebook
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
@@ -40,6 +41,7 @@ PROBE_WEIGHT = 1.0
 """Nats of KL that a nat of an answer's log-probability per token counts for."""
 SHORT, LONG = 512, 4096
 """Tokens of the windows that heads are ablated on, one pass per head, and that prices are tried on."""
+NO_NOTEBOOK = Notebook()
 STEPS = 5
 """Prices tried: mean budgets are known to a 32nd."""
 
@@ -192,6 +194,10 @@ class Judge:
         if not all(np.isfinite(hidden).all() for hidden in self.dense):
             raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
 
+    def noted(self, notebook: Notebook, name: str, make: Callable[[Any], Policy], array: Any = None) -> Kept:
+        """As when called, unless the notebook has it."""
+        return Kept(**notebook.keep(name, lambda: asdict(self(make, array))))
+
     def __call__(self, make: Callable[[Any], Policy], array: Any = None) -> Kept:
         """What the policy keeps on all windows."""
         text, answers, found, found_dense = [], [], 0, 0
@@ -226,14 +232,16 @@ class Judge:
         )
 
 
-def measure_damage(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Callable) -> np.ndarray:
+def measure_damage(
+    model: Any, probes: Sequence[Probe], tiling: Tiling, each: Callable, notebook: Notebook = NO_NOTEBOOK
+) -> np.ndarray:
     """D[L,K]: KL on text plus the weighted loss on answers when one head reads only what is always listed."""
     judge, shape = Judge(model, probes), (model.config.num_layers, model.config.num_kv_heads)
     damage, make = np.zeros(shape), Localised(tiling)
     for layer, head in each("ablation", list(np.ndindex(*shape))):
         mask = np.zeros(shape, bool)
         mask[layer, head] = True
-        kept = judge(make, mask)
+        kept = judge.noted(notebook, f"without layer {layer} head {head}", make, mask)
         damage[layer, head] = max(kept.text_kl, 0.0) + PROBE_WEIGHT * max(-math.log(kept.probes_kept), 0.0)
     return damage
 
@@ -280,7 +288,13 @@ class Tried:
 
 
 def search(
-    damage: np.ndarray, missed: np.ndarray, judge: Judge, tiling: Tiling, target: Target, each: Callable
+    damage: np.ndarray,
+    missed: np.ndarray,
+    judge: Judge,
+    tiling: Tiling,
+    target: Target,
+    each: Callable,
+    notebook: Notebook = NO_NOTEBOOK,
 ) -> list[Tried]:
     """Bisect the mean budget for the least that holds the target; what was tried, the choice last.
 
@@ -290,7 +304,8 @@ def search(
 
     def attempt(mean: float) -> Tried:
         budgets = choose_budgets(damage, missed, mean)
-        tried.append(Tried(mean=mean, budgets=budgets, kept=judge(WithBudgets(tiling), budgets.astype(np.float32))))
+        kept = judge.noted(notebook, f"mean budget {mean}", WithBudgets(tiling), budgets.astype(np.float32))
+        tried.append(Tried(mean=mean, budgets=budgets, kept=kept))
         return tried[-1]
 
     best = None
