@@ -1,6 +1,7 @@
 """The house rules that a machine can hold: import order, imports without side effects, budgets, names."""
 
 import ast
+import os
 import subprocess
 import sys
 import tomllib
@@ -47,7 +48,7 @@ ORDER = [
     {"attention.prefill_result"},
     {"attention.reference", "attention.xla_*", "attention.tpu_*", "attention.gpu_*"},
     {"attention.tuned", "report_markdown", "workloads"},
-    {"report_tables", "report_real"},
+    {"report_tables"},
     {"attention.dispatch", "sparse.contract"},
     {"sparse.*", "models.*"},
     {"trials"},
@@ -59,8 +60,9 @@ ORDER = [
     {"generate", "calibrate", "train"},
     {"chat", "measure", "deviceless.*"},
     {"quality"},
-    {"bench.*", "bench", "tune.*", "tune", "eval.*", "eval", "report", "doctor", "verify"},
-    {"demo.*", "demo", "gpu_check.*"},
+    {"bench.*", "bench", "tune.*", "tune", "eval.*", "eval", "doctor", "verify"},
+    {"report_real"},
+    {"demo.*", "demo", "gpu_check.*", "report"},
     {"report_labels"},
     {"report_pictures"},
     {"report_real_pictures"},
@@ -180,6 +182,11 @@ def test_a_test_that_never_ends_fails_by_name(tmp_path):
     assert done.returncode == 1
     assert "crashed while running 'test_hang.py::test_waits'" in done.stdout
     assert "in test_waits" in done.stderr  # where it hangs
+
+
+def test_the_tests_of_a_file_run_in_one_process(request):
+    """Under xdist, whose groups end a test's name: else each process makes a file's fixtures for itself."""
+    assert "PYTEST_XDIST_WORKER" not in os.environ or request.node.nodeid.endswith("@test_architecture")
 
 
 def test_module_names_say_something():

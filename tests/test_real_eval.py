@@ -424,6 +424,22 @@ def test_tables_and_pictures_are_drawn_from_the_records(records, tmp_path):
     assert (tmp_path / "real-kl.svg").read_text() == picture.svg
 
 
+def test_gaps_are_ratios_to_the_exact_choice(records):
+    found = evidence.read(records)
+    plans = [r for r in found if r.what.op == "eval real text" and r.facts["policy"] == "the plan"]
+    exact = [
+        dataclasses.replace(
+            record,
+            what=dataclasses.replace(record.what, workload=record.what.workload.replace("the plan", report_real.EXACT)),
+            samples=[sample / 2 for sample in record.samples],
+            facts=record.facts | {"policy": report_real.EXACT},
+        )
+        for record in plans
+    ]
+    assert report_real.gaps([*found, *exact]).count("2.00x (2.00 to 2.00)") == len(plans)
+    assert report_real.gaps(found) == ""
+
+
 def test_what_cannot_run_is_refused(model):
     with pytest.raises(ValueError, match="suite='nosuch' must be one of"):
         real.run(model, None, suite="nosuch")

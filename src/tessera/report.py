@@ -259,6 +259,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "real-tasks": report_real.tasks,
         "real-text": report_real.text,
         "real-tiles": report_real.tiles,
+        "real-gaps": report_real.gaps,
         "tune": report_tables.tune,
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from tessera.eval import paired
 from tessera.evidence import Record
 from tessera.report_markdown import markdown, provenance, series, three
 
@@ -18,6 +19,8 @@ COLUMNS = (
 )
 """Contenders that have a column, by title, where a record has them."""
 TILES = tuple(f"own choice, tile {tile}" for tile in (1, 16, 32, 64))
+EXACT, GAPS = "own choice, tile 16", ("the plan", "mean keys of 4", "window + sink")
+"""What divergence is divided by, and whose."""
 UNTOLD = " (says nothing about the choice of keys)"
 
 
@@ -47,11 +50,32 @@ def tiles(records: Sequence[Record]) -> str:
     return _by_question(shown, TILES, lambda r: cell[r.what.op](r), "every layer's own exact choice")
 
 
+def gaps(records: Sequence[Record]) -> str:
+    """How many times the divergence of each layer's own exact choice at as many keys."""
+    exact = {_question(r): r for r in answered(records, TEXT) if r.facts["policy"] == EXACT}
+    shown = [r for r in answered(records, TEXT) if _question(r) in exact and r.facts["policy"] in GAPS]
+    return _by_question(
+        [*exact.values(), *shown],
+        (EXACT, *GAPS),
+        lambda r: _divergence(r) if r.facts["policy"] == EXACT else _times(r, exact[_question(r)]),
+        "KL per token, nats (95 %), and how many times that (95 %); keys read",
+    )
+
+
+def _question(record: Record) -> str:
+    return record.what.workload.partition(": ")[0]
+
+
+def _times(record: Record, exact: Record) -> str:
+    found = paired.ratio(record.samples, exact.samples)
+    return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f}); {_read(record)}"
+
+
 def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callable[[Record], str], lead: str) -> str:
     """A row per question, in the order asked; what the control does as well is said in the row's head."""
     rows: dict[str, dict[str, Record]] = {}
     for record in records:
-        rows.setdefault(record.what.workload.partition(": ")[0], {})[record.facts["policy"]] = record
+        rows.setdefault(_question(record), {})[record.facts["policy"]] = record
     held = [title for title in columns if any(title in found for found in rows.values())]
     lines, used = [], []
     for question, found in rows.items():

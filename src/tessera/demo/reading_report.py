@@ -14,7 +14,7 @@ from tessera.demo import pictures
 from tessera.demo.reading import SIDES, WORDS, Findings, said
 from tessera.evidence import Comparison, How, Record, What
 from tessera.generate import Model
-from tessera.report import quantity
+from tessera.report_markdown import quantity
 
 COMMAND = "tessera demo"
 CONTROL = (

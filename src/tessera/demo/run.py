@@ -21,7 +21,7 @@ from tessera.evidence import Comparison, How, Record, What
 from tessera.generate import Model, load
 from tessera.models import fetch
 from tessera.quality import Accuracy
-from tessera.report import quantity
+from tessera.report_markdown import quantity
 
 HERE = Path(__file__).parent
 COMMAND = "tessera demo"
