@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from tessera.compilation import forget_programs
 from tessera.hardware import prepare_simulator
 
 prepare_simulator()
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items):
         kernel = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
         name = getattr(kernel, "name", kernel if isinstance(kernel, str) else "")
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {name}".strip()))
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Between files: a process runs dozens of them, and each leaves its programs."""
+    if nextitem is not None and nextitem.path != item.path:
+        forget_programs(above=25_000)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from tiny import CONFIG, save_tiny
 
 import tessera
 from tessera.answers import Answer
-from tessera.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks
+from tessera.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks, forget_programs
 from tessera.engine import Request, Session, cache_bytes, decode_token, prefill_chunk, respond
 from tessera.generate import Interrupted
 from tessera.models.tokenizer import byte_tokenizer
@@ -343,3 +343,19 @@ def test_buckets_are_geometric_and_hold_what_they_must():
 def test_memory_is_linear_in_length():
     """Twice the keys, twice the cache; activations of a prefill do not grow past one chunk."""
     assert cache_bytes(CONFIG, 1, 8192, 4) == 2 * cache_bytes(CONFIG, 1, 4096, 4) == 8192 * 2 * 3 * 2 * 16 * 4
+
+
+def test_programs_are_forgotten_before_a_process_holds_too_many():
+    """Linux gives a process 65,530 memory maps; XLA crashes when they are used up."""
+
+    def maps():
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    doubled = jax.jit(lambda x: 2 * x + x.sum())
+    for size in range(1, 11):
+        doubled(np.ones(size))
+    before = maps()
+    assert not forget_programs(above=before + 1000)
+    assert forget_programs(above=0)
+    assert maps() < before - 100
+    assert doubled(np.ones(2)).tolist() == [4, 4]

@@ -4,6 +4,7 @@ Buckets are geometric, so that a model meets few shapes: prompts are cut into ch
 allocated in steps of at most 2x (1.5x and 1.33x from 1,024 keys on).
 """
 
+import gc
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -50,6 +51,23 @@ def enable_cache() -> Path | None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     compilation_cache.reset_cache()  # JAX settles on "no cache" at the first compilation of the process
     return folder
+
+
+def forget_programs(above: int = 30_000) -> bool:
+    """Drop all compiled programs if this process has more memory maps than `above`; whether it did.
+
+    A program on the CPU takes about 25 maps, a model's with unrolled layers hundreds. Linux allows a process 65,530
+    (vm.max_map_count), and XLA crashes at the next one: long runs of many programs call this between their steps.
+    """
+    maps = Path("/proc/self/maps")
+    if not maps.exists():  # not Linux
+        return False
+    with maps.open("rb") as lines:
+        crowded = sum(1 for _ in lines) > above
+    if crowded:
+        jax.clear_caches()
+        gc.collect()
+    return crowded
 
 
 def capacity_bucket(num_keys: int) -> int:

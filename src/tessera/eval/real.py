@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tessera import evidence
+from tessera.compilation import forget_programs
 from tessera.eval import paired, probes, texts
 from tessera.eval.closeness import BLOCK, Pass, closeness, run_text
 from tessera.eval.contenders import CONTROL, PLAN, WINDOW, Contender, contenders, plan_policy, profile
@@ -371,6 +372,7 @@ def announce(work: Sequence[Callable[[], Sequence[Record]]]) -> None:
         for job in bar.track(work, description="judging"):
             for record in job():
                 bar.console.print(line_of(record))
+            forget_programs()
 
 
 def line_of(record: Record) -> str:
