@@ -107,10 +107,11 @@ class Notebook:
 
     def keep(self, name: str, find: Callable[[], Any]) -> Any:
         """The value of this name, found now unless it was before. JSON: floats come back exactly."""
+        if self.path is None:
+            return find()
         if name not in self.found:
             self.found[name] = find()
-            if self.path is not None:
-                append_line(self.path, {"name": name, "value": self.found[name]})
+            append_line(self.path, {"name": name, "value": self.found[name]})
         return self.found[name]
 
 
