@@ -13,4 +13,4 @@ export XLA_PYTHON_CLIENT_PREALLOCATE=false # PyTorch shares the GPU
 "$python" -c 'import jax, numpy' || { echo "error: $python has no jax; name one that has it: PYTHON=... $0" >&2; exit 2; }
 # Annotations are all that jaxtyping is for here.
 "$python" -c 'import jaxtyping' 2>/dev/null || export PYTHONPATH="$PYTHONPATH:$PWD/scripts/stand_in"
-exec "$python" -m tessera.gpu_check "$@"
+exec "$python" -m tessera.workbench.gpu_check "$@"

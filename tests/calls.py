@@ -1,9 +1,20 @@
-"""Attention calls for the tests of attention: `tessera.trials`, and what only tests need."""
+"""Attention calls for the tests of attention: `tessera.workbench.trials`, and what only tests need."""
 
 import dataclasses
 
 from tessera.attention.contract import Kernel
-from tessera.trials import catalogue, compiled, dtype_of, kernels, machine, make, run, small_config, spec_of, taken
+from tessera.workbench.trials import (
+    catalogue,
+    compiled,
+    dtype_of,
+    kernels,
+    machine,
+    make,
+    run,
+    small_config,
+    spec_of,
+    taken,
+)
 
 __all__ = [
     "catalogue",

@@ -4,7 +4,7 @@ import os
 import signal
 import tempfile
 
-from tessera.files import user_cache
+from tessera.core.files import user_cache
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # The one thing shared with the user's cache: the fetched model, the same bytes for everyone, 93 MB to get again.
@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera.compilation import forget_programs
-from tessera.hardware import prepare_simulator
+from tessera.core.hardware import prepare_simulator
+from tessera.runtime.compilation import forget_programs
 
 prepare_simulator()
 

@@ -113,7 +113,7 @@ def slow():
 
 def splash(length, dtype):
     """The peer of dense prefill as `tessera bench` compiles it, 2 heads over 1."""
-    from tessera.bench import peers  # the other subjects' processes start sooner without
+    from tessera.workbench.bench import peers  # the other subjects' processes start sooner without
 
     def attend(q, k, v):
         with peers.exact(dtype):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from tessera.attention.warpgroup import ROWS, filled, swizzled
+from tessera.attention.gpu.warpgroup import ROWS, filled, swizzled
 
 WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 

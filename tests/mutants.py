@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-from tessera.hardware import prepare_simulator
+from tessera.core.hardware import prepare_simulator
 
 OPERATIONS = {
     "wait": "barrier_wait",
@@ -38,7 +38,7 @@ EQUIVALENT = {
     (
         "gpu_keys_sparse",
         "wait",
-        "listed_rows.Rows.unmasked: plgpu.barrier_wait(self.refs.v_full.at[slot])",
+        "sparse_rows.Rows.unmasked: plgpu.barrier_wait(self.refs.v_full.at[slot])",
     ): "a block's keys and values are announced together: who has waited for its keys has waited for both",
 }
 """Mutants that are no worse, with the reason."""
@@ -47,7 +47,7 @@ ABSENT = {
     for role in ("dense", "score", "sparse")
 }
 """What a kernel does not have at all, with the reason."""
-ATTENTION = Path(__file__).parents[1] / "src/tessera/attention"
+ATTENTION = Path(__file__).parents[1] / "src/tessera/attention/gpu"
 START_S = 300.0
 """A process may take this long for its first verdict, of the kernel as it is, which tells how slow this machine is."""
 PATIENCE_S = 1.0
@@ -62,7 +62,7 @@ def workload(kernel, kind):
     Where the last of a list is left out it must be seen, and weigh something: every key visible, few of single ones.
     """
     from tessera.attention.contract import AttentionSpec
-    from tessera.workloads import Workload
+    from tessera.attention.workloads import Workload
 
     if kernel.phase == "decode":
         sizes = {"num_queries": 1, "num_keys": 330, "kv_len": (310,), "q_start": (309,), "tags": ("decode",)}
@@ -80,7 +80,7 @@ def backward_workload():
     """Two row tiles, more steps than stages for either kernel, masked at both ends and whole ones between; a cap at
     head dim 128, which has two warpgroups share their keys: every barrier has work."""
     from tessera.attention.contract import AttentionSpec
-    from tessera.workloads import Workload
+    from tessera.attention.workloads import Workload
 
     sizes = {"num_queries": 200, "num_keys": 330, "kv_len": (310,), "q_start": (110,), "tags": ("prefill",)}
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "dtype": "bfloat16"}
@@ -120,7 +120,7 @@ def broken(kind: str, site: int, patience_s: float, body: str | None = None):
     import jax.experimental.pallas.mosaic_gpu as plgpu
     from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
-    from tessera.attention import gpu_backward
+    from tessera.attention.gpu import backward as gpu_backward
 
     seen, inside = {mine: [] for mine in KINDS}, [body is None]
 
@@ -162,8 +162,9 @@ def forward(name: str, kind: str):
     """What runs a kernel of the table and says what is wrong with its answer."""
     import numpy as np
 
-    from tessera import oracle, trials, verify
+    from tessera.attention import oracle
     from tessera.attention.dispatch import KERNELS
+    from tessera.workbench import trials, verify
 
     kernel = next(k for k in KERNELS if k.name == name)
     call = trials.make(workload(kernel, kind), kernel.role, "bfloat16")
@@ -185,9 +186,11 @@ def gradient():
     import jax.numpy as jnp
     import numpy as np
 
-    from tessera import oracle, trials
-    from tessera.attention import gpu_backward, gpu_prefill
+    from tessera.attention import oracle
     from tessera.attention.contract import AttentionOut, Positions
+    from tessera.attention.gpu import backward as gpu_backward
+    from tessera.attention.gpu import prefill as gpu_prefill
+    from tessera.workbench import trials
 
     work = backward_workload()
     call = trials.make(work, "dense", "bfloat16")
@@ -212,7 +215,7 @@ def verdict(name: str, kind: str, site: int) -> dict:
     """Whether the mutant passes for the kernel, and what gave it away; how many sites of each kind the kernel has."""
     import jax
 
-    from tessera import trials
+    from tessera.workbench import trials
 
     faults = gradient() if name in GRADIENTS else forward(name, kind)
     jax.clear_caches()

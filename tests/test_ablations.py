@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from tessera import oracle
-from tessera.attention import tpu_prefill
+from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec
-from tessera.deviceless import ablations, blocks, inspection
-from tessera.workloads import Workload
+from tessera.attention.tpu import prefill as tpu_prefill
+from tessera.attention.workloads import Workload
+from tessera.deviceless.tpu import inspection
+from tessera.workbench.studies import ablations, blocks
 
 [DENSE] = (kernel for kernel in tpu_prefill.KERNELS if kernel.role == "dense")
 CONFIG = tpu_prefill.Config(block_t=64, block_s=512, chunk=128, step=256, matrix_sums=False)

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import oracle
-from tessera.attention import xla_sparse
+from tessera.attention import oracle
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Selection
 from tessera.attention.dispatch import KERNELS, attention, call_shapes
-from tessera.workloads import WORKLOADS, tagged
+from tessera.attention.workloads import WORKLOADS, tagged
+from tessera.attention.xla import sparse as xla_sparse
 
 NAMED = {w.name: w for w in WORKLOADS}
 EVERY_DTYPE = ("ragged", "window_softcap", "decode_ragged", "hopper_ragged", "hopper_decode")

@@ -13,7 +13,7 @@ import pytest
 from tiny import CONFIG, PLAN, random_params, save_tiny
 
 import tessera
-from tessera import cli
+from tessera.cli import main as cli
 from tessera.models.checkpoint import save_folder
 from tessera.models.tokenizer import byte_tokenizer
 

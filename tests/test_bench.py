@@ -11,18 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import bench, evidence, hardware, measure, quality
 from tessera.attention.contract import AttentionSpec, Selection
-from tessera.bench import amdahl, answers, model
-from tessera.bench import attention as cases
-from tessera.bench.stand import SMOKE, Sizes, Stand, causal_pairs, model_work, utilisation, versus
-from tessera.crossover import find_crossover
-from tessera.engine import Session
-from tessera.evidence import INTERVAL_ROUNDS, How, What
+from tessera.calibration.crossover import find_crossover
+from tessera.core import hardware
 from tessera.models.layers import init_params
+from tessera.runtime.engine import Session
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
+from tessera.workbench import bench, evidence, measure, quality
+from tessera.workbench.bench import amdahl, answers, model
+from tessera.workbench.bench import attention as cases
+from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, causal_pairs, model_work, utilisation, versus
+from tessera.workbench.evidence import INTERVAL_ROUNDS, How, What
 
 # The peer's protocol served by NumPy, as torch is not in this environment: it computes what it is asked for.
 WORKER = """

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tessera import evidence
-from tessera.bench import own_model
-from tessera.cli import main
-from tessera.quality import SHIPPED
+from tessera.cli.main import main
+from tessera.workbench import evidence
+from tessera.workbench.bench import own_model
+from tessera.workbench.quality import SHIPPED
 
 
 def test_two_records_a_length_from_one_interleaved_run(tmp_path, monkeypatch):

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import bench, evidence, measure
 from tessera.attention.contract import Shapes
-from tessera.bench import attention as cases
-from tessera.bench import peers
-from tessera.bench.stand import SMOKE, Stand, compile_step, draw
-from tessera.deviceless import tpu
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.workbench import bench, evidence, measure
+from tessera.workbench.bench import attention as cases
+from tessera.workbench.bench import peers
+from tessera.workbench.bench.stand import SMOKE, Stand, compile_step, draw
 
 HERE = Path(__file__).parent
 

@@ -9,24 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import calibrate as module
 from tessera.attention.contract import AttentionSpec, Positions
-from tessera.calibrate import (
-    Notes,
-    Report,
-    calibrate,
-    perplexity,
-    record_similarity,
-    run_chunk,
-    run_window,
-)
-from tessera.corpus import read_corpus, read_text
-from tessera.crossover import find_crossover, measure_crossover
+from tessera.calibration import calibrate as module
+from tessera.calibration.calibrate import Notes, Report, calibrate, perplexity, record_similarity, run_chunk, run_window
+from tessera.calibration.crossover import find_crossover, measure_crossover
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.runtime.corpus import read_corpus, read_text
 from tessera.sparse.anchors import choose_anchors
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy

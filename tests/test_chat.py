@@ -10,9 +10,9 @@ from tiny import CONFIG, save_tiny
 
 import tessera
 from tessera.chat import Chat, converse
-from tessera.data import library_corpus
 from tessera.generate import Interrupted
-from tessera.sampling import Sampling
+from tessera.runtime.sampling import Sampling
+from tessera.train.data import library_corpus
 
 GREEDY = Sampling()
 

@@ -14,7 +14,7 @@ import pytest
 from tiny import CONFIG, save_tiny
 
 import tessera
-from tessera import cli
+from tessera.cli import main as cli
 from tessera.sparse.policies import POLICIES
 
 MODEL = ["--model", "--attention", "--plan", "--dtype", "--debug"]
@@ -73,12 +73,12 @@ def test_subcommands_are_frozen(capsys):
 
 
 def test_choices_are_those_of_the_library():
-    from tessera import bench
     from tessera.attention.contract import TILES
     from tessera.models.fetch import MODELS
-    from tessera.recipes import RECIPES
     from tessera.sparse.plan import HEADS
-    from tessera.tune import METHODS
+    from tessera.train.recipes import RECIPES
+    from tessera.workbench import bench
+    from tessera.workbench.tune import METHODS
 
     def choices(kind: type, name: str) -> tuple:
         return typing.get_args(typing.get_type_hints(kind)[name])
@@ -95,7 +95,7 @@ def test_choices_are_those_of_the_library():
 def test_help_and_version_import_nothing_heavy():
     """What keeps `tessera --help` under half a second: neither jax nor numpy is imported for it."""
     program = (
-        "import sys\nfrom tessera import cli\nassert cli.main(['--version']) == 0\n"
+        "import sys\nfrom tessera.cli import main as cli\nassert cli.main(['--version']) == 0\n"
         "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
         "heavy = {'jax', 'numpy', 'safetensors', 'tokenizers', 'huggingface_hub', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"

@@ -5,8 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tessera import bench, cli, evidence
-from tessera.bench import compare
+from tessera.cli import main as cli
+from tessera.workbench import bench, evidence
+from tessera.workbench.bench import compare
 
 COMMAND = "tessera bench --suite {} --only sparse_prefill"
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tessera import evidence, generate
-from tessera.answers import Generation
+from tessera import generate
 from tessera.demo import findings, pictures, reading, reading_report, run
 from tessera.generate import load
 from tessera.models import fetch
@@ -21,8 +20,10 @@ from tessera.models.checkpoint import fingerprint, load_params, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.runtime.answers import Generation
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
+from tessera.workbench import evidence
 
 CONFIG = ModelConfig(
     vocab_size=264,

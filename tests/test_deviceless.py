@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from tessera import evidence
 from tessera.attention.contract import AttentionSpec
-from tessera.deviceless import flags, hlo, inspection, predict, schedule, steps, sweep, tpu
-from tessera.deviceless.processes import Process
+from tessera.cli import inspect as flags
+from tessera.core.child import Process
+from tessera.deviceless import hlo, steps
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import inspection, predict, schedule
+from tessera.workbench import evidence
+from tessera.workbench.studies import sweep
 
 HERE = Path(__file__).parent
 KIB = 1024
@@ -195,7 +199,7 @@ def compiler():
 
 @pytest.mark.parametrize(("chip", "kernel"), FAST)
 def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
-    """A fast part of `python -m tessera.deviceless.sweep`: a short call."""
+    """A fast part of `python -m tessera.workbench.studies.sweep`: a short call."""
     case = {
         "chip": chip,
         "kernel": kernel,
@@ -243,7 +247,7 @@ KEYS = (
 
 @pytest.mark.parametrize("kernel", ["xla_prefill_dense", "tpu_prefill_score"])
 def test_inspect_prints_one_json_object(kernel, capsys):
-    from tessera import cli
+    from tessera.cli import main as cli
 
     role = kernel.rpartition("_")[2]
     flags = f"--chip v6e --role {role} --length 512 --heads 2 --kv-heads 1 --head-dim 128 --kernel {kernel} --json"
@@ -295,7 +299,7 @@ def test_the_table_has_the_roofline_without_a_picture(capsys):
 @pytest.mark.parametrize("mesh", [1, 2])
 def test_a_whole_decode_step_compiles_for_a_mesh(mesh, capsys):
     """The shipped model under Kascade: each role's kernel of its own, two sums over the mesh a layer."""
-    from tessera import cli
+    from tessera.cli import main as cli
 
     folder = Path(steps.__file__).parents[1] / "demo" / "model"
     flags = f"--chip v6e --model {folder} --mesh {mesh} --phase decode --length 2048 --json"

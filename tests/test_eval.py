@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 from tiny import PLAN, save_tiny
 
-from tessera import calibrate, evidence, generate
-from tessera import eval as evaluation
+from tessera import generate
 from tessera.attention.contract import AttentionSpec, Positions
-from tessera.eval import tasks
-from tessera.eval.fidelity import fidelity, last_hidden, recall
+from tessera.calibration import calibrate
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.reads import shapes_of
 from tessera.sparse.recording import RecallRecorder
+from tessera.workbench import eval as evaluation
+from tessera.workbench import evidence
+from tessera.workbench.eval import tasks
+from tessera.workbench.eval.fidelity import fidelity, last_hidden, recall
 
 TEXT = "".join(f"line {i} of some filler, which says nothing that matters.\n" for i in range(400))
 BYTES = tasks.Hay(text=TEXT, count=lambda text: len(text.encode()) + 1)

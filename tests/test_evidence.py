@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera import evidence, hardware
+from tessera.core import hardware
+from tessera.workbench import evidence
 
 
 def record(name="dense", samples=(3.0, 1.0, 2.0), **fields):
@@ -159,7 +160,7 @@ def test_appending_survives_a_kill(tmp_path):
     path = tmp_path / "cpu.jsonl"
     program = textwrap.dedent("""
         import sys
-        from tessera import evidence
+        from tessera.workbench import evidence
         line = sys.stdin.readline()
         record = evidence.decode(line)
         while True:

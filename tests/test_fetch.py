@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import tessera
-from tessera.cli import main
-from tessera.files import user_cache
+from tessera.cli.main import main
+from tessera.core.files import user_cache
 from tessera.models import fetch
 from tessera.models.checkpoint import resolve
 

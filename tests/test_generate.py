@@ -13,12 +13,12 @@ import pytest
 from tiny import CONFIG, save_tiny
 
 import tessera
-from tessera.answers import Answer
-from tessera.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks, forget_programs
-from tessera.engine import Request, Session, cache_bytes, decode_token, prefill_chunk, respond
 from tessera.generate import Interrupted
 from tessera.models.tokenizer import byte_tokenizer
-from tessera.sampling import Sampling
+from tessera.runtime.answers import Answer
+from tessera.runtime.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks, forget_programs
+from tessera.runtime.engine import Request, Session, cache_bytes, decode_token, prefill_chunk, respond
+from tessera.runtime.sampling import Sampling
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -19,7 +19,7 @@ from test_models import CASES, GOLDEN, load_case, relative_error, whole_logits
 from tiny import CONFIG, PLAN, random_params, save_tiny
 
 import tessera
-from tessera.cli import main
+from tessera.cli.main import main
 from tessera.generate import plan_path
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import Rope
@@ -487,8 +487,8 @@ def test_inspect_takes_a_file(tiny):
 
 def test_training_starts_from_a_file(tiny, tmp_path):
     """Of --base: its config, weights and tokenizer."""
-    from tessera.recipes import text_recipe
-    from tessera.train import init_state
+    from tessera.train.loop import init_state
+    from tessera.train.recipes import text_recipe
 
     folder, path = tiny
     (tmp_path / "text").write_text("some text to train on " * 200)

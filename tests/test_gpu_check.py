@@ -9,12 +9,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tessera import evidence, files
-from tessera.deviceless import targets
-from tessera.evidence import What
-from tessera.gpu_check import __main__ as program
-from tessera.gpu_check import calls, check, clock, correct, environment, peers, supervisor, timing, tuning, worker
-from tessera.gpu_check.session import CUT, Scale, Session
+from tessera.core import files
+from tessera.deviceless.gpu import targets
+from tessera.workbench import evidence
+from tessera.workbench.evidence import What
+from tessera.workbench.gpu_check import __main__ as program
+from tessera.workbench.gpu_check import (
+    calls,
+    check,
+    clock,
+    correct,
+    environment,
+    peers,
+    supervisor,
+    timing,
+    tuning,
+    worker,
+)
+from tessera.workbench.gpu_check.session import CUT, Scale, Session
 
 ROOT = Path(__file__).parents[1]
 SMALL = calls.Setting(1, 64, 64, 2, 1, 64)
@@ -136,7 +148,7 @@ def test_an_item_in_which_everything_ends_is_tried_last_and_given_up_if_that_rep
 
 
 def test_no_piece_begins_what_it_cannot_end(tmp_path, capsys):
-    from tessera.gpu_check.session import until_late
+    from tessera.workbench.gpu_check.session import until_late
 
     assert list(until_late(session(tmp_path / "x", limit_s=10.0), "abc", 60)) == []
     assert "3 left for the next run" in capsys.readouterr().out

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import oracle, trials, verify
-from tessera.attention import dispatch, gpu_backward, gpu_cudnn, reference
+from tessera.attention import dispatch, oracle, reference
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Shapes
 from tessera.attention.dispatch import explain
-from tessera.workloads import Workload
+from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.workloads import Workload
+from tessera.workbench import trials, verify
 
 KERNEL = gpu_cudnn.KERNELS[0]
 SQUARE = Workload(

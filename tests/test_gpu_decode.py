@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import oracle
-from tessera.attention import decode_mass, decode_splits, gpu_decode
+from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
-from tessera.attention.decode_blocks import visible_keys
-from tessera.attention.split_merge import merge_splits
-from tessera.deviceless import gpu, programs, tpu
-from tessera.workloads import Workload
+from tessera.attention.gpu import decode as gpu_decode
+from tessera.attention.gpu import decode_mass, decode_splits
+from tessera.attention.gpu.split_merge import merge_splits
+from tessera.attention.tpu.decode_blocks import visible_keys
+from tessera.attention.workloads import Workload
+from tessera.deviceless import programs
+from tessera.deviceless.gpu import compiler as gpu
+from tessera.deviceless.tpu import compiler as tpu
 
 KERNELS = {kernel.role: kernel for kernel in gpu_decode.KERNELS}
 LENGTHS = (300, 0, 1, 63, 64, 65, 128)

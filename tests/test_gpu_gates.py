@@ -13,10 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tessera import hardware
-from tessera.attention import gpu_backward
 from tessera.attention.contract import AttentionSpec
-from tessera.deviceless import gpu, gpu_figures, gpu_gates, gpu_inspection, hlo, inspection, sass, tpu
+from tessera.attention.gpu import backward as gpu_backward
+from tessera.core import hardware
+from tessera.deviceless import hlo
+from tessera.deviceless.gpu import compiler as gpu
+from tessera.deviceless.gpu import inspection as gpu_inspection
+from tessera.deviceless.gpu import sass
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import inspection
+from tessera.workbench.studies import gpu_figures, gpu_gates
 
 HERE = Path(__file__).parent
 
@@ -219,7 +225,7 @@ def compiler():
 
 @pytest.mark.parametrize("kernel", FIRST)
 def test_kernels_pass_the_gates_as_machine_code(compiler, kernel):
-    """A fast part of `python -m tessera.deviceless.gpu_gates`: the default blocks of every kernel."""
+    """A fast part of `python -m tessera.workbench.studies.gpu_gates`: the default blocks of every kernel."""
     result = gpu_gates.run(FIRST[kernel], compiler)
     assert result["broken"] == []
 
@@ -311,7 +317,7 @@ def test_the_roofline_takes_the_slowest_of_three_bounds():
 
 @pytest.mark.parametrize("kernel", gpu_gates.gpu_kernels()[:1], ids=lambda k: k.name)
 def test_inspect_prints_one_json_object(kernel, capsys):
-    from tessera import cli
+    from tessera.cli import main as cli
 
     flags = f"--chip h200 --role {kernel.role} --phase {kernel.phase} --length 4096 --heads 8 --kv-heads 2 --json"
     assert cli.main(["inspect", *flags.split(), "--kernel", kernel.name]) == 0
@@ -329,7 +335,7 @@ def test_a_call_that_the_chip_cannot_hold_is_an_error():
 
 
 def test_what_cannot_be_held_is_refused_before_a_compiler_starts(capsys):
-    from tessera import cli
+    from tessera.cli import main as cli
 
     start = time.perf_counter()
     assert cli.main("inspect --chip h200 --length 1000000000 --limit-s 600 --json".split()) == 1
@@ -341,7 +347,7 @@ def test_what_cannot_be_held_is_refused_before_a_compiler_starts(capsys):
 
 def test_where_no_kernel_of_ours_is_nothing_is_said_to_pass(capsys, tmp_path):
     """Why ours do not take it is said; float32 products have half the rate of bfloat16's."""
-    from tessera import cli
+    from tessera.cli import main as cli
 
     flags = "--chip h200 --length 256 --heads 2 --kv-heads 1 --head-dim 128 --dtype float32"
     assert cli.main(["inspect", *flags.split(), "--picture", str(tmp_path / "roof.svg")]) == 0
@@ -355,7 +361,7 @@ def test_where_no_kernel_of_ours_is_nothing_is_said_to_pass(capsys, tmp_path):
 
 
 def test_a_whole_model_is_not_inspected_for_a_gpu(capsys):
-    from tessera import cli
+    from tessera.cli import main as cli
 
     assert cli.main(["inspect", "--chip", "h200", "--model", "llama-3.1-8b"]) == 2
     assert "drop --model" in capsys.readouterr().err
@@ -400,7 +406,7 @@ def test_the_figures_rooflines_add_up():
 
 
 def test_a_target_beyond_its_roofline_is_shown_as_such():
-    from tessera import report
+    from tessera.workbench.report import documents as report
 
     found = {name: inspected(1.0) for name in gpu_figures.CALLS}
     made = [gpu_figures.record(figure, found) for figure in gpu_figures.all_figures(found)]
@@ -411,7 +417,7 @@ def test_a_target_beyond_its_roofline_is_shown_as_such():
 
 
 def test_a_figures_table_names_registers_spills_and_what_breaks_a_gate():
-    from tessera import report
+    from tessera.workbench.report import documents as report
 
     found = {name: inspected(1.0, registers=168, spill_bytes=0, gates=()) for name in gpu_figures.CALLS}
     found["sparse 16/32"] = inspected(1.0, registers=255, spill_bytes=8, gates=("registers are spilled",))

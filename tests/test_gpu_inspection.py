@@ -5,9 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from tessera import cli
 from tessera.attention.contract import AttentionSpec
-from tessera.deviceless import gpu, gpu_inspection, hlo, inspection, sass, tpu
+from tessera.cli import main as cli
+from tessera.deviceless import hlo
+from tessera.deviceless.gpu import compiler as gpu
+from tessera.deviceless.gpu import inspection as gpu_inspection
+from tessera.deviceless.gpu import sass
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import inspection
 
 REPORT = sass.Report(
     kernel="k", registers=168, spill_bytes=(0, 0), stack_bytes=0, shared_bytes=1024, barriers=2, instructions={},

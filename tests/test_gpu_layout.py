@@ -5,15 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.attention import gpu_keys, listed_rows
-from tessera.gpu_check import layout
+from tessera.attention.gpu import keys as gpu_keys
+from tessera.attention.gpu import sparse_rows
+from tessera.workbench.gpu_check import layout
 
 
 def test_a_wrong_place_of_gathered_rows_is_seen_and_named(monkeypatch):
     """Planted: rows of K change places in pairs, as a wrong swizzle of row numbers would have it."""
 
     def copy_rows(refs, item, first, slot, cut):
-        last = listed_rows.read(refs, item, "end") - 1
+        last = sparse_rows.read(refs, item, "end") - 1
         listed = lambda row: refs.tiles[item.b, item.h, item.i, jnp.minimum(first + row, last)]  # noqa: E731
 
         def copy_row(row, _):

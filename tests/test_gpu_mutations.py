@@ -7,7 +7,7 @@ left out, and of arrivals and loops, whose loss mostly hangs and takes its time,
 import pytest
 from mutants import ABSENT, EQUIVALENT, GRADIENTS, KINDS, Mutants
 
-from tessera.deviceless import gpu_gates
+from tessera.workbench.studies import gpu_gates
 
 KERNELS = [*(kernel.name for kernel in gpu_gates.gpu_kernels()), *GRADIENTS]
 

@@ -11,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import oracle
-from tessera.attention import block_ranges, dense_rows, gpu_backward, gpu_prefill
+from tessera.attention import oracle
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Shapes
-from tessera.deviceless import gpu, tpu
-from tessera.workloads import Workload
+from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gpu import block_ranges, prefill_rows
+from tessera.attention.gpu import prefill as gpu_prefill
+from tessera.attention.workloads import Workload
+from tessera.deviceless.gpu import compiler as gpu
+from tessera.deviceless.tpu import compiler as tpu
 
 DENSE, SCORE = gpu_prefill.KERNELS
 LONG = Workload(
@@ -54,7 +57,7 @@ def check(kernel, workload, config, dtype="bfloat16"):
 )
 def test_every_order_of_products(overlap, turns, stages):
     """Ranges longer than the pipeline is deep, masked at both ends or at one."""
-    config = dense_rows.Config(block_s=64, stages=stages, overlap=overlap, turns=turns)
+    config = prefill_rows.Config(block_s=64, stages=stages, overlap=overlap, turns=turns)
     check(DENSE, WINDOW if turns else LONG, config)
 
 
@@ -70,7 +73,7 @@ def test_padding_changes_nothing_bit_for_bit():
     call = calls.make(ragged, "dense", "bfloat16")
     assert np.isnan(call.k.astype(np.float32)).any()
     finite = call._replace(**{x: np.nan_to_num(getattr(call, x).astype(np.float32), nan=7.0) for x in "qkv"})
-    a, b = (calls.run(DENSE, x, "bfloat16", dense_rows.Config(block_s=64)) for x in (call, finite))
+    a, b = (calls.run(DENSE, x, "bfloat16", prefill_rows.Config(block_s=64)) for x in (call, finite))
     assert np.array_equal(a.out, b.out)
     assert np.array_equal(a.lse, b.lse)
     assert np.all(a.out[0, 60:] == 0)
@@ -80,9 +83,9 @@ def test_padding_changes_nothing_bit_for_bit():
 def test_chunks_of_queries_change_nothing(workload, monkeypatch):
     """Tiles wider than a block, query tiles that no copy is aligned to; the same bits from two passes as from one."""
     workload = dataclasses.replace(workload, num_queries=400, q_start=(90,), q_len=(395,))
-    config = dense_rows.Config(block_s=64)
+    config = prefill_rows.Config(block_s=64)
     whole = check(SCORE, workload, config)
-    cut = dense_rows.Cut(workload.role_spec("score"), config, 2, 500, 64, "bfloat16")
+    cut = prefill_rows.Cut(workload.role_spec("score"), config, 2, 500, 64, "bfloat16")
     monkeypatch.setattr(gpu_prefill, "BITS", 384 * 2 * cut.units)
     assert gpu_prefill.chunk_rows(1, 400, 2, cut) == 384
     calls.compiled.cache_clear()
@@ -96,7 +99,7 @@ def test_scratch_is_bounded():
     """What a scoring pass leaves behind never outgrows q, nor BITS, but for one chunk of whole query tiles."""
     spec = AttentionSpec(tile=16, query_tile=32, mass=True)
     for num_queries, num_keys in ((4096, 4096), (131072, 131072), (100, 131072)):
-        cut = dense_rows.Cut(spec, dense_rows.Config(), 4, num_keys, 128, "bfloat16")
+        cut = prefill_rows.Cut(spec, prefill_rows.Config(), 4, num_keys, 128, "bfloat16")
         rows = gpu_prefill.chunk_rows(1, num_queries, 32, cut)
         assert rows % 128 == 0
         bound = min(gpu_prefill.BITS, num_queries * 32 * 128)
@@ -107,7 +110,7 @@ def test_query_tiles_of_a_chunk_fit_the_grid():
     """They lie along CUDA's second axis, which ends at 65,535; ordinary calls are cut as if there were no such end."""
     for query_tile, num_queries, num_keys in ((1, 1 << 18, 1 << 12), (7, 1 << 20, 1 << 12), (32, 1 << 23, 1 << 12)):
         spec = AttentionSpec(tile=128, query_tile=query_tile, causal=False, mass=True)
-        cut = dense_rows.Cut(spec, dense_rows.Config(), 1, num_keys, 128, "bfloat16")
+        cut = prefill_rows.Cut(spec, prefill_rows.Config(), 1, num_keys, 128, "bfloat16")
         rows = gpu_prefill.chunk_rows(1, num_queries, 1, cut)
         assert rows % 128 == rows % query_tile == 0
         assert 30000 < rows // query_tile <= 65535
@@ -232,10 +235,10 @@ def test_what_it_cannot_do_is_refused():
     assert "tile=1" in SCORE.supports(AttentionSpec(tile=1, mass=True), shapes._replace(head_dim=64))
     assert "float32" in DENSE.supports(AttentionSpec(), shapes._replace(head_dim=64, dtype="float32"))
     with pytest.raises(ValueError, match="block_s=96"):
-        dense_rows.Config(block_s=96)
+        prefill_rows.Config(block_s=96)
 
 
-CONFIG = dense_rows.Config(block_s=64)
+CONFIG = prefill_rows.Config(block_s=64)
 
 
 def test_ranges_of_blocks_against_brute_force():

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tessera import evidence
-from tessera.gpu_check import __main__ as program
-from tessera.gpu_check import supervisor
+from tessera.workbench import evidence
+from tessera.workbench.gpu_check import __main__ as program
+from tessera.workbench.gpu_check import supervisor
 
 PLANTED = """
 import os
@@ -21,7 +21,7 @@ import time
 
 from jax.errors import JaxRuntimeError
 
-from tessera.evidence import What
+from tessera.workbench.evidence import What
 
 
 def fine():
@@ -139,7 +139,7 @@ def test_the_script_is_stopped_like_by_ctrl_c(number, tmp_path):
     out = tmp_path / "x.jsonl"
     program = (
         f"import signal; signal.signal({int(number)}, signal.{'default_int_handler' if number == 2 else 'SIG_DFL'})\n"
-        "import sys; from tessera.gpu_check import __main__ as m; whole = m.supervise\n"
+        "import sys; from tessera.workbench.gpu_check import __main__ as m; whole = m.supervise\n"
         f"m.supervise = lambda r, s: whole({{**r, 'pieces': ['planted:says_and_waits']}}, s, [{str(tmp_path)!r}])\n"
         f"sys.exit(m.main(['--dry', '--out', {str(out)!r}]))"
     )
@@ -194,7 +194,8 @@ def test_no_child_outlives_its_parent(tmp_path):
     (tmp_path / "planted.py").write_text(PLANTED)
     out = tmp_path / "x.jsonl"
     request = {"pieces": ["planted:says_and_waits"], "out": str(out), "dry": True, "again": False, "since": 0}
-    program = f"from tessera.gpu_check import supervisor; supervisor.supervise({request!r}, 400.0, [{str(tmp_path)!r}])"
+    program = "from tessera.workbench.gpu_check import supervisor\n"
+    program += f"supervisor.supervise({request!r}, 400.0, [{str(tmp_path)!r}])"
     parent = subprocess.Popen([sys.executable, "-c", program])
     while not out.exists() or not evidence.read(out):
         assert parent.poll() is None

@@ -6,7 +6,7 @@ import pytest
 from tiny import save_tiny
 
 from tessera import generate
-from tessera.eval import harness
+from tessera.workbench.eval import harness
 
 
 @pytest.fixture(scope="module")

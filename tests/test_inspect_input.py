@@ -2,8 +2,9 @@
 
 import pytest
 
-from tessera import cli
-from tessera.deviceless import gpu, tpu
+from tessera.cli import main as cli
+from tessera.deviceless.gpu import compiler as gpu
+from tessera.deviceless.tpu import compiler as tpu
 
 REFUSED = [
     ("--length 1024 --queries 20000", "--queries 20000 must be at most --length 1024"),

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import hardware, measure
+from tessera.core import hardware
+from tessera.workbench import measure
 
 
 def test_interleave_takes_turns_in_alternating_order():

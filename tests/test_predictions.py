@@ -5,10 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tessera import evidence, report
 from tessera.attention import work
 from tessera.attention.contract import AttentionSpec, Shapes
-from tessera.deviceless import figures, model_inspection, predict, steps, tpu, validation
+from tessera.deviceless import model_inspection, steps
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import predict
+from tessera.workbench import evidence
+from tessera.workbench.report import documents as report
+from tessera.workbench.studies import figures, validation
 
 
 def region(name, bundles):

@@ -9,7 +9,7 @@ import tessera
 from tessera.demo.reading import Reader, policies
 from tessera.generate import find_plan
 from tessera.models.checkpoint import load_params
-from tessera.quality import SHIPPED, passkey_tasks
+from tessera.workbench.quality import SHIPPED, passkey_tasks
 
 LENGTHS = (768, 2048)
 

@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 from tiny import CONFIG, PLAN, save_tiny
 
-from tessera import evidence, generate, report_real, report_real_pictures
+from tessera import generate
 from tessera.attention.contract import AttentionSpec, Positions
-from tessera.eval import contenders, paired, probes, real, texts
-from tessera.eval.contenders import Matched
-from tessera.eval.trials import Runner, run_trials
+from tessera.cli.workbench import Eval
 from tessera.models.tokenizer import byte_tokenizer
-from tessera.quality import REAL_PLAN
-from tessera.report_page import write
 from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
-from tessera.workbench import Eval
+from tessera.workbench import evidence
+from tessera.workbench.eval import contenders, paired, probes, real, texts
+from tessera.workbench.eval.contenders import Matched
+from tessera.workbench.eval.trials import Runner, run_trials
+from tessera.workbench.quality import REAL_PLAN
+from tessera.workbench.report import real as report_real
+from tessera.workbench.report import real_pictures as report_real_pictures
+from tessera.workbench.report.page import write
 
 TEXT = "".join(f"line {i} of some filler, which says nothing that matters.\n" for i in range(400))
 FILLER = probes.Filler.of(byte_tokenizer(), TEXT)
@@ -91,7 +94,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_the_three_domains_share_no_text_with_each_other_or_with_calibration():
-    from tessera.data import library_calibration
+    from tessera.train.data import library_calibration
 
     found = {name: get() for name, get in texts.DOMAINS.items()}
     found["calibration"] = bytes(library_calibration().astype(np.uint8)).decode("utf-8", "replace")

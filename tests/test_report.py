@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tessera import evidence, report
+from tessera.workbench import evidence
+from tessera.workbench.report import documents as report
 
 ROOT = Path(__file__).parents[1]
 

@@ -11,8 +11,12 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from tessera import cli, evidence, report_labels, report_page, report_pictures
-from tessera.evidence import Comparison, How, What
+from tessera.cli import main as cli
+from tessera.workbench import evidence
+from tessera.workbench.evidence import Comparison, How, What
+from tessera.workbench.report import labels as report_labels
+from tessera.workbench.report import page as report_page
+from tessera.workbench.report import pictures as report_pictures
 
 ROOT = Path(__file__).parents[1]
 CODE = evidence.Code(commit="0123456789abcdef", dirty=False)

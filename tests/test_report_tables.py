@@ -6,12 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tessera import eval as evaluation
-from tessera import evidence, report, trials, tune, verify
-from tessera.deviceless import ablations, blocks, gpu_gates, sweep
-from tessera.evidence import What
-from tessera.report_markdown import current
-from tessera.tune import ship
+from tessera.workbench import eval as evaluation
+from tessera.workbench import evidence, trials, tune, verify
+from tessera.workbench.evidence import What
+from tessera.workbench.report import documents as report
+from tessera.workbench.report.markdown import current
+from tessera.workbench.studies import ablations, blocks, gpu_gates, sweep
+from tessera.workbench.tune import ship
 
 AMD = {"device": "cpu", "cpu": "AMD EPYC", "cores": 2}
 INTEL = {"device": "cpu", "cpu": "Intel(R) Xeon(R) Processor", "cores": 2}
@@ -272,7 +273,7 @@ def test_gates_count_configurations_and_cases_and_mark_what_breaks():
     found = [gate_case("gpu_a", "one", 128), gate_case("gpu_a", "one", 168), gate_case("gpu_a", "two", 100)]
     found += [gate_case("gpu_b", "one", 255, (64, 32), ["spilled"]), gate_case("gpu_b", "one", 90)]
     found += [gate_case("gpu_c", "one", 0, broken=["hung"]) | {"kernels": []}]
-    made = [on(AMD, r) for r in gpu_gates.records(found, "python -m tessera.deviceless.gpu_gates")]
+    made = [on(AMD, r) for r in gpu_gates.records(found, "python -m tessera.workbench.studies.gpu_gates")]
     again = on(INTEL, made[0])  # what a compiler alone decides is counted once
     _, rows = lines("gates", [*made, again])
     assert rows == [
@@ -295,13 +296,13 @@ def test_the_sweep_counts_what_compiled_per_chip():
     first, second, *_ = kernels = sorted({case["kernel"] for case in sweep.cases(("v5e",))})
     names = [(kernel, "v5e", True) for kernel in kernels] + [(first, "v6e", True), (first, "v6e", False)]
     found = [{"kernel": kernel, "chip": chip, "compiled": compiled} for kernel, chip, compiled in names]
-    every = on(AMD, sweep.report(found, "python -m tessera.deviceless.sweep"))
+    every = on(AMD, sweep.report(found, "python -m tessera.workbench.studies.sweep"))
     header, rows = lines("sweep", [every])
     planned = sum(1 for _ in sweep.cases(tuple(sweep.tpu.TOPOLOGIES)))
     assert header == f"| compiled/tried; tried {len(names)} of {planned} planned | v5e | v6e |"
     assert rows[0] == f"| {first} | 1/1 | **1**/2 |"
     assert rows[-1] == f"| all | {len(kernels)}/{len(kernels)} | **1**/2 |"
-    some = on(AMD, sweep.report([found[-2]], "python -m tessera.deviceless.sweep"))
+    some = on(AMD, sweep.report([found[-2]], "python -m tessera.workbench.studies.sweep"))
     assert some.what.workload.startswith(first)
     _, rows = lines("sweep", [every, replace(some, date="2999-01-01T00:00:00+00:00")])
     assert rows[0] == f"| {first} | 1/1 | 1/1 |"

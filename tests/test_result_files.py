@@ -6,9 +6,12 @@ from dataclasses import asdict
 
 import pytest
 
-from tessera import evidence, files, report
 from tessera.attention import tuned
-from tessera.deviceless import blocks, figures, gpu_gates, sweep, tpu, validation
+from tessera.core import files
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.workbench import evidence
+from tessera.workbench.report import documents as report
+from tessera.workbench.studies import blocks, figures, gpu_gates, sweep, validation
 
 LINES = [{"a": 1}, {"b": "é", "c": [1, 2]}]
 CODE = {"commit": "0" * 40, "dirty": False, "landed": None}

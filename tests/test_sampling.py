@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from tessera.engine import seen_tokens
-from tessera.sampling import Sampling, check_seeds, choose, distribution
+from tessera.runtime.engine import seen_tokens
+from tessera.runtime.sampling import Sampling, check_seeds, choose, distribution
 
 GOLDEN = Path(__file__).parent / "golden" / "sampling.npz"
 NUM_CASES = 8

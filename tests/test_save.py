@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import CONFIG, random_params
 
-from tessera import files
+from tessera.core import files
 from tessera.models.checkpoint import load_params, read_config, resolve, save_folder
 from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
 

@@ -10,12 +10,9 @@ import pytest
 
 import tessera
 from tessera.attention.contract import AttentionSpec, Positions
-from tessera.calibrate import Report, calibrate
-from tessera.files import Notebook, read_lines
-from tessera.promise import summary
-from tessera.quality import SHIPPED, calibration_texts
-from tessera.retrieval import CUE, PASSAGE, plant
-from tessera.search import (
+from tessera.calibration.calibrate import Report, calibrate
+from tessera.calibration.retrieval import CUE, PASSAGE, plant
+from tessera.calibration.search import (
     PROBE_WEIGHT,
     Fixed,
     Judge,
@@ -28,9 +25,12 @@ from tessera.search import (
     probes_of,
     run,
 )
+from tessera.core.files import Notebook, read_lines
 from tessera.sparse.ablation import GRID, MassRecorder, Tiling, missed_mass
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
+from tessera.sparse.promise import summary
+from tessera.workbench.quality import SHIPPED, calibration_texts
 
 TILING = Tiling(tile=16, query_tile=32, local=32, sinks=16)
 

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import oracle
-from tessera.attention import tpu_backward, xla_prefill
+from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.attention.dispatch import KERNELS
-from tessera.deviceless import predict, tpu
+from tessera.attention.tpu import backward as tpu_backward
+from tessera.attention.xla import prefill as xla_prefill
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import predict
 
 DENSE = next(k for k in KERNELS if k.name == "tpu_prefill_dense")
 SMALL = tpu_backward.Config(block_t=128, block_s=256, chunk=128)

@@ -12,9 +12,11 @@ import jax
 import numpy as np
 import pytest
 
-from tessera.attention import prefill_blocks, reference, tpu_prefill
+from tessera.attention import reference
 from tessera.attention.contract import AttentionSpec
-from tessera.workloads import Workload
+from tessera.attention.tpu import prefill as tpu_prefill
+from tessera.attention.tpu import prefill_blocks
+from tessera.attention.workloads import Workload
 
 KERNELS = {kernel.role: kernel for kernel in tpu_prefill.KERNELS}
 PLAIN = {kernel.role: kernel for kernel in reference.KERNELS if kernel.phase == "prefill"}

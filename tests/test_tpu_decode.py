@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import oracle
-from tessera.attention import decode_blocks, tpu_decode, tuned
+from tessera.attention import oracle, tuned
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
-from tessera.deviceless import blocks
-from tessera.workloads import Workload
+from tessera.attention.tpu import decode as tpu_decode
+from tessera.attention.tpu import decode_blocks
+from tessera.attention.workloads import Workload
+from tessera.workbench.studies import blocks
 
 KERNELS = {kernel.role: kernel for kernel in tpu_decode.KERNELS}
 RAGGED = Workload(

@@ -17,13 +17,14 @@ import optax
 import pytest
 from rich.console import Console
 
-from tessera import data, losses, recipes, train
 from tessera.attention.contract import Positions
 from tessera.models import decoder
 from tessera.models.checkpoint import load_params, read_config, save_folder
 from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
-from tessera.recipes import COPYING, TINY, Recipe, Stage, text_recipe
 from tessera.sparse.baselines import Dense
+from tessera.train import data, losses, recipes
+from tessera.train import loop as train
+from tessera.train.recipes import COPYING, TINY, Recipe, Stage, text_recipe
 
 QUIET = Console(file=io.StringIO())
 
@@ -165,7 +166,9 @@ def test_run_leaves_log_picture_checkpoints_and_a_model_that_loads(whole_run):
 
 def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tmp_path):
     """A real SIGKILL, at an arbitrary moment; then again; then to the end."""
-    code = "import sys; from tessera import train, recipes; train.train(recipes.TINY, sys.argv[1], save_every_s=0.0)"
+    code = (
+        "import sys; from tessera.train import loop, recipes; loop.train(r.TINY, sys.argv[1], save_every_s=0.0)"
+    )
     for steps in (3, 14):
         process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.DEVNULL)
         try:
@@ -192,7 +195,9 @@ def wait_for_steps(path, steps: int, process) -> None:
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(whole_run, tmp_path):
-    code = "import sys; from tessera import train, recipes; train.train(recipes.TINY, sys.argv[1], save_every_s=1e9)"
+    code = (
+        "import sys; from tessera.train import loop, recipes; loop.train(r.TINY, sys.argv[1], save_every_s=1e9)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     wait_for_steps(tmp_path / "loss.jsonl", 2, process)
     process.send_signal(signal.SIGINT)
@@ -300,7 +305,7 @@ def test_demo_recipe_is_what_ships():
 
 
 def test_shipped_weights_are_the_recipes_and_find_pass_keys():
-    folder = Path(train.__file__).parent / "demo" / "model"
+    folder = Path(train.__file__).parents[1] / "demo" / "model"
     config = read_config(folder)
     assert replace(config, eos_ids=(), bos_id=None) == replace(recipes.DEMO.config, eos_ids=(), bos_id=None)
     assert sum(path.stat().st_size for path in folder.iterdir()) < 16 << 20

@@ -10,8 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
-from tessera import trials
 from tessera.attention.dispatch import KERNELS
+from tessera.workbench import trials
 
 TPU = next(k for k in KERNELS if k.platform == "tpu")
 GPU = next(k for k in KERNELS if k.platform == "gpu" and "cudnn" not in k.name)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import tune_subjects
 
-from tessera import cli, evidence, oracle, tune
-from tessera.attention import tuned
+from tessera.attention import oracle, tuned
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import KERNELS
-from tessera.tune import calls, search, seeding, ship, tpe
-from tessera.tune.child import Child
+from tessera.cli import main as cli
+from tessera.workbench import evidence, tune
+from tessera.workbench.tune import calls, search, seeding, ship, tpe
+from tessera.workbench.tune.child import Child
 
 HERE = str(Path(__file__).parent)
 SPACE = [{"x": x, "y": y} for x in range(12) for y in range(12)]

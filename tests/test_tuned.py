@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from tessera import evidence
 from tessera.attention import dispatch, tuned
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
-from tessera.deviceless import blocks, programs
+from tessera.deviceless import programs
+from tessera.workbench import evidence
+from tessera.workbench.studies import blocks
 
 EVIDENCE = Path(__file__).parents[1] / "evidence"
 SPEC = AttentionSpec()

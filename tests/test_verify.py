@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera import evidence, trials, verify
 from tessera.attention.contract import Selection
 from tessera.attention.dispatch import KERNELS
-from tessera.workloads import WORKLOADS
+from tessera.attention.workloads import WORKLOADS
+from tessera.workbench import evidence, trials, verify
 
 NAMED = {w.name: w for w in WORKLOADS}
 SPARSE = next(k for k in KERNELS if k.name == "xla_prefill_sparse")

@@ -9,7 +9,7 @@ import pytest
 from tessera.attention.contract import AttentionSpec
 from tessera.attention.dispatch import attention, call_shapes
 from tessera.attention.selection import select_tiles
-from tessera.workloads import WORKLOADS
+from tessera.attention.workloads import WORKLOADS
 
 NAMED = {workload.name: workload for workload in WORKLOADS}
 BLOCKS = {"small": lambda kernel, call: None, "default": lambda kernel, call: default_config(kernel, call)}

@@ -14,7 +14,7 @@ _WHERE = {
     "Model": "generate",
     "Generation": "generate",
     "fetch": "models.fetch",
-    "calibrate": "calibrate",
+    "calibrate": "calibration.calibrate",
     "Plan": "sparse.plan",
     "attention": "attention.dispatch",
     "explain": "attention.dispatch",

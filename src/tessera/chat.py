@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from tessera.answers import Generation
-from tessera.engine import Request, Session
 from tessera.generate import Interrupted, Model
-from tessera.sampling import Sampling
+from tessera.runtime.answers import Generation
+from tessera.runtime.engine import Request, Session
+from tessera.runtime.sampling import Sampling
 
 COMMANDS = MappingProxyType(
     {

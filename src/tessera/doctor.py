@@ -12,10 +12,10 @@ import jax
 
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import explain
-from tessera.compilation import cache_folder
-from tessera.memory import available_bytes, format_bytes
-from tessera.promise import promise_line
+from tessera.core.memory import available_bytes, format_bytes
+from tessera.runtime.compilation import cache_folder
 from tessera.sparse.plan import Plan
+from tessera.sparse.promise import promise_line
 
 PACKAGES = (
     "tessera-attention jax jaxlib jaxtyping numpy safetensors tokenizers jinja2 huggingface_hub tyro rich optax "

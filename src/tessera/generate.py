@@ -14,20 +14,20 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from tessera.answers import Answer, Generation
-from tessera.compilation import capacity_bucket, capacity_buckets, enable_cache
-from tessera.engine import Request, Session, cache_bytes, chunk_bytes, respond, score_tokens
-from tessera.memory import require
+from tessera.core.memory import require
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
-from tessera.promise import promise_line
-from tessera.sampling import Sampling, check_seeds, choose
+from tessera.runtime.answers import Answer, Generation
+from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
+from tessera.runtime.engine import Request, Session, cache_bytes, chunk_bytes, respond, score_tokens
+from tessera.runtime.sampling import Sampling, check_seeds, choose
 from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES, policy_for
+from tessera.sparse.promise import promise_line
 
 logger = logging.getLogger(__name__)
 

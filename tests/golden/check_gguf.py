@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gguf_files import Q, write_gguf
 
 import tessera
-from tessera import evidence
-from tessera.evidence import What
+from tessera.workbench import evidence
+from tessera.workbench.evidence import What
 
 ROOT = Path(__file__).parents[2]
 PEER_PYTHON = ROOT / ".venv-peers" / "bin" / "python"

@@ -20,8 +20,8 @@ def main() -> int:
     import lm_eval
 
     import tessera
-    from tessera.eval.harness import adapter
-    from tessera.quality import SHIPPED
+    from tessera.workbench.eval.harness import adapter
+    from tessera.workbench.quality import SHIPPED
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.jsonl"

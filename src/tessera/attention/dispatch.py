@@ -7,25 +7,21 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention import (
-    gpu_backward,
-    gpu_cudnn,
-    gpu_decode,
-    gpu_keys,
-    gpu_prefill,
-    gpu_sparse,
-    parallel,
-    reference,
-    tpu_decode,
-    tpu_prefill,
-    tpu_sparse,
-    tuned,
-    xla_decode,
-    xla_prefill,
-    xla_sparse,
-)
+from tessera.attention import parallel, reference, tuned
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
-from tessera.shapes import ceil_div
+from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.gpu import decode as gpu_decode
+from tessera.attention.gpu import keys as gpu_keys
+from tessera.attention.gpu import prefill as gpu_prefill
+from tessera.attention.gpu import sparse as gpu_sparse
+from tessera.attention.tpu import decode as tpu_decode
+from tessera.attention.tpu import prefill as tpu_prefill
+from tessera.attention.tpu import sparse as tpu_sparse
+from tessera.attention.xla import decode as xla_decode
+from tessera.attention.xla import prefill as xla_prefill
+from tessera.attention.xla import sparse as xla_sparse
+from tessera.core.shapes import ceil_div
 
 KERNELS: tuple[Kernel, ...] = (
     *tpu_decode.KERNELS,

@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention.contract import AttentionSpec, Selection
-from tessera.shapes import ceil_div
+from tessera.core.shapes import ceil_div
 
 SLACK = 1e-3
 """Tiles by which fraction * visible / tile may exceed an integer and still count as it: float32 rounding, no more."""

@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 
-from tessera import evidence, files, hardware
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.core import files, hardware
+from tessera.workbench import evidence
 
 TABLES = Path(__file__).with_name("tables")
 

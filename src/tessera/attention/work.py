@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention.contract import AttentionSpec, Shapes
-from tessera.shapes import ceil_div
+from tessera.core.shapes import ceil_div
 
 
 def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:

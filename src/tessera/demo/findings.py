@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera import measure, quality
-from tessera.answers import Generation
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.attention.dispatch import attention
-from tessera.data import library_corpus
+from tessera.core.shapes import ceil_div
 from tessera.demo.pictures import Anchor
 from tessera.generate import Model
 from tessera.models.decoder import forward
-from tessera.quality import Accuracy, passkey_tasks
-from tessera.shapes import ceil_div
+from tessera.runtime.answers import Generation
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.reads import shapes_of
+from tessera.train.data import library_corpus
+from tessera.workbench import measure, quality
+from tessera.workbench.quality import Accuracy, passkey_tasks
 
 Progress = Callable[[str], Any]
 

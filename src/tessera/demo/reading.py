@@ -17,13 +17,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from tessera.answers import Generation
-from tessera.engine import Request
-from tessera.eval.contenders import plan_policy
 from tessera.generate import Model
-from tessera.quality import without_choice
-from tessera.sampling import Sampling
+from tessera.runtime.answers import Generation
+from tessera.runtime.engine import Request
+from tessera.runtime.sampling import Sampling
 from tessera.sparse.plan import Plan
+from tessera.workbench.eval.contenders import plan_policy
+from tessera.workbench.quality import without_choice
 
 HERE = Path(__file__).parent
 CHUNK = 256

@@ -8,13 +8,13 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Column, Table
 
-from tessera import evidence, measure
-from tessera.answers import Generation
 from tessera.demo import pictures
 from tessera.demo.reading import SIDES, WORDS, Findings, said
-from tessera.evidence import Comparison, How, Record, What
 from tessera.generate import Model
-from tessera.report_markdown import quantity
+from tessera.runtime.answers import Generation
+from tessera.workbench import evidence, measure
+from tessera.workbench.evidence import Comparison, How, Record, What
+from tessera.workbench.report.markdown import quantity
 
 COMMAND = "tessera demo"
 CONTROL = (

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tessera import evidence, measure
 from tessera.demo import findings, page, pictures, reading, reading_report
 from tessera.demo.findings import Answered, LayerTimes, ReadMap
 from tessera.demo.stages import Stages
-from tessera.evidence import Comparison, How, Record, What
 from tessera.generate import Model, load
 from tessera.models import fetch
-from tessera.quality import Accuracy
-from tessera.report_markdown import quantity
+from tessera.workbench import evidence, measure
+from tessera.workbench.evidence import Comparison, How, Record, What
+from tessera.workbench.quality import Accuracy
+from tessera.workbench.report.markdown import quantity
 
 HERE = Path(__file__).parent
 COMMAND = "tessera demo"

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from tessera.deviceless import hlo, predict, steps, tpu
-from tessera.memory import format_bytes
+from tessera.core.memory import format_bytes
+from tessera.deviceless import hlo, steps
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import predict
 
 MESHES = MappingProxyType(
     {

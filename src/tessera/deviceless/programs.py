@@ -8,11 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera.attention import gpu_backward, gpu_cudnn, tpu_backward, tuned
+from tessera.attention import tuned
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
+from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.selection import select_tiles
-from tessera.shapes import ceil_div
+from tessera.attention.tpu import backward as tpu_backward
+from tessera.core.shapes import ceil_div
 
 WANTED = MappingProxyType({bool: "true or false", int: "a whole number", int | None: "a whole number or null"})
 """What JSON holds in a field of a kernel's `Config`, by its annotation."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from tessera.files import finish_swap, replace_folder, write_text
+from tessera.core.files import finish_swap, replace_folder, write_text
 from tessera.models.config import ModelConfig
 from tessera.models.families import parse_config, render_config
 from tessera.models.fetch import MODELS, fetched

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from tessera.files import sync, user_cache
+from tessera.core.files import sync, user_cache
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from tessera.files import replace_folder, write_text
+from tessera.core.files import replace_folder, write_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE})

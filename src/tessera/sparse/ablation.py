@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import capacity_for, select_tiles, tile_budget
-from tessera.shapes import ceil_div
+from tessera.core.shapes import ceil_div
 from tessera.sparse.baselines import Counted
 from tessera.sparse.contract import Policy
 from tessera.sparse.estimate import Estimate, estimate_mass

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.shapes import round_up
+from tessera.core.shapes import round_up
 
 PAPER_ANCHORS, PAPER_LAYERS = 5, 32
 """The paper uses five anchors for 32 layers (Llama-3.1-8B)."""

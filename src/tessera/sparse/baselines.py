@@ -10,7 +10,7 @@ from jax import Array
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import select_tiles
-from tessera.shapes import ceil_div
+from tessera.core.shapes import ceil_div
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.plan import check_budget

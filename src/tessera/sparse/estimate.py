@@ -21,7 +21,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention.contract import AttentionSpec, Positions
-from tessera.shapes import ceil_div, round_up
+from tessera.core.shapes import ceil_div, round_up
 
 BLOCK_SCORES = 512
 """Scored blocks per step: 96 rows of them fill a second-level cache without spilling."""

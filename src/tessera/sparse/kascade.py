@@ -18,7 +18,7 @@ from jax import Array
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import capacity_for, select_tiles
-from tessera.shapes import ceil_div
+from tessera.core.shapes import ceil_div
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.estimate import Estimate, estimate_mass

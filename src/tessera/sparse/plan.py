@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tessera.attention.contract import AttentionSpec
-from tessera.files import replace_text
+from tessera.core.files import replace_text
 from tessera.sparse.estimate import Estimate
 
 SCHEMA = 2

@@ -14,7 +14,7 @@ from jax import Array
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import select_tiles
-from tessera.shapes import ceil_div
+from tessera.core.shapes import ceil_div
 from tessera.sparse.anchors import importance, similarity
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Policy, visible_range

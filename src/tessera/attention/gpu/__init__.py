@@ -1,0 +1,1 @@
+"""Pallas Mosaic kernels for Hopper, and cuDNN's."""

@@ -1,0 +1,440 @@
+"""Gradient of dense prefill on Hopper: one kernel for dq, one for dk and dv.
+
+With p = 2^(bits - lse) recomputed from q, k and lse, and delta = sum(d_out * out) - d_lse per row:
+
+    dp = d_out v^T,  ds = p (dp - delta) softcap'(z),  dq = scale ds k,  dk = scale ds^T q,  dv = p^T d_out.
+
+A block of threads holds its result in registers and sweeps over what it needs, fetched by a third warpgroup: 128 rows
+of one query head over their keys; or 128 keys of one KV head (64, whose columns the two warpgroups share out, where
+128 would not fit their registers) over the rows of all its query heads, so that no partial dk or dv is ever written.
+Nothing is added up in main memory: results are the same from run to run.
+
+Keys that are padding and rows that see nothing are zeroed before the launch, these rows' cotangents too, and their lse
+is +inf: only the diagonal, the window's edge and kv_len need masks. Work: 7 products per pair, 14 H flops; a kernel
+that adds up dq in main memory, in whatever order, needs 5. Heads that the kernels do not take, and chips other than
+Hopper, get plain JAX: a block of rows against every key, visible or not.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from tessera.attention.contract import AttentionOut, AttentionSpec, Positions
+from tessera.attention.gpu.block_ranges import Blocks, key_blocks, row_blocks
+from tessera.attention.gpu.warpgroup import (
+    ROW,
+    ROWS,
+    accumulate,
+    filled,
+    per_row,
+    scores,
+    simulated,
+    swizzled,
+    tanh,
+    whole_lines,
+)
+from tessera.attention.online_softmax import LOG2_E, dot, raw_scores, scale_of, visible_mask
+from tessera.core.shapes import ceil_div, round_up
+
+WARPGROUPS = 2
+"""That compute; the next one fetches."""
+BLOCK = WARPGROUPS * ROWS
+STEP = 64
+"""Rows, or keys, of one step of a sweep."""
+STAGES = 2
+HEAD_DIMS = (64, 128)
+"""That fit: dq of 256 columns leaves a warpgroup no registers for scores and the addresses of their operands."""
+SCORES = 1 << 25
+"""Most scores that the plain path holds at once, in each of a few arrays: 128 MiB in float32."""
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""Layout in registers of one number per column of a product."""
+
+
+class Cut(NamedTuple):
+    """Static sizes."""
+
+    spec: AttentionSpec
+    groups: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def shared(self) -> bool:
+        """Whether the warpgroups hold the same 64 keys, each half of their columns: a softcap takes 32 registers."""
+        return self.head_dim == 128 and self.spec.softcap is not None
+
+    @property
+    def keys(self) -> int:
+        """Keys whose dk and dv a block of threads holds."""
+        return ROWS if self.shared else BLOCK
+
+
+class Inputs(NamedTuple):
+    """Main memory: rows [B,T,N,H], keys [B,K,S,H], one number per row [B,N,rows]."""
+
+    q_start: Any
+    kv_len: Any
+    q_len: Any
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
+    lse: Any
+    delta: Any
+
+
+class RowRefs(NamedTuple):
+    """The kernel of dq: shared memory and barriers."""
+
+    dq: Any
+    q_smem: Any
+    d_out_smem: Any
+    k_smem: Any
+    v_smem: Any
+    rows_full: Any
+    full: Any
+    free: Any
+
+
+class KeyRefs(NamedTuple):
+    """The kernel of dk and dv: shared memory and barriers."""
+
+    dk: Any
+    dv: Any
+    k_smem: Any
+    v_smem: Any
+    q_smem: Any
+    d_out_smem: Any
+    lse_smem: Any
+    delta_smem: Any
+    keys_full: Any
+    full: Any
+    free: Any
+    read: Any
+
+
+def weights(s: Array, lse: Array, cut: Cut, mask: Array | None) -> tuple[Array, Array]:
+    """p and p softcap'(z) of scores before scale and cap."""
+    scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
+    t = None if cap is None else tanh(s, scale / cap)
+    p = jnp.exp2(s * (scale * LOG2_E) - lse if cap is None else t * (cap * LOG2_E) - lse)
+    p = p if mask is None else jnp.where(mask, p, 0.0)
+    return p, p if cap is None else p * (1.0 - t * t)
+
+
+def scores_and_dp(q_smem, d_out_smem, k_smem, v_smem) -> tuple[Array, Array]:
+    """q k^T and d_out v^T, one behind the other in the tensor core."""
+
+    def products(s, dp):
+        plgpu.wgmma(s, q_smem, k_smem.transpose((1, 0)))
+        plgpu.wgmma(dp, d_out_smem, v_smem.transpose((1, 0)))
+        return s[...], dp[...]
+
+    shape = plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32)
+    return pl.run_scoped(products, shape, shape)
+
+
+def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: AttentionSpec) -> Array:
+    """[rows, keys]: whether rows from position `first` on see keys from `start` on."""
+    key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    if not spec.causal:
+        return key < kv_len - start
+    row = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + first
+    mask = key < per_row(jnp.minimum(kv_len, row + 1) - start, key)
+    return mask if spec.window is None else mask & (key > per_row(row - start - spec.window, key))
+
+
+def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
+    """[keys, rows]: whether keys from position `start` on are seen by rows from `first` on, were they all there."""
+    key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    mask = row >= per_row(key, row)
+    return mask if spec.window is None else mask & (row < per_row(key + spec.window, row))
+
+
+def sweep(blocks: Blocks, step, carry):
+    """The carry after every block of the range; step(block, carry, masked)."""
+    carry = jax.lax.fori_loop(blocks.start, blocks.whole, functools.partial(step, masked=True), carry)
+    carry = jax.lax.fori_loop(blocks.whole, blocks.masked, functools.partial(step, masked=False), carry)
+    return jax.lax.fori_loop(blocks.masked, blocks.stop, functools.partial(step, masked=True), carry)
+
+
+def stages_of(free, count: Array, issue) -> None:
+    """issue(c, slot) for c in [0, count), each once its stage has been handed back; then the last ones come back."""
+
+    def step(c, _):
+        slot = jax.lax.rem(c, STAGES)
+        pl.when(c >= STAGES)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+        issue(c, slot)
+
+    def drain(c, _):
+        plgpu.barrier_wait(free.at[jax.lax.rem(c, STAGES)])
+
+    jax.lax.fori_loop(0, count, step, None)
+    jax.lax.fori_loop(jnp.maximum(count - STAGES, 0), count, drain, None)
+
+
+def rows_body(*refs, cut: Cut):
+    """dq of 128 rows of one query head."""
+    ins, mine = Inputs(*refs[: len(Inputs._fields)]), RowRefs(*refs[len(Inputs._fields) :])
+    n, block, b = (jax.lax.axis_index(name) for name in ("head", "rows", "sequence"))
+    at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK  # the longest first
+    first = ins.q_start[b] + at
+
+    def blocks_of():  # worked out where it is needed: registers hold other things
+        return key_blocks(first, jnp.minimum(ins.q_len[b] - at, BLOCK), ins.kv_len[b], cut.spec, STEP)
+
+    wg = jax.lax.axis_index("warpgroup")
+
+    @pl.when(wg == WARPGROUPS)
+    def fetch():
+        plgpu.set_max_registers(24, action="decrease")
+        blocks = blocks_of()
+
+        def issue(c, slot):
+            keys = pl.ds((blocks.start + c) * STEP, STEP)
+            for source, target in ((ins.k, mine.k_smem), (ins.v, mine.v_smem)):
+                head = jax.lax.div(n, cut.groups)
+                plgpu.copy_gmem_to_smem(source.at[b, head, keys], target.at[slot], mine.full.at[slot])
+
+        stages_of(mine.free, blocks.stop - blocks.start, issue)
+
+    @pl.when(wg < WARPGROUPS)
+    def compute():
+        plgpu.set_max_registers(240, action="increase")
+        blocks = blocks_of()
+        rows = pl.ds(at + wg * ROWS, ROWS)
+        q_smem, d_out_smem = mine.q_smem.at[wg], mine.d_out_smem.at[wg]
+        plgpu.copy_gmem_to_smem(ins.q.at[b, rows, n], q_smem, mine.rows_full.at[wg])
+        plgpu.copy_gmem_to_smem(ins.d_out.at[b, rows, n], d_out_smem, mine.rows_full.at[wg])
+        lse, delta = (plgpu.load(x.at[b, n, rows], layout=ROW, optimized=False) for x in (ins.lse, ins.delta))
+        plgpu.barrier_wait(mine.rows_full.at[wg])
+
+        def step(c, dq, masked):
+            slot = jax.lax.rem(c - blocks.start, STAGES)
+            plgpu.barrier_wait(mine.full.at[slot])
+            s, dp = scores_and_dp(q_smem, d_out_smem, mine.k_smem.at[slot], mine.v_smem.at[slot])
+            mask = row_mask(s.shape, first + wg * ROWS, c * STEP, ins.kv_len[b], cut.spec) if masked else None
+            _, p = weights(s, per_row(lse, s), cut, mask)
+            ds = p * (dp - per_row(delta, s))
+            dq = accumulate(dq, ds.astype(cut.dtype), mine.k_smem.at[slot])
+            plgpu.barrier_arrive(mine.free.at[slot])
+            return dq
+
+        dq = sweep(blocks, step, filled((ROWS, cut.head_dim), 0.0))
+        q_smem[...] = (dq * scale_of(cut.spec, cut.head_dim)).astype(cut.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_smem, mine.dq.at[b, rows, n])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def keys_body(*refs, cut: Cut):
+    """dk and dv of the keys of one block, all query heads of their KV head."""
+    ins, mine = Inputs(*refs[: len(Inputs._fields)]), KeyRefs(*refs[len(Inputs._fields) :])
+    h, block, b = (jax.lax.axis_index(name) for name in ("head", "keys", "sequence"))
+    at = block * cut.keys
+
+    def blocks_of():  # worked out where it is needed: registers hold other things
+        limits = ins.kv_len[b], ins.q_len[b]
+        return row_blocks(at, cut.keys, ins.q_start[b], limits, cut.spec, STEP)
+
+    wg = jax.lax.axis_index("warpgroup")
+
+    @pl.when(wg == WARPGROUPS)
+    def fetch():
+        plgpu.set_max_registers(24, action="decrease")
+        blocks = blocks_of()
+        count = blocks.stop - blocks.start
+        for source, target in ((ins.k, mine.k_smem), (ins.v, mine.v_smem)):
+            plgpu.copy_gmem_to_smem(source.at[b, h, pl.ds(at, cut.keys)], target, mine.keys_full)
+
+        def issue(c, slot):
+            n = h * cut.groups + jax.lax.div(c, count)
+            rows = pl.ds((blocks.start + jax.lax.rem(c, count)) * STEP, STEP)
+            for source, target in ((ins.q, mine.q_smem), (ins.d_out, mine.d_out_smem)):
+                plgpu.copy_gmem_to_smem(source.at[b, rows, n], target.at[slot], mine.full.at[slot])
+            for source, target in ((ins.lse, mine.lse_smem), (ins.delta, mine.delta_smem)):
+                plgpu.copy_gmem_to_smem(source.at[b, n, rows], target.at[slot], mine.full.at[slot])
+
+        stages_of(mine.free, count * cut.groups, issue)
+
+    @pl.when(wg < WARPGROUPS)
+    def compute():
+        plgpu.set_max_registers(240, action="increase")
+        blocks = blocks_of()
+        count = blocks.stop - blocks.start
+        width = cut.head_dim // 2 if cut.shared else cut.head_dim
+        own, columns = (0, pl.multiple_of(wg * width, width)) if cut.shared else (wg * ROWS, 0)
+        keys, part = pl.ds(own, ROWS), pl.ds(columns, width)
+        plgpu.barrier_wait(mine.keys_full)
+
+        def step(c, carry, masked, g):
+            dk, dv = carry
+            slot = jax.lax.rem(g * count + c - blocks.start, STAGES)
+            plgpu.barrier_wait(mine.full.at[slot])
+            q_smem, d_out_smem = mine.q_smem.at[slot], mine.d_out_smem.at[slot]
+            q_part, d_out_part = (x.at[:, part] if cut.shared else x for x in (q_smem, d_out_smem))
+            s = scores(mine.k_smem.at[keys], q_smem)
+
+            def per_column(x):
+                return jax.lax.broadcast_in_dim(plgpu.load(x.at[slot], layout=COLUMN), s.shape, [1])
+
+            first = ins.q_start[b] + c * STEP
+            mask = key_mask(s.shape, first, at + own, cut.spec) if masked and cut.spec.causal else None
+            p, sloped = weights(s, per_column(mine.lse_smem), cut, mask)
+            dv = accumulate(dv, p.astype(cut.dtype), d_out_part)
+            # Only now: beside dk, dv and the scores' 32 registers there is no room for 32 more.
+            ds = sloped * (scores(mine.v_smem.at[keys], d_out_smem) - per_column(mine.delta_smem))
+            plgpu.commit_smem()  # lse and delta have been read by threads, the next copy over them is asynchronous
+            dk = accumulate(dk, ds.astype(cut.dtype), q_part)
+            plgpu.barrier_arrive(mine.free.at[slot])
+            return dk, dv
+
+        def head_rows(g, carry):
+            return sweep(blocks, functools.partial(step, g=g), carry)
+
+        dk, dv = jax.lax.fori_loop(0, cut.groups, head_rows, (filled((ROWS, width), 0.0),) * 2)
+        plgpu.barrier_arrive(mine.read)  # both have read what is overwritten now
+        plgpu.barrier_wait(mine.read)
+        key = plgpu.broadcasted_iota(jnp.int32, dk.shape, 0, layout=plgpu.Layout.WGMMA) + (at + own)
+        there = key < ins.kv_len[b]  # asked only here: no sum is over keys, and the sweep has no register to spare
+        mine.k_smem[keys, part] = jnp.where(there, dk * scale_of(cut.spec, cut.head_dim), 0.0).astype(cut.dtype)
+        mine.v_smem[keys, part] = jnp.where(there, dv, 0.0).astype(cut.dtype)
+        plgpu.commit_smem()
+        if cut.shared:  # a copy takes whole rows
+            plgpu.barrier_arrive(mine.read)
+            plgpu.barrier_wait(mine.read)
+        for writer, smem, target in ((0, mine.k_smem, mine.dk), (1, mine.v_smem, mine.dv)):
+
+            @pl.when((wg == writer) | (not cut.shared))
+            def write(smem=smem, target=target):
+                plgpu.copy_smem_to_gmem(smem.at[keys], target.at[b, h, pl.ds(at + own, ROWS)])
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def capability() -> str | None:
+    """Compute capability of the GPU here ("9.0"; another maker's is named in another way); None where there is none."""
+    if jax.default_backend() != "gpu":
+        return None
+    return str(getattr(jax.devices()[0], "compute_capability", "none"))
+
+
+def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions):
+    """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v."""
+    num_queries, num_heads, head_dim = q.shape[1:]
+    num_keys, kv_heads = k.shape[1:3]
+    cut = Cut(spec, num_heads // kv_heads, head_dim, str(q.dtype))
+    # Rows that see no key: their cotangents may be anything (0 / 0 of a norm of 0), and 0 * NaN is NaN.
+    is_row = (jnp.arange(num_queries) < positions.q_len[:, None])[..., None] & jnp.isfinite(result.lse)
+    is_key = (jnp.arange(num_keys) < positions.kv_len[:, None])[..., None, None]
+    d_out = jnp.where(is_row[..., None], cotangents.out, 0).astype(q.dtype)
+    k, v = (jnp.swapaxes(whole_lines(jnp.where(is_key, x, 0)), 1, 2) for x in (k, v))
+    delta = jnp.sum(result.out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - cotangents.lse
+    lse = jnp.where(is_row, result.lse * LOG2_E, jnp.inf)
+    pad = [(0, 0), (0, 0), (0, round_up(num_queries, BLOCK) - num_queries)]
+    lse = jnp.pad(jnp.swapaxes(lse, 1, 2), pad, constant_values=jnp.inf)
+    delta = jnp.pad(jnp.swapaxes(jnp.where(is_row, delta, 0.0), 1, 2), pad)
+    q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0)), whole_lines(d_out)
+    inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
+    fits = head_dim in HEAD_DIMS and capability() in (None, "9.0")  # where there is no GPU one is compiled for
+    dq, dk, dv = (by_kernels if fits else by_rows)(inputs, cut)
+    return dq[:, :num_queries], *(jnp.swapaxes(x, 1, 2)[:, :num_keys] for x in (dk, dv))
+
+
+def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) in the shapes of q, k and v."""
+    (batch, num_queries, num_heads, head_dim), (_, kv_heads, num_keys, _) = inputs.q.shape, inputs.k.shape
+    q, k = inputs.q, inputs.k
+    line = swizzled(q.dtype)
+    steps = plgpu.SMEM((STAGES, STEP, head_dim), q.dtype, transforms=line)
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=STAGES)
+    options = {
+        "num_threads": WARPGROUPS + 1,
+        "thread_name": "warpgroup",
+        "compiler_params": plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    }
+    rows = plgpu.SMEM((WARPGROUPS, ROWS, head_dim), q.dtype, transforms=line)
+    dq = plgpu.kernel(
+        functools.partial(rows_body, cut=cut),
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types=[
+            rows,
+            rows,
+            steps,
+            steps,
+            plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            free,
+        ],
+        grid=(batch, ceil_div(num_queries, BLOCK), num_heads),
+        grid_names=("sequence", "rows", "head"),
+        kernel_name="gpu_backward_rows",
+        **options,
+    )(*inputs)
+    if simulated():  # one machine is simulated at a time: kernels that need nothing of each other must not run together
+        inputs = inputs._replace(lse=inputs.lse + 0 * dq[0, 0, 0, 0].astype(jnp.float32))
+    keys = plgpu.SMEM((cut.keys, head_dim), q.dtype, transforms=line)
+    numbers = plgpu.SMEM((STAGES, STEP), jnp.float32)
+    dk, dv = plgpu.kernel(
+        functools.partial(keys_body, cut=cut),
+        out_type=[jax.ShapeDtypeStruct(k.shape, q.dtype)] * 2,
+        scratch_types=[
+            keys,
+            keys,
+            steps,
+            steps,
+            numbers,
+            numbers,
+            plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=4, num_barriers=STAGES),
+            free,
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ],
+        grid=(batch, ceil_div(num_keys, cut.keys), kv_heads),
+        grid_names=("sequence", "keys", "head"),
+        kernel_name="gpu_backward_keys",
+        **options,
+    )(*inputs)
+    return dq, dk, dv
+
+
+def by_rows(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
+    """The same in plain JAX: a block of rows of every head against every key, dk and dv added up in float32."""
+    k, v, spec = inputs.k, inputs.v, cut.spec
+    batch, kv_heads, num_keys, head_dim = k.shape
+    rows = inputs.lse.shape[2]
+    fitting = SCORES // (batch * kv_heads * cut.groups * num_keys)
+    size = next((n for n in (128, 64, 32, 16, 8, 4, 2) if n <= fitting), 1)  # a divisor of rows
+    token, key = jnp.repeat(jnp.arange(size, dtype=jnp.int32), cut.groups), jnp.arange(num_keys, dtype=jnp.int32)
+
+    def in_blocks(x: Array) -> Array:
+        """[B,T,N,...] as [blocks, B, K, size * G, ...]."""
+        x = jnp.pad(x, [(0, 0), (0, rows - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(batch, -1, size, kv_heads, cut.groups, *x.shape[3:])
+        x = jnp.moveaxis(x, (1, 3), (0, 2))
+        return x.reshape(*x.shape[:3], -1, *x.shape[5:])
+
+    def block(sums, xs):
+        first, q, d_out, lse, delta = xs
+        row, kv_len = (inputs.q_start + first)[:, None] + token, inputs.kv_len[:, None, None, None]
+        z, factor = raw_scores(q, k, spec)
+        mask = visible_mask(row[:, None, :, None], key, kv_len, spec)
+        p = jnp.where(mask, jnp.exp2(z * factor - lse[..., None]), 0.0)
+        ds = p * (dot(d_out, v, -1, -1) - delta[..., None]) * scale_of(spec, head_dim)
+        ds = ds if spec.softcap is None else ds * (1 - jnp.square(z / spec.softcap))
+        dk, dv = dot(ds, q, -2, -2), dot(p, d_out, -2, -2)
+        return (sums[0] + dk, sums[1] + dv), dot(ds, k, -1, -2).astype(q.dtype)
+
+    numbers = (jnp.swapaxes(x, 1, 2) for x in (inputs.lse, inputs.delta))
+    parts = [in_blocks(x) for x in (inputs.q, inputs.d_out, *numbers)]
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    (dk, dv), dq = jax.lax.scan(block, (zeros, zeros), (jnp.arange(0, rows, size, dtype=jnp.int32), *parts))
+    dq = dq.reshape(-1, batch, kv_heads, size, cut.groups, head_dim)
+    dq = jnp.moveaxis(dq, (0, 2), (1, 3)).reshape(batch, rows, -1, head_dim)
+    return dq[:, : inputs.q.shape[1]], dk.astype(k.dtype), dv.astype(v.dtype)

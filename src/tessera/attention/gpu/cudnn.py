@@ -1,0 +1,181 @@
+"""Dense prefill on NVIDIA GPUs by cuDNN's fused attention, where it can honour the call.
+
+cuDNN masks by length and by a causal diagonal that starts at the first key. So a causal call must be square (T = S),
+and its first row must stand at position 0; since q_start is known only when the program runs, a condition checks it,
+and the rare other call is worked out row block by row block in plain JAX, exact and slow. K and V are cleaned behind
+kv_len first: cuDNN multiplies what lies there by 0, and it may be NaN. That doubles the traffic of a decode step, which
+is all traffic: decode is refused. The function behind `jax.nn.dot_product_attention` is called, as the public one
+rounds lse to the dtype of q.
+
+The gradient is not cuDNN's, whose rule drops the cotangent of lse, and beside which the condition would keep the scores
+of the path that it does not take: from q, k, v, out and lse alone it is worked out by our own kernels (`gpu_backward`),
+on chips that these do not run on and for heads that they do not take in plain JAX, a block of rows at a time.
+
+Work: 4 H flops per visible (row, key) pair; each array moved once, K and V once more to clean them.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax._src.cudnn import fused_attention_stablehlo as fused
+from jaxtyping import Float
+
+from tessera.attention import work
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.gpu import backward as gpu_backward
+
+DTYPES = ("bfloat16", "float16")
+ROWS = 128
+"""Rows of a block of the plain path: its scores are B N 128 S numbers."""
+
+BEATEN = MappingProxyType({})
+"""(head_dim, causal) -> the stored record that says our own kernel is faster there. There is no such record yet: until
+a GPU has timed both, cuDNN, which is known to be good, comes first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Nothing to choose: cuDNN chooses for itself."""
+
+
+def cudnn(q: Array, k: Array, v: Array, kv_len: Array, scale: float, causal: bool) -> tuple[Array, Array]:
+    """cuDNN's out [B,T,N,H] and natural-log lse [B,N,T] in float32; at least one key per sequence."""
+    mask = fused.MaskType.PADDING_CAUSAL if causal else fused.MaskType.PADDING
+    rows = jnp.full_like(kv_len, q.shape[1])
+    return fused.dot_product_attention(
+        q, k, v, q_seqlen=rows, kv_seqlen=kv_len, scale=scale, mask_type=mask, return_residual=True
+    )
+
+
+def row_blocks(q: Array, k: Array, v: Array, positions: Positions, scale: float) -> tuple[Array, Array]:
+    """The same for a causal call whose rows may stand anywhere: ROWS rows at a time, float32."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_kv_heads, blocks = k.shape[2], -(-num_queries // ROWS)
+    key = jnp.arange(k.shape[1])
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    rows = jnp.pad(q, [(0, 0), (0, blocks * ROWS - num_queries), (0, 0), (0, 0)]).astype(jnp.float32)
+    rows = rows.reshape(batch, blocks, ROWS, num_kv_heads, -1, head_dim).swapaxes(0, 1)
+
+    def block(first_and_rows):
+        first, part = first_and_rows
+        z = jnp.einsum("BTKGH,BSKH->BKGTS", part, k, precision="highest") * scale
+        place = positions.q_start[:, None] + first + jnp.arange(ROWS)
+        seen = (key < positions.kv_len[:, None, None]) & (key <= place[:, :, None])
+        lse = jax.nn.logsumexp(jnp.where(seen[:, None, None], z, -jnp.inf), axis=-1)
+        weight = jnp.exp(z - jnp.where(jnp.isfinite(lse), lse, jnp.inf)[..., None])
+        weight = jnp.where(seen[:, None, None], weight, 0.0)
+        return jnp.einsum("BKGTS,BSKH->BTKGH", weight, v, precision="highest"), lse
+
+    out, lse = jax.lax.map(block, (jnp.arange(blocks) * ROWS, rows))
+    out = out.swapaxes(0, 1).reshape(batch, -1, num_heads, head_dim)[:, :num_queries]
+    lse = jnp.moveaxis(lse, 0, 3).reshape(batch, num_heads, -1)[..., :num_queries]
+    return out.astype(q.dtype), lse
+
+
+def launch(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    spec: AttentionSpec,
+    positions: Positions,
+    selection: Selection | None,
+    config: Config,
+) -> AttentionOut:
+    """out = softmax(scale q k^T) v and its lse over the visible keys, both differentiable in q, k and v."""
+    lengths = (jnp.clip(x, 0, y.shape[1]) for x, y in ((positions.kv_len, k_BSKH), (positions.q_len, q_BTNH)))
+    return dense(q_BTNH, k_BSKH, v_BSKH, Positions(positions.q_start, *lengths), spec)
+
+
+def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, positions: Positions, spec: AttentionSpec) -> AttentionOut:
+    """The call, its lengths within the arrays."""
+    scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
+    valid = (jnp.arange(k_BSKH.shape[1]) < positions.kv_len[:, None])[:, :, None, None]
+    row = jnp.arange(q_BTNH.shape[1])
+    alive = (row < positions.q_len[:, None]) & (positions.kv_len > 0)[:, None]
+    if spec.causal:
+        alive &= positions.q_start[:, None] + row >= 0
+    q = jnp.where((row < positions.q_len[:, None])[:, :, None, None], q_BTNH, 0)
+    k, v = (jnp.where(valid, x, 0) for x in (k_BSKH, v_BSKH))
+    fused_path = functools.partial(cudnn, scale=scale, causal=spec.causal)
+    kv_len = jnp.maximum(positions.kv_len, 1)
+    if spec.causal:
+        out, lse = jax.lax.cond(
+            jnp.all(positions.q_start == 0),
+            lambda q, k, v: fused_path(q, k, v, kv_len),
+            lambda q, k, v: row_blocks(q, k, v, positions, scale),
+            *(q, k, v),
+        )
+    else:
+        out, lse = fused_path(q, k, v, kv_len)
+    lse = jnp.where(alive[:, :, None], jnp.moveaxis(lse, 1, 2).astype(jnp.float32), -jnp.inf)
+    return AttentionOut(jnp.where(alive[:, :, None, None], out, 0), lse)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def dense(q, k, v, positions: Positions, spec: AttentionSpec) -> AttentionOut:
+    """The call, with a gradient that is linear in memory."""
+    return attend(q, k, v, positions, spec)
+
+
+def _forward(q, k, v, positions, spec):
+    result = attend(q, k, v, positions, spec)
+    return result, (q, k, v, positions, result)
+
+
+def _backward(spec: AttentionSpec, saved, cotangents: AttentionOut):
+    q, k, v, positions, result = saved
+    return *gpu_backward.gradients(q, k, v, result, cotangents, spec, positions), None
+
+
+dense.defvjp(_forward, _backward)
+
+
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call is not cuDNN's."""
+    if shapes.num_queries == 1:
+        return "K and V must be cleaned behind kv_len first, which doubles the traffic of a decode step"
+    for name in ("window", "softcap"):
+        if getattr(spec, name) is not None:
+            return f"cuDNN's fused attention has no {name} of this kind, the call has {name}={getattr(spec, name)}"
+    if spec.causal and shapes.num_queries != shapes.num_keys:
+        sizes = f"{shapes.num_queries} queries, {shapes.num_keys} keys"
+        return f"its causal diagonal starts at the first key: the call must be square, it has {sizes}"
+    if shapes.dtype not in DTYPES:
+        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
+    if shapes.head_dim > 128 or shapes.head_dim % 8:
+        return f"head_dim={shapes.head_dim} is not a multiple of 8 up to 128"
+    record = BEATEN.get((shapes.head_dim, spec.causal))
+    return None if record is None else f"our own kernel is faster here: {record}"
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """The only one."""
+    return Config()
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """The only one."""
+    yield Config()
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="gpu_cudnn_dense",
+        platform="gpu",
+        role="dense",
+        phase="prefill",
+        dtypes=DTYPES,
+        supports=supports,
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=work.prefill,
+    ),
+)
+"""Another library's kernel behind our contract; it runs on a GPU alone, no simulator knows it."""

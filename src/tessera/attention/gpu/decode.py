@@ -1,0 +1,405 @@
+"""Decode attention for Hopper: one query row per sequence, bound by reading the cache, so every byte is read once.
+
+The visible keys of each (sequence, KV head) are cut into `splits` equal runs of blocks, one block of threads each: how
+many is static, where they lie follows from kv_len, so that a short sequence costs what it holds. A warpgroup packs the
+G query heads of its KV head into the 64 rows of one product (the rest are zeros: the tensor core has time to spare),
+keeps `stages` blocks of keys and values on their way by TMA, and refills a buffer as soon as its last product has read
+it. One warpgroup does both: registers and shared memory then allow two or three of them per multiprocessor, and one
+computes while the others wait. Partial results carry their lse; a reduction over the splits, one launch, merges them.
+
+The three roles differ only in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles side by side,
+each copied from where it lies; ids ascend, so what the row sees is one range of a block's columns there too. Score:
+dense, and log2 of each tile's sum of weights (running maximum included) goes to a small array [J, G] per KV head,
+from which the merging launch makes the masses, 2^(that - lse) (`decode_mass`).
+
+Work: 4 H flops per (row, key). Traffic: 2 H bytes-per-element per visible or listed key and KV head.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from tessera.attention import work
+from tessera.attention.config_space import distinct
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes, call_shapes
+from tessera.attention.gpu.decode_mass import merge_and_weigh, stored_units
+from tessera.attention.gpu.decode_splits import Cut, Run, find_run, unit_starts, visible_columns
+from tessera.attention.gpu.split_merge import merge_splits
+from tessera.attention.gpu.warpgroup import (
+    LINE_BYTES,
+    ROW,
+    ROWS,
+    SHARED_BYTES,
+    accumulate,
+    filled,
+    per_row,
+    scores,
+    swizzled,
+    tanh,
+)
+from tessera.attention.gradient import differentiable
+from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
+from tessera.core.shapes import ceil_div, round_up
+
+DTYPES = ("bfloat16", "float16")
+MULTIPROCESSORS, REGISTERS, SHARED = 132, 65_536, 233_472
+"""Of an H100 or H200; registers and bytes of shared memory of each multiprocessor."""
+UNEVEN_KEYS = 8192
+"""Keys per split in a batch: enough pieces to fill the gaps that short sequences leave, too few to cost anything."""
+THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
+"""Most registers of a thread by head dim and block_s, as compiled; what is not here spills in some role."""
+NARROW = 4
+"""Copies per block of a list from which a thread takes up to 200 registers at head dim 64 too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Block sizes.
+
+    Attributes:
+        block_s: keys (listed keys when sparse) per block.
+        stages: blocks of keys and values on their way or in use.
+        splits: runs of blocks per KV head that are computed side by side and merged.
+        head_major: K and V lie in memory as [B,K,S,H], as a model's cache does (the call's arrays are transposed views
+            of it); False: as [B,S,K,H]. The other layout costs a copy.
+    """
+
+    block_s: int
+    stages: int
+    splits: int
+    head_major: bool = True
+
+    def __post_init__(self):
+        if self.block_s not in (64, 128):
+            raise ValueError(f"block_s={self.block_s} must be 64 or 128")
+        for name in ("stages", "splits"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+class Refs(NamedTuple):
+    """The kernel's memory: main memory, then shared memory and barriers."""
+
+    positions: Positions
+    q: Any  # [B, K, stored G, H]
+    k: Any
+    v: Any
+    tiles: Any  # [B, K, 1, C]; sparse only, as count
+    count: Any  # [B, K, 1]
+    out: Any  # [splits, B, K, stored G, H] float32
+    lse: Any  # the same, in bits and in every column
+    bank: Any  # [B, K, parts, units, rows] float32, in bits; score only, as totals
+    totals: Any  # [splits, B, K, parts, rows] float32: lse once per row
+    q_block: Any = None  # [64, H]
+    k_block: Any = None  # [stages, block_s, H]
+    v_block: Any = None
+    out_block: Any = None  # [64, H] float32, as lse_block: they share the memory of k_block and v_block
+    lse_block: Any = None
+    row_block: Any = None  # [2, units, 64] float32
+    q_landed: Any = None
+    k_landed: Any = None  # [stages]
+    v_landed: Any = None
+
+
+class Place(NamedTuple):
+    """What one block of threads computes: one run of blocks of one sequence, of one KV head, for up to 64 rows."""
+
+    split: Any
+    sequence: Any
+    head: Any
+    part: Any
+    run: Run
+
+
+def name_refs(refs: tuple, role: str) -> Refs:
+    """The kernel's positional references by name."""
+    it = iter(refs)
+    positions = Positions(next(it), next(it), next(it))
+    inputs = [next(it) if role == "sparse" or n < 3 else None for n in range(5)]
+    return Refs(positions, *inputs, next(it), next(it), *((next(it), next(it)) if role == "score" else (None, None)))
+
+
+def locate(refs: Refs, cut: Cut) -> Place:
+    """Where this block of threads stands."""
+    split, sequence = jax.lax.axis_index("split"), jax.lax.axis_index("sequence")
+    head, part = (op(jax.lax.axis_index("head"), jnp.int32(cut.parts)) for op in (jax.lax.div, jax.lax.rem))
+    positions = Positions(*(x[sequence] for x in refs.positions))
+    listed = refs.count[sequence, head, 0] if cut.role == "sparse" else 0
+    return Place(split, sequence, head, part, find_run(cut, split, positions, listed))
+
+
+def starts_of(refs: Refs, cut: Cut, at: Place, block) -> list:
+    """The first key of each unit of a block."""
+    return unit_starts(cut, at.run, block, lambda entry: refs.tiles[at.sequence, at.head, 0, entry])
+
+
+def fetch(refs: Refs, at: Place, config: Config, starts: list, slot) -> None:
+    """Start the copies of a block's keys and values."""
+    unit = config.block_s // len(starts)
+    for source, blocks, landed in ((refs.k, refs.k_block, refs.k_landed), (refs.v, refs.v_block, refs.v_landed)):
+        for i, start in enumerate(starts):
+            keys = pl.ds(start, unit)
+            index = (at.sequence, at.head, keys) if config.head_major else (at.sequence, keys, at.head)
+            plgpu.copy_gmem_to_smem(source.at[index], blocks.at[slot, pl.ds(i * unit, unit)], landed.at[slot])
+
+
+def in_bits(z: Array, cut: Cut) -> Array:
+    """log2(e) * softcap(scale * z)."""
+    scale, cap = scale_of(cut.spec, cut.shapes.head_dim), cut.spec.softcap
+    if cap is None:
+        return z * (scale * LOG2_E)
+    return (cap * LOG2_E) * tanh(z, scale / cap)
+
+
+def blank_values(v_block, lo, hi) -> None:
+    """Zero the rows of a block of values outside [lo, hi): whatever lies there, a weight of 0 times it must be 0."""
+    rows, columns = min(v_block.shape[0], ROWS), LINE_BYTES // v_block.dtype.itemsize
+    key = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=plgpu.Layout.WGMMA)
+    for row in range(0, v_block.shape[0], rows):
+        seen = (key >= lo - row) & (key < hi - row)
+        for column in range(0, v_block.shape[1], columns):  # a few registers at a time
+            part = v_block.at[pl.ds(row, rows), pl.ds(column, columns)]
+            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where(seen, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
+def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> tuple:
+    """Add block i of this run to the running softmax, refill its buffer, note its units' sums."""
+    m_old, l, acc = carry  # noqa: E741
+    run, slot = at.run, jax.lax.rem(i, jnp.int32(config.stages))
+    block = run.first + i
+    lo, hi = visible_columns(cut, run, block, starts_of(refs, cut, at, block))
+    ahead = jnp.minimum(i + config.stages, run.count - 1)
+    ahead = starts_of(refs, cut, at, run.first + ahead)  # long before they are used: ids take a while to come
+
+    plgpu.barrier_wait(refs.k_landed.at[slot])
+    y = in_bits(scores(refs.q_block, refs.k_block.at[slot]), cut)
+    key = plgpu.broadcasted_iota(jnp.int32, y.shape, 1, layout=plgpu.Layout.WGMMA)
+    y = jnp.where((key >= lo) & (key < hi), y, -jnp.inf)
+    m = jnp.maximum(m_old, y.max(axis=1))
+    p = jnp.exp2(y - per_row(m, y))
+    alpha = jnp.exp2(m_old - m)
+    sums = [p[:, n * cut.unit : (n + 1) * cut.unit].sum(axis=1) for n in range(cut.units)]
+    l = l * alpha + functools.reduce(jnp.add, sums)  # noqa: E741
+    acc = acc * per_row(alpha, acc)
+    if cut.role == "score":
+        half = jax.lax.rem(i, jnp.int32(2))
+        for n, total in enumerate(sums):
+            refs.row_block[half, n] = m + jnp.log(total) * LOG2_E
+
+    plgpu.barrier_wait(refs.v_landed.at[slot])
+    pl.when((lo > 0) | (hi < cut.block_s))(lambda: blank_values(refs.v_block.at[slot], lo, hi))
+    acc = accumulate(acc, p.astype(refs.v_block.dtype), refs.v_block.at[slot])
+    # A copy starts behind a barrier of the warpgroup (the compiler's own), so all four warps have read the buffer.
+    pl.when(i + config.stages < run.count)(lambda: fetch(refs, at, config, ahead, slot))
+    if cut.role == "score":
+        plgpu.commit_smem()
+        for n in range(cut.units):
+            rows = refs.row_block.at[half, n, pl.ds(0, cut.rows)]
+            plgpu.copy_smem_to_gmem(rows, refs.bank.at[at.sequence, at.head, at.part, block * cut.units + n])
+        plgpu.wait_smem_to_gmem(cut.units, wait_read_only=True)  # the block before has been read: its half is free
+    return m, l, acc
+
+
+def finish(refs: Refs, cut: Cut, at: Place, state: tuple) -> None:
+    """Write acc / l and, in bits, lse: 0 and -inf where no key was seen."""
+    m, l, acc = state  # noqa: E741
+    seen = l > 0
+    safe = jnp.where(seen, l, 1.0)
+    lse = jnp.where(seen, m + jnp.log(safe) * LOG2_E, -jnp.inf)
+    refs.out_block[...] = acc * per_row(1.0 / safe, acc)  # acc is 0 where l is
+    refs.lse_block[...] = per_row(lse, acc)
+    if cut.role == "score":
+        half = jax.lax.rem(at.run.count, jnp.int32(2))  # the last block's sums, in the other, may be on their way
+        refs.row_block[half, 0] = lse
+    plgpu.commit_smem()
+    if cut.role == "score":
+        rows = refs.totals.at[at.split, at.sequence, at.head, at.part]
+        plgpu.copy_smem_to_gmem(refs.row_block.at[half, 0, pl.ds(0, cut.rows)], rows)
+    for block, target in ((refs.out_block, refs.out), (refs.lse_block, refs.lse)):  # rows past G are out of bounds
+        rows = target.at[at.split, at.sequence, at.head, pl.ds(at.part * ROWS, cut.rows)]
+        plgpu.copy_smem_to_gmem(block.at[pl.ds(0, cut.rows)], rows)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def body(*refs, cut: Cut, config: Config):
+    """Copy q and the first blocks, absorb every block of the run, write the partial result."""
+    head_dim = cut.shapes.head_dim
+
+    def with_memory(q_block, shared, q_landed, k_landed, v_landed, row_block=None):
+        (k_block, v_block), (out_block, lse_block) = shared
+        memory = (q_block, k_block, v_block, out_block, lse_block, row_block, q_landed, k_landed, v_landed)
+        named = Refs(*name_refs(refs, cut.role)[: -len(memory)], *memory)
+        at = locate(named, cut)
+        # Rows past G are out of bounds, which the copy engine fills with zeros.
+        rows = named.q.at[at.sequence, at.head, pl.ds(at.part * ROWS, ROWS)]
+        plgpu.copy_gmem_to_smem(rows, q_block, q_landed)
+        for i in range(config.stages):
+
+            @pl.when(i < at.run.count)
+            def _(i=i):
+                fetch(named, at, config, starts_of(named, cut, at, at.run.first + i), i)
+
+        state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, head_dim), 0.0))
+        plgpu.barrier_wait(q_landed)
+        step = functools.partial(absorb, named, cut, config, at)
+        finish(named, cut, at, jax.lax.fori_loop(0, at.run.count, step, state))
+
+    dtype = jnp.dtype(cut.shapes.dtype)
+    block = plgpu.SMEM((config.stages, cut.block_s, head_dim), dtype, transforms=swizzled(dtype))
+    out = plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=swizzled(jnp.float32))
+    landed = plgpu.Barrier(num_arrivals=cut.units, num_barriers=config.stages)
+    memory = [
+        plgpu.SMEM((ROWS, head_dim), dtype, transforms=swizzled(dtype)),
+        plgpu.RefUnion([block, block], [out, out]),
+        plgpu.Barrier(),
+        landed,
+        landed,
+    ]
+    if cut.role == "score":
+        memory.append(plgpu.SMEM((2, cut.units, ROWS), jnp.float32))
+    pl.run_scoped(with_memory, *memory)
+
+
+def call(cut: Cut, config: Config):
+    """The launch: (positions, q, k, v, lists) -> partial out and lse, and with the role score bank and totals."""
+    shapes, lead = cut.shapes, (cut.shapes.batch, cut.shapes.num_kv_heads)
+    out = [jax.ShapeDtypeStruct((cut.splits, *lead, cut.stored_groups, shapes.head_dim), jnp.float32)] * 2
+    if cut.role == "score":
+        out.append(jax.ShapeDtypeStruct((*lead, cut.parts, stored_units(cut), cut.rows), jnp.float32))
+        out.append(jax.ShapeDtypeStruct((cut.splits, *lead, cut.parts, cut.rows), jnp.float32))
+    return plgpu.kernel(
+        functools.partial(body, cut=cut, config=config),
+        out_type=out,
+        grid=(cut.splits, shapes.num_kv_heads * cut.parts, shapes.batch),
+        grid_names=("split", "head", "sequence"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # a row's numbers lie within one warp
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        kernel_name=f"gpu_decode_{cut.role}",
+    )
+
+
+def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
+    """The whole call: partial results, then the merge."""
+    shapes = call_shapes(q, k, selection)
+    cut = cut_call(role, spec, shapes, config)
+    # The copy engine moves whole swizzled tiles of 8 rows. A cache in eights and G up to 8 are not copied here.
+    k, v = (jnp.pad(x, [(0, 0), (0, -shapes.num_keys % 8), (0, 0), (0, 0)]) for x in (k, v))
+    k, v = (jnp.swapaxes(x, 1, 2) if config.head_major else x for x in (k, v))
+    rows = q.reshape(shapes.batch, shapes.num_kv_heads, cut.groups, shapes.head_dim)
+    rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.stored_groups - cut.groups), (0, 0)])
+    lists = () if selection is None else selection
+    partial = call(cut, config)(*positions, rows, k, v, *lists)
+    if role == "score":
+        out, lse, mass = merge_and_weigh(*partial, cut, positions, q.dtype)
+    else:
+        (out, lse), mass = merge_splits(*partial, q.dtype), None
+    out, lse = (x[:, :, : cut.groups] for x in (out, lse))
+    return AttentionOut(out.reshape(q.shape), LN_2 * lse[..., 0].reshape(q.shape[:3]), mass)
+
+
+dense = differentiable(attend)
+"""Dense decode, differentiable in q, k and v."""
+
+
+def launch(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
+    """The role's launch."""
+    if role == "dense":
+        return dense(q, k, v, positions, spec, config)
+    return attend(role, q, k, v, spec, positions, selection, config)
+
+
+def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
+    """The call cut by this config."""
+    return Cut(role, spec, shapes, config.block_s, config.splits)
+
+
+def shared_bytes(cut: Cut, config: Config) -> int:
+    """Shared memory of one block of threads: queries; keys and values, or the result; sums of units; barriers."""
+    head_dim = cut.shapes.head_dim
+    buffers = 4 * head_dim * max(config.stages * config.block_s, 2 * ROWS)
+    sums = round_up(8 * ROWS * cut.units, 1024) if cut.role == "score" else 0
+    return 2 * ROWS * head_dim + buffers + sums + 8 * (2 * config.stages + 1)
+
+
+def resident(cut: Cut, config: Config) -> int:
+    """Blocks of threads that the chip holds at once."""
+    by_memory = SHARED // (shared_bytes(cut, config) + 1024)  # each is charged a kilobyte by the system
+    registers = THREAD_REGISTERS[cut.shapes.head_dim, config.block_s]
+    registers = max(registers, 200) if cut.role == "sparse" and cut.units >= NARROW else registers
+    by_registers = REGISTERS // (128 * registers)
+    return MULTIPROCESSORS * max(min(by_memory, by_registers), 1)
+
+
+def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.num_queries != 1:
+        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
+    if shapes.dtype not in DTYPES:
+        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
+    if shapes.head_dim not in (64, 128, 256):
+        return f"head_dim={shapes.head_dim} is not 64, 128 or 256: products take whole swizzled lines of shared memory"
+    if role != "dense" and spec.tile < 16:
+        return f"tile={spec.tile}: copies and sums take tiles of 16 keys and more"
+    if role == "sparse" and shapes.head_dim == 256 and spec.tile < 64:
+        return f"tile={spec.tile}: beside 256 sums per row no registers are left for several copies per block"
+    return None
+
+
+def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
+    """Two or three blocks of threads per multiprocessor, each with 64 KB of keys and values on their way or more.
+
+    One wave of equal splits for one sequence; more for several, whose lengths differ; none below four blocks of keys.
+    """
+    stages = {64: 4, 128: 2 if role == "score" else 3, 256: 2}[shapes.head_dim]
+    config = Config(block_s=64, stages=stages, splits=1)
+    listed = shapes.num_keys if shapes.capacity is None else min(shapes.capacity * spec.tile, shapes.num_keys)
+    keys = listed if spec.window is None else min(listed, spec.window + config.block_s)
+    cut = cut_call(role, spec, shapes, config)
+    runs = shapes.batch * shapes.num_kv_heads * cut.parts
+    splits = max(resident(cut, config) // runs, ceil_div(keys, UNEVEN_KEYS) if shapes.batch > 1 else 1)
+    return replace(config, splits=max(min(splits, ceil_div(keys, 4 * config.block_s)), 1))
+
+
+def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """More and fewer blocks on their way, larger blocks, more and fewer splits; what registers and memory hold."""
+    best = default_config(role, spec, shapes)
+    splits = (max(best.splits // 2, 1), 2 * best.splits)
+    for config in distinct(best, {"block_s": (64, 128), "stages": (2, 3, 4, 6), "splits": splits}, lambda x: x):
+        cut = cut_call(role, spec, shapes, config)
+        # Sums of several units and the slots of a third stage: the compiler spills registers (the gates' finding).
+        spills = role == "score" and shapes.head_dim == 256 and cut.units > 1 and config.stages > 2
+        fits = shared_bytes(cut, config) <= SHARED_BYTES and not spills
+        if fits and (shapes.head_dim, config.block_s) in THREAD_REGISTERS:
+            yield config
+
+
+def _kernel(role: str) -> Kernel:
+    return Kernel(
+        name=f"gpu_decode_{role}",
+        platform="gpu",
+        role=role,
+        phase="decode",
+        dtypes=DTYPES,
+        supports=functools.partial(supports, role),
+        launch=functools.partial(launch, role),
+        Config=Config,
+        default_config=functools.partial(default_config, role),
+        search_space=functools.partial(search_space, role),
+        cost=functools.partial(work.decode, role),
+    )
+
+
+KERNELS: tuple[Kernel, ...] = (_kernel("dense"), _kernel("score"), _kernel("sparse"))
+"""Decode on a Hopper GPU."""

@@ -1,0 +1,175 @@
+"""Mass of key tiles in Hopper's scoring decode, in the launch that merges the splits: 2^(bank - lse) summed over rows.
+
+bank holds log2 of each unit's sum of exponentials per row, lse is log2 of a row's whole sum. The first blocks of
+threads merge (`split_merge`); each further one takes a few hundred tiles of one KV head. Those cannot wait for the
+others' lse, so each merges it anew from the splits' own, 4 bytes per row and split, while its part of the bank is on
+its way. Where no tile is visible nothing is read. Units that no row sees were never written: told apart by position.
+
+Work: one exponential per (row, unit); it is bound by reading the bank once, 4 bytes per row and unit.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from tessera.attention.contract import Positions
+from tessera.attention.gpu import split_merge
+from tessera.attention.gpu.decode_splits import Cut, Run, find_run
+from tessera.attention.gpu.warpgroup import ROW, ROWS, filled
+from tessera.attention.online_softmax import FLOOR
+from tessera.core.shapes import ceil_div, round_up
+
+TILES = ROWS
+"""Tiles of one load: the rows of a product's layout."""
+MOST_NUMBERS = 32
+"""Numbers of the bank that are on their way together, for each of a load's tiles: 16 per thread."""
+COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""Layout in registers of one number per column."""
+
+
+class Refs(NamedTuple):
+    """The launch's memory."""
+
+    positions: Positions
+    out: Any  # [splits, numbers] float32
+    lse: Any  # the same, in bits and in every column
+    totals: Any  # [splits, B, K, parts, rows]: lse once per row
+    bank: Any  # [B, K, parts, tiles, units per tile, rows]
+    merged: Any  # [numbers]
+    merged_lse: Any
+    mass: Any  # [B, K, 1, tiles], whole 16 bytes
+
+
+def merge_and_weigh(
+    out: Float[Array, "splits B K G H"],
+    lse: Float[Array, "splits B K G H"],
+    bank: Float[Array, "B K parts units rows"],
+    totals: Float[Array, "splits B K parts rows"],
+    cut: Cut,
+    positions: Positions,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G H"], Float[Array, "B K 1 J"]]:
+    """What `split_merge.merge_splits` returns, and the mass of every tile.
+
+    mass = sum over rows and the tile's units of 2^(bank - lse); 0 for tiles that nobody read.
+
+    Args:
+        out, lse: partial results, as `merge_splits` takes them.
+        bank: log2 of each unit's sum of exponentials per row of a product, `stored_units(cut)` units; anything where
+            no row sees the unit.
+        totals: lse once per row of a product; -inf where the split saw no key.
+        cut: the call.
+        positions: where the rows stand.
+        dtype: what to round the merged values to.
+    """
+    flat = [split_merge.flatten(x) for x in (out, lse)]
+    rows, size = out.shape[1:], out[0].size
+    bank = bank.reshape(*bank.shape[:3], -1, cut.per_tile, cut.rows)
+    mass = jax.ShapeDtypeStruct((*bank.shape[:2], 1, round_up(cut.tiles, 4)), jnp.float32)
+    merging = split_merge.num_stretches(flat[0])
+    weighing = bank.shape[0] * bank.shape[1] * num_pieces(cut)
+    merged, merged_lse, mass = plgpu.kernel(
+        functools.partial(body, cut=cut, merging=merging),
+        out_type=[*split_merge.merged_types(flat[0], dtype), mass],
+        grid=(merging + weighing,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=0,  # a tile's numbers lie within one warp
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+        ),
+        kernel_name="gpu_merge_mass",
+    )(*positions, *flat, totals, bank)
+    merged, merged_lse = (x[:size].reshape(rows) for x in (merged, merged_lse))
+    return merged, merged_lse, mass[..., : cut.tiles]
+
+
+def stored_units(cut: Cut) -> int:
+    """Units of the bank: those of every block of keys, and of every piece of tiles."""
+    return max(cut.banked, num_pieces(cut) * loads_per_piece(cut) * TILES * cut.per_tile)
+
+
+def loads_per_piece(cut: Cut) -> int:
+    """Loads of 64 tiles of one block of threads."""
+    most = max(MOST_NUMBERS // (cut.parts * cut.per_tile * cut.rows), 1)
+    return min(most, ceil_div(cut.tiles, TILES))
+
+
+def num_pieces(cut: Cut) -> int:
+    """Blocks of threads per KV head."""
+    return ceil_div(cut.tiles, loads_per_piece(cut) * TILES)
+
+
+def body(*refs, cut: Cut, merging: int):
+    """Merge a stretch of numbers, or weigh a piece of one KV head's tiles."""
+    refs = Refs(Positions(*refs[:3]), *refs[3:])
+    block = jax.lax.axis_index("block")
+
+    @pl.when(block < merging)
+    def _():
+        split_merge.merge_stretch(block, refs.out, refs.lse, refs.merged, refs.merged_lse)
+
+    @pl.when(block >= merging)
+    def _():
+        stored = plgpu.SMEM((loads_per_piece(cut) * TILES,), jnp.float32)
+        pl.run_scoped(lambda piece_mass: weigh(refs, cut, block - merging, piece_mass), stored)
+
+
+def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
+    """Write the masses of one piece, by way of shared memory: the copy engine leaves out what is past the last tile."""
+    head, piece = (op(index, jnp.int32(num_pieces(cut))) for op in (jax.lax.div, jax.lax.rem))
+    sequence, head = (op(head, jnp.int32(cut.shapes.num_kv_heads)) for op in (jax.lax.div, jax.lax.rem))
+    run = find_run(cut, 0, Positions(*(x[sequence] for x in refs.positions)))
+    size = piece_mass.shape[0]
+    first, after = piece * size * cut.spec.tile, (piece + 1) * size * cut.spec.tile
+    firsts = [piece * size + n for n in range(0, size, TILES)]
+
+    def note(masses: list[Array]) -> None:
+        for n, mass in enumerate(masses):
+            piece_mass[pl.ds(n * TILES, TILES)] = mass
+
+    @pl.when((first < run.stop) & (after > run.start))
+    def _():
+        parts = [weights(refs, cut, (sequence, head, part), run, firsts) for part in range(cut.parts)]
+        note([functools.reduce(jnp.add, found).sum(1) for found in zip(*parts, strict=True)])
+
+    @pl.when((first >= run.stop) | (after <= run.start))
+    def _():
+        note([filled((TILES,), 0.0, ROW)] * len(firsts))
+
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(piece_mass, refs.mass.at[sequence, head, 0, pl.ds(piece * size, size)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def weights(refs: Refs, cut: Cut, at: tuple, run: Run, firsts: list) -> list[Array]:
+    """2^(bank - lse) of the rows of one product for 64 tiles from each of `firsts`, summed over each tile's units."""
+    sequence, head, part = at
+    bits = [
+        plgpu.load(refs.bank.at[*at, pl.ds(first, TILES), n], layout=plgpu.Layout.WGMMA, optimized=False)
+        for first in firsts
+        for n in range(cut.per_tile)
+    ]
+
+    def load(split) -> tuple[Array]:
+        return (plgpu.load(refs.totals.at[split, *at], layout=COLUMN, optimized=False),)
+
+    state = (filled((cut.rows,), FLOOR, COLUMN), filled((cut.rows,), 0.0, COLUMN))
+    m, total = split_merge.fold(load, refs.totals.shape[0], state, at_once=min(split_merge.AT_ONCE, 256 // cut.rows))
+    lse = jax.lax.broadcast_in_dim(m + jnp.log2(total), bits[0].shape, [1])  # of a row that sees a key, or not used
+    tile, row = (plgpu.broadcasted_iota(jnp.int32, lse.shape, n, layout=plgpu.Layout.WGMMA) for n in (0, 1))
+
+    def weight(bits: Array, first, n: int) -> Array:
+        key = (tile + first) * cut.spec.tile + n * cut.unit
+        seen = (key + cut.unit > run.start) & (key < run.stop) & (row + part * ROWS < cut.groups)
+        return jnp.where(seen, jnp.exp2(bits - lse), 0.0)
+
+    found = iter(bits)
+    return [functools.reduce(jnp.add, [weight(next(found), first, n) for n in range(cut.per_tile)]) for first in firsts]

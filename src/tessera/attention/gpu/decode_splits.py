@@ -1,0 +1,130 @@
+"""Decode with the keys split over blocks of threads: which keys each split reads, in plain arithmetic.
+
+A *unit* is what one copy brings: a whole block of consecutive keys, or a tile where tiles matter (sparse, score) and
+are smaller. A *block* is one step of a kernel: `units` units side by side.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.core.shapes import ceil_div, round_up
+
+ROWS = 64
+"""Rows of one product."""
+
+
+class Cut(NamedTuple):
+    """One call cut into splits, and those into blocks: everything static."""
+
+    role: str
+    spec: AttentionSpec
+    shapes: Shapes
+    block_s: int
+    splits: int
+
+    @property
+    def groups(self) -> int:
+        return self.shapes.num_heads // self.shapes.num_kv_heads
+
+    @property
+    def parts(self) -> int:
+        """Products that the G query heads of a KV head fill; each reads the head's keys and values."""
+        return ceil_div(self.groups, ROWS)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a product that hold query heads, in whole copies."""
+        return min(round_up(self.groups, 8), ROWS)
+
+    @property
+    def stored_groups(self) -> int:
+        """Query heads of a KV head as they lie in memory: G, or whole copies of 8 where it is more than one."""
+        return self.groups if self.groups <= 8 else round_up(self.groups, 8)
+
+    @property
+    def unit(self) -> int:
+        return self.block_s if self.role == "dense" else min(self.block_s, self.spec.tile)
+
+    @property
+    def units(self) -> int:
+        return self.block_s // self.unit
+
+    @property
+    def banked(self) -> int:
+        """Units of the whole cache."""
+        return ceil_div(self.shapes.num_keys, self.block_s) * self.units
+
+    @property
+    def tiles(self) -> int:
+        return ceil_div(self.shapes.num_keys, self.spec.tile)
+
+    @property
+    def per_tile(self) -> int:
+        """Units of a tile."""
+        return self.spec.tile // self.unit
+
+
+class Run(NamedTuple):
+    """What one split of one sequence's KV head reads: scalars.
+
+    Attributes:
+        start, stop: keys [start, stop) that the row sees; both 0 if none.
+        listed: units of its list; sparse only.
+        first, count: its blocks [first, first + count).
+    """
+
+    start: Any
+    stop: Any
+    listed: Any
+    first: Any
+    count: Any
+
+
+def find_run(cut: Cut, split, positions: Positions, listed_tiles=0) -> Run:
+    """The run of blocks of one split, from one sequence's positions and the length of its list."""
+    spec, block_s = cut.spec, cut.block_s
+    row = positions.q_start
+    stop = jnp.minimum(positions.kv_len, cut.shapes.num_keys)
+    stop = jnp.minimum(stop, row + 1) if spec.causal else stop
+    start = jnp.int32(0) if spec.window is None else jnp.maximum(row - (spec.window - 1), 0)
+    seen = (positions.q_len > 0) & (stop > start)
+    start, stop = jnp.where(seen, start, 0), jnp.where(seen, stop, 0)
+    listed = jnp.int32(0)
+    if cut.role == "sparse":
+        listed = jnp.where(seen, listed_tiles * (spec.tile // cut.unit), 0)
+        begin, end = jnp.int32(0), jax.lax.div(listed + (cut.units - 1), jnp.int32(cut.units))
+    else:
+        begin, end = jax.lax.div(start, jnp.int32(block_s)), jax.lax.div(stop + (block_s - 1), jnp.int32(block_s))
+    share = jax.lax.div(end - begin + (cut.splits - 1), jnp.int32(cut.splits))
+    first = begin + split * share
+    return Run(start, stop, listed, first, jnp.clip(end - first, 0, share))
+
+
+def unit_starts(cut: Cut, run: Run, block, tile_at: Callable) -> list:
+    """The first key of each unit of a block; one past the list's end repeats the list's last.
+
+    tile_at gives an entry of the list.
+    """
+    if cut.role != "sparse":
+        return [block * cut.block_s + i * cut.unit for i in range(cut.units)]
+    per_tile = jnp.int32(cut.spec.tile // cut.unit)
+    units = [jnp.minimum(block * cut.units + i, run.listed - 1) for i in range(cut.units)]
+    return [
+        tile_at(jax.lax.div(unit, per_tile)) * cut.spec.tile + jax.lax.rem(unit, per_tile) * cut.unit for unit in units
+    ]
+
+
+def visible_columns(cut: Cut, run: Run, block, starts: list) -> tuple[Any, Any]:
+    """The columns [lo, hi) of a block that the row sees: one range, as a list's ids ascend."""
+    if cut.role != "sparse":
+        return jnp.maximum(run.start - starts[0], 0), jnp.minimum(run.stop - starts[0], cut.block_s)
+    lo = hi = jnp.int32(0)
+    for i, start in enumerate(starts):
+        listed = block * cut.units + i < run.listed
+        lo += jnp.where(listed, jnp.clip(run.start - start, 0, cut.unit), 0)
+        hi += jnp.where(listed, jnp.clip(run.stop - start, 0, cut.unit), 0)
+    return lo, hi

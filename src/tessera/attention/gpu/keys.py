@@ -1,0 +1,247 @@
+"""Sparse prefill attention for Hopper over single keys (tile=1, the paper's granularity): what tiles cost, measured.
+
+As gpu_sparse, but nothing can be fetched by TMA, whose copies are eight rows and up: the 128 threads of the fetching
+warpgroup copy the listed rows of K and V with cp.async, 16 bytes each, to where the products expect them. Shared
+memory is laid out in [8, 64] pieces of 16-bit numbers, a line of 128 bytes per row, and the 16-byte columns of a line
+are swizzled: column c of row r stands at c ^ (r % 8) (`place_of`; the rule of TMA's and wgmma's 128-byte swizzle).
+
+A thread waits for its own copies of a block while those of the next `stages - 2` blocks are under way, makes them
+visible to the tensor core (a proxy fence) and arrives at the block's barrier. Positions of the keys go into shared
+memory too, for the masks at the ends of a list.
+
+The interpreter cannot run copies by thread: there, plain loads of the listed rows take their place, so it proves the
+barriers and the masks, but not `copy_rows`, which the machine code and the GPU check stand for.
+
+Work: 4 H flops per (row, listed key) pair; L2 traffic: 2 H bytes-per-element per (block of threads, listed key) in
+pieces of one row, H bytes-per-element.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mosaic
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from tessera.attention import work
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
+from tessera.attention.gpu import sparse_rows
+from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
+from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
+from tessera.attention.gpu.warpgroup import LINE_BYTES, SHARED_BYTES, per_row, simulated, swizzled
+
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128)
+COPY_BYTES = 16
+"""Of one asynchronous copy by a thread: the most there is."""
+THREADS = 128
+LEAST_STAGES = 3
+PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
+"""Layout in registers of one number per thread."""
+LIST = plgpu.Layout.WGMMA.reduce(0)
+"""Layout in registers of one number per column of a product."""
+
+
+def place_of(row, column, columns: int):
+    """Where a 16-byte column of a row of keys stands in swizzled shared memory, in units of 16 bytes.
+
+    Rows lie in groups of 8, each a sequence of pieces [8 rows, 128 bytes] that hold `columns` 16-byte columns; in
+    its line of a piece, column c of row r stands at c ^ (r % 8).
+    """
+    line = LINE_BYTES // COPY_BYTES
+    piece = (row // 8) * (columns // line) + column // line
+    return (piece * 8 + row % 8) * line + ((column % line) ^ (row % 8))
+
+
+def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> None:
+    """Start this thread's part of the copies of block_s listed keys and values; write the keys' positions.
+
+    first: entry of the list; those at or past its end are copies of the last one, at the position NEVER.
+    """
+    last = read(refs, item, "end") - 1
+    if simulated():
+
+        def copy_row(row, _):
+            key = refs.tiles[item.b, item.h, item.i, jnp.minimum(first + row, last)]
+            refs.k_smem[slot, row] = refs.k[item.b, item.h, key]
+            refs.v_smem[slot, row] = refs.v[item.b, item.h, key]
+            refs.ids[slot, row] = jnp.where(first + row <= last, key, NEVER)
+
+        jax.lax.fori_loop(0, cut.block_s, copy_row, None)
+        return
+    columns = cut.head_dim * jnp.dtype(cut.dtype).itemsize // COPY_BYTES
+    together, lines = THREADS // columns, swizzled(cut.dtype)
+    thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=PER_THREAD)
+    place = place_of(thread // columns, thread % columns, columns)
+    (kv_heads, num_keys), capacity = refs.k.shape[1:3], refs.tiles.shape[3]
+    memory, one = plgpu.RefType(), plgpu.Layout.WG_SPLAT
+    swizzled_memory = plgpu.RefType(lines)
+
+    @plgpu.inline_mgpu(
+        arg_types=(memory, memory, memory, swizzled_memory, swizzled_memory, memory, PER_THREAD, one, one, one, one)
+    )
+    def start(_, *operands):
+        k, v, tiles, k_smem, v_smem, ids, *numbers = operands
+        i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        number = ir.MemRefType(k.type).element_type
+        place, first, last, base, nth_list = (x.registers.item() for x in numbers)
+        place = vector.extract(place, dynamic_position=[], static_position=[0])
+        thread = arith.remui(mosaic.utils.thread_idx(), mosaic.c(THREADS, i32))
+        column, row = (op(thread, mosaic.c(columns, i32)) for op in (arith.remui, arith.divui))
+        place = arith.muli(place, mosaic.c(8, i32))
+        # All lists together may hold more entries than 32 bits count.
+        listed = arith.muli(arith.extui(i64, nth_list), mosaic.c(capacity, i64))
+        listed = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(tiles), [listed], i32)
+
+        def key_at(row):
+            at = arith.addi(first, row)
+            key = llvm.load(i32, mosaic.utils.getelementptr(listed, [arith.minsi(at, last)], i32))
+            return key, arith.cmpi(arith.CmpIPredicate.sle, at, last)
+
+        for n in range(cut.block_s // together):
+            key, _ = key_at(arith.addi(row, mosaic.c(n * together, i32)))
+            line = arith.addi(arith.extui(i64, base), arith.extui(i64, key))
+            at = arith.muli(line, mosaic.c(cut.head_dim, i64))
+            at = arith.addi(at, arith.extui(i64, arith.muli(column, mosaic.c(8, i32))))
+            to = arith.addi(place, mosaic.c(n * together * cut.head_dim, i32))
+            for source, target in ((k, k_smem), (v, v_smem)):
+                source = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(source), [at], number)
+                source = llvm.addrspacecast(llvm.PointerType.get(address_space=1), source)
+                target = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(target), [to], number)
+                nvvm.cp_async_shared_global(target, source, COPY_BYTES, nvvm.LoadCacheModifierKind.CG)
+        nvvm.cp_async_commit_group()
+        row = arith.remui(thread, mosaic.c(cut.block_s, i32))
+        key, inside = key_at(row)
+        target = mosaic.utils.getelementptr(mosaic.utils.memref_ptr(ids), [row], i32)
+        llvm.store(arith.select(inside, key, mosaic.c(NEVER, i32)), target)
+
+    head = item.b * kv_heads + item.h
+    k_smem, v_smem, ids = (x.at[slot] for x in (refs.k_smem, refs.v_smem, refs.ids))
+    numbers = first, last, head * num_keys, head * cut.num_tiles + item.i
+    start(refs.k, refs.v, refs.tiles, k_smem, v_smem, ids, place, *numbers)
+
+
+def wait_for_copies(left: int) -> None:
+    """Wait until at most `left` of this thread's blocks are under way, and show the others to the tensor core."""
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        nvvm.cp_async_wait_group(left)
+
+    if not simulated():
+        wait()
+    plgpu.commit_smem()
+
+
+def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
+    """The fetching warpgroup: every block of the list as stages are handed back, `ahead` of them under way.
+
+    Values of a block are handed back when the scores of the next are taken: one more stage than those is in use.
+    """
+    (item,), ahead = items, cut.stages - 2
+    begin, stop = read(refs, item, "begin"), blocks_of(refs, item, cut)[2]
+
+    def wait_free(c, _=None):
+        plgpu.barrier_wait(refs.k_free.at[item.slot(c, cut)])
+        plgpu.barrier_wait(refs.v_free.at[item.slot(c, cut)])
+
+    def announce(c, _=None):
+        plgpu.barrier_arrive(refs.k_full.at[item.slot(c, cut)])
+        plgpu.barrier_arrive(refs.v_full.at[item.slot(c, cut)])
+
+    def block_step(c, _):
+        pl.when(c >= cut.stages)(lambda: wait_free(c))
+        copy_rows(refs, item, begin + c * cut.block_s, item.slot(c, cut), cut)
+
+        @pl.when(c >= ahead)
+        def before():
+            wait_for_copies(ahead)
+            announce(c - ahead)
+
+    jax.lax.fori_loop(0, stop, block_step, None)
+    wait_for_copies(0)
+    jax.lax.fori_loop(jnp.maximum(stop - ahead, 0), stop, announce, None)
+    jax.lax.fori_loop(jnp.maximum(stop - cut.stages, 0), stop, wait_free, None)
+
+
+def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: Cut) -> Array:
+    """Scores [64,X], -inf where a row does not see a key."""
+    key = plgpu.load(refs.ids.at[item.slot(block, cut)], layout=LIST)
+    key = jax.lax.broadcast_in_dim(key, s.shape, [1])
+    seen = key < NEVER
+    if cut.spec.causal:
+        row = per_row(token_of(row_block, cut) + read(refs, item, "first"), s)
+        seen = key <= row
+        if cut.spec.window is not None:
+            seen = seen & (key > row - cut.spec.window)
+    return jnp.where(seen, s, -jnp.inf)
+
+
+def cut_keys(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
+    """The sizes of a launch: one list per block of threads, however few rows it has."""
+    if config.stages < LEAST_STAGES:
+        raise ValueError(f"stages={config.stages} must be at least {LEAST_STAGES}")
+    return cut_call(spec, shapes, config)._replace(lists=1)
+
+
+def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
+    """Attention over the listed keys only; not differentiable."""
+    cut = cut_keys(spec, call_shapes(q, k, selection), config)
+    ids = plgpu.SMEM((cut.stages, cut.block_s), jnp.int32)
+    source = sparse_rows.Source("gpu_keys_sparse", fetch, hide, arrivals=1, scratch=(ids,))
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # the model's cache is head-major: nothing moves
+    return sparse_rows.launch(q, k, v, positions, selection, cut, source)
+
+
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.dtype not in DTYPES:
+        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
+    if shapes.capacity is None:
+        return "capacity=None: the call has no selection, the role is sparse"
+    if spec.mass:
+        return "mass=True asks for another role than sparse"
+    if spec.tile != 1:
+        return f"tile={spec.tile}: single keys only, tiles have a faster kernel"
+    if shapes.head_dim not in HEAD_DIMS:
+        return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
+    scale = 1.0 if spec.scale is None else spec.scale
+    if not scale > 0:
+        return f"scale={scale} must be positive"
+    return None
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """As many keys under way as shared memory holds."""
+    return max(search_space(spec, shapes), key=lambda c: (c.rows, c.block_s, c.stages))
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Every choice that fits shared memory and registers."""
+    for block_s, stages in itertools.product((64, 128), (3, 4, 6)):
+        config = Config(rows=64, block_s=block_s, stages=stages)
+        ids_bytes = 4 * stages * block_s
+        if cut_keys(spec, shapes, config).smem_bytes + ids_bytes <= SHARED_BYTES:
+            yield config
+
+
+KERNELS = (
+    Kernel(
+        name="gpu_keys_sparse",
+        platform="gpu",
+        role="sparse",
+        phase="prefill",
+        dtypes=DTYPES,
+        supports=supports,
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=work.sparse_prefill,
+    ),
+)

@@ -1,0 +1,119 @@
+"""Mass of key tiles on Hopper, from what a scoring pass left: mass = sum over a query tile's rows of 2^(bits - lse).
+
+bits [B,N,U,R] holds, per row and unit of keys, log2 of the sum of its exponentials, lse [B,N,R] log2 of the whole sum
+(-inf for rows that see nothing, and for padding). Units that a row does not see were never written: they are told
+apart by position, and where no row of the query tile sees one of a block's 64 units nothing is read.
+
+Work: one exponential per (row, unit); it is bound by reading bits once, 4 bytes each, straight into the registers of
+the product's layout (eight rows of 32 bytes a load), UNROLLED heads at a time.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jaxtyping import Float, Int32
+
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.gpu.warpgroup import ROWS, filled
+from tessera.core.shapes import ceil_div, round_up
+
+UNITS = ROWS
+"""Units of keys of a block of threads."""
+ALIGNED = 8
+"""Rows at which a load may begin."""
+MOST_ROWS = 64
+"""Rows of one load."""
+UNROLLED = 4
+MOST_TILES = 65535
+"""Query tiles of a launch: the most that CUDA's second grid axis takes."""
+
+
+class Cut(NamedTuple):
+    """Static sizes: query heads per KV head, keys per unit, rows per load, loads that hold a query tile's rows."""
+
+    spec: AttentionSpec
+    groups: int
+    unit: int
+    width: int
+    pieces: int
+
+
+def tile_mass(
+    bits: Float[Array, "B N U R"],
+    lse: Float[Array, "B N R"],
+    positions: Positions,
+    skipped: Int32[Array, "1"],
+    cut: Cut,
+    rows: int,
+) -> Float[Array, "B K I U"]:
+    """Mass of every unit for the query tiles of rows [0, rows), which stand `skipped` rows behind the call's first."""
+    batch, num_heads, units, _ = bits.shape
+    num_tiles = ceil_div(rows, cut.spec.query_tile)
+    return plgpu.kernel(
+        functools.partial(body, cut=cut),
+        out_type=jax.ShapeDtypeStruct((batch, num_heads // cut.groups, num_tiles, units), jnp.float32),
+        grid=(units // UNITS, num_tiles, batch * num_heads // cut.groups),
+        grid_names=("units", "query_tile", "head"),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name="gpu_tile_mass",
+    )(positions.q_start, positions.kv_len, skipped, bits, lse)
+
+
+def cut_call(spec: AttentionSpec, groups: int, unit: int) -> Cut:
+    """The sizes of a launch."""
+    aligned = spec.query_tile % ALIGNED == 0
+    span = spec.query_tile if aligned else round_up(spec.query_tile + ALIGNED - 1, ALIGNED)
+    width = min(span, MOST_ROWS)
+    return Cut(spec, groups, unit, width, ceil_div(span, width))
+
+
+def body(q_start, kv_len, skipped, bits, lse, mass, *, cut: Cut):
+    """One KV head's query tile and 64 units of keys."""
+    spec, i = cut.spec, jax.lax.axis_index("query_tile")
+    head, heads = jax.lax.axis_index("head"), mass.shape[1]
+    b, h = jax.lax.div(head, heads), jax.lax.rem(head, heads)
+    unit = pl.multiple_of(jax.lax.axis_index("units") * UNITS, UNITS)
+    row, stop_row = i * spec.query_tile, (i + 1) * spec.query_tile
+    aligned = jax.lax.div(row, ALIGNED) * ALIGNED
+    first, kv_len = q_start[b] + skipped[0], kv_len[b]  # position of row 0
+    some = unit * cut.unit < (jnp.minimum(kv_len, first + stop_row) if spec.causal else kv_len)
+    if spec.window is not None:
+        some = some & ((unit + UNITS) * cut.unit > first + row - spec.window + 1)
+
+    def load(n: Array) -> Array:
+        """Probabilities of the n-th load [units, rows]; 0 where a row is not this query tile's or sees no key."""
+        begin = aligned + jax.lax.rem(n, cut.pieces) * cut.width
+        at = pl.multiple_of(jnp.minimum(begin, bits.shape[3] - cut.width), ALIGNED)
+        query_head = h * cut.groups + jax.lax.div(n, cut.pieces)
+        x = plgpu.load(
+            bits.at[b, query_head, pl.ds(unit, UNITS), pl.ds(at, cut.width)],
+            layout=plgpu.Layout.WGMMA,
+            optimized=False,
+        )
+        total = plgpu.load(
+            lse.at[b, query_head, pl.ds(at, cut.width)], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False
+        )
+        total = jax.lax.broadcast_in_dim(total, x.shape, [1])
+        place = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=plgpu.Layout.WGMMA) + at
+        key = (plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA) + unit) * cut.unit
+        seen = (place >= jnp.maximum(begin, row)) & (place < stop_row) & (total > -jnp.inf) & (key < kv_len)
+        if spec.causal:
+            seen = seen & (key <= place + first)
+        if spec.window is not None:
+            seen = seen & (key + (cut.unit + spec.window - 1) > place + first)
+        return jnp.where(seen, jnp.exp2(x - total), 0.0)
+
+    loads = cut.groups * cut.pieces
+    together = next(n for n in range(UNROLLED, 0, -1) if loads % n == 0)
+
+    def add(step: Array, acc: Array) -> Array:
+        return functools.reduce(jnp.add, [load(step * together + n) for n in range(together)], acc)
+
+    steps = jnp.where(some, loads // together, 0)
+    acc = jax.lax.fori_loop(0, steps, add, filled((UNITS, cut.width), 0.0))
+    mass[b, h, i, pl.ds(unit, UNITS)] = acc.sum(1)

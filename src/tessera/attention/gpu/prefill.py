@@ -1,0 +1,290 @@
+"""Prefill attention for Hopper: dense, and score (dense plus every key tile's mass) in the same pass.
+
+One block of threads takes 128 query rows of one head against every key they see. Two compute warpgroups hold 64 rows
+each; a third fetches K and V by TMA, `stages` blocks of block_s keys ahead, and gets a stage back once both have read
+it. Heads are the grid's last axis, which runs fastest: those of a group run side by side and read the same K and V,
+which then come from L2.
+
+Blocks that a mask can touch stand at the ends of the range of keys (the window's edge; the diagonal, kv_len): they run
+one after another in `masked`. The blocks between run without masks and overlapped: the tensor core takes the scores of
+a block and, behind them, the weighted values of the block before, while the vector units turn those scores into
+weights; and the two warpgroups take turns, so that one's products run under the other's exponentials. Values at or
+past kv_len may be NaN and 0 * NaN is NaN: in the one block that can hold some they are zeroed in shared memory.
+
+Scoring writes, per row and tile, log2 of the sum of the tile's exponentials (running maximum included), which the row
+sum needs anyway; `gpu_mass` weighs it by the lse and sums over a query tile's rows. That is a number per row and tile,
+so queries come in chunks that bound it. It is float32: an error of a bit of float16 in a logarithm is a relative error
+of the mass of 0.1 to 0.3 %, and logits of 1e4 would have no precision left at all.
+
+Work: 4 H flops per visible (row, key) pair; L2 traffic: 4 H bytes per key and 128 rows, 128 flops per byte.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from tessera.attention import work
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gpu import mass as gpu_mass
+from tessera.attention.gpu.block_ranges import Blocks, key_blocks
+from tessera.attention.gpu.prefill_rows import BLOCK_T, WARPGROUPS, Config, Cut, Item, Refs, Rows
+from tessera.attention.gpu.warpgroup import ROW, ROWS, SHARED_BYTES, filled, swizzled, whole_lines
+from tessera.attention.online_softmax import FLOOR, LN_2
+from tessera.core.shapes import ceil_div, round_up
+
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128, 256)
+BITS = 1 << 27
+"""Most numbers that a scoring pass leaves behind at once: 512 MiB."""
+
+
+def read_item(refs: Refs, cut: Cut) -> Item:
+    """Which work this block of threads has."""
+    n, block, b = (jax.lax.axis_index(name) for name in ("head", "rows", "sequence"))
+    # Causal rows see more keys the later they stand: the longest first, so that short ones fill the last gaps.
+    at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK_T
+    return Item(b, n, jax.lax.div(n, cut.groups), at, pl.multiple_of(refs.skipped[0] + at, BLOCK_T))
+
+
+def blocks_of(refs: Refs, item: Item, cut: Cut) -> Blocks:
+    """The key blocks of an item. Worked out where it is needed: registers hold other things."""
+    rows = jnp.minimum(refs.q_len[item.b] - item.row, BLOCK_T)
+    first = refs.q_start[item.b] + item.row
+    return key_blocks(first, rows, refs.kv_len[item.b], cut.spec, cut.config.block_s)
+
+
+def fetch(refs: Refs, item: Item, cut: Cut) -> None:
+    """The fetching warpgroup: every block of the range, K before V, as stages are handed back."""
+    plgpu.set_max_registers(24, action="decrease")
+    size, stages, blocks = cut.config.block_s, cut.config.stages, blocks_of(refs, item, cut)
+    count = blocks.stop - blocks.start
+    both = ((refs.k, refs.k_smem, refs.k_full, refs.k_free), (refs.v, refs.v_smem, refs.v_full, refs.v_free))
+
+    def copy_block(c, _):
+        slot, keys = jax.lax.rem(c, stages), pl.ds((blocks.start + c) * size, size)
+        for source, target, full, free in both:
+            pl.when(c >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+            plgpu.copy_gmem_to_smem(source.at[item.b, item.h, keys], target.at[slot], full.at[slot])
+
+    def drain(c, _):
+        for *_, free in both:
+            plgpu.barrier_wait(free.at[jax.lax.rem(c, stages)])
+
+    jax.lax.fori_loop(0, count, copy_block, None)
+    jax.lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
+
+
+def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
+    """A compute warpgroup: its rows against every block of the range, then out and lse."""
+    plgpu.set_max_registers(240, action="increase")
+    source = refs.q.at[item.b, pl.ds(item.row + wg * ROWS, ROWS), item.n]
+    plgpu.copy_gmem_to_smem(source, refs.q_smem.at[wg], refs.q_full.at[wg])
+    blocks = blocks_of(refs, item, cut)
+    rows = Rows(refs, item, wg, blocks.start, cut)
+    state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, cut.head_dim), 0.0))
+    plgpu.barrier_wait(refs.q_full.at[wg])
+    if cut.spec.window is not None:
+        state = jax.lax.fori_loop(blocks.start, blocks.whole, rows.masked, state)
+    pl.when(wg == 1)(rows.take_turn)  # from here on half a round behind the other
+    if cut.config.overlap:
+        some = (blocks.masked > blocks.whole).astype(jnp.int32)
+        state = jax.lax.fori_loop(0, some, lambda _, x: rows.overlapped(blocks.whole, blocks.masked, x), state)
+    else:
+        state = jax.lax.fori_loop(blocks.whole, blocks.masked, rows.plain, state)
+    pl.when(wg == 0)(rows.take_turn)
+    rows.write(jax.lax.fori_loop(blocks.masked, blocks.stop, rows.masked, state))
+
+
+def body(*refs, cut: Cut):
+    """One block of threads."""
+    names = [name for name in Refs._fields if name != "bits" or cut.spec.mass]
+    refs = Refs(**{"bits": None, **dict(zip(names, refs, strict=True))})
+    wg = jax.lax.axis_index("warpgroup")
+    pl.when(wg < WARPGROUPS)(lambda: compute(refs, read_item(refs, cut), wg, cut))
+    pl.when(wg == WARPGROUPS)(lambda: fetch(refs, read_item(refs, cut), cut))
+
+
+def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut) -> list[Array]:
+    """out [B,rows,N,H], lse [B,N,rows] in bits and, scoring, bits [B,N,units,rows] of q's rows from `skipped` on."""
+    batch, _, num_heads, head_dim = q.shape
+    blocks, config = ceil_div(rows, BLOCK_T), cut.config
+    out = [
+        jax.ShapeDtypeStruct((batch, rows, num_heads, head_dim), q.dtype),
+        jax.ShapeDtypeStruct((batch, num_heads, blocks * BLOCK_T), jnp.float32),
+    ]
+    if cut.spec.mass:
+        out.append(jax.ShapeDtypeStruct((batch, num_heads, cut.units, blocks * BLOCK_T), jnp.float32))
+    line = swizzled(q.dtype)
+    keys = plgpu.SMEM((config.stages, config.block_s, head_dim), q.dtype, transforms=line)
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages)
+    return plgpu.kernel(
+        functools.partial(body, cut=cut),
+        out_type=out,
+        scratch_types=[
+            plgpu.SMEM((WARPGROUPS, ROWS, head_dim), q.dtype, transforms=line),
+            keys,
+            keys,
+            plgpu.Barrier(num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_barriers=config.stages),
+            plgpu.Barrier(num_barriers=config.stages),
+            free,
+            free,
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
+        ],
+        grid=(batch, blocks, num_heads),
+        grid_names=("sequence", "rows", "head"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name="gpu_prefill_score" if cut.spec.mass else "gpu_prefill_dense",
+    )(*positions, skipped, q, k, v)
+
+
+def attend(q, k, v, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
+    """Attention of [B,T,N,H] queries to [B,S,K,H] keys and values."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    kv_heads, num_keys = k.shape[2], k.shape[1]
+    cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype))
+    # A model's cache is [B,K,S,H] and comes as a transposed view of it: this transposes it back, nothing moves where
+    # S is a multiple of 8. Else the rows added are zeros, hidden as all are at or past kv_len and q_len.
+    q, k, v = whole_lines(q), *(jnp.swapaxes(whole_lines(x), 1, 2) for x in (k, v))
+    rows = q.shape[1]
+    if not spec.mass:
+        out, lse = run_rows(q, k, v, positions, jnp.zeros((1,), jnp.int32), rows, cut)
+        return AttentionOut(out[:, :num_queries], natural(lse, num_queries))
+    step = chunk_rows(batch, rows, num_heads, cut)
+    if step >= rows:
+        out, lse, mass = score_rows(q, k, v, positions, jnp.int32(0), rows, cut)
+    else:
+        starts = jnp.arange(0, rows, step, dtype=jnp.int32)
+
+        def chunk(start):  # behind a barrier: else XLA, to use one result in two places, launches the kernel twice
+            return jax.lax.optimization_barrier(score_rows(q, k, v, positions, start, step, cut))
+
+        chunks = jax.lax.map(chunk, starts)
+        out = jnp.moveaxis(chunks[0], 0, 1).reshape(batch, -1, num_heads, head_dim)
+        lse = jnp.moveaxis(chunks[1], 0, 2).reshape(batch, num_heads, -1)
+        mass = jnp.moveaxis(chunks[2], 0, 2).reshape(batch, kv_heads, -1, cut.units)
+    tiles = ceil_div(num_queries, spec.query_tile), ceil_div(num_keys, spec.tile)
+    mass = mass.reshape(*mass.shape[:3], -1, spec.tile // cut.unit).sum(-1)
+    return AttentionOut(out[:, :num_queries], natural(lse, num_queries), mass[:, :, : tiles[0], : tiles[1]])
+
+
+def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut) -> tuple[Array, Array, Array]:
+    """(out, lse in bits, mass of units) of q's rows from `skipped` on."""
+    skipped = skipped[None]
+    out, lse, bits = run_rows(q, k, v, positions, skipped, rows, cut)
+    mass_cut = gpu_mass.cut_call(cut.spec, cut.groups, cut.unit)
+    return out, lse, gpu_mass.tile_mass(bits, lse, positions, skipped, mass_cut, rows)
+
+
+def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
+    """Rows whose bits are held at once: no more numbers than q has, nor than BITS, nor tiles than a grid."""
+    bound = min(BITS, batch * num_queries * num_heads * cut.head_dim) // (batch * num_heads * cut.units)
+    bound = min(bound, gpu_mass.MOST_TILES * cut.spec.query_tile)
+    whole = math.lcm(BLOCK_T, cut.spec.query_tile)
+    chunks = ceil_div(num_queries, max(bound // whole, 1) * whole)
+    return round_up(ceil_div(num_queries, chunks), whole)
+
+
+def natural(lse: Array, num_queries: int) -> Array:
+    """lse [B,T,N] in nats of lse [B,N,rows] in bits."""
+    return LN_2 * jnp.swapaxes(lse, 1, 2)[:, :num_queries]
+
+
+def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+    """Dense prefill, differentiable in q, k and v, or score with spec.mass."""
+    lengths = jnp.minimum(positions.kv_len, k.shape[1]), jnp.minimum(positions.q_len, q.shape[1])
+    positions = Positions(positions.q_start, *lengths)  # what lies behind an array reads as zeros, not as padding
+    if spec.mass:
+        return attend(q, k, v, spec, positions, config)
+    return dense(q, k, v, positions, spec, config)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
+    """Dense prefill; its gradient is two kernels of its own."""
+    return attend(q, k, v, spec, positions, config)
+
+
+def _forward(q, k, v, positions, spec, config):
+    result = attend(q, k, v, spec, positions, config)
+    return result, (q, k, v, positions, result)
+
+
+def _backward(spec: AttentionSpec, config: Config, saved, cotangents: AttentionOut):
+    q, k, v, positions, result = saved
+    return *gpu_backward.gradients(q, k, v, result, cotangents, spec, positions), None
+
+
+dense.defvjp(_forward, _backward)
+
+
+def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.head_dim not in HEAD_DIMS:
+        return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
+    if shapes.dtype not in DTYPES:
+        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
+    if role == "score" and spec.tile < 16:
+        return f"tile={spec.tile} must be at least 16: a number per row and tile is written"
+    tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
+    if role == "score" and shapes.head_dim == 256 and tight:
+        taken = f"tile={spec.tile}, softcap={spec.softcap}, window={spec.window}"
+        return f"head_dim=256 with {taken}: registers hold the tiles' sums only from tile 64 on, without cap and window"
+    return None
+
+
+def shared_bytes(head_dim: int, config: Config) -> int:
+    """Shared memory of q, K and V, and room for barriers and reductions."""
+    return 2 * head_dim * (BLOCK_T + 2 * config.stages * config.block_s) + 2048
+
+
+def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether registers hold the scores of two blocks: not beside 256 columns of values and the tiles' sums."""
+    return shapes.head_dim < 256 or not spec.mass
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """128 keys, 64 where the accumulator of a head of 256 takes half of the registers."""
+    return Config(block_s=64 if shapes.head_dim == 256 else 128, overlap=overlaps(spec, shapes))
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Blocks and stages that fit shared memory, each with every order of products that makes sense."""
+    orders = ((True, True), (True, False), (False, True))
+    for block_s, stages, (overlap, turns) in itertools.product((64, 128), (2, 3), orders):
+        config = Config(block_s=block_s, stages=stages, overlap=overlap, turns=turns)
+        # A window's edge on top of 256 sums per row: the compiler spills a register (the gates' finding).
+        spills = shapes.head_dim == 256 and spec.window is not None and not (overlap or spec.mass)
+        fits = shared_bytes(shapes.head_dim, config) <= SHARED_BYTES and not spills
+        if fits and (overlaps(spec, shapes) or not overlap):
+            yield config
+
+
+def _kernel(role: str) -> Kernel:
+    return Kernel(
+        name=f"gpu_prefill_{role}",
+        platform="gpu",
+        role=role,
+        phase="prefill",
+        dtypes=DTYPES,
+        supports=functools.partial(supports, role),
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=work.prefill,
+    )
+
+
+KERNELS = (_kernel("dense"), _kernel("score"))

@@ -1,0 +1,296 @@
+"""The compute warpgroup of dense prefill on Hopper: 64 query rows against the key blocks they see.
+
+Blocks that a mask can touch run one after another (`Rows.masked`); those between overlapped (`Rows.overlapped`), or as
+JAX's own kernel does it, scores, weights and values in turn (`Rows.plain`).
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from tessera.attention.contract import AttentionSpec
+from tessera.attention.gpu import mass as gpu_mass
+from tessera.attention.gpu.warpgroup import LINE_BYTES, ROW, ROWS, accumulate, filled, per_row, scores, simulated, tanh
+from tessera.attention.online_softmax import LOG2_E, scale_of
+from tessera.core.shapes import round_up
+
+WARPGROUPS = 2
+"""That compute; the next one fetches."""
+BLOCK_T = WARPGROUPS * ROWS
+"""Rows of a block of threads."""
+LINE = LINE_BYTES // 2
+"""Numbers of a swizzled line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Block sizes.
+
+    Attributes:
+        block_s: keys of a block in shared memory: 64 or 128.
+        stages: blocks of K and of V in shared memory.
+        overlap: the scores of a block are computed under the weights of the one before.
+        turns: the warpgroups take turns at the tensor core.
+    """
+
+    block_s: int = 128
+    stages: int = 2
+    overlap: bool = True
+    turns: bool = True
+
+    def __post_init__(self):
+        if self.block_s not in (64, 128):
+            raise ValueError(f"block_s={self.block_s} must be 64 or 128")
+        if self.stages < 2:
+            raise ValueError(f"stages={self.stages} must be at least 2")
+
+
+class Refs(NamedTuple):
+    """What the body sees: main memory, then shared memory and barriers."""
+
+    q_start: Any  # [B]
+    kv_len: Any
+    q_len: Any
+    skipped: Any  # [1]: rows of q before this launch's first
+    q: Any  # [B, T, N, H]
+    k: Any  # [B, K, S, H]
+    v: Any
+    out: Any  # [B, rows, N, H]
+    lse: Any  # [B, N, rows], in bits
+    bits: Any  # [B, N, units, rows] with the role score
+    q_smem: Any
+    k_smem: Any
+    v_smem: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    k_free: Any
+    v_free: Any
+    turn: Any
+    zeroed: Any
+
+
+class Cut(NamedTuple):
+    """Static sizes of a launch."""
+
+    spec: AttentionSpec
+    config: Config
+    groups: int
+    num_keys: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def unit(self) -> int:
+        """Keys whose mass is one number: a tile, or the part of one that fills a block."""
+        return min(self.spec.tile, self.config.block_s)
+
+    @property
+    def units(self) -> int:
+        """Units of all keys, and of the rest of the last block of them, in whole blocks of the mass kernel."""
+        return round_up(round_up(self.num_keys, self.config.block_s) // self.unit, gpu_mass.UNITS)
+
+
+class Item(NamedTuple):
+    """One block of threads: sequence, query head, KV head, its first row in this launch and in the whole of q."""
+
+    b: Array
+    n: Array
+    h: Array
+    at: Array
+    row: Array
+
+
+class Rows(NamedTuple):
+    """The 64 rows of a compute warpgroup. Their state is (m, l, acc) of the online softmax."""
+
+    refs: Refs
+    item: Item
+    wg: Array
+    start: Array  # the first block of the range
+    cut: Cut
+
+    def slot(self, c: Array) -> Array:
+        """The stage of block c."""
+        return jax.lax.rem(c - self.start, self.cut.config.stages)
+
+    def position(self) -> Array:
+        """Absolute positions of the rows."""
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+        return row + (self.refs.q_start[self.item.b] + self.item.row + self.wg * ROWS)
+
+    def take_turn(self) -> None:
+        """From one of these to the next, one warpgroup issues products and the other computes weights."""
+        if self.cut.config.turns:
+            plgpu.barrier_arrive(self.refs.turn)
+            plgpu.barrier_wait(self.refs.turn)
+
+    def masked(self, c: Array, state: tuple) -> tuple:
+        """Block c, of which a row may not see all."""
+        refs, slot = self.refs, self.slot(c)
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        self.clear_values(c)  # first of all, while registers are free
+        s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot])
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        m, l, alpha, p = self.weigh(s, c, *state[:2], masked=True)  # noqa: E741
+        acc = accumulate(state[2] * per_row(alpha, state[2]), p.astype(self.cut.dtype), refs.v_smem.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return m, l, acc
+
+    def plain(self, c: Array, state: tuple) -> tuple:
+        """Block c, which every row sees whole: scores, weights and values in turn."""
+        refs, slot = self.refs, self.slot(c)
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot], self.take_turn)
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        m, l, alpha, p = self.weigh(s, c, *state[:2])  # noqa: E741
+        acc = state[2] * per_row(alpha, state[2])
+        acc, m, l, p = jax.lax.optimization_barrier((acc, m, l, p.astype(self.cut.dtype)))  # noqa: E741
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        self.take_turn()
+        acc = accumulate(acc, p, refs.v_smem.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return m, l, acc
+
+    def overlapped(self, first: Array, stop: Array, state: tuple) -> tuple:
+        """Blocks [first, stop), at least one, which every row sees whole."""
+        refs, wg = self.refs, self.wg
+        plgpu.barrier_wait(refs.k_full.at[self.slot(first)])
+        s = scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)
+        m, l, alpha, p = self.weights(s, first, *state[:2])  # noqa: E741
+        acc = state[2] * per_row(alpha, state[2])
+        self.take_turn()
+
+        def round_of(c, carry):
+            (m, l, acc), p = carry  # noqa: E741
+            slot, before = self.slot(c), self.slot(c - 1)
+            plgpu.barrier_wait(refs.k_full.at[slot])
+            plgpu.barrier_wait(refs.v_full.at[before])
+
+            def weights(s):
+                return self.weights(s, c, m, l)
+
+            acc, (m, l, alpha, p) = both_products(  # noqa: E741
+                refs.q_smem.at[wg], refs.k_smem.at[slot], acc, p, refs.v_smem.at[before], self.take_turn, weights
+            )
+            plgpu.barrier_arrive(refs.v_free.at[before])
+            acc = acc * per_row(alpha, acc)
+            # Rounded only now: until here the tensor core reads the registers that these are put in.
+            p = jax.lax.optimization_barrier(p.astype(self.cut.dtype))
+            self.take_turn()
+            return (m, l, acc), p
+
+        carry = (m, l, acc), p.astype(self.cut.dtype)
+        (m, l, acc), p = jax.lax.fori_loop(first + 1, stop, round_of, carry)  # noqa: E741
+        slot = self.slot(stop - 1)
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        acc = accumulate(acc, p, refs.v_smem.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return m, l, acc
+
+    def weights(self, s: Array, c: Array, m: Array, l: Array) -> tuple:  # noqa: E741
+        """`weigh`, once the scores are there: the keys' stage is free."""
+        plgpu.barrier_arrive(self.refs.k_free.at[self.slot(c)])
+        return self.weigh(s, c, m, l)
+
+    def weigh(self, s: Array, c: Array, m: Array, l: Array, masked: bool = False) -> tuple:  # noqa: E741
+        """One softmax update: new maximum, new sum, factor on what was accumulated, weights of block c."""
+        cut = self.cut
+        s, factor = in_bits(s, cut)
+        s = self.hide(s, c) if masked else s
+        new_m = jnp.maximum(m, s.max(1) * factor)
+        alpha = jnp.exp2(m - new_m)
+        p = jnp.exp2(s * factor - per_row(new_m, s))
+        if not cut.spec.mass:
+            return new_m, l * alpha + p.sum(1), alpha, p
+        units, item = cut.config.block_s // cut.unit, self.item
+        sums = [p[:, n * cut.unit : (n + 1) * cut.unit].sum(1) for n in range(units)]
+        rows = pl.ds(item.at + self.wg * ROWS, ROWS)
+        for n, total in enumerate(sums):
+            self.refs.bits[item.b, item.n, c * units + n, rows] = new_m + jnp.log(total) * LOG2_E
+        return new_m, l * alpha + functools.reduce(jnp.add, sums), alpha, p
+
+    def hide(self, s: Array, c: Array) -> Array:
+        """Scores [64,X] of block c, -inf where a row does not see a key."""
+        start, spec = c * self.cut.config.block_s, self.cut.spec
+        key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+        stop = self.refs.kv_len[self.item.b]
+        if not spec.causal:
+            return jnp.where(key < stop - start, s, -jnp.inf)
+        row = self.position()
+        seen = key < per_row(jnp.minimum(stop, row + 1) - start, s)
+        if spec.window is not None:
+            seen = seen & (key > per_row(row - start - spec.window, s))
+        return jnp.where(seen, s, -jnp.inf)
+
+    def clear_values(self, c: Array) -> None:
+        """Zero the values at or past kv_len in a block that reaches past it: the first warpgroup does, all wait."""
+        refs, size = self.refs, self.cut.config.block_s
+        valid = refs.kv_len[self.item.b] - c * size
+
+        @pl.when(valid < jnp.minimum(size, self.cut.num_keys - c * size))  # keys past S are zeros already
+        def reaches_past_the_end():
+            @pl.when(self.wg == 0)
+            def clear():
+                for at, line in itertools.product(range(0, size, ROWS), range(0, self.cut.head_dim, LINE)):
+                    values = refs.v_smem.at[self.slot(c), pl.ds(at, ROWS), pl.ds(line, LINE)]
+                    key = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+                    held = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+                    kept = jnp.where(key + at < valid, held, jnp.zeros_like(held))
+                    values[...] = plgpu.layout_cast(kept, plgpu.Layout.WGMMA)
+                plgpu.commit_smem()
+
+            plgpu.barrier_arrive(refs.zeroed)
+            plgpu.barrier_wait(refs.zeroed)
+
+    def write(self, state: tuple) -> None:
+        """out = acc / l and lse = m + log2 l; 0 and -inf for rows that saw nothing and for padding."""
+        (m, l, acc), refs, item = state, self.refs, self.item  # noqa: E741
+        row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + (item.row + self.wg * ROWS)
+        seen = (l > 0) & (row < refs.q_len[item.b])
+        inverse = per_row(jnp.where(seen, 1.0 / l, 0.0), acc)
+        rows, out_smem = pl.ds(item.at + self.wg * ROWS, ROWS), refs.q_smem.at[self.wg]
+        out_smem[...] = jnp.where(inverse > 0, acc * inverse, 0.0).astype(self.cut.dtype)
+        refs.lse[item.b, item.n, rows] = jnp.where(seen, m + jnp.log(l) * LOG2_E, -jnp.inf)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, refs.out.at[item.b, rows, item.n])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
+    """(z, factor > 0): the scores in bits, log2(e) * softcap(scale * s), are z * factor."""
+    scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
+    if cap is not None:
+        return tanh(s, scale / cap), cap * LOG2_E
+    return (s, scale * LOG2_E) if scale > 0 else (s * (scale * LOG2_E), 1.0)
+
+
+def both_products(q_smem, k_smem, acc, p, v_smem, issued, weights):
+    """acc + p v, and weights(q k^T) = (m, l, alpha, next p) worked out while the tensor core adds."""
+    if simulated():
+        s = scores(q_smem, k_smem, issued)
+        return accumulate(acc, p, v_smem), weights(s)
+    rows = filled((ROWS,), 0.0, ROW)
+
+    def products(refs):
+        acc_ref, *out_refs = refs
+
+        def product(s_ref):
+            plgpu.wgmma(s_ref, q_smem, k_smem.transpose((1, 0)))
+            plgpu.wgmma(acc_ref, p, v_smem)
+            issued()
+            for ref, value in zip(out_refs, weights(plgpu.wgmma_accumulator_load(s_ref, wait_n=1)), strict=True):
+                ref[...] = value
+
+        pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
+
+    acc, *out = pl.run_state(products)((plgpu.ACC.init(acc), rows, rows, rows, filled(p.shape, 0.0)))
+    return acc, out

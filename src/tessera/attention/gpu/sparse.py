@@ -1,0 +1,218 @@
+"""Sparse prefill attention for Hopper: each query tile reads only its listed key tiles, in place.
+
+One block of threads takes the rows of a query tile (sparse_rows): two warpgroups compute, the third fetches. TMA
+copies the listed tiles of K and V side by side into shared-memory blocks of block_s keys, `stages` of them ahead, in
+the order of the list; a block's barrier counts its tiles. Compute warpgroups hand a stage back on a second barrier.
+
+Tile ids ascend, so what a mask can touch stands at the ends of a list: the window's edge first; the diagonal, kv_len
+and the end of the list last. The last block may hold fewer tiles: the copy of its last one is repeated and masked.
+Ids past count are never read. Values at or past kv_len may be NaN and 0 * NaN is NaN: in the one block of a list that
+can hold some, the fetching warpgroup zeroes them in shared memory before it announces the block.
+
+A query tile that is no multiple of 8 tokens is padded to one, and rows are padded to whole 64-row products: with
+G query heads and query_tile tokens, 64 * ceil(G * query_tile / 64) rows are computed. G = 1 at query_tile 32 wastes
+half of every product; G = 4 (Llama 3 8B) none.
+
+Work: 4 H flops per (row, listed key) pair; L2 traffic: 2 H bytes-per-element per (block of threads, listed key).
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from tessera.attention import work
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
+from tessera.attention.gpu import sparse_rows
+from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
+from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
+from tessera.attention.gpu.warpgroup import ROWS, SHARED_BYTES, per_row, whole_lines
+
+DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (64, 128, 256)
+COLUMNS = 64
+"""Columns of a swizzled line of 16-bit numbers."""
+
+
+def key_of(refs: Refs, item: Item, at: Array, cut: Cut) -> tuple[Array, Array]:
+    """Position of the first key of a list's unit, and whether the list holds it (else it is the last one again)."""
+    per_tile, at, end = cut.spec.tile // cut.unit, at + read(refs, item, "begin"), read(refs, item, "end")
+    listed = jnp.maximum(jnp.minimum(at, end - 1), 0)
+    tile = refs.tiles[item.b, item.h, item.i, jax.lax.div(listed, per_tile)]
+    return tile * cut.spec.tile + jax.lax.rem(listed, per_tile) * cut.unit, at < end
+
+
+def keys_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple[Array, Array]]:
+    """The units of a block, as `key_of` has them."""
+    return [key_of(refs, item, block * cut.units + n, cut) for n in range(cut.units)]
+
+
+class Padding(NamedTuple):
+    """The last block of a list: whether it holds keys at or past kv_len, and the first row of them.
+
+    (If its units are fewer than a block's, the last one is repeated: those rows are zeroed too.)
+    """
+
+    some: Array
+    row: Array
+    stop: Array
+
+
+def padding_of(refs: Refs, item: Item, cut: Cut) -> Padding:
+    """The padding of a list."""
+    stop = blocks_of(refs, item, cut)[2]
+    last = read(refs, item, "end") - read(refs, item, "begin") - 1
+    kept = read(refs, item, "kv_len") - key_of(refs, item, last, cut)[0]
+    return Padding((stop > 0) & (kept < cut.unit), jax.lax.rem(last, cut.units) * cut.unit + kept, stop)
+
+
+def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
+    """The fetching warpgroup: every block of the lists, K before V, as stages are handed back."""
+    padding = [padding_of(refs, item, cut) for item in items]
+
+    def copies(source, target, barrier, units, item):
+        for n, (key, _) in enumerate(units):
+            keys = source.at[item.b, item.h, pl.ds(key, cut.unit)]
+            plgpu.copy_gmem_to_smem(keys, target.at[pl.ds(n * cut.unit, cut.unit)], barrier)
+
+    def block_step(c, _):
+        for item, padded in zip(items, padding, strict=True):
+
+            @pl.when(c < padded.stop)
+            def fetch_block(item=item, padded=padded):
+                slot, units = item.slot(c, cut), keys_of(refs, item, c, cut)
+                pl.when(c >= cut.stages)(lambda: plgpu.barrier_wait(refs.k_free.at[slot]))
+                copies(refs.k, refs.k_smem.at[slot], refs.k_full.at[slot], units, item)
+                pl.when(c >= cut.stages)(lambda: plgpu.barrier_wait(refs.v_free.at[slot]))
+                full = jnp.where(padded.some & (c == padded.stop - 1), unseen(item, cut), slot)
+                copies(refs.v, refs.v_smem.at[slot], refs.v_full.at[full], units, item)
+
+    jax.lax.fori_loop(0, functools.reduce(jnp.maximum, [p.stop for p in padding]), block_step, None)
+    for item, padded in zip(items, padding, strict=True):
+
+        def drain(c, _, item=item):
+            plgpu.barrier_wait(refs.k_free.at[item.slot(c, cut)])
+            plgpu.barrier_wait(refs.v_free.at[item.slot(c, cut)])
+
+        pl.when(padded.some)(functools.partial(clear_values, refs, item, padded, cut))
+        jax.lax.fori_loop(jnp.maximum(padded.stop - cut.stages, 0), padded.stop, drain, None)
+
+
+def unseen(item: Item, cut: Cut) -> int:
+    """The barrier of a block that compute warpgroups must not see yet."""
+    return cut.lists * cut.stages + item.lane
+
+
+def clear_values(refs: Refs, item: Item, padded: Padding, cut: Cut) -> None:
+    """Zero the padding of a list's last block of values, and announce the block."""
+    slot = item.slot(padded.stop - 1, cut)
+    plgpu.barrier_wait(refs.v_full.at[unseen(item, cut)])
+    for row, column in itertools.product(range(0, cut.block_s, ROWS), range(0, cut.head_dim, COLUMNS)):
+        values = refs.v_smem.at[slot, pl.ds(row, ROWS), pl.ds(column, COLUMNS)]
+        place = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=plgpu.Layout.WGMMA)
+        held = plgpu.load(values, layout=plgpu.Layout.WGMMA)
+        values[...] = jnp.where(place < padded.row - row, held, jnp.zeros_like(held))
+    plgpu.commit_smem()
+    for _ in range(cut.units):
+        plgpu.barrier_arrive(refs.v_full.at[slot])
+
+
+def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: Cut) -> Array:
+    """Scores [64,X], -inf where a row does not see a key. A limit per row and unit: cheaper than positions per key."""
+    spec, place = cut.spec, plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+    row = token_of(row_block, cut) + read(refs, item, "first")
+    last = jnp.minimum(row if spec.causal else row + NEVER, read(refs, item, "kv_len") - 1)
+    units = keys_of(refs, item, block, cut)
+    moved = [n * cut.unit - key for n, (key, _) in enumerate(units)]
+    until = [last + jnp.where(listed, m, -NEVER) for m, (_, listed) in zip(moved, units, strict=True)]
+    seen = place <= by_unit(until, place, cut)
+    if spec.window is not None:
+        seen = seen & (place > by_unit([row - spec.window + m for m in moved], place, cut))
+    return jnp.where(seen, s, -jnp.inf)
+
+
+def by_unit(limits: list, place: Array, cut: Cut) -> Array:
+    """The limits of the unit that each place of a block belongs to."""
+    found = per_row(limits[0], place)
+    for n in range(1, cut.units):
+        found = jnp.where(place >= n * cut.unit, per_row(limits[n], place), found)
+    return found
+
+
+def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
+    """Attention over the listed tiles only; not differentiable."""
+    cut = cut_call(spec, call_shapes(q, k, selection), config)
+    source = sparse_rows.Source("gpu_prefill_sparse", fetch, hide, arrivals=cut.units)
+    # As the model's cache holds them, [B,K,S,H]: no copy, but where S is no multiple of 8.
+    k, v = (jnp.swapaxes(whole_lines(x), 1, 2) for x in (k, v))
+    return sparse_rows.launch(q, k, v, positions, selection, cut, source)
+
+
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.dtype not in DTYPES:
+        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
+    if shapes.capacity is None:
+        return "capacity=None: the call has no selection, the role is sparse"
+    if spec.mass:
+        return "mass=True asks for another role than sparse"
+    if spec.tile < 16:
+        return f"tile={spec.tile} must be at least 16: smaller ones are not worth a copy each"
+    if shapes.head_dim not in HEAD_DIMS:
+        return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
+    scale = 1.0 if spec.scale is None else spec.scale
+    if not scale > 0:
+        return f"scale={scale} must be positive"
+    if not any(True for _ in search_space(spec, shapes)):
+        return f"head_dim={shapes.head_dim} with window={spec.window} does not fit the registers"
+    return None
+
+
+def fits(config: Config, spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Whether it compiles for an H200 with no register spilled and within its shared memory (a sweep says so)."""
+    cut = cut_call(spec, shapes, config)
+    if cut.smem_bytes > SHARED_BYTES:
+        return False
+    if config.rows == 2 * ROWS and config.stages == 3 and shapes.head_dim == 128:
+        return False  # spills two registers with some tiles and groups (the gates' finding)
+    columns = cut.row_blocks * (shapes.head_dim + config.block_s)  # of accumulators and scores, half a register each
+    plain = spec.tile >= ROWS and (cut.row_blocks == 1 or cut.chunk >= 32)
+    most = 256 if spec.window is not None else 384 if plain else 320  # masks and copies of q need registers too
+    return columns <= most and cut.row_blocks * config.block_s <= 128
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """The most rows that share a copy, then the longest blocks, then the most stages."""
+    return max(search_space(spec, shapes), key=lambda c: (c.rows, c.block_s, c.stages))
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Every choice that fits shared memory and registers; two 64-row blocks only where a query tile fills them."""
+    for rows, block_s, stages in itertools.product((64, 128), (64, 128), (2, 3, 4, 6)):
+        config = Config(rows=rows, block_s=block_s, stages=stages)
+        used = cut_call(spec, shapes, config).row_blocks * ROWS == rows
+        if used and fits(config, spec, shapes):
+            yield config
+
+
+KERNELS = (
+    Kernel(
+        name="gpu_prefill_sparse",
+        platform="gpu",
+        role="sparse",
+        phase="prefill",
+        dtypes=DTYPES,
+        supports=supports,
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=work.sparse_prefill,
+    ),
+)

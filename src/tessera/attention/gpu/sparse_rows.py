@@ -1,0 +1,364 @@
+"""The rows of query tiles on Hopper, against blocks of keys that another warpgroup fetches from a list.
+
+What the sparse prefill kernels share: they differ in how a listed key gets into shared memory, and in how the rows
+that do not see it are found. One block of threads is two compute warpgroups and one that fetches. The compute
+warpgroups take the G * query_tile rows (query head, token) of a query tile, or a part of them, in one or two 64-row
+blocks each, and read the same keys. If all rows fit one 64-row block, they take a query tile each, with a list each.
+
+Blocks that every row sees whole run the unmasked loop, which keeps the tensor core busy: scores of a block are issued
+before the weighted values of the block before, and turned into weights while those are added up. The others, at both
+ends of a list, run a plain masked loop.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jaxtyping import Int32
+
+from tessera.attention.contract import AttentionOut, Positions, Selection
+from tessera.attention.gpu.sparse_blocks import WARPGROUPS, Cut, Plan, plan
+from tessera.attention.gpu.warpgroup import (
+    ROW,
+    ROWS,
+    accumulate,
+    filled,
+    per_row,
+    scores,
+    simulated,
+    swizzled,
+    tanh,
+    whole_lines,
+)
+from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
+from tessera.core.shapes import ceil_div
+
+COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40
+SCRATCH_BYTES = 128
+"""Shared memory for reductions across warps, of which there are none: a row's maximum stays in one warp."""
+
+
+class Refs(NamedTuple):
+    """What the body sees: main memory, then shared memory and barriers."""
+
+    plan: Array
+    tiles: Array
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    q_smem: Array
+    k_smem: Array
+    v_smem: Array
+    lse_smem: Array
+    q_full: Array
+    k_full: Array
+    v_full: Array
+    k_free: Array
+    v_free: Array
+    ids: Array | None = None  # positions of the keys in shared memory, where the fetching warpgroup writes them
+
+
+class Item(NamedTuple):
+    """What a warpgroup works on: batch row, KV head, query tile, part of it, whether there is one, and which list."""
+
+    b: Array
+    h: Array
+    i: Array
+    part: Array
+    live: Array
+    lane: Array | int
+
+    def slot(self, c: Array, cut: Cut) -> Array:
+        """Where block c of the list lies in shared memory."""
+        return jax.lax.rem(c, cut.stages) + self.lane * cut.stages
+
+
+def read_item(lane: Array | int, cut: Cut) -> Item:
+    """The work of this block of threads, by list."""
+    b, h, at = (jax.lax.axis_index(name) for name in ("batch", "head", "rows"))
+    # Lists grow along a causal sequence: the longest first, so that the short ones fill the last gaps.
+    at = jax.lax.axis_size("rows") - 1 - at
+    i = jax.lax.div(at, cut.parts) * cut.lists + lane
+    return Item(b, h, jnp.minimum(i, cut.num_tiles - 1), jax.lax.rem(at, cut.parts), i < cut.num_tiles, lane)
+
+
+def read(refs: Refs, item: Item, name: str) -> Array:
+    """One number of the item's plan. It is cheaper to read it again than to hold it in every thread's registers."""
+    return refs.plan[item.b, item.h, item.i, Plan._fields.index(name)]
+
+
+def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
+    """Blocks of a list, as limits: where those begin and stop that every row sees whole, and where all of them stop."""
+    begin, end, whole_from, whole_to = (read(refs, item, name) for name in Plan._fields[:4])
+    end = jnp.where(item.live, end, begin)
+    stop, head = (jax.lax.div(jnp.maximum(x - begin, 0) + cut.units - 1, cut.units) for x in (end, whole_from))
+    head = jnp.minimum(head, stop)
+    return head, jnp.clip(jax.lax.div(jnp.maximum(whole_to - begin, 0), cut.units), head, stop), stop
+
+
+def chunk_of(item: Item, row_block: Array, n: int, cut: Cut) -> tuple[Array, Array, Array]:
+    """The n-th chunk of a 64-row block: whether it is one (else padding), its group head, its first token."""
+    at = row_block * cut.block_chunks + n
+    live, at = item.live & (at < cut.chunks), jnp.minimum(at, cut.chunks - 1)
+    per_head = cut.tokens // cut.chunk
+    return live, item.h * cut.groups + jax.lax.div(at, per_head), jax.lax.rem(at, per_head) * cut.chunk
+
+
+def token_of(row_block: Array, cut: Cut) -> Int32[Array, "64"]:
+    """Token, within its query tile, of every row of a 64-row block."""
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+    return jax.lax.rem(row + row_block * ROWS, cut.tokens)
+
+
+def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
+    """A compute warpgroup: its rows against every block of the list, then out and lse."""
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    item = read_item(wg if cut.lists == 2 else 0, cut)
+    mine = [wg * cut.row_blocks + r for r in range(cut.row_blocks)]
+    first_block = item.part * (WARPGROUPS * cut.row_blocks) + (0 if cut.lists == 2 else mine[0])
+    for r in range(cut.row_blocks):
+        for n in range(cut.block_chunks):
+            _, head, token = chunk_of(item, first_block + r, n, cut)
+            source = refs.q.at[item.b, pl.ds(item.i * cut.tokens + token, cut.chunk), head]
+            target = refs.q_smem.at[mine[r], pl.ds(n * cut.chunk, cut.chunk)]
+            plgpu.copy_gmem_to_smem(source, target, refs.q_full.at[wg])
+    plgpu.barrier_wait(refs.q_full.at[wg])
+
+    rows = Rows(refs, item, first_block, mine, hide, cut)
+    head, whole, stop = blocks_of(refs, item, cut)
+    state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, cut.head_dim), 0.0))
+    states = (state,) * cut.row_blocks
+    if cut.spec.window is not None:
+        states = jax.lax.fori_loop(0, head, rows.masked, states)
+    some = (whole > head).astype(jnp.int32)
+    states = jax.lax.fori_loop(0, some, lambda _, states: rows.unmasked(head, whole, states), states)
+    states = jax.lax.fori_loop(whole, stop, rows.masked, states)
+    # Always 0, which only this knows: else the places of all chunks would be kept in registers from the copies of q on.
+    zero = jnp.minimum(read(refs, item, "rows"), 0)
+    for r, state in enumerate(states):
+        write(refs, item, mine[r] + zero, first_block + r + zero, state, cut)
+    plgpu.wait_smem_to_gmem(0)
+
+
+class Rows(NamedTuple):
+    """The 64-row blocks of a compute warpgroup; each has a state (m, l, acc) of its online softmax."""
+
+    refs: Refs
+    item: Item
+    first_block: Array
+    mine: list
+    hide: Callable
+    cut: Cut
+
+    def masked(self, c: Array, states: tuple) -> tuple:
+        """Block c of the list, of which a row may see none."""
+        refs, cut = self.refs, self.cut
+        slot, states = self.item.slot(c, cut), list(states)
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        plgpu.barrier_wait(refs.v_full.at[slot])
+        # Always 0, which only this knows: what depends on it is worked out where it is used, not held in registers.
+        zero = jnp.minimum(c, 0)
+        for r, (m, l, acc) in enumerate(states):  # noqa: E741
+            s = scores(refs.q_smem.at[self.mine[r] + zero], refs.k_smem.at[slot])
+            hide = functools.partial(
+                self.hide, block=c, row_block=self.first_block + r + zero, refs=refs, item=self.item, cut=cut
+            )
+            m, l, alpha, p = weigh(s, m, l, cut, hide)  # noqa: E741
+            acc = accumulate(acc * per_row(alpha, acc), p.astype(cut.dtype), refs.v_smem.at[slot])
+            states[r] = (m, l, acc)
+        plgpu.barrier_arrive(refs.k_free.at[slot])
+        plgpu.barrier_arrive(refs.v_free.at[slot])
+        return tuple(states)
+
+    def unmasked(self, first: Array, stop: Array, states: tuple) -> tuple:
+        """Blocks [first, stop) of the list, at least one, which every row sees whole.
+
+        A round is one block of keys and one 64-row block. The tensor core takes the scores of a round and, behind
+        them, the weighted values of the round before, while the vector units turn those scores into weights.
+        """
+        cut = self.cut
+        carry = self.rounds(first, list(states), None)
+        states, p = jax.lax.fori_loop(first + 1, stop, lambda c, carry: self.rounds(c, list(carry[0]), carry[1]), carry)
+        (m, l, acc), slot = states[-1], self.item.slot(stop - 1, cut)  # noqa: E741
+        if cut.row_blocks == 1:
+            plgpu.barrier_wait(self.refs.v_full.at[slot])
+        acc = accumulate(acc, p, self.refs.v_smem.at[slot])
+        plgpu.barrier_arrive(self.refs.v_free.at[slot])
+        return (*states[:-1], (m, l, acc))
+
+    def rounds(self, c: Array, states: list, p: Array | None) -> tuple[tuple, Array]:
+        """The rounds of block c; p are the weights of the round before, None if there is none."""
+        cut, refs = self.cut, self.refs
+        slot, last = self.item.slot(c, cut), cut.row_blocks - 1
+        plgpu.barrier_wait(refs.k_full.at[slot])
+        for r in range(cut.row_blocks):
+
+            def weights(s, r=r):
+                if r == last:
+                    plgpu.barrier_arrive(refs.k_free.at[slot])
+                return weigh(s, *states[r][:2], cut)
+
+            q_smem, k_smem = refs.q_smem.at[self.mine[r] + jnp.minimum(c, 0)], refs.k_smem.at[slot]
+            if p is None:
+                m, l, alpha, weight = weights(scores(q_smem, k_smem))  # noqa: E741
+            else:
+                before, v_slot = (r - 1, slot) if r else (last, self.item.slot(c - 1, cut))
+                if before == 0:
+                    plgpu.barrier_wait(refs.v_full.at[v_slot])
+                acc, (m, l, alpha, weight) = overlapped(  # noqa: E741
+                    q_smem, k_smem, states[before][2], p, refs.v_smem.at[v_slot], weights
+                )
+                states[before] = (*states[before][:2], acc)
+                if before == last:
+                    plgpu.barrier_arrive(refs.v_free.at[v_slot])
+            acc = states[r][2]
+            states[r] = (m, l, acc * per_row(alpha, acc))
+            # Rounded only now: until here the tensor core reads the registers that these would be put in.
+            p = jax.lax.optimization_barrier(weight.astype(cut.dtype))
+        return tuple(states), p
+
+
+def overlapped(q_smem, k_smem, acc, p, v_smem, weights):
+    """acc + p v, and weights(q k^T) = (m, l, alpha, next p) worked out while the tensor core adds."""
+    if simulated():
+        return (lambda out: (accumulate(acc, p, v_smem), out))(weights(scores(q_smem, k_smem)))
+    rows = filled((ROWS,), 0.0, ROW)
+
+    def products(refs):
+        acc_ref, *out_refs = refs
+
+        def product(s_ref):
+            plgpu.wgmma(s_ref, q_smem, k_smem.transpose((1, 0)))
+            plgpu.wgmma(acc_ref, p, v_smem)
+            for ref, value in zip(out_refs, weights(plgpu.wgmma_accumulator_load(s_ref, wait_n=1)), strict=True):
+                ref[...] = value
+
+        pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
+
+    acc, *out = pl.run_state(products)((plgpu.ACC.init(acc), rows, rows, rows, filled(p.shape, 0.0)))
+    return acc, out
+
+
+def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable = lambda s: s) -> tuple[Array, Array, Array, Array]:  # noqa: E741
+    """One softmax update: new maximum, new sum, factor on what was accumulated, weights of these keys."""
+    scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
+    s, factor = (s, scale * LOG2_E) if cap is None else (tanh(s, scale / cap), cap * LOG2_E)
+    s = hide(s)
+    new_m = jnp.maximum(m, s.max(1) * factor)
+    alpha = jnp.exp2(m - new_m)
+    p = jnp.exp2(s * factor - per_row(new_m, s))
+    return new_m, l * alpha + p.sum(1), alpha, p
+
+
+def write(refs: Refs, item: Item, mine: Array, row_block: Array, state: tuple, cut: Cut) -> None:
+    """out = acc / l, lse = m + ln l of a 64-row block; 0 and -inf for rows that saw nothing and for padding."""
+    m, l, acc = state  # noqa: E741
+    seen = (l > 0) & (token_of(row_block, cut) < read(refs, item, "rows"))
+    inverse = jnp.where(seen, 1.0 / l, 0.0)
+    out = jnp.where(per_row(inverse, acc) > 0, acc * per_row(inverse, acc), 0.0)
+    out_smem, lse_smem = refs.q_smem.at[mine], refs.lse_smem.at[mine]
+    out_smem[...] = out.astype(cut.dtype)
+    lse_smem[...] = jnp.where(seen, m * LN_2 + jnp.log(l), -jnp.inf)
+    plgpu.commit_smem()
+    for n in range(cut.block_chunks):
+        live, head, first = chunk_of(item, row_block, n, cut)
+
+        @pl.when(live)
+        def store(n=n, head=head, first=first):
+            rows, tokens = pl.ds(n * cut.chunk, cut.chunk), pl.ds(item.i * cut.tokens + first, cut.chunk)
+            plgpu.copy_smem_to_gmem(out_smem.at[rows], refs.out.at[item.b, tokens, head])
+            plgpu.copy_smem_to_gmem(lse_smem.at[rows], refs.lse.at[item.b, head, tokens])
+
+
+class Source(NamedTuple):
+    """How a kernel gets listed keys into shared memory.
+
+    Attributes:
+        name: the kernel's.
+        fetch: (refs, items, cut): fills every block of every item's list.
+        hide: (s, block, row_block, refs, item, cut) -> scores, -inf where a row does not see a key.
+        arrivals: how often `fetch` arrives at the barrier of a block of K, or of V.
+        scratch: more of its own after that of `Refs`.
+    """
+
+    name: str
+    fetch: Callable
+    hide: Callable
+    arrivals: int
+    scratch: tuple = ()
+
+
+def body(*refs, source: Source, cut: Cut):
+    """One block of threads."""
+    refs, wg = Refs(*refs), jax.lax.axis_index("warpgroup")
+
+    @pl.when(wg < WARPGROUPS)
+    def compute_rows():
+        compute(refs, wg, source.hide, cut)
+
+    @pl.when(wg == WARPGROUPS)
+    def fetch_keys():
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+        source.fetch(refs, [read_item(lane, cut) for lane in range(cut.lists)], cut)
+
+
+def whole_tiles(q: Array, cut: Cut) -> Array:
+    """q [B,T,N,H] whose query tiles begin `tokens` apart, where TMA finds them."""
+    query_tile, (batch, num_queries, *row) = cut.spec.query_tile, q.shape
+    if cut.num_tiles == 1 or cut.tokens == query_tile:
+        return whole_lines(q)
+    q = jnp.pad(q, ((0, 0), (0, cut.num_tiles * query_tile - num_queries), (0, 0), (0, 0)))
+    q = q.reshape(batch, cut.num_tiles, query_tile, *row)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, cut.tokens - query_tile), (0, 0), (0, 0)))
+    return q.reshape(batch, cut.num_tiles * cut.tokens, *row)
+
+
+def launch(q, k, v, positions: Positions, selection: Selection, cut: Cut, source: Source) -> AttentionOut:
+    """The whole call: the plan of every list, then one kernel."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    length, query_tile = cut.num_tiles * cut.tokens, cut.spec.query_tile
+    line, slots, row_blocks = swizzled(q.dtype), cut.lists * cut.stages, WARPGROUPS * cut.row_blocks
+    keys = plgpu.SMEM((slots, cut.block_s, head_dim), q.dtype, transforms=line)
+    free = plgpu.Barrier(num_arrivals=WARPGROUPS // cut.lists, num_barriers=slots)
+    out, lse = plgpu.kernel(
+        functools.partial(body, source=source, cut=cut),
+        out_type=[
+            jax.ShapeDtypeStruct((batch, length, num_heads, head_dim), q.dtype),
+            jax.ShapeDtypeStruct((batch, num_heads, length), jnp.float32),
+        ],
+        scratch_types=[
+            plgpu.SMEM((row_blocks, ROWS, head_dim), q.dtype, transforms=line),
+            keys,
+            keys,
+            plgpu.SMEM((row_blocks, ROWS), jnp.float32),
+            plgpu.Barrier(num_arrivals=cut.row_blocks * cut.block_chunks, num_barriers=WARPGROUPS),
+            plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=source.arrivals, num_barriers=slots + cut.lists),
+            free,
+            free,
+            *source.scratch,
+        ],
+        grid=(batch, selection.tiles.shape[1], ceil_div(cut.num_tiles, cut.lists) * cut.parts),
+        grid_names=("batch", "head", "rows"),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=SCRATCH_BYTES,
+        ),
+        kernel_name=source.name,
+    )(plan(selection, positions, cut), selection.tiles, whole_tiles(q, cut), k, v)
+    if cut.tokens != query_tile and cut.num_tiles > 1:  # the way back from whole_tiles
+        out = out.reshape(batch, cut.num_tiles, cut.tokens, num_heads, head_dim)[:, :, :query_tile]
+        out = out.reshape(batch, -1, num_heads, head_dim)
+        lse = lse.reshape(batch, num_heads, cut.num_tiles, cut.tokens)[..., :query_tile]
+        lse = lse.reshape(batch, num_heads, -1)
+    return AttentionOut(out[:, :num_queries], jnp.swapaxes(lse, 1, 2)[:, :num_queries])

@@ -1,0 +1,67 @@
+"""Gradient of dense decode attention, shared by every kernel of the role: one row, so O(S) memory without blocks."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float
+
+from tessera.attention.contract import AttentionOut, AttentionSpec
+from tessera.attention.online_softmax import LOG2_E, scale_of, score_bits
+from tessera.attention.tpu.decode_blocks import visible_keys
+
+
+def row_gradients(
+    q: Float[Array, "B K G H"],
+    k: Float[Array, "B K S H"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B S"],
+    result: tuple[Float[Array, "B K G H"], Float[Array, "B K G"]],
+    cotangents: tuple[Float[Array, "B K G H"], Float[Array, "B K G"]],
+    spec: AttentionSpec,
+) -> tuple[Array, Array, Array]:
+    """ds = p (do v^T - rowsum(do out) + dlse), dq = ds k, dk = ds^T q, dv = p^T do, from out and lse (the result)."""
+    (out, lse), (d_out, d_lse) = result, cotangents
+    seen = jnp.isfinite(lse)[..., None]  # a row that sees no key may hold anything, its cotangents too; 0 * NaN is NaN
+    q32, out, d_out = (jnp.where(seen, x, 0).astype(jnp.float32) for x in (q, out, d_out))
+    k32, v32 = (jnp.where(mask[:, None, :, None], x, 0).astype(jnp.float32) for x in (k, v))
+    y = score_bits(q32, k32, spec)
+    p = jnp.where(mask[:, None, None] & seen, jnp.exp2(y - jnp.where(seen, lse[..., None] * LOG2_E, 0.0)), 0.0)
+    offset = jnp.where(seen[..., 0], d_lse - jnp.sum(d_out * out, axis=-1), 0.0)
+    ds = p * (jnp.einsum("bkgh,bksh->bkgs", d_out, v32) + offset[..., None])
+    ds = ds * scale_of(spec, q.shape[-1])
+    if spec.softcap is not None:
+        ds = ds * (1 - jnp.square(y / (spec.softcap * LOG2_E)))
+    dq = jnp.einsum("bkgs,bksh->bkgh", ds, k32).astype(q.dtype)
+    dk = jnp.einsum("bkgs,bkgh->bksh", ds, q32).astype(k.dtype)
+    dv = jnp.einsum("bkgs,bkgh->bksh", p, d_out).astype(v.dtype)
+    return dq, dk, dv
+
+
+def differentiable(attend: Callable[..., AttentionOut]) -> Callable[..., AttentionOut]:
+    """dense(q, k, v, positions, spec, config), differentiable in q, k and v, of a kernel file's
+    attend("dense", q, k, v, spec, positions, None, config) on [B,1,N,H] queries and [B,S,K,H] keys and values."""
+
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+    def dense(q, k, v, positions, spec: AttentionSpec, config: Any) -> AttentionOut:
+        return attend("dense", q, k, v, spec, positions, None, config)
+
+    def forward(q, k, v, positions, spec, config):
+        result = dense(q, k, v, positions, spec, config)
+        return result, (q, k, v, positions, result)
+
+    def backward(spec: AttentionSpec, config: Any, saved, cotangents):
+        q, k, v, positions, result = saved
+        start, stop = (x[:, None] for x in visible_keys(spec, positions, k.shape[1]))
+        key = jnp.arange(k.shape[1], dtype=jnp.int32)
+        shape = (q.shape[0], k.shape[2], -1)
+        rows = [(x.out.reshape(*shape, q.shape[3]), x.lse.reshape(shape)) for x in (result, cotangents)]
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        dq, dk, dv = row_gradients(q.reshape(rows[0][0].shape), k, v, (key >= start) & (key < stop), *rows, spec)
+        return dq.reshape(q.shape), jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2), None
+
+    dense.defvjp(forward, backward)
+    return dense

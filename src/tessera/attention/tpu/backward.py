@@ -1,0 +1,445 @@
+"""Gradient of dense prefill attention for TPU: dq, dk and dv in one pass, probabilities recomputed block by block.
+
+With y the scores in bits, p = 2^(y - lse), d = rowsum(d_out * out) - d_lse and ds = p (d_out v^T - d) softcap'(z):
+dq = scale ds k, dk = scale ds^T q, dv = p^T d_out. Work: 5 products, 10 H flops per visible (row, key) pair; a kernel
+for dq and another for dk and dv would need 7.
+
+Keys come in slabs of block_s. A slab's K and V are fetched once and stay in VMEM beside the float32 sums of its dk and
+dv; one grid step is one row block (block_t tokens x G heads) of a KV head against the chunks of the slab it sees, in a
+loop whose bounds are the mask's: nothing outside it is fetched or computed, and only chunks it touches are masked. dk
+and dv are so summed over rows and heads without leaving the chip. dq is complete after one slab; where there are more,
+its float32 sum goes to HBM and comes back, once per row block and slab.
+
+Scores are held transposed, [keys, tokens] of one head: lse and d are then vectors along lanes, which cost nothing to
+spread over keys, and of the four products of p and ds only dq's needs a transpose, made by a unit that idles here.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.online_softmax import LOG2_E
+from tessera.core.shapes import ceil_div, round_up
+
+LANES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Block sizes, each a power of two of at least 128.
+
+    Attributes:
+        block_t: query tokens per row block (times G rows).
+        block_s: keys per slab: what fits in VMEM; more slabs mean more traffic of dq.
+        chunk: keys per turn of the loop, at most block_s.
+    """
+
+    block_t: int
+    block_s: int
+    chunk: int
+
+    def __post_init__(self):
+        for name in ("block_t", "block_s", "chunk"):
+            value = getattr(self, name)
+            if value < LANES or value & (value - 1):
+                raise ValueError(f"{name}={value} must be a power of two of at least {LANES}")
+
+
+class Cut(NamedTuple):
+    """One call cut into blocks: everything static the kernel body needs."""
+
+    spec: AttentionSpec
+    groups: int
+    head_dim: int
+    num_keys: int
+    block_t: int
+    block_s: int
+    chunk: int
+    blocks: int
+    slabs: int
+    flat: bool
+
+    @property
+    def scale(self) -> float:
+        """The factor on q.k."""
+        return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
+
+    @property
+    def factor(self) -> float:
+        """What q carries: to bits, or to the argument of tanh."""
+        return self.scale / self.spec.softcap if self.spec.softcap else self.scale * LOG2_E
+
+
+class Refs(NamedTuple):
+    """Everything the body touches, by name."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    d_out: Array
+    bits: Array
+    d_lse: Array
+    dq: Array
+    dk: Array
+    dv: Array
+    q_scaled: Array
+    d_rows: Array
+    offset: Array
+    dq_sum: Array
+    dk_sum: Array
+    dv_sum: Array
+    copied: Array | None
+
+
+class Range(NamedTuple):
+    """Chunks of a slab that a row block needs: masked in [begin, full_begin) and [full_stop, stop), whole between."""
+
+    begin: Array
+    full_begin: Array
+    full_stop: Array
+    stop: Array
+
+
+def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
+    """Clip the block sizes to the call."""
+    groups = shapes.num_heads // shapes.num_kv_heads
+    block_t = min(config.block_t, round_up(shapes.num_queries, LANES))
+    block_s = min(config.block_s, max(1 << (shapes.num_keys - 1).bit_length(), LANES))
+    chunk = min(config.chunk, block_s)
+    if shapes.num_keys <= block_s:
+        block_s = round_up(shapes.num_keys, chunk)
+    blocks, slabs = ceil_div(shapes.num_queries, block_t), ceil_div(shapes.num_keys, block_s)
+    flat = (groups * shapes.head_dim) % LANES == 0
+    return Cut(spec, groups, shapes.head_dim, shapes.num_keys, block_t, block_s, chunk, blocks, slabs, flat)
+
+
+def chunk_range(first, last, kv_len, base, cut: Cut, xp=jnp) -> Range:
+    """Chunks of the slab from key `base` that rows at positions first to last need."""
+
+    def chunk_of(position, up: bool):
+        return (xp.clip(position - base, 0, cut.block_s) + (cut.chunk - 1 if up else 0)) // cut.chunk
+
+    stop = full_stop = kv_len
+    if cut.spec.causal:
+        stop, full_stop = xp.minimum(kv_len, last + 1), xp.minimum(kv_len, first + 1)
+    stop, full_stop = chunk_of(stop, True), chunk_of(full_stop, False)
+    begin = full_begin = 0 * stop
+    if cut.spec.window is not None:
+        begin = xp.minimum(chunk_of(first - cut.spec.window + 1, False), stop)
+        full_begin = xp.clip(chunk_of(last - cut.spec.window + 1, True), begin, stop)
+    return Range(begin, full_begin, xp.clip(full_stop, full_begin, stop), stop)
+
+
+def range_of(b, slab, i, positions: Positions, cut: Cut) -> Range:
+    """Chunks of the slab that row block i of sequence b needs; none if it holds no token."""
+    q_start, kv_len, q_len = (p[b] for p in positions)
+    first = q_start + i * cut.block_t
+    last = q_start + jnp.minimum((i + 1) * cut.block_t, q_len) - 1
+    kv_len = jnp.where(i * cut.block_t < q_len, jnp.clip(kv_len, 0, cut.num_keys), 0)
+    return chunk_range(first, last, kv_len, slab * cut.block_s, cut)
+
+
+def body(q_start, kv_len, q_len, *refs, cut: Cut):
+    """One grid step (b, h, slab, i): row block i against the keys of one slab."""
+    refs = Refs(*refs, *[None] * (len(Refs._fields) - len(refs)))
+    b, h, slab, i = (pl.program_id(axis) for axis in range(4))
+    positions = Positions(q_start, kv_len, q_len)
+    chunks = range_of(b, slab, i, positions, cut)
+    live = chunks.begin < chunks.stop
+
+    @pl.when(i == 0)
+    @jax.named_scope("clear")
+    def clear():
+        refs.dk_sum[...] = jnp.zeros_like(refs.dk_sum)
+        refs.dv_sum[...] = jnp.zeros_like(refs.dv_sum)
+
+    @pl.when(live)
+    @jax.named_scope("first")
+    def first():
+        take_rows(refs, q_start[b], kv_len[b], q_len[b], i, cut)
+
+    stored = None
+    if cut.slabs > 1:
+        heads, tokens = pl.ds(h * cut.groups, cut.groups), pl.ds(i * cut.block_t, cut.block_t)
+        stored = refs.dq.at[b, heads, tokens]
+
+    @pl.when(live | (slab == 0))
+    @jax.named_scope("clear_rows")
+    def clear_rows():
+        refs.dq_sum[...] = jnp.zeros_like(refs.dq_sum)
+
+    if stored is not None:
+
+        @pl.when(live & (slab > 0))
+        @jax.named_scope("fetch_rows")
+        def fetch_rows():
+            copy = pltpu.make_async_copy(stored, refs.dq_sum, refs.copied)
+            copy.start()
+            copy.wait()
+
+    def turn(c, _, masked: bool, name: str):
+        with jax.named_scope(name):
+            absorb(refs, c, (b, slab, i, positions) if masked else None, cut)
+
+    if cut.spec.window is not None:
+        jax.lax.fori_loop(
+            chunks.begin, chunks.full_begin, functools.partial(turn, masked=True, name="window_chunk"), None
+        )
+    jax.lax.fori_loop(
+        chunks.full_begin, chunks.full_stop, functools.partial(turn, masked=False, name="whole_chunk"), None
+    )
+    jax.lax.fori_loop(chunks.full_stop, chunks.stop, functools.partial(turn, masked=True, name="masked_chunk"), None)
+
+    if stored is None:
+        with jax.named_scope("last"):
+            refs.dq[0] = (refs.dq_sum[...] * cut.scale).astype(refs.dq.dtype)
+    else:
+
+        @pl.when(live | (slab == 0))
+        @jax.named_scope("store_rows")
+        def store_rows():
+            copy = pltpu.make_async_copy(refs.dq_sum, stored, refs.copied)
+            copy.start()
+            copy.wait()
+
+    @pl.when(i == pl.num_programs(3) - 1)
+    @jax.named_scope("flush")
+    def flush():
+        # q was scaled by `factor` before dk's product.
+        refs.dk[0, 0] = (refs.dk_sum[...] * (cut.scale / cut.factor)).astype(refs.dk.dtype)
+        refs.dv[0, 0] = refs.dv_sum[...].astype(refs.dv.dtype)
+
+
+def take_rows(refs: Refs, q_start, kv_len, q_len, i, cut: Cut) -> None:
+    """q, scaled, d_out and d into VMEM, one matrix a head; rows that see nothing may hold anything and become zero."""
+    token = jax.lax.broadcasted_iota(jnp.int32, (cut.block_t, cut.head_dim), 0) + i * cut.block_t
+    seen = token < q_len
+    stop = jnp.minimum(kv_len, cut.num_keys)
+    if cut.spec.causal:
+        stop = jnp.minimum(stop, q_start + token + 1)
+    start = 0 if cut.spec.window is None else jnp.maximum(q_start + token - cut.spec.window + 1, 0)
+    seen = seen & (stop > start)
+    ones = jnp.ones((8, cut.head_dim), jnp.float32)
+    for g in range(cut.groups):
+        q = refs.q[0, g].astype(jnp.float32) * cut.factor
+        refs.q_scaled[g] = jnp.where(seen, q, 0.0).astype(refs.q_scaled.dtype)
+        flat = slice(g * cut.head_dim, (g + 1) * cut.head_dim)
+        out, d_out = (x[0, :, flat] if cut.flat else x[0, g] for x in (refs.out, refs.d_out))
+        out, d_out = (jnp.where(seen, x.astype(jnp.float32), 0.0) for x in (out, d_out))
+        refs.d_rows[g] = d_out.astype(refs.d_rows.dtype)
+        # A product with ones sums a row and leaves the sums along lanes.
+        refs.offset[g : g + 1] = dot(ones, d_out * out, 1, 1)[:1] - refs.d_lse[0, 0, g : g + 1]
+
+
+def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
+    """Chunk c of the slab's keys against all heads of the row block; where = (b, slab, i, positions) if masked."""
+    at = pl.ds(pl.multiple_of(c * cut.chunk, cut.chunk), cut.chunk)
+    k, v = refs.k[0, 0, at], refs.v[0, 0, at]
+    mask = None
+    if where is not None:
+        mask, real = visible(c, *where, cut)
+        k, v = (jnp.where(real, x, jnp.zeros_like(x)) for x in (k, v))
+    dk, dv = refs.dk_sum[at], refs.dv_sum[at]
+    for g in range(cut.groups):
+        q, d_out = refs.q_scaled[g], refs.d_rows[g]
+        y = dot(k, q, 1, 1)  # [keys, tokens], as all that follows
+        if cut.spec.softcap:
+            t = jnp.tanh(y)
+            y = t * (cut.spec.softcap * LOG2_E)
+        if mask is not None:
+            y = jnp.where(mask, y, -jnp.inf)
+        p = jnp.exp2(y - refs.bits[0, 0, g : g + 1])
+        ds = p * (dot(v, d_out, 1, 1) - refs.offset[g : g + 1])
+        if cut.spec.softcap:
+            ds = ds * (1 - t * t)
+        p, ds = p.astype(q.dtype), ds.astype(q.dtype)
+        dv = dv + dot(p, d_out, 1, 0)
+        dk = dk + dot(ds, q, 1, 0)
+        refs.dq_sum[g] += dot(ds, k, 0, 0)
+    refs.dk_sum[at], refs.dv_sum[at] = dk, dv
+
+
+def visible(c, b, slab, i, positions: Positions, cut: Cut) -> tuple[Array, Array]:
+    """Which tokens see which keys of the chunk [chunk, block_t], and which keys exist at all [chunk, H]."""
+    start = slab * cut.block_s + c * cut.chunk
+    kv_len = jnp.minimum(positions.kv_len[b], cut.num_keys)
+    key = jax.lax.broadcasted_iota(jnp.int32, (cut.chunk, cut.block_t), 0) + start
+    mask = key < kv_len
+    if cut.spec.causal:
+        first = positions.q_start[b] + i * cut.block_t
+        row = jax.lax.broadcasted_iota(jnp.int32, (cut.chunk, cut.block_t), 1) + first
+        mask = mask & (key <= row)
+        if cut.spec.window is not None:
+            mask = mask & (key > row - cut.spec.window)
+    return mask, jax.lax.broadcasted_iota(jnp.int32, (cut.chunk, cut.head_dim), 0) + start < kv_len
+
+
+def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
+    """The product of two matrices, accumulated in float32; float32 operands at full precision."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dims = (((contract_a,), (contract_b,)), ((), ()))
+    return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    d_out: Array,
+    d_lse: Array,
+    spec: AttentionSpec,
+    positions: Positions,
+    *,
+    config: Config | None = None,
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of dense prefill, given its results and their cotangents.
+
+    Args:
+        q: [B,T,N,H] queries.
+        k: [B,S,K,H] keys.
+        v: [B,S,K,H] values.
+        out: [B,T,N,H] the forward pass's.
+        lse: [B,T,N] the forward pass's, float32; -inf where a row sees nothing.
+        d_out: [B,T,N,H] cotangent of out.
+        d_lse: [B,T,N] cotangent of lse.
+        spec: the forward call's.
+        positions: the forward call's.
+        config: block sizes; None takes `default_config`'s.
+    """
+    batch, num_queries, num_heads, dim = q.shape
+    num_keys, kv_heads = k.shape[1:3]
+    shapes = Shapes(batch, num_queries, num_keys, num_heads, kv_heads, dim, None, str(q.dtype))
+    cut = cut_call(spec, shapes, default_config(spec, shapes) if config is None else config)
+
+    # Two numbers a row, head-major, padded to whole blocks: 2^(y - inf) = 0 wherever a row sees nothing.
+    seen = jnp.isfinite(lse)
+    bits, d_lse = jnp.where(seen, lse * LOG2_E, jnp.inf), jnp.where(seen, d_lse, 0.0)
+    missing = cut.blocks * cut.block_t - num_queries
+
+    def by_head(x, fill):
+        x = jnp.pad(jnp.swapaxes(x, 1, 2), [(0, 0), (0, 0), (0, missing)], constant_values=fill)
+        return x.reshape(batch, kv_heads, cut.groups, -1)
+
+    bits, d_lse = by_head(bits, jnp.inf), by_head(d_lse, 0.0)
+    d_out = d_out.astype(q.dtype)
+    if num_queries < cut.block_t:  # only a whole block may be larger than what it is cut from
+        q, out, d_out = (jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) for x in (q, out, d_out))
+    if num_keys < cut.block_s:
+        k, v = (jnp.pad(x, [(0, 0), (0, cut.block_s - num_keys), (0, 0), (0, 0)]) for x in (k, v))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    out, d_out = (x.reshape(*x.shape[:2], -1) if cut.flat else jnp.swapaxes(x, 1, 2) for x in (out, d_out))
+
+    dq, dk, dv = call(cut, positions, q, k, v, out, d_out, bits, d_lse)
+    if cut.slabs > 1:
+        dq = (dq * cut.scale).astype(q.dtype)
+    dq = jnp.swapaxes(dq, 1, 2)[:, :num_queries]
+    return dq, *(jnp.swapaxes(x, 1, 2)[:, :num_keys] for x in (dk, dv))
+
+
+def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tuple[Array, Array, Array]:
+    """The kernel on head-major arrays: dq (float32 and unscaled if there are more slabs than one), dk, dv."""
+    batch, num_heads, length, dim = q.shape
+    kv_heads = k.shape[1]
+
+    def row_block(b, slab, i, q_start):
+        """Row blocks that end before the slab point at the first that does not: nothing is fetched for them."""
+        if not cut.spec.causal or cut.slabs == 1:
+            return i
+        return jnp.maximum(i, jnp.clip((slab * cut.block_s - q_start[b]) // cut.block_t, 0, cut.blocks - 1))
+
+    rows = (1, cut.groups, cut.block_t, dim)
+    q_spec = pl.BlockSpec(rows, lambda b, h, s, i, p, *_: (b, h, row_block(b, s, i, p), 0))
+    out_spec = q_spec
+    if cut.flat:
+        wide = (1, cut.block_t, cut.groups * dim)
+        out_spec = pl.BlockSpec(wide, lambda b, h, s, i, p, *_: (b, row_block(b, s, i, p), h))
+    # One buffer: a slab's copies are a thousandth of its work.
+    slab_spec = pl.BlockSpec(
+        (1, 1, cut.block_s, dim), lambda b, h, s, i, *_: (b, h, s, 0), pipeline_mode=pl.Buffered(1)
+    )
+    per_row = pl.BlockSpec((1, 1, cut.groups, cut.block_t), lambda b, h, s, i, p, *_: (b, h, 0, row_block(b, s, i, p)))
+    dq_spec, dq_shape = pl.BlockSpec(rows, lambda b, h, s, i, *_: (b, h, i, 0)), jax.ShapeDtypeStruct(q.shape, q.dtype)
+    row_sum, key_sum = pltpu.VMEM(rows[1:], jnp.float32), pltpu.VMEM((cut.block_s, dim), jnp.float32)
+    scratch = [pltpu.VMEM(rows[1:], q.dtype), pltpu.VMEM(rows[1:], q.dtype)]
+    scratch += [pltpu.VMEM(rows[1:3], jnp.float32), row_sum, key_sum, key_sum]
+    if cut.slabs > 1:
+        dq_spec = pl.BlockSpec(memory_space=pl.ANY)
+        dq_shape = jax.ShapeDtypeStruct((batch, num_heads, cut.blocks * cut.block_t, dim), jnp.float32)
+        scratch.append(pltpu.SemaphoreType.DMA)
+    return pl.pallas_call(
+        functools.partial(body, cut=cut),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(batch, kv_heads, cut.slabs, cut.blocks),
+            in_specs=[q_spec, slab_spec, slab_spec, out_spec, out_spec, per_row, per_row],
+            out_specs=[dq_spec, slab_spec, slab_spec],
+            scratch_shapes=scratch,
+        ),
+        out_shape=[dq_shape, jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=vmem_bytes() * 7 // 8,
+        ),
+        name="tessera_tpu_backward",
+    )(*positions, q, k, v, out, d_out, bits, d_lse)
+
+
+def vmem_bytes() -> int:
+    """VMEM of the chip that is traced for; v6e's where there is none."""
+    return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 128 << 20
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """Row blocks of 512 tokens and up to 4,096 rows, chunks of 512 keys, and slabs that fill half of VMEM.
+
+    By the compiled schedules (LOG.md): shorter blocks or chunks hide less, longer ones waste more above the diagonal.
+    """
+    groups = shapes.num_heads // shapes.num_kv_heads
+    width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)
+    block_s = 1 << ((vmem_bytes() // 2) // (dim * (4 * width + 8))).bit_length() - 1
+    tokens = (4096 if width == 2 else 512) * LANES // dim // groups
+    block_t = 1 << min(max(tokens, LANES), 512).bit_length() - 1
+    return Config(block_t=block_t, block_s=block_s, chunk=512 if width == 2 else 256)
+
+
+def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
+    """How often each named scope runs in a call with q_start = S - T and every key and row valid; HBM bytes moved."""
+    cut = cut_call(spec, shapes, config)
+    first = shapes.num_keys - shapes.num_queries + cut.block_t * np.arange(cut.blocks)[:, None]
+    last = np.minimum(first + cut.block_t, shapes.num_keys) - 1
+    base = cut.block_s * np.arange(cut.slabs)
+    chunks = chunk_range(first, last, np.int64(shapes.num_keys), base, cut, np)
+    chunks = Range(*(np.broadcast_to(x, (cut.blocks, cut.slabs)) for x in chunks))
+    live = chunks.begin < chunks.stop
+    again = live[:, 1:].sum()
+    counts = {
+        "step": cut.blocks * cut.slabs,
+        "clear": cut.slabs,
+        "flush": cut.slabs,
+        "first": live.sum(),
+        "clear_rows": cut.blocks + again,
+        "window_chunk": (chunks.full_begin - chunks.begin).sum(),
+        "whole_chunk": (chunks.full_stop - chunks.full_begin).sum(),
+        "masked_chunk": (chunks.stop - chunks.full_stop).sum(),
+        "fetch_rows": again,
+        "store_rows": cut.blocks + again,
+        "last": cut.blocks,
+    }
+    width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)
+    rows = cut.block_t * cut.groups
+    dq_bytes = cut.blocks * width if cut.slabs == 1 else 4 * (cut.blocks + 2 * again)
+    moved = 4 * cut.slabs * cut.block_s * dim * width + rows * (live.sum() * (3 * dim * width + 8) + dim * dq_bytes)
+    heads = shapes.batch * shapes.num_kv_heads
+    return {name: float(heads * count) for name, count in (counts | {"hbm_bytes": moved}).items()}

@@ -1,0 +1,414 @@
+"""Decode attention for TPU: one query row per sequence, bound by reading the cache, so every byte is read once.
+
+K and V stay in HBM. A grid step is one sequence and a few KV heads; it copies blocks of block_s keys of those heads
+into one of two buffers while the other is computed on, as many as the sequence has visible keys (a run-time trip
+count), and during its last block fetches the first block of the next sequence: a ragged batch wastes no step and the
+copies never pause. Blocks that the ends of the visible range cut are copied in small units, so that what is moved
+exceeds what is needed by less than a unit at each end.
+
+The three roles differ only in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each
+head side by side; ids ascend, so what a row sees is again one range [lo, hi) of list positions, and the same mask
+serves. Ids stream through SMEM in pieces, this step's and the next one's. Score: dense, and the matrix unit sums each
+tile's weights (split into three bfloat16 parts, exact) into a bank that keeps log2 of the sum, running maximum
+included; after the last block 2^(bank - lse) summed over the G rows is the mass.
+
+Work: 4 H flops per (row, key). Traffic: 2 H bytes-per-element per visible or listed key and KV head.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tessera.attention import work
+from tessera.attention.config_space import distinct
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Shapes, call_shapes
+from tessera.attention.gradient import differentiable
+from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
+from tessera.attention.tpu.decode_blocks import (
+    LANES,
+    Cut,
+    Ranges,
+    count_scopes,
+    cut_call,
+    find_ranges,
+    list_units,
+    merge,
+    stream_lists,
+)
+from tessera.attention.tpu.decode_copies import Stream, blank_values, is_whole, listed_keys, move_keys, move_tiles, span
+from tessera.attention.tpu.exact_products import product, thirds
+from tessera.core.shapes import ceil_div, round_up
+
+DTYPES = ("bfloat16", "float32")
+COPY_BYTES = 1 << 20
+"""Of K (and of V) per block: a microsecond or less of any chip's bandwidth, far above a copy's latency."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Block sizes, clipped to the call's.
+
+    Attributes:
+        block_s: keys (list positions when sparse) of one head per block.
+        block_heads: KV heads per grid step, rounded down to a divisor of K.
+        splits: parts of the visible range that run in parallel and are merged by lse; score takes 1.
+    """
+
+    block_s: int
+    block_heads: int
+    splits: int = 1
+
+    def __post_init__(self):
+        for name in ("block_s", "block_heads", "splits"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+class Refs(NamedTuple):
+    """The kernel's memory: what blocks come through, inputs and outputs, then scratch."""
+
+    stream: Stream
+    q: Any  # [1, 1, heads * rows, H]
+    out: Any  # [1, 1, 1, heads * rows, H]
+    lse: Any  # [1, 1, 1, heads * rows, 128]
+    mass: Any  # [1, 1, heads, banks * 128]; score only
+    m: Any  # [heads * rows, 128]: the running maximum, in every lane; as l, the sum
+    l: Any  # noqa: E741
+    acc: Any  # [heads * rows, H]
+    tile_of: Any  # [block_s, 128] one-hot: the tile of each key of a block; score only
+    bank: Any  # [banks, heads * rows, 128]: log2 of each tile's sum; score only
+
+
+def name_refs(refs: tuple, cut: Cut) -> Refs:
+    """The kernel's positional references by name."""
+    it = iter(refs)
+    sparse, score = cut.role == "sparse", cut.role == "score"
+    ranges = Ranges(*(next(it) for _ in Ranges._fields))
+    q, ids, k, v = next(it), next(it) if sparse else None, next(it), next(it)
+    out, lse, mass = next(it), next(it), next(it) if score else None
+    stream = Stream(ranges, ids, k, v, next(it), next(it), next(it))
+    return Refs(
+        stream, q, out, lse, mass, *(next(it) for _ in range(3)), *((next(it), next(it)) if score else (None,) * 2)
+    )
+
+
+def spread(x: Array, width: int) -> Array:
+    """[rows, 128] with equal lanes as [rows, width]; whole registers are only named again."""
+    return jnp.tile(x, (1, width // LANES)) if width % LANES == 0 else jnp.broadcast_to(x[:, :1], (x.shape[0], width))
+
+
+def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> Array:
+    """Scores of one head's block in bits [rows, block_s], -inf where the row does not see the key."""
+    rows, scale = pl.ds(head * cut.rows, cut.rows), scale_of(cut.spec, cut.head_dim)
+    z = product(refs.q[0, 0, rows], refs.stream.k_block[slot, head], 0 if cut.lanes else 1)
+    cap = cut.spec.softcap
+    y = z * (scale * LOG2_E) if cap is None else (cap * LOG2_E) * jnp.tanh(z * (scale / cap))
+    lo, hi = span(refs.stream, cut, step, head, block)
+    key = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1)
+    seen = (key >= lo) & (key < hi) & (cut.role != "sparse" or listed_keys(refs.stream, cut, step, head, block))
+    return jnp.where(seen, y, -jnp.inf)
+
+
+def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
+    """Add one block of every head to the running softmax. The heads are independent: their latencies overlap."""
+    state, weights = [], []
+    for head in range(cut.heads):
+        rows = pl.ds(head * cut.rows, cut.rows)
+        y = score_block(refs, cut, step, head, block, slot)
+        m_old = refs.m[rows]
+        m = jnp.maximum(m_old, jnp.max(y, axis=1, keepdims=True))
+        alpha = jnp.exp2(m_old - m)
+        p = jnp.exp2(y - spread(m, cut.block_s))
+        l = refs.l[rows] * alpha + jnp.sum(p, axis=1, keepdims=True)  # noqa: E741
+        acc = refs.acc[rows] * spread(alpha, cut.head_dim) + product(
+            p, refs.stream.v_block[slot, head], 1 if cut.lanes else 0
+        )
+        state.append((m, l, acc))
+        weights.append(p)
+    for head, values in enumerate(state):
+        for ref, value in zip((refs.m, refs.l, refs.acc), values, strict=True):
+            ref[pl.ds(head * cut.rows, cut.rows)] = value
+    if cut.role == "score":
+        bank_sums(refs, cut, block, jnp.concatenate(weights), jnp.concatenate([m for m, _, _ in state]))
+
+
+def bank_sums(refs: Refs, cut: Cut, block, p: Array, m: Array) -> None:
+    """Put log2 of each tile's sum of weights, the maximum they were taken at added, into its lane of the bank."""
+    sums = product(jnp.concatenate(thirds(p)), refs.tile_of[...], 0)
+    rows = cut.heads * cut.rows
+    sums = sums[:rows] + (sums[rows : 2 * rows] + sums[2 * rows :])
+    per_block = cut.block_s // cut.spec.tile
+    bank, lane = block * per_block // LANES, block * per_block % LANES
+    at = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1) - lane
+    held = refs.bank[bank]
+    refs.bank[bank] = jnp.where((at >= 0) & (at < per_block), pltpu.roll(jnp.log2(sums), lane, 1) + m, held)
+
+
+def finish(refs: Refs, cut: Cut, index) -> None:
+    """Write out = acc / l, lse and, from the bank, the masses."""
+    l = refs.l[...]  # noqa: E741
+    seen = l > 0
+    safe = jnp.where(seen, l, 1.0)
+    out = jnp.where(spread(l, cut.head_dim) > 0, refs.acc[...] / spread(safe, cut.head_dim), 0.0)
+    refs.out[0, 0, 0] = out.astype(refs.out.dtype)
+    bits = refs.m[...] + jnp.log2(safe)
+    refs.lse[0, 0, 0] = jnp.where(seen, LN_2 * bits, -jnp.inf)
+    if cut.role != "score":
+        return
+    per_block = cut.block_s // cut.spec.tile
+    start = refs.stream.ranges.first[index] * per_block
+    stop = start + refs.stream.ranges.count[index] * per_block
+    row = jax.lax.broadcasted_iota(jnp.int32, bits.shape, 0) % cut.rows
+    lane = jax.lax.broadcasted_iota(jnp.int32, bits.shape, 1)
+
+    def write(bank, _):
+        with jax.named_scope("mass"):
+            tile = bank * LANES + lane
+            real = (row < cut.groups) & (tile >= start) & (tile < stop)
+            mass = jnp.where(real, jnp.exp2(refs.bank[bank] - bits), 0.0)
+            mass = mass.reshape(cut.heads, cut.rows, LANES).sum(1)
+            refs.mass[0, 0, :, pl.ds(pl.multiple_of(bank * LANES, LANES), LANES)] = mass
+
+    def clear(bank, _):
+        with jax.named_scope("clear"):
+            zeros = jnp.zeros((cut.heads, LANES), jnp.float32)
+            refs.mass[0, 0, :, pl.ds(pl.multiple_of(bank * LANES, LANES), LANES)] = zeros
+
+    jax.lax.fori_loop(0, cut.banks, clear, None)
+    jax.lax.fori_loop(start // LANES, (stop + LANES - 1) // LANES, write, None)
+
+
+def body(*refs, cut: Cut):
+    """One sequence (or one piece of its lists) for one group of KV heads."""
+    refs = name_refs(refs, cut)
+    step = pl.program_id(1)
+    index = pl.program_id(0) * cut.steps + step
+    ranges = refs.stream.ranges
+    first, count, before = ranges.first[index], ranges.count[index], ranges.before[index]
+    move = move_tiles if cut.role == "sparse" else move_keys
+
+    @pl.when(step % cut.pieces == 0)
+    def _():
+        with jax.named_scope("begin"):
+            refs.m[...] = jnp.full_like(refs.m, FLOOR)
+            refs.l[...] = jnp.zeros_like(refs.l)
+            refs.acc[...] = jnp.zeros_like(refs.acc)
+
+    if cut.role == "score":
+
+        @pl.when(step == 0)
+        def _():
+            with jax.named_scope("one_hot"):
+                key, lane = (jax.lax.broadcasted_iota(jnp.int32, refs.tile_of.shape, d) for d in (0, 1))
+                refs.tile_of[...] = jnp.where(key // cut.spec.tile == lane, 1.0, 0.0).astype(jnp.bfloat16)
+
+    fetched = (step > 0) & (ranges.count[jnp.maximum(index - 1, 0)] > 0)  # by the step before
+
+    @pl.when((count > 0) & ~fetched)
+    def _():
+        with jax.named_scope("lead_in"):
+            move(refs.stream, cut, step, first, before % 2, "start", "lead")
+
+    at = jnp.minimum(step + 1, cut.steps - 1) - step + index
+    next_first, next_count = ranges.first[at], jnp.where(step + 1 < cut.steps, ranges.count[at], 0)
+
+    def one_block(i, _):
+        with jax.named_scope("block"):
+            slot, more = (before + i) % 2, i + 1 < count
+
+            @pl.when(more | (next_count > 0))
+            def _():
+                with jax.named_scope("prefetch"):
+                    ahead = jnp.where(more, first + i + 1, next_first)
+                    move(refs.stream, cut, jnp.where(more, step, step + 1), ahead, 1 - slot, "start", "start")
+
+            move(refs.stream, cut, step, first + i, slot, "wait", "wait")
+            pl.when(~is_whole(refs.stream, cut, step, first + i))(
+                lambda: blank_values(refs.stream, cut, step, first + i, slot)
+            )
+            absorb(refs, cut, step, first + i, slot)
+
+    jax.lax.fori_loop(0, count, one_block, None)
+
+    @pl.when(step % cut.pieces == cut.pieces - 1)
+    def _():
+        with jax.named_scope("finish"):
+            finish(refs, cut, index)
+
+
+def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
+    """The whole call: q to rows of heads, one launch, splits merged."""
+    shapes = call_shapes(q, k, selection)
+    cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
+    rows = jnp.where(
+        (positions.q_len > 0)[:, None, None, None], q[:, 0].reshape(cut.batch, cut.kv_heads, -1, cut.head_dim), 0
+    )
+    rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.rows - cut.groups), (0, 0)]).astype(jnp.float32)
+    rows = rows.reshape(cut.batch, cut.kv_heads // cut.heads, cut.heads * cut.rows, cut.head_dim)
+    pad = [(0, 0), (0, 0), (0, cut.stored - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16
+    k, v = (jnp.pad(jnp.swapaxes(x, 1, 2), pad).reshape(-1, cut.stored, cut.head_dim) for x in (k, v))
+    k, v = (jnp.swapaxes(x, 1, 2) if cut.lanes else x for x in (k, v))
+    if cut.paged:
+        k, v = (x.reshape(-1, cut.unit, cut.head_dim) for x in (k, v))
+    lists = None if selection is None else list_units(cut, selection)
+    ids = () if lists is None else (stream_lists(cut, lists),)
+    out, lse, *mass = call(cut, q.dtype, k.dtype)(*find_ranges(cut, positions, lists), rows, *ids, k, v)
+    out, lse = merge(out, lse[..., 0])
+    shape = (cut.batch, cut.kv_heads, cut.rows)
+    out = out.reshape(*shape, cut.head_dim)[:, :, : cut.groups].reshape(q.shape).astype(q.dtype)
+    lse = lse.reshape(shape)[:, :, : cut.groups].reshape(q.shape[:3])
+    if not mass:
+        return AttentionOut(out, lse)
+    tiles = ceil_div(shapes.num_keys, spec.tile)
+    return AttentionOut(out, lse, mass[0].reshape(*shape[:2], 1, -1)[..., :tiles])
+
+
+dense = differentiable(attend)
+"""Dense decode, differentiable in q, k and v."""
+
+
+def launch(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
+    """The role's launch."""
+    if role == "dense":
+        return dense(q, k, v, positions, spec, config)
+    return attend(role, q, k, v, spec, positions, selection, config)
+
+
+def call(cut: Cut, out_dtype, dtype):
+    """The launch."""
+    groups, rows = cut.kv_heads // cut.heads, cut.heads * cut.rows
+    out = jax.ShapeDtypeStruct(
+        (cut.splits, cut.batch, groups, rows, cut.head_dim), out_dtype if cut.splits == 1 else jnp.float32
+    )
+    lse = jax.ShapeDtypeStruct((cut.splits, cut.batch, groups, rows, LANES), jnp.float32)
+    mass = jax.ShapeDtypeStruct((cut.batch, groups, cut.heads, cut.banks * LANES), jnp.float32)
+
+    def of_sequence(*block):
+        return pl.BlockSpec((1, 1, *block), lambda x, t, *_: (t // cut.pieces, x // cut.splits, 0, 0))
+
+    def of_split(*block):
+        return pl.BlockSpec(
+            (1, 1, 1, *block), lambda x, t, *_: (x % cut.splits, t // cut.pieces, x // cut.splits, 0, 0)
+        )
+
+    in_specs, out_specs = [of_sequence(rows, cut.head_dim)], [of_split(rows, cut.head_dim), of_split(rows, LANES)]
+    if cut.role == "sparse":
+        in_specs.append(
+            pl.BlockSpec(
+                (1, 1, 1, 2 * cut.heads * cut.piece),
+                lambda x, t, *_: (x // cut.splits, t, 0, 0),
+                memory_space=pltpu.SMEM,
+            )
+        )
+    sizes = (cut.head_dim, cut.block_s) if cut.lanes else (cut.block_s, cut.head_dim)
+    buffer = pltpu.VMEM((2, cut.heads, *sizes), dtype)
+    scratch = [
+        buffer,
+        buffer,
+        pltpu.SemaphoreType.DMA((2, 2)),
+        pltpu.VMEM((rows, LANES), jnp.float32),
+        pltpu.VMEM((rows, LANES), jnp.float32),
+        pltpu.VMEM((rows, cut.head_dim), jnp.float32),
+    ]
+    if cut.role == "score":
+        out_specs.append(of_sequence(cut.heads, cut.banks * LANES))
+        scratch += [pltpu.VMEM((cut.block_s, LANES), jnp.bfloat16), pltpu.VMEM((cut.banks, rows, LANES), jnp.float32)]
+    return pl.pallas_call(
+        functools.partial(body, cut=cut),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(Ranges._fields),
+            grid=(cut.chains, cut.steps),
+            in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        out_shape=[out, lse] + [mass] * (cut.role == "score"),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=chip()[1] * 7 // 8,
+            disable_bounds_checks=True,
+        ),
+        name=f"tpu_decode_{cut.role}",
+    )
+
+
+def chip() -> tuple[int, int]:
+    """Cores that share a launch and bytes of VMEM of the chip that is traced for; v6e's where there is none."""
+    if not pltpu.is_tpu_device():
+        return 1, 128 << 20
+    info = pltpu.get_tpu_info()
+    return info.num_cores, info.vmem_capacity_bytes
+
+
+def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.num_queries != 1:
+        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
+    if shapes.dtype not in DTYPES:
+        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
+    if shapes.head_dim > 256:
+        return f"head_dim={shapes.head_dim} is more than 256"
+    if role != "dense" and spec.tile < 16:
+        return f"tile={spec.tile}: copies and sums take tiles of 16 keys and more"
+    return None
+
+
+def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
+    """Up to 8 heads of a sequence side by side, a megabyte of K per block; a chip's two cores share the heads."""
+    cores = chip()[0]
+    most = min(8, max(shapes.num_kv_heads // cores, 1))
+    heads = next(h for h in range(most, 0, -1) if shapes.num_kv_heads % h == 0)
+    lanes = cut_call(role, spec, shapes, LANES, 1, 1).lanes
+    width = shapes.head_dim if lanes else round_up(shapes.head_dim, LANES)
+    per_key = heads * width * jnp.dtype(shapes.dtype).itemsize
+    block_s = min(max(1 << (COPY_BYTES * (1 + (role == "sparse")) // per_key).bit_length() - 1, LANES), 4096)
+    shared = shapes.num_kv_heads // heads % cores == 0
+    return Config(block_s=block_s, block_heads=heads, splits=1 if shared or role == "score" else cores)
+
+
+def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Blocks, heads and splits around the default."""
+    best = default_config(role, spec, shapes)
+    axes = {
+        "block_s": [max(best.block_s * times // 4, LANES) for times in (1, 2, 4, 8)],
+        "block_heads": [max(best.block_heads // parts, 1) for parts in (1, 2, 4)],
+        "splits": (1, 2, 4),
+    }
+    return distinct(best, axes, lambda c: cut_call(role, spec, shapes, c.block_s, c.block_heads, c.splits))
+
+
+def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
+    """How often each named scope runs in a plain call: sequences and lists full, no two tiles in one copy."""
+    cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
+    start = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
+    listed = min((shapes.capacity or 0) * cut.unit, shapes.num_keys)
+    lo, hi = (0, listed) if role == "sparse" else (start, shapes.num_keys)
+    return count_scopes(cut, lo, hi, jnp.dtype(shapes.dtype).itemsize)
+
+
+def _kernel(role: str) -> Kernel:
+    return Kernel(
+        name=f"tpu_decode_{role}",
+        platform="tpu",
+        role=role,
+        phase="decode",
+        dtypes=DTYPES,
+        supports=functools.partial(supports, role),
+        launch=functools.partial(launch, role),
+        Config=Config,
+        default_config=functools.partial(default_config, role),
+        search_space=functools.partial(search_space, role),
+        cost=functools.partial(work.decode, role),
+        executions=functools.partial(executions, role),
+    )
+
+
+KERNELS: tuple[Kernel, ...] = (_kernel("dense"), _kernel("score"), _kernel("sparse"))
+"""Decode on a TPU."""

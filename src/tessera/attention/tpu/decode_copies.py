@@ -1,0 +1,209 @@
+"""How decode kernels bring blocks of the cache on chip: copies of K and V into one of two buffers, and what they leave.
+
+Blocks that every row sees whole are copied in one piece (keys) or in straight-line runs of tiles, and awaited at once;
+blocks that the end of a range cuts, unit by unit, so that no copy goes past what is needed by more than a unit.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tessera.attention.tpu.decode_blocks import Cut, Ranges
+
+
+class Stream(NamedTuple):
+    """Where blocks come from and go to."""
+
+    ranges: Ranges
+    ids: Any  # [1, 1, 1, 2 * heads * piece] in SMEM: this step's and the next one's; sparse only
+    k: Any  # [B * K, S, H] in HBM, [B * K, H, S] or [B * K * J, tile, H]; as v
+    v: Any
+    k_block: Any  # [2, heads, block_s, H] or [2, heads, H, block_s], as v_block
+    v_block: Any
+    copied: Any  # a semaphore for each buffer of K and of V
+
+
+def span(stream: Stream, cut: Cut, step, head, block) -> tuple:
+    """Which rows [lo, hi) of a head's block the query row sees."""
+    index = first_row(cut, step) + head
+    lo, hi = (x[index] - block * cut.block_s for x in (stream.ranges.lo, stream.ranges.hi))
+    return jnp.clip(lo, 0, cut.block_s), jnp.clip(hi, 0, cut.block_s)
+
+
+def first_row(cut: Cut, step):
+    """Of K and V as [B * K, S, H]: the step's first head."""
+    return step // cut.pieces * cut.kv_heads + pl.program_id(0) // cut.splits * cut.heads
+
+
+def first_entry(cut: Cut, step, head, block):
+    """Where a head's list for a block starts in SMEM, in entries as `stream_lists` makes them."""
+    following = step - pl.program_id(1)
+    return (following * cut.heads + head) * cut.piece + block * (cut.block_s // cut.unit) % cut.piece
+
+
+def listed_keys(stream: Stream, cut: Cut, step, head, block) -> Array | bool:
+    """Which keys of a head's block [1, block_s] lie in listed tiles, all if a unit is one tile."""
+    if cut.tiles_per_unit == 1:
+        return True
+    tile = jax.lax.broadcasted_iota(jnp.int32, (1, cut.unit), 1) // cut.spec.tile
+    first = first_entry(cut, step, head, block)
+    bits = [stream.ids[0, 0, 0, first + i] >> tile for i in range(cut.block_s // cut.unit)]
+    return (jnp.concatenate(bits, axis=1) & 1) == 1
+
+
+def is_whole(stream: Stream, cut: Cut, step, block):
+    """Whether every head's row sees all of the block."""
+    index = pl.program_id(0) * cut.steps + step
+    return (block >= stream.ranges.whole_from[index]) & (block < stream.ranges.whole_to[index])
+
+
+def part(cut: Cut, *index) -> tuple:
+    """The index of some keys (last) of some heads: keys in rows or in lanes."""
+    return (*index[:-1], slice(None), index[-1]) if cut.lanes else index
+
+
+def copies(stream: Stream, source: tuple, target: tuple, inner: tuple = ()) -> list:
+    """The copies of one stretch of K and V from HBM into a buffer, whose number stands first in target.
+
+    With `inner`, into that part of the target: constants there cost the scalar unit nothing.
+    """
+    found = []
+    for i, (x, y) in enumerate(((stream.k, stream.k_block), (stream.v, stream.v_block))):
+        into = y.at[target].at[inner] if inner else y.at[target]
+        found.append(pltpu.make_async_copy(x.at[source], into, stream.copied.at[target[0], i]))
+    return found
+
+
+def await_block(stream: Stream, slot) -> None:
+    """Await a whole block: semaphores count bytes, so one wait stands for all its copies."""
+    for i, block in enumerate((stream.k_block.at[slot], stream.v_block.at[slot])):
+        pltpu.make_async_copy(block, block, stream.copied.at[slot, i]).wait()
+
+
+def each(act: str, copies: list) -> None:
+    """Start or await copies."""
+    for copy in copies:
+        getattr(copy, act)()
+
+
+def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
+    """Start or await the copies of a block of consecutive keys."""
+    heads = pl.ds(first_row(cut, step), cut.heads)
+    begin = pl.multiple_of(block * cut.block_s, cut.unit)
+    whole = is_whole(stream, cut, step, block)
+
+    @pl.when(whole)
+    def _():
+        with jax.named_scope(f"{name}_whole"):
+            if act == "start":
+                each(act, copies(stream, part(cut, heads, pl.ds(begin, cut.block_s)), (slot,)))
+            else:
+                await_block(stream, slot)
+
+    @pl.when(~whole)
+    def _():
+        with jax.named_scope(f"{name}_part"):
+            lo, hi = span(stream, cut, step, 0, block)
+
+            def unit(i, _):
+                with jax.named_scope(f"{name}_unit"):
+                    at = pl.multiple_of(i * cut.unit, cut.unit)
+                    source = part(cut, heads, pl.ds(begin + at, cut.unit))
+                    each(act, copies(stream, source, part(cut, slot, slice(None), pl.ds(at, cut.unit))))
+
+            jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, unit, None)
+
+
+def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
+    """Start or await the copies of each head's listed tiles of a block."""
+    row, runs = first_row(cut, step), cut.block_s // cut.unit // cut.tiles_at_once
+    tail, last = cut.stored % cut.unit, cut.stored // cut.unit
+    whole = is_whole(stream, cut, step, block)
+
+    def source(head, found, size=cut.unit):
+        if cut.paged:
+            return (found,)
+        id_ = found if cut.tiles_per_unit == 1 else found >> 8
+        return part(cut, row + head, pl.ds(pl.multiple_of(id_ * cut.unit, cut.unit), size))
+
+    def run(head, first):  # straight-line scalar code: addresses share their parts
+        at = first_entry(cut, step, head, block) + first
+        into = pl.ds(pl.multiple_of(first * cut.unit, cut.unit), cut.tiles_at_once * cut.unit)
+        for i in range(cut.tiles_at_once):
+            one = source(head, stream.ids[0, 0, 0, at + i])
+            inner = part(cut, pl.ds(i * cut.unit, cut.unit))
+            each(act, copies(stream, one, part(cut, slot, head, into), inner))
+
+    def whole_run(n, _):
+        with jax.named_scope(f"{name}_tiles"):
+            run(n // runs, n % runs * cut.tiles_at_once)
+
+    @pl.when(whole)
+    def _():
+        with jax.named_scope(f"{name}_whole"):
+            if act == "start":
+                jax.lax.fori_loop(0, cut.heads * runs, whole_run, None)
+            else:
+                await_block(stream, slot)
+
+    def single(tile, head):
+        with jax.named_scope(f"{name}_tile"):
+            found = stream.ids[0, 0, 0, first_entry(cut, step, head, block) + tile]
+
+            def move(size):
+                into = part(cut, slot, head, pl.ds(pl.multiple_of(tile * cut.unit, cut.unit), size))
+                each(act, copies(stream, source(head, found, size), into))
+
+            if tail == 0:
+                move(cut.unit)
+            else:  # the cache ends inside its last tile
+                pl.when(found < last)(functools.partial(move, cut.unit))
+                pl.when(found >= last)(functools.partial(move, tail))
+        return head
+
+    def head_tiles(head, _):
+        with jax.named_scope(f"{name}_head"):
+            lo, hi = span(stream, cut, step, head, block)
+            begin, end = lo // cut.unit, (hi + cut.unit - 1) // cut.unit
+            some = jnp.maximum(end - begin - (tail > 0), 0) // cut.tiles_at_once if act == "start" else 0
+
+            def part_run(n, _):
+                with jax.named_scope(f"{name}_run"):
+                    run(head, begin + n * cut.tiles_at_once)
+
+            jax.lax.fori_loop(0, some, part_run, None)
+            jax.lax.fori_loop(begin + some * cut.tiles_at_once, end, single, head)
+
+    @pl.when(~whole)
+    def _():
+        with jax.named_scope(f"{name}_part"):
+            jax.lax.fori_loop(0, cut.heads, head_tiles, None)
+
+
+def blank_values(stream: Stream, cut: Cut, step, block, slot) -> None:
+    """Zero the values that the row does not see: whatever lies there, its weight is 0 and 0 * NaN is NaN."""
+
+    def head_rows(head, _):
+        with jax.named_scope("blank_head"):
+            lo, hi = span(stream, cut, step, head, block)
+            start = (lo + cut.unit - 1) // cut.unit
+            stop = jnp.maximum(hi // cut.unit, start)  # units [start, stop) are seen whole
+
+            def unit(i, _):
+                with jax.named_scope("blank_unit"):
+                    at = pl.multiple_of(jnp.where(i < start, i, i + stop - start) * cut.unit, cut.unit)
+                    index = part(cut, slot, head, pl.ds(at, cut.unit))
+                    v = stream.v_block[index]
+                    key = at + jax.lax.broadcasted_iota(jnp.int32, v.shape, 1 if cut.lanes else 0)
+                    seen = jnp.where((key >= lo) & (key < hi), v.astype(jnp.float32), 0.0)
+                    stream.v_block[index] = seen.astype(v.dtype)
+
+            jax.lax.fori_loop(0, cut.block_s // cut.unit - (stop - start), unit, None)
+
+    with jax.named_scope("blank"):
+        jax.lax.fori_loop(0, cut.heads, head_rows, None)

@@ -1,0 +1,393 @@
+"""Prefill attention for TPU: dense, and score (dense plus every key tile's mass) in the same pass.
+
+One grid step is one KV head's row block (block_t tokens x G query heads, about 2,048 rows) against block_s keys. Key
+blocks that no row can see are neither fetched nor computed; blocks every row sees whole run one straight line of
+block_s / chunk online-softmax updates without masks. A block that the causal diagonal alone touches runs what stands
+before the rows whole, then the corner: one straight line of updates, each for the rows from its keys' positions on, so
+that above the diagonal half of sub_t keys a row are wasted. Blocks that another mask can touch, or rows that do not
+stand at multiples of block_t, run step by step for turn_t tokens at a time.
+
+Rows live in VMEM as [U, G, sub_t]: U token blocks of sub_t tokens, the G heads of each side by side; the mask of a
+token block is then computed once for all heads. No transpose is left in HBM: q is read head-major, as the fusion that
+rotates it can write it, K and V head-major as the cache stores them, and out is written [B,T,N*H], as the output
+projection reads it (a head is a lane-aligned slice).
+
+What the vector unit does besides exp2 decides the speed (docs/tpu.md), so the row sum comes from the matrix unit where
+it has idle columns: V is extended by ones. Scoring extends V by one-hot columns instead, lane = tile mod 128: their
+accumulator holds every tile's mass and its lane sum is the row sum. A group of 128 tiles is banked with the running
+maximum it was taken at and weighed by 2^(m - lse) after the last block. Work: 4 H flops per visible (row, key) pair.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tessera.attention import work
+from tessera.attention.config_space import distinct
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes, call_shapes
+from tessera.attention.online_softmax import FLOOR, LOG2_E
+from tessera.attention.tpu import backward as tpu_backward
+from tessera.attention.tpu.prefill_blocks import (
+    LANES,
+    Config,
+    Cut,
+    Range,
+    bank_bytes,
+    cut_call,
+    executions,
+    is_diagonal,
+    is_whole,
+    key_range,
+    launch_steps,
+    step_ranges,
+    whole,
+)
+from tessera.attention.tpu.prefill_result import write
+from tessera.attention.tpu.prefill_rows import Refs, Rows, absorb, load, own_keys, split, store, visible
+from tessera.core.shapes import ceil_div
+
+DTYPES = ("float32", "bfloat16")
+BANK_BYTES = 24 << 20
+"""VMEM that the banked tile masses of one row block may take."""
+
+
+def body(q_start, kv_len, q_len, *refs, cut: Cut):
+    """One grid step (b, h, i, j): row block i against the j-th key block it needs."""
+    if not cut.spec.mass:
+        refs = (*refs[:5], None, *refs[5:])
+    refs = Refs(*refs, *[None] * (len(Refs._fields) - len(refs)))
+    b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    keys = key_range(b, i, Positions(q_start, kv_len, q_len), cut)
+    block = keys.lo + j
+    start = block * cut.block_s
+    bank = whole(start, cut.bank_keys) if cut.spec.mass else 0
+    no_mask = is_whole(keys.first, start, keys.kv_len, cut)
+
+    @pl.when(j == 0)
+    @jax.named_scope("first")
+    def first():
+        take_queries(refs, i, keys.q_len, cut)
+        refs.m[...] = jnp.full_like(refs.m, FLOOR)
+        refs.acc[...] = jnp.zeros_like(refs.acc)
+        if refs.sums is not None and cut.banks == 1:  # else rows that see no key would find the last row block's
+            refs.sums[0] = jnp.zeros(refs.sums.shape[1:], jnp.float32)
+
+    if cut.banks > 1:
+
+        @pl.when((block < keys.hi) & ((j == 0) | (start & (cut.bank_keys - 1) == 0)))
+        @jax.named_scope("new_bank")
+        def new_bank():
+            refs.sums[bank] = jnp.zeros(refs.sums.shape[1:], jnp.float32)
+
+    @pl.when((block < keys.hi) & no_mask)
+    @jax.named_scope("full")
+    def full():
+        state = load(refs, slice(None), bank)
+        for c in range(cut.block_s // cut.chunk):
+            state = update(refs, slice(None), state, start, pl.ds(c * cut.chunk, cut.chunk), bank, cut)
+        store(refs, slice(None), bank, state)
+
+    on_diagonal = is_diagonal(keys.first, start, keys.kv_len, cut)
+
+    if cut.corner:
+
+        @pl.when((block < keys.hi) & ~no_mask & on_diagonal)
+        def diagonal_block():
+            before_corner(refs, start, keys, bank, cut)
+            corner(refs, start, keys, bank, cut)
+
+    @pl.when((block < keys.hi) & ~no_mask & ~on_diagonal)
+    def partial():
+        turn = functools.partial(partial_block, refs, start=start, keys=keys, bank=bank, cut=cut)
+        jax.lax.fori_loop(0, cut.block_t // cut.turn_t, lambda u, _: turn(u), None)
+
+    if cut.banks > 1:
+
+        @pl.when((block == keys.hi - 1) | ((block < keys.hi) & ((start + cut.block_s) & (cut.bank_keys - 1) == 0)))
+        @jax.named_scope("keep_maximum")
+        def keep_maximum():
+            lane = jax.lax.broadcasted_iota(jnp.int32, refs.m.shape, 1)
+            kept = refs.bank_m[whole(bank, LANES)]
+            refs.bank_m[whole(bank, LANES)] = jnp.where(lane == bank & (LANES - 1), refs.m[...], kept)
+
+    @pl.when(j == pl.num_programs(3) - 1)
+    @jax.named_scope("last")
+    def last_step():
+        write(refs, i, keys, cut)
+
+
+def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
+    """The keys of the block that stand before all its rows, block_t at a time: every row sees them."""
+    if cut.block_t == cut.block_s:
+        return
+
+    @jax.named_scope("before_corner")
+    def step(index, _):
+        state = load(refs, slice(None), bank)
+        for c in range(cut.block_t // cut.chunk):
+            at = pl.ds(pl.multiple_of(index * cut.block_t + c * cut.chunk, cut.chunk), cut.chunk)
+            state = update(refs, slice(None), state, start, at, bank, cut)
+        store(refs, slice(None), bank, state)
+
+    jax.lax.fori_loop(0, whole(keys.first - start, cut.block_t), step, None)
+
+
+@jax.named_scope("corner")
+def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
+    """The keys at the rows' own positions, sub_t at a time, each time for the rows from there on."""
+    rows, mask = cut.groups * cut.sub_t, own_keys(cut)
+    state = load(refs, slice(None), bank)
+    for c in range(cut.block_t // cut.sub_t):
+        at = pl.ds(pl.multiple_of(keys.first - start + c * cut.sub_t, cut.sub_t), cut.sub_t)
+        state = update(refs, slice(c * rows, cut.rows), state, start, at, bank, cut, mask)
+        done, state = split(state, rows)
+        if not cut.state_in_vmem:  # else it is there
+            store(refs, slice(c * rows, (c + 1) * rows), bank, done)
+
+
+def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
+    """Token block u against a key block that a mask can touch: steps it sees in part, whole, and in part again."""
+    first = keys.first + u * cut.turn_t
+    size = cut.turn_t * cut.groups
+    rows = pl.ds(pl.multiple_of(u * size, size), size)
+    begin, full_begin, full_stop, stop = step_ranges(first, start, keys.kv_len, cut, jnp)
+
+    def step(index, _, masked: bool, name: str):
+        with jax.named_scope(name):
+            state = load(refs, rows, bank)
+            for c in range(cut.step // cut.chunk):
+                offset = pl.multiple_of(index * cut.step + c * cut.chunk, cut.chunk)
+                seen = visible(first, start + offset, keys.kv_len, cut) if masked else ()
+                state = update(refs, rows, state, start, pl.ds(offset, cut.chunk), bank, cut, *seen)
+            store(refs, rows, bank, state)
+
+    if cut.spec.window is not None:
+        jax.lax.fori_loop(begin, full_begin, functools.partial(step, masked=True, name="window_step"), None)
+    jax.lax.fori_loop(full_begin, full_stop, functools.partial(step, masked=False, name="whole_step"), None)
+    jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True, name="masked_step"), None)
+
+
+def update(refs: Refs, rows: slice, state: Rows, start, at: pl.Slice, bank, cut: Cut, mask=None, real=None) -> Rows:
+    """Absorb the keys `at` of the block from position `start`."""
+    k, v = refs.k[0, 0, at], refs.v[0, 0, at]
+    state = absorb(state, refs.q_scaled[rows], k, v, cut, start + at.start, mask, real)
+    if cut.state_in_vmem:
+        store(refs, rows, bank, state)
+        return load(refs, rows, bank)
+    return state
+
+
+def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
+    """Scale the row block's queries into VMEM, rows [U, G, sub_t]; padding tokens, which may hold NaN, become zero."""
+    scale = cut.head_dim**-0.5 if cut.spec.scale is None else cut.spec.scale
+    factor = scale / cut.spec.softcap if cut.spec.softcap else scale * LOG2_E
+    shape = (cut.sub_t, cut.head_dim)
+    for u in range(cut.block_t // cut.sub_t):
+        tokens = slice(u * cut.sub_t, (u + 1) * cut.sub_t)
+        token = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + (i * cut.block_t + u * cut.sub_t)
+        for g in range(cut.groups):
+            x = jnp.where(token < q_len, refs.q[0, g, tokens].astype(jnp.float32) * factor, 0.0)
+            at = (u * cut.groups + g) * cut.sub_t
+            refs.q_scaled[at : at + cut.sub_t] = x.astype(refs.q_scaled.dtype)
+
+
+def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
+    """Run the kernel on [B,T,N,H] queries and [B,S,K,H] keys and values."""
+    shapes = call_shapes(q, k)
+    cut = cut_call(spec, shapes, config)
+    batch, num_queries, num_heads, dim = q.shape
+    kv_heads = k.shape[2]
+    if num_queries < cut.block_t:  # only a whole block may be larger than what it is cut from
+        q = jnp.pad(q, [(0, 0), (0, cut.block_t - num_queries), (0, 0), (0, 0)])
+    if k.shape[1] < cut.block_s:
+        k, v = (jnp.pad(x, [(0, 0), (0, cut.block_s - x.shape[1]), (0, 0), (0, 0)]) for x in (k, v))
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    blocks, steps = ceil_div(num_queries, cut.block_t), launch_steps(spec, shapes, cut)
+    last_block = ceil_div(k.shape[2], cut.block_s) - 1
+
+    def key_block(b, h, i, j, *positions):
+        keys, after = (key_range(b, x, Positions(*positions), cut) for x in (i, i + 1))
+        # Steps past the last block already point at the next row block's first: its copy hides behind the last product.
+        return b, h, jnp.where(keys.lo + j < keys.hi, keys.lo + j, jnp.minimum(after.lo, last_block)), 0
+
+    rows = pl.BlockSpec((1, cut.groups, cut.block_t, dim), lambda b, h, i, j, *_: (b, h, i, 0))
+    result, result_shape = rows, q.shape
+    if cut.flat:
+        result = pl.BlockSpec((1, cut.block_t, cut.groups * dim), lambda b, h, i, j, *_: (b, i, h))
+        result_shape = (batch, q.shape[2], num_heads * dim)
+    block = pl.BlockSpec((1, 1, cut.block_s, dim), key_block)
+    out_specs = [result, pl.BlockSpec((1, 1, 1, 1, cut.rows), lambda b, h, i, j, *_: (b, h, i, 0, 0))]
+    out_shape = [
+        jax.ShapeDtypeStruct(result_shape, q.dtype),
+        jax.ShapeDtypeStruct((batch, kv_heads, blocks, 1, cut.rows), jnp.float32),
+    ]
+    wide = cut.head_dim + (0 if spec.mass else cut.extra)
+    scratch = [
+        pltpu.VMEM((cut.rows, dim), q.dtype),
+        pltpu.VMEM((cut.rows, LANES), jnp.float32),
+        pltpu.VMEM((cut.rows, wide), jnp.float32),
+    ]
+    banks = cut.banks
+    if spec.mass or not cut.extra:
+        scratch.append(pltpu.VMEM((banks, cut.rows, LANES), jnp.float32))
+    if spec.mass:
+        tiles = cut.block_t // spec.query_tile
+        out_specs.append(pl.BlockSpec((1, 1, 1, tiles, banks * LANES), lambda b, h, i, j, *_: (b, h, i, 0, 0)))
+        out_shape.append(jax.ShapeDtypeStruct((batch, kv_heads, blocks, tiles, banks * LANES), jnp.float32))
+        scratch.append(pltpu.VMEM((ceil_div(banks, LANES), cut.rows, LANES), jnp.float32))
+    out, lse, *mass = pl.pallas_call(
+        functools.partial(body, cut=cut),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(batch, kv_heads, blocks, steps),
+            in_specs=[rows, block, block],
+            out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit()
+        ),
+        cost_estimate=estimate(spec, shapes),
+        name="tessera_tpu_score" if spec.mass else "tessera_tpu_dense",
+    )(*positions, q, k, v)
+    out = out.reshape(batch, -1, num_heads, dim) if cut.flat else jnp.swapaxes(out, 1, 2)
+    lse = lse.reshape(batch, kv_heads, blocks, -1, cut.groups, cut.sub_t)
+    lse = lse.transpose(0, 2, 3, 5, 1, 4).reshape(batch, -1, num_heads)[:, :num_queries]
+    if not spec.mass:
+        return AttentionOut(out[:, :num_queries], lse)
+    mass = mass[0].reshape(batch, kv_heads, -1, banks * LANES)
+    tiles = ceil_div(num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
+    return AttentionOut(out[:, :num_queries], lse, mass[:, :, : tiles[0], : tiles[1]])
+
+
+def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
+    """What XLA's scheduler is told."""
+    needed = work.prefill(spec, shapes)
+    pairs = needed["flops"] / (4 * shapes.head_dim)
+    return pl.CostEstimate(flops=int(needed["flops"]), bytes_accessed=int(needed["bytes"]), transcendentals=int(pairs))
+
+
+def chip() -> tuple[int, int]:
+    """Columns of the matrix unit and bytes of VMEM of the chip that is traced for; v6e's where there is none."""
+    if not pltpu.is_tpu_device():
+        return 256, 128 << 20
+    info = pltpu.get_tpu_info()
+    return info.mxu_column_size, info.vmem_capacity_bytes
+
+
+def vmem_limit() -> int:
+    """Most of VMEM: the rest is the compiler's."""
+    return chip()[1] * 7 // 8
+
+
+def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+    """Dense prefill, differentiable in q, k and v, or score with spec.mass."""
+    if spec.mass:
+        return attend(q, k, v, spec, positions, config)
+    return dense(q, k, v, positions, spec, config)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
+    """Dense prefill; its gradient is a kernel of its own."""
+    return attend(q, k, v, spec, positions, config)
+
+
+def _forward(q, k, v, positions, spec, config):
+    result = attend(q, k, v, spec, positions, config)
+    return result, (q, k, v, positions, result)
+
+
+def _backward(spec: AttentionSpec, config: Config, saved, cotangents: AttentionOut):
+    q, k, v, positions, result = saved
+    d_out, d_lse, _ = cotangents
+    return *tpu_backward.gradients(q, k, v, result.out, result.lse, d_out, d_lse, spec, positions), None
+
+
+dense.defvjp(_forward, _backward)
+
+
+def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.head_dim > 256:
+        return f"head_dim={shapes.head_dim} is more than 256"
+    if role == "dense":
+        return None
+    if spec.tile not in (16, 32, 64, 128):
+        return f"tile={spec.tile} must be 16, 32, 64 or 128: narrower tiles do not fill a register's lanes"
+    rows = cut_call(spec, shapes, Config(block_t=1, block_s=LANES, chunk=LANES)).rows
+    if rows * bank_bytes(spec, shapes) > 2 * BANK_BYTES:
+        return f"the masses of {rows} rows over {shapes.num_keys} keys in tiles of {spec.tile} do not fit VMEM"
+    return None
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """2,048 or 4,096 rows against 4,096 keys; fewer rows where their masses would not fit.
+
+    Sizes by the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e;
+    more rows share the cost of a row block's first and last step, which counts where the products are fast. On v7x the
+    state goes through VMEM, which halves what is spilled; v6e loses by it and the 128-wide chips cannot tell.
+    """
+    groups = shapes.num_heads // shapes.num_kv_heads
+    width, vmem_bytes = chip()
+    rows, block_s = (1024, 1024) if shapes.dtype == "float32" else (4096 if width == 256 else 2048, 4096)
+    if spec.mass and shapes.head_dim > LANES and vmem_bytes <= 64 << 20:
+        block_s = min(block_s, 2048)  # what the masses spill does not fit beside longer blocks
+    if spec.mass:
+        while rows > LANES and rows * bank_bytes(spec, shapes) > BANK_BYTES:
+            rows //= 2
+    return Config(
+        block_t=tokens_of(rows, groups, spec),
+        block_s=block_s,
+        chunk=512 if width == 256 and vmem_bytes > 64 << 20 else 256,
+        matrix_sums=shapes.head_dim % LANES != 0 or shapes.head_dim + LANES <= width,
+        half_exp=width == 256,
+        state_in_vmem=width == 256 and vmem_bytes <= 64 << 20,
+    )
+
+
+def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
+    """Tokens of a row block of at most so many rows: a power of two where that makes a corner, which is worth more than
+    the rows (LOG.md)."""
+    tokens = max(rows // groups, 1)
+    return 1 << (tokens.bit_length() - 1) if spec.causal and spec.window is None else tokens
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Rows, keys, chunks and steps around the default, row sums from either unit, the state in VMEM or not."""
+    groups = shapes.num_heads // shapes.num_kv_heads
+    axes = {
+        "block_t": [tokens_of(rows, groups, spec) for rows in (512, 1024, 2048, 4096, 8192)],
+        "block_s": (1024, 2048, 4096, 8192),
+        "chunk": (128, 256, 512, 1024),
+        "step": (256, 512, 1024, 2048),
+        "matrix_sums": (False, True),
+        "state_in_vmem": (False, True),
+    }
+    return distinct(default_config(spec, shapes), axes, functools.partial(cut_call, spec, shapes))
+
+
+def _kernel(role: str) -> Kernel:
+    return Kernel(
+        name=f"tpu_prefill_{role}",
+        platform="tpu",
+        role=role,
+        phase="prefill",
+        dtypes=DTYPES,
+        supports=functools.partial(supports, role),
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=work.prefill,
+        executions=executions,
+    )
+
+
+KERNELS = (_kernel("dense"), _kernel("score"))

@@ -1,0 +1,164 @@
+"""Online softmax over rows in registers and VMEM of a TPU: one update, and what is summed beside the values.
+
+Rows are query tokens x query heads; m and the sums are [R,128] with equal or per-tile lanes, since a TPU register has
+128 lanes whether one is used or all. Scores are in bits (q is scaled by scale * log2 e), so exponentials are exp2.
+
+`half_exp` assumes of a chip, as none was at hand to ask: its exp2 of a bfloat16 is 2^x rounded once, or at least errs
+as often up as down; one that errs one way moves lse by the mean relative error of a weight. Known of v6e and v7x is
+that the compiler makes one instruction of it, vpow.bf16, and of exp(x) the same of x log2 e: its base is 2. XLA's exp2
+elsewhere rounds x ln 2 first, 2^-5 comes out 1.6 % too large and lse with it: simulations do not use it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import tpu as pltpu
+
+from tessera.attention.online_softmax import LOG2_E
+from tessera.attention.tpu.matrix_unit import dot, widen
+from tessera.attention.tpu.prefill_blocks import LANES, Cut, whole
+
+
+class Rows(NamedTuple):
+    """State of some rows: running maximum [R,128], weighted values [R,H+ones], sums or tile masses [R,128]."""
+
+    m: Array
+    acc: Array
+    sums: Array | None
+
+
+class Refs(NamedTuple):
+    """Everything the body touches, by name."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    mass: Array | None
+    q_scaled: Array
+    m: Array
+    acc: Array
+    sums: Array | None
+    bank_m: Array | None
+
+
+def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
+    """One chunk of keys from position `start`.
+
+    Args:
+        mask: [blocks, 1, sub_t, keys], of the first token blocks among the rows; the others see every key.
+        real: [keys, H], which keys exist, where some may not.
+    """
+    s = dot(q, k, 1)
+    if cut.spec.softcap:
+        s = jnp.tanh(s) * (cut.spec.softcap * LOG2_E)
+    if mask is not None:
+        s = masked(s, mask, cut.groups)
+    if real is not None:
+        v = jnp.where(real, v, jnp.zeros_like(v))
+    m = jnp.maximum(state.m, jnp.broadcast_to(s.max(-1, keepdims=True), state.m.shape))
+    alpha = jnp.exp2(state.m - m)
+    p = weigh(s - jnp.tile(m, (1, s.shape[1] // LANES)), cut.half_exp)
+    pv = dot(p.astype(v.dtype), extend(v, start, cut), 0)
+    acc = state.acc * widen(alpha, state.acc.shape[1]) + pv[:, : state.acc.shape[1]]
+    if state.sums is None:
+        return Rows(m, acc, None)
+    sums = state.sums * alpha
+    if cut.one_hot:
+        sums = sums + pv[:, -LANES:]
+    elif cut.spec.mass:
+        sums = put_tile_sums(sums, p, start)
+    else:
+        sums = add_lanes(sums, p)
+    return Rows(m, acc, sums)
+
+
+def masked(s: Array, mask: Array, groups: int) -> Array:
+    """Scores [rows, keys], those of the first token blocks -inf where their mask says so."""
+    blocks, _, tokens, keys = mask.shape
+    rows = blocks * groups * tokens
+    head = jnp.where(mask, s[:rows].reshape(blocks, groups, tokens, keys), -jnp.inf).reshape(rows, keys)
+    return head if rows == s.shape[0] else jnp.concatenate([head, s[rows:]], 0)
+
+
+def weigh(bits: Array, half: bool) -> Array:
+    """2^bits; with `half` of bfloat16 numbers in bfloat16, in simulation as it is assumed of the chip."""
+    if not half:
+        return jnp.exp2(bits)
+    bits = bits.astype(jnp.bfloat16)
+    if isinstance(jax._src.config.pallas_tpu_interpret_mode_context_manager.value, pltpu.InterpretParams):
+        return jnp.exp2(bits.astype(jnp.float32)).astype(jnp.bfloat16)
+    return jnp.exp2(bits)
+
+
+def add_lanes(sums: Array, p: Array) -> Array:
+    """Row sums kept per lane: one addition a register; the lanes are summed once, at the end."""
+    for at in range(0, p.shape[1], LANES):
+        sums = sums + p[:, at : at + LANES].astype(jnp.float32)
+    return sums
+
+
+def put_tile_sums(sums: Array, p: Array, start: Array) -> Array:
+    """Masses of tiles of 128 keys: each row sum goes to its tile's lane, which holds nothing yet."""
+    lane = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
+    first = whole(start, LANES) & (LANES - 1)
+    for c in range(p.shape[1] // LANES):
+        part = p[:, c * LANES : (c + 1) * LANES].astype(jnp.float32).sum(-1, keepdims=True)
+        sums = jnp.where(lane == first + c, jnp.broadcast_to(part, sums.shape), sums)
+    return sums
+
+
+def extend(v: Array, start: Array, cut: Cut) -> Array:
+    """V with its extra columns: ones, or one-hot by tile."""
+    if not cut.extra:
+        return v
+    keys = v.shape[0]
+    if not cut.one_hot:
+        return jnp.concatenate([v, jnp.ones((keys, cut.extra), v.dtype)], 1)
+    shape, bits = (keys, LANES), cut.spec.tile.bit_length() - 1
+    key = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    tile = ((key >> bits) + (start >> bits)) & (LANES - 1)
+    marks = jnp.where(tile == jax.lax.broadcasted_iota(jnp.int32, shape, 1), 1.0, 0.0).astype(v.dtype)
+    pad = [jnp.zeros((keys, -cut.head_dim % LANES), v.dtype)] if cut.head_dim % LANES else []
+    return jnp.concatenate([v, *pad, marks], 1)
+
+
+def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
+    """Which keys of a chunk from position `start` the turn_t tokens from `first` see, as absorb's mask; and which keys
+    exist at all [chunk,H]."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 0) + first
+    key = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 1) + start
+    mask = key < kv_len
+    if cut.spec.causal:
+        mask = mask & (key <= row)
+    if cut.spec.window is not None:
+        mask = mask & (key > row - cut.spec.window)
+    mask = mask.reshape(cut.turn_t // cut.sub_t, 1, cut.sub_t, cut.chunk)
+    return mask, jax.lax.broadcasted_iota(jnp.int32, (cut.chunk, cut.head_dim), 0) + start < kv_len
+
+
+def own_keys(cut: Cut) -> Array:
+    """The mask of a token block against the keys at its own positions, for absorb."""
+    shape = (1, 1, cut.sub_t, cut.sub_t)
+    return jax.lax.broadcasted_iota(jnp.int32, shape, 3) <= jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+
+
+def load(refs: Refs, rows: slice, bank) -> Rows:
+    """The state of these rows."""
+    return Rows(refs.m[rows], refs.acc[rows], None if refs.sums is None else refs.sums[bank, rows])
+
+
+def store(refs: Refs, rows: slice, bank, state: Rows) -> None:
+    """Write the state of these rows back."""
+    refs.m[rows], refs.acc[rows] = state.m, state.acc
+    if refs.sums is not None:
+        refs.sums[bank, rows] = state.sums
+
+
+def split(state: Rows, rows: int) -> tuple[Rows, Rows]:
+    """The state of the first rows, and of the rest."""
+    parts = [(None, None) if x is None else (x[:rows], x[rows:]) for x in state]
+    return Rows(*(head for head, _ in parts)), Rows(*(tail for _, tail in parts))

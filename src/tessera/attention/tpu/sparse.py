@@ -1,0 +1,422 @@
+"""Sparse prefill attention for TPU: each query tile reads only its listed key tiles, in place.
+
+One grid step takes a few row blocks (a query tile's tokens x the G heads of one KV head). K and V stay in HBM; the
+listed tiles are copied side by side into one of two buffers of block_s keys while the other is computed on, and the
+first buffer of the next grid step's lists is filled during this step's last one, so lists are read one step ahead.
+They come through SMEM a step at a time: of a million tokens only the longest list counts. One that does not fit, about
+64,000 tiles, is refused; long ones leave room for fewer row blocks in a grid step.
+
+Tile ids ascend, so what a mask can touch stands at the ends of a list: the diagonal, kv_len and the end of the list
+last, the window's edge first. Buffers between them run one straight line of block_s / chunk online-softmax updates;
+the others run in masked updates of mask_s keys, as many as hold listed tiles. Ids past count are never read.
+
+Scores are in bits: q carries scale * log2(e). The row sum comes from ones appended to V where the matrix unit has idle
+columns. Work: 4 H flops per (row, listed key) pair; HBM traffic: 2 H bytes-per-element per (row block, listed key).
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from tessera.attention import work
+from tessera.attention.config_space import distinct
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
+from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
+from tessera.attention.tpu.matrix_unit import dot, widen
+from tessera.attention.tpu.prefill_rows import weigh
+from tessera.attention.tpu.sparse_tiles import (
+    LANES,
+    NEVER,
+    PACKED,
+    SMEM_BYTES,
+    Cut,
+    Item,
+    Next,
+    Refs,
+    clear_values,
+    cut_call,
+    executions,
+    fetch,
+    fetch_from,
+    fetch_run,
+    key_positions,
+    list_bytes,
+    pack_lists,
+    read_item,
+    wait,
+)
+from tessera.core.shapes import ceil_div
+
+DTYPES = ("float32", "bfloat16")
+VMEM_BYTES = 56 << 20
+"""Of the 64 MiB of a v5p or v7x core."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Block sizes and where the row sum is made.
+
+    Attributes:
+        rows: most rows (tokens x G) of a row block; a larger query tile is cut, its parts share the list.
+        step_rows: rows of a grid step, filled with up to four query tiles that are computed side by side.
+        block_s: keys per buffer, rounded down to whole tiles (at least one).
+        chunk: keys per unmasked online-softmax update, rounded likewise, at most block_s.
+        mask_s: keys per masked update, likewise.
+        matrix_sums: row sums come from ones appended to V: free where the matrix unit has idle columns.
+        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on; what that
+            assumes: prefill_rows).
+    """
+
+    rows: int
+    step_rows: int
+    block_s: int
+    chunk: int
+    mask_s: int
+    matrix_sums: bool = True
+    half_exp: bool = False
+
+    def __post_init__(self):
+        for name in ("rows", "step_rows", "block_s", "chunk", "mask_s"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+
+
+class State(NamedTuple):
+    """Online-softmax state of a row block: running maximum [R,128], weighted values (and ones), sums [R,128]."""
+
+    m: Array
+    acc: Array
+    sums: Array | None
+
+
+def load(refs: Refs, p: int) -> State:
+    """The state of row block p."""
+    return State(refs.m[p], refs.acc[p], None if refs.sums is None else refs.sums[p])
+
+
+def store(refs: Refs, p: int, state: State) -> None:
+    """Write the state of row block p back."""
+    refs.m[p], refs.acc[p] = state.m, state.acc
+    if refs.sums is not None:
+        refs.sums[p] = state.sums
+
+
+def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | None = None) -> State:
+    """One update: keys k and values v [X,H], those a row does not see masked [R,X]."""
+    s = dot(q, k, 1)
+    if cut.spec.softcap:
+        s = jnp.tanh(s) * (cut.spec.softcap * LOG2_E)
+    if mask is not None:
+        s = jnp.where(mask, s, -jnp.inf)
+    m = jnp.maximum(state.m, jnp.broadcast_to(s.max(-1, keepdims=True), state.m.shape))
+    alpha = jnp.exp2(state.m - m)
+    p = weigh(s - widen(m, s.shape[1]), cut.half_exp)
+    if cut.ones:
+        v = jnp.concatenate([v, jnp.ones((v.shape[0], cut.ones), v.dtype)], 1)
+    acc = state.acc * widen(alpha, state.acc.shape[1]) + dot(p.astype(v.dtype), v, 0)
+    if state.sums is None:
+        return State(m, acc, None)
+    sums = state.sums * alpha
+    for at in range(0, p.shape[1], LANES):  # per lane: one addition a register; lanes are summed once, at the end
+        part = p[:, at : at + LANES].astype(jnp.float32)
+        sums = sums + (part if part.shape[1] == LANES else jnp.pad(part, ((0, 0), (0, LANES - part.shape[1]))))
+    return State(m, acc, sums)
+
+
+def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: Item, cut: Cut) -> State:
+    """Row block p absorbs the u-th mask_tiles entries of a buffer that begins at entry `begin`; a row may see none."""
+    spec, keys = cut.spec, cut.mask_tiles * cut.spec.tile
+    position = key_positions(refs, p, begin + u * cut.mask_tiles, item, cut)
+    if spec.causal:
+        row = jax.lax.broadcasted_iota(jnp.int32, (cut.groups, cut.block_t, keys), 1).reshape(cut.rows, keys)
+        row = row + item.first
+        mask = position <= row
+        if spec.window is not None:
+            mask = mask & (position > row - spec.window)
+    else:
+        mask = jnp.broadcast_to(position < NEVER, (cut.rows, keys))
+    at = pl.ds(pl.multiple_of(u * keys, PACKED), keys)
+    k, v = (tiles[p, at] for tiles in refs.tiles(slot))
+    return absorb(load(refs, p), refs.q_scaled[p], k, v, cut, mask)
+
+
+def body(q_start, kv_len, q_len, *refs, cut: Cut):
+    """One grid step (b, h, i): the i-th group of row blocks of one KV head."""
+    refs = Refs(*refs) if not cut.ones else Refs(*refs[:10], None, *refs[10:])
+    positions, step = Positions(q_start, kv_len, q_len), pl.program_id(2)
+    items = [read_item(refs.lists, p, step, positions, cut) for p in range(cut.items)]
+    ahead = [read_item(refs.ahead, p, step + 1, positions, cut) for p in range(cut.items)]
+
+    @pl.when(step == 0)
+    def first():
+        refs.turn[0] = 0
+        counts = [jnp.minimum(item.count, cut.block_tiles) for item in items]
+        fetch_from(refs, 0, Next(0, jnp.int32(0), counts, jnp.bool_(True)), "fetch_first", cut)
+
+    for p in range(cut.items):
+        take_queries(refs, p, cut)
+    refs.m[...] = jnp.full_like(refs.m, FLOOR)
+    refs.acc[...] = jnp.zeros_like(refs.acc)
+    if refs.sums is not None:
+        refs.sums[...] = jnp.zeros_like(refs.sums)
+    turn = refs.turn[0]
+    longest = functools.reduce(jnp.maximum, [item.count for item in items])
+    buffers = jnp.maximum((longest + cut.block_tiles - 1) // cut.block_tiles, 1)
+
+    def buffer_step(c, _):
+        with jax.named_scope("buffer"):
+            own = c + 1 < buffers
+            buffer = jnp.where(own, c + 1, 0)
+            counts = [jnp.where(own, i.count, a.count) for i, a in zip(items, ahead, strict=True)]
+            counts = [jnp.clip(n - buffer * cut.block_tiles, 0, cut.block_tiles) for n in counts]
+            for slot in (0, 1):
+
+                @pl.when((turn + c) % 2 == slot)
+                def either(slot=slot):
+                    with jax.named_scope("turn"):
+                        absorb_buffer(refs, items, c, slot, Next(1 - slot, buffer, counts, own), cut)
+
+    jax.lax.fori_loop(0, buffers, buffer_step, None)
+    refs.turn[0] = (turn + buffers) % 2
+    for p in range(cut.items):
+        write(refs, p, items[p], cut)
+
+
+def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Next, cut: Cut) -> None:
+    """The row blocks of a grid step against their c-th buffers, in `slot`, while the next ones are fetched."""
+    begin, row_blocks = c * cut.block_tiles, range(cut.items)
+    held = [jnp.clip(item.count - begin, 0, cut.block_tiles) for item in items]
+    for p in row_blocks:
+        wait(refs, p, held[p], slot, cut)
+    whole = [(item.whole_from <= begin) & (begin + cut.block_tiles <= item.whole) for item in items]
+    whole = functools.reduce(jnp.logical_and, whole)
+
+    @pl.when(whole)
+    def unmasked():
+        with jax.named_scope("full"):
+            for j in range(cut.block_tiles):  # one straight line: copies start in the shadow of the products
+                for p in row_blocks:
+                    fetch(refs, p, j, target, cut)
+            states = [load(refs, p) for p in row_blocks]
+            keys = cut.chunk_tiles * cut.spec.tile
+            for at in range(0, cut.block_tiles * cut.spec.tile, keys):
+                for p in row_blocks:
+                    k, v = (tiles[p, at : at + keys] for tiles in refs.tiles(slot))
+                    states[p] = absorb(states[p], refs.q_scaled[p], k, v, cut)
+            for p in row_blocks:
+                store(refs, p, states[p])
+
+    @pl.when(~whole)
+    def masked():
+        with jax.named_scope("masked"):
+            updates = (functools.reduce(jnp.maximum, held) + cut.mask_tiles - 1) // cut.mask_tiles
+            for p in row_blocks:
+                clear_values(refs, p, c, held[p], updates * cut.mask_tiles, slot, items[p], cut)
+
+            def update(u, _):
+                with jax.named_scope("update"):
+                    fetch_run(refs, u, target, cut)
+                    states = [masked_update(refs, p, begin, u, slot, items[p], cut) for p in row_blocks]
+                    for p in row_blocks:
+                        store(refs, p, states[p])
+
+            jax.lax.fori_loop(0, updates, update, None)
+            fetch_from(refs, updates, target, "fetch_rest", cut)
+
+
+def take_queries(refs: Refs, p: int, cut: Cut) -> None:
+    """Scale row block p's queries into VMEM, rows [G, block_t]."""
+    scale = cut.head_dim**-0.5 if cut.spec.scale is None else cut.spec.scale
+    factor = scale / cut.spec.softcap if cut.spec.softcap else scale * LOG2_E
+    tokens = slice(p * cut.block_t, (p + 1) * cut.block_t)
+    for g in range(cut.groups):
+        x = (refs.q[0, g, tokens].astype(jnp.float32) * factor).astype(refs.q_scaled.dtype)
+        refs.q_scaled[p, g * cut.block_t : (g + 1) * cut.block_t] = x
+
+
+def write(refs: Refs, p: int, item: Item, cut: Cut) -> None:
+    """out = acc / l, lse = ln 2 (m + log2 l); 0 and -inf for rows that saw nothing and for padding."""
+    m, acc, first = refs.m[p], refs.acc[p], item.block * cut.tokens
+    if cut.ones:
+        l = acc[:, cut.head_dim :] if cut.ones == LANES else acc[:, cut.head_dim : cut.head_dim + 1]  # noqa: E741
+    else:
+        l = refs.sums[p].sum(-1, keepdims=True)  # noqa: E741
+    l = jnp.broadcast_to(l, m.shape)  # noqa: E741
+    token = jax.lax.broadcasted_iota(jnp.int32, (cut.groups, cut.block_t, LANES), 1).reshape(m.shape)
+    seen = (l > 0) & (token < item.q_len - first)
+    inverse = jnp.where(seen, 1.0 / l, 0.0)
+    out = jnp.where(widen(seen, cut.head_dim), acc[:, : cut.head_dim] * widen(inverse, cut.head_dim), 0.0)
+    out = out.astype(refs.out.dtype)
+    tokens = slice(p * cut.block_t, (p + 1) * cut.block_t)
+    for g in range(cut.groups):
+        mine = out[g * cut.block_t : (g + 1) * cut.block_t]
+        if cut.flat:
+            refs.out[0, tokens, g * cut.head_dim : (g + 1) * cut.head_dim] = mine
+        else:
+            refs.out[0, g, tokens] = mine
+    # m and l share one transposition, and the logarithms are taken of whole registers: a row's lanes are all equal.
+    lane = jax.lax.broadcasted_iota(jnp.int32, m.shape, 1)
+    columns = jnp.where(lane == 0, m, jnp.where(seen, l, 0.0)).T
+    m, l = columns[:1], columns[1:2]  # noqa: E741
+    refs.lse[0, 0, p] = jnp.where(l > 0, (m + jnp.log2(l)) * LN_2, -jnp.inf)
+
+
+def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
+    """Attention over the listed tiles only; not differentiable."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    kv_heads, shapes = k.shape[2], call_shapes(q, k, selection)
+    cut = cut_call(spec, shapes, config)
+    lengths = jnp.minimum(positions.kv_len, shapes.num_keys), jnp.minimum(positions.q_len, num_queries)
+    positions = Positions(positions.q_start, *lengths)  # what pads the arrays reads as zeros, not as padding
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+    if cut.num_keys > k.shape[2]:  # only lengths that are no multiple of 16 are padded: a copy must start at one
+        k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.num_keys - x.shape[2]), (0, 0)]) for x in (k, v))
+    lists = pack_lists(selection, cut)
+
+    length = cut.num_blocks * cut.block_t
+    padded = cut.tokens != cut.block_t
+    if padded:  # query tiles that are no multiple of 16 tokens
+        q = jnp.pad(q, [(0, 0), (0, cut.num_blocks * cut.tokens - num_queries), (0, 0), (0, 0)])
+        q = q.reshape(batch, cut.num_blocks, cut.tokens, num_heads, head_dim)
+        q = jnp.pad(q, [(0, 0), (0, 0), (0, cut.block_t - cut.tokens), (0, 0), (0, 0)])
+        q = q.reshape(batch, length, num_heads, head_dim)
+    elif num_queries < cut.items * cut.block_t:
+        q = jnp.pad(q, [(0, 0), (0, cut.items * cut.block_t - num_queries), (0, 0), (0, 0)])
+    q = jnp.swapaxes(q, 1, 2)
+
+    num_steps = ceil_div(cut.num_blocks, cut.items)
+    row = pl.BlockSpec((1, cut.groups, cut.items * cut.block_t, head_dim), lambda b, h, i, *_: (b, h, i, 0))
+    out, out_shape = row, q.shape
+    if cut.flat:  # a head is whole lanes: the output is written as the model's next product reads it, [B,T,N*H]
+        out_shape = (batch, q.shape[2], num_heads * head_dim)
+        out = pl.BlockSpec((1, cut.items * cut.block_t, cut.groups * head_dim), lambda b, h, i, *_: (b, i, h))
+
+    def listed(ahead: int) -> pl.BlockSpec:
+        shape = (1, 1, cut.items, 1, lists.shape[-1])
+        return pl.BlockSpec(
+            shape,
+            lambda b, h, i, *_: (b, h, jnp.minimum(i + ahead, num_steps - 1) // cut.parts, 0, 0),
+            memory_space=pltpu.SMEM,
+        )
+
+    rows = (cut.items, cut.rows)
+    state = [(*rows, LANES), (*rows, head_dim + cut.ones), *([] if cut.ones else [(*rows, LANES)])]
+    tiles = pltpu.VMEM((cut.items, cut.block_tiles * spec.tile, head_dim), q.dtype)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
+    needed = work.sparse_prefill(spec, shapes)
+    out, lse = pl.pallas_call(
+        functools.partial(body, cut=cut),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=3,
+            grid=(batch, kv_heads, num_steps),
+            in_specs=[listed(0), listed(1), row, in_hbm, in_hbm],
+            out_specs=[out, pl.BlockSpec((1, 1, cut.items, 1, cut.rows), lambda b, h, i, *_: (b, h, i, 0, 0))],
+            scratch_shapes=[
+                pltpu.VMEM((*rows, head_dim), q.dtype),
+                *(pltpu.VMEM(shape, jnp.float32) for shape in state),
+                *[tiles] * 4,
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct(out_shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, kv_heads, cut.num_blocks, 1, cut.rows), jnp.float32),
+        ],
+        # Prefetching ahead needs a head's row blocks in order, on one core; heads may go to different cores.
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
+            disable_bounds_checks=True,  # every start is clamped; a check would cost 7 bundles a copy
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=int(needed["flops"]),
+            bytes_accessed=int(needed["bytes"]),
+            transcendentals=int(needed["flops"]) // (4 * head_dim),
+        ),
+        name="tpu_sparse_prefill",
+    )(*positions, lists, lists, q, k, v)
+
+    out = out.reshape(*out.shape[:2], num_heads, head_dim) if cut.flat else jnp.swapaxes(out, 1, 2)
+    lse = lse.reshape(batch, kv_heads, cut.num_blocks, cut.groups, cut.block_t)
+    lse = lse.transpose(0, 2, 4, 1, 3).reshape(batch, length, num_heads)
+    if padded:
+        out, lse = (x.reshape(batch, cut.num_blocks, cut.block_t, *x.shape[2:])[:, :, : cut.tokens] for x in (out, lse))
+        out, lse = (x.reshape(batch, -1, *x.shape[3:]) for x in (out, lse))
+    return AttentionOut(out[:, :num_queries], lse[:, :num_queries])
+
+
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.dtype not in DTYPES:
+        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
+    if shapes.capacity is None:
+        return "capacity=None: the call has no selection, the role is sparse"
+    if spec.mass:
+        return "mass=True asks for another role than sparse"
+    if spec.tile < PACKED:
+        return f"tile={spec.tile} must be at least {PACKED}: a copy moves whole packed registers"
+    if shapes.head_dim > 256:
+        return f"head_dim={shapes.head_dim} must be at most 256"
+    scale = 1.0 if spec.scale is None else spec.scale
+    if not scale > 0:
+        return f"scale={scale} must be positive"
+    needed = list_bytes(shapes.capacity, cut_call(spec, shapes, default_config(spec, shapes)).block_tiles)
+    if needed > SMEM_BYTES:
+        return f"capacity={shapes.capacity}: the lists take {needed} bytes of SMEM, which has {SMEM_BYTES} for them"
+    return None
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """Block sizes by the schedules (LOG.md): how much independent work hides the latency of one softmax update.
+
+    One update per buffer leaves the fewest dependent steps; a v7x, whose registers spill sooner, does better with short
+    updates. float32 takes six passes of the matrix unit per product, so that little else shows.
+    """
+    wide = pltpu.get_tpu_info().mxu_column_size >= 2 * LANES if pltpu.is_tpu_device() else True
+    newest = pltpu.is_tpu_device() and pltpu.get_tpu_info().generation >= 7
+    sums = shapes.head_dim % LANES != 0 or (wide and shapes.head_dim == LANES)
+    if shapes.dtype == "float32":
+        return Config(rows=512, step_rows=512, block_s=1024, chunk=512, mask_s=512, matrix_sums=sums)
+    block_s = 2048 if shapes.capacity * spec.tile >= 3072 else 1024  # a short list should still fill a buffer
+    chunk = (256 if shapes.head_dim <= LANES else 512) if newest else 2048
+    sizes = {"rows": 512, "step_rows": 1024, "block_s": block_s, "chunk": chunk, "mask_s": 512}
+    return Config(**sizes, matrix_sums=sums, half_exp=wide)
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Rows, keys per buffer and per update, row sums from either unit."""
+    axes = {
+        "rows": (256, 512, 1024),
+        "step_rows": (256, 512, 1024, 2048),
+        "block_s": (512, 1024, 2048, 4096),
+        "chunk": (256, 512, 1024, 2048),
+        "mask_s": (256, 512, 1024),
+        "matrix_sums": (False, True),
+    }
+    return distinct(default_config(spec, shapes), axes, functools.partial(cut_call, spec, shapes))
+
+
+KERNELS = (
+    Kernel(
+        name="tpu_prefill_sparse",
+        platform="tpu",
+        role="sparse",
+        phase="prefill",
+        dtypes=DTYPES,
+        supports=supports,
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=work.sparse_prefill,
+        executions=lambda spec, shapes, config: executions(shapes, cut_call(spec, shapes, config)),
+    ),
+)

@@ -1,0 +1,337 @@
+"""How sparse prefill on a TPU reads its lists: what a row block needs of its tiles, and their copies into VMEM.
+
+K and V stay in HBM. The tiles a list names are copied side by side into one of two buffers while the other is computed
+on; lists are in SMEM, this grid step's and the next one's, so that the next step's first buffer is filled in time.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Int32
+
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.core.shapes import ceil_div, round_up
+
+LANES = 128
+PACKED = 16
+"""Rows of a packed bfloat16 register: row blocks and tile copies start at multiples of it."""
+MOST_ITEMS, COPIES = 4, 256
+"""Row blocks side by side, and tiles they may fetch in one straight line: more only makes the program longer."""
+SMEM_BYTES = 1000 << 10
+"""Most that lists may take of the mebibyte of SMEM that every chip has."""
+NEVER = 1 << 30
+"""Position of a key that no row sees."""
+
+
+class Cut(NamedTuple):
+    """One call cut into blocks: everything static the kernel body needs.
+
+    A row block holds `tokens` tokens, padded to block_t; a query tile is `parts` row blocks; a grid step is `items`
+    row blocks. Buffers hold block_tiles tiles, updates chunk_tiles or mask_tiles.
+    """
+
+    spec: AttentionSpec
+    groups: int
+    head_dim: int
+    num_keys: int
+    num_blocks: int
+    tokens: int
+    block_t: int
+    parts: int
+    items: int
+    block_tiles: int
+    chunk_tiles: int
+    mask_tiles: int
+    flat: bool
+    matrix_sums: bool
+    half_exp: bool
+
+    @property
+    def rows(self) -> int:
+        return self.block_t * self.groups
+
+    @property
+    def ones(self) -> int:
+        """Columns of ones appended to V: up to whole lanes, or whole lanes where H fills them."""
+        return (-self.head_dim % LANES or LANES) if self.matrix_sums else 0
+
+
+def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
+    """Clip the block sizes of a tpu_sparse.Config to the call."""
+    groups = shapes.num_heads // shapes.num_kv_heads
+    tokens = min(spec.query_tile, round_up(shapes.num_queries, PACKED))
+    parts = 1
+    while tokens % (2 * PACKED) == 0 and tokens * groups > config.rows:
+        tokens, parts = tokens // 2, parts * 2
+    block_t = round_up(tokens, PACKED)
+    num_blocks = ceil_div(shapes.num_queries, tokens)  # a query tile's parts past the last row do not exist
+    num_keys = max(spec.tile, round_up(shapes.num_keys, PACKED))
+    mask_tiles = min(max(config.mask_s // spec.tile, 1), shapes.capacity)
+    block_tiles = round_up(min(max(config.block_s // spec.tile, 1), shapes.capacity), mask_tiles)
+    chunk_tiles = min(max(config.chunk // spec.tile, 1), block_tiles)
+    while block_tiles % chunk_tiles:
+        chunk_tiles -= 1
+    most = max(min(MOST_ITEMS, COPIES // block_tiles), 1) if parts == 1 else 1
+    most = max(min(most, SMEM_BYTES // list_bytes(shapes.capacity, block_tiles)), 1)
+    items = min(max(config.step_rows // (block_t * groups), 1), num_blocks, most)
+    flat = (groups * shapes.head_dim) % LANES == 0
+    half = config.half_exp and shapes.dtype == "bfloat16"
+    sizes = (groups, shapes.head_dim, num_keys, num_blocks, tokens, block_t, parts, items)
+    return Cut(spec, *sizes, block_tiles, chunk_tiles, mask_tiles, flat, config.matrix_sums, half)
+
+
+def list_bytes(capacity: int, block_tiles: int) -> int:
+    """SMEM of one row block's list: this grid step's and the next one's, each with the one that follows on its way."""
+    return 2 * 2 * 4 * round_up(1 + round_up(capacity, block_tiles), LANES)
+
+
+class Refs(NamedTuple):
+    """Everything the body touches, by name; P row blocks per grid step, two buffers."""
+
+    lists: Array  # SMEM [1,1,P,1,X]: see pack_lists
+    ahead: Array  # the next grid step's
+    q: Array  # [1,G,P*block_t,H]
+    k: Array  # HBM [B,K,S,H]
+    v: Array
+    out: Array  # [1,P*block_t,G*H], or like q
+    lse: Array  # [1,1,P,1,R]
+    q_scaled: Array  # [P,R,H]
+    m: Array  # [P,R,128], equal lanes
+    acc: Array  # [P,R,H+ones]
+    sums: Array | None  # [P,R,128], per lane
+    k_even: Array  # [P,block_s,H]
+    v_even: Array
+    k_odd: Array
+    v_odd: Array
+    arrived: Array  # a DMA semaphore per buffer
+    turn: Array  # SMEM [1]: the buffer that is computed on next
+
+    def tiles(self, slot: int) -> tuple[Array, Array]:
+        """K and V of a buffer. Buffers are arrays of their own: no load then waits for a copy into the other."""
+        return (self.k_odd, self.v_odd) if slot else (self.k_even, self.v_even)
+
+
+class Item(NamedTuple):
+    """One row block's scalars.
+
+    Attributes:
+        block: its index.
+        first: absolute position of its first row.
+        kv_len: keys that exist.
+        q_len: query rows that exist.
+        count: listed tiles that some row may see.
+        whole: entries [whole_from, whole) are seen whole by every row.
+    """
+
+    block: Array
+    first: Array
+    kv_len: Array
+    q_len: Array
+    count: Array
+    whole_from: Array
+    whole: Array
+
+
+def read_item(lists: Array, p: int, step: Array, positions: Positions, cut: Cut) -> Item:
+    """Scalars of row block p of a grid step; entries that no row sees are dropped from the list's end."""
+    spec, block = cut.spec, step * cut.items + p
+    q_start, kv_len, q_len = (x[pl.program_id(0)] for x in positions)
+    kv_len = jnp.clip(kv_len, 0, cut.num_keys)
+    token = block * cut.tokens
+    first = q_start + token
+    last = first + cut.tokens - 1
+    stop, whole_stop = kv_len, kv_len
+    if spec.causal:
+        stop, whole_stop = jnp.minimum(stop, last + 1), jnp.minimum(whole_stop, first + 1)
+    live = (block < cut.num_blocks) & (token < q_len)
+    count = jnp.where(live, lists[0, 0, p, 0, 0], 0)
+
+    def drop(count: Array, reaches) -> Array:
+        def fewer(n: Array) -> Array:
+            with jax.named_scope("drop"):
+                return n - 1
+
+        return jax.lax.while_loop(lambda n: (n > 0) & reaches(lists[0, 0, p, 0, jnp.maximum(n, 1)]), fewer, count)
+
+    count = drop(count, lambda tile: tile * spec.tile >= stop)
+    whole = drop(count, lambda tile: (tile + 1) * spec.tile > whole_stop)
+    whole_from = jnp.int32(0)
+    if spec.window is not None:
+        whole_from = jax.lax.while_loop(
+            lambda n: (
+                (n < whole) & (lists[0, 0, p, 0, jnp.minimum(n, whole - 1) + 1] * spec.tile <= last - spec.window)
+            ),
+            lambda n: n + 1,
+            whole_from,
+        )
+    return Item(block, first, kv_len, q_len, count, whole_from, whole)
+
+
+def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
+    """Each list as the kernel reads it: count, then ids, then zeros up to whole buffers, so that no load needs a test.
+
+    Ids are brought into range here: a wild one reads wrong keys, never foreign memory.
+    """
+    tiles = jnp.clip(selection.tiles, 0, ceil_div(cut.num_keys, cut.spec.tile) - 1)
+    tiles = jnp.pad(tiles, [(0, 0)] * 3 + [(0, -tiles.shape[-1] % cut.block_tiles)])
+    return jnp.concatenate([selection.count[..., None], tiles], -1)[:, :, :, None]
+
+
+def tile_start(index: Array, cut: Cut) -> Array:
+    """Where a tile is read: a short last one is moved back to fit."""
+    start = index * cut.spec.tile
+    if cut.num_keys % cut.spec.tile:
+        start = jnp.minimum(start, cut.num_keys - cut.spec.tile)
+    return pl.multiple_of(start, PACKED)
+
+
+class Next(NamedTuple):
+    """The buffer that is filled while another is computed on.
+
+    Attributes:
+        slot: where it goes.
+        buffer: which of the row block's buffers it is.
+        counts: tiles of each row block.
+        own: whether it belongs to this grid step; else to the next.
+    """
+
+    slot: int
+    buffer: Array
+    counts: list[Array]
+    own: Array
+
+
+def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:
+    """Start copying tile j of row block p's next buffer, if it has one: a predicate, no branch."""
+    batch, head, tile = pl.program_id(0), pl.program_id(1), cut.spec.tile
+    entry = target.buffer * cut.block_tiles + j + 1
+    index = jnp.where(target.own, refs.lists[0, 0, p, 0, entry], refs.ahead[0, 0, p, 0, entry])
+    key = tile_start(index, cut)
+
+    @pl.when(j < target.counts[p])
+    def start():
+        at = pl.ds(j * tile if isinstance(j, int) else pl.multiple_of(j * tile, PACKED), tile)
+        for hbm, tiles in zip((refs.k, refs.v), refs.tiles(target.slot), strict=True):
+            source = hbm.at[batch, head, pl.ds(key, tile)]
+            pltpu.make_async_copy(source, tiles.at[p, at], refs.arrived.at[target.slot]).start()
+
+
+def fetch_run(refs: Refs, u: Array, target: Next, cut: Cut) -> None:
+    """Start copying the u-th mask_tiles tiles of the next buffers."""
+    for j in range(cut.mask_tiles):
+        for p in range(cut.items):
+            fetch(refs, p, u * cut.mask_tiles + j, target, cut)
+
+
+def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cut) -> None:
+    """Start copying the next buffers from their run `first` on."""
+
+    def run(u, _):
+        with jax.named_scope(scope):
+            fetch_run(refs, u, target, cut)
+
+    runs = (functools.reduce(jnp.maximum, target.counts) + cut.mask_tiles - 1) // cut.mask_tiles
+    jax.lax.fori_loop(first, runs, run, None)
+
+
+def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
+    """Wait for as many tiles of K and V: a wait counts bytes, so powers of two of tiles do."""
+    for bit in range(cut.block_tiles.bit_length()):
+
+        @pl.when((num_tiles >> bit) & 1 == 1)
+        def part(bit=bit):
+            for tiles in refs.tiles(slot):
+                some = tiles.at[p, pl.ds(0, cut.spec.tile << bit)]
+                pltpu.make_async_copy(some, some, refs.arrived.at[slot]).wait()
+
+
+def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Array:
+    """Absolute positions [1,mask_s] of the keys of mask_tiles entries, NEVER for those that do not count."""
+    tile, groups = cut.spec.tile, []
+    for at in range(0, cut.mask_tiles * tile, LANES):
+        width = min(LANES, cut.mask_tiles * tile - at)
+        lane = jax.lax.broadcasted_iota(jnp.int32, (1, width), 1)
+        position = jnp.full((1, width), NEVER, jnp.int32)
+        for offset in range(0, width, tile):
+            j = entry + (at + offset) // tile
+            index = refs.lists[0, 0, p, 0, j + 1]
+            mine = lane + jnp.where(j < item.count, tile_start(index, cut) - offset, NEVER)
+            if cut.num_keys % tile:
+                mine = jnp.where(mine >= index * tile, mine, NEVER)
+            position = mine if width == tile else jnp.where((lane >= offset) & (lane < offset + tile), mine, position)
+        groups.append(position)
+    position = groups[0] if len(groups) == 1 else jnp.concatenate(groups, 1)
+    return jnp.where(position < item.kv_len, position, NEVER)
+
+
+def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Array, slot: int, item: Item, cut: Cut):
+    """Zero the V rows that hold no valid key: a weight of 0 times NaN is NaN. Keys need none, scores are masked."""
+    tile, v_tiles = cut.spec.tile, refs.tiles(slot)[1]
+
+    def clear(j, _):
+        with jax.named_scope("clear"):
+            at = pl.ds(pl.multiple_of(j * tile, PACKED), tile)
+            v_tiles[p, at] = jnp.zeros((tile, cut.head_dim), v_tiles.dtype)
+
+    jax.lax.fori_loop(num_tiles, stop, clear, None)
+
+    @pl.when(num_tiles > 0)
+    def tail():
+        start = tile_start(refs.lists[0, 0, p, 0, buffer * cut.block_tiles + num_tiles], cut)
+
+        @pl.when(start + tile > item.kv_len)
+        def cross():
+            with jax.named_scope("cross"):
+                at = pl.ds(pl.multiple_of((num_tiles - 1) * tile, PACKED), tile)
+                key = jax.lax.broadcasted_iota(jnp.int32, (tile, cut.head_dim), 0) + start
+                values = v_tiles[p, at]
+                v_tiles[p, at] = jnp.where(key < item.kv_len, values, jnp.zeros_like(values))
+
+
+def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
+    """How often each scope runs if every query tile lists `capacity` tiles, the nearest, or all it sees if fewer."""
+    spec, tile = cut.spec, cut.spec.tile
+    first = shapes.num_keys - shapes.num_queries + np.arange(cut.num_blocks) * cut.tokens
+    last = np.minimum(first + cut.tokens, shapes.num_keys) - 1
+    stop, whole_stop = (last, first) if spec.causal else (first * 0 + shapes.num_keys - 1,) * 2
+    start = 0 if spec.window is None else np.maximum(first - spec.window + 1, 0) // tile
+    count = np.minimum(stop // tile + 1 - start, shapes.capacity)
+    whole = np.maximum(count - (stop // tile + 1 - (whole_stop + 1) // tile), 0)
+    edge = 0 if spec.window is None else -(-np.maximum(last - spec.window + 1, 0) // tile) - (stop // tile + 1 - count)
+
+    def steps(x: np.ndarray, end: int) -> np.ndarray:
+        pad = np.full(-len(x) % cut.items, end)
+        return np.concatenate([x, pad]).reshape(-1, cut.items)
+
+    longest, edge = steps(count, 0).max(1), steps(np.maximum(edge, 0) + 0 * count, 0).max(1)
+    buffers = np.maximum(-(-longest // cut.block_tiles), 1)
+    full = np.maximum(steps(whole, 0).min(1) // cut.block_tiles - -(-edge // cut.block_tiles), 0)
+    rest = longest - full * cut.block_tiles
+    updates = -(-rest // cut.mask_tiles)
+    ahead = np.minimum(np.append(longest[1:], 0), cut.block_tiles)
+    width, heads = jnp.dtype(shapes.dtype).itemsize, shapes.batch * shapes.num_kv_heads
+    lists = 4 * (1 + shapes.capacity) * 2 * len(buffers) * cut.items
+    rows = shapes.batch * shapes.num_heads * shapes.num_queries * (2 * shapes.head_dim * width + 4)
+    # What stands once for the even and once for the odd buffer is two pieces of code of which one runs.
+    once = {
+        "step": len(buffers),
+        "first": 1,
+        "fetch_first": -(-min(longest[0], cut.block_tiles) // cut.mask_tiles),
+        "buffer": buffers.sum(),
+    }
+    either = {"turn": buffers.sum(), "full": full.sum(), "masked": (buffers - full).sum(), "update": updates.sum()}
+    either["clear"] = (updates * cut.mask_tiles - rest).sum()
+    either["cross"] = ((stop + 1) * (shapes.num_keys % tile > 0) > shapes.num_keys // tile * tile).sum() / cut.items
+    either["fetch_rest"] = np.maximum(-(-ahead // cut.mask_tiles) - updates, 0).sum()
+    runs = {name: float(heads * n) for name, n in once.items()}
+    runs |= {name: heads * n / 2 for name, n in either.items()}
+    runs["drop"] = runs["step"] * 2
+    runs["hbm_bytes"] = float(rows + heads * (2 * count.sum() * tile * shapes.head_dim * width + lists))
+    return runs

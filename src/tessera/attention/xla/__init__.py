@@ -1,0 +1,1 @@
+"""Portable kernels, written in jax.numpy: they run wherever XLA does."""

@@ -1,0 +1,266 @@
+"""Portable decode attention: one query row per sequence against a long cache, in plain XLA.
+
+Decode is bound by reading the cache, so the G query heads of a KV head share each read, no copy of the whole cache
+is ever made, and the blocks visited depend on kv_len (and the window), not on how large the cache is: the trip count
+is a run-time value. Only the blocks at the ends of a sequence pay for masks. Bytes: 2 K H per visible key; the sparse
+role reads only the listed tiles.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int32
+
+from tessera.attention import work
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.gradient import row_gradients
+from tessera.attention.online_softmax import LOG2_E, SoftmaxState, absorb, finish_state, init_state, score_bits
+from tessera.core.shapes import ceil_div, round_up
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """block_s: keys read per step (sparse: rounded down to whole tiles, at least one)."""
+
+    block_s: int
+
+    def __post_init__(self):
+        if self.block_s < 1:
+            raise ValueError(f"block_s={self.block_s} must be at least 1")
+
+
+def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.num_queries != 1:
+        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
+    if shapes.dtype not in DTYPES:
+        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
+    return None
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """Blocks that stay in a core's second-level cache between their copy and their use."""
+    return Config(block_s=512 if shapes.capacity is not None else 1024)
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Powers of two around the default."""
+    for block_s in (128, 256, 512, 1024, 2048):
+        yield Config(block_s=block_s)
+
+
+class Range(NamedTuple):
+    """Keys [start, stop) that each sequence's row sees; empty where it sees none."""
+
+    start: Int32[Array, "B"]
+    stop: Int32[Array, "B"]
+
+
+def visible_range(spec: AttentionSpec, positions: Positions, num_keys: int) -> Range:
+    """The contract's visibility rule for one row at q_start."""
+    stop = jnp.clip(positions.kv_len, 0, num_keys)
+    if spec.causal:
+        stop = jnp.minimum(stop, positions.q_start + 1)
+    start = jnp.zeros_like(stop)
+    if spec.window is not None:
+        start = jnp.maximum(positions.q_start - spec.window + 1, 0)
+    seen = (positions.q_len > 0) & (stop > start)
+    return Range(jnp.where(seen, start, 0), jnp.where(seen, stop, 0))
+
+
+def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, Array, Array]:
+    """Blocks (start, full_start, full_stop, stop): [start, stop) are needed, [full_start, full_stop) need no mask."""
+    seen = keys.stop > keys.start
+    start = jnp.min(jnp.where(seen, keys.start, num_keys)) // block_s
+    stop = (jnp.max(keys.stop) + block_s - 1) // block_s
+    start = jnp.minimum(start, stop)
+    full_start = jnp.clip((jnp.max(keys.start) + block_s - 1) // block_s, start, stop)
+    full_stop = jnp.clip(jnp.min(keys.stop) // block_s, full_start, stop)
+    return start, full_start, full_stop, stop
+
+
+def take_block(x_BKSH: Array, first: Array, block_s: int) -> tuple[Array, Array]:
+    """Keys [first, first + block_s), moved back to fit where the cache ends earlier, and where they really start."""
+    start = jnp.minimum(first, x_BKSH.shape[2] - block_s)
+    return jax.lax.dynamic_slice_in_dim(x_BKSH, start, block_s, axis=2), start
+
+
+def read_block(
+    q_BKGH: Array, k_BKSH: Array, v_BKSH: Array, first: Array, block_s: int, keys: Range | None, spec: AttentionSpec
+) -> tuple[Float[Array, "B K G P"], Float[Array, "B K P H"], Array]:
+    """Scores in bits, values and start of one block; with a range, other keys score -inf and weigh nothing."""
+    k, start = take_block(k_BKSH, first, block_s)
+    v, _ = take_block(v_BKSH, first, block_s)
+    y = score_bits(q_BKGH, k, spec)
+    if keys is None:
+        return y, v, start
+    mask = in_range(start + jnp.arange(block_s, dtype=jnp.int32), keys) & (start + jnp.arange(block_s) >= first)
+    return jnp.where(mask[:, None, None], y, -jnp.inf), jnp.where(mask[:, None, :, None], v, 0), start
+
+
+def in_range(key_P: Int32[Array, "P"], keys: Range) -> Bool[Array, "B P"]:
+    """Whether each sequence's row sees the key."""
+    return (key_P >= keys.start[:, None]) & (key_P < keys.stop[:, None])
+
+
+def group_rows(q_B1NH: Array, num_kv_heads: int) -> Float[Array, "B K G H"]:
+    """The G query heads of each KV head as rows."""
+    batch, _, num_heads, head_dim = q_B1NH.shape
+    return q_B1NH.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
+
+
+def attend_dense(
+    q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config
+) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
+    """out (float32) and lse of q [B,K,G,H] over k and v [B,K,S,H]."""
+    num_keys = k.shape[2]
+    block_s = min(config.block_s, num_keys)
+    keys = visible_range(spec, positions, num_keys)
+    start, full_start, full_stop, stop = block_runs(keys, block_s, num_keys)
+
+    def step(block: Array, state: SoftmaxState, masked: bool) -> SoftmaxState:
+        y, v_block, _ = read_block(q, k, v, block * block_s, block_s, keys if masked else None, spec)
+        return absorb(state, y, v_block)[0]
+
+    state = init_state(q.shape[:3], q.shape[3])
+    if spec.window is not None:
+        state = jax.lax.fori_loop(start, full_start, functools.partial(step, masked=True), state)
+    state = jax.lax.fori_loop(full_start, full_stop, functools.partial(step, masked=False), state)
+    state = jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True), state)
+    return finish_state(state, (keys.stop > keys.start)[:, None, None])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def dense(q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config):
+    """`attend_dense`, differentiable in q, k and v."""
+    return attend_dense(q, k, v, positions, spec, config)
+
+
+def _forward(q, k, v, positions, spec, config):
+    out, lse = attend_dense(q, k, v, positions, spec, config)
+    return (out, lse), (q, k, v, positions, out, lse)
+
+
+def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
+    q, k, v, positions, out, lse = saved
+    mask = in_range(jnp.arange(k.shape[2]), visible_range(spec, positions, k.shape[2]))
+    return *row_gradients(q, k, v, mask, (out, lse), cotangents, spec), None
+
+
+dense.defvjp(_forward, _backward)
+
+
+def launch_dense(q, k, v, spec, positions, selection, config) -> AttentionOut:
+    """Dense decode; differentiable in q, k and v."""
+    rows = group_rows(q, k.shape[2])
+    out, lse = dense(rows, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), positions, spec, config)
+    return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]))
+
+
+def launch_score(q, k, v, spec: AttentionSpec, positions, selection, config: Config) -> AttentionOut:
+    """Dense out and lse, and each key tile's probability mass, in one pass.
+
+    Per block: the row sum of each tile and the running maximum it was taken at; both meet lse at the end.
+    """
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    rows = group_rows(q, k.shape[1])
+    num_keys, num_tiles = k.shape[2], ceil_div(k.shape[2], spec.tile)
+    whole = num_keys // spec.tile * spec.tile
+    block_s = min(round_up(config.block_s, spec.tile), whole) if whole else num_keys
+    per_block = ceil_div(block_s, spec.tile)
+    num_blocks = ceil_div(num_tiles, per_block)
+    keys = visible_range(spec, positions, num_keys)
+
+    def step(block: Array, carry: tuple[SoftmaxState, Array, Array], masked: bool):
+        state, sums, maxima = carry
+        first = block * block_s
+        y, v_block, start = read_block(rows, k, v, first, block_s, keys if masked else None, spec)
+        state, p = absorb(state, y, v_block)
+        # A last block that was moved back starts with keys already counted (weight 0): shift tiles back into line.
+        tail = per_block * spec.tile
+        p = jax.lax.dynamic_slice_in_dim(jnp.pad(p, ((0, 0),) * 3 + ((0, tail),)), first - start, tail, axis=3)
+        part = p.reshape(*p.shape[:3], per_block, spec.tile).sum(-1)
+        sums = jax.lax.dynamic_update_slice_in_dim(sums, part[None], block, axis=0)
+        return state, sums, jax.lax.dynamic_update_slice_in_dim(maxima, state.m[None], block, axis=0)
+
+    lead = rows.shape[:3]
+    carry = (
+        init_state(lead, q.shape[-1]),
+        jnp.zeros((num_blocks, *lead, per_block), jnp.float32),
+        jnp.full((num_blocks, *lead), -jnp.inf, jnp.float32),
+    )
+    start, full_start, full_stop, stop = block_runs(keys, block_s, num_keys)
+    if spec.window is not None:
+        carry = jax.lax.fori_loop(start, full_start, functools.partial(step, masked=True), carry)
+    carry = jax.lax.fori_loop(full_start, full_stop, functools.partial(step, masked=False), carry)
+    state, sums, maxima = jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True), carry)
+    out, lse = finish_state(state, (keys.stop > keys.start)[:, None, None])
+    weight = jnp.exp2(maxima - jnp.where(jnp.isfinite(lse), lse * LOG2_E, jnp.inf))
+    mass = jnp.moveaxis(jnp.sum(sums * weight[..., None], axis=3), 0, 2)
+    mass = mass.reshape(*lead[:2], 1, num_blocks * per_block)[..., :num_tiles]
+    return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]), mass)
+
+
+def launch_sparse(q, k, v, spec: AttentionSpec, positions, selection: Selection, config: Config) -> AttentionOut:
+    """Attention over the listed tiles only, a few tiles per step, read from where they lie."""
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    rows = group_rows(q, k.shape[1])
+    num_keys = k.shape[2]
+    size = min(spec.tile, num_keys)
+    tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
+    capacity = tiles.shape[-1]
+    per_step = min(max(config.block_s // spec.tile, 1), capacity)
+    keys = visible_range(spec, positions, num_keys)
+    last = jnp.where((keys.stop > keys.start)[:, None], count, 0)
+
+    def step(i: Array, state: SoftmaxState) -> SoftmaxState:
+        entry = i * per_step + jnp.arange(per_step, dtype=jnp.int32)
+        first = jnp.take(tiles, jnp.minimum(entry, capacity - 1), axis=-1) * spec.tile
+        start = jnp.clip(first, 0, num_keys - size)  # a last tile that is short is read from further back
+        key = (start[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*start.shape[:2], -1)
+        mask = (key >= keys.start[:, None, None]) & (key < keys.stop[:, None, None])
+        mask = mask & jnp.repeat(entry < last[..., None], size, axis=-1) & (key >= jnp.repeat(first, size, axis=-1))
+        y = jnp.where(mask[:, :, None], score_bits(rows, take_tiles(k, start, size), spec), -jnp.inf)
+        return absorb(state, y, jnp.where(mask[..., None], take_tiles(v, start, size), 0))[0]
+
+    steps = (jnp.max(last) + per_step - 1) // per_step
+    state = jax.lax.fori_loop(0, steps, step, init_state(rows.shape[:3], q.shape[-1]))
+    out, lse = finish_state(state, (keys.stop > keys.start)[:, None, None])
+    return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]))
+
+
+def take_tiles(x_BKSH: Array, start_BKP: Int32[Array, "B K P"], size: int) -> Float[Array, "B K P*size H"]:
+    """Each KV head's own tiles, [start, start + size) each, side by side."""
+    one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
+    taken = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(x_BKSH, start_BKP)
+    return taken.reshape(*x_BKSH.shape[:2], -1, x_BKSH.shape[3])
+
+
+def _kernel(role: str, launch) -> Kernel:
+    return Kernel(
+        name=f"xla_decode_{role}",
+        platform="any",
+        role=role,
+        phase="decode",
+        dtypes=DTYPES,
+        supports=functools.partial(supports, role),
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=functools.partial(work.decode, role),
+    )
+
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel("dense", launch_dense),
+    _kernel("score", launch_score),
+    _kernel("sparse", launch_sparse),
+)

@@ -1,0 +1,388 @@
+"""Portable prefill attention: dense, its gradient, and score, as blocked online softmax in plain XLA.
+
+Rows are tokens x G query heads of one KV head, so K and V are never repeated; KV heads of all sequences form one
+axis X = B * K. A step takes block_heads of X, a block of rows and a block of keys, sized so that the scores stay in
+the second-level caches: on CPU the two products are then nearly all the time. A query block visits only the key
+blocks its rows can see (q_start, kv_len and the window make it a run-time trip count) and masks are computed only in
+blocks that a mask can touch. Work is 4 H flops per visible (row, key) pair, memory O(T + S) plus one block.
+
+Scoring keeps each tile's sum per row and the running maximum it was taken at, and weighs them by 2^(m - lse) after
+the last block: dense attention and every tile's mass in one pass (KASCADE.md, fused anchor).
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tessera.attention import work
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.online_softmax import (
+    LN_2,
+    LOG2_E,
+    absorb,
+    dot,
+    finish_state,
+    init_state,
+    raw_scores,
+    scale_of,
+    sees_any,
+    visible_mask,
+)
+from tessera.core.shapes import ceil_div, round_up
+
+DTYPES = ("float32", "bfloat16", "float16")
+STEP_SCORES = 1 << 18
+"""Scores per step that fill, not overflow, two second-level caches of 1 MB in float32."""
+
+ZERO = np.int32(0)
+"""A Python 0 is int64 where JAX allows 64-bit types, and the indices of one slice must be of one type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Block sizes: block_t query tokens (times G rows) against block_s keys, block_heads KV heads at a time.
+
+    block_heads None takes as many heads as keep a step near STEP_SCORES scores.
+    """
+
+    block_t: int
+    block_s: int
+    block_heads: int | None = None
+
+    def __post_init__(self):
+        if self.block_t < 1 or self.block_s < 1 or (self.block_heads is not None and self.block_heads < 1):
+            sizes = f"block_t={self.block_t}, block_s={self.block_s}, block_heads={self.block_heads}"
+            raise ValueError(f"{sizes} must be at least 1")
+
+
+class Plan(NamedTuple):
+    """One call cut into blocks: static sizes, after clipping to the call's shapes."""
+
+    spec: AttentionSpec
+    block_t: int
+    block_s: int
+    heads: int
+    groups: int
+
+    @property
+    def rows(self) -> int:
+        return self.block_t * self.groups
+
+
+def plan_blocks(spec: AttentionSpec, config: Config, q_BTNH: Array, k_BKSH: Array) -> Plan:
+    """Clip the block sizes to the call and choose how many KV heads a step takes (a divisor of B * K)."""
+    batch, num_queries, num_heads, _ = q_BTNH.shape
+    kv_heads, num_keys = k_BKSH.shape[1:3]
+    block_t, block_s = min(config.block_t, num_queries), min(config.block_s, num_keys)
+    if spec.mass:  # a query tile or a key tile never straddles two blocks
+        block_t, block_s = round_up(block_t, spec.query_tile), round_up(block_s, spec.tile)
+    groups, total = num_heads // kv_heads, batch * kv_heads
+    wanted = config.block_heads or max(STEP_SCORES // (block_t * groups * block_s), 1)
+    heads = next(h for h in range(min(wanted, total), 0, -1) if total % h == 0)
+    return Plan(spec, block_t, block_s, heads, groups)
+
+
+def block_queries(x: Float[Array, "B T N ..."], kv_heads: int, plan: Plan) -> Float[Array, "M Y R ..."]:
+    """Rows in blocks: M = (X / heads) * (T / block_t) blocks, head group major, of Y = heads by R rows; zero padded."""
+    batch, num_queries = x.shape[:2]
+    x = jnp.pad(x, [(0, 0), (0, -num_queries % plan.block_t)] + [(0, 0)] * (x.ndim - 2))
+    x = x.reshape(batch, -1, plan.block_t, kv_heads, plan.groups, *x.shape[3:])
+    x = jnp.moveaxis(x, 3, 1)  # [B, K, T / block_t, block_t, G, ...]
+    x = x.reshape(batch * kv_heads // plan.heads, plan.heads, x.shape[2], plan.rows, *x.shape[5:])
+    x = jnp.swapaxes(x, 1, 2)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def unblock_queries(x: Float[Array, "M Y R ..."], like: Float[Array, "B T N H"], plan: Plan) -> Array:
+    """The inverse of block_queries: [B,T,N,...], padding dropped."""
+    batch, num_queries, num_heads = like.shape[:3]
+    kv_heads = num_heads // plan.groups
+    x = x.reshape(batch * kv_heads // plan.heads, -1, *x.shape[1:])
+    x = jnp.swapaxes(x, 1, 2).reshape(batch, kv_heads, -1, plan.groups, *x.shape[4:])
+    x = jnp.moveaxis(x, 1, 2)
+    return x.reshape(batch, -1, num_heads, *x.shape[4:])[:, :num_queries]
+
+
+class Block(NamedTuple):
+    """One block of rows: where it stands. Y = heads of the group."""
+
+    x: Int32[Array, ""]
+    row: Int32[Array, "Y R"]
+    valid: Array
+    kv_len: Int32[Array, "Y"]
+    ranges: tuple[Array, Array, Array, Array]
+
+
+def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num_blocks: int, plan: Plan) -> Block:
+    """Heads, absolute row positions and key blocks of row block `index`."""
+    x = index // num_blocks * plan.heads
+    first = index % num_blocks * plan.block_t
+    sequence = (x + jnp.arange(plan.heads, dtype=jnp.int32)) // kv_heads
+    mine = Positions(*(p[sequence] for p in positions))
+    mine = mine._replace(kv_len=jnp.clip(mine.kv_len, 0, num_keys))
+    token = first + jnp.repeat(jnp.arange(plan.block_t, dtype=jnp.int32), plan.groups)
+    row = mine.q_start[:, None] + token
+    valid = (token < mine.q_len[:, None]) & sees_any(row, mine.kv_len[:, None], plan.spec)
+    return Block(x, row, valid, mine.kv_len, key_ranges(first, mine, num_keys, plan))
+
+
+def key_ranges(first: Array, mine: Positions, num_keys: int, plan: Plan) -> tuple[Array, Array, Array, Array]:
+    """Key blocks that rows first.. of all heads of the group need: (start, full_start, full_stop, stop).
+
+    Blocks in [full_start, full_stop) are seen whole by every row of every sequence that sees anything; the rest of
+    [start, stop) needs a mask. Sequences that see nothing here do not count: their rows are not valid.
+    """
+    row, last = mine.q_start + first, mine.q_start + jnp.minimum(first + plan.block_t, mine.q_len) - 1
+    stop = full_stop = mine.kv_len
+    if plan.spec.causal:
+        stop, full_stop = jnp.minimum(stop, last + 1), jnp.minimum(stop, row + 1)
+    start = full_start = jnp.zeros_like(row)
+    if plan.spec.window is not None:
+        start, full_start = (jnp.maximum(p - plan.spec.window + 1, 0) for p in (row, last))
+    live = (first < mine.q_len) & (stop > start)
+    start = jnp.where(live, start, num_keys).min() // plan.block_s
+    stop = (jnp.where(live, stop, 0).max() + plan.block_s - 1) // plan.block_s
+    full_start = (jnp.where(live, full_start, 0).max() + plan.block_s - 1) // plan.block_s
+    full_stop = jnp.where(live, full_stop, num_keys).min() // plan.block_s
+    start = jnp.minimum(start, stop)
+    full_start = jnp.clip(full_start, start, stop)
+    return start, full_start, jnp.clip(full_stop, full_start, stop), stop
+
+
+def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int, plan: Plan):
+    """Run step(key_block, carry, masked) over the key blocks of `ranges`, masked only where a mask can matter."""
+    start, full_start, full_stop, stop = ranges
+    masked, full = functools.partial(step, masked=True), functools.partial(step, masked=False)
+    if num_keys <= plan.block_s:  # a single block: no loop, no second body to compile
+        return masked(ZERO, carry)
+    if plan.spec.window is not None:
+        carry = jax.lax.fori_loop(start, full_start, masked, carry)
+    carry = jax.lax.fori_loop(full_start, full_stop, full, carry)
+    return jax.lax.fori_loop(full_stop, stop, masked, carry)
+
+
+def take_keys(x: Float[Array, "X S H"], block: Block, key_block: Array, plan: Plan) -> tuple[Array, Array]:
+    """Keys [Y, block_s, H] of one block and where they start; the last block is moved back to fit, not padded."""
+    start = jnp.minimum(key_block * plan.block_s, x.shape[1] - plan.block_s)
+    return jax.lax.dynamic_slice(x, (block.x, start, ZERO), (plan.heads, plan.block_s, x.shape[2])), start
+
+
+def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tuple[Array, Array]:
+    """Which keys each row sees [Y, R, block_s], and which may be touched at all [Y, block_s, 1]."""
+    key = start + jnp.arange(plan.block_s, dtype=jnp.int32)
+    kv_len = block.kv_len[:, None, None]
+    mask = visible_mask(block.row[:, :, None], key, kv_len, plan.spec) & (key >= key_block * plan.block_s)
+    return mask, key[:, None] < kv_len
+
+
+def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> tuple[Array, Array, Array | None]:
+    """out [B,T,N,H], lse [B,T,N] and, with spec.mass, mass [B,K,I,J]; k and v are [B,K,S,H]."""
+    kv_heads, num_keys = k.shape[1:3]
+    plan = plan_blocks(spec, config, q, k)
+    if spec.mass:  # the last block's tiles must stay where they are, so it is padded, not moved back
+        pad = [(0, 0), (0, 0), (0, -num_keys % plan.block_s), (0, 0)]
+        k, v = jnp.pad(k, pad), jnp.pad(v, pad)
+    k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+    num_blocks = ceil_div(q.shape[1], plan.block_t)
+    q_blocks = block_queries(q, kv_heads, plan)
+
+    def query_block(index: Array, q_block: Array):
+        block = locate(index, positions, kv_heads, num_keys, num_blocks, plan)
+
+        def step(key_block, carry, masked: bool):
+            state, tiles = carry
+            k_block, start = take_keys(k, block, key_block, plan)
+            v_block, _ = take_keys(v, block, key_block, plan)
+            z, factor = raw_scores(q_block, k_block, spec)
+            if masked:
+                mask, real = block_masks(block, start, key_block, plan)
+                z, v_block = jnp.where(mask, z, -jnp.inf), jnp.where(real, v_block, 0)
+            state, parts = absorb(state, z, v_block, factor, spec.tile if spec.mass else 1)
+            return state, tiles and tiles.put(key_block, parts, state.m)
+
+        tiles = TileSums.zeros(k.shape[1], plan) if spec.mass else ()
+        carry = (init_state(q_block.shape[:2], q.shape[3]), tiles)
+        state, tiles = sweep(step, carry, block.ranges, k.shape[1], plan)
+        out, lse = finish_state(state, block.valid)
+        return out.astype(q.dtype), lse, tiles and tiles.mass(lse, plan)
+
+    indices = jnp.arange(q_blocks.shape[0], dtype=jnp.int32)
+    out, lse, mass = jax.lax.map(lambda x: query_block(*x), (indices, q_blocks))
+    out, lse = unblock_queries(out, q, plan), unblock_queries(lse, q, plan)
+    return out, lse, unblock_mass(mass, q, num_keys, plan) if spec.mass else None
+
+
+class TileSums(NamedTuple):
+    """Per key block: each tile's sum per row, and the running maximum (bits) it was taken at."""
+
+    sums: Float[Array, "Q Y R P"]
+    maxima: Float[Array, "Q Y R"]
+
+    @classmethod
+    def zeros(cls, num_keys: int, plan: Plan) -> "TileSums":
+        """Nothing seen: blocks never visited keep zero."""
+        shape = (num_keys // plan.block_s, plan.heads, plan.rows)
+        tiles = plan.block_s // plan.spec.tile
+        return cls(jnp.zeros((*shape, tiles), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
+
+    def put(self, key_block: Array, parts: Array, m: Array) -> "TileSums":
+        """Store one key block's sums."""
+        update = functools.partial(jax.lax.dynamic_update_index_in_dim, index=key_block, axis=0)
+        return TileSums(update(self.sums, parts), update(self.maxima, m))
+
+    def mass(self, lse: Float[Array, "Y R"], plan: Plan) -> Float[Array, "Y I J"]:
+        """Each tile's probability summed over the rows of each query tile: sum * 2^(m - lse)."""
+        bits = jnp.where(jnp.isfinite(lse), lse / LN_2, jnp.inf)
+        weight = jnp.exp2(self.maxima - bits)[..., None]  # 0 for rows that see nothing, whose sums may be anything
+        part = jnp.where(weight > 0, self.sums * weight, 0.0)
+        part = part.reshape(*part.shape[:2], -1, plan.spec.query_tile * plan.groups, part.shape[-1]).sum(3)
+        part = jnp.moveaxis(part, 0, 2)  # [Y, I, Q, P]
+        return part.reshape(*part.shape[:2], -1)
+
+
+def unblock_mass(mass: Float[Array, "M Y I J"], like: Float[Array, "B T N H"], num_keys: int, plan: Plan) -> Array:
+    """[B,K,I,J] of the whole call, padding tiles dropped."""
+    batch, num_queries, num_heads = like.shape[:3]
+    kv_heads = num_heads // plan.groups
+    mass = mass.reshape(batch * kv_heads // plan.heads, -1, *mass.shape[1:])
+    mass = jnp.swapaxes(mass, 1, 2).reshape(batch, kv_heads, -1, mass.shape[-1])
+    return mass[:, :, : ceil_div(num_queries, plan.spec.query_tile), : ceil_div(num_keys, plan.spec.tile)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> tuple[Array, Array]:
+    """Dense attention, differentiable in q, k and v."""
+    return attend(q, k, v, positions, spec, config)[:2]
+
+
+def _forward(q, k, v, positions, spec, config):
+    out, lse, _ = attend(q, k, v, positions, spec, config)
+    return (out, lse), (q, k, v, positions, out, lse)
+
+
+def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
+    """Recompute scores block by block; with p = 2^(y - lse), d = rowsum(do out) - dlse, ds = p (do v^T - d) scale:
+
+    dq = ds k, dk = ds^T q, dv = p^T do. Scores are computed transposed, [keys, rows]: then only dq contracts over
+    the leading axis of its left operand, which costs XLA on CPU up to twice the plain product.
+    """
+    q, k, v, positions, out, lse = saved
+    kv_heads, num_keys = k.shape[1:3]
+    plan = plan_blocks(spec, config, q, k)
+    num_blocks = ceil_div(q.shape[1], plan.block_t)
+    seen = jnp.isfinite(lse)
+    d_out = jnp.where(seen[..., None], cotangents[0].astype(jnp.float32), 0.0)
+    offset = jnp.where(seen, cotangents[1] - (d_out * out.astype(jnp.float32)).sum(-1), 0.0)
+    bits = jnp.where(seen, lse * LOG2_E, jnp.inf)
+    blocks = [block_queries(x, kv_heads, plan) for x in (q, d_out.astype(v.dtype), offset, bits)]
+    k_flat, v_flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+
+    def query_block(grads, xs):
+        index, q_block, do_block, offset_block, bits_block = xs
+        block = locate(index, positions, kv_heads, num_keys, num_blocks, plan)
+
+        def step(key_block, carry, masked: bool):
+            dq, dk, dv = carry
+            k_block, start = take_keys(k_flat, block, key_block, plan)
+            v_block, _ = take_keys(v_flat, block, key_block, plan)
+            mask = block.valid[:, None, :]
+            if masked:
+                sees, real = block_masks(block, start, key_block, plan)
+                k_block, v_block = jnp.where(real, k_block, 0), jnp.where(real, v_block, 0)
+                mask = mask & jnp.swapaxes(sees, 1, 2)
+            z, factor = raw_scores(k_block, q_block, spec)
+            p = jnp.where(mask, jnp.exp2(z * factor - bits_block[:, None, :]), 0.0)
+            ds = p * (dot(v_block, do_block, -1, -1) + offset_block[:, None, :]) * scale_of(spec, q.shape[3])
+            if spec.softcap:
+                ds = ds * (1 - jnp.square(z / spec.softcap))
+            ds = jnp.where(mask, ds, 0.0).astype(q.dtype)  # a row that sees nothing may meet NaN values
+            dq = dq + dot(ds, k_block, -2, -2)
+            dk = add_keys(dk, dot(ds, q_block, -1, -2), block, start)
+            return dq, dk, add_keys(dv, dot(p, do_block, -1, -2), block, start)
+
+        carry = (jnp.zeros(q_block.shape, jnp.float32), *grads)
+        dq, dk, dv = sweep(step, carry, block.ranges, num_keys, plan)
+        return (dk, dv), jnp.where(block.valid[..., None], dq, 0.0).astype(q.dtype)
+
+    zeros = jnp.zeros(k_flat.shape, jnp.float32)
+    indices = jnp.arange(blocks[0].shape[0], dtype=jnp.int32)
+    (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), (indices, *blocks))
+    dk, dv = (x.reshape(k.shape).astype(k.dtype) for x in (dk, dv))
+    return unblock_queries(dq, q, plan), dk, dv, None
+
+
+dense.defvjp(_forward, _backward)
+
+
+def add_keys(total: Float[Array, "X S H"], part: Float[Array, "Y P H"], block: Block, start: Array) -> Array:
+    """total with one block of keys of one head group increased by part."""
+    at = (block.x, start, ZERO)
+    return jax.lax.dynamic_update_slice(total, jax.lax.dynamic_slice(total, at, part.shape) + part, at)
+
+
+def zero_padding(q: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:
+    """Padding rows may hold anything; as zeros they cannot reach a sum that others share."""
+    token = jnp.arange(q.shape[1], dtype=jnp.int32)
+    return jnp.where((token < positions.q_len[:, None])[..., None, None], q, 0)
+
+
+def launch_dense(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+    """Dense prefill; differentiable in q, k and v (out and lse)."""
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    return AttentionOut(*dense(zero_padding(q, positions), k, v, positions, spec, config))
+
+
+def launch_score(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+    """Dense out and lse, and each key tile's probability mass, in one pass; not differentiable."""
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    return AttentionOut(*attend(zero_padding(q, positions), k, v, positions, spec, config))
+
+
+def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.dtype not in DTYPES:
+        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
+    if spec.mass != (role == "score"):
+        return f"mass={spec.mass} asks for another role than {role}"
+    if shapes.capacity is not None:
+        return f"capacity={shapes.capacity}: a selection asks for another role than {role}"
+    return None
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """256 rows against 256 keys: little waste above the diagonal, and within noise of larger blocks (LOG.md)."""
+    return Config(block_t=max(256 * shapes.num_kv_heads // shapes.num_heads, 1), block_s=256)
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Rows and keys around the default."""
+    groups = shapes.num_heads // shapes.num_kv_heads
+    for rows in (128, 256, 512, 1024):
+        for block_s in (128, 256, 512, 1024):
+            yield Config(block_t=max(rows // groups, 1), block_s=block_s)
+
+
+def _kernel(role: str, launch) -> Kernel:
+    return Kernel(
+        name=f"xla_prefill_{role}",
+        platform="any",
+        role=role,
+        phase="prefill",
+        dtypes=DTYPES,
+        supports=functools.partial(supports, role),
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=work.prefill,
+    )
+
+
+KERNELS = (_kernel("dense", launch_dense), _kernel("score", launch_score))

@@ -1,0 +1,228 @@
+"""Portable sparse prefill attention: each query tile reads only its listed key tiles, in plain XLA.
+
+One query tile of one KV head is query_tile x G rows against its own list. A step takes several consecutive query tiles
+of one head: their lists are about as long, where one head may list no far tile and the next all (budgets per KV head).
+Tiles come ascending, so those that every row sees whole come first (no window): they are taken several per step without
+a mask; the rest, the diagonal above all, in smaller masked steps, so that rounding the list up to whole steps wastes
+little. A step copies its few K and V tiles to be neighbours (2 H bytes-per-element per key, 1 / rows of the step's
+products) and no more: K and V stay in place. The number of steps is a run-time value. Work is 4 H flops per
+(row, listed key) pair.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float, Int32
+
+from tessera.attention import work
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.online_softmax import absorb, finish_state, init_state, raw_scores, sees_any, visible_mask
+from tessera.core.shapes import ceil_div
+
+DTYPES = ("float32", "bfloat16", "float16")
+STEP_SCORES = 1 << 18
+"""Scores per step that fill, not overflow, two second-level caches of 1 MB in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Keys per step, rounded down to whole tiles (at least one): block_s unmasked, mask_s masked."""
+
+    block_s: int
+    mask_s: int
+
+    def __post_init__(self):
+        if self.block_s < 1 or self.mask_s < 1:
+            raise ValueError(f"block_s={self.block_s} and mask_s={self.mask_s} must be at least 1")
+
+
+class Lists(NamedTuple):
+    """A group of Y query tiles: the KV head (of all sequences' B * K) of each, its rows and what they read."""
+
+    x: Int32[Array, "Y"]
+    row: Int32[Array, "Y R"]
+    kv_len: Int32[Array, "Y"]
+    tiles: Int32[Array, "Y C"]
+    count: Int32[Array, "Y"]
+
+
+def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
+    """How many entries, from the first, every row sees whole; with a window the first entries may be cut: none."""
+    if spec.window is not None:
+        return jnp.zeros_like(lists.count)
+    stop = jnp.minimum(lists.kv_len, lists.row[:, 0] + 1) if spec.causal else lists.kv_len
+    listed = jnp.arange(lists.tiles.shape[1], dtype=jnp.int32) < lists.count[:, None]
+    return (listed & (lists.tiles < stop[:, None] // spec.tile)).sum(-1, dtype=jnp.int32)
+
+
+def read_tiles(x: Float[Array, "X S H"], lists: Lists, start: Int32[Array, "Y P"], tile: int) -> Array:
+    """The tiles of one step side by side: [Y, P * tile, H]."""
+    key = (start[:, :, None] + jnp.arange(tile, dtype=jnp.int32)).reshape(start.shape[0], -1)
+    return x.at[lists.x[:, None], key].get(mode="clip")  # a list with wild ids reads wrong keys, never foreign memory
+
+
+def step_masks(
+    lists: Lists, entry: Int32[Array, "P"], num_keys: int, spec: AttentionSpec
+) -> tuple[Array, Bool[Array, "Y R P"], Bool[Array, "Y P 1"]]:
+    """Where each tile of a masked step is read from [Y, P], which keys each row sees, and which may be touched."""
+    listed = entry < lists.count[:, None]
+    first = jnp.where(listed, take_ids(lists, entry), 0) * spec.tile
+    start = jnp.minimum(first, num_keys - spec.tile)  # the last tile may be short: it is moved back to fit, masked
+    key = start[..., None] + jnp.arange(spec.tile, dtype=jnp.int32)
+    real = (listed[..., None] & (key >= first[..., None])).reshape(key.shape[0], 1, -1)
+    key = key.reshape(real.shape)
+    kv_len = lists.kv_len[:, None, None]
+    mask = real & visible_mask(lists.row[:, :, None], key, kv_len, spec)
+    return start, mask, jnp.swapaxes(real & (key < kv_len), 1, 2)
+
+
+def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
+    """The tile ids of some entries; entries past the list repeat its last."""
+    return jnp.take(lists.tiles, jnp.minimum(entry, lists.tiles.shape[1] - 1), axis=1)
+
+
+def attend_tile(q_tile: Float[Array, "Y R H"], k: Array, v: Array, lists: Lists, spec: AttentionSpec, config: Config):
+    """Running softmax of a group's rows over their listed tiles; k and v are [X,S,H].
+
+    What it makes of a query tile with an empty list means nothing: such a tile does not hold back the others' steps.
+    """
+    capacity, num_keys = lists.tiles.shape[1], k.shape[1]
+    per_step = min(max(config.block_s // spec.tile, 1), capacity)
+    per_mask = min(max(config.mask_s // spec.tile, 1), capacity)
+
+    def full(i, state):
+        start = take_ids(lists, i * per_step + jnp.arange(per_step, dtype=jnp.int32)) * spec.tile
+        z, factor = raw_scores(q_tile, read_tiles(k, lists, start, spec.tile), spec)
+        return absorb(state, z, read_tiles(v, lists, start, spec.tile), factor)[0]
+
+    def masked(i, state):
+        entry = done + i * per_mask + jnp.arange(per_mask, dtype=jnp.int32)
+        start, mask, real = step_masks(lists, entry, num_keys, spec)
+        z, factor = raw_scores(q_tile, read_tiles(k, lists, start, spec.tile), spec)
+        v_tiles = jnp.where(real, read_tiles(v, lists, start, spec.tile), 0)
+        return absorb(state, jnp.where(mask, z, -jnp.inf), v_tiles, factor)[0]
+
+    full_steps = jnp.where(lists.count > 0, count_full(lists, spec), lists.count.max()).min() // per_step
+    done = full_steps * per_step
+    state = jax.lax.fori_loop(0, full_steps, full, init_state(q_tile.shape[:2], q_tile.shape[2]))
+    return jax.lax.fori_loop(0, (lists.count.max() - done + per_mask - 1) // per_mask, masked, state)
+
+
+class Groups(NamedTuple):
+    """How the query tiles of all X = B * K heads form groups: `heads` heads by `side` consecutive query tiles each."""
+
+    total: int
+    num_tiles: int
+    heads: int
+    side: int
+
+    @classmethod
+    def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
+        """Up to `wanted` query tiles of one head, cut with the least padding; several heads only if one has too few."""
+        if num_tiles <= wanted:
+            heads = next(h for h in range(wanted // num_tiles, 0, -1) if total % h == 0)
+            return cls(total, num_tiles, heads, num_tiles)
+        side = min(range(wanted, wanted // 2, -1), key=lambda side: ceil_div(num_tiles, side) * side)
+        return cls(total, num_tiles, 1, side)
+
+    @property
+    def parts(self) -> int:
+        """Groups along one head's query tiles; the last one may be padded."""
+        return ceil_div(self.num_tiles, self.side)
+
+    def group(self, x: Array) -> Array:
+        """[X, I, ...] -> [groups, Y, ...], padded with zeros: empty lists."""
+        x = jnp.pad(x, [(0, 0), (0, self.parts * self.side - self.num_tiles)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(self.total // self.heads, self.heads, self.parts, self.side, *x.shape[2:])
+        return jnp.swapaxes(x, 1, 2).reshape(-1, self.heads * self.side, *x.shape[4:])
+
+    def ungroup(self, x: Array) -> Array:
+        """The inverse of group."""
+        x = x.reshape(self.total // self.heads, self.parts, self.heads, self.side, *x.shape[2:])
+        x = jnp.swapaxes(x, 1, 2).reshape(self.total, -1, *x.shape[4:])
+        return x[:, : self.num_tiles]
+
+
+def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
+    """Attention over the listed tiles only; not differentiable."""
+    batch, num_queries, num_heads, head_dim = q.shape
+    num_keys, kv_heads = k.shape[1:3]
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    pad = [(0, 0), (0, 0), (0, max(spec.tile - num_keys, 0)), (0, 0)]  # only a call shorter than one tile is padded
+    k, v = (jnp.pad(x, pad).reshape(batch * kv_heads, -1, head_dim) for x in (k, v))
+    groups, num_tiles = num_heads // kv_heads, ceil_div(num_queries, spec.query_tile)
+    rows, total = spec.query_tile * groups, batch * kv_heads
+    cut = Groups.of(total, num_tiles, max(STEP_SCORES // (rows * max(config.block_s, spec.tile)), 1))
+
+    token = jnp.arange(num_queries, dtype=jnp.int32)
+    q_rows = jnp.where((token < positions.q_len[:, None])[..., None, None], q, 0)  # padding rows may hold anything
+    q_rows = jnp.pad(q_rows, [(0, 0), (0, num_tiles * spec.query_tile - num_queries), (0, 0), (0, 0)])
+    q_rows = jnp.moveaxis(q_rows.reshape(batch, num_tiles, spec.query_tile, kv_heads, groups, head_dim), 3, 1)
+
+    def attend_group(args):
+        x, tile, q_tile, tiles, count = args
+        start, kv_len, q_len = (p[x // kv_heads][:, None] for p in positions)
+        kv_len = jnp.clip(kv_len, 0, num_keys)
+        token = jnp.repeat(jnp.arange(spec.query_tile, dtype=jnp.int32), groups)
+        token = tile[:, None] * spec.query_tile + token
+        row = start + token
+        lists = Lists(x, row, kv_len[:, 0], tiles, count)
+        state = attend_tile(q_tile, k, v, lists, spec, config)
+        out, lse = finish_state(state, (count[:, None] > 0) & (token < q_len) & sees_any(row, kv_len, spec))
+        return out.astype(q.dtype), lse
+
+    index = jnp.arange(total * num_tiles, dtype=jnp.int32).reshape(total, num_tiles)
+    flat = [x.reshape(total, num_tiles, *x.shape[3:]) for x in (selection.tiles, selection.count)]
+    q_rows = q_rows.reshape(total, num_tiles, rows, head_dim)
+    xs = [cut.group(x) for x in (index // num_tiles, index % num_tiles, q_rows, *flat)]
+    out, lse = (cut.ungroup(x) for x in jax.lax.map(attend_group, tuple(xs)))
+
+    def by_token(x: Array) -> Array:  # [X, I, R, ...] -> [B, T, N, ...]
+        x = x.reshape(batch, kv_heads, num_tiles * spec.query_tile, groups, *x.shape[3:])
+        return jnp.moveaxis(x, 1, 2).reshape(batch, -1, num_heads, *x.shape[4:])[:, :num_queries]
+
+    return AttentionOut(by_token(out), by_token(lse))
+
+
+def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
+    """None, or why this call cannot run here."""
+    if shapes.dtype not in DTYPES:
+        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
+    if shapes.capacity is None:
+        return "capacity=None: the call has no selection, the role is sparse"
+    if spec.mass:
+        return "mass=True asks for another role than sparse"
+    return None
+
+
+def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
+    """Four tiles of 128 keys per unmasked step, one per masked step."""
+    return Config(block_s=512, mask_s=128)
+
+
+def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
+    """Keys per step around the default."""
+    for block_s in (128, 256, 512, 1024):
+        for mask_s in (128, 256):
+            yield Config(block_s=block_s, mask_s=mask_s)
+
+
+KERNELS = (
+    Kernel(
+        name="xla_prefill_sparse",
+        platform="any",
+        role="sparse",
+        phase="prefill",
+        dtypes=DTYPES,
+        supports=supports,
+        launch=launch,
+        Config=Config,
+        default_config=default_config,
+        search_space=search_space,
+        cost=work.sparse_prefill,
+    ),
+)

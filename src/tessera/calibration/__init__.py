@@ -1,0 +1,1 @@
+"""Make a plan for a model: measure its attention, search, and time where Kascade starts to pay."""

@@ -1,0 +1,402 @@
+"""Calibration: run a model over text, find what each layer must read, and write the plan with its evidence.
+
+With a target (`keep` or `max_kl`) the plan is the one that reads least and holds it: `search.py` ablates every KV head
+on text and planted facts, and held-out windows judge the result. Without one, the paper's own recipe finds anchor
+layers by similarity, in four passes over windows of text, cut in chunks so that memory is that of a prefill: similarity
+and importance (which layers can share a selection, head by head), recall (the attention mass the plan keeps),
+perplexity (dense against Kascade, on text that chose nothing), and prefill time over lengths (the cross-over of this
+device).
+"""
+
+import datetime
+import importlib.metadata
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.calibration.crossover import measure_crossover
+from tessera.calibration.search import (
+    LONG,
+    SHORT,
+    Fixed,
+    Judge,
+    Target,
+    choose_budgets,
+    measure_damage,
+    measure_missed,
+    policy_of,
+    probes_of,
+    search,
+)
+from tessera.core.files import Notebook, sources
+from tessera.core.shapes import ceil_div, round_up
+from tessera.models.cache import init_cache
+from tessera.models.checkpoint import fingerprint
+from tessera.models.config import ModelConfig
+from tessera.models.decoder import forward, logits
+from tessera.runtime.corpus import Corpus, read_corpus
+from tessera.sparse.ablation import Tiling
+from tessera.sparse.anchors import best_heads, choose_anchors, default_anchors, head_table, mapped
+from tessera.sparse.contract import Policy
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.plan import HEADS, Plan, check_anchors, check_budget
+from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
+
+CHUNK = 512
+"""Rows per call; a recorder holds rows / query_tile masses over all keys, a head holds rows x vocabulary."""
+
+HELD_OUT_WINDOWS, HELD_OUT_STEP = 2, 0.03
+"""Windows that judge a promise, and what the mean budget grows by where they show that more is needed."""
+
+
+def calibrate(
+    model: Any,
+    texts: str | os.PathLike | Sequence[str | Sequence[int]],
+    *,
+    keep: float | None = None,
+    max_kl: float | None = None,
+    anchors: int | Sequence[int] | None = None,
+    tile: int = 16,
+    query_tile: int = 32,
+    local: int = 64,
+    sinks: int = 16,
+    fraction: float = 0.1,
+    minimum: int = 128,
+    heads: str = "remap",
+    crossover: int | None = None,
+    max_tokens: int = 65536,
+    progress: bool = True,
+    notes: str | os.PathLike | None = None,
+) -> Plan:
+    """Find what the layers and heads of a model must read, and measure what the plan keeps.
+
+    Args:
+        model: anything with `params`, `config` and (for texts) `tokenizer`.
+        texts: a file, a folder of text files, or a list of texts or token lists.
+        keep: target: least share of the probability that dense gives the right next token, such as 0.99, on held-out
+            text and on the answers of probes planted in it. Budgets per KV head are searched for it.
+        max_kl: target: most KL(dense || plan) per token, such as 0.02, on both.
+        anchors: without a target, how many; None is the paper's proportion (5 of 32 layers), at least 2. Or the layers
+            themselves.
+        tile, query_tile, local, sinks: the plan's, see `Plan`.
+        minimum: the plan's.
+        fraction, heads: without a target, the plan's.
+        crossover: tokens below which requests run dense; None measures it here.
+        max_tokens: most tokens to run, taken evenly from all over the text.
+        progress: show a bar on standard error.
+        notes: with a target, a file for what has been measured: the same call goes on from it after a Ctrl-C, a kill
+            or a plan that could not be saved. Delete it when the plan is.
+
+    Returns:
+        the plan; its metrics hold similarity, importance, recall and density per layer, perplexity dense and sparse
+        on held-out windows, and the times behind the cross-over.
+
+    Raises:
+        ValueError, FileNotFoundError: what is wrong with an argument, the text or the weights.
+        KeyboardInterrupt: Ctrl-C, with how far it came; no plan is written.
+    """
+    check_budget(fraction, minimum, local, sinks)
+    if anchors is not None and (keep is not None or max_kl is not None):
+        raise ValueError(f"{anchors=} is for plans without a target: drop it, or drop keep and max_kl")
+    target = None if keep is None and max_kl is None else Target(keep=keep, max_kl=max_kl)
+    AttentionSpec(tile=tile, query_tile=query_tile)
+    for name, value, least in (("crossover", crossover or 0, 0), ("max_tokens", max_tokens, 1)):
+        if value < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
+    if heads not in HEADS:
+        raise ValueError(f"{heads=} must be one of {HEADS}")
+    if tile > model.config.max_positions:
+        raise ValueError(f"{tile=} does not fit the context of {model.config.max_positions}: choose a smaller one")
+    count = _check_anchors(anchors, model.config.num_layers)
+    corpus = read_corpus(model, texts, max_tokens)
+    report, notebook = Report(progress), Notebook()
+    always = {"tile": tile, "query_tile": query_tile, "local": local, "sinks": sinks}
+    try:
+        with report:
+            if target is not None:
+                tiling = Tiling(**always, minimum=minimum)
+                if notes is not None:
+                    notebook = Notebook(Path(notes), subject_of(model, corpus, target, tiling))
+                policy, found = search_policy(model, corpus, target, tiling, report, notebook)
+            else:
+                fixed = always | {"heads": heads, "fraction": fraction, "minimum": minimum}
+                policy, found = find_anchors(model, corpus, count, fixed, report)
+            if crossover is None:
+                crossover, found["metrics"]["crossover"] = measure_crossover(model, policy, report)
+    except KeyboardInterrupt:
+        going_on = "; the same command goes on from here" if notebook.path is not None else ""
+        raise KeyboardInterrupt(f"calibration stopped during {report.stage}; no plan was written{going_on}") from None
+    return Plan(
+        model=fingerprint(model.params, model.config),
+        num_layers=model.config.num_layers,
+        num_kv_heads=model.config.num_kv_heads,
+        provenance=provenance(corpus),
+        **found,
+        **asdict(replace(policy, crossover_tokens=crossover)),
+    )
+
+
+def find_anchors(
+    model: Any, corpus: Corpus, count: int | tuple[int, ...], fixed: dict[str, Any], report: "Report"
+) -> tuple[Kascade, dict[str, Any]]:
+    """The paper's recipe: anchors and head map by similarity; the policy, and the plan's metrics."""
+    always = {name: fixed[name] for name in ("query_tile", "local", "sinks")}
+    notes = record_similarity(model, corpus.windows, heads=fixed["heads"], report=report, **always)
+    chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
+    policy = Kascade(anchors=chosen, head_map=_head_map(notes.heads, chosen, model.config), **fixed)
+    return policy, {"metrics": notes.metrics() | measure_policy(model, policy, corpus.held_out, report)}
+
+
+def search_policy(
+    model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: "Report", notebook: Notebook
+) -> tuple[Kascade, dict[str, Any]]:
+    """The policy that reads least and holds the target on windows that chose nothing; the plan's promise and metrics.
+
+    Where held-out windows show more loss than those that chose, the mean budget grows by HELD_OUT_STEP until they hold.
+    """
+    context = len(max((*corpus.windows, *corpus.held_out), key=len))
+    short, long = (min(length, context) for length in (SHORT, LONG))
+    windows = corpus.windows[:: ceil_div(len(corpus.windows), 2)]
+    damage = measure_damage(model, probes_of(model, windows, short, 0), tiling, report.each, notebook)
+    chosen_on = probes_of(model, windows[:1], long, 1)
+    missed = notebook.keep("missed mass", lambda: measure_missed(model, chosen_on, tiling, report.each).tolist())
+    missed = np.asarray(missed)
+    tried = search(damage, missed, Judge(model, chosen_on), tiling, target, report.each, notebook)
+    mean, judge = tried[-1].mean, Judge(model, probes_of(model, corpus.held_out[:HELD_OUT_WINDOWS], context, 2))
+    for _ in report.each("held-out text", range(round((1 - mean) / HELD_OUT_STEP) + 1)):
+        policy = policy_of(choose_budgets(damage, missed, mean), tiling)
+        kept = judge.noted(notebook, f"held-out text, mean budget {mean}", Fixed(policy))
+        if target.holds(kept) or mean >= 1:
+            break
+        mean = min(mean + HELD_OUT_STEP, 1.0)
+    metrics = {
+        "damage": _rounded(damage),
+        "tried": [{"mean_budget": _rounded(one.mean), **one.kept.metrics()} for one in tried],
+    }
+    asked = {name: value for name, value in asdict(target).items() if value is not None}
+    return policy, {
+        "promise": {**asked, "window_tokens": context, "measured": kept.metrics()},
+        "metrics": metrics,
+    }
+
+
+def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int | tuple[int, ...]:
+    """The number of anchors to find, or the layers that were asked for."""
+    if anchors is None:
+        return default_anchors(num_layers)
+    if not isinstance(anchors, int):
+        check_anchors(tuple(anchors), num_layers)
+        return tuple(anchors)
+    if not 1 <= anchors <= num_layers:
+        raise ValueError(f"{anchors=} must be from 1 to {num_layers}, the model's layers, or a list of layers")
+    return anchors
+
+
+def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+    """The plan's table; a recorder that pooled all heads has one column, which then stands for each head's own."""
+    if heads_LLK.shape[-1] == config.num_kv_heads:
+        return head_table(heads_LLK, anchors)
+    return (tuple(range(config.num_kv_heads)),) * config.num_layers
+
+
+def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> dict[str, Any]:
+    """All that decides what a search measures."""
+    return {
+        "model": fingerprint(model.params, model.config),
+        "corpus": [corpus.sha256, corpus.num_tokens],
+        "target": asdict(target),
+        "tiling": asdict(tiling),
+        "code": sources(),
+        "jax": jax.__version__,
+    }
+
+
+def provenance(corpus: Corpus) -> dict[str, Any]:
+    """Where a plan comes from."""
+    return {
+        "corpus": corpus.source,
+        "corpus_sha256": corpus.sha256,
+        "corpus_tokens": corpus.num_tokens,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "tessera": importlib.metadata.version("tessera-attention"),
+        "jax": jax.__version__,
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+class Report:
+    """A progress bar with one line per pass; knows the pass it is in for the message after Ctrl-C."""
+
+    def __init__(self, shown: bool):
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self.bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self.stage = "reading"
+
+    def __enter__(self) -> "Report":
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self.bar.stop()
+
+    def each(self, stage: str, items: Sequence[Any]) -> Iterator[Any]:
+        """Iterate, counting on the bar."""
+        self.stage = stage
+        task = self.bar.add_task(stage, total=len(items))
+        for item in items:
+            yield item
+            self.bar.advance(task)
+
+
+@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
+def run_chunk(params, cache, tokens_BT, q_start_B, q_len_B, *, config: ModelConfig, policy: Policy):
+    """One chunk under a policy -> hidden states, cache, the policy's notes."""
+    positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
+    return forward(params, tokens_BT, cache, positions, config=config, policy=policy)
+
+
+@jax.jit
+def negative_log_likelihood(params, hidden_BTD: Array, next_BT: Array, num_valid: Array) -> Array:
+    """Sum over the first num_valid rows of -ln p(next token), in nats."""
+    scores = logits(params, hidden_BTD)
+    picked = jnp.take_along_axis(scores, next_BT[..., None], axis=-1)[..., 0]
+    loss = jax.nn.logsumexp(scores, axis=-1) - picked
+    return jnp.where(jnp.arange(loss.shape[1]) < num_valid, loss, 0.0).sum()
+
+
+def run_window(model: Any, window: np.ndarray, policy: Policy, num_keys: int) -> Iterator[tuple[Any, float]]:
+    """Run one window in chunks; yields each chunk's (notes, sum of -ln p of the tokens it predicts)."""
+    rows = round_up(min(CHUNK, num_keys), getattr(policy, "query_tile", 1))
+    stacked = not isinstance(model.params.layers, tuple)
+    size = round_up(num_keys, rows)
+    cache = init_cache(model.config, 1, size, dtype=model.params.embed.dtype, stacked=stacked)
+    for start in range(0, len(window), rows):
+        tokens = np.zeros((1, rows), np.int32)
+        targets = np.zeros((1, rows), np.int32)
+        piece, answer = window[start : start + rows], window[start + 1 : start + 1 + rows]
+        tokens[0, : len(piece)], targets[0, : len(answer)] = piece, answer
+        where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
+        hidden, cache, state = run_chunk(model.params, cache, tokens, *where, config=model.config, policy=policy)
+        loss = negative_log_likelihood(model.params, hidden, targets, np.int32(len(answer)))
+        yield jax.device_get(state), float(loss)
+
+
+def attention_mass(model: Any, window: np.ndarray, recorder: RecallRecorder, num_keys: int) -> tuple[np.ndarray, float]:
+    """Run one window: the mass on the keys the policy reads and on all, [2,L,K], and the sum of -ln p of the tokens."""
+    mass, total_loss = np.zeros((2, model.config.num_layers, model.config.num_kv_heads)), 0.0
+    for notes, loss in run_window(model, window, recorder, num_keys):
+        mass += np.asarray((notes.held, notes.total), np.float64)
+        total_loss += loss
+    return mass, total_loss
+
+
+def perplexity(model: Any, windows: Sequence[np.ndarray], policy: Policy) -> float:
+    """exp of the mean -ln p over all predicted tokens of the windows."""
+    longest = max(len(window) for window in windows)
+    total = sum(loss for window in windows for _, loss in run_window(model, window, policy, longest))
+    return math.exp(total / sum(len(window) - 1 for window in windows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notes:
+    """What the similarity pass found.
+
+    Attributes:
+        heads: [L,L,K'] which head of a each head of b would use.
+        similarity: [L,L] sim(a, b): minimum over a window's query tiles, mean over windows and heads.
+        importance: [L] mean of 1 - cos of the residual stream around the attention block.
+    """
+
+    heads: np.ndarray
+    similarity: np.ndarray
+    importance: np.ndarray
+
+    @property
+    def score(self) -> np.ndarray:
+        """S[a][b] = importance of b times similarity(a, b), [L,L]."""
+        return self.importance * self.similarity
+
+    def metrics(self) -> dict[str, Any]:
+        """For the plan."""
+        return {
+            "similarity": _rounded(np.triu(self.similarity)),
+            "importance": _rounded(self.importance),
+            "similarity_keys": NUM_KEYS,
+        }
+
+
+def record_similarity(
+    model: Any,
+    windows: Sequence[np.ndarray],
+    query_tile: int,
+    heads: str,
+    report: Report,
+    *,
+    local: int = 0,
+    sinks: int = 0,
+) -> Notes:
+    """Similarity between all pairs of layers and heads, and the importance of each layer, over the windows."""
+    recorder = SimilarityRecorder(query_tile=query_tile, local=local, sinks=sinks, pooled=heads == "pooled")
+    longest = max(len(window) for window in windows)
+    turned, num_tokens, minima = 0.0, 0, []
+    for window in report.each("similarity", windows):
+        least = None
+        for state, _ in run_window(model, window, recorder, longest):
+            turned = turned + np.asarray(state.turned, np.float64)
+            num_tokens += int(state.num_tokens)
+            if state.num_tiles:
+                minimum = np.asarray(state.least, np.float64)
+                least = minimum if least is None else np.minimum(least, minimum)
+        if least is not None:
+            minima.append(least)
+    if not np.isfinite(turned).all():
+        raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
+    if not minima:
+        raise ValueError(f"no text is long enough to choose from more than {NUM_KEYS} keys that are not read anyway")
+    similarity = np.mean(minima, axis=0)
+    own = np.broadcast_to(np.arange(similarity.shape[-1]), similarity.shape[:3])
+    table = best_heads(similarity) if heads == "remap" else own
+    return Notes(heads=table, similarity=mapped(similarity, table), importance=turned / num_tokens)
+
+
+def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], report: Report) -> dict[str, Any]:
+    """Recall of attention mass and density per layer, and perplexity dense and sparse, over held-out windows."""
+    longest = max(len(window) for window in windows)
+    mass, read, visible = 0.0, 0.0, 0.0
+    dense_loss = sparse_loss = 0.0
+    for window in report.each("recall", windows):
+        found, loss = attention_mass(model, window, RecallRecorder(policy=policy, dense=True), longest)
+        mass, dense_loss = mass + found.sum(-1), dense_loss + loss
+    for window in report.each("perplexity", windows):
+        for notes, loss in run_window(model, window, policy, longest):
+            counted = policy.reads(notes)
+            read = read + np.asarray(counted.read, np.float64).sum(1)
+            visible = visible + np.asarray(counted.visible, np.float64).sum(1)
+            sparse_loss += loss
+    num_predicted = sum(len(window) - 1 for window in windows)
+    return {
+        "recall": _rounded(mass[0] / mass[1]),
+        "density": _rounded(read / visible),
+        "held_out_tokens": num_predicted,
+        "perplexity_dense": _rounded(math.exp(dense_loss / num_predicted)),
+        "perplexity_kascade": _rounded(math.exp(sparse_loss / num_predicted)),
+    }
+
+
+def _rounded(value: Any) -> Any:
+    """Four significant digits: a plan is read by people too."""
+    if isinstance(value, np.ndarray):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.4g}")

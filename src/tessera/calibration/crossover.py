@@ -1,0 +1,83 @@
+"""From which prompt length a policy is faster than dense on this device, by timing both."""
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tessera.runtime.engine import Session
+from tessera.sparse.baselines import Dense
+from tessera.sparse.contract import Policy
+from tessera.sparse.kascade import Kascade
+
+logger = logging.getLogger(__name__)
+
+CROSSOVER_BUDGET_S = 60.0
+"""Seconds of timed runs, compilation not counted, after which no further length is timed."""
+
+REPEATS = 3
+"""Timed runs per policy and length."""
+
+TIMED_KEYS = 8192
+"""Room of the caches that prefill is timed in, at least: one size compiles once for all lengths up to it."""
+
+
+def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, dict[str, Any]]:
+    """The length from which prefill under the policy is faster than dense on this device, at every length timed.
+
+    Medians of interleaved runs over doubling lengths, until the context ends or the next length would exceed the time
+    budget. One more than the context if Kascade was not faster at the longest: every request then runs dense, which a
+    warning says.
+    """
+    context = model.config.max_positions
+    lengths = sorted({min(1024 << i, context) for i in range(11)})
+    times: dict[str, list[float]] = {"tokens": [], "dense_ms": [], "kascade_ms": []}
+    left_ms = 1e3 * CROSSOVER_BUDGET_S
+    for length in report.each("cross-over", lengths):
+        if times["tokens"] and 4 * REPEATS * (times["dense_ms"][-1] + times["kascade_ms"][-1]) > left_ms:
+            break
+        dense_ms, kascade_ms = time_prefill(model, (Dense(), policy), length)
+        left_ms -= REPEATS * (dense_ms + kascade_ms)
+        for name, value in (
+            ("tokens", length),
+            ("dense_ms", float(f"{dense_ms:.4g}")),
+            ("kascade_ms", float(f"{kascade_ms:.4g}")),
+        ):
+            times[name].append(value)
+    found = find_crossover(times["tokens"], times["dense_ms"], times["kascade_ms"])
+    if found is None:
+        logger.warning(
+            "Kascade was not faster than dense up to %d tokens on this device: the plan runs every request dense; "
+            "pass crossover=0 to run it all the same",
+            times["tokens"][-1],
+        )
+    return found or context + 1, times
+
+
+def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms: Sequence[float]) -> int | None:
+    """The first length from which on the second time is always the smaller; None if not even at the last."""
+    found = None
+    for length, dense, kascade in zip(lengths, dense_ms, kascade_ms, strict=True):
+        if kascade >= dense:
+            found = None
+        elif found is None:
+            found = length
+    return found
+
+
+def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[float]:
+    """Median milliseconds of a prefill of `length` tokens under each policy, runs interleaved, compilation left out."""
+    prompt = [np.arange(length, dtype=np.int32) % model.config.vocab_size]
+    size = max(length, min(model.config.max_positions, TIMED_KEYS))
+    sessions = [Session(model.params, model.config, policy, batch=1, num_keys=size) for policy in policies]
+    samples: list[list[float]] = [[] for _ in sessions]
+    for _ in range(1 + REPEATS):  # the first compiles
+        for session, sample in zip(sessions, samples):
+            started_s = time.perf_counter()
+            jax.block_until_ready(session.prefill(prompt)[0])
+            sample.append(1e3 * (time.perf_counter() - started_s))
+    return [statistics.median(sample[1:]) for sample in samples]

@@ -1,0 +1,340 @@
+"""Find the budgets of a plan that keeps what was asked for: ablate every KV head, then let each pay for what it does.
+
+1. *Damage* D[l,k]: what the model loses when one KV head reads only what is always listed, all others dense: KL on text
+   plus PROBE_WEIGHT times the log-probability that planted answers lose per token. Similarity of layers misses it: on
+   a real model a handful of heads retrieve, and their neighbours do not look there.
+2. *Missed mass* m[l,k,f]: the probability that the head's best tiles within a budget f leave out, from one dense pass.
+3. A head's loss at budget f is modelled as D (m[f] / m[0])^2, KL being quadratic in a small change. Every head takes
+   the budget that minimises loss + price * f; the price is what the search varies.
+4. The real policy, cheap scores and all, is run on text and probes at each price tried; the cheapest that holds the
+   target wins.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera.attention.contract import AttentionSpec, Positions
+from tessera.calibration.retrieval import Probe, plant
+from tessera.core.files import Notebook
+from tessera.core.shapes import round_up
+from tessera.models.cache import init_cache
+from tessera.models.config import ModelConfig
+from tessera.models.decoder import forward, logits
+from tessera.sparse.ablation import GRID, Budgeted, LocalHeads, MassRecorder, Tiling, missed_mass
+from tessera.sparse.baselines import Dense
+from tessera.sparse.contract import Policy
+from tessera.sparse.kascade import Kascade
+
+CHUNK = 512
+ROWS = 256
+"""Rows of logits compared at a time: a large vocabulary's would not fit otherwise."""
+STRIDE = 4
+"""Every so many rows of text are compared; neighbouring rows say much the same."""
+PROBE_WEIGHT = 1.0
+"""Nats of KL that a nat of an answer's log-probability per token counts for."""
+SHORT, LONG = 512, 4096
+"""Tokens of the windows that heads are ablated on, one pass per head, and that prices are tried on."""
+NO_NOTEBOOK = Notebook()
+STEPS = 5
+"""Prices tried: mean budgets are known to a 32nd."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a plan must keep, on text and on probes alike.
+
+    Attributes:
+        keep: least share of the probability that dense gives the right next token, geometric mean over tokens:
+            exp(loss of dense - loss of the plan).
+        max_kl: most KL(dense || plan), nats per token.
+    """
+
+    keep: float | None = None
+    max_kl: float | None = None
+
+    def __post_init__(self):
+        if self.keep is not None and not 0 < self.keep < 1:
+            raise ValueError(f"keep={self.keep} must be above 0 and below 1, such as 0.99")
+        if self.max_kl is not None and not self.max_kl > 0:
+            raise ValueError(f"max_kl={self.max_kl} must be above 0, such as 0.02")
+
+    def holds(self, kept: "Kept") -> bool:
+        """Whether measured losses are within the target."""
+        by_loss = self.keep is None or min(kept.text_kept, kept.probes_kept) >= self.keep
+        return by_loss and (self.max_kl is None or max(kept.text_kl, kept.probes_kl) <= self.max_kl)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What a policy keeps of dense, over some windows.
+
+    Attributes:
+        text_kl, probes_kl: mean KL(dense || policy) per token, of text and of the probes' answers.
+        text_loss, text_loss_dense: mean -ln p of the text.
+        text_kept, probes_kept: exp(loss of dense - loss of the policy), per token.
+        asked, found_dense, found: probes' answers; those that dense has wholly right; those of them the policy has too.
+        density: keys read / keys visible, over all layers and heads.
+        tokens: rows of text compared.
+    """
+
+    text_kl: float
+    text_loss: float
+    text_loss_dense: float
+    text_kept: float
+    probes_kl: float
+    probes_kept: float
+    asked: int
+    found_dense: int
+    found: int
+    density: float
+    tokens: int
+
+    def metrics(self) -> dict[str, float | int]:
+        """For the plan, four significant digits."""
+        return {
+            name: value if isinstance(value, int) else float(f"{value:.4g}") for name, value in asdict(self).items()
+        }
+
+
+@partial(jax.jit, static_argnames=("config", "make"), donate_argnames="cache")
+def _run(params, cache, tokens_BT, q_start_B, q_len_B, array, *, config: ModelConfig, make: Callable[[Any], Policy]):
+    """One chunk under the policy that `make` makes of the (traced) array -> hidden, cache, the policy's notes."""
+    positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
+    policy = make(array)
+    hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
+    return hidden, cache, state
+
+
+def run(model: Any, tokens: np.ndarray, make: Callable[[Any], Policy], array: Any = None) -> tuple[np.ndarray, list]:
+    """Hidden states [W,D] of a window and the policy's notes of each chunk.
+
+    Args:
+        make: array -> policy; static under jit, so a policy must be hashable where it takes no array.
+    """
+    rows = min(CHUNK, round_up(len(tokens), 64))
+    stacked = not isinstance(model.params.layers, tuple)
+    size = round_up(len(tokens), rows)
+    cache = init_cache(model.config, 1, size, dtype=model.params.embed.dtype, stacked=stacked)
+    hidden, notes = [], []
+    for start in range(0, len(tokens), rows):
+        piece = tokens[start : start + rows]
+        chunk = np.zeros((1, rows), np.int32)
+        chunk[0, : len(piece)] = piece
+        where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
+        out, cache, state = _run(model.params, cache, chunk, *where, array, config=model.config, make=make)
+        hidden.append(np.asarray(out[0, : len(piece)]))
+        notes.append(jax.device_get(state))
+    return np.concatenate(hidden), notes
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A `make` that ignores its array."""
+
+    policy: Policy
+
+    def __call__(self, array: Any) -> Policy:
+        return self.policy
+
+
+@dataclass(frozen=True)
+class Localised:
+    """A `make` for heads [L,K] that read only what is always listed."""
+
+    tiling: Tiling
+
+    def __call__(self, array: Any) -> Policy:
+        return LocalHeads(tiling=self.tiling, local_LK=array)
+
+
+@dataclass(frozen=True)
+class WithBudgets:
+    """A `make` for budgets [L,K]."""
+
+    tiling: Tiling
+
+    def __call__(self, array: Any) -> Policy:
+        return Budgeted(tiling=self.tiling, budgets_LK=array)
+
+
+@jax.jit
+def _compare(params, dense, ours, targets):
+    """Per row: KL, -ln p of the target under dense and ours, whether ours picks the target, whether dense does."""
+    pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, ours)]
+    kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
+    losses = [-jnp.take_along_axis(x, targets[:, None], -1)[:, 0] for x in pair]
+    return jnp.stack([kl, *losses, *(x.argmax(-1) == targets for x in reversed(pair))])
+
+
+def compare_rows(model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """[5, rows]: KL, both losses (dense first), whether ours and whether dense gets the next token right."""
+    found = []
+    for first in range(0, len(rows), ROWS):
+        part = rows[first : first + ROWS]
+        padded = np.pad(part, (0, ROWS - len(part)), mode="edge")
+        found.append(
+            np.asarray(_compare(model.params, dense[padded], ours[padded], tokens[padded + 1]))[:, : len(part)]
+        )
+    return np.concatenate(found, axis=1)
+
+
+class Judge:
+    """Windows with dense's own hidden states, against which policies are compared."""
+
+    def __init__(self, model: Any, probes: Sequence[Probe]):
+        self.model, self.probes = model, probes
+        self.dense = [run(model, probe.tokens, Fixed(Dense()))[0] for probe in probes]
+        if not all(np.isfinite(hidden).all() for hidden in self.dense):
+            raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
+
+    def noted(self, notebook: Notebook, name: str, make: Callable[[Any], Policy], array: Any = None) -> Kept:
+        """As when called, unless the notebook has it."""
+        return Kept(**notebook.keep(name, lambda: asdict(self(make, array))))
+
+    def __call__(self, make: Callable[[Any], Policy], array: Any = None) -> Kept:
+        """What the policy keeps on all windows."""
+        text, answers, found, found_dense = [], [], 0, 0
+        read = visible = 0.0
+        for probe, dense in zip(self.probes, self.dense):
+            hidden, notes = run(self.model, probe.tokens, make, array)
+            for state in notes:
+                reads = make(array).reads(state)
+                read, visible = read + float(reads.read.sum()), visible + float(reads.visible.sum())
+            rows = np.arange(STRIDE - 1, probe.text_end - 1, STRIDE)
+            text.append(compare_rows(self.model, dense, hidden, probe.tokens, rows))
+            rows = np.concatenate([np.arange(a - 1, b - 1) for a, b in probe.answers])
+            judged = compare_rows(self.model, dense, hidden, probe.tokens, rows)
+            answers.append(judged)
+            sizes = np.cumsum([b - a for a, b in probe.answers])[:-1]
+            for ours, theirs in zip(np.split(judged[3], sizes), np.split(judged[4], sizes)):
+                found_dense += bool(theirs.all())
+                found += bool(theirs.all() and ours.all())
+        text, answers = np.concatenate(text, axis=1), np.concatenate(answers, axis=1)
+        return Kept(
+            text_kl=float(text[0].mean()),
+            text_loss=float(text[2].mean()),
+            text_loss_dense=float(text[1].mean()),
+            text_kept=math.exp(float((text[1] - text[2]).mean())),
+            probes_kl=float(answers[0].mean()),
+            probes_kept=math.exp(float((answers[1] - answers[2]).mean())),
+            asked=sum(len(probe.answers) for probe in self.probes),
+            found_dense=found_dense,
+            found=found,
+            density=read / visible,
+            tokens=text.shape[1],
+        )
+
+
+def measure_damage(
+    model: Any, probes: Sequence[Probe], tiling: Tiling, each: Callable, notebook: Notebook = NO_NOTEBOOK
+) -> np.ndarray:
+    """D[L,K]: KL on text plus the weighted loss on answers when one head reads only what is always listed."""
+    judge, shape = Judge(model, probes), (model.config.num_layers, model.config.num_kv_heads)
+    damage, make = np.zeros(shape), Localised(tiling)
+    for layer, head in each("ablation", list(np.ndindex(*shape))):
+        mask = np.zeros(shape, bool)
+        mask[layer, head] = True
+        kept = judge.noted(notebook, f"without layer {layer} head {head}", make, mask)
+        damage[layer, head] = max(kept.text_kl, 0.0) + PROBE_WEIGHT * max(-math.log(kept.probes_kept), 0.0)
+    return damage
+
+
+def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Callable) -> np.ndarray:
+    """m[L,K,F]: share of dense probability outside the best tiles of each budget of GRID."""
+    missing = total = 0.0
+    for probe in each("missed mass", probes):
+        start = 0
+        for mass in run(model, probe.tokens, Fixed(MassRecorder(tiling=tiling)))[1]:
+            rows = min(mass.shape[3] * tiling.query_tile, len(probe.tokens) - start)
+            where = Positions(*(jnp.asarray([x], jnp.int32) for x in (start, start + rows, rows)))
+            missing = missing + missed_mass(mass, AttentionSpec(window=model.config.window), where, tiling)
+            total, start = total + mass.sum((1, 3, 4), dtype=np.float64), start + rows
+    return missing / total[..., None]
+
+
+def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -> np.ndarray:
+    """[L,K]: the budgets of GRID, mean at most `mean`, that lose least by the model D (m[f] / m[0])^2.
+
+    Each head minimises loss + price * f, and the price is bisected: heads do not interact in this model.
+    """
+    grid = np.asarray(GRID)
+    share = missed_LKF / np.maximum(missed_LKF[..., :1], 1e-12)
+    loss = damage_LK[..., None] * share**2
+
+    def at(price: float) -> np.ndarray:
+        return grid[np.argmin(loss + price * grid, axis=-1)]
+
+    low, high = -30.0, 30.0  # ln of the price; the higher, the fewer keys
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at(math.exp(middle)).mean() > mean else (low, middle)
+    return at(math.exp(high))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """One price: the mean budget asked for, the budgets, what they keep."""
+
+    mean: float
+    budgets: np.ndarray
+    kept: Kept
+
+
+def search(
+    damage: np.ndarray,
+    missed: np.ndarray,
+    judge: Judge,
+    tiling: Tiling,
+    target: Target,
+    each: Callable,
+    notebook: Notebook = NO_NOTEBOOK,
+) -> list[Tried]:
+    """Bisect the mean budget for the least that holds the target; what was tried, the choice last.
+
+    Where no mean below 1 holds it, the last one tried reads all.
+    """
+    tried, low, high = [], 0.0, 1.0
+
+    def attempt(mean: float) -> Tried:
+        budgets = choose_budgets(damage, missed, mean)
+        kept = judge.noted(notebook, f"mean budget {mean}", WithBudgets(tiling), budgets.astype(np.float32))
+        tried.append(Tried(mean=mean, budgets=budgets, kept=kept))
+        return tried[-1]
+
+    best = None
+    for step in each("budgets", range(STEPS)):
+        middle = 0.25 if step == 0 else (low + high) / 2
+        found = attempt(middle)
+        if target.holds(found.kept):
+            best, high = found, middle
+        else:
+            low = middle
+    return [*tried, best if best is not None else attempt(1.0)]
+
+
+def probes_of(model: Any, windows: Sequence[np.ndarray], length: int, seed: int) -> list[Probe]:
+    """The windows, cut to a length, with facts planted."""
+    facts = 4 if length <= SHORT else 8
+    return [plant(model, window[:length], (seed, index), facts) for index, window in enumerate(windows)]
+
+
+def policy_of(budgets_LK: np.ndarray, tiling: Tiling) -> Kascade:
+    """The policy of these budgets: layers that read all are anchors, the others choose for themselves."""
+    num_layers, num_kv_heads = budgets_LK.shape
+    anchors = tuple(layer for layer in range(num_layers) if (budgets_LK[layer] >= 1).all())
+    return Kascade(
+        anchors=anchors,
+        own=tuple(layer for layer in range(num_layers) if layer not in anchors),
+        head_map=(tuple(range(num_kv_heads)),) * num_layers,
+        heads="identity",
+        budgets=tuple(tuple(float(value) for value in row) for row in budgets_LK),
+        fraction=float(budgets_LK.mean()),
+        **asdict(tiling),
+    )

@@ -1,0 +1,188 @@
+"""The flags of `tessera inspect`. Heavy imports wait until it runs."""
+
+import json
+import sys
+import threading
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config picture".split()
+"""Flags that a step of a model does not take."""
+
+MODEL_ONLY = ("mesh", "attention")
+"""Flags that a single call does not take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Compile an attention kernel for a chip that is not there: does it fit, what fills it, how long should it take.
+
+    The exit status is 1 if it does not compile or, for h200, breaks a gate.
+    """
+
+    chip: Literal["v5e", "v5p", "v6e", "v7x", "h200"] = "v6e"
+    """For which chip; v7x counts each of its two cores as a device. For h200 the time is a roofline."""
+    role: Literal["dense", "score", "sparse"] = "dense"
+    """What the call returns or reads: all keys, all keys and every tile's mass, or selected tiles only."""
+    phase: Literal["prefill", "decode"] = "prefill"
+    """Many query rows per sequence, or one."""
+    batch: int = 1
+    """Sequences."""
+    length: int = 16384
+    """Keys per sequence; prefill has as many queries."""
+    queries: int | None = None
+    """Query rows of one prefill chunk, the last ones of the length; all if not given (2,048 with --model)."""
+    heads: int = 32
+    """Query heads."""
+    kv_heads: int = 8
+    """Key/value heads."""
+    head_dim: int = 128
+    """Numbers per head."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of queries, keys and values."""
+    tile: Literal[1, 16, 32, 64, 128] = 128
+    """Keys per tile."""
+    query_tile: int = 32
+    """Queries that share a selection."""
+    fraction: float = 0.1
+    """Share of the key tiles that the sparse role reads."""
+    window: int | None = None
+    """Sliding window in tokens."""
+    softcap: float | None = None
+    """Cap on the scores."""
+    model: str | None = None
+    """A whole step of this model instead of one call: llama-3.1-8b, a Hugging Face folder, or a GGUF file."""
+    mesh: int = 8
+    """With --model: devices that share every layer."""
+    attention: Literal["kascade", "dense"] = "kascade"
+    """With --model: the policy; Kascade with five anchors."""
+    kernel: str | None = None
+    """A kernel by name; the one that runs on this chip if not given."""
+    config: str | None = None
+    """Its block sizes as a JSON object; its own choice if not given."""
+    limit_s: float = 300.0
+    """Seconds the compiler may take."""
+    picture: Path | None = None
+    """Write roofline and slots to this SVG."""
+    evidence: Path | None = None
+    """Append a record of the result to this file."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Print what was found; 1 if it does not compile, or breaks a gate."""
+        self.check()
+        if self.model is not None:
+            return self.run_model()
+        from tessera.attention.contract import AttentionSpec
+        from tessera.deviceless.gpu import inspection as gpu_inspection
+        from tessera.deviceless.tpu import inspection
+
+        names = ("role", "phase", "batch", "length", "queries", "heads", "kv_heads", "head_dim", "dtype", "fraction")
+        spec = AttentionSpec(tile=self.tile, query_tile=self.query_tile, window=self.window, softcap=self.softcap)
+        spec, shapes = inspection.call(spec=spec, **{name: getattr(self, name) for name in names})
+        config = None if self.config is None else self.sizes()
+        chips = gpu_inspection if self.chip == "h200" else inspection
+        result = chips.inspect_call(self.chip, spec, shapes, kernel=self.kernel, config=config, limit_s=self.limit_s)
+        if self.evidence is not None:
+            kernel = result.kernel if self.config is None else f"{result.kernel} {self.config}"
+            sizes = dict(zip("BTSNKH", shapes)) | {"tile": self.tile, "query tile": self.query_tile}
+            words = " ".join(f"{name} {size}" for name, size in sizes.items())
+            self.record("call", kernel, f"{self.role} {self.phase} {words}, {self.chip}", result)
+        if self.json:
+            print(json.dumps(result.json()))
+        else:
+            chips.print_table(result)
+        if self.picture is not None and result.compiled:
+            chips.picture(result, self.picture)
+        return 0 if result.compiled and not getattr(result, "gates", None) else 1
+
+    def sizes(self) -> dict:
+        """What --config says."""
+        try:
+            return json.loads(self.config)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--config {self.config} is not JSON ({error}): write '{{\"block_s\": 512}}'") from error
+
+    def check(self) -> None:
+        """Refuse what no compile can mend, before one starts."""
+        for name in ("batch", "length", "queries", "heads", "kv_heads", "head_dim", "query_tile"):
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
+            if value is not None and value < 1:
+                raise ValueError(f"{flag} {value} must be at least 1")
+            if value is not None and value >= 2**31:
+                raise ValueError(f"{flag} {value} must be below {2**31:,}: positions and sizes are int32")
+        if self.queries is not None and self.queries > self.length:
+            raise ValueError(f"--queries {self.queries} must be at most --length {self.length}: raise --length")
+        if self.phase == "decode" and self.queries not in (None, 1):
+            raise ValueError(
+                f"--queries {self.queries} must not stand beside --phase decode, which has one query row: drop it"
+            )
+        if not 0 < self.fraction <= 1:  # NaN too, as below
+            raise ValueError(f"--fraction {self.fraction} must be above 0 and at most 1")
+        if not 0 < self.limit_s <= threading.TIMEOUT_MAX:
+            most = f"{threading.TIMEOUT_MAX:,.0f} seconds"
+            raise ValueError(f"--limit-s {self.limit_s} must be above 0 and at most {most}")
+        defaults = {field.name: field.default for field in fields(self)}
+        given = [n for n in (MODEL_ONLY if self.model is None else CALL_ONLY) if getattr(self, n) != defaults[n]]
+        if given and self.model is None:
+            said = ", ".join(f"--{n} {getattr(self, n)}" for n in given)
+            raise ValueError(f"{said} must stand beside --model, whose step it describes: name a model, or drop it")
+        if given:
+            said = ", ".join(f"--{n.replace('_', '-')}" for n in given)
+            raise ValueError(f"{said} must not stand beside --model: they describe a single call")
+        if self.picture is not None:
+            self.check_picture()
+
+    def check_picture(self) -> None:
+        """Refuse a picture that could not be written."""
+        from matplotlib.figure import Figure
+
+        kinds = Figure().canvas.get_supported_filetypes()
+        if self.picture.suffix[1:].lower() not in kinds:
+            raise ValueError(f"--picture {self.picture} must end in one of {', '.join(f'.{kind}' for kind in kinds)}")
+        if not self.picture.parent.is_dir():
+            raise FileNotFoundError(f"the folder {self.picture.parent} for --picture does not exist: create it")
+
+    def run_model(self) -> int:
+        """The same for a whole step."""
+        from tessera.deviceless import model_inspection
+
+        if self.chip == "h200":
+            raise ValueError(f"--chip {self.chip} inspects single calls: drop --model, or name a TPU")
+        names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction")
+        call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
+        result = model_inspection.inspect_step(self.chip, self.model, self.mesh, limit_s=self.limit_s, **call)
+        if self.json:
+            print(json.dumps(result.json()))
+        else:
+            model_inspection.print_step(result)
+        if self.evidence is not None:
+            sizes = f"B {self.batch} T {1 if self.phase == 'decode' else call['queries']} S {self.length}"
+            self.record("step", self.attention, f"{self.model} {self.phase} {sizes}, {self.mesh} x {self.chip}", result)
+        return 0 if result.compiled else 1
+
+    def record(self, what: str, kernel: str, workload: str, result) -> None:
+        """Append the result, or its error, as a record; nothing was measured, and the record says so."""
+        from tessera.workbench import evidence
+
+        ms, kind, check = "predicted_ms", "predicted", "predicted from the compiler's schedule, not measured"
+        if self.chip == "h200":
+            ms, kind, check = "roofline_ms", "roofline of", "a bound from the call's work, not measured"
+        time, error = getattr(result, ms), result.error
+        if time is None and result.compiled:  # nothing to predict from: the facts alone are stored
+            error = result.bound_by
+        made = evidence.make(
+            evidence.What(op=f"{kind} {what}", kernel=kernel, workload=workload, dtype=self.dtype),
+            [] if time is None else [time / 1e3],
+            command=" ".join(
+                ["tessera inspect", *(a for a in sys.argv[2:] if a not in ("--evidence", str(self.evidence)))]
+            ),
+            how=evidence.How(compile_s=result.compile_s, check=check),
+            facts=result.json(),
+            error=error,
+        )
+        evidence.append(self.evidence, made)

@@ -1,0 +1,427 @@
+"""The command line: one frozen dataclass per subcommand, its fields are the flags. Heavy imports wait until it runs."""
+
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Literal, Union
+
+import tyro
+
+from tessera.cli.inspect import Inspect
+from tessera.cli.model_commands import Convert, Fetch
+from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
+
+Attention = Literal["dense", "kascade", "window", "oracle"]
+DESCRIPTION = "LLaMA-family models at long context in JAX: attention reads only the key tiles that matter."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """Which model runs, and how it attends."""
+
+    model: str | None = None
+    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
+    attention: Attention = "dense"
+    """Attention policy."""
+    plan: Path | None = None
+    """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and cache; the checkpoint's own if not given."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def load(self):
+        """The model these flags name."""
+        from tessera.generate import load
+
+        if self.plan is not None and self.attention != "kascade":
+            raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
+        return load(named_model(self.model), dtype=self.dtype, attention=self.attention, plan=self.plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """How tokens are chosen."""
+
+    temperature: float = 0.0
+    """0 takes the best token; else divides the logits before drawing."""
+    top_k: int | None = None
+    """Draw from the k best tokens only."""
+    top_p: float | None = None
+    """Draw from the fewest tokens that hold this much probability."""
+    min_p: float | None = None
+    """Draw from tokens of at least this share of the best one's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1, tokens that already stand in prompt or answer become less likely."""
+    seed: int = 0
+    """Same seed, same answer."""
+
+    def values(self) -> dict[str, float | int | None]:
+        """The sampling arguments of Model.generate."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(ModelFlags, SamplingFlags):
+    """Continue one or more prompts."""
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")] = ()
+    """Prompts; - reads one from standard input."""
+    file: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    """A file that holds one prompt; may be repeated."""
+    max_new_tokens: int = 128
+    """Most tokens to generate per prompt."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """End when this text appears, and trim it off; may be repeated."""
+    chat: bool = False
+    """Each prompt is a user's message: the model's chat template puts it in the form that the model answers."""
+    tokens: bool = False
+    """Prompts are token ids, separated by spaces or commas; print token ids."""
+    stream: bool = False
+    """Print text as it is generated (one prompt)."""
+    json: bool = False
+    """Print one JSON object per prompt and line."""
+
+    def run(self) -> int:
+        """Print each prompt's continuation on standard output."""
+        from tessera.generate import Interrupted
+        from tessera.runtime.sampling import Sampling
+
+        Sampling(**self.values())  # before a model is read
+        prompts = self.read_prompts()
+        if self.stream and (self.json or self.tokens or len(prompts) > 1):
+            raise ValueError("--stream prints the text of one prompt: drop --json and --tokens, or pass one prompt")
+        if self.chat and self.tokens:
+            raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
+        model = self.load()
+        if self.chat:
+            if model.tokenizer is None:
+                raise ValueError(f"--chat needs a chat template, and {model.source} has no tokenizer")
+            prompts = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts]
+        arguments = self.values() | {"max_new_tokens": self.max_new_tokens, "stop": self.stop, "seed": self.seed}
+        if self.stream:
+            arguments["stream"] = lambda _, piece: print(piece, end="", flush=True)
+        try:
+            results, status = model.generate(prompts, **arguments), 0
+        except Interrupted as interruption:
+            results, status = interruption.generations, 130
+        if self.stream:
+            print()
+        else:
+            self.show(results)
+        if status:
+            print("interrupted", file=sys.stderr)
+        return status
+
+    def read_prompts(self) -> list[str] | list[list[int]]:
+        """The prompts of the command line, of files and of standard input, in this order."""
+        if not self.prompt and not self.file:
+            raise ValueError("no prompt: pass one in quotes, --file FILE, or - to read standard input")
+        texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompt]
+        texts += [read_text(path) for path in self.file]
+        return [parse_tokens(text) for text in texts] if self.tokens else texts
+
+    def show(self, results) -> None:
+        """Print all answers: JSON lines, or plain, with a heading each if there are several."""
+        for index, result in enumerate(results):
+            if self.json:
+                # JSON has no NaN: a rate over fewer than two tokens is null
+                print(json.dumps({k: None if v != v else v for k, v in asdict(result).items()}))
+                continue
+            if len(results) > 1:
+                print(f"--- {index}")
+            print(" ".join(map(str, result.tokens)) if self.tokens else result.text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(ModelFlags, SamplingFlags):
+    """Talk with a model; /help inside lists the commands."""
+
+    system: str | None = None
+    """System message, if the model's template takes one."""
+    max_new_tokens: int = 256
+    """Most tokens of one answer."""
+
+    def run(self) -> int:
+        """Converse until the end of input; 2 if the input came from a file or pipe and a line of it was refused."""
+        from tessera.chat import Chat as Conversation
+        from tessera.chat import converse, typed_lines
+        from tessera.runtime.sampling import Sampling
+
+        sampling = Sampling(**self.values())
+        model = self.load()
+        chat = Conversation(model, sampling, max_new_tokens=self.max_new_tokens, system=self.system, seed=self.seed)
+        interactive = sys.stdin.isatty()
+        good = converse(chat, typed_lines(), interactive=interactive)
+        return 0 if good or interactive else 2  # a person saw the error and went on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Find what each layer and head of a model must read, on some text, and write the Kascade plan; stopped, the same
+    command goes on."""
+
+    text: Path
+    """Text file, or folder of text files."""
+    model: str | None = None
+    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
+    out: Path = Path("plan.json")
+    """Where the plan goes; plan.json in the model's folder, or x.plan.json next to x.gguf, is found without --plan."""
+    keep: float | None = None
+    """Keep at least this share of the probability that dense gives the right next token, on held-out text and on facts
+    planted in it; 0.99 if neither this nor --max-kl nor --anchors is given."""
+    max_kl: float | None = None
+    """Keep KL(dense || plan) per token at or below this, on both."""
+    anchors: int | None = None
+    """No target: Kascade's own recipe with this many layers that score all keys (the paper: 5 of 32)."""
+    tile: Literal[1, 16, 32, 64, 128] = 16
+    """Keys per tile."""
+    query_tile: int = 32
+    """Queries that share a selection."""
+    local: int = 64
+    """Keys just before a query tile that are always read."""
+    sinks: int = 16
+    """First keys, always read."""
+    fraction: float = 0.1
+    """With --anchors: share of the visible keys that reuse layers read beyond those."""
+    minimum: int = 128
+    """Keys that a layer which chooses reads at least beyond those."""
+    heads: Literal["remap", "identity", "pooled"] = "remap"
+    """With --anchors: whose selection a head uses: a mapped one, its own, or one for all."""
+    crossover: int | None = None
+    """Tokens below which requests run dense; measured if not given."""
+    max_tokens: int = 65536
+    """Most tokens to run, taken evenly from all over the text."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights; the checkpoint's own if not given."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Write the plan and say what it keeps."""
+        from tessera.calibration.calibrate import calibrate
+        from tessera.generate import load
+        from tessera.sparse.promise import summary
+
+        if not self.out.parent.is_dir():
+            raise FileNotFoundError(f"the folder {self.out.parent} for --out does not exist: create it")
+        if self.out.is_dir():
+            raise ValueError(f"--out {self.out} is a folder: name a file in it, such as {self.out / 'plan.json'}")
+        notes = self.out.with_name(f"{self.out.name}.partial")
+        plan = calibrate(
+            load(named_model(self.model), dtype=self.dtype),
+            self.text,
+            keep=0.99 if (self.keep, self.max_kl, self.anchors) == (None, None, None) else self.keep,
+            max_kl=self.max_kl,
+            anchors=self.anchors,
+            tile=self.tile,
+            query_tile=self.query_tile,
+            local=self.local,
+            sinks=self.sinks,
+            fraction=self.fraction,
+            minimum=self.minimum,
+            heads=self.heads,
+            crossover=self.crossover,
+            max_tokens=self.max_tokens,
+            notes=notes,
+        )
+        plan.save(self.out)
+        notes.unlink(missing_ok=True)
+        dense_below = f"requests below {plan.crossover_tokens:,} tokens run dense"
+        print(f"{self.out}: {dense_below}", *summary(plan), sep="\n")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Train a model by a recipe; started again, it goes on from the newest checkpoint."""
+
+    out: Path
+    """Folder for checkpoints, the loss curve and the model."""
+    recipe: Literal["demo", "tiny"] = "demo"
+    """Which recipe: "demo" makes the shipped model, "tiny" shows in seconds that everything runs."""
+    save_every_s: float = 120.0
+    """Seconds between checkpoints."""
+    until: int | None = None
+    """Stop after this many steps in all."""
+    text: Path | None = None
+    """Train on this file or folder of text instead of the recipe's data."""
+    base: str | None = None
+    """With --text: folder, GGUF file or hub id to start from; fresh weights of the demo's size if not given."""
+    steps: int = 1000
+    """With --text: updates; the learning rate falls to a tenth over them."""
+    length: int = 512
+    """With --text: tokens per sequence."""
+    batch: int = 8
+    """With --text: sequences per step."""
+    rate: float = 1e-3
+    """With --text: first learning rate."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Train until the recipe ends."""
+        from tessera.train.loop import train
+        from tessera.train.recipes import RECIPES
+
+        if self.text is None and self.base is not None:
+            raise ValueError(f"--base {self.base} needs --text: what should it be trained on?")
+        recipe = RECIPES[self.recipe] if self.text is None else self.own_recipe()
+        train(recipe, self.out, save_every_s=self.save_every_s, until=self.until)
+        return 0
+
+    def own_recipe(self):
+        """The recipe that --text and its companions describe."""
+        from tessera.models.checkpoint import read_config, resolve
+        from tessera.train.recipes import DEMO_CONFIG, text_recipe
+
+        base = None if self.base is None else resolve(self.base)
+        config = DEMO_CONFIG if base is None else read_config(base)
+        flags = {name: getattr(self, name) for name in ("steps", "length", "batch", "rate")}
+        return text_recipe(self.text, config=config, base=base, **flags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demo:
+    """Ask a real model about a long document, dense and with Kascade, and compare; offline, the shipped demo model."""
+
+    out: Path = Path("build/demo")
+    """Folder for record.json and index.html."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Run the demo; 1 if Kascade kept no more answers than the control (shipped demo model: if any differs)."""
+        from tessera.demo.run import run
+
+        return run(self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Look at this installation: versions, devices, kernels and why, caches, memory."""
+
+    json: bool = False
+    """Print JSON."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Print what was found; 1 if anything is wrong."""
+        from tessera import doctor
+
+        found = doctor.examine()
+        if self.json:
+            print(json.dumps(found, indent=1))
+        else:
+            doctor.print_report(found)
+        return 1 if found["problems"] else 0
+
+
+COMMANDS = MappingProxyType(
+    {
+        "generate": Generate,
+        "chat": Chat,
+        "calibrate": Calibrate,
+        "fetch": Fetch,
+        "convert": Convert,
+        "train": Train,
+        "demo": Demo,
+        "doctor": Doctor,
+        "bench": Bench,
+        "verify": Verify,
+        "tune": Tune,
+        "eval": Eval,
+        "report": Report,
+        "inspect": Inspect,
+    }
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; a user's error is one line on standard error and status 2, Ctrl-C is 130."""
+    argv = sys.argv[1:] if argv is None else argv
+    hide_absent_chips()
+    if argv == ["--version"]:
+        from importlib.metadata import version
+
+        print(f"tessera {version('tessera-attention')}")
+        return 0
+    command = parse(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("tessera").setLevel(logging.INFO)
+    try:
+        return command.run()
+    except KeyboardInterrupt as interruption:
+        print(f"interrupted: {interruption}".removesuffix(": "), file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left: nothing to say, and nowhere to say it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (ValueError, OSError, MemoryError) as error:
+        if command.debug:
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:  # the device's, or a fault of ours
+        if command.debug:
+            raise
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        print(f"error: {said} (--debug shows where)", file=sys.stderr)
+        return 2
+
+
+def hide_absent_chips() -> None:
+    """Keep JAX from asking the compilers of the extra "deviceless" for chips that this host lacks: they complain at
+    length. An NVIDIA GPU shows as /dev/nvidia0, under Windows' Linux as /dev/dxg."""
+    patterns = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg")
+    chips = [file for pattern in patterns for file in Path("/dev").glob(pattern)]
+    compilers = [name for name in ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin") if find_spec(name)]
+    if compilers and not chips and not find_spec("jax_rocm7_plugin"):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def parse(argv: list[str]):
+    """The command that the arguments name, with its flags."""
+    kinds = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in COMMANDS.items()]
+    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
+    return tyro.cli(Union[*kinds], prog="tessera", description=DESCRIPTION, args=argv or ["--help"], config=config)
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Token ids separated by spaces or commas."""
+    try:
+        return [int(word) for word in text.replace(",", " ").split()]
+    except ValueError:
+        raise ValueError(f"--tokens takes ids like 1,2,3, got {text!r:.60}") from None
+
+
+def read_text(path: Path) -> str:
+    """A file's text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first") from None
+
+
+def named_model(name: str | None) -> str | Path:
+    """The model that --model names. An empty name (an unset variable of a script) is a mistake, not the default."""
+    return shipped_model() if name is None else name
+
+
+def shipped_model() -> Path:
+    """The demo checkpoint that comes with the package."""
+    folder = Path(__file__).parents[1] / "demo" / "model"
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"the shipped demo model is missing at {folder}: reinstall, or pass --model")
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

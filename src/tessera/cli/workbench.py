@@ -1,0 +1,224 @@
+"""Flags of the evidence workbench's commands. Heavy imports wait until one runs."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Measure a suite against its peers and append the records; or compare two files of records."""
+
+    suite: Literal["cpu", "demo", "smoke"] = "cpu"
+    """"cpu" is speed, "demo" the shipped model's answers, "smoke" shows in seconds that everything runs."""
+    only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A case to run; may be repeated; all if not given."""
+    resume: bool = False
+    """Skip cases that this very commit already has a record of."""
+    out: Path | None = None
+    """File to append to; evidence/<device>.jsonl if not given."""
+    peer_python: Path = Path(".venv-peers/bin/python")
+    """Interpreter of the environment with torch and transformers (make peers)."""
+    model: str | None = None
+    """No suite: time prefill of this model (folder, hub id or GGUF file), dense and with its plan, over lengths."""
+    plan: Path | None = None
+    """With --model: its plan; looked for near the weights if not given."""
+    gate: bool = False
+    """Keep no records; status 1 if a figure is worse, beyond noise, than this device's stored one of the suite, 3 if
+    none is for sure but some could not be judged (noise, few samples, not measured again)."""
+    compare: tuple[Path, Path] | None = None
+    """Measure nothing: compare two files of records, the second against the first; status as for --gate."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Run the cases; 1 if one failed, or got worse with --gate or --compare, which say 3 if they cannot tell."""
+        from tessera.workbench import bench
+
+        if self.model is not None:
+            from tessera.workbench.bench import own_model
+
+            plan = "" if self.plan is None else f" --plan {self.plan.name}"
+            command = f"tessera bench --model {Path(self.model).name}{plan}"
+            return own_model.run(self.model, self.plan, out=self.out, command=command)
+        if self.plan is not None:
+            raise ValueError(f"--plan {self.plan} needs --model: whose plan is it?")
+        if self.compare is not None:
+            return bench.compare_files(*self.compare)
+        options = {"peer_python": self.peer_python, "only": self.only}
+        if self.gate:
+            if self.resume or self.out is not None:
+                raise ValueError("--gate keeps no records: drop --resume and --out")
+            return bench.gate(self.suite, **options)
+        return bench.run(self.suite, out=self.out, resume=self.resume, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Run every kernel of this device against a float64 oracle: the catalogue, random shapes, adversarial numbers."""
+
+    kernel: str = ""
+    """Only kernels whose name holds this."""
+    simulate: bool = False
+    """Also kernels of chips that are not here, in simulation with race detection (an hour for all)."""
+    configs: Literal["small", "default", "all"] = "small"
+    """Blocks: the smallest, in every call; or production's, or each of the search space, in a long one."""
+    random: int = 5
+    """Random shapes per kernel and dtype, with the smallest blocks."""
+    seed: int | None = None
+    """Of numbers and shapes; fresh, and printed, if not given."""
+    out: Path | None = None
+    """File to append a record per kernel and dtype to."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Print the errors' distribution; 1 if a kernel failed."""
+        from tessera.workbench import verify
+
+        if self.random < 0:
+            raise ValueError(f"--random {self.random} must be at least 0")
+        asked = {"kernel": self.kernel, "simulate": self.simulate, "configs": self.configs, "seed": self.seed}
+        return verify.run(**asked, random_shapes=self.random, out=self.out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tune:
+    """Search a kernel's block sizes on this device; started again after Ctrl-C, it goes on."""
+
+    workload: str
+    """Call of the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
+    role: Literal["dense", "score", "sparse"] = "dense"
+    """Which kernel of it."""
+    method: Literal["genetic", "tpe"] = "genetic"
+    """"genetic" is our own search, "tpe" Optuna's estimator (pip install 'tessera-attention[tune]')."""
+    candidates: int = 16
+    """Configurations to try."""
+    quick: int = 3
+    """Timed calls of each in the search."""
+    finalists: int = 3
+    """Candidates in the final, besides the default."""
+    rounds: int = 7
+    """Turns of each in the final and in the confirmation."""
+    limit_s: float = 300.0
+    """Seconds one answer of a candidate may take, compilation included."""
+    memory_gib: float | None = None
+    """Memory that a candidate may hold on the host, 0 for no limit; nine tenths of this machine's if not given."""
+    seed: int = 0
+    """Of the search and of the numbers."""
+    out: Path | None = None
+    """File to append the record to; evidence/tune-<device>.jsonl if not given."""
+    table: Path | None = None
+    """Table to put the row into; the installed one of this device, which dispatch reads, if not given."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Search, confirm, keep the record and the row."""
+        from tessera.workbench.tune import Budget, ship
+
+        names = ("candidates", "quick", "finalists", "rounds", "limit_s", "memory_gib", "seed", "method")
+        budget = Budget(**{name: getattr(self, name) for name in names})
+        return ship.run(self.workload, self.role, budget, out=self.out, table=self.table)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Does a sparse policy keep the answers? Long-context tasks and fidelity to dense, policies side by side."""
+
+    model: str | None = None
+    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch). If not given, the shipped demo model; for the
+    real suites, SmolLM2, which is fetched."""
+    plan: Path | None = None
+    """Kascade plan; the one that comes with the weights if not given. The real suites run without one too."""
+    suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
+    """"demo" compares policies, "study" the plan's choices, "smoke" shows in a minute that everything runs; "real"
+    judges a plan against rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
+    text: Path | None = None
+    """Text that tasks are hidden in and fidelity is measured on; held-out library text if not given."""
+    out: Path | None = None
+    """File to append to; evidence/eval-<device>.jsonl, real-<device>.jsonl for the real suites, if not given."""
+    resume: bool = False
+    """Skip what this very commit already has a record of."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Ask everything and keep the records."""
+        text = None if self.text is None else self.text.read_text(encoding="utf-8")
+        given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # no paths of this machine in a record
+        words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
+        asked = {"text": text, "out": self.out, "resume": self.resume, "suite": self.suite}
+        asked["command"] = f"tessera eval --suite {self.suite}" + "".join(words)
+        return self.run_real(**asked) if self.suite.startswith("real") else self.run_shipped(**asked)
+
+    def run_real(self, **asked) -> int:
+        """The suite that judges a plan on a real model."""
+        from tessera.generate import load, locate_plan, plan_path
+        from tessera.models.fetch import fetch
+        from tessera.workbench.eval import real
+
+        model = load(fetch("smollm2") if self.model is None else self.model)
+        path = self.plan or locate_plan(model.source)
+        if path is None:
+            name = plan_path(model.source).name
+            print(f"no plan as {name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr)
+            return real.run(model, None, **asked)
+        return real.run(model, model.with_attention("kascade", path).plan, **asked)
+
+    def run_shipped(self, **asked) -> int:
+        """The suites of the shipped model."""
+        from tessera.generate import find_plan, load
+        from tessera.workbench import eval as evaluation
+        from tessera.workbench.quality import make_plan
+
+        shipped = self.model is None
+        if self.suite == "study" and not shipped:
+            raise ValueError("--suite study calibrates on the shipped model's own text: drop --model")
+        model = load(Path(__file__).parents[1] / "demo" / "model" if shipped else self.model)
+        plan = find_plan("kascade", self.plan, model.source)
+        return evaluation.run(
+            model, plan, make_plan=lambda **choice: make_study_plan(make_plan, model, choice), **asked
+        )
+
+
+def make_study_plan(make_plan, model, choice):
+    """A plan of the shipped model's study with one choice changed, without measuring its cross-over."""
+    from dataclasses import replace
+
+    from tessera.workbench.quality import CHOSEN
+
+    return make_plan(model, replace(CHOSEN, **choice), crossover=0, progress=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Render the stored records: one self-contained HTML page, or the tables of the README."""
+
+    evidence: Path = Path("evidence")
+    """Folder of records."""
+    out: Path = Path("build/report.html")
+    """The page."""
+    tables: bool = False
+    """Rewrite the tables of README.md and docs/evidence.md in this folder instead."""
+    check: bool = False
+    """With --tables: only say which of them are stale."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Write the page or the tables; 1 if a table is stale with --check."""
+        if self.check and not self.tables:
+            raise ValueError("--check looks at tables: add --tables")
+        if self.tables:
+            from tessera.workbench.report import documents as report
+
+            return report.main([*report.PAGES, "--evidence", str(self.evidence), *(["--check"] if self.check else [])])
+        from tessera.workbench.report import page as report_page
+
+        count = report_page.write(self.evidence, self.out)
+        print(f"{self.out}: {count} records")
+        return 0

@@ -1,0 +1,196 @@
+"""Chips: peak arithmetic, memory bandwidth and on-chip memory, nominal, per chip; and what this host's CPU is.
+
+Sources: the vendors' specification pages (docs.cloud.google.com/tpu/docs, nvidia.com data sheets, dense rates without
+structured sparsity); on-chip memory per TensorCore from jax's own `tpu_info`. A CPU has no trustworthy nominal peak
+(clock and vector width vary), so its ceilings are measured: see `measure.ceilings`.
+"""
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def prepare_simulator() -> None:
+    """Set this process up to simulate chips; before jax first looks at its devices.
+
+    Simulated warpgroups wait for each other on XLA's threads, and with the two of a small machine for ever. Their
+    callbacks copy arrays on those threads too, where a program dispatched asynchronously may wait for the copy
+    (https://github.com/jax-ml/jax/issues/25861): programs run in the caller's thread instead.
+    """
+    import jax
+
+    os.environ.setdefault("NPROC", "8")
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """One accelerator's nominal limits.
+
+    Attributes:
+        name: short name, as in "v6e".
+        device_kinds: what `jax.Device.device_kind` calls it, in lower case.
+        bf16_flops_per_s: dense bfloat16 matrix rate of the whole chip.
+        int8_ops_per_s: dense 8-bit rate of the whole chip (fp8 where the chip has no int8 unit).
+        bytes_per_s: main memory bandwidth of the whole chip.
+        memory_bytes: main memory of the whole chip.
+        cores: TensorCores or streaming multiprocessors.
+        on_chip_bytes: scratch memory of one core (VMEM or shared memory).
+        devices: jax devices that one chip shows.
+        clock_hz: cycles per second of a TensorCore; None for the others. It follows from a peak rate: flops per second
+            / (cores x matrix units x their side squared x 2), 4 units of 128 up to v5p, then 2 of 256 taking two rows
+            a cycle. The peak is Google's, for v7x the compiler's own (996 TFLOP/s a core in `cost_analysis` of a large
+            product, 1.9 GHz; Google's would be 2.2 GHz). Held against measured times:
+            `workbench/studies/validation.py`.
+    """
+
+    name: str
+    device_kinds: tuple[str, ...]
+    bf16_flops_per_s: float
+    int8_ops_per_s: float
+    bytes_per_s: float
+    memory_bytes: float
+    cores: int
+    on_chip_bytes: int
+    devices: int = 1
+    clock_hz: float | None = None
+
+    def floor_s(self, flops: float, num_bytes: float) -> float:
+        """Least time in seconds one chip needs: max(flops / peak, bytes / bandwidth)."""
+        return max(flops / self.bf16_flops_per_s, num_bytes / self.bytes_per_s)
+
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+CHIPS: tuple[Chip, ...] = (
+    Chip(
+        name="v4",
+        device_kinds=("tpu v4",),
+        bf16_flops_per_s=275e12,
+        int8_ops_per_s=275e12,
+        bytes_per_s=1228e9,
+        memory_bytes=32 * _GIB,
+        cores=2,
+        on_chip_bytes=16 * _MIB,
+        clock_hz=1.05e9,
+    ),
+    Chip(
+        name="v5e",
+        device_kinds=("tpu v5 lite", "tpu v5e"),
+        bf16_flops_per_s=197e12,
+        int8_ops_per_s=393e12,
+        bytes_per_s=819e9,
+        memory_bytes=16 * _GIB,
+        cores=1,
+        on_chip_bytes=128 * _MIB,
+        clock_hz=1.5e9,
+    ),
+    Chip(
+        name="v5p",
+        device_kinds=("tpu v5", "tpu v5p"),
+        bf16_flops_per_s=459e12,
+        int8_ops_per_s=918e12,
+        bytes_per_s=2765e9,
+        memory_bytes=95 * _GIB,
+        cores=2,
+        on_chip_bytes=64 * _MIB,
+        clock_hz=1.75e9,
+    ),
+    Chip(
+        name="v6e",
+        device_kinds=("tpu v6 lite", "tpu v6e"),
+        bf16_flops_per_s=918e12,
+        int8_ops_per_s=1836e12,
+        bytes_per_s=1638e9,
+        memory_bytes=32 * _GIB,
+        cores=1,
+        on_chip_bytes=128 * _MIB,
+        clock_hz=1.75e9,
+    ),
+    Chip(
+        name="v7x",
+        device_kinds=("tpu7x", "tpu v7x", "tpu v7"),
+        bf16_flops_per_s=2307e12,
+        int8_ops_per_s=4614e12,
+        bytes_per_s=7380e9,
+        memory_bytes=192 * _GIB,
+        cores=2,
+        on_chip_bytes=64 * _MIB,
+        devices=2,
+        clock_hz=1.9e9,
+    ),
+    Chip(
+        name="h100",
+        device_kinds=("nvidia h100 80gb hbm3", "nvidia h100"),
+        bf16_flops_per_s=989e12,
+        int8_ops_per_s=1979e12,
+        bytes_per_s=3350e9,
+        memory_bytes=80e9,
+        cores=132,
+        on_chip_bytes=227 * 1024,
+    ),
+    Chip(
+        name="h200",
+        device_kinds=("nvidia h200",),
+        bf16_flops_per_s=989e12,
+        int8_ops_per_s=1979e12,
+        bytes_per_s=4800e9,
+        memory_bytes=141e9,
+        cores=132,
+        on_chip_bytes=227 * 1024,
+    ),
+)
+
+
+def chip(device_kind: str) -> Chip | None:
+    """The chip that a short name or `jax.Device.device_kind` stands for; None for one not in the table."""
+    wanted = device_kind.lower()
+    for entry in CHIPS:
+        if wanted == entry.name or wanted in entry.device_kinds:
+            return entry
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cpu:
+    """This host's processor: model as it names itself, cores this process may use, memory in bytes."""
+
+    model: str
+    cores: int
+    memory_bytes: int
+
+
+def cpu() -> Cpu:
+    """Look at this host's processor. Reads /proc where there is one; nothing is cached."""
+    return Cpu(model=_cpu_model(), cores=_usable_cores(), memory_bytes=_memory_bytes())
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    found = cpu_model(info.read_text(errors="replace")) if info.exists() else ""
+    return found or platform.processor() or platform.machine() or "unknown"
+
+
+def cpu_model(info: str) -> str:
+    """The processor's name in the text of /proc/cpuinfo; empty if there is none.
+
+    A virtual machine may hide the number ("AMD EPYC"): family and model then tell one generation from the next.
+    """
+    pairs = (line.partition(":")[::2] for line in reversed(info.splitlines()))  # the first processor counts
+    fields = {key.strip(): " ".join(value.split()) for key, value in pairs if value.strip()}
+    name = next((fields[key] for key in ("model name", "Model", "cpu model") if key in fields), "")
+    if not name or any(letter.isdigit() for letter in name) or not {"cpu family", "model"} <= fields.keys():
+        return name
+    return f"{name} family {fields['cpu family']} model {fields['model']}"
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # honours taskset and containers; macOS lacks it
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

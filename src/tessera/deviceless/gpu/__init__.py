@@ -1,0 +1,1 @@
+"""Compile for Hopper and check its machine code on a machine without one."""

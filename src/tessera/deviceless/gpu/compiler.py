@@ -1,0 +1,204 @@
+"""Compiles for NVIDIA GPUs that are not there: the real compiler down to machine code, in a process of its own.
+
+Two steps, each a gate of its own. `lower` runs the whole Mosaic lowering for Hopper and needs nothing but jax.
+`compile_for` goes on to machine code with ptxas, with a time limit, and reads what the compiler says of every kernel;
+`Compiler` does so for one program after another. They need the extra "deviceless" (jax's CUDA plug-in, ptxas and
+nvdisasm), no driver and no GPU. A compiler error is a result: `Compiled.error` says what failed, what it means and the
+way out.
+"""
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax._src.pallas.mosaic.error_handling import MosaicError
+from jax._src.pallas.mosaic_gpu.lowering import LoweringError
+
+from tessera.core.child import Process
+from tessera.deviceless.gpu import sass
+from tessera.deviceless.gpu.targets import TARGETS
+from tessera.deviceless.programs import attention_call
+from tessera.deviceless.tpu.compiler import LONGEST_TEXT, CompileError, Meaning, out_of_time
+
+WORKER = Path(__file__).with_name("worker.py")
+
+INSTALL = "install the extra: pip install 'tessera-attention[deviceless]'"
+
+MEANINGS: tuple[Meaning, ...] = (
+    Meaning(
+        "shared memory",
+        r"(?i)exceeds available shared memory|uses too much shared",
+        "the buffers and barriers of a block exceed the shared memory a block may have (232,448 bytes)",
+        "take fewer stages, smaller blocks, or let the output reuse the queries' buffer",
+    ),
+    Meaning(
+        "TMA",
+        r"(?i)async.?cop|\btma\b|gmem strides|async_load|async_store|tma_load",
+        "the copy engine cannot move this slice: at most 256 elements along a dimension, strides and the first address "
+        "multiples of 16 bytes, at most 5 dimensions, sizes multiples of the swizzled tile",
+        "copy in smaller pieces, pad the last size to 16 bytes, or take rows in multiples of 8",
+    ),
+    Meaning(
+        "registers",
+        r"(?i)must be a positive multiple of 8|setmaxnreg|register",
+        "the registers asked for do not fit: 24 to 240 a thread, a multiple of 8, 65,536 for the block",
+        "give the compute warpgroups less, or take fewer rows or columns a warpgroup",
+    ),
+    Meaning(
+        "ptxas",
+        r"(?i)\bptxas\b|\bptx\b|nvptx",
+        "ptxas refused the assembly that Mosaic made",
+        "read ptxas' message: it names the instruction",
+    ),
+    Meaning(
+        "unsupported",
+        r"(?i)not ?implemented|unimplemented|unsupported|not supported|failed to legalize",
+        "Mosaic has no code for an operation of this kernel",
+        "write it with other operations, or with the other lowering semantics; the error names the one",
+    ),
+    Meaning(
+        "layout",
+        r"(?i)layout|constraint system|relayout|tiling|swizzle|transform|multiple of 64|wgmma|tile",
+        "an array's shape or layout in registers or shared memory does not fit an operation on it",
+        "products take 64 rows and columns in eights, operands in swizzled tiles; cast layouts where two meet",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiler made of one program, or why it did not.
+
+    Attributes:
+        chip: short name ("h200").
+        error: None if it compiled.
+        compile_s: seconds in the compiler; of the whole attempt where it failed.
+        memory: bytes of main memory: argument, output, temp, alias, generated_code.
+        kernels: of every Mosaic kernel in the program, in order of compilation.
+        settings: the block sizes that the kernel chose.
+        about: everything else that the program's factory says.
+        program: the compiled program's text, without the kernels' code.
+    """
+
+    chip: str
+    error: CompileError | None
+    compile_s: float
+    memory: Mapping[str, int] = MappingProxyType({})
+    kernels: tuple[sass.Report, ...] = ()
+    settings: str | None = None
+    about: Mapping[str, Any] = MappingProxyType({})
+    program: str = ""
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Main memory the program holds while it runs."""
+        m = self.memory
+        return m["argument"] + m["output"] + m["temp"] + m["generated_code"] - m["alias"] if m else 0
+
+
+def lower(program: Mapping[str, Any]) -> CompileError | None:
+    """Lower an attention call for CUDA with the jax that is here; None, or why it does not.
+
+    Args:
+        program: from `tpu.attention_program`.
+    """
+    try:
+        function, arguments, _ = attention_call(**{k: program[k] for k in ("kernel", "spec", "shapes", "config")})
+        jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    except (RuntimeError, ValueError, TypeError, AssertionError, LookupError, MosaicError, LoweringError) as error:
+        return explain(f"{type(error).__name__}: {error}")
+    return None
+
+
+def compile_for(chip: str, program: Mapping[str, Any], *, limit_s: float = 300.0, **process: Any) -> Compiled:
+    """Compile one program for a chip in a process of its own; see `Compiler`."""
+    with Compiler(chip, **process) as compiler:
+        return compiler.compile(program, limit_s=limit_s)
+
+
+class Compiler:
+    """A process that compiles one program after another; one that takes too long ends it, and the next starts another.
+
+    Args:
+        chip: "h200".
+        python: interpreter to compile in; this one if not given.
+        paths: folders added to the process's import path.
+        niceness: of the process.
+
+    Raises:
+        ValueError: the chip is unknown.
+    """
+
+    def __init__(self, chip: str, *, python: str | None = None, paths: Sequence[str] = (), niceness: int = 0):
+        if chip not in TARGETS:
+            raise ValueError(f"{chip=} must be one of {', '.join(TARGETS)}")
+        self.chip, self._target = chip, TARGETS[chip].read_text()
+        self._process = Process([python or sys.executable, "-P", str(WORKER)], environment(paths), niceness)
+
+    def compile(self, program: Mapping[str, Any], *, limit_s: float = 300.0) -> Compiled:
+        """Compile a program from `tpu.attention_program` or `tpu.factory_program`.
+
+        Args:
+            limit_s: seconds after which the process is ended; then the error's kind is "time".
+        """
+        with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
+            reply = self._process.ask({**program, "target": self._target, "dump": folder}, limit_s)
+            if not reply["compiled"]:
+                late = limit_s if reply["stage"] == "time" else None
+                error = explain(reply["error"], said=reply.get("said", ""), limit_s=late, stage=reply["stage"])
+                return Compiled(chip=self.chip, error=error, compile_s=reply.get("compile_s", 0.0))
+            return Compiled(
+                chip=self.chip,
+                error=None,
+                compile_s=reply["compile_s"],
+                memory=reply["memory"],
+                kernels=sass.read(Path(folder)),
+                settings=reply["about"].get("settings"),
+                about=reply["about"],
+                program=plain((Path(folder) / "program.hlo").read_text()),
+            )
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.__exit__(*exc)
+
+
+def environment(paths: Sequence[str] = ()) -> dict[str, str]:
+    """The child's environment: jax on CPU, so that the CUDA plug-in looks for no driver; nothing from the cache."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("MOSAIC_GPU_DUMP")}
+    found |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    source = str(Path(__file__).parents[3])  # the worker is a file of this very package
+    found["PYTHONPATH"] = os.pathsep.join([*paths, source, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return found
+
+
+def explain(text: str, *, said: str = "", limit_s: float | None = None, stage: str = "lower") -> CompileError:
+    """What a compiler's message means, and what helps; `said` is what ptxas printed before it."""
+    text = " ".join(text.split())
+    if limit_s is not None:
+        return out_of_time(text, limit_s)
+    missing = r"ptxas and nvdisasm are missing|topology not implemented for cuda|No module named 'jax_cuda13"
+    if stage == "compiler" and re.search(missing, text):
+        meaning = "the CUDA compiler (jax's CUDA plug-in, ptxas, nvdisasm) is missing"
+        return CompileError("program", text, meaning, INSTALL)
+    refused = next((line for line in said.splitlines() if re.match(r"ptxas.*(error|fatal)", line)), None)
+    text = f"{refused} ({text})" if refused else text
+    text = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
+    for kind, pattern, meaning, way_out in MEANINGS:
+        if re.search(pattern, text):
+            return CompileError(kind, text, meaning, way_out)
+    return CompileError("program", text, "the program is wrong before it meets the chip", "read the message")
+
+
+def plain(program: str) -> str:
+    """A program's text without the kernels' serialised code."""
+    return re.sub(r"backend_config=\{kernel_hash.*", "...", program)

@@ -1,0 +1,305 @@
+"""`tessera inspect --chip h200`: one attention call compiled for an NVIDIA GPU that is not there, and its roofline.
+
+What is read is the machine code (registers, spills, shared memory, instructions). The time is a roofline, a bound from
+the call's work and the chip's measured ceilings: it says what no kernel can beat, not what this one takes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from tessera.attention import work
+from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.dispatch import KERNELS, choose, refusal
+from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.core import hardware
+from tessera.core.memory import format_bytes
+from tessera.deviceless import hlo, programs
+from tessera.deviceless.gpu import compiler as gpu
+from tessera.deviceless.gpu import sass
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import inspection
+from tessera.workbench.report.markdown import quantity
+from tessera.workbench.studies import gpu_gates
+
+KEYS = (
+    "chip kernel config dispatched refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes "
+    "steps instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
+).split()
+
+
+class Ceilings(NamedTuple):
+    """What a chip reaches at all: measured rates, and exponentials by clock (16 a cycle and multiprocessor)."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    exponentials_per_s: float
+
+
+CEILINGS = MappingProxyType({"h200": Ceilings(790e12, 4.3e12, 132 * 16 * 1.98e9)})
+"""H200: a bfloat16 product of 8192 squared on random numbers, and a copy within the device."""
+
+FLOAT32 = 0.5
+"""The rate of float32 products, in TF32 as XLA makes them, over that of bfloat16's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """One call on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
+
+    Attributes:
+        dispatched: the kernel that such a call takes on a GPU, which may be cuDNN's, compiled there alone.
+        refused: our own kernels for such a call, each with why it cannot take this one; empty if one can.
+        registers: of a thread at launch, the largest of the call's kernels; likewise spill_bytes, shared_bytes.
+        spill_bytes: per thread, stores and loads together.
+        hbm_bytes, temp_bytes: main memory held while it runs, and of it what is neither argument nor result.
+        steps: blocks of threads launched, all launches of a call together; None where that cannot be read.
+        launches: of each kernel in a call, those that can be counted.
+        instructions: in the code of all the call's kernels, not how often they run.
+        gates: what the code breaks, empty if nothing; None where no kernel of ours is in it.
+        flops: the work's: masked and padded products do not count.
+        roofline_ms: max(flops / rate, bytes / bandwidth, exponentials / rate): a bound, not a prediction.
+        percent_of_peak: flops in roofline_ms over the chip's nominal rate.
+    """
+
+    compiled: bool
+    error: str | None = None
+    registers: int | None = None
+    spill_bytes: int | None = None
+    shared_bytes: int | None = None
+    hbm_bytes: int | None = None
+    temp_bytes: int | None = None
+    steps: int | None = None
+    instructions: Mapping[str, int] = MappingProxyType({})
+    gates: tuple[str, ...] | None = None
+    flops: float | None = None
+    roofline_ms: float | None = None
+    roofline_tflops: float | None = None
+    percent_of_peak: float | None = None
+    bound_by: str | None = None
+    compile_s: float | None = None
+    chip: str = ""
+    kernel: str = ""
+    config: str = ""
+    dispatched: str = ""
+    launches: Mapping[str, int] = MappingProxyType({})
+    refused: Mapping[str, str] = MappingProxyType({})
+    moved_bytes: float | None = None
+    ceilings: Ceilings | None = None
+    found: gpu.Compiled | None = None
+
+    def json(self) -> dict[str, Any]:
+        """The object of `--json`."""
+        found = {key: getattr(self, key) for key in KEYS}
+        return found | {"refused": dict(self.refused), "instructions": dict(self.instructions)}
+
+
+def inspect_call(
+    chip: str,
+    spec: AttentionSpec,
+    shapes: Shapes,
+    *,
+    kernel: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    limit_s: float = 300.0,
+    **where: Any,
+) -> Inspection:
+    """Compile one attention call and bound its time.
+
+    Args:
+        chip: "h200".
+        spec, shapes: the call.
+        kernel: name of the kernel; the first that dispatch would take on a GPU, cuDNN's left out, if not given.
+        config: its block sizes; its own default for this call if not given.
+        limit_s: seconds for the compiler.
+        where: `python` and `paths` of the compiling process.
+
+    Raises:
+        ValueError: no kernel runs this call on a GPU, with the reasons; or `config` does not fit the kernel.
+    """
+    chosen = programs.kernel_named(kernel) if kernel else first_of_ours(spec, shapes)
+    programs.check(chosen, spec, shapes, config, "gpu")
+    if error := overfull(chip, least_bytes(shapes)):  # the compiler would work on it for minutes
+        found = gpu.Compiled(chip=chip, error=error, compile_s=0.0)
+    else:
+        program = tpu.attention_program(chosen.name, spec, shapes, config)
+        found = gpu.compile_for(chip, program, limit_s=limit_s, **where)
+        found = replace(found, error=found.error or overfull(chip, found.hbm_bytes))
+    about = {"chip": chip, "kernel": chosen.name, "config": str(config or found.settings or "default"), "found": found}
+    about["dispatched"] = choose(spec, shapes, platform="gpu").name
+    about["refused"] = inspection.refusals(spec, shapes, gpu_gates.gpu_kernels())
+    if found.error is not None:
+        return Inspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
+    return measure(chosen, spec, shapes, found, about)
+
+
+def least_bytes(shapes: Shapes) -> int:
+    """Of q, K, V and out."""
+    rows, keys = shapes.num_queries * shapes.num_heads, shapes.num_keys * shapes.num_kv_heads
+    return 2 * shapes.batch * (rows + keys) * shapes.head_dim * jnp.dtype(shapes.dtype).itemsize
+
+
+def overfull(chip: str, held: int) -> tpu.CompileError | None:
+    """The error of a call that holds more than the chip's main memory: its compiler does not ask."""
+    has = hardware.chip(chip).memory_bytes
+    if held <= has:
+        return None
+    text = f"{format_bytes(held)} held, {chip} has {format_bytes(int(has))}"
+    meaning = "the chip's main memory is full: arguments, outputs and temporaries"
+    return tpu.CompileError("HBM", text, meaning, "take a shorter length or a smaller batch")
+
+
+def first_of_ours(spec: AttentionSpec, shapes: Shapes) -> Kernel:
+    """The first kernel that takes the call; not cuDNN's, which is compiled on a GPU alone.
+
+    Raises:
+        ValueError: none does, with the reasons.
+    """
+    for kernel in KERNELS:
+        if kernel not in gpu_cudnn.KERNELS and refusal(kernel, spec, shapes, "gpu", None) is None:
+            return kernel
+    return choose(spec, shapes, platform="gpu")
+
+
+def measure(
+    kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled, about: Mapping[str, Any]
+) -> Inspection:
+    """The figures of a compiled attention call."""
+    reports, flops = found.kernels, kernel.cost(spec, shapes)["flops"]
+    launches = hlo.kernel_launches(found.program)
+    moved = moved_bytes(kernel, spec, shapes)
+    on = ceilings(about["chip"], shapes.dtype)
+    seconds, bound_by = roofline(on, flops, moved, shapes.head_dim)
+    counts = {name: sum(r.instructions.get(name, 0) for r in reports) for name in gpu_gates.WATCHED}
+    peak = hardware.chip(about["chip"]).bf16_flops_per_s * (FLOAT32 if shapes.dtype == "float32" else 1)
+    return Inspection(
+        compiled=True,
+        registers=max((r.registers for r in reports), default=None),
+        spill_bytes=max((sum(r.spill_bytes) for r in reports), default=None),
+        shared_bytes=max((r.shared_bytes for r in reports), default=None),
+        hbm_bytes=found.hbm_bytes,
+        temp_bytes=found.memory["temp"],
+        steps=blocks_launched(reports, launches),
+        launches=launches,
+        instructions={name: count for name, count in counts.items() if count},
+        gates=tuple(gpu_gates.broken_program(reports)) if kernel.platform == "gpu" else None,
+        flops=flops,
+        roofline_ms=float(f"{1e3 * seconds:.6g}"),
+        roofline_tflops=round(flops / seconds / 1e12, 3),
+        percent_of_peak=round(100 * flops / seconds / peak, 2),
+        bound_by=bound_by,
+        compile_s=round(found.compile_s, 2),
+        moved_bytes=moved,
+        ceilings=on,
+        **about,
+    )
+
+
+def blocks_launched(reports: Sequence[sass.Report], launches: Mapping[str, int]) -> int | None:
+    """Blocks of threads in all launches of all kernels; None if that is unknown of one of them, or there is none."""
+    known = reports and all(r.blocks is not None and r.kernel in launches for r in reports)
+    return sum(launches[r.kernel] * r.blocks for r in reports) if known else None
+
+
+def moved_bytes(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> float:
+    """Least bytes through main memory: a sparse prefill's lists overlap, what they share comes from the L2 cache."""
+    moved = kernel.cost(spec, shapes)["bytes"]
+    if kernel.role == "sparse" and shapes.num_queries > 1:
+        moved = min(moved, work.prefill(spec, shapes)["bytes"])
+    return moved
+
+
+def ceilings(chip: str, dtype: str) -> Ceilings:
+    """What the chip reaches with operands of this dtype."""
+    on = CEILINGS[chip]
+    return on._replace(flops_per_s=FLOAT32 * on.flops_per_s) if dtype == "float32" else on
+
+
+def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[float, str]:
+    """(least seconds, what bounds them) for this much work: 4 H flops and one exponential per score."""
+    bounds = {
+        "tensor cores": flops / on.flops_per_s,
+        "main memory": moved / on.bytes_per_s,
+        "exponentials": flops / (4 * head_dim) / on.exponentials_per_s,
+    }
+    name = max(bounds, key=bounds.__getitem__)
+    return bounds[name], name
+
+
+def print_table(result: Inspection) -> None:
+    """The result for people: the bound, what fills the chip, a line per kernel."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not result.compiled:
+        console.print(f"[bold]{result.kernel} on {result.chip}[/bold] does not compile")
+        for name, text in result.found.error._asdict().items():
+            console.print(f"  {name.replace('_', ' ')}: {text}", markup=False)
+        return
+    table = Table(title=f"{result.kernel} on {result.chip}, {result.config}", title_justify="left", show_header=False)
+    rows = {
+        "roofline, not a prediction": f"{quantity(result.roofline_ms / 1e3, 's')}, bound by {result.bound_by}",
+        "rate at the roofline": f"{result.roofline_tflops:.1f} TFLOP/s, {result.percent_of_peak:.1f} % of nominal peak",
+        "main memory": f"{format_bytes(result.hbm_bytes)} held, {format_bytes(result.temp_bytes)} of it temporary, "
+        f"at least {format_bytes(result.moved_bytes)} moved",
+        "gates": verdict(result.gates),
+        "compiled in": f"{result.compile_s:.1f} s",
+    }
+    if result.dispatched != result.kernel:
+        rows["on a GPU"] = f"such a call takes {result.dispatched}, not this kernel"
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console.print(table)
+    if not result.found.kernels:
+        console.print("  no kernel of ours in it: XLA's own code, of which nothing is read", markup=False)
+        for name, reason in result.refused.items():
+            console.print(f"  {name} cannot take the call: {reason}", markup=False, highlight=False)
+    for report in result.found.kernels:
+        console.print(f"  {describe(report, result.launches.get(report.kernel))}", markup=False, highlight=False)
+    for text in result.gates or ():
+        console.print(f"  broken: {text}", style="red", markup=False, highlight=False)
+
+
+def verdict(gates: tuple[str, ...] | None) -> str:
+    """What became of the gates, in a word or two."""
+    if gates is None:
+        return "none to hold"
+    return f"{len(gates)} broken" if gates else "passed"
+
+
+def describe(report: sass.Report, launches: int | None) -> str:
+    """One kernel in a few lines."""
+    launch = "" if report.blocks is None else f"{report.blocks:,} blocks of {report.threads} threads, "
+    launch = launch if launches == 1 else f"launched {launches or 'an unknown number of'} times: {launch}"
+    counts = ", ".join(f"{n} {c}" for n in gpu_gates.WATCHED if (c := report.instructions.get(n)))
+    return (
+        f"{report.kernel}: {launch}{report.registers} registers, {sum(report.spill_bytes)} bytes spilled, "
+        f"{format_bytes(report.shared_bytes)} shared, {report.barriers} barriers\n    in the code: {counts}"
+    )
+
+
+def picture(result: Inspection, path: Path) -> None:
+    """The roofline with the call on it, and the instructions in its kernels' code, as SVG (or what the suffix says)."""
+    from matplotlib.figure import Figure
+
+    on = result.ceilings
+    panels = 2 if result.found.kernels else 1  # of XLA's own code nothing is read
+    figure = Figure(figsize=(4.5 * panels, 3.6), layout="constrained")
+    roof, *rest = figure.subplots(1, panels, squeeze=False)[0]
+    intensity, ridge = result.flops / result.moved_bytes, on.flops_per_s / on.bytes_per_s
+    low, high = min(intensity, ridge) / 10, max(intensity, ridge) * 10
+    roof.plot([low, ridge, high], [low * on.bytes_per_s / 1e12, on.flops_per_s / 1e12, on.flops_per_s / 1e12], "k-")
+    roof.plot([intensity], [result.roofline_tflops], "o", color="tab:red")
+    roof.set(xscale="log", yscale="log", xlabel="flops per byte of main memory", ylabel="TFLOP/s")
+    roof.set_title(f"{result.kernel} on {result.chip}: at least {result.roofline_ms:.3g} ms", fontsize=10)
+    for bars in rest:
+        bars.barh(list(result.instructions), list(result.instructions.values()), color="tab:blue")
+        bars.invert_yaxis()
+        bars.set(xscale="log", xlabel="instructions in the code")
+        bars.set_title(f"{result.registers} registers, {format_bytes(result.shared_bytes)} shared", fontsize=10)
+    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

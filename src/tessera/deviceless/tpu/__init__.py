@@ -1,0 +1,1 @@
+"""Compile for TPU and predict times on a machine without one."""

@@ -1,0 +1,286 @@
+"""Compiles for TPUs that are not there: the real compiler, one process per program, with a time limit.
+
+A compiler error is a result: `Compiled.error` says what failed, what it means and the way out. Needs libtpu (the extra
+"deviceless") beside jax, in this interpreter or in the one that the call names; no chip.
+"""
+
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.core import hardware
+from tessera.core.child import Process
+from tessera.deviceless import hlo
+from tessera.deviceless.tpu import schedule
+
+WORKER = Path(__file__).with_name("worker.py")
+
+TOPOLOGIES = MappingProxyType({"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"})
+"""The smallest topology of each chip that the compiler answers for on a host without one."""
+
+FLAGS = (
+    # Only the last stage: all of them are twenty times as many bytes and double the compile time.
+    "--xla_jf_dump_llo_text=true",
+    "--xla_jf_dump_llo_pass_label_regex=final",
+    # jax.named_scope shows in the bundles. It adds bundles of its own, which the parser leaves out.
+    "--xla_enable_custom_call_region_trace=true",
+)
+
+
+LONGEST_TEXT = 500
+"""Characters of the compiler's message that are kept; it lists every allocation after the first sentences."""
+
+
+class Meaning(NamedTuple):
+    """One kind of compiler error."""
+
+    kind: str
+    pattern: str
+    meaning: str
+    way_out: str
+
+
+MEANINGS: tuple[Meaning, ...] = (
+    Meaning(
+        "SMEM",
+        r"(?i)\bsmem\b",
+        "the scalar memory of a core (1 MiB) is full: it holds prefetched scalars, index lists and their windows",
+        "stream the list through SMEM blocks per query tile, or list fewer tiles per step",
+    ),
+    Meaning(
+        "VMEM",
+        r"(?i)\bvmem\b",
+        "the vector memory of a core is full: blocks are held twice (double buffering), beside scratch and spills",
+        "take smaller blocks, or raise vmem_limit_bytes if the chip has more",
+    ),
+    Meaning(
+        "HBM",
+        r"(?i)memory space hbm|\bhbm\b.*(exceed|exhaust)|(exceed|exhaust|out of memory).*\bhbm\b",
+        "the chip's main memory is full: arguments, outputs and temporaries of the whole program",
+        "take a shorter length, a smaller batch, or more chips",
+    ),
+    Meaning(
+        "layout",
+        r"(?i)layout|divisible by|relayout|unaligned|not aligned|tiling|infer-vector|shape.?cast|bitcast",
+        "an array's shape or slice does not fit the tiles of vector registers (8 or 16 sublanes of 128 lanes)",
+        "make the last two sizes of blocks and slices multiples of the tile, or pad the head dim",
+    ),
+    Meaning(
+        "unsupported",
+        r"(?i)not ?implemented|unimplemented|unsupported|not supported|failed to legalize",
+        "the TPU compiler has no code for an operation of this kernel on this chip",
+        "write it with other operations; the error names the one",
+    ),
+)
+
+
+class CompileError(NamedTuple):
+    """A compiler's refusal: kind ("SMEM", "VMEM", "HBM", "layout", "unsupported", "time", "program"), and in words."""
+
+    kind: str
+    text: str
+    meaning: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.meaning}; {self.way_out}. The compiler: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiler made of one program, or why it did not.
+
+    Attributes:
+        chip: short name ("v6e").
+        error: None if it compiled.
+        compile_s: seconds in the compiler; of the whole attempt where it failed.
+        memory: bytes of main memory on one device: argument, output, temp, alias, generated_code.
+        cost: XLA's own count for the program: flops, bytes.
+        schedules: of every Pallas kernel in the program.
+        operations: the operations around them that move data, with their bytes.
+        entry: the program's entry computation, attributes left out.
+        executions: how often each scope runs, where the program's factory or kernel says so.
+        settings: the block sizes that the kernel chose for this chip.
+        about: everything else that the program's factory says.
+        program: the compiled program's text.
+    """
+
+    chip: str
+    error: CompileError | None
+    compile_s: float
+    memory: Mapping[str, int] = MappingProxyType({})
+    cost: Mapping[str, float] = MappingProxyType({})
+    schedules: tuple[schedule.Schedule, ...] = ()
+    operations: tuple[hlo.Operation, ...] = ()
+    entry: str = ""
+    executions: Mapping[str, float] | None = None
+    settings: str | None = None
+    about: Mapping[str, Any] = MappingProxyType({})
+    program: str = ""
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Main memory the program holds on one device while it runs."""
+        m = self.memory
+        return m["argument"] + m["output"] + m["temp"] + m["generated_code"] - m["alias"] if m else 0
+
+
+def attention_program(
+    kernel: str, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The request for one kernel of `dispatch.KERNELS`; config None is the kernel's own default."""
+    return {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config}
+
+
+def factory_program(factory: str, **kwargs: Any) -> dict[str, Any]:
+    """The request for what `module:function`(**kwargs) returns: (function, abstract arguments)."""
+    return {"factory": factory, "kwargs": kwargs}
+
+
+def compile_for(
+    chip: str,
+    program: Mapping[str, Any],
+    *,
+    topology: str | None = None,
+    devices: int = 1,
+    limit_s: float = 300.0,
+    python: str | None = None,
+    paths: Sequence[str] = (),
+    niceness: int = 0,
+) -> Compiled:
+    """Compile a program for a chip in a process of its own.
+
+    Args:
+        chip: "v5e", "v5p", "v6e" or "v7x".
+        program: from `attention_program` or `factory_program`.
+        topology: another one than the chip's smallest.
+        devices: how many of its devices a factory that asks for `devices` is given.
+        limit_s: seconds after which the process is ended; then the error's kind is "time".
+        python: interpreter to compile in; this one if not given. It needs jax and libtpu, not tessera.
+        paths: folders added to the child's import path.
+        niceness: of the child.
+
+    Raises:
+        ValueError: the chip is unknown, or the child could not start the compiler at all.
+    """
+    request = {**program, "topology": topology or topology_of(chip), "devices": devices}
+    with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
+        request["dump"] = folder
+        with Process(worker(python), environment(folder, paths), niceness) as process:
+            found = compiled(chip, process.ask(request, limit_s), limit_s)
+        if found.error is not None:
+            return found
+        text = (Path(folder) / "program.hlo").read_text()
+        return replace(
+            found,
+            schedules=schedule.read(Path(folder), hlo.kernel_names(text)),
+            operations=hlo.operations(text),
+            entry=hlo.plain_entry(text),
+            program=text,
+        )
+
+
+class Compiler:
+    """A process that compiles one program after another, for any of the chips; what it takes too long for ends it.
+
+    It leaves no schedule and no text of the program: the compiler writes those to one folder a process, and writing
+    them is a third of its time. Whether a program compiles, and how long that takes, is all that is asked.
+    """
+
+    def __init__(self, *, paths: Sequence[str] = (), niceness: int = 0):
+        self._process = Process(worker(), environment(None, paths), niceness)
+
+    def compile(self, chip: str, program: Mapping[str, Any], *, limit_s: float = 300.0) -> Compiled:
+        """Compile a program from `attention_program` or `factory_program`; see `compile_for`."""
+        return compiled(chip, self._process.ask({**program, "topology": topology_of(chip)}, limit_s), limit_s)
+
+    def __enter__(self) -> "Compiler":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.__exit__(*exc)
+
+
+def topology_of(chip: str) -> str:
+    """The smallest topology of a chip.
+
+    Raises:
+        ValueError: the chip is unknown.
+    """
+    if chip not in TOPOLOGIES:
+        raise ValueError(f"{chip=} must be one of {', '.join(TOPOLOGIES)}")
+    return TOPOLOGIES[chip]
+
+
+def worker(python: str | None = None) -> list[str]:
+    """What starts a worker, in this interpreter or another."""
+    return [python or sys.executable, "-P", str(WORKER)]
+
+
+def compiled(chip: str, reply: Mapping[str, Any], limit_s: float) -> Compiled:
+    """What a worker's reply says."""
+    if reply["compiled"]:
+        return Compiled(
+            chip=chip,
+            error=None,
+            compile_s=reply["compile_s"],
+            memory=reply["memory"],
+            cost=reply["cost"],
+            executions=reply["about"].get("executions"),
+            settings=reply["about"].get("settings"),
+            about=reply["about"],
+        )
+    error = explain(reply["error"], limit_s if reply["stage"] == "time" else None)
+    return Compiled(chip=chip, error=error, compile_s=reply.get("compile_s", 0.0))
+
+
+def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[str, str]:
+    """The child's environment: jax on CPU, libtpu that looks for no chip; the schedule goes to the folder, if any."""
+    found = dict(os.environ)
+    found |= {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",  # a program taken from the cache leaves no schedule
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_LOAD_LIBRARY": "1",  # libtpu lets one process a machine in, for the chip's sake; here is none
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": " ".join((f"--xla_jf_dump_to={folder}", *FLAGS)) if folder else "",
+    }
+    if paths:
+        found["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return found
+
+
+def explain(text: str, limit_s: float | None = None) -> CompileError:
+    """What a compiler's message means, and what helps."""
+    text = " ".join(text.split())
+    if limit_s is not None:
+        return out_of_time(text, limit_s)
+    if re.search(r"TPU support not installed|No module named", text):
+        way_out = "install the extra: pip install 'tessera-attention[deviceless]'"
+        return CompileError("program", text, "the TPU compiler (libtpu) or a module is missing", way_out)
+    text = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
+    named = re.search(r"(?i)memory space (smem|vmem|hbm)", text)
+    for kind, pattern, meaning, way_out in MEANINGS:
+        if named[1].upper() == kind if named else re.search(pattern, text):
+            return CompileError(kind, text, meaning, way_out)
+    return CompileError("program", text, "the program is wrong before it meets the chip", "read the message")
+
+
+def out_of_time(text: str, limit_s: float) -> CompileError:
+    """What it means that the worker was ended."""
+    meaning = f"the compiler took longer than {limit_s:g} s and was ended"
+    return CompileError("time", text, meaning, "take smaller or fewer unrolled blocks, or raise the limit")
+
+
+def clock_hz(chip: str) -> float:
+    """Cycles per second of a core."""
+    return hardware.chip(chip).clock_hz

@@ -1,0 +1,193 @@
+"""From a schedule to a time: bundles on the executed path, the clock, and bytes over the memory's bandwidth.
+
+    kernel_s  = max(sum over scopes of executions x cycles / clock / cores, bytes moved by the kernel / bandwidth)
+    around_s  = bytes of XLA's copies, transposes and fusions around it / bandwidth
+    cycles    = bundles of a scope, or what its products take in the matrix units if that is longer
+    predicted = kernel_s + around_s, with what Overheads adds to each
+
+What it leaves out: waits for single DMAs shorter than their latency (small blocks), contention between cores, a chip
+that lowers its clock under load. `validation.py` holds it against measured times.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tessera.core import hardware
+from tessera.deviceless.tpu.compiler import Compiled
+from tessera.deviceless.tpu.schedule import LAUNCH, STEP, Schedule
+
+BYTES = "hbm_bytes"
+SPILLS = ("VLOAD:FILL", "VSTORE:SPILL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overheads:
+    """What no schedule shows.
+
+    Attributes:
+        stall: cycles that pass per bundle; more than 1 where memory on the chip makes the core wait.
+        step_s: seconds that a grid step adds on its core (DMA set-up and waits).
+        bandwidth_share: part of the nominal main memory bandwidth that copies reach.
+    """
+
+    stall: float = 1.0
+    step_s: float = 0.0
+    bandwidth_share: float = 1.0
+
+
+NOMINAL = Overheads()
+"""No fitted constant at all."""
+
+CALIBRATED = Overheads(stall=1.02, step_s=0.17e-6, bandwidth_share=0.8)
+"""Fitted to measured times of v5p and v6e alone; see evidence/tpu-prediction.jsonl for how well, v7x included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a compiled program should take on its chip (on one of its devices, where it has two).
+
+    Attributes:
+        ms: the whole program.
+        compute_ms, dma_ms: the kernels' bundles, and their bytes; the longer one counts.
+        around_ms: operations around the kernels.
+        steps: grid steps of all kernels.
+        bundles_per_step: mean bundles of one step on one core.
+        cycles_per_step: the same in cycles: a scope takes as long as its products, where that is longer.
+        slots: per unit, mean slots used per step and slots there are in that time.
+        spill_slots: slots per step that move spilled registers.
+        moved_bytes: to and from main memory, kernels and what is around them.
+        bound_by: "HBM", "XLA operations", or the unit of the core that is fullest.
+        assumed: scopes whose number of executions the kernel does not state.
+        scopes: kernel/scope -> executions and cycles of one.
+    """
+
+    ms: float
+    compute_ms: float
+    dma_ms: float
+    around_ms: float
+    steps: int
+    bundles_per_step: float
+    cycles_per_step: float
+    slots: Mapping[str, Mapping[str, float]]
+    spill_slots: float
+    moved_bytes: float
+    bound_by: str
+    assumed: tuple[str, ...]
+    scopes: Mapping[str, tuple[float, int]] = MappingProxyType({})
+
+    def busy(self, unit: str) -> float:
+        """Share of the unit's slots in use."""
+        found = self.slots[unit]
+        return found["used"] / found["capacity"] if found["capacity"] else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one jax device of a chip offers."""
+
+    cores: int
+    clock_hz: float
+    flops_per_s: float
+    bytes_per_s: float
+    memory_bytes: float
+
+
+def device(chip: str) -> Device:
+    """One jax device of the chip: the whole chip, but for v7x, where each core is a device."""
+    found = hardware.chip(chip)
+    n = found.devices
+    return Device(
+        cores=found.cores // n,
+        clock_hz=found.clock_hz,
+        flops_per_s=found.bf16_flops_per_s / n,
+        bytes_per_s=found.bytes_per_s / n,
+        memory_bytes=found.memory_bytes / n,
+    )
+
+
+def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Overheads = NOMINAL) -> Prediction:
+    """The time of a compiled program.
+
+    Args:
+        compiled: it must have compiled.
+        executions: how often each scope runs in the whole call, as `Kernel.executions` gives it; with several kernels
+            the names are "kernel/scope". A scope that is not named runs once per step (noted in `assumed`).
+        overheads: what is added for what no schedule shows.
+    """
+    on = device(compiled.chip)
+    bundles, cycles, steps, compute_s, assumed = 0.0, 0.0, 0.0, 0.0, []
+    used: dict[str, float] = {}
+    capacity: dict[str, float] = {}
+    scopes: dict[str, tuple[float, int]] = {}
+    for found in compiled.schedules:
+        counts, missing = counts_of(found, executions)
+        assumed += [f"{found.name}/{name}" for name in missing]
+        steps += counts[STEP]
+        own = sum(counts[region.name] * region.cycles for region in found.regions)
+        cycles += own
+        bundles += sum(counts[region.name] * region.bundles for region in found.regions)
+        cores = cores_at_work(found, counts[STEP], on.cores)
+        compute_s += (overheads.stall * own / on.clock_hz + counts[STEP] * overheads.step_s) / cores
+        for region in found.regions:
+            passes = counts[region.name]
+            scopes[f"{found.name}/{region.name}"] = (passes, region.cycles)
+            for unit, count in region.slots.items():
+                used[unit] = used.get(unit, 0.0) + passes * count
+                capacity[unit] = capacity.get(unit, 0.0) + passes * region.cycles * found.capacity[unit]
+    moved = float(sum(count for name, count in executions.items() if name.rpartition("/")[2] == BYTES))
+    around_bytes = float(sum(o.bytes for o in compiled.operations))
+    bandwidth = on.bytes_per_s * overheads.bandwidth_share
+    dma_s, around_s = moved / bandwidth, around_bytes / bandwidth
+    per_step = max(steps, 1.0)
+    slots = {unit: {"used": used[unit] / per_step, "capacity": capacity[unit] / per_step} for unit in used}
+    return Prediction(
+        ms=1e3 * (max(compute_s, dma_s) + around_s),
+        compute_ms=1e3 * compute_s,
+        dma_ms=1e3 * dma_s,
+        around_ms=1e3 * around_s,
+        steps=round(steps),
+        bundles_per_step=bundles / per_step,
+        cycles_per_step=cycles / per_step,
+        slots=MappingProxyType(slots),
+        spill_slots=sum(used.get(unit, 0.0) for unit in SPILLS) / per_step,
+        moved_bytes=moved + around_bytes,
+        bound_by=bound(slots, compute_s, dma_s, around_s),
+        assumed=tuple(assumed),
+        scopes=MappingProxyType(scopes),
+    )
+
+
+def cores_at_work(found: Schedule, steps: float, cores: int) -> int:
+    """How many of a device's cores share the grid: the loop of one core then has so many times fewer turns than steps.
+
+    A pipelined loop takes two turns more: the first block's copy in, the last one's out.
+    """
+    if cores == 1 or steps < 2:
+        return 1
+    if found.turns is None:
+        return cores
+    return max(1, min(cores, round(steps / max(found.turns - 2, 1))))
+
+
+def counts_of(found: Schedule, executions: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
+    """Executions per region of one kernel, and the scopes among them that nothing was said about."""
+    own = {name.partition("/")[2]: n for name, n in executions.items() if name.partition("/")[0] == found.name}
+    own = {name: n for name, n in executions.items() if "/" not in name} | own
+    steps = own.get(STEP, float(max((found.turns or 1) - 2, 1)))
+    counts = {region.name: own.get(region.name, steps) for region in found.regions}
+    counts[LAUNCH] = own.get(LAUNCH, 1.0)
+    missing = [r.name for r in found.regions if r.name not in own and r.name not in (LAUNCH, STEP)]
+    return counts | {STEP: steps}, missing
+
+
+def bound(slots: Mapping[str, Mapping[str, float]], compute_s: float, dma_s: float, around_s: float) -> str:
+    """What the time is spent on: the longest part, and within a kernel its fullest unit."""
+    if around_s > max(compute_s, dma_s) or not slots:
+        return "XLA operations"
+    if dma_s > compute_s:
+        return "HBM"
+    shares = {unit: s["used"] / s["capacity"] for unit, s in slots.items() if s["capacity"] and ":" not in unit}
+    unit = max(shares, key=shares.get)
+    # No unit near full: the bundles wait for each other's results.
+    return unit if shares[unit] >= 0.5 else f"latency ({unit} fullest)"

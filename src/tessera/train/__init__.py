@@ -1,0 +1,1 @@
+"""Training of the demo model: data, recipes, the loop."""

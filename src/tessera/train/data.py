@@ -1,0 +1,314 @@
+"""Training text: library sources, hidden notes and questions about them. A batch is a pure function of (seed, step).
+
+Every example is `length + 1` token ids with a weight per predicted token. Kinds of example:
+
+    copy   random bytes with a short period: the circuit that finds an earlier match forms here, at very short length
+    recall random bytes in which earlier spans come again at any distance
+    pairs  keys and values, line after line, so alike that only the whole key tells them apart
+    text   library source as it is
+    notes  library source with notes hidden in it (pass keys, constants, tables, variable chains) and questions about
+           them later on and at the end, plainly or as a chat
+
+The text is the standard library of the running Python (PSF licence). Files are split by the hash of their name, and
+the documents of the demo are always held out.
+"""
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tessera.models.tokenizer import Tokenizer
+from tessera.runtime.corpus import read_text
+from tessera.train.facts import WORDINGS, Fact, column, draw_facts, draw_keys, natural, number
+
+BOS, EOS, PAD, USER, ASSISTANT, END = range(256, 262)
+VOCAB_SIZE = 264
+
+HELD_OUT = frozenset(
+    {
+        "http/__init__.py",
+        "token.py",
+        "stat.py",
+        "socketserver.py",
+        "ftplib.py",
+        "smtplib.py",
+        "imaplib.py",
+        "tarfile.py",
+    }
+)
+SKIPPED = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "__pycache__"})
+
+VALUE_WEIGHT = 3.0
+WORDING_WEIGHT = 1.0
+QUESTION_WEIGHT = 0.1
+
+
+class Batch(NamedTuple):
+    """Token ids [B,T+1] and the weight of predicting tokens[:, 1:], float32 [B,T]."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+
+CALIBRATION = "tk"
+"""Held-out files whose names come after this are for calibration, but for the demo's documents: a twelfth."""
+
+
+class Split(NamedTuple):
+    """Token ids to train on, and others never trained on."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def library_files() -> list[tuple[str, Path]]:
+    """The standard library's sources as (relative name, path), sorted; tests and vendored packages left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
+    return [(name.as_posix(), root / name) for name in names if not SKIPPED.intersection(name.parts)]
+
+
+def is_held_out(name: str, calibration: bool | None = None) -> bool:
+    """One file in twenty, by the hash of its name, and the documents the demo asks about.
+
+    With calibration given, whether it is one of them that is (or is not) for calibration.
+    """
+    if name not in HELD_OUT and hashlib.sha256(name.encode()).digest()[0] >= 13:
+        return False
+    return calibration is None or calibration == (name not in HELD_OUT and name > CALIBRATION)
+
+
+@lru_cache(maxsize=1)
+def library_corpus() -> Split:
+    """The standard library of the running Python, split by file; without the files of `library_calibration`."""
+    return Split(_library(lambda name: not is_held_out(name)), _library(lambda name: is_held_out(name, False)))
+
+
+@lru_cache(maxsize=1)
+def library_calibration() -> np.ndarray:
+    """Held-out files that a plan is calibrated on: nothing is trained or tested on them."""
+    return _library(lambda name: is_held_out(name, True))
+
+
+def _library(wanted: Callable[[str], bool]) -> np.ndarray:
+    return np.frombuffer(b"\n\n".join(path.read_bytes() for name, path in library_files() if wanted(name)), np.uint8)
+
+
+def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
+    """Your own text (a file or a folder of files) as tokens; the last twentieth is held out.
+
+    Raises:
+        FileNotFoundError: no such path.
+        ValueError: no text in it, or no tokenizer.
+    """
+    if tokenizer is None:
+        raise ValueError("the base model has no tokenizer, so text cannot be read: take a folder with a tokenizer.json")
+    body = read_text(Path(path))
+    ids = np.asarray(tokenizer.encode(body, add_special=False, parse_special=False), np.int32)
+    cut = len(ids) - len(ids) // 20
+    return Split(ids[:cut], ids[cut:])
+
+
+def make_batch(source: Split, mixture: dict[str, float], length: int, batch: int, seed: int, step: int) -> Batch:
+    """The batch of one step: the same bits for the same arguments, whatever ran before."""
+    rng = np.random.default_rng((seed, step))
+    kinds, shares = list(mixture), np.array(list(mixture.values()), np.float64)
+    chosen = rng.choice(len(kinds), size=batch, p=shares / shares.sum())
+    rows = [KINDS[kinds[index]](rng, source, length + 1) for index in chosen]
+    return Batch(np.stack([ids for ids, _ in rows]), np.stack([weights[1:] for _, weights in rows]))
+
+
+def copy(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random bytes repeated with one period; the first period is noise and weighs nothing."""
+    period = int(rng.integers(3, max(13, min(size // 2, 256))))
+    ids = np.resize(rng.integers(0, 256, period), size).astype(np.int32)
+    return ids, (np.arange(size) >= period + 1).astype(np.float32)
+
+
+def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Spans of random bytes, about half of them copied from any earlier place; new bytes weigh nothing."""
+    ids, weights = np.zeros(size, np.int32), np.zeros(size, np.float32)
+    ids[:16], end = rng.integers(0, 256, 16), 16
+    while end < size:
+        span = min(int(rng.integers(6, 40)), size - end)
+        if rng.random() < 0.6 and end > span:
+            start = int(rng.integers(0, end - span))
+            ids[end : end + span] = ids[start : start + span]
+            weights[end + 3 : end + span] = 1.0
+        else:
+            ids[end : end + span] = rng.integers(0, 256, span)
+        end += span
+    return ids, weights
+
+
+def pairs(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Lines that give keys values, in one wording, over and over: only the whole key tells which value comes.
+
+    A value weighs from the second time on, its first character most; that is the one that a match of the last few
+    characters cannot find.
+    """
+    count = int(rng.integers(2, max(4, min(size // 24, 24))))
+    keys = list(dict.fromkeys(draw_keys(rng, count)))
+    values = column(rng, len(keys)) if rng.random() < 0.5 else [number(rng) for _ in keys]
+    wording = str(rng.choice(WORDINGS))
+    width = max(map(len, keys)) if rng.random() < 0.3 else 0
+    parts, seen, filled, index = [], set(), 0, 0
+    while filled < size:
+        index = (index + int(rng.integers(1, max(2, len(keys))))) % len(keys)  # never the same key twice in a row
+        before, after = wording.format(key=f"{keys[index]:{width}}" if width else keys[index]).split("@")
+        value, weights = encode(values[index], WORDING_WEIGHT if index in seen else 0.0)
+        weights[0] *= VALUE_WEIGHT
+        parts += [encode(before, 0.0), (value, weights), encode(after + "\n", 0.0)]
+        filled += sum(len(part[0]) for part in parts[-3:])
+        seen.add(index)
+    ids, weights = np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+    return ids[:size], weights[:size]
+
+
+def text(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A slice of the corpus, every token weighing the same."""
+    return excerpt(rng, source.train, size), np.full(size, 0.3, np.float32)
+
+
+def excerpt(rng: np.random.Generator, ids: np.ndarray, size: int) -> np.ndarray:
+    """A random slice, starting after a line break where one is near; short text is repeated."""
+    if len(ids) <= size:
+        return np.resize(ids, size).astype(np.int32)
+    start = int(rng.integers(0, len(ids) - size))
+    near = np.flatnonzero(ids[start : min(start + 80, len(ids) - size)] == 10)
+    start += int(near[0]) + 1 if len(near) else 0
+    return ids[start : start + size].astype(np.int32)
+
+
+def encode(piece: str, weight: float) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes and weights; what stands between \\x01 and \\x02 weighs VALUE_WEIGHT."""
+    raw = np.frombuffer(piece.encode("latin-1", "replace"), np.uint8).astype(np.int32)
+    inside = np.cumsum(raw == 1) > np.cumsum(raw == 2)
+    keep = (raw != 1) & (raw != 2)
+    return raw[keep], np.where(inside, VALUE_WEIGHT, weight).astype(np.float32)[keep]
+
+
+def dialogue(fact: Fact, chat: bool) -> tuple[np.ndarray, np.ndarray]:
+    """One question and its answer, as a chat turn or in plain text."""
+    question, asked = encode(fact.question, QUESTION_WEIGHT)
+    answer, weights = encode(fact.answer, WORDING_WEIGHT)
+    if chat:
+        ids = [[USER], question, [END, ASSISTANT], answer, [END]]
+        all_weights = [[0.0], asked, [0.1, 0.1], weights, [WORDING_WEIGHT]]
+    else:
+        ids = [question, [32], answer, [10]]
+        all_weights = [asked, [0.1], weights, [WORDING_WEIGHT]]
+    return np.concatenate(ids).astype(np.int32), np.concatenate(all_weights).astype(np.float32)
+
+
+def notes(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """A document with hidden notes, then questions about them and about the library's own constants."""
+    chat = bool(rng.random() < 0.5)
+    head = [BOS, USER] if chat else [BOS]
+    hidden, turns, room = [], [], size - len(head) - 2
+    for group in draw_facts(rng, size):
+        middle = dialogue(group[0], False) if rng.random() < 0.3 else None
+        asked = [dialogue(fact, chat) for fact in group]
+        cost = sum(len(line) + 1 for line in group[0].notes) + sum(len(turn[0]) for turn in asked)
+        cost += 0 if middle is None else len(middle[0])
+        if cost > (room - size * 0.3 if turns else room - 8):
+            continue
+        room -= cost
+        hidden.append((group[0].notes, middle))
+        turns += asked
+    body = excerpt(rng, source.train, size)
+    reserve = min(200, room // 3) if room > 300 else 0
+    own = natural(bytes(body[: room - reserve].astype(np.uint8)))
+    for index in rng.permutation(len(own)):
+        turn = dialogue(own[index], chat)
+        if len(turn[0]) <= reserve:
+            turns, reserve, room = [*turns, turn], reserve - len(turn[0]), room - len(turn[0])
+    document = hide(rng, body[: max(room, 0)], hidden, float(rng.choice([0.1, 0.3])))
+    turns = [turns[index] for index in rng.permutation(len(turns))]
+    if chat and turns:  # the first question stands in the same user turn as the document
+        turns[0] = (turns[0][0][1:], turns[0][1][1:])
+    parts = [(np.array(head, np.int32), np.zeros(len(head), np.float32)), document, encode("\n\n", 0.1), *turns]
+    ids, weights = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+    return fit(ids, weights, size)
+
+
+def fit(ids: np.ndarray, weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut from the front or pad at the end to exactly `size`."""
+    if len(ids) >= size:
+        return ids[-size:], weights[-size:]
+    missing = size - len(ids)
+    return np.pad(ids, (0, missing), constant_values=PAD), np.pad(weights, (0, missing))
+
+
+def hide(rng, body, hidden, filler_weight) -> tuple[np.ndarray, np.ndarray]:
+    """Insert the notes at uniform depths, snapped to line breaks; a question in the middle comes after its note."""
+    inserts = []
+    for lines, turn in hidden:
+        depths = np.sort(rng.random(len(lines) + (turn is not None)))
+        pieces = [encode(line + "\n", 0.0) for line in lines] + ([turn] if turn is not None else [])
+        inserts += [(int(depth * len(body)), piece) for depth, piece in zip(depths, pieces)]
+    breaks = np.flatnonzero(body == 10) + 1
+    parts, done = [], 0
+    for place, piece in sorted(inserts, key=lambda item: item[0]):
+        index = np.searchsorted(breaks, place)
+        cut = int(breaks[index]) if index < len(breaks) else (int(breaks[-1]) if len(breaks) else place)
+        cut = max(cut, done)
+        parts += [(body[done:cut], np.full(cut - done, filler_weight, np.float32)), piece]
+        done = cut
+    parts.append((body[done:], np.full(len(body) - done, filler_weight, np.float32)))
+    return np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
+
+
+KINDS = {"copy": copy, "recall": recall, "pairs": pairs, "text": text, "notes": notes}
+
+
+class Task(NamedTuple):
+    """A prompt and the tokens that must follow it, greedily, all of them."""
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    depth: float
+
+
+def passkey_task(
+    rng: np.random.Generator,
+    length: int,
+    *,
+    source: Split | None = None,
+    depth: float | None = None,
+    chat: bool = False,
+) -> Task:
+    """A five-digit pass key hidden in held-out library text; prompt and answer together are `length` tokens.
+
+    Args:
+        rng: source of the key, the place and the text.
+        length: tokens of prompt and answer.
+        source: text to hide in (its held-out part); None is the standard library.
+        depth: 0 (start) to 1 (end) of the text; None draws it uniformly.
+        chat: ask as a chat turn.
+
+    Returns:
+        prompt and answer token ids, and the depth.
+    """
+    source = library_corpus() if source is None else source
+    depth = float(rng.random()) if depth is None else depth
+    key = number(rng, 5)
+    note = encode(f"The pass key is {key}. Remember it.\n", 0.0)
+    question = "\n\nWhat is the pass key?"
+    tail = [*question.encode(), END, ASSISTANT] if chat else [*question.encode(), 32]
+    tail = np.array([*tail, *b"The pass key is "], np.int32)
+    head = np.array([BOS, USER] if chat else [BOS], np.int32)
+    room = length - len(head) - len(note[0]) - len(tail) - len(key)
+    if room < 1:
+        raise ValueError(f"{length=} must be at least {length - room + 1} tokens to hold the note and the question")
+    body = excerpt(rng, source.held_out, room)
+    breaks = np.concatenate([[0], np.flatnonzero(body == 10) + 1])
+    cut = int(breaks[np.argmin(np.abs(breaks - depth * room))])
+    prompt = np.concatenate([head, body[:cut], note[0], body[cut:], tail])
+    return Task(prompt, np.frombuffer(key.encode(), np.uint8).astype(np.int32), cut / room)

@@ -1,0 +1,355 @@
+"""Training: the step, checkpoints that survive a kill, and the loop.
+
+The loss is the weighted mean of the cross-entropy, sum_i w_i (-ln p_i) / sum_i w_i, in float32. A step clips the
+gradient's global norm, then AdamW: u = m / (sqrt(v) + eps) + decay * p, p <- p - rate * u, on float32 master weights.
+The batch of a step is a pure function of (recipe, step), so a resumed run repeats the loss curve bit for bit.
+"""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from tessera.attention.contract import Positions
+from tessera.attention.xla import prefill as xla_prefill
+from tessera.core.files import write_whole
+from tessera.models import decoder
+from tessera.models.checkpoint import load_params, read_tokenizer, save_folder
+from tessera.models.config import ModelConfig
+from tessera.models.layers import Params, init_params, rope_frequencies
+from tessera.models.tokenizer import byte_tokenizer
+from tessera.sparse.baselines import Dense
+from tessera.train import data
+from tessera.train.losses import LOG_NAME, Line, draw_losses, open_log, read_losses
+from tessera.train.recipes import Recipe, Stage
+
+LOOK_BACK_PAIRS = 10
+LOOK_BACK_SHARPNESS = 7.6
+
+
+class State(NamedTuple):
+    """What a step carries: float32 master weights and the optimizer's moments."""
+
+    params: Params
+    optimizer: Any
+
+
+class Sums(NamedTuple):
+    """Over a batch: weighted cross-entropy, weight, answer tokens guessed right, and answer tokens."""
+
+    loss: Array
+    weight: Array
+    right: Array
+    asked: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """The end of a run: weights, steps done, and the folder written in Hugging Face layout."""
+
+    params: Params
+    step: int
+    model: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallBlocks(Dense):
+    """Dense attention for training.
+
+    Blocks of 64 x 128 skip what lies above the diagonal and stay in the cache: forward and backward at length 1,024
+    took a third of the naive path's time. The dispatcher's larger blocks suit inference.
+    """
+
+    def attend(self, layer, q, k, v, spec, positions, state):
+        config = xla_prefill.Config(block_t=min(64, q.shape[1]), block_s=min(128, k.shape[1]))
+        return xla_prefill.launch_dense(q, k, v, spec, positions, None, config).out, state
+
+
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Clip, Adam, decoupled decay of matrices (norms and biases are left alone); the rate is applied by the step."""
+
+    def decayed(params: Params) -> Any:
+        def is_matrix(path, leaf) -> bool:
+            name = jax.tree_util.keystr(path)
+            return not ("norm" in name or "bias" in name)
+
+        return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.clip),
+        optax.scale_by_adam(b1=recipe.b1, b2=recipe.b2),
+        optax.add_decayed_weights(recipe.weight_decay, mask=decayed),
+    )
+
+
+def init_state(recipe: Recipe) -> State:
+    """Fresh weights, or those of the recipe's base, and zero moments."""
+    if recipe.base is not None:
+        params = load_params(recipe.base, recipe.config, dtype=jnp.float32, stacked=True)
+    else:
+        params = init_params(recipe.config, jax.random.key(recipe.seed))
+    if recipe.look_back:
+        params = look_back(params, recipe.config)
+    return State(params, optimizer(recipe).init(params))
+
+
+def look_back(params: Params, config: ModelConfig) -> Params:
+    """Let the first two query heads of layer 0 start out favouring one and two positions back.
+
+    Every embedding gets a common unit vector u; q = W u and k = W' u are then the same at all positions, and rotary
+    embedding makes their product sum_i cos(f_i (distance - shift)), largest at the wanted distance. With this half of
+    the copying circuit given, the other half forms in a few hundred steps instead of thousands (LOG.md).
+    """
+    size, head = config.hidden_size, config.head_dim
+    u = jax.random.normal(jax.random.key(7), (size,))
+    u = u / jnp.linalg.norm(u)
+    frequency, _ = rope_frequencies(config.rope, head)
+    fast = jnp.arange(head // 2) < LOOK_BACK_PAIRS
+    scale = LOOK_BACK_SHARPNESS / (size / 2) ** 0.5
+
+    def direction(shift: float) -> Array:
+        angle = shift * frequency
+        return jnp.concatenate([jnp.where(fast, jnp.cos(angle), 0), jnp.where(fast, jnp.sin(angle), 0)]) * scale
+
+    q = params.layers.q.at[0, :head].set(jnp.outer(direction(0.0), u))
+    if config.groups > 1:  # a second query head of the same KV head
+        q = q.at[0, head : 2 * head].set(jnp.outer(direction(-1.0), u))
+    k = params.layers.k.at[0, :head].set(jnp.outer(direction(1.0), u))
+    return replace(params, embed=params.embed + u, layers=replace(params.layers, q=q, k=k))
+
+
+def loss_sums(params: Params, tokens: Array, weights: Array, *, config: ModelConfig, remat: bool, dtype: str) -> Sums:
+    """Sums over tokens [B,T+1] and weights [B,T]; activations in `dtype`, the cross-entropy in float32."""
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    batch, length = weights.shape
+    full = jnp.full(batch, length, jnp.int32)
+    positions = Positions(jnp.zeros(batch, jnp.int32), full, full)
+    hidden, _, _ = decoder.forward(
+        params, tokens[:, :-1], None, positions, config=config, policy=SmallBlocks(), remat=remat
+    )
+    scores = decoder.logits(params, hidden)
+    picked = jnp.take_along_axis(scores, tokens[:, 1:, None], -1)[..., 0]
+    entropy = jax.nn.logsumexp(scores, -1) - picked
+    asked = weights >= jnp.where(jnp.any(weights >= data.VALUE_WEIGHT), data.VALUE_WEIGHT, 1.0)
+    right = (picked >= jnp.max(scores, -1)) & asked
+    return Sums(jnp.sum(weights * entropy), jnp.sum(weights), jnp.sum(right), jnp.sum(asked))
+
+
+@partial(jax.jit, static_argnames=("recipe", "stage"), donate_argnames="state")
+def train_step(
+    state: State, tokens: Array, weights: Array, rate: Array, *, recipe: Recipe, stage: Stage
+) -> tuple[State, tuple[Array, Array, Array]]:
+    """One update over `stage.accumulate` slices of the batch -> state, (loss, answer accuracy, gradient norm)."""
+
+    def objective(params: Params, tokens: Array, weights: Array) -> tuple[Array, Sums]:
+        sums = loss_sums(params, tokens, weights, config=recipe.config, remat=stage.remat, dtype=recipe.compute_dtype)
+        return sums.loss, sums
+
+    gradient = jax.grad(objective, has_aux=True)
+    if stage.accumulate == 1:
+        total, sums = gradient(state.params, tokens, weights)
+    else:
+        slices = jax.tree.map(lambda x: x.reshape(stage.accumulate, -1, x.shape[-1]), (tokens, weights))
+
+        def add(carry, part):
+            return jax.tree.map(jnp.add, carry, gradient(state.params, *part)), None
+
+        first, rest = (jax.tree.map(lambda x, cut=cut: x[cut], slices) for cut in (0, slice(1, None)))
+        (total, sums), _ = jax.lax.scan(add, gradient(state.params, *first), rest)
+    weight = jnp.maximum(sums.weight, 1e-6)
+    grads = jax.tree.map(lambda g: g / weight, total)
+    updates, moments = optimizer(recipe).update(grads, state.optimizer, state.params)
+    params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+    metrics = (sums.loss / weight, sums.right / jnp.maximum(sums.asked, 1), optax.tree.norm(grads))
+    return State(params, moments), metrics
+
+
+def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, keep: int = 2) -> Path:
+    """Write checkpoint-<step>.safetensors, whole or not at all, and drop all but the last `keep`."""
+    leaves = jax.tree_util.tree_flatten_with_path(state)[0]
+    tensors = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    about = {"step": str(step), "recipe": recipe.fingerprint(step), "name": recipe.name}
+    path = folder / f"checkpoint-{step:08d}.safetensors"
+    write_whole(path, lambda temporary: save_file(tensors, temporary, about))
+    for old in checkpoints(folder)[:-keep]:
+        old.unlink()
+    return path
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Checkpoints in a folder, oldest first."""
+    return sorted(folder.glob("checkpoint-*.safetensors"))
+
+
+def load_checkpoint(path: Path, recipe: Recipe) -> tuple[State, int]:
+    """State and step of a checkpoint.
+
+    Raises:
+        ValueError: it is damaged, or of another recipe.
+    """
+    flat, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(partial(init_state, replace(recipe, base=None))))
+    try:
+        with safe_open(path, framework="numpy") as file:
+            about = file.metadata() or {}
+            step = int(about.get("step", -1))
+            if step < 0 or about.get("recipe") != recipe.fingerprint(step):
+                raise ValueError(
+                    f"{path} belongs to another recipe ({about.get('name')!r}, {about.get('recipe')}) than "
+                    f"{recipe.name!r} ({recipe.fingerprint(max(step, 0))}): choose another folder"
+                )
+            leaves = [jnp.asarray(file.get_tensor(jax.tree_util.keystr(where))) for where, _ in flat]
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it to resume from the one before") from error
+    return jax.tree_util.tree_unflatten(tree, leaves), step
+
+
+def train(
+    recipe: Recipe,
+    out: str | os.PathLike,
+    *,
+    save_every_s: float = 120.0,
+    until: int | None = None,
+    console: Console | None = None,
+) -> Trained:
+    """Run a recipe to its end, from the newest checkpoint in `out` if there is one.
+
+    Writes checkpoint-*.safetensors (the last two), loss.jsonl, loss.svg and, at the end, model/ (Hugging Face layout).
+
+    Args:
+        recipe: what to train, on what, how.
+        out: folder; made if missing.
+        save_every_s: seconds between checkpoints.
+        until: stop after this many steps in all; the recipe's end when None.
+        console: where progress goes; standard error when None.
+
+    Raises:
+        ValueError: the folder holds another recipe's run, the text is too short, or the loss is not finite.
+        FileNotFoundError: no such text.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the checkpoint is written first and the message says how to go on.
+    """
+    if until is not None and until < 0:
+        raise ValueError(f"{until=} must be at least 0 steps, or None to run the recipe to its end")
+    console = Console(stderr=True) if console is None else console
+    tokenizer = byte_tokenizer() if recipe.base is None else read_tokenizer(recipe.base)
+    corpus = data.library_corpus() if recipe.text is None else data.read_split(recipe.text, tokenizer)
+    longest = max(stage.length for stage in recipe.stages)
+    if len(corpus.train) <= longest:
+        raise ValueError(f"the text has {len(corpus.train)} tokens, more than length={longest} are needed: add text")
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{folder} is no folder that can be written to ({error.strerror}): name another") from error
+    found = checkpoints(folder)
+    state, step = load_checkpoint(found[-1], recipe) if found else (init_state(recipe), 0)
+    state = jax.device_put(state, spread())
+    if step > recipe.steps:
+        raise ValueError(f"{found[-1]} is past the recipe's {recipe.steps} steps: choose another folder")
+    last = recipe.steps if until is None else min(until, recipe.steps)
+    if step:
+        console.print(f"resuming at step {step} of {recipe.steps}", highlight=False)
+    peak = peak_flops(recipe.compute_dtype)
+    with (
+        open_log(folder / LOG_NAME, step) as losses,
+        Line(console, recipe.steps, peak) as line,
+        stop_signals() as stopped,
+    ):
+        saved = time.monotonic()
+        while step < last and not stopped:
+            state, record = run_step(state, corpus, recipe, step)
+            step += 1
+            losses.write(json.dumps(record) + "\n")
+            line.show(record, recipe.flops(step - 1, step), recipe.flops(step, recipe.steps))
+            if time.monotonic() - saved >= save_every_s:
+                save_checkpoint(folder, state, step, recipe)
+                saved = time.monotonic()
+    save_checkpoint(folder, state, step, recipe)
+    lines = read_losses(folder / LOG_NAME)
+    if lines:
+        draw_losses(lines, folder / "loss.svg", f"recipe {recipe.name!r}: {recipe.config.num_parameters:,} parameters")
+    if stopped:
+        message = f"stopped at step {step} of {recipe.steps}; run the same command again to go on"
+        console.print(message, highlight=False)
+        raise KeyboardInterrupt(message)
+    save_folder(folder / "model", state.params, replace(recipe.config, dtype="float32"), tokenizer)
+    return Trained(params=state.params, step=step, model=folder / "model")
+
+
+def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int) -> tuple[State, dict[str, Any]]:
+    """Make the batch of a step, update, and return the new state and the line for the log."""
+    stage, _ = recipe.stage_at(step)
+    began = time.perf_counter()
+    batch = data.make_batch(corpus, dict(stage.mixture), stage.length, stage.batch, recipe.seed, step)
+    rate = np.float32(recipe.rate_at(step))
+    tokens, weights = jax.device_put((batch.tokens, batch.weights), spread(stage.batch // stage.accumulate))
+    state, metrics = train_step(state, tokens, weights, rate, recipe=recipe, stage=stage)
+    loss, answers, norm = (float(value) for value in metrics)
+    if not (np.isfinite(loss) and np.isfinite(norm)):
+        raise ValueError(
+            f"{loss=} and {norm=} at step {step + 1} are not finite: lower the rate ({rate:.2g}) or change the text; "
+            "the last checkpoint is from before this step"
+        )
+    record = {
+        "step": step + 1,
+        "loss": loss,
+        "answers": answers,
+        "norm": norm,
+        "length": stage.length,
+        "tokens": stage.batch * stage.length,
+        "seconds": round(time.perf_counter() - began, 4),
+    }
+    return state, record
+
+
+def spread(rows: int = 0) -> NamedSharding:
+    """Rows of a batch over all devices where they divide evenly; else, and for weights (0 rows), a copy on each."""
+    devices = jax.devices()
+    even = rows > 0 and rows % len(devices) == 0
+    return NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec("data") if even else PartitionSpec())
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM in a list instead of dying between a donated state and its successor."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    names = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(name, lambda number, frame: received.append(number)) for name in names]
+    try:
+        yield received
+    finally:
+        for name, handler in zip(names, before):
+            signal.signal(name, handler)
+
+
+def peak_flops(dtype: str) -> float:
+    """FLOP/s of a 1024 x 1024 x 1024 matrix product on this machine, the best of ten: MFU's denominator."""
+    size = 1024
+    a = jnp.ones((size, size), dtype)
+    product = jax.jit(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32))
+    product(a).block_until_ready()
+    best = float("inf")
+    for _ in range(10):
+        began = time.perf_counter()
+        product(a).block_until_ready()
+        best = min(best, time.perf_counter() - began)
+    return 2 * size**3 / best

@@ -1,0 +1,234 @@
+"""Recipes: everything that decides what weights come out of training, as constants."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tessera.models.config import ModelConfig, Rope
+from tessera.train import data
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Steps of one shape.
+
+    Attributes:
+        length: tokens predicted per sequence.
+        batch: sequences per step.
+        steps: updates.
+        mixture: kinds of example (data.KINDS) and their shares.
+        rate: learning rate at the first step; linear to `last_rate` (None: constant).
+        accumulate: slices the batch is split into, one after another, to bound memory.
+        remat: recompute each layer in the backward pass instead of storing it.
+    """
+
+    length: int
+    batch: int
+    steps: int
+    mixture: tuple[tuple[str, float], ...]
+    rate: float = 2e-3
+    last_rate: float | None = None
+    accumulate: int = 1
+    remat: bool = False
+
+    def __post_init__(self):
+        for name in ("length", "batch", "steps", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.rate < float("inf"):
+            raise ValueError(f"rate={self.rate} must be a positive number")
+        if self.batch % self.accumulate:
+            raise ValueError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
+        unknown = {kind for kind, _ in self.mixture} - data.KINDS.keys()
+        if unknown or not self.mixture:
+            raise ValueError(f"mixture={self.mixture} must name kinds of {tuple(data.KINDS)}")
+        if min(share for _, share in self.mixture) <= 0:
+            raise ValueError(f"mixture={self.mixture} must have positive shares")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A model, its data and its optimizer.
+
+    Attributes:
+        name: for people.
+        config: the model.
+        stages: run in order.
+        seed: of the weights and of every batch.
+        warmup: steps over which the learning rate rises from zero.
+        clip: largest global norm of the gradient.
+        weight_decay: decoupled, of matrices only.
+        b1, b2: Adam's decay rates.
+        compute_dtype: of activations and of the weights' working copy; master weights and moments are float32.
+        look_back: let two heads of layer 0 start out favouring one and two positions back (train.look_back).
+        text: folder or file to train on; None is the standard library of the running Python.
+        base: Hugging Face folder to start from; None is fresh weights.
+    """
+
+    name: str
+    config: ModelConfig
+    stages: tuple[Stage, ...]
+    seed: int = 0
+    warmup: int = 50
+    clip: float = 1.0
+    weight_decay: float = 0.05
+    b1: float = 0.9
+    b2: float = 0.95
+    compute_dtype: str = "float32"
+    look_back: bool = False
+    text: str | None = None
+    base: str | None = None
+
+    def __post_init__(self):
+        if self.compute_dtype not in DTYPES:
+            raise ValueError(f"compute_dtype={self.compute_dtype!r} must be one of {DTYPES}")
+        if not self.stages:
+            raise ValueError(f"recipe {self.name!r} needs at least one stage")
+        longest = max(stage.length for stage in self.stages)
+        if longest > self.config.max_positions:
+            raise ValueError(f"length={longest} must be at most max_positions={self.config.max_positions}")
+        made_of_bytes = {kind for stage in self.stages for kind, _ in stage.mixture} - {"text"}
+        if made_of_bytes and self.config.vocab_size != data.VOCAB_SIZE:
+            raise ValueError(
+                f"{sorted(made_of_bytes)} are made of bytes and need vocab_size={data.VOCAB_SIZE}, "
+                f"not {self.config.vocab_size}: train this model on 'text' alone"
+            )
+
+    @property
+    def steps(self) -> int:
+        """Steps of all stages."""
+        return sum(stage.steps for stage in self.stages)
+
+    def stage_at(self, step: int) -> tuple[Stage, int]:
+        """The stage of a step and the step's place within it."""
+        for stage in self.stages:
+            if step < stage.steps:
+                return stage, step
+            step -= stage.steps
+        raise ValueError(f"{step=} is past the recipe's {self.steps} steps")
+
+    def rate_at(self, step: int) -> float:
+        """Learning rate: linear within a stage, times a linear warm-up over the first steps."""
+        stage, within = self.stage_at(step)
+        last = stage.rate if stage.last_rate is None else stage.last_rate
+        rate = stage.rate + (last - stage.rate) * within / max(stage.steps - 1, 1)
+        return rate * min(1.0, (step + 1) / self.warmup)
+
+    def flops(self, first: int, last: int) -> float:
+        """Model FLOPs of the steps first to last - 1."""
+        total, begin = 0.0, 0
+        for stage in self.stages:
+            steps = max(min(last, begin + stage.steps) - max(first, begin), 0)
+            total += steps * stage.batch * stage.length * self.config.train_flops_per_token(stage.length)
+            begin += stage.steps
+        return total
+
+    def fingerprint(self, step: int) -> str:
+        """Hash of all that shaped the weights up to `step`: later stages may be changed or added, earlier ones not."""
+        past = {key: value for key, value in asdict(self).items() if key not in ("stages", "name")}
+        past = {key: value for key, value in past.items() if value is not None}
+        past["stages"], left = [], step
+        for stage in self.stages:
+            if left <= 0:
+                break
+            cut = asdict(replace(stage, steps=min(left, stage.steps)))
+            if left < stage.steps and stage.last_rate not in (None, stage.rate):
+                cut["decays_over"] = stage.steps
+            past["stages"].append(cut)
+            left -= stage.steps
+        return hashlib.sha256(json.dumps(past, sort_keys=True).encode()).hexdigest()[:16]
+
+
+DEMO_CONFIG = ModelConfig(
+    vocab_size=data.VOCAB_SIZE,
+    hidden_size=128,
+    intermediate_size=352,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    max_positions=4096,
+    rope=Rope(theta=500000.0),
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    bos_id=data.BOS,
+    eos_ids=(data.EOS, data.END),
+)
+
+COPYING = (("copy", 1.0),)
+FIRST_NOTES = (("copy", 0.1), ("recall", 0.3), ("notes", 0.6))
+MORE_NOTES = (("recall", 0.2), ("notes", 0.75), ("text", 0.05))
+MOSTLY_NOTES = (("recall", 0.1), ("notes", 0.85), ("text", 0.05))
+
+DEMO = Recipe(
+    name="demo",
+    config=DEMO_CONFIG,
+    look_back=True,
+    stages=(
+        Stage(length=24, batch=64, steps=486, mixture=COPYING),
+        Stage(length=64, batch=48, steps=44, mixture=(("copy", 0.6), ("recall", 0.4))),
+        Stage(length=128, batch=32, steps=170, mixture=FIRST_NOTES),
+        Stage(length=256, batch=16, steps=200, mixture=MORE_NOTES),
+        Stage(length=512, batch=10, steps=120, mixture=MOSTLY_NOTES),
+        Stage(length=1024, batch=6, steps=150, mixture=MOSTLY_NOTES),
+        Stage(length=2048, batch=3, steps=74, mixture=MOSTLY_NOTES, rate=1.5e-3),
+        Stage(length=2048, batch=4, steps=36, mixture=MOSTLY_NOTES, rate=1.5e-3),
+        Stage(length=4096, batch=2, steps=11, mixture=MOSTLY_NOTES, rate=1.5e-3, last_rate=1.4414e-3),
+        Stage(length=4096, batch=2, steps=69, mixture=MOSTLY_NOTES, rate=1.44e-3, last_rate=0.001163),
+        Stage(length=4096, batch=2, steps=46, mixture=MOSTLY_NOTES, rate=0.001163, last_rate=0.00087516),
+        Stage(length=4096, batch=2, steps=94, mixture=MOSTLY_NOTES, rate=0.00087516, last_rate=5e-5),
+    ),
+)
+"""The shipped model: copying forms at 24 tokens, then every length up to the whole context."""
+
+TINY = Recipe(
+    name="tiny",
+    config=replace(
+        DEMO_CONFIG,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        max_positions=128,
+    ),
+    stages=(
+        Stage(length=24, batch=8, steps=12, mixture=COPYING),
+        Stage(length=48, batch=4, steps=8, mixture=(("recall", 0.5), ("notes", 0.5)), accumulate=2, last_rate=1e-3),
+    ),
+    warmup=5,
+)
+"""A few seconds of everything, to see the machinery run."""
+
+RECIPES = {recipe.name: recipe for recipe in (DEMO, TINY)}
+
+
+def text_recipe(
+    text: str | Path,
+    *,
+    config: ModelConfig = DEMO_CONFIG,
+    base: str | Path | None = None,
+    length: int = 512,
+    batch: int = 8,
+    steps: int = 1000,
+    rate: float = 1e-3,
+    compute_dtype: str = "float32",
+) -> Recipe:
+    """Plain next-token training on your own text, from fresh weights or from a Hugging Face folder (`base`).
+
+    `config` must be the base's own (models.checkpoint.read_config). The rate falls linearly to a tenth.
+    """
+    stage = Stage(length=length, batch=batch, steps=steps, mixture=(("text", 1.0),), rate=rate, last_rate=rate / 10)
+    return Recipe(
+        name="text",
+        config=config,
+        stages=(stage,),
+        warmup=min(50, steps),
+        compute_dtype=compute_dtype,
+        text=str(Path(text).resolve()),
+        base=None if base is None else str(Path(base).resolve()),
+    )

@@ -1,0 +1,1 @@
+"""Measure, verify, tune and report. The product imports nothing from here."""

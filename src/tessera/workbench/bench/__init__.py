@@ -1,0 +1,213 @@
+"""Benchmarks: both sides in one interleaved run, fresh inputs, checked outputs, one record per side.
+
+    tessera bench --suite cpu                      all cases, appended to evidence/<device>.jsonl
+    tessera bench --suite cpu --only start_up      one case
+    tessera bench --suite cpu --resume             only the cases this commit has no record of
+    tessera bench --suite cpu --gate               nothing kept; 1 where a stored figure got worse beyond noise
+    tessera bench --compare OLD NEW                two files of records, measured before; status as for --gate
+
+On a slow machine a comparison makes fewer rounds (at least three, of the longest prompts one), so that the suite keeps
+to a quarter of an hour; a case asked for with --only makes all of them. Below five rounds there is no interval.
+
+A case that fails becomes a record with its error, and the exit status says so. Status 3 is no judgement: nothing got
+worse for sure, but the noise of some figure does not exclude it, or a stored figure was not measured again.
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from rich.console import Console
+
+from tessera.workbench import evidence
+from tessera.workbench.bench import answers, attention, compare, model
+from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
+from tessera.workbench.evidence import Record, What
+from tessera.workbench.report.markdown import series
+
+UNJUDGED: Final = 3
+"""Exit status of a comparison that found nothing worse, but could not judge every figure."""
+
+
+class Case(NamedTuple):
+    """One separately runnable measurement: what kind it is, and the generator of its records."""
+
+    op: str
+    run: Callable[[Stand], Iterator[Record]]
+
+
+CASES: Final[Mapping[str, Case]] = MappingProxyType(
+    {
+        "dense_prefill_f32": Case("attention", partial(attention.dense_prefill, dtype="float32")),
+        "dense_prefill_bf16": Case("attention", partial(attention.dense_prefill, dtype="bfloat16")),
+        "sparse_prefill": Case("attention", attention.sparse_prefill),
+        "peer_model": Case("model", model.peer_model),
+        "crossover": Case("model", model.crossover),
+        "prefill_memory": Case("memory", model.prefill_memory),
+        "compilation": Case("compile", model.compilation),
+        "start_up": Case("start", model.start_up),
+        "kascade_prefill": Case("model", model.kascade_prefill),
+        "pass_keys": Case("quality", answers.pass_keys),
+    }
+)
+"""Every case by name; adding one is a generator of records and a line here."""
+
+SPEED: Final = tuple(name for name, case in CASES.items() if case.op != "quality")
+
+
+class Suite(NamedTuple):
+    """Sizes, and the cases that run when none is named."""
+
+    sizes: Sizes
+    cases: tuple[str, ...]
+
+
+SUITES: Final[Mapping[str, Suite]] = MappingProxyType(
+    {"cpu": Suite(Sizes(), SPEED), "demo": Suite(Sizes(), ("pass_keys",)), "smoke": Suite(SMOKE, tuple(CASES))}
+)
+"""Suites by name: "cpu" is speed, "demo" is the shipped model's answers, "smoke" shows that everything runs."""
+
+
+def run(
+    suite: str = "cpu",
+    *,
+    out: str | os.PathLike | None = None,
+    peer_python: str | os.PathLike = ".venv-peers/bin/python",
+    only: Sequence[str] = (),
+    resume: bool = False,
+) -> int:
+    """Run a suite and append its records.
+
+    Args:
+        suite: "cpu", "demo" or "smoke".
+        out: file to append to; None is evidence/<device>.jsonl under the working folder.
+        peer_python: interpreter of the environment with torch and transformers (`make peers`).
+        only: names of cases; empty is all of the suite.
+        resume: skip cases of which the file holds a record without error, made by this very commit.
+
+    Returns:
+        0, or 1 if a case failed (its record says why).
+
+    Raises:
+        ValueError: an unknown suite or case.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
+    unknown = sorted(set(only) - set(CASES))
+    if unknown:
+        raise ValueError(f"only={unknown} must name cases: {list(CASES)}")
+    out = Path("evidence") / f"{evidence.device_slug()}.jsonl" if out is None else Path(out)
+    done = _done(out, suite) if resume else set()
+    sizes, cases = SUITES[suite].sizes, tuple(only or SUITES[suite].cases)
+    stand, console, failed = Stand(suite, sizes, peer_python), Console(stderr=True), False
+    begin = time.monotonic()
+    try:
+        with compiled_anew():
+            for number, name in enumerate(cases, start=1):
+                if not only:  # equal shares; what a case leaves is the next one's
+                    stand.ends = begin + sizes.suite_s * number / len(cases)
+                if name in done:
+                    console.print(f"{name}: recorded before")
+                    continue
+                records = _run_case(stand, name)
+                evidence.append(out, records)
+                failed |= any(record.error for record in records)
+                for record in records:
+                    console.print(f"{name}: {_line(record)}", highlight=False)
+                    for peer, reason in record.facts.get("skipped", {}).items():
+                        console.print(f"{name}: without {peer}: {reason}", highlight=False, markup=False)
+    finally:
+        stand.close()
+    return int(failed)
+
+
+def gate(suite: str = "cpu", **options) -> int:
+    """Run a suite and hold it against this device's stored records.
+
+    Args:
+        suite, options: as for `run`, without out and resume.
+
+    Returns:
+        0; 1 if a case failed or a figure is worse than the stored one beyond noise; else UNJUDGED if some figure could
+        not be judged or is missing.
+
+    Raises:
+        ValueError: nothing is stored for this device, or an unknown suite or case.
+    """
+    stored = Path("evidence") / f"{evidence.device_slug()}.jsonl"
+    if not stored.exists():
+        raise ValueError(f"{stored} does not exist: there is nothing to hold against; run without --gate first")
+    if suite not in SUITES:
+        raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
+    asked = set(options.get("only") or ())
+    old = [r for r in evidence.read(stored) if series(r) == suite and (not asked or _case(r) in asked)]
+    if not old:
+        raise ValueError(f"{stored} has no record of --suite {suite}: there is nothing to hold against")
+    with tempfile.TemporaryDirectory(prefix="tessera-gate-") as folder:
+        fresh = Path(folder) / "fresh.jsonl"
+        run(suite, out=fresh, **options)
+        return _compare(old, evidence.read(fresh), f"{stored} and this run")
+
+
+def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
+    """Print what changed from one file of records to another; the exit status, as of `gate`.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing, holds no records, or shares no figure with the other.
+    """
+    return _compare(evidence.read(before), evidence.read(after), f"{before} and {after}")
+
+
+def _compare(old: Sequence[Record], new: Sequence[Record], names: str) -> int:
+    """Print what changed from one set of records to another; the exit status."""
+    changes, errors, missing = list(compare.changes(old, new)), compare.broken(old, new), compare.vanished(old, new)
+    if not changes and not errors:
+        parts = "op, kernel, workload, dtype, machine, suite, sizes and settings"
+        raise ValueError(f"{names} share no figure: {parts} must be equal")
+    compare.print_changes(changes, errors, missing)
+    if errors or any(change.regressed for change in changes):
+        return 1
+    return UNJUDGED if missing or any(change.blind for change in changes) else 0
+
+
+def _run_case(stand: Stand, name: str) -> list[Record]:
+    """A case's records; one with the error if it failed."""
+    stand.case, case = name, CASES[name]
+    try:
+        return list(case.run(stand))
+    except (RuntimeError, ValueError, TypeError, MemoryError, TimeoutError, OSError) as error:
+        what = What(op=case.op, kernel="", workload=name, title=name.replace("_", " "))
+        return [evidence.make(what, (), command=stand.command(), error=plain(error))]
+
+
+def _done(path: Path, suite: str) -> set[str]:
+    """Cases of a suite with records of this commit and machine and no error among them."""
+    code = evidence.code()
+    if code.dirty or code.commit is None or not path.exists():
+        return set()
+    machine = evidence.here().machine
+    mine = [r for r in evidence.read(path) if (r.code, series(r), r.where.machine) == (code, suite, machine)]
+    return {_case(r) for r in mine} - {_case(r) for r in mine if r.error}
+
+
+def _case(record: Record) -> str:
+    """The case that its command names."""
+    return record.command.rpartition(" ")[2]
+
+
+def _line(record: Record) -> str:
+    """What a person sees of a record while the suite runs."""
+    who = f"{record.what.kernel or record.what.workload} {record.what.dtype}".strip()
+    if record.error:
+        return f"{who}: error: {record.error}"
+    text = f"{who}: median {record.median:.4g} {record.unit}, spread {record.spread or 0:.2g}"
+    versus = record.comparison
+    if versus is None:
+        return text
+    said = "" if versus.met is None else f", target {versus.target} {'met' if versus.met else 'MISSED'}"
+    return f"{text}; {versus.ratio:.2f}x {versus.against}{said}"

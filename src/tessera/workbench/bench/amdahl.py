@@ -1,0 +1,131 @@
+"""Amdahl's law beside a measured gain: every attention call of a prefill, timed without the model around it.
+
+    predicted gain = 1 / ((1 - p) + p / s)
+
+p is attention's share of the dense prefill, s what attention alone gains. Both come from clocks of their own, not from
+the end-to-end gain, so that the two gains can disagree: what is missing between them was lost outside attention.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float
+
+from tessera.attention.contract import AttentionSpec, Positions, call_shapes
+from tessera.models.cache import Cache
+from tessera.runtime.compilation import cut_chunks
+from tessera.runtime.engine import Session
+from tessera.sparse.contract import Policy, Reads
+from tessera.workbench import measure
+from tessera.workbench.bench.attention import check_output, oracle_rows
+from tessera.workbench.bench.stand import draw, fresh_seed
+
+
+@partial(jax.jit, static_argnames=("spec", "policy"))
+def attend_layers(
+    q: Float[Array, "B T N H"], cache: Cache, positions: Positions, *, spec: AttentionSpec, policy: Policy
+) -> tuple[Float[Array, "B T N H"], Reads | None]:
+    """One chunk's attention in every layer of a cache [B,K,S,H]: the outputs' sum, and what was read."""
+    layers = len(cache.k)
+    shapes = call_shapes(q, jnp.swapaxes(cache.k[0], 1, 2))
+    state, total = policy.init_state(layers, shapes, spec), jnp.zeros_like(q)
+    for layer in range(layers):
+        k, v = (jnp.swapaxes(held[layer], 1, 2) for held in cache)
+        out, state = policy.attend(layer, q, k, v, spec, positions, state)
+        total += out
+    return total, policy.reads(state)
+
+
+class AttentionAlone:
+    """The attention calls of one prompt's prefill, cut as the session cuts it, on random keys and values.
+
+    Args:
+        session: an empty one of batch 1 under the policy; its cache is filled with random numbers.
+        length: tokens of the prompt.
+    """
+
+    def __init__(self, session: Session, length: int):
+        self.policy, self.config, self.length = session.policy, session.config, length
+        self.chunks = list(cut_chunks(length, session.sizes))
+        self.spec = AttentionSpec(window=self.config.window)
+        leaves, tree = jax.tree.flatten(session.cache)
+        self.cache = tree.unflatten(jnp.asarray(draw([0, i], x.shape), x.dtype) for i, x in enumerate(leaves))
+        self.reads: list[Reads] = []
+        for size in {size for _, size in self.chunks}:  # compiles, and warms up on nothing
+            self._attend(jnp.zeros((1, size, self.config.num_heads, self.config.head_dim)), 0, 0)
+
+    def sample(self, number: int) -> float:
+        """Seconds of all calls on fresh queries; the last row's outputs are checked.
+
+        Raises:
+            ValueError: outputs that are wrong (dense, against float64) or not finite.
+        """
+        rows = self.chunks[-1][0] + self.chunks[-1][1]
+        q = draw([fresh_seed(number), 2], (1, rows, self.config.num_heads, self.config.head_dim))
+        chunks = [(jnp.asarray(q[:, first : first + size]), first) for first, size in self.chunks]
+        jax.block_until_ready((chunks, self.cache))
+        start = time.perf_counter()
+        done = [self._attend(part, first, min(part.shape[1], self.length - first)) for part, first in chunks]
+        jax.block_until_ready(done)
+        seconds = time.perf_counter() - start
+        self.reads = [counted for _, counted in done]
+        self._check(q, np.asarray(done[-1][0][0, self.length - 1 - chunks[-1][1]]))
+        return seconds
+
+    @property
+    def density(self) -> float:
+        """Share of the visible keys that the last sample read."""
+        return float(np.mean(layer_densities(self.reads)))
+
+    def _attend(self, q: Array, first: int, count: int) -> tuple[Array, Reads]:
+        positions = Positions(*(np.array([value], np.int32) for value in (first, first + count, count)))
+        return attend_layers(q, self.cache, positions, spec=self.spec, policy=self.policy)
+
+    def _check(self, q: np.ndarray, found_NH: np.ndarray) -> None:
+        if not np.isfinite(found_NH).all():
+            raise ValueError(f"{self.policy.name} attention alone gave numbers that are not finite on a timed call")
+        if self.policy.name == "dense":
+            pairs = (jnp.swapaxes(jnp.stack(pair), 2, 3) for pair in zip(*self.cache))
+            expected = sum(oracle_rows(q, k, v, [self.length - 1]) for k, v in pairs)
+            check_output(found_NH[:, None], expected, "float32", "dense attention alone")
+
+
+def layer_densities(reads: Sequence[Reads]) -> tuple[float, ...]:
+    """Share of the visible keys that a prefill's chunks read, per layer."""
+    read_L, visible_L = (sum(np.asarray(r[i], np.float64).sum(1) for r in reads) for i in (0, 1))
+    return tuple((read_L / visible_L).tolist())
+
+
+def amdahl_gain(share: float, gain: float) -> float:
+    """What the whole gains if a `share` of its time becomes `gain` times faster: 1 / ((1 - share) + share / gain).
+
+    Raises:
+        ValueError: a share that is not between 0 and 1, or a gain that is not positive.
+    """
+    if not 0 <= share <= 1 or not gain > 0:
+        raise ValueError(f"{share=} must be between 0 and 1 and {gain=} positive")
+    return 1 / ((1 - share) + share / gain)
+
+
+def predict(dense: Sequence[float], attention: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Facts of a record: Amdahl's gain and its parts, from medians of seconds per round.
+
+    Args:
+        dense: the whole prefill under dense attention.
+        attention: attention alone, "dense" and "kascade".
+
+    Returns:
+        {"attention_share", "attention_gain", "amdahl_gain", "attention_dense_s", "attention_kascade_s"}; no
+        "amdahl_gain" where attention alone took longer than the whole, which is too small then to tell them apart.
+    """
+    share = 1 / measure.ratio(dense, attention["dense"])
+    gain = measure.ratio(attention["dense"], attention["kascade"])
+    parts = {"attention_share": share, "attention_gain": gain}
+    parts |= {"amdahl_gain": amdahl_gain(share, gain)} if share <= 1 else {}
+    return parts | {f"attention_{name}_s": list(samples) for name, samples in attention.items()}

@@ -1,0 +1,46 @@
+"""Answers kept: the shipped model's pass keys, dense, Kascade and Kascade without its choice, on the same tasks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tessera import generate
+from tessera.workbench.bench.stand import Stand
+from tessera.workbench.evidence import How, Record, What
+from tessera.workbench.quality import passkey_accuracy, passkey_tasks, wilson, without_choice
+
+SHIPPED = Path(__file__).parents[2] / "demo" / "model"
+
+
+def pass_keys(stand: Stand) -> Iterator[Record]:
+    """Five-digit keys hidden at even depths of held-out text, found greedily and exactly; Kascade at every length."""
+    kascade = generate.load(SHIPPED, attention="kascade")
+    plan = kascade.plan
+    config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "heads": plan.heads}
+    names = ("tile", "query_tile", "local", "sinks", "fraction", "minimum")
+    config |= {name: getattr(plan, name) for name in names} | {"budgets": list(plan.budgets)}
+    models = {
+        "dense": kascade.with_attention("dense"),
+        "kascade": kascade.with_attention("kascade", crossover_tokens=0),
+        "control": kascade.with_attention("kascade", without_choice(plan), crossover_tokens=0),
+    }
+    for length in stand.sizes.passkey_tokens:
+        tasks = passkey_tasks(stand.sizes.passkeys, length)
+        for name, model in models.items():
+            found = passkey_accuracy(model, tasks, batch=1)
+            low, high = wilson(found.num_right, found.num_tasks)
+            what = What(
+                op="quality",
+                kernel=name,
+                workload=f"pass_keys_{length}",
+                dtype="float32",
+                config=config if name == "kascade" else {"model": plan.model},
+                title=f"pass key in {length:,} tokens, shipped model",
+            )
+            yield stand.record(
+                what,
+                [found.share],
+                How(iterations=found.num_tasks, check="all digits equal, greedy"),
+                unit="fraction",
+                density=found.layer_density,
+                facts={"trials": found.num_tasks, "right": found.num_right, "low": low, "high": high},
+            )

@@ -1,0 +1,262 @@
+"""Attention alone: dense prefill against the peers that are here, sparse and score against our dense."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera.attention.contract import AttentionSpec, Selection
+from tessera.attention.dispatch import attention, call_shapes, choose
+from tessera.attention.selection import select_tiles
+from tessera.workbench import measure
+from tessera.workbench.bench import peers
+from tessera.workbench.bench.stand import REST_S, Stand, causal_pairs, compile_step, draw, fresh_seed, versus
+from tessera.workbench.evidence import How, Record, What
+
+HEAD_DIM = 128
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
+"""Largest error allowed in the checked rows, over the largest value there: wrong work shows, rounding does not."""
+
+
+def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
+    """Causal self-attention over 8 heads of 128 against PyTorch's and every other peer that can run here.
+
+    PyTorch's pair of records bears the case's name, each other pair an ending of its own, with ours of the same rounds.
+    Ours is recorded if there is no peer at all; who is left out stands beside it with the reason.
+    """
+    length, heads = stand.sizes.attention_tokens, 8
+    rows = _rows(length)
+    inputs = _draw_inputs(0, length, heads, heads, dtype)
+    spec = AttentionSpec()
+    kernel = choose(spec, call_shapes(*inputs[:2])).name
+    compile_s, step = compile_step(lambda q, k, v: attention(q, k, v, spec).out, inputs)
+
+    def here(name: str, step: jax.stages.Compiled, number: int) -> float:
+        arrays = _draw_inputs(fresh_seed(number), length, heads, heads, dtype)
+        seconds, out = measure.time_call(step, *arrays)
+        _check_rows(out, arrays, rows, None, name, dtype)
+        return seconds
+
+    def torch(number: int) -> float:
+        seed = fresh_seed(number)
+        answer = stand.peer.ask("sdpa", dtype=dtype, seed=seed, rows=rows, **_sizes(inputs))
+        expected = oracle_rows(*_draw_inputs(seed, length, heads, heads, dtype), rows)
+        check_output(np.asarray(answer["rows"], np.float32), expected, dtype, "torch")
+        return answer["seconds"]
+
+    steps, skipped = peers.ready(inputs)
+    contenders = {"ours": partial(here, kernel, step)}
+    if reason := stand.peer_refusal:
+        skipped = {peers.TORCH: reason, **skipped}
+    else:
+        contenders["torch"] = torch
+        torch(-2)  # start the worker before the first sample of any side
+    contenders |= {name: partial(here, peers.PEERS[name].kernel, program) for name, (_, program) in steps.items()}
+    taken = stand.interleave(contenders, rest_s=REST_S)
+    compiled = {"ours": compile_s} | {name: seconds for name, (seconds, _) in steps.items()}
+    yield from _dense_records(stand, inputs, kernel, taken, compiled, skipped)
+
+
+def _dense_records(
+    stand: Stand,
+    inputs: Sequence[jax.Array],
+    kernel: str,
+    taken: Mapping[str, Sequence[float]],
+    compile_s: Mapping[str, float],
+    skipped: Mapping[str, str],
+) -> Iterator[Record]:
+    """A pair of records per peer; without PyTorch, ours alone under the case's name."""
+    (_, length, heads, head_dim), dtype = inputs[0].shape, str(inputs[0].dtype)
+    case = "dense_prefill_" + ("f32" if dtype == "float32" else "bf16")
+    title = f"dense causal prefill, {length:,} tokens, {heads} heads of {head_dim}"
+    config = _sizes(inputs)
+    work = {"flops": 4.0 * heads * head_dim * causal_pairs(length), "bytes": 4.0 * inputs[0].nbytes}
+    checked = "8 rows of every call against float64"
+    how = How(warmup=1, iterations=len(taken["ours"]), interleaved=len(taken) > 1, check=checked)
+
+    def record(side: str, kernel: str, workload: str, **fields) -> Record:
+        what = What(op="attention", kernel=kernel, workload=workload, dtype=dtype, config=config, title=title)
+        timed = _with_compile(how, compile_s[side]) if side in compile_s else how
+        return stand.record(what, taken[side], timed, work=work, **fields)
+
+    facts, against = {"skipped": dict(skipped)} if skipped else {}, None
+    if "torch" in taken:
+        versions = {name: stand.peer_versions[name] for name in ("torch", "threads")}
+        yield record("torch", peers.TORCH, case, facts=versions)
+        against = versus(peers.TORCH, taken["torch"], taken["ours"], 1.5)
+    yield record("ours", kernel, case, comparison=against, facts=facts)
+    for name, peer in peers.PEERS.items():
+        if name in taken:
+            yield record(name, peer.kernel, f"{case}_{name}", facts=peer.facts)
+            against = versus(peer.kernel, taken[name], taken["ours"], None)
+            yield record("ours", kernel, f"{case}_{name}", comparison=against)
+
+
+def sparse_prefill(stand: Stand) -> Iterator[Record]:
+    """Sparse at 10 % and score against our dense: 8 query and 2 KV heads of 128, tile 128, query tile 32."""
+    length, heads, kv_heads = stand.sizes.sparse_tokens, 8, 2
+    dense_spec = AttentionSpec(tile=128, query_tile=32)
+    score_spec = AttentionSpec(tile=128, query_tile=32, mass=True)
+    rows = _rows(length)
+    inputs = _draw_inputs(0, length, heads, kv_heads, "float32")
+    dense_s, dense = compile_step(lambda q, k, v: attention(q, k, v, dense_spec).out, inputs)
+    score_s, score = compile_step(lambda q, k, v: attention(q, k, v, score_spec), inputs)
+    _, select = compile_step(lambda mass: select_tiles(mass, dense_spec, fraction=0.1), [score(*inputs).mass])
+    selection = select(score(*inputs).mass)
+    sparse_s, sparse = compile_step(
+        lambda q, k, v, tiles: attention(q, k, v, dense_spec, selection=tiles).out, [*inputs, selection]
+    )
+    densities, select_s, current = [], [], {}
+
+    def fresh(number: int) -> list[jax.Array]:
+        if current.get("number") != number:
+            current.clear()
+            current.update(number=number, inputs=_draw_inputs(fresh_seed(number), length, heads, kv_heads, "float32"))
+        return current["inputs"]
+
+    def run_dense(number: int) -> float:
+        seconds, out = measure.time_call(dense, *fresh(number))
+        _check_rows(out, fresh(number), rows, None, "dense")
+        return seconds
+
+    def run_score(number: int) -> float:
+        seconds, out = measure.time_call(score, *fresh(number))
+        _check_rows(out.out, fresh(number), rows, None, "score")
+        total = float(jnp.sum(out.mass))
+        if abs(total / (length * heads) - 1) > 1e-3:
+            raise ValueError(f"mass sums to {total}, it must be {length * heads}, one per row")
+        current["mass"] = out.mass
+        return seconds
+
+    def run_sparse(number: int) -> float:
+        arrays = fresh(number)
+        mass = current["mass"] if "mass" in current else score(*arrays).mass
+        seconds, chosen = measure.time_call(select, mass)
+        select_s.append(seconds)
+        seconds, out = measure.time_call(sparse, *arrays, chosen)
+        _check_rows(out, arrays, rows, (chosen, dense_spec), "sparse")
+        if number >= 0:
+            densities.append(realised_density(chosen, dense_spec, length))
+        return seconds
+
+    contenders = {"dense": run_dense, "score": run_score, "sparse": run_sparse}
+    taken = stand.interleave(contenders, rest_s=REST_S)
+    yield from _sparse_records(
+        stand,
+        inputs,
+        taken,
+        density=float(np.mean(densities)),
+        select_s=float(np.median(select_s)),
+        compile_s={"dense": dense_s, "score": score_s, "sparse": sparse_s},
+    )
+
+
+def _sparse_records(
+    stand: Stand,
+    inputs: Sequence[jax.Array],
+    taken: Mapping[str, Sequence[float]],
+    *,
+    density: float,
+    select_s: float,
+    compile_s: Mapping[str, float],
+) -> Iterator[Record]:
+    """One record per role of the sparse case; the two compared ones carry their target."""
+    _, length, heads, head_dim = inputs[0].shape
+    kv_heads = inputs[1].shape[2]
+    if density > 0.5:
+        raise ValueError(f"{density=:.3f} must be near 0.1: this is dense work in disguise")
+    how = How(
+        warmup=1,
+        iterations=len(taken["dense"]),
+        interleaved=True,
+        check="8 rows of every call against float64",
+    )
+    pairs = 4.0 * heads * head_dim * causal_pairs(length)
+    num_bytes = 2.0 * inputs[0].nbytes + 2.0 * inputs[1].nbytes
+    config = {"length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    config |= {"tile": 128, "query_tile": 32, "fraction": 0.1}
+    for role, target in (("dense", None), ("score", 1 / 1.25), ("sparse", 4.0)):
+        share = density if role == "sparse" else 1.0
+        spec = AttentionSpec(tile=128, query_tile=32, mass=role == "score")
+        shapes = call_shapes(*inputs[:2])._replace(capacity=1 if role == "sparse" else None)
+        kernel = choose(spec, shapes).name
+        title = f"{role} prefill, {length:,} tokens, {heads}/{kv_heads} heads of {head_dim}"
+        against = (
+            "" if role == "dense" else choose(AttentionSpec(tile=128, query_tile=32), call_shapes(*inputs[:2])).name
+        )
+        yield stand.record(
+            What(op="attention", kernel=kernel, workload="sparse_prefill", dtype="float32", config=config, title=title),
+            taken[role],
+            _with_compile(how, compile_s[role]),
+            work={"flops": pairs * share, "bytes": num_bytes},
+            density=(share,),
+            comparison=versus(against, taken["dense"], taken[role], target) if target else None,
+            facts={"select_s": select_s} if role == "sparse" else {},
+        )
+
+
+def realised_density(selection: Selection, spec: AttentionSpec, length: int) -> float:
+    """Share of the visible (row, key) pairs of a causal prefill that a selection reads, counted from its lists."""
+    tiles, count = np.asarray(selection.tiles), np.asarray(selection.count)
+    listed = np.arange(tiles.shape[-1]) < count[..., None]
+    read = 0.0
+    for offset in range(spec.query_tile):
+        row = np.arange(tiles.shape[2])[:, None] * spec.query_tile + offset
+        keys = np.clip(row + 1 - tiles * spec.tile, 0, spec.tile)
+        read += float(np.sum(np.where(listed & (row < length), keys, 0), dtype=np.float64))
+    return read / (tiles.shape[0] * tiles.shape[1] * causal_pairs(length))
+
+
+def _sizes(inputs: Sequence[jax.Array]) -> dict[str, int]:
+    """Sizes of a dense call, as records and the worker name them."""
+    (batch, length, heads, head_dim), kv_heads = inputs[0].shape, inputs[1].shape[2]
+    return {"batch": batch, "length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def _with_compile(how: How, compile_s: float) -> How:
+    return How(**{**vars(how), "compile_s": compile_s})
+
+
+def _rows(length: int) -> list[int]:
+    """Eight rows to check: both ends and between, off any block's edge."""
+    return sorted({int(place) for place in np.linspace(0, length - 1, 8)})
+
+
+def _draw_inputs(seed: int, length: int, heads: int, kv_heads: int, dtype: str) -> list[jax.Array]:
+    """q, k, v [1,T,N|K,H] from the seed."""
+    counts = (heads, kv_heads, kv_heads)
+    return [jnp.asarray(draw([seed, i], (1, length, n, HEAD_DIM))).astype(dtype) for i, n in enumerate(counts)]
+
+
+def oracle_rows(q, k, v, rows: Sequence[int], selected: tuple[Selection, AttentionSpec] | None = None) -> np.ndarray:
+    """softmax(q k^T / sqrt(H)) v in float64 for a few rows, over the visible keys that are selected: [N, rows, H]."""
+    q, k, v = (np.asarray(x[0].astype(jnp.float32), np.float64) for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    out = np.zeros((q.shape[1], len(rows), q.shape[2]))
+    for head in range(q.shape[1]):
+        for place, row in enumerate(rows):
+            keys = np.arange(row + 1)
+            if selected is not None:
+                selection, spec = selected
+                where = (0, head // groups, row // spec.query_tile)
+                tiles = np.asarray(selection.tiles[where])[: int(selection.count[where])]
+                keys = keys[np.isin(keys // spec.tile, tiles)]
+            scores = k[keys, head // groups] @ q[row, head] / np.sqrt(q.shape[2])
+            weights = np.exp(scores - scores.max())
+            out[head, place] = weights @ v[keys, head // groups] / weights.sum()
+    return out
+
+
+def _check_rows(out, arrays, rows, selected, name, dtype="float32") -> None:
+    found = np.asarray(out[0, jnp.asarray(rows)], np.float32).swapaxes(0, 1)
+    check_output(found, oracle_rows(*arrays, rows, selected), dtype, name)
+
+
+def check_output(found: np.ndarray, expected: np.ndarray, dtype: str, name: str) -> None:
+    """Raise ValueError unless a timed call's output is right."""
+    error = float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
+    if not error <= TOLERANCE[dtype]:
+        raise ValueError(f"{name} is wrong on a timed call: relative error {error:.2e} > {TOLERANCE[dtype]}")

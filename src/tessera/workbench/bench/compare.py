@@ -1,0 +1,208 @@
+"""Two sets of records held against each other: what got better, what got worse, and what is noise.
+
+A figure that was taken beside a peer is compared by its ratio to the peer: both sides ran interleaved, so a slower day
+of the machine cancels. A figure without one is compared as it is. The interval is a bootstrap over the raw samples of
+both sets; rounds of a pair are redrawn together. A figure is worse where its interval lies below 1 - MARGIN, and as
+good where it lies above 1 - WANTED; of one in between, or of few samples, it is said that it cannot be judged. Figures
+of two suites or of other sizes are never held against each other; a figure that the second set lacks is named.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from tessera.workbench.evidence import INTERVAL_ROUNDS, Key, Record
+from tessera.workbench.report.markdown import current, is_prediction, series
+
+DRAWS, TAIL = 4000, 0.025
+MARGIN: Final = 0.05
+"""Part of the figure that may be lost before it counts as a regression, noise apart."""
+WANTED: Final = 0.20
+"""Loss that a comparison ought to find or exclude; `Change.blind` says where it does neither."""
+LESS_IS_BETTER: Final = ("s", "bytes", "of tolerance")
+ANSWERED: Final = ("tune", "block sizes")
+"""Operations whose config is what was found; elsewhere it is the sizes and settings that were asked for."""
+
+COMPILED: Final = ("gpu gates", "tpu sweep")
+"""Operations that a compiler alone decides, and are no prediction."""
+
+
+class Figure(NamedTuple):
+    """What a figure is known by: its key and, as the suites have the same cases in other sizes, the suite."""
+
+    key: Key
+    suite: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One figure in two sets.
+
+    Attributes:
+        key: what was measured.
+        before, after: medians, or ratios to the peer where `against` names one.
+        unit: of both, "x" for a ratio.
+        against: the peer of both.
+        factor: how many times better the second is; below 1 is worse.
+        interval: its bootstrap 95 % interval; None where a set has fewer than INTERVAL_ROUNDS samples of it.
+    """
+
+    key: Key
+    before: float
+    after: float
+    unit: str
+    against: str | None
+    factor: float
+    interval: tuple[float, float] | None
+
+    @property
+    def regressed(self) -> bool:
+        """Worse by more than the margin, even at the kind end of the interval."""
+        return self.interval is not None and self.interval[1] < 1 - MARGIN
+
+    @property
+    def blind(self) -> bool:
+        """It cannot be judged: not worse for sure, and a loss of WANTED or more may be."""
+        return not self.regressed and (self.interval is None or self.interval[0] < 1 - WANTED)
+
+
+def figures(records: Iterable[Record]) -> dict[Figure, Record]:
+    """The latest record of each figure."""
+    return {Figure(record.key, series(record)): record for record in current(records)}
+
+
+def changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
+    """Every figure that both sets have, of equal sizes and without an error; of several records the latest counts."""
+    old, new = figures(before), figures(after)
+    for figure, record in new.items():
+        if figure in old and alike(old[figure], record):
+            yield change(figure.key, (old[figure], peer_of(old[figure], old)), (record, peer_of(record, new)))
+
+
+def alike(before: Record, after: Record) -> bool:
+    """Whether two records of one key are figures of the same unit, sizes and settings."""
+    if before.median is None or after.median is None or before.unit != after.unit:
+        return False
+    return before.what.op in ANSWERED or _settings(before) == _settings(after)
+
+
+def _settings(record: Record) -> str:
+    return json.dumps(record.what.config, sort_keys=True)  # a tuple and the list it is read back as are equal
+
+
+def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
+    """Records of the second set that are an error where the first had a figure, or a crash of a whole case."""
+    old = figures(before)
+    return [r for figure, r in figures(after).items() if r.error and (figure not in old or not old[figure].error)]
+
+
+def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
+    """Figures of the first set that the second has not, or has in other sizes, of suites and machines that both have.
+
+    A case's figures are those of the commit that ran it last; what an earlier one called otherwise is not missed.
+    """
+    before = list(before)
+    old, new = figures(before), figures(after)
+    runs, crashed = {(f.suite, f.key.machine) for f in new}, {r.command for r in new.values() if r.error}
+    last = {r.command: r.code for r in sorted(before, key=lambda r: r.date) if not r.error}
+    asked = {Figure(r.key, series(r)) for r in before if r.code == last.get(r.command)}  # of an interval or none
+    return [
+        record
+        for figure, record in old.items()
+        if (figure.suite, figure.key.machine) in runs and not record.error and figure in asked
+        if record.command not in crashed and not (figure in new and alike(record, new[figure]))
+    ]
+
+
+def peer_of(record: Record, table: dict[Figure, Record]) -> Record | None:
+    """The other side of the same interleaved run, if it is in the set."""
+    if record.comparison is None or not record.how.interleaved:
+        return None
+    found = table.get(Figure(record.key._replace(kernel=record.comparison.against), series(record)))
+    same_run = found is not None and found.command == record.command and len(found.samples) == len(record.samples)
+    return found if same_run else None
+
+
+def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, Record | None]) -> Change:
+    """The change of one figure, relative to the peer if both runs had it."""
+    paired = before[1] is not None and after[1] is not None
+    rng = np.random.default_rng(0)
+    sides = [drawn(record, peer if paired else None, rng) for record, peer in (before, after)]
+    (old, old_draws), (new, new_draws) = sides
+    less = not paired and before[0].unit in LESS_IS_BETTER
+    interval = None
+    if old_draws is not None and new_draws is not None:
+        ends = np.quantile(_better(old_draws, new_draws, less), [TAIL, 1 - TAIL], method="closest_observation")
+        interval = (float(ends[0]), float(ends[1]))
+    return Change(
+        key=key,
+        before=old,
+        after=new,
+        unit="x" if paired else before[0].unit,
+        against=before[0].comparison.against if paired else None,
+        factor=float(_better(np.array(old), np.array(new), less)),
+        interval=interval,
+    )
+
+
+def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
+    """How many times better the new is; from nothing to nothing is as good."""
+    more, fewer = (old, new) if less else (new, old)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(more == fewer, 1.0, more / fewer)
+
+
+def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray | None]:
+    """(the figure, its bootstrap draws or None of too few samples): the median, or the peer's median over it.
+
+    Of a share of trials, which is one sample, the trials are redrawn; what a compiler decides repeats to the digit.
+    """
+    if is_prediction(record) or record.what.op in COMPILED:
+        return record.median, np.full(DRAWS, record.median)
+    trials, right = record.facts.get("trials"), record.facts.get("right")
+    if trials and right is not None:
+        return record.median, rng.binomial(trials, right / trials, DRAWS) / trials
+    samples, enough = np.asarray(record.samples), len(record.samples) >= INTERVAL_ROUNDS
+    pick = rng.integers(0, len(samples), (DRAWS, len(samples)))
+    own = np.median(samples[pick], axis=1)
+    if peer is None:
+        return record.median, own if enough else None
+    draws = np.median(np.asarray(peer.samples)[pick], axis=1) / own
+    return peer.median / record.median, draws if enough else None
+
+
+def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Sequence[Record] = ()) -> None:
+    """A line per figure, the worst first; then what is no longer measured, and what no longer runs."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.width = max(console.width, 110)
+    table = Table(title="second set against first, above 1 is better", title_justify="left")
+    for name in ("figure", "dtype", "before", "after", "change", "95 % interval", ""):
+        table.add_column(name, justify="left" if name in ("figure", "dtype", "") else "right", no_wrap=name != "figure")
+    for c in sorted(found, key=lambda c: c.factor):
+        values = (f"{c.before:.4g} {c.unit}", f"{c.after:.4g} {c.unit}", f"{c.factor:.3f}", _interval(c))
+        table.add_row(_name(c), c.key.dtype, *values, "REGRESSED" if c.regressed else "cannot tell" if c.blind else "")
+    console.print(table)
+    if blind := [c for c in found if c.blind]:
+        said = f"{len(blind)} of {len(found)} figures cannot be judged, a loss of {WANTED:.0%} is not excluded"
+        console.print(f"{said}: measure them again, quietly", style="yellow")
+        for c in blind:
+            console.print(f"    {_name(c)}: {c.factor:.3f}, 95 % interval {_interval(c)}", style="yellow", markup=False)
+    for record in missing:
+        name = f"{record.what.workload}: {record.what.kernel} {record.what.dtype}".strip()
+        console.print(f"{name}: in the first set, not in the second", style="yellow", markup=False)
+    for record in errors:
+        console.print(f"{record.what.workload}: {record.what.kernel}: error: {record.error}", style="red", markup=False)
+
+
+def _name(c: Change) -> str:
+    return f"{c.key.workload}: {c.key.kernel}" + (f" against {c.against}" if c.against else "")
+
+
+def _interval(c: Change) -> str:
+    return f"{c.interval[0]:.3f} to {c.interval[1]:.3f}" if c.interval else "too few samples"

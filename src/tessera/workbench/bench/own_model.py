@@ -1,0 +1,102 @@
+"""Any model at hand (folder, hub id, GGUF): prefill under its plan against dense, over lengths, in turns."""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from tessera.generate import load
+from tessera.runtime.engine import Session
+from tessera.sparse.baselines import Dense
+from tessera.workbench import evidence, measure
+from tessera.workbench.bench.amdahl import layer_densities
+from tessera.workbench.bench.stand import draw_tokens, fresh_seed, model_work, versus
+from tessera.workbench.evidence import How, Record, What
+
+LENGTHS = (1024, 2048, 4096, 8192)
+ROUNDS, LEAST, SHARE_S = 5, 3, 240.0
+"""Rounds per length; fewer, but at least LEAST, where they would take longer than SHARE_S seconds."""
+
+
+def run(
+    model: str | os.PathLike,
+    plan: str | os.PathLike | None = None,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    out: str | os.PathLike | None = None,
+    command: str = "tessera bench --model MODEL",
+) -> int:
+    """Time prefill of fresh random tokens, dense and with the plan at every length, and append two records a length.
+
+    Args:
+        model: what `tessera.load` takes.
+        plan: its plan; None looks where `load` does. Its cross-over is left aside.
+        lengths: tokens; those beyond the context are left out.
+        out: file of records; evidence/model-<device>.jsonl if None.
+
+    Returns:
+        0.
+
+    Raises:
+        ValueError: what `load` says, no length within the context, or a plan that reads as much as dense.
+    """
+    loaded = load(model, attention="kascade", plan=plan)
+    fitting = [length for length in lengths if length <= loaded.config.max_positions]
+    if not fitting:
+        raise ValueError(f"{lengths=} must hold one within the model's context of {loaded.config.max_positions}")
+    out = Path("evidence") / f"model-{evidence.device_slug()}.jsonl" if out is None else Path(out)
+    policies = {"dense": Dense(), "kascade": replace(loaded.policy, crossover_tokens=0)}
+    sessions = {  # one size of cache for all lengths: fewer programs
+        name: Session(loaded.params, loaded.config, policy, batch=1, num_keys=max(fitting))
+        for name, policy in policies.items()
+    }
+    reads, console = {}, Console(stderr=True, highlight=False)
+
+    def sample(name: str, number: int, length: int) -> float:
+        prompt = np.array(draw_tokens(loaded.config, fresh_seed(number), length), np.int32)
+        seconds, (logits, reads[name]) = measure.time_call(sessions[name].prefill, [prompt])
+        if not np.isfinite(np.asarray(logits)).all():
+            raise ValueError(f"{name} gave logits that are not finite on a timed call of {length} tokens")
+        return seconds
+
+    for length in fitting:
+        contenders = {name: partial(sample, name, length=length) for name in policies}
+        taken = measure.interleave(contenders, rounds=ROUNDS, until=time.monotonic() + SHARE_S, least=LEAST)
+        for name in policies:
+            record = _record(loaded, length, name, taken, layer_densities(reads[name]), command)
+            evidence.append(out, record)
+            against = record.comparison
+            said = (
+                "" if against is None else f", {against.ratio:.2f}x dense, {np.mean(record.density):.0%} of keys read"
+            )
+            console.print(f"prefill of {length:,} tokens, {name}: {record.median:.3g} s{said}")
+    return 0
+
+
+def _record(
+    loaded, length: int, name: str, taken: dict[str, list[float]], density: Sequence[float], command: str
+) -> Record:
+    config = loaded.config
+    ours = name == "kascade"
+    what = What(
+        op="model",
+        kernel=name,
+        workload=f"own_model_{length}",
+        dtype=str(loaded.params.embed.dtype),
+        config={"tokens": length, "model": loaded.plan.model, "num_layers": config.num_layers},
+        title=f"prefill of {Path(loaded.source).stem}, {length:,} tokens",
+    )
+    return evidence.make(
+        what,
+        taken[name],
+        command=command,
+        how=How(warmup=1, iterations=len(taken[name]), interleaved=True, check="finite logits; keys read counted"),
+        work=model_work(config, length, density=float(np.mean(density))),
+        density=tuple(density),
+        comparison=versus("dense", taken["dense"], taken["kascade"], None) if ours else None,
+    )

@@ -1,0 +1,153 @@
+"""Dense causal attention as others ship it, on the same arrays: why a peer cannot run here, and the step to time.
+
+All but PyTorch run in this process. Adding one is a function of q, k and v, its refusal, and a line in the table.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from importlib import metadata
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from tessera.attention.contract import Shapes, call_shapes
+from tessera.workbench.bench.stand import compile_step, plain
+
+TORCH: Final = "torch sdpa"
+"""PyTorch's scaled_dot_product_attention: a worker in an environment of its own, `Stand.peer`."""
+
+MOST_SCORE_BYTES = 4 << 30
+"""Most memory that JAX's own attention may take for its scores: that of 8,192 tokens and 8 heads."""
+
+SPLASH_BLOCK: Final = 512
+"""Rows and keys of a block of splash attention, as MaxText sets them: its own default, 128, is no fair opponent."""
+
+
+def xla(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Float[Array, "B T N H"]:
+    """JAX's own attention, all scores at once."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+
+def too_large(platform: str, shapes: Shapes) -> str:
+    """Why JAX's own attention is left out: its program holds two float32 arrays [N,T,T] at once, 2 x 4 N T^2 bytes."""
+    heads, length = shapes.num_heads, shapes.num_queries
+    held = 8 * shapes.batch * heads * length**2
+    said = f"two arrays of {heads} x {length:,} x {length:,} scores take {held / 2**30:.1f} GiB"
+    return f"{said}, above the limit of {MOST_SCORE_BYTES / 2**30:.1f} GiB" if held > MOST_SCORE_BYTES else ""
+
+
+def cudnn(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Array:
+    """cuDNN's fused attention through JAX."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def not_for_cudnn(platform: str, shapes: Shapes) -> str:
+    """Why cuDNN is left out."""
+    if platform != "gpu":
+        return f"needs an NVIDIA GPU, this is a {platform.upper()}"
+    return "" if shapes.dtype in ("bfloat16", "float16") else f"takes 16-bit numbers, these are {shapes.dtype}"
+
+
+def splash(
+    q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], *, interpret: bool = False
+) -> Float[Array, "B T N H"]:
+    """JAX's splash attention; the scale and the transposes it asks of its callers are part of its time."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as library
+
+    _, length, heads, head_dim = q.shape
+    block = math.gcd(length, SPLASH_BLOCK)
+    kernel = library.make_splash_mha_single_device(  # with fewer KV heads than heads it groups them
+        library.MultiHeadMask([library.CausalMask((length, length))] * heads),
+        block_sizes=library.BlockSizes(block_q=block, block_kv=block),
+        interpret=interpret,
+    )
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * head_dim**-0.5, k, v))
+    return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
+
+
+def not_for_splash(platform: str, shapes: Shapes) -> str:
+    """Why splash attention is left out."""
+    if platform != "tpu":
+        return f"needs a TPU, this is a {platform.upper()}"
+    return f"needs a multiple of 128 tokens, these are {shapes.num_queries:,}" if shapes.num_queries % 128 else ""
+
+
+def tokamax(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Array:
+    """Tokamax's attention, by the kernel it chooses itself."""
+    import tokamax as library
+
+    return library.dot_product_attention(q, k, v, is_causal=True)
+
+
+def not_for_tokamax(platform: str, shapes: Shapes) -> str:
+    """Why Tokamax is left out."""
+    if platform not in ("tpu", "gpu"):
+        return f"needs a TPU or a GPU, this is a {platform.upper()}"
+    # The typeguard it pins keeps the command `tessera` from starting.
+    missing = "not installed: `pip install tokamax` in an environment of its own (docs/evidence.md)"
+    return "" if find_spec("tokamax") else missing
+
+
+class Peer(NamedTuple):
+    """One peer in this process.
+
+    Attributes:
+        kernel: its name in records.
+        refusal: (platform, shapes) -> why it cannot run such a call there; empty if it can.
+        attend: (q [B,T,N,H], k and v [B,T,K,H]) -> out [B,T,N,H]; jit-able, causal, scaled by H**-0.5.
+        package: distribution whose version its records state; empty for JAX, which every record states.
+    """
+
+    kernel: str
+    refusal: Callable[[str, Shapes], str]
+    attend: Callable[..., Array]
+    package: str = ""
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What its records say of its library."""
+        return {self.package: metadata.version(self.package)} if self.package else {}
+
+
+PEERS = MappingProxyType(
+    {
+        "jax": Peer("jax dot_product_attention", too_large, xla),
+        "splash": Peer("jax splash attention", not_for_splash, splash),
+        "cudnn": Peer("jax cudnn attention", not_for_cudnn, cudnn),
+        "tokamax": Peer("tokamax dot_product_attention", not_for_tokamax, tokamax, "tokamax"),
+    }
+)
+"""Peers in this process, by the ending of the workload in which they are compared."""
+
+
+class Ready(NamedTuple):
+    """Steps to time, by name in PEERS: (compile seconds, program); and why the others are not there, by kernel."""
+
+    steps: dict[str, tuple[float, jax.stages.Compiled]]
+    skipped: dict[str, str]
+
+
+def exact(dtype: str) -> AbstractContextManager:
+    """float32 is multiplied as float32: by default accelerators use fewer bits, and the checked rows would be wrong."""
+    return jax.default_matmul_precision("highest" if dtype == "float32" else None)
+
+
+def ready(inputs: Sequence[Any]) -> Ready:
+    """Compile every peer that can run on arrays like these; what a library says when it cannot is its reason too."""
+    found, platform, shapes = Ready({}, {}), jax.default_backend(), call_shapes(*inputs[:2])
+    for name, peer in PEERS.items():
+        if reason := peer.refusal(platform, shapes):
+            found.skipped[peer.kernel] = reason
+            continue
+        try:
+            with exact(shapes.dtype):
+                found.steps[name] = compile_step(peer.attend, inputs)
+        except (RuntimeError, ValueError, TypeError, ImportError, SyntaxError, ExceptionGroup) as error:
+            found.skipped[peer.kernel] = plain(error)
+    return found

@@ -1,0 +1,301 @@
+"""The stand that a benchmark case runs on: its sizes, the peer, this device's ceilings, a model on disk."""
+
+import functools
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera.core import hardware
+from tessera.models.checkpoint import save_folder
+from tessera.models.config import ModelConfig
+from tessera.models.layers import init_params
+from tessera.workbench import evidence, measure
+from tessera.workbench.evidence import INTERVAL_ROUNDS, Comparison, How, Record, What
+
+REST_S = 0.2
+"""Pause before each sample: PyTorch's and XLA's idle threads spin for a while after a call."""
+
+CREDIBLE = 0.8
+"""Part of the roofline floor below which a time is refused; the ceilings are themselves measured, to some percent."""
+
+WORKER = Path(__file__).parents[4] / "peers" / "worker.py"
+"""The peer's side, which a checkout has and an installed package has not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How large the cases are; the shapes stay what they are.
+
+    Attributes:
+        attention_tokens: dense prefill against PyTorch.
+        sparse_tokens: sparse and score against our dense.
+        long_tokens: whole-model prefill, Kascade against our dense.
+        short_tokens: whole-model prefill and decode against transformers.
+        decode_steps: tokens decoded per sample.
+        memory_tokens: prompt lengths at which memory is weighed.
+        crossover_tokens: prompt lengths at which the demo model's prefill is timed, ascending.
+        start_tokens: prompt length of the start-up case, and rows of the compile case's chunk.
+        config: the model; weights are random.
+        rounds: samples per side, unless time is short.
+        least_rounds: samples per side in any case; of the longest prompts, where a round may take two minutes, one.
+        suite_s: seconds after which no round begins that is not needed; a slow machine needs three minutes more.
+        passkey_tokens: prompt lengths of the shipped model's pass keys.
+        passkeys: tasks per length.
+    """
+
+    attention_tokens: int = 8192
+    sparse_tokens: int = 16384
+    long_tokens: int = 16384
+    short_tokens: int = 4096
+    decode_steps: int = 32
+    memory_tokens: tuple[int, ...] = (4096, 8192, 16384, 32768)
+    crossover_tokens: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
+    start_tokens: int = 1024
+    config: ModelConfig = ModelConfig(
+        vocab_size=32000,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_layers=12,
+        num_heads=12,
+        num_kv_heads=4,
+        head_dim=64,
+        max_positions=65536,
+    )
+    rounds: int = INTERVAL_ROUNDS
+    least_rounds: int = 3
+    suite_s: float = 690.0
+    passkey_tokens: tuple[int, ...] = (2048, 4096)
+    passkeys: int = 100
+
+
+SMOKE = Sizes(
+    attention_tokens=256,
+    sparse_tokens=1024,
+    long_tokens=512,
+    short_tokens=256,
+    decode_steps=4,
+    memory_tokens=(256, 512, 1024),
+    crossover_tokens=(256, 512),
+    start_tokens=128,
+    config=replace(
+        Sizes().config, vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=6, num_heads=4, num_kv_heads=2
+    ),
+    rounds=2,
+    passkey_tokens=(512,),
+    passkeys=2,
+)
+
+
+class Stand:
+    """Everything cases share. Expensive parts are made on first use; close() ends the peer and removes the model.
+
+    Attributes:
+        suite, sizes: what runs.
+        case: name of the case that runs.
+        ends: when its rounds should, by `time.monotonic`.
+    """
+
+    def __init__(self, suite: str, sizes: Sizes, peer_python: str | os.PathLike):
+        self.suite, self.sizes, self._peer_python = suite, sizes, peer_python
+        self.case, self.ends = "", math.inf
+        self._peer: measure.Peer | None = None
+        self._scratch = tempfile.TemporaryDirectory(prefix="tessera-bench-")
+
+    def close(self) -> None:
+        """End the peer and remove everything written for the run."""
+        if self._peer is not None:
+            self._peer.close()
+            self._peer = None
+        self._scratch.cleanup()
+
+    @property
+    def scratch(self) -> Path:
+        """A folder for this run's files."""
+        return Path(self._scratch.name)
+
+    @property
+    def peer_refusal(self) -> str:
+        """Why PyTorch and transformers cannot be compared with here; empty if they can."""
+        if jax.default_backend() != "cpu":
+            return f"their worker computes on the CPU, Tessera on a {jax.default_backend().upper()}"
+        for path in (self._peer_python, WORKER):
+            if not Path(path).exists():
+                return _without_folders(f"{path} does not exist: in a checkout, `make peers` builds .venv-peers")
+        return ""
+
+    @property
+    def peer(self) -> measure.Peer:
+        """The PyTorch and transformers worker, started on first use with as many threads as there are cores."""
+        if self._peer is None:
+            self._peer = measure.Peer(self._peer_python, WORKER, str(hardware.cpu().cores))
+            self.peer_versions = self._peer.ask("hello")
+        return self._peer
+
+    @functools.cached_property
+    def ceilings(self) -> measure.Ceilings:
+        """What this device reaches at all, measured once per run."""
+        return measure.ceilings()
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The model with random weights as a Hugging Face folder, which both sides load."""
+        return self.write_model(self.sizes.config, "model")
+
+    def write_model(self, config: ModelConfig, name: str) -> Path:
+        """Save random weights of this config under the scratch folder."""
+        params = init_params(config, jax.random.key(0), jnp.float32)
+        folder = self.scratch / name
+        save_folder(folder, params, config)
+        return folder
+
+    def interleave(
+        self, contenders: Mapping[str, Callable[[int], float]], *, least: int | None = None, **options: Any
+    ) -> dict[str, list[float]]:
+        """`measure.interleave` with the suite's rounds: as many as end in time, but `least` (or its least_rounds)."""
+        least = self.sizes.least_rounds if least is None else least
+        return measure.interleave(contenders, rounds=self.sizes.rounds, until=self.ends, least=least, **options)
+
+    def record(self, what: What, samples: Sequence[float], how: How, **fields: Any) -> Record:
+        """A record of one side; a sample below the roofline floor makes it an error, for then work was skipped."""
+        made = evidence.make(what, samples, how=how, command=self.command(), **fields)
+        if made.unit == "s" and made.flops and what.dtype:
+            floor_s = self._floor_s(what.dtype, made.flops, made.bytes or 0.0)
+            fastest = min(made.samples)
+            if fastest < CREDIBLE * floor_s:
+                said = f"{fastest:.3g} s of one sample is below the roofline floor {floor_s:.3g} s: work was skipped"
+                return replace(made, error=said, comparison=None)
+            made = replace(made, peak_fraction=floor_s / made.median)
+            if what.op == "model":
+                chip = hardware.chip(made.where.device)
+                used = utilisation(made.flops, made.bytes, made.median, what.dtype, self.ceilings, chip)
+                made = replace(made, facts={**made.facts, **used})
+        return made
+
+    def _floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
+        """Kernels may convert: bfloat16 work is credible at whatever dtype's rate is highest."""
+        names = {dtype, *self.ceilings.flops_per_s} if dtype == "bfloat16" else {dtype}
+        return min(self.ceilings.floor_s(name, flops, num_bytes) for name in names)
+
+    def command(self) -> str:
+        """What repeats the case that runs."""
+        return f"tessera bench --suite {self.suite} --only {self.case}"
+
+
+def versus(against: str, baseline: Sequence[float], ours: Sequence[float], target: float | None) -> Comparison:
+    """Baseline over ours, with its interval from INTERVAL_ROUNDS on, and whether it is at least the target."""
+    found = measure.ratio(baseline, ours)
+    return Comparison(
+        against=against,
+        ratio=found,
+        interval=measure.ratio_interval(baseline, ours) if len(ours) >= INTERVAL_ROUNDS else None,
+        target=None if target is None else f">= {target:.4g}",
+        met=None if target is None else found >= target,
+    )
+
+
+def draw(seed: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """Standard normal float32 numbers; the peer's worker draws the same from the same seed."""
+    return np.random.default_rng(seed).standard_normal(tuple(shape), dtype=np.float32)
+
+
+def draw_tokens(config: ModelConfig, seed: int, length: int) -> list[int]:
+    """A fresh random prompt."""
+    return np.random.default_rng([seed & 0xFFFFFFFF, 7]).integers(0, config.vocab_size, length).tolist()
+
+
+def compile_step(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[float, jax.stages.Compiled]:
+    """Seconds it took to trace and compile a function for such arguments, and the program."""
+    anew = jax.jit(lambda *given: function(*given))  # a function that was traced before would be found, not traced
+    return measure.time_call(lambda: anew.lower(*arguments).compile())
+
+
+def fresh_seed(number: int) -> int:
+    """A seed for one round; warm-up rounds have negative numbers."""
+    return number + 1000
+
+
+def causal_pairs(length: int) -> float:
+    """(query, key) pairs of a causal square: T (T + 1) / 2."""
+    return length * (length + 1) / 2
+
+
+def model_work(config: ModelConfig, length: int, *, past: int = 0, density: float = 1.0) -> Mapping[str, float]:
+    """FLOPs and least bytes of one forward call of `length` new tokens after `past`, head on the last one only.
+
+    2 FLOPs per weight and token, 4 H per query head and visible pair; weights and the visible cache read once.
+    """
+    c = config
+    per_layer = c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) * c.hidden_size
+    per_layer += 3 * c.hidden_size * c.intermediate_size
+    pairs = causal_pairs(length) + length * past
+    attention = 4.0 * c.num_layers * c.num_heads * c.head_dim * pairs * density
+    head = 2.0 * c.vocab_size * c.hidden_size
+    cache = 2.0 * c.num_layers * c.num_kv_heads * c.head_dim * (past + length) * 4 * density
+    return {
+        "flops": 2.0 * c.num_layers * per_layer * length + attention + head,
+        "bytes": 4.0 * (c.num_layers * per_layer + c.vocab_size * c.hidden_size) + cache,
+    }
+
+
+def utilisation(
+    flops: float,
+    num_bytes: float,
+    seconds: float,
+    dtype: str,
+    ceilings: measure.Ceilings,
+    chip: hardware.Chip | None = None,
+) -> dict[str, float]:
+    """How much of the machine a model's call used: facts of its record.
+
+        mfu              = flops / (seconds x measured flops per second of this dtype)
+        bandwidth_share  = bytes / (seconds x measured bytes per second)
+
+    Flops and bytes are those the call needs by `model_work` (of keys that a sparse policy leaves out, none), not those
+    the program spent; so neither counts recomputation, masked blocks or padding as use. The ceilings are measured in
+    the same process. On a chip with a data sheet "mfu_nominal" (bfloat16 only, as the peak is) and
+    "bandwidth_share_nominal" are the same over one device's share of the nominal peaks.
+    """
+    measured_flops_per_s, measured_bytes_per_s = ceilings.flops_per_s[dtype], ceilings.bytes_per_s
+    facts = {
+        "mfu": flops / (seconds * measured_flops_per_s),
+        "bandwidth_share": num_bytes / (seconds * measured_bytes_per_s),
+        "ceiling_flops_per_s": measured_flops_per_s,
+        "ceiling_bytes_per_s": measured_bytes_per_s,
+    }
+    if chip is not None:
+        facts["bandwidth_share_nominal"] = num_bytes / (seconds * chip.bytes_per_s / chip.devices)
+        if dtype == "bfloat16":
+            facts["mfu_nominal"] = flops / (seconds * chip.bf16_flops_per_s / chip.devices)
+    return facts
+
+
+def plain(error: BaseException) -> str:
+    """The first line of an error without this machine's folders."""
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {_without_folders(first)}"[:400]
+
+
+def _without_folders(text: str) -> str:
+    for folder in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir()):
+        text = text.replace(folder, "...")
+    return text
+
+
+@contextmanager
+def compiled_anew() -> Iterator[None]:
+    """Keep the persistent compilation cache out of a measurement."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)

@@ -1,0 +1,330 @@
+"""Does Kascade keep the answers? Tasks, fidelity to dense, and what the plan's choices cost.
+
+    tessera eval                              the shipped model: policies side by side on all tasks, minutes
+    tessera eval --suite study                tile by query tile, heads, anchors, fractions: fidelity and pass keys
+    tessera eval --model FOLDER --text FILE   another model, on its own plan and text
+
+A record per policy and question; `--resume` skips what this very commit has recorded.
+"""
+
+import bisect
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+
+from tessera.core.shapes import ceil_div
+from tessera.generate import Model
+from tessera.sparse.baselines import Dense, Window
+from tessera.sparse.plan import Plan
+from tessera.train.data import library_corpus
+from tessera.workbench import evidence
+from tessera.workbench.eval import tasks
+from tessera.workbench.eval.contenders import CONTROL, plan_policy, whole_heads, with_budget
+from tessera.workbench.eval.fidelity import fidelity, last_hidden, recall
+from tessera.workbench.evidence import How, Record, What
+from tessera.workbench.quality import wilson, without_choice
+
+LEVEL_TAIL, DRAWS = 0.025, 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How much is asked.
+
+    Attributes:
+        kinds: kinds of tasks; all at the longest length, the first at every one.
+        lengths: tokens of prompt and answer, ascending.
+        samples: tasks per kind and length; depths are spread evenly over them.
+        windows: pieces of held-out text for the fidelity.
+        window_tokens: tokens of each.
+        recall_windows: how many of them, at most, for the attention mass kept; 0 for none.
+    """
+
+    kinds: tuple[str, ...] = tuple(tasks.KINDS)
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    samples: int = 10
+    windows: int = 8
+    window_tokens: int = 4096
+    recall_windows: int = 4
+
+    def tasks(self) -> Iterator[tuple[str, int]]:
+        """(kind, length) of everything that is asked of a contender."""
+        for kind in self.kinds:
+            yield from ((kind, length) for length in (self.lengths if kind == self.kinds[0] else self.lengths[-1:]))
+
+
+SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
+    {
+        "demo": Sizes(),
+        "study": Sizes(kinds=("single",), lengths=(4096,), samples=10, windows=12, recall_windows=0),
+        "smoke": Sizes(lengths=(512,), samples=1, windows=1, window_tokens=512),
+    }
+)
+"""Sizes by name. The study asks for no recall: a window of it takes longer than one of the fidelity, since a dense pass
+over all keys comes on top of the policy's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A policy on the model's weights, and what sets it apart."""
+
+    name: str
+    title: str
+    model: Model
+    config: Mapping[str, Any]
+
+
+def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
+    """Dense, the plan at half, whole and twice its budget, the plan without its choice, the window that reads as many
+    keys, and the oracle (every layer its own)."""
+    plan = dataclasses.replace(plan, crossover_tokens=0)
+    yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
+    for scale, words in ((0.5, "half the plan's budget"), (1.0, "the plan"), (2.0, "twice the plan's budget")):
+        yield kascade(model, with_budget(plan, scale), words)
+    control = dataclasses.replace(model, policy=plan_policy(model, without_choice(plan)))
+    yield Contender(name="control", title=CONTROL, model=control, config=settings(plan))
+    size = window_of(plan, length)
+    window = Window(window=size, sinks=plan.tile, tile=plan.tile, query_tile=plan.query_tile)
+    windowed = dataclasses.replace(model, policy=window)
+    yield Contender(name="window", title=f"window {window.window} + sinks", model=windowed, config=asdict(window))
+    oracle = model.with_attention("oracle", plan)
+    yield Contender(name="oracle", title="every layer selects", model=oracle, config=settings(plan))
+
+
+def window_of(plan: Plan, length: int) -> int:
+    """Keys of the window that, with a tile of sinks, reads as large a share of a prompt as the plan does in all heads:
+    what each of them may read is known beforehand, with what is always read."""
+    seen = np.arange(1, length + 1)
+    always = plan.query_tile + plan.local + plan.sinks
+    budgets = np.array(plan.budgets or [[plan.fraction] * plan.num_kv_heads] * plan.num_layers)
+    budgets[np.array(whole_heads(plan))] = 1.0
+    read = [np.minimum(seen, np.maximum(budget * seen, plan.minimum) + always).sum() for budget in budgets.flat]
+    sizes = range(1, length)
+    return bisect.bisect_left(sizes, np.mean(read), key=lambda size: np.minimum(seen, size + plan.tile).sum()) + 1
+
+
+def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
+    """Dense, then a plan by Kascade's own recipe with one choice changed: tile by query tile, fraction, least keys;
+    heads and anchors are calibrated. The recipe's plan is calibrated first if `plan` has budgets per head."""
+    plan = dataclasses.replace(make_plan() if plan.budgets else plan, crossover_tokens=0)
+    yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
+    for tile in (1, 16, 32, 64, 128):
+        for query_tile in (16, 32, 64, 128):
+            changed = dataclasses.replace(plan, tile=tile, query_tile=query_tile)
+            yield kascade(model, changed, f"tile {tile}, query tile {query_tile}")
+    for fraction in (0.05, 0.2):
+        yield kascade(model, dataclasses.replace(plan, fraction=fraction), f"fraction {fraction:g}")
+    for minimum in (64, 128, 256, 512):
+        yield kascade(model, dataclasses.replace(plan, minimum=minimum), f"at least {minimum} keys")
+    for heads in ("remap", "identity", "pooled"):
+        changed = dataclasses.replace(make_plan(heads=heads), crossover_tokens=0)
+        yield kascade(model, changed, f"heads {heads}")
+    for anchors in (2, 3, 4, 5, 6):
+        if anchors < model.config.num_layers:
+            changed = dataclasses.replace(make_plan(anchors=anchors), crossover_tokens=0)
+            yield kascade(model, changed, f"{anchors} anchors")
+
+
+def kascade(model: Model, plan: Plan, title: str) -> Contender:
+    """The model under a Kascade plan."""
+    return Contender(name="kascade", title=title, model=model.with_attention("kascade", plan), config=settings(plan))
+
+
+def settings(plan: Plan) -> dict[str, Any]:
+    """What a record says of a plan."""
+    names = ("model", "heads", "tile", "query_tile", "local", "sinks", "fraction", "minimum")
+    lists = {name: [*getattr(plan, name)] for name in ("anchors", "own", "budgets")}
+    return {name: getattr(plan, name) for name in names} | lists
+
+
+def hay_of(model: Model, text: str | None) -> tasks.Hay:
+    """Filler for the tasks: the text given, else held-out library text.
+
+    Raises:
+        ValueError: the model has no tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source} has no tokenizer: tasks are text")
+    text = bytes(library_corpus().held_out.astype(np.uint8)).decode("utf-8", "replace") if text is None else text
+    return tasks.Hay(text=text, count=lambda piece: len(model.tokenizer.encode(piece)))
+
+
+def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.Hay, command: str) -> Record:
+    """One record: the contender's score on one kind at one length, greedily, task by task."""
+    scores, depths, density = [], [], []
+    for index in range(sizes.samples):
+        depth = (index + 0.5) / sizes.samples
+        sample = tasks.make(kind, hay, length, seed=(length, index), depth=depth)
+        [answer] = contender.model.generate([sample.prompt], max_new_tokens=sample.answer_tokens)
+        scores.append(sample.score(answer.text))
+        depths.append(depth)
+        density.append(answer.layer_density)
+    low, high = mean_interval(scores)
+    what = What(
+        op="eval task",
+        kernel=contender.name,
+        workload=f"{kind} at {length}: {contender.title}",
+        dtype=str(contender.model.params.embed.dtype),
+        config=dict(contender.config),
+        title=f"{kind.replace('_', ' ')}, {length:,} tokens",
+    )
+    return evidence.make(
+        what,
+        [float(np.mean(scores))],
+        command=command,
+        unit="fraction",
+        how=How(iterations=len(scores), check="share of the expected strings in the greedy answer"),
+        density=tuple(np.mean(density, axis=0).tolist()),
+        facts={"scores": scores, "depths": depths, "low": low, "high": high, "length": length, "kind": kind}
+        | {"policy": contender.title},
+    )
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of a mean: Wilson's where all are 0 or 1, else a bootstrap."""
+    values = np.asarray(values, float)
+    if np.isin(values, (0.0, 1.0)).all():
+        return wilson(int(values.sum()), len(values))
+    pick = np.random.default_rng(0).integers(0, len(values), (DRAWS, len(values)))
+    low, high = np.quantile(values[pick].mean(1), [LEVEL_TAIL, 1 - LEVEL_TAIL])
+    return float(low), float(high)
+
+
+def measure_fidelity(
+    contender: Contender, windows: Sequence[np.ndarray], dense: Sequence[np.ndarray], command: str
+) -> Record:
+    """One record: KL divergence from dense per token, perplexities, share of equal best guesses."""
+    found = fidelity(contender.model, contender.model.policy, windows, dense)
+    facts = {"perplexity": found.perplexity, "perplexity_dense": found.perplexity_dense, "agreement": found.agreement}
+    how = How(iterations=len(found.kl), check="KL(dense || policy), mean over the tokens of each window")
+    return evidence.make(
+        on_text("eval fidelity", "held-out text", contender),
+        found.kl,
+        command=command,
+        unit="nats",
+        how=how,
+        facts=facts | over_windows(found.kl, found.num_tokens, contender),
+    )
+
+
+def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command: str) -> Record:
+    """One record: attention mass kept, per window over sparse layers and heads, and per layer and KV head."""
+    found = recall(contender.model, contender.model.policy, windows)
+    facts = {"per_head": found.per_head.mean(0).round(6).tolist(), "sparse_layers": list(found.sparse_layers)}
+    how = How(iterations=len(windows), check="dense attention's mass on the keys read, mean of sparse layers and heads")
+    return evidence.make(
+        on_text("eval recall", "attention mass", contender),
+        found.per_window,
+        command=command,
+        unit="fraction",
+        how=how,
+        facts=facts | over_windows(found.per_window, sum(map(len, windows)), contender),
+    )
+
+
+def on_text(op: str, question: str, contender: Contender) -> What:
+    """What is measured of a contender on plain text."""
+    return What(
+        op=op,
+        kernel=contender.name,
+        workload=f"{question}: {contender.title}",
+        dtype=str(contender.model.params.embed.dtype),
+        config=dict(contender.config),
+        title=contender.title,
+    )
+
+
+def over_windows(values: Sequence[float], tokens: int, contender: Contender) -> dict[str, Any]:
+    """Mean and 95 % interval of a value per window, over how many tokens, of which policy."""
+    low, high = mean_interval(values)
+    mean = float(np.mean(values))
+    return {"mean": mean, "low": low, "high": high, "tokens": tokens, "policy": contender.title}
+
+
+def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
+    """Pieces of the filler text from all over it.
+
+    Raises:
+        ValueError: the text is shorter than one window.
+    """
+    ids = np.asarray(model.tokenizer.encode(hay.text[: 40 * sizes.windows * sizes.window_tokens]), np.int32)
+    if len(ids) < sizes.window_tokens:
+        raise ValueError(f"the text has {len(ids)} tokens: a window needs {sizes.window_tokens}")
+    starts = np.linspace(0, len(ids) - sizes.window_tokens, sizes.windows).astype(int)
+    return [ids[start : start + sizes.window_tokens] for start in starts]
+
+
+def done_before(path: Path, command: str) -> set[tuple[str, str, str]]:
+    """(op, kernel, workload) of what this command has recorded without error, in this very commit."""
+    code = evidence.code()
+    if code.dirty or code.commit is None or not path.exists():
+        return set()
+    return {
+        (r.what.op, r.what.kernel, r.what.workload)
+        for r in evidence.read(path)
+        if (r.code, r.command, r.error) == (code, command, None)
+    }
+
+
+def run(
+    model: Model,
+    plan: Plan,
+    *,
+    suite: str = "demo",
+    make_plan: Callable[..., Plan] | None = None,
+    text: str | None = None,
+    out: str | os.PathLike | None = None,
+    resume: bool = False,
+    command: str = "tessera eval",
+) -> int:
+    """Run a suite on a model and append its records, as they come.
+
+    Args:
+        model, plan: what is judged; the plan's cross-over is left aside.
+        suite: "demo" (policies side by side), "study" (the plan's choices) or "smoke".
+        make_plan: (heads=..., anchors=...) -> Plan, for the study; calibrates.
+        text: filler of the tasks, and what the fidelity is measured on; held-out library text if None.
+        out: file of records; evidence/eval-<device>.jsonl if None.
+        resume: skip what the file holds of this very commit.
+
+    Raises:
+        ValueError: an unknown suite, a model without tokenizer, a context shorter than the tasks.
+    """
+    from rich.console import Console
+
+    if suite not in SUITES:
+        raise ValueError(f"{suite=} must be one of {', '.join(SUITES)}")
+    sizes = SUITES[suite]
+    longest = max(*sizes.lengths, sizes.window_tokens)
+    if model.config.max_positions < longest:
+        raise ValueError(f"the model's context of {model.config.max_positions} tokens is shorter than {longest}")
+    out = Path("evidence") / f"eval-{evidence.device_slug()}.jsonl" if out is None else Path(out)
+    hay, console = hay_of(model, text), Console(stderr=True, highlight=False)
+    windows, done = windows_of(model, hay, sizes), done_before(out, command) if resume else set()
+    entries = variants(model, plan, make_plan) if suite == "study" else side_by_side(model, plan, max(sizes.lengths))
+    dense = [last_hidden(model, Dense(), window) for window in windows]
+    fewer = windows[:: ceil_div(len(windows), sizes.recall_windows)] if sizes.recall_windows else []
+    for contender in entries:
+        jobs: list[tuple[tuple[str, str, str], Callable[[], Record]]] = []
+        if contender.name != "dense":
+            name = ("eval fidelity", contender.name, f"held-out text: {contender.title}")
+            jobs.append((name, lambda c=contender: measure_fidelity(c, windows, dense, command)))
+            if fewer:
+                name = ("eval recall", contender.name, f"attention mass: {contender.title}")
+                jobs.append((name, lambda c=contender: measure_recall(c, fewer, command)))
+        for kind, length in sizes.tasks():
+            name = ("eval task", contender.name, f"{kind} at {length}: {contender.title}")
+            jobs.append((name, lambda c=contender, k=kind, n=length: ask(c, k, n, sizes, hay, command)))
+        for name, job in jobs:
+            if name not in done:
+                record = job()
+                evidence.append(out, record)
+                low, high = record.facts["low"], record.facts["high"]
+                console.print(f"{name[2]}: {np.mean(record.samples):.4g} {record.unit} ({low:.3g} to {high:.3g})")
+    return 0

@@ -1,0 +1,314 @@
+"""Rivals of a plan that read as many keys as it does, at every position: what does its choice of keys add?
+
+What a policy reads is measured once, chunk by chunk, on a text. A rival then gets that many keys at each position, the
+mean over the plan's layers and heads, and spends them by another rule. Its own tiles, and the first one where it keeps
+a sink, count among them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Int32
+
+from tessera.attention.contract import AttentionSpec, Positions, Selection
+from tessera.attention.dispatch import attention
+from tessera.attention.selection import find_marks, keep_largest
+from tessera.core.shapes import ceil_div
+from tessera.generate import Model
+from tessera.sparse.baselines import Counted, Dense
+from tessera.sparse.contract import Policy
+from tessera.sparse.estimate import Estimate, estimate_mass
+from tessera.sparse.plan import Plan
+from tessera.sparse.policies import policy_for
+from tessera.sparse.reads import count_read, count_visible, record_reads, shapes_of
+from tessera.workbench.eval.trials import Runner
+from tessera.workbench.quality import without_choice
+
+ALWAYS = 2**31 - 2
+"""Rank of own tiles: `keep_largest` adds one to it."""
+
+CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
+WINDOW = "window + sink"
+EXACT = "own choice, tile 16"
+"""Every layer chooses by its own exact probabilities: what a plan at as many keys could reach."""
+FRONTIER = (WINDOW, EXACT, "mean keys of 4")
+"""Rules that run at the frontier's budgets."""
+MAIN = (EXACT, NEAR, WINDOW, "mean keys of 4")
+"""Rivals that run first, in this order."""
+LEAST = 128
+"""Keys that a rival reads at least where its budget is a share of the visible ones."""
+
+Knots = tuple[tuple[int, float], ...]
+"""(position, keys) between which a budget is interpolated, ascending."""
+
+
+def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
+    """Run a text under a policy and see how many keys its rows read, chunk by chunk: mean over layers and KV heads."""
+    runner = Runner(model, policy, len(tokens))
+    starts = [start for start, _ in runner.fill(tokens)]
+    ends = [*starts[1:], len(tokens)]
+    read = np.array([np.asarray(reads.read, float).sum() for reads in runner.pending])
+    heads = model.config.num_layers * model.config.num_kv_heads
+    keys = read / heads / [end - start for start, end in zip(starts, ends)]
+    middles = [(start + end) // 2 for start, end in zip(starts, ends)]
+    slope = (keys[-1] - keys[-2]) / (middles[-1] - middles[-2]) if len(keys) > 1 else 1.0
+    last = (len(tokens), round(float(keys[-1] + slope * (len(tokens) - middles[-1])), 1))
+    return ((0, 1.0), *((m, round(float(k), 1)) for m, k in zip(middles, keys)), last)
+
+
+def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
+    """Per layer and KV head, whether the plan has it read every key."""
+    budgets = plan.budgets or ((plan.fraction,) * plan.num_kv_heads,) * plan.num_layers
+    return tuple(tuple(layer in plan.anchors or budget >= 1 for budget in row) for layer, row in enumerate(budgets))
+
+
+def left_for_others(keys: Knots, whole: Sequence[Sequence[bool]]) -> Knots:
+    """The budget of the heads that are not whole, if those that are read every key and all together read `keys`."""
+    share = np.mean(whole)
+    return keys if share == 1 else tuple((at, round((k - share * (at + 1)) / (1 - share), 1)) for at, k in keys)
+
+
+def flat(share: float, minimum: int, longest: int) -> Knots:
+    """A budget of max(share * visible, minimum) keys, and all while fewer are visible."""
+    turn = min(int(minimum / share), longest - 1)
+    return (
+        (0, 1.0),
+        (minimum, float(minimum)),
+        (turn, float(minimum)),
+        (longest, max(share * longest, float(minimum))),
+    )
+
+
+def scores_newest(q, k, layer, spec, positions):
+    """The later a tile, the better."""
+    shape = _grid(q, k, spec)
+    return jnp.broadcast_to(jnp.arange(1, shape[-1] + 1, dtype=jnp.float32), shape)
+
+
+def scores_random(q, k, layer, spec, positions):
+    """Noise that depends on layer, head, tile and the query tile's position only."""
+    batch, heads, num_query_tiles, num_tiles = shape = _grid(q, k, spec)
+    row = positions.q_start[:, None] + jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
+    parts = (row[:, None, :, None], jnp.arange(heads)[:, None, None], jnp.arange(num_tiles), jnp.asarray(layer))
+    mixed = jnp.zeros(shape, jnp.uint32)
+    for part in parts:  # a step of splitmix32 per part
+        mixed = mixed + jnp.asarray(part, jnp.uint32) + jnp.uint32(0x9E3779B9)
+        mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x21F0AAAD)
+        mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x735A2D97)
+        mixed = mixed ^ (mixed >> 15)
+    return (mixed >> 8).astype(jnp.float32)
+
+
+def scores_mass(q, k, layer, spec, positions):
+    """The attention probability of each tile, exactly."""
+    return attention(q, k, k, replace(spec, mass=True), **positions._asdict()).mass
+
+
+def scores_estimate(q, k, layer, spec, positions, summary: str, keys: int | None = None):
+    """The attention probability, estimated from blocks of keys (a tile if None); decode scores key by key."""
+    keys = spec.tile if keys is None else min(keys, spec.tile)
+    return estimate_mass(q, k, spec, positions, Estimate(keys=keys, summary=summary))
+
+
+def _grid(q: Array, k: Array, spec: AttentionSpec) -> tuple[int, int, int, int]:
+    """[B,K,I,J] of a call."""
+    return q.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile), ceil_div(k.shape[1], spec.tile)
+
+
+SCORES: Final[Mapping[str, Callable[..., Array]]] = MappingProxyType(
+    {
+        "newest": scores_newest,
+        "random": scores_random,
+        "mass": scores_mass,
+        "mean": partial(scores_estimate, summary="mean"),
+        "mean of 4": partial(scores_estimate, summary="mean", keys=4),
+        "min and max": partial(scores_estimate, summary="minmax"),
+    }
+)
+"""Rules to choose tiles by: (q, k, layer, spec, positions) -> [B,K,I,J], not negative, more is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched(Counted):
+    """Every layer chooses its own tiles by one rule, as many as a budget by position allows.
+
+    Attributes:
+        scores: a rule of SCORES.
+        keys: the budget; own tiles are read even if they are more.
+        whole: [L][K], the heads that read every key and spend nothing of it; empty for none.
+        tile, query_tile: as in Kascade.
+        sinks: first tiles that are read always.
+    """
+
+    scores: str
+    keys: Knots
+    whole: tuple[tuple[bool, ...], ...] = ()
+    tile: int = 16
+    query_tile: int = 32
+    sinks: int = 1
+
+    def __post_init__(self):
+        if self.scores not in SCORES:
+            raise ValueError(f"scores={self.scores!r} must be one of {', '.join(SCORES)}")
+        AttentionSpec(tile=self.tile, query_tile=self.query_tile)
+
+    @property
+    def name(self) -> str:
+        return "matched"
+
+    def attend(self, layer, q, k, v, spec, positions, state):
+        if spec.window is not None:
+            raise ValueError("rivals are for models without a sliding window: this one has it in its configuration")
+        spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
+        where, shapes = positions._asdict(), shapes_of(q, k)
+        visible = count_visible(spec, positions, shapes)
+
+        def dense(q, k, v):
+            return attention(q, k, v, spec, **where).out, visible
+
+        def sparse(q, k, v):
+            scores = SCORES[self.scores](q, k, layer, spec, positions)
+            selection = self.select(scores, positions, jnp.asarray(self.whole)[layer] if self.whole else None)
+            out = attention(q, k, v, spec, **where, selection=selection).out
+            return out, count_read(selection, spec, positions, shapes)
+
+        full = [all(row) for row in self.whole]
+        if isinstance(layer, int):
+            out, read = (dense if full and full[layer] else sparse)(q, k, v)
+        elif any(full):
+            out, read = jax.lax.cond(jnp.asarray(full)[layer], dense, sparse, q, k, v)
+        else:
+            out, read = sparse(q, k, v)
+        return out, record_reads(state, layer, read, visible)
+
+    def select(self, scores_BKIJ: Array, positions: Positions, whole_K: Bool[Array, " K"] | None = None) -> Selection:
+        """The best tiles: own ones and sinks always, then by score; every visible one for heads that are whole."""
+        num_query_tiles, num_tiles = scores_BKIJ.shape[2:]
+        first, last, count = self.budget(num_query_tiles, positions)
+        id_J = jnp.arange(num_tiles, dtype=jnp.int32)
+        seen = (id_J <= (last // self.tile)[..., None]) & (count > 0)[..., None]
+        own = seen & (id_J >= (first // self.tile)[..., None])
+        bits = jax.lax.bitcast_convert_type(jnp.maximum(scores_BKIJ, 0).astype(jnp.float32), jnp.int32)
+        rank = jnp.where(seen[:, None], bits, -1)
+        rank = jnp.where((seen & (id_J < self.sinks))[:, None], ALWAYS - 1, rank)
+        rank = jnp.where(own[:, None], ALWAYS, rank)
+        most = max(keys for _, keys in self.keys) + self.query_tile + 2 * self.tile
+        capacity = min(ceil_div(int(most), self.tile) + 1, num_tiles)
+        count = jnp.broadcast_to(count[:, None], rank.shape[:3])
+        if whole_K is not None:
+            count = jnp.where(whole_K[:, None], seen.sum(-1)[:, None], count)
+            capacity = num_tiles
+        count = jnp.minimum(count, capacity)
+        nth = jnp.minimum(jnp.arange(1, capacity + 1, dtype=jnp.int32), count[..., None])
+        return Selection(jnp.maximum(find_marks(keep_largest(rank, count), nth), 0), count)
+
+    def budget(self, num_query_tiles: int, positions: Positions) -> tuple[Int32[Array, "B I"], ...]:
+        """First and last position of every query tile, and the tiles that it reads."""
+        row = jnp.arange(num_query_tiles, dtype=jnp.int32) * self.query_tile
+        first = positions.q_start[:, None] + row
+        last = positions.q_start[:, None] + jnp.minimum(row + self.query_tile, positions.q_len[:, None]) - 1
+        own_first, own_last = first // self.tile, last // self.tile
+        middle = (first + last) / 2 + 1  # keys that the query tile's rows see, on average
+        at, keys = (jnp.asarray(column, jnp.float32) for column in zip(*self.keys))
+        others = jnp.round((jnp.interp(middle, at, keys) - (middle - own_first * self.tile)) / self.tile)
+        sinks = jnp.minimum(self.sinks, own_first)
+        others = jnp.clip(others.astype(jnp.int32), sinks, own_first)
+        return first, last, jnp.where(last >= first, others + own_last - own_first + 1, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A policy and what a record says of it.
+
+    Attributes:
+        name: word for its family: one line of a picture.
+        title: what it is, unlike any other.
+        policy: the policy; dense below no length.
+        brief: whether little is asked of it: all but dense, the control, the plan and the exact choice at its keys.
+    """
+
+    name: str
+    title: str
+    policy: Policy
+    brief: bool = False
+
+
+def contenders(
+    model: Model,
+    plan: Plan | None,
+    keys: Knots,
+    longest: int,
+    *,
+    only: Sequence[str] = (),
+    shares: Sequence[float] = (),
+    scales: Sequence[float] = (),
+) -> Iterator[Contender]:
+    """Dense, control and plan, then the rivals at the plan's keys, then everyone at the frontier's budgets.
+
+    Without a plan the rivals run at the frontier's budgets alone, or at a quarter of the keys.
+
+    Args:
+        plan: what is judged.
+        keys: what it reads, see `profile`; empty without a plan.
+        longest: tokens of the longest text.
+        only: names of the rivals that run; empty for all.
+        shares: the frontier's budgets, as shares of the visible keys.
+        scales: the plan's at the frontier, as factors of its fraction and minimum.
+    """
+    yield Contender(name="dense", title="dense", policy=Dense())
+    query_tile = 32 if plan is None else plan.query_tile
+    if plan is not None:
+        yield Contender(name="control", title=CONTROL, policy=plan_policy(model, without_choice(plan)))
+        yield Contender(name="plan", title=PLAN, policy=plan_policy(model, plan))
+        whole = whole_heads(plan)
+        own = {"whole": whole, "tile": plan.tile, "query_tile": query_tile}
+        near = Matched(scores="newest", keys=left_for_others(keys, whole), **own)
+        rivals = [Contender(name=NEAR, title=NEAR, policy=near), *rules(keys, query_tile)]
+        rivals.sort(key=lambda rival: MAIN.index(rival.name) if rival.name in MAIN else len(MAIN))
+        for rival in rivals:
+            if not only or rival.name in only:
+                yield replace(rival, brief=rival.name != EXACT)
+    wanted = only or (FRONTIER if shares else ())
+    for share in shares or (() if plan else (0.25,)):
+        for rival in rules(flat(share, LEAST, longest), query_tile):
+            if not wanted or rival.name in wanted:
+                yield replace(rival, title=f"{rival.name}, {share:.0%} of keys", brief=True)
+    for scale in scales if plan is not None else ():
+        scaled = with_budget(plan, scale)
+        title = f"{PLAN}, budget x {scale:g}"
+        yield Contender(name="plan", title=title, policy=plan_policy(model, scaled), brief=True)
+
+
+def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
+    """Every rule of choosing at one budget."""
+    for name, scores, tile in (
+        (WINDOW, "newest", 16),
+        ("own choice, tile 1", "mass", 1),
+        (EXACT, "mass", 16),
+        ("own choice, tile 32", "mass", 32),
+        ("own choice, tile 64", "mass", 64),
+        ("mean keys of 4", "mean of 4", 16),
+        ("mean keys", "mean", 16),
+        ("min and max", "min and max", 16),
+        ("random tiles", "random", 16),
+    ):
+        policy = Matched(scores=scores, keys=keys, tile=tile, query_tile=query_tile, sinks=ceil_div(16, tile))
+        yield Contender(name=name, title=name, policy=policy)
+
+
+def plan_policy(model: Model, plan: Plan) -> Policy:
+    """The plan's policy at every length, its cross-over left aside."""
+    return policy_for("kascade", model.config, replace(plan, crossover_tokens=0))
+
+
+def with_budget(plan: Plan, scale: float) -> Plan:
+    """The plan with every budget below all keys scaled."""
+    budgets = tuple(tuple(b if b >= 1 else min(scale * b, 1.0) for b in row) for row in plan.budgets)
+    return replace(plan, fraction=min(plan.fraction * scale, 1.0), minimum=int(plan.minimum * scale), budgets=budgets)

@@ -1,0 +1,139 @@
+"""A Tessera model under EleutherAI's `lm_eval`: its base package is enough, no torch.
+
+    import lm_eval, tessera
+    from tessera.workbench.eval.harness import adapter
+
+    model = tessera.load("path/to/model", attention="kascade")
+    lm_eval.simple_evaluate(adapter(model), tasks=["lambada_openai"])
+
+The model answers under its own policy, cross-over included. Prompts longer than the context lose their beginning, as
+lm_eval's own models do it.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera.calibration.calibrate import CHUNK, run_chunk
+from tessera.core.shapes import round_up
+from tessera.generate import Model
+from tessera.models.cache import init_cache
+from tessera.models.decoder import logits
+from tessera.workbench.eval.fidelity import ROWS
+
+MAX_NEW_TOKENS = 256
+"""Where a task does not say how long an answer may be."""
+
+
+@partial(jax.jit, static_argnames="rows")
+def _score(params, hidden, targets, first, begin, end, *, rows: int):
+    """Over rows [first, first + rows) within [begin, end): sum of ln p(target), and how many are the best guess."""
+    at = first + jnp.arange(rows)
+    logp = jax.nn.log_softmax(logits(params, hidden[0, at]).astype(jnp.float32))
+    wanted = targets[0, at]
+    counts = (at >= begin) & (at < end)
+    picked = jnp.take_along_axis(logp, wanted[:, None], -1)[:, 0]
+    greedy = counts & (logp.argmax(-1) == wanted)
+    return jnp.where(counts, picked, 0).sum(), greedy.sum()
+
+
+def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tuple[float, bool]:
+    """(sum of ln p of the last `num_scored` tokens given all before them, whether each was the best guess).
+
+    Raises:
+        ValueError: fewer than two tokens, more than the context holds, or nothing to score.
+    """
+    tokens = np.asarray(tokens, np.int32)
+    if not 1 <= num_scored < len(tokens):
+        raise ValueError(f"{num_scored=} must be at least 1 and less than the {len(tokens)} tokens")
+    if len(tokens) > model.config.max_positions:
+        raise ValueError(f"{len(tokens)} tokens are more than the context of {model.config.max_positions}")
+    policy = model.policy.at_length(len(tokens))
+    rows = round_up(min(CHUNK, len(tokens)), max(getattr(policy, "query_tile", 1), ROWS))
+    stacked = not isinstance(model.params.layers, tuple)
+    cache = init_cache(model.config, 1, round_up(len(tokens), rows), dtype=model.params.embed.dtype, stacked=stacked)
+    total, right, scored_from = 0.0, 0, len(tokens) - 1 - num_scored
+    for start in range(0, len(tokens) - 1, rows):
+        piece, answer = tokens[start : start + rows], tokens[start + 1 : start + 1 + rows]
+        inputs, targets = np.zeros((2, 1, rows), np.int32)
+        inputs[0, : len(piece)], targets[0, : len(answer)] = piece, answer
+        where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
+        hidden, cache, _ = run_chunk(model.params, cache, inputs, *where, config=model.config, policy=policy)
+        begin, end = max(scored_from - start, 0), len(answer)
+        for first in range(begin // ROWS * ROWS, end, ROWS):
+            found = _score(model.params, hidden, targets, *np.int32([first, begin, end]), rows=ROWS)
+            total, right = total + float(found[0]), right + int(found[1])
+    return total, right == num_scored
+
+
+def split(model: Model, context: str, continuation: str) -> tuple[list[int], int]:
+    """(tokens of both, how many belong to the continuation); spaces at the context's end go to the continuation."""
+    moved = len(context) - len(context.rstrip())
+    if moved:
+        context, continuation = context[:-moved], context[-moved:] + continuation
+    whole = model.tokenizer.encode(context + continuation)
+    head = model.tokenizer.encode(context) if context else whole[:1]  # with nothing before, the first token is given
+    num_scored = max(len(whole) - len(head), 1)
+    kept = whole[-model.config.max_positions :]
+    return kept, min(num_scored, len(kept) - 1)
+
+
+def rolling(model: Model, text: str) -> float:
+    """ln p of a whole text, in pieces of the context that do not overlap; each piece's first token is given."""
+    ids, size = model.tokenizer.encode(text), model.config.max_positions
+    pieces = [ids[i : i + size] for i in range(0, len(ids) - 1, size - 1)]
+    return sum(log_likelihood(model, piece, len(piece) - 1)[0] for piece in pieces if len(piece) > 1)
+
+
+def generate_until(model: Model, context: str, options: dict[str, Any]) -> str:
+    """A continuation up to the first stop string, greedy unless the options draw."""
+    new_tokens = int(options.get("max_gen_toks", options.get("max_new_tokens", MAX_NEW_TOKENS)))
+    until = options.get("until", ())
+    until = (until,) if isinstance(until, str) else tuple(word for word in until if word)
+    draws = options.get("do_sample", False) or options.get("temperature", 0) > 0
+    ids = model.tokenizer.encode(context)[-(model.config.max_positions - new_tokens) :]
+    [answer] = model.generate(
+        [ids],
+        max_new_tokens=new_tokens,
+        stop=until,
+        temperature=float(options.get("temperature", 1.0)) if draws else 0.0,
+        top_p=options.get("top_p"),
+    )
+    return answer.text
+
+
+def adapter(model: Model) -> Any:
+    """The model as `lm_eval.api.model.LM`.
+
+    Raises:
+        ModuleNotFoundError: lm_eval is not installed.
+        ValueError: the model has no tokenizer.
+    """
+    from lm_eval.api.model import LM
+    from rich.progress import track
+
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source} has no tokenizer: lm_eval's tasks are text")
+
+    class Tessera(LM):
+        """Answers one request after the other."""
+
+        def loglikelihood(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            todo = [request.args for request in requests]
+            return [
+                log_likelihood(model, *split(model, *args)) for args in track(todo, "likelihood", disable=disable_tqdm)
+            ]
+
+        def loglikelihood_rolling(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[float]:
+            todo = [request.args for request in requests]
+            return [rolling(model, text) for (text,) in track(todo, "likelihood", disable=disable_tqdm)]
+
+        def generate_until(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[str]:
+            todo = [request.args for request in requests]
+            return [generate_until(model, *args) for args in track(todo, "answers", disable=disable_tqdm)]
+
+    return Tessera()

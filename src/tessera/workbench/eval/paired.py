@@ -1,0 +1,83 @@
+"""Statistics of policies that answered the same questions: what one kept of what the other found, and whether a
+difference is more than chance. Questions to one document share its cache, so intervals redraw documents, not questions.
+"""
+
+from collections.abc import Sequence
+from math import comb
+from typing import NamedTuple
+
+import numpy as np
+
+from tessera.workbench.quality import wilson
+
+DRAWS = 4000
+TAILS = (0.025, 0.975)
+
+
+class Estimate(NamedTuple):
+    """A value with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mcnemar(lost: int, gained: int) -> float:
+    """Exact two-sided p of McNemar's test: min(1, 2 P[Binomial(lost + gained, 1/2) <= min(lost, gained)]).
+
+    Args:
+        lost: questions that only the first policy answered.
+        gained: questions that only the second answered.
+    """
+    total = lost + gained
+    tail = sum(comb(total, k) for k in range(min(lost, gained) + 1))
+    return min(1.0, 2 * tail / 2**total)
+
+
+def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
+    """sum(parts) / sum(wholes) over documents, the interval by redrawing documents; Wilson's where all or none count.
+
+    Draws without any whole are left out. NaN, from 0 to 1, if there is no whole at all.
+    """
+    parts, wholes = np.asarray(parts, float), np.asarray(wholes, float)
+    part, whole = parts.sum(), wholes.sum()
+    if whole == 0:
+        return Estimate(float("nan"), 0.0, 1.0)
+    if part in (0, whole):
+        return Estimate(part / whole, *wilson(int(part), int(whole)))
+    pick = _draws(len(parts))
+    drawn = wholes[pick].sum(1)
+    found = parts[pick].sum(1)[drawn > 0] / drawn[drawn > 0]
+    return Estimate(part / whole, *map(float, np.quantile(found, TAILS)))
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """Mean of values that are as good as independent, its interval by redrawing them."""
+    values = np.asarray(values, float)
+    found = values[_draws(len(values))].mean(1)
+    return Estimate(float(values.mean()), *map(float, np.quantile(found, TAILS)))
+
+
+def kept(dense: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
+    """Share that a policy finds of the answers that dense finds; both per document and question, 1 or 0."""
+    both = [sum(a and b for a, b in zip(*pair, strict=True)) for pair in zip(dense, policy, strict=True)]
+    return ratio(both, [sum(found) for found in dense])
+
+
+def discordant(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(questions that only the first answers, only the second)."""
+    pairs = [pair for both in zip(first, second, strict=True) for pair in zip(*both, strict=True)]
+    return sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)
+
+
+def gain(control: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
+    """Share of questions answered by a policy less that by a control, documents redrawn."""
+    more = np.array([sum(b) - sum(a) for a, b in zip(control, policy, strict=True)], float)
+    sizes = np.array([len(found) for found in control], float)
+    pick = _draws(len(more))
+    found = more[pick].sum(1) / sizes[pick].sum(1)
+    return Estimate(float(more.sum() / sizes.sum()), *map(float, np.quantile(found, TAILS)))
+
+
+def _draws(size: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, size, (DRAWS, size))

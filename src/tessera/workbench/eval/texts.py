@@ -1,0 +1,65 @@
+"""Three domains of held-out text that every installation of Python has: source code, reference prose and help texts.
+
+`code` are the files of the standard library that `tessera.train.data` holds out, without those kept for calibration;
+`reference` is the language reference that `help()` reads; `help` are long docstrings of files that are not held out. So
+no text is in two domains, and none is in the library text that a plan may be calibrated on.
+"""
+
+import ast
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+
+from tessera.train.data import is_held_out, library_corpus, library_files
+
+LONG = 600
+"""Characters from which a docstring is a text of some length."""
+
+
+@cache
+def code() -> str:
+    """Held-out source files of the standard library."""
+    return bytes(library_corpus().held_out.astype(np.uint8)).decode("utf-8", "replace")
+
+
+@cache
+def reference() -> str:
+    """The topics of the language reference, by name."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name].strip() for name in sorted(topics))
+
+
+@cache
+def help() -> str:
+    """Long docstrings, file by file, of every fourth file of the standard library that is not held out."""
+    found = []
+    for name, path in library_files():
+        if not is_held_out(name) and hashlib.sha256(name.encode()).digest()[1] < 64:
+            with warnings.catch_warnings(action="ignore"):  # an escape that a newer Python frowns on
+                tree = ast.parse(path.read_bytes())
+            kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+            found += [text for text in texts if text and len(text) >= LONG]
+    return "\n\n\n".join(found)
+
+
+DOMAINS: Final[Mapping[str, Callable[[], str]]] = MappingProxyType({"code": code, "reference": reference, "help": help})
+"""Text by domain."""
+
+
+def windows_of(ids: np.ndarray, count: int, size: int) -> list[np.ndarray]:
+    """`count` windows of `size` tokens that do not overlap, from all over a text.
+
+    Raises:
+        ValueError: the text is too short for them.
+    """
+    if len(ids) < count * size:
+        raise ValueError(f"the text has {len(ids)} tokens: {count} windows of {size} need {count * size}")
+    starts = np.linspace(0, len(ids) - size, count).astype(int)
+    return [ids[start : start + size] for start in starts]

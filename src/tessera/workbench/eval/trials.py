@@ -1,0 +1,153 @@
+"""Many questions to one document: the document is prefilled once per policy, and each question goes on from its cache.
+
+A question's rows, and then its answer's tokens one at a time through the policy's own decode calls, are written after
+the document, over those of the question before. The answer's tokens are fed as they should be: as long as each is the
+model's best guess, that is greedy decoding, and an answer counts as found only if all of them are.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tessera.attention.contract import Positions
+from tessera.core.shapes import round_up
+from tessera.generate import Model
+from tessera.models.cache import Cache
+from tessera.models.config import ModelConfig
+from tessera.models.decoder import forward
+from tessera.runtime.compilation import CHUNK_UNIT
+from tessera.runtime.engine import allocate, read_head
+from tessera.sparse.contract import Policy, Reads
+from tessera.workbench.eval.probes import ROOM, Document, Question
+
+ROWS = 512
+"""Rows per call of a document or a text: one size, so that a policy compiles three programs (these rows, a
+question's and a single one)."""
+
+
+class Outcome(NamedTuple):
+    """What one policy made of one question.
+
+    Attributes:
+        found: every token of the answer is the best guess.
+        logprob: ln of the answer's probability, its tokens together.
+        tokens: how many of the answer's tokens are the best guess, each after the right ones before it.
+    """
+
+    found: bool
+    logprob: float
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """One policy's outcomes on one document.
+
+    Attributes:
+        outcomes: one per question, in order.
+        density: keys read / keys visible per layer, [L]: document, questions and answers together.
+    """
+
+    outcomes: tuple[Outcome, ...]
+    density: tuple[float, ...]
+
+
+@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
+def run_rows(
+    params,
+    cache: Cache,
+    tokens_BT: Int32[Array, "1 T"],
+    start: Int32[Array, "1"],
+    count: Int32[Array, "1"],
+    *,
+    config: ModelConfig,
+    policy: Policy,
+) -> tuple[Float[Array, "T D"], Cache, Reads | None]:
+    """Run the first `count` of T rows from position `start` on -> hidden states, cache, keys read."""
+    positions = Positions(start, start + count, count)
+    hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
+    return hidden[0], cache, policy.reads(state)
+
+
+class Runner:
+    """A policy's cache of one sequence, and what it has read."""
+
+    def __init__(self, model: Model, policy: Policy, num_keys: int):
+        self.model, self.policy = model, policy
+        self.query_tile = getattr(policy, "query_tile", 1)
+        if ROOM % self.query_tile:
+            raise ValueError(f"query_tile={self.query_tile} must divide {ROOM}: a question starts there")
+        stacked = not isinstance(model.params.layers, tuple)
+        dtype = str(model.params.embed.dtype)
+        size = round_up(num_keys, ROWS)
+        self.cache = allocate(config=model.config, batch=1, num_keys=size, dtype=dtype, stacked=stacked)
+        self.pending: list[Reads] = []
+
+    def run(self, tokens: Sequence[int], start: int, rows: int) -> Float[Array, "T D"]:
+        """One call of `rows` rows, padded, at a position -> their hidden states."""
+        padded = np.zeros((1, rows), np.int32)
+        padded[0, : len(tokens)] = tokens
+        where = (np.array([start], np.int32), np.array([len(tokens)], np.int32))
+        hidden, self.cache, reads = run_rows(
+            self.model.params, self.cache, padded, *where, config=self.model.config, policy=self.policy
+        )
+        if reads is not None:
+            self.pending.append(reads)
+        return hidden
+
+    def fill(self, tokens: Sequence[int]) -> Iterator[tuple[int, Float[Array, "T D"]]]:
+        """Prefill from position 0 -> (start, hidden states) of every call."""
+        for start in range(0, len(tokens), ROWS):
+            yield start, self.run(tokens[start : start + ROWS], start, ROWS)
+
+    def ask(self, question: Question, start: int) -> Outcome:
+        """Put a question at a position, a multiple of the query tile, and decode its answer."""
+        suffix, answer = question.suffix, question.answer
+        hidden = self.run(suffix, start, round_up(len(suffix), max(self.query_tile, CHUNK_UNIT)))[len(suffix) - 1]
+        total, right, wanted = 0.0, 0, 0
+        for index, token in enumerate(answer):
+            scores = np.asarray(read_head(self.model.params, hidden[None])[0], np.float64)
+            if not question.given or not question.given[index]:
+                top = scores.max()
+                total += float(scores[token] - top - np.log(np.exp(scores - top).sum()))
+                right += int(scores.argmax()) == token
+                wanted += 1
+            if index + 1 < len(answer):
+                hidden = self.run([token], start + len(suffix) + index, 1)[0]
+        return Outcome(right == wanted, total, right)
+
+    def density(self) -> tuple[float, ...]:
+        """Keys read / keys visible per layer since the cache was made; empty where the policy does not count."""
+        if not self.pending:
+            return ()
+        read, visible = (sum(np.asarray(reads[i], np.float64)[:, 0] for reads in self.pending) for i in (0, 1))
+        return tuple((read / visible).tolist())
+
+
+def run_trials(
+    model: Model, policy: Policy, documents: Sequence[Document], *, num_keys: int | None = None
+) -> list[Answers]:
+    """Ask every question of every document under a policy; the policy runs as it is, whatever its cross-over says.
+
+    Args:
+        num_keys: room of the cache; the longest document's if None. Programs are compiled per room, so pass one number
+            where documents of several lengths are asked.
+
+    Raises:
+        ValueError: the policy's query tile fits the calls' rows badly.
+    """
+    num_keys = max(document.length for document in documents) if num_keys is None else num_keys
+    found = []
+    for document in documents:
+        runner = Runner(model, policy, num_keys)
+        for _ in runner.fill(document.prefix):
+            pass
+        outcomes = tuple(runner.ask(question, len(document.prefix)) for question in document.questions)
+        found.append(Answers(outcomes=outcomes, density=runner.density()))
+    return found

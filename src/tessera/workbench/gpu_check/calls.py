@@ -1,0 +1,152 @@
+"""The attention calls of the GPU script, their numbers, and kernels made ready to run on them."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tessera.attention import tuned
+from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.dispatch import KERNELS
+from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.selection import select_tiles
+from tessera.core.shapes import ceil_div
+from tessera.workbench import trials
+from tessera.workbench.gpu_check.session import Session
+
+FRACTION = 0.1
+TILES = (64, 128, 32, 16, 1)
+MOST_SINGLE_KEYS = 16384
+"""Masses and lists of single keys take gigabytes beyond."""
+LLAMA_8B, LLAMA_70B = (32, 8), (64, 8)
+"""Query and KV heads of Llama 3.1."""
+
+
+class Setting(NamedTuple):
+    """One call: B, T, S, query and KV heads, head dim, causal, dtype."""
+
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int = 128
+    causal: bool = True
+    dtype: str = "bfloat16"
+
+    @property
+    def phase(self) -> str:
+        return "decode" if self.queries == 1 else "prefill"
+
+    def words(self) -> str:
+        """As a record names it."""
+        mask = "causal" if self.causal else "both ways"
+        size = f"{self.batch} x {self.queries} x {self.keys}"
+        return f"{self.phase} {size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {mask}"
+
+    def call(self, role: str, tile: int = 64, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
+        """(spec, shapes) in a role; a sparse call has room for what select_tiles lists."""
+        spec = AttentionSpec(causal=self.causal, tile=tile, query_tile=query_tile, mass=role == "score")
+        capacity = None
+        if role == "sparse":
+            selection = jax.eval_shape(lambda: self.selection(spec, jax.random.key(0)))
+            capacity = selection.tiles.shape[-1]
+        return spec, Shapes(*self[:6], capacity, self.dtype)
+
+    def positions(self) -> Positions:
+        """Every key is valid; the rows are the last of them."""
+        starts = (self.keys - self.queries, self.keys, self.queries)
+        return Positions(*(jnp.full((self.batch,), start, jnp.int32) for start in starts))
+
+    def inputs(self, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q, k, v of normal numbers, on the device; drawn sequence by sequence, which takes no memory beside them."""
+
+        @partial(jax.jit, static_argnums=1)
+        def draw(key, size):
+            keys = jax.random.split(key, self.batch)
+            return jax.lax.map(lambda one: jax.random.normal(one, (*size, self.head_dim), self.dtype), keys)
+
+        sizes = ((self.queries, self.heads), (self.keys, self.kv_heads), (self.keys, self.kv_heads))
+        return tuple(draw(one, size) for one, size in zip(jax.random.split(key, 3), sizes))
+
+    @property
+    def bytes(self) -> float:
+        """Of q, out, and K and V in two layouts: the model's cache and what other libraries take."""
+        queries, keys = self.queries * self.heads, self.keys * self.kv_heads
+        return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
+
+    def masses(self, spec: AttentionSpec, key: jax.Array) -> jax.Array:
+        """Random masses [B,K,I,J]."""
+        size = (ceil_div(self.queries, spec.query_tile), ceil_div(self.keys, spec.tile))
+        return jax.random.uniform(key, (self.batch, self.kv_heads, *size))
+
+    def select(self, spec: AttentionSpec, mass: jax.Array) -> Selection:
+        """What select_tiles lists at 10 % of them."""
+        p = self.positions()
+        return select_tiles(mass, spec, fraction=FRACTION, q_start=p.q_start, kv_len=p.kv_len, q_len=p.q_len)
+
+    def selection(self, spec: AttentionSpec, key: jax.Array) -> Selection:
+        """The same of random masses."""
+        return self.select(spec, self.masses(spec, key))
+
+
+def gpu_kernels(session: Session, phase: str | None = None) -> Iterator[Kernel]:
+    """Kernels for NVIDIA GPUs; in a dry run the first of each role and phase, and single keys."""
+    found = [kernel for kernel in KERNELS if kernel.platform == "gpu"]
+    if session.dry:
+        found = [kernel for kernel in found if kernel not in gpu_cudnn.KERNELS]
+        first = {(kernel.role, kernel.phase): kernel for kernel in reversed(found)}
+        found = [kernel for kernel in found if kernel in first.values() or takes_single_keys(kernel)]
+    yield from (kernel for kernel in found if phase in (None, kernel.phase))
+
+
+def takes_single_keys(kernel: Kernel) -> bool:
+    """Whether it reads the keys of a prefill call one by one."""
+    spec = AttentionSpec(tile=1, causal=False)
+    sparse = kernel.role == "sparse" and kernel.phase == "prefill"
+    return sparse and kernel.supports(spec, Shapes(1, 128, 256, 1, 1, 128, 64, "bfloat16")) is None
+
+
+def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
+    """(spec, shapes) at the first tile the kernel takes, None if it takes none; single keys up to MOST_SINGLE_KEYS."""
+    for tile in TILES if kernel.role != "dense" else TILES[:1]:
+        if tile == 1 and setting.keys > MOST_SINGLE_KEYS:
+            continue
+        spec, shapes = setting.call(kernel.role, tile, query_tile)
+        if kernel.supports(spec, shapes) is None:
+            return spec, shapes
+    return None
+
+
+def ready(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any = None) -> Callable[..., Any]:
+    """The kernel under jit: (q, K and V as the model caches them [B,K,S,H], positions, selection) -> AttentionOut.
+
+    Its tuned blocks if no config is given.
+    """
+    config = tuned.config(kernel, spec, shapes) if config is None else config
+
+    def call(q, k_cache, v_cache, positions, selection):
+        k, v = (jnp.swapaxes(x, 1, 2) for x in (k_cache, v_cache))
+        return kernel.launch(q, k, v, spec, positions, selection, config)
+
+    return jax.jit(call)
+
+
+def as_cached(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B,S,K,H] keys and values laid out as the model's cache: [B,K,S,H]."""
+    return tuple(jnp.swapaxes(x, 1, 2) for x in (k, v))
+
+
+def machine(kernel: Kernel) -> contextlib.AbstractContextManager:
+    """Where the kernel runs: here, or in the simulator of a dry run."""
+    return trials.machine(kernel)
+
+
+def fresh_key() -> tuple[int, jax.Array]:
+    """(seed, random key) that nobody has seen before."""
+    seed = int.from_bytes(os.urandom(4), "little") >> 1
+    return seed, jax.random.key(seed)

@@ -1,0 +1,68 @@
+"""Answers of any length against float32: whole query tiles, recomputed by the reference kernel on the same device.
+
+What is allowed: two units in the last place of the dtype (weights and output are rounded once each, half a unit) as a
+row's norm of out's error over its norm, one unit in lse (a kernel may sum rounded weights), and eight in the mass,
+whose logarithms a kernel may keep in half precision.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from tessera.attention import reference
+from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Selection
+from tessera.core.shapes import ceil_div
+
+UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
+ALLOWED = {"out": 2.0, "lse": 1.0, "mass": 8.0}
+"""Errors in units of the dtype."""
+
+
+@partial(jax.jit, static_argnames="spec")
+def errors(spec: AttentionSpec, q, k, v, positions: Positions, selection: Selection | None, found: AttentionOut):
+    """The largest errors of an answer's parts, those that it has; NaN where it holds NaN."""
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    expected = reference.attend(q, k, v, spec, positions, selection, reference.Config())
+    size = jnp.linalg.norm(expected.out, axis=-1)
+    off = jnp.linalg.norm(found.out.astype(jnp.float32) - expected.out, axis=-1)
+    parts = {"out": jnp.max(jnp.where(off == 0, 0.0, off / size))}
+    if found.lse is not None:
+        same = found.lse == expected.lse  # -inf where no key is seen
+        parts["lse"] = jnp.max(jnp.where(same, 0.0, jnp.abs(found.lse - expected.lse)))
+    if found.mass is not None:
+        parts["mass"] = jnp.linalg.norm((found.mass - expected.mass).ravel()) / jnp.linalg.norm(expected.mass.ravel())
+    return parts
+
+
+def fault(
+    spec: AttentionSpec, inputs: tuple, positions: Positions, selection: Selection | None, found: AttentionOut
+) -> str | None:
+    """What is wrong with an answer; None if nothing is.
+
+    The first, the middle and the last query tile of the first and the last sequence are looked at.
+
+    Args:
+        spec, inputs, positions, selection: the call; inputs are q [B,T,N,H], k and v [B,S,K,H].
+        found: its answer; another library's may hold None for lse and mass.
+    """
+    q, k, v = inputs
+    tiles = ceil_div(q.shape[1], spec.query_tile)
+    unit = UNIT[str(q.dtype)]
+    for b in sorted({0, q.shape[0] - 1}):
+        one = slice(b, b + 1)
+        for i in sorted({0, tiles // 2, tiles - 1}):
+            rows = slice(i * spec.query_tile, (i + 1) * spec.query_tile)
+            here = Positions(*(x[one] for x in positions))
+            here = here._replace(q_start=here.q_start + rows.start, q_len=here.q_len - rows.start)
+            chosen = None if selection is None else Selection(*(x[one, :, i : i + 1] for x in selection))
+            part = AttentionOut(
+                found.out[one, rows],
+                None if found.lse is None else found.lse[one, rows],
+                None if found.mass is None else found.mass[one, :, i : i + 1],
+            )
+            for name, error in errors(spec, q[one, rows], k[one], v[one], here, chosen, part).items():
+                over = float(error) / unit / ALLOWED[name]
+                if not over <= 1:
+                    return f"wrong: {name} of sequence {b}, query tile {i} is {over:.3g} times as far off as allowed"
+    return None

@@ -1,0 +1,103 @@
+"""Time on the device: cold cache, CUPTI's durations of the kernels that a call launched, contenders in turns."""
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tessera.workbench.evidence import What
+from tessera.workbench.gpu_check.session import Session, on_gpu, plain
+
+PROBE = What(op="gpu clock", kernel="CUPTI", workload="a sum that is known to run")
+ABSENT = (ImportError, AttributeError, TypeError, ValueError, RuntimeError)
+"""What its absence, another user of it or a missing right shows as."""
+
+
+class Samples(NamedTuple):
+    """Seconds of a contender per round: of its kernels, added up, and of the call as the host sees it."""
+
+    device: list[float]
+    host: list[float]
+
+
+class Clock:
+    """Takes samples. Where CUPTI does not run (another tool holds it, no rights), the host's clock is all there is."""
+
+    def __init__(self, session: Session):
+        self._flush_bytes = session.scale.flush_bytes
+        self._dirty = jnp.zeros(session.scale.flush_bytes // 4, jnp.float32)
+        self._write = jax.jit(lambda x: x + 1, donate_argnums=0)
+        self._cupti = None
+        self.method = "the host's clock around a call and its wait: launches and dispatch count"
+        if on_gpu() and not session.is_done(PROBE):  # a record of it says that it hung
+            with session.guard(PROBE):
+                self._try_cupti()
+
+    def _try_cupti(self) -> None:
+        """Take CUPTI if it counts a kernel that is known to run."""
+        probe = waiting(lambda x: x + 1, jax.block_until_ready(jnp.ones(1 << 20)))
+        probe()
+        try:
+            from jax._src.lib import mosaic_gpu
+
+            self._cupti = mosaic_gpu._mosaic_gpu_ext
+            self.sample(probe)
+        except ABSENT as error:
+            self._cupti = None
+            self.method += f" (CUPTI: {plain(error)})"
+        else:
+            self.method = "durations of the call's kernels by CUPTI, added up"
+
+    def sample(self, call: Callable[[], Any]) -> tuple[float, float]:
+        """(device, host) seconds of one call on a cold cache; the call waits for its own result."""
+        self._dirty = jax.block_until_ready(self._write(self._dirty))
+        if self._cupti is None:
+            seconds = self._host(call)
+            return seconds, seconds
+        self._cupti._cupti_init()
+        try:
+            host = self._host(call)
+        finally:
+            kernels = self._cupti._cupti_get_timings(False)
+        if not kernels:
+            raise RuntimeError("CUPTI saw no kernel in this call")
+        return sum(milliseconds for _, milliseconds in kernels) / 1e3, host
+
+    def _host(self, call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    @property
+    def cold(self) -> str:
+        """How a record words the state of the cache."""
+        return f"L2 cold: {self._flush_bytes >> 20} MiB written before each sample"
+
+
+def waiting(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+    """A call of a jax function that waits for its result."""
+    return lambda: jax.block_until_ready(function(*args))
+
+
+def interleave(
+    clock: Clock,
+    contenders: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    guard: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
+) -> dict[str, Samples]:
+    """Samples of all contenders, taken in turns, each round in the reverse order of the one before.
+
+    guard(name) surrounds each sample; a contender whose error it takes is out, the others go on.
+    """
+    taken = {name: Samples([], []) for name in contenders}
+    for number in range(rounds):
+        for name in list(taken)[:: 1 if number % 2 == 0 else -1]:
+            with guard(name):
+                device, host = clock.sample(contenders[name])
+                taken[name].device.append(device)
+                taken[name].host.append(host)
+        taken = {name: samples for name, samples in taken.items() if len(samples.device) > number}
+    return taken

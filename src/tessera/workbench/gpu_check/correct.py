@@ -1,0 +1,208 @@
+"""Every GPU kernel against float64: first how rows of single keys lie, then the catalogue and adversarial numbers.
+
+Calls are the catalogue's, numbers and verdict `tessera verify`'s: a tolerance that each call derives for itself. What
+is long is checked where it is timed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera.attention import oracle, tuned
+from tessera.attention.contract import TILES, AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.workloads import Workload, tagged
+from tessera.workbench import trials, verify
+from tessera.workbench.evidence import How, What
+from tessera.workbench.gpu_check import calls, layout
+from tessera.workbench.gpu_check.session import Session, until_late
+
+DTYPES = ("bfloat16", "float16")
+WIDE = 256
+DRY = {
+    "prefill": Workload(
+        name="dry_prefill",
+        batch=2,
+        num_queries=24,
+        num_keys=90,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        spec=AttentionSpec(tile=16, query_tile=16),
+        fraction=0.6,
+        q_start=(66, -3),
+        kv_len=(90, 31),
+        q_len=(24, 17),
+        tags=("hopper", "prefill"),
+    ),
+    "decode": Workload(
+        name="dry_decode",
+        batch=2,
+        num_queries=1,
+        num_keys=90,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=64,
+        spec=AttentionSpec(tile=16),
+        fraction=0.6,
+        q_start=(89, 0),
+        kv_len=(90, 0),
+        tags=("hopper", "decode"),
+    ),
+}
+FIRST = 2
+"""Cases of each kernel that come before anything is timed, besides the layout."""
+GRADIENTS = 2.0**-5
+"""Of the largest entry, or of 1: how far off an entry of a gradient in bfloat16 may be."""
+
+
+class Case(NamedTuple):
+    """A workload, its numbers (see verify.NUMBERS), and whether the kernel's smallest blocks run it, or the tuned."""
+
+    workload: Workload
+    dtype: str = "bfloat16"
+    numbers: str = "normal"
+    small: bool = False
+
+    def words(self) -> str:
+        """As a record names it."""
+        w = self.workload
+        blocks = "smallest blocks" if self.small else "tuned blocks"
+        return f"{w.name}, heads of {w.head_dim}, tile {w.spec.tile}, {self.numbers} numbers, {blocks}"
+
+
+def run(session: Session) -> None:
+    """A record per layout, then per kernel and case, then per gradient; of these first only the FIRST cases."""
+    kernels = list(calls.gpu_kernels(session))
+    for kernel in filter(calls.takes_single_keys, kernels):
+        for head_dim in (64,) if session.dry else (64, 128):
+            for config in blocks_of(kernel, head_dim)[: 1 if session.dry else None]:
+                what = What(
+                    op="correctness",
+                    kernel=kernel.name,
+                    workload=f"layout of gathered rows, heads of {head_dim}, {config}",
+                )
+                tiles, blocks = (2, 1) if session.dry else (head_dim // layout.COLUMN, 4)
+                session.attempt(what, partial(layout.look, kernel, head_dim, config, tiles, blocks))
+    most = FIRST if session.first else None
+    plans = {kernel: list(cases(kernel, dry=session.dry))[:most] for kernel in kernels}
+    longest = max(map(len, plans.values()))
+    turns = [(k, plan[n]) for n in range(longest) for k, plan in plans.items() if n < len(plan)]  # a bit of each first
+    turns = [(kernel, case, what_of(kernel, case)) for kernel, case in turns]
+    turns = [turn for turn in turns if not session.is_done(turn[2])]
+    for kernel, case, what in until_late(session, turns, 0 if session.dry else 30):
+        session.attempt(what, partial(compare, kernel, case))
+    for kernel in () if session.first else kernels:
+        if kernel.role == "dense" and kernel.phase == "prefill":
+            for workload in gradient_workloads(kernel, dry=session.dry):
+                what = What(
+                    op="correctness", kernel=kernel.name, workload=f"{workload.name}, gradient", dtype="bfloat16"
+                )
+                session.attempt(what, partial(compare_gradients, kernel, workload))
+
+
+def what_of(kernel: Kernel, case: Case) -> What:
+    """The measurement's key."""
+    return What(op="correctness", kernel=kernel.name, workload=case.words(), dtype=case.dtype)
+
+
+def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
+    """Of each block size of single keys the configuration with the most stages: how rows are placed depends on it."""
+    spec = AttentionSpec(tile=1, query_tile=layout.TOKENS, causal=False)
+    heads = 2 * head_dim // layout.TOKENS
+    space = kernel.search_space(spec, Shapes(1, 64, 4096, heads, 1, head_dim, 2048, "bfloat16"))
+    return list({c.block_s: c for c in sorted(space, key=lambda c: c.stages)}.values())
+
+
+def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
+    """What it takes, what matters most first: the catalogue, adversarial numbers, heads of 256, tiles, small blocks."""
+
+    def takes(workload: Workload, dtype: str = "bfloat16") -> bool:
+        return kernel.supports(workload.role_spec(kernel.role), workload.shapes(kernel.role, dtype)) is None
+
+    def fitting(tag: str, dtype: str = "bfloat16") -> list[Workload]:
+        found = [trials.taken(kernel, w, dtype) for w in tagged(tag, kernel.phase)]
+        return [w for w in found if w is not None]
+
+    if dry:
+        workload = trials.taken(kernel, DRY[kernel.phase], "bfloat16")
+        yield Case(workload)
+        return
+    hopper = fitting("hopper")
+    yield from map(Case, hopper)
+    ragged = next((w for w in (*hopper, *fitting("test")) if w.batch > 1), None)
+    if ragged is not None:
+        yield from (Case(ragged, numbers=numbers) for numbers in tuple(verify.NUMBERS)[1:])
+        wide = replace(ragged, head_dim=WIDE)
+        yield from (Case(w) for w in (wide,) if takes(w))
+        if kernel.role != "dense":
+            others = (
+                replace(ragged, spec=replace(ragged.spec, tile=tile)) for tile in TILES if tile != ragged.spec.tile
+            )
+            yield from (Case(w) for w in others if takes(w))
+    yield from (Case(w, small=True) for w in hopper)
+    yield from (Case(w, dtype) for dtype in DTYPES[1:] for w in fitting("hopper", dtype))
+    yield from map(Case, fitting("test"))
+
+
+def compare(kernel: Kernel, case: Case) -> dict:
+    """Fields of a record: errors of out, lse and mass over the tolerance.
+
+    Raises:
+        ValueError: one is past it, or something else breaks the contract.
+    """
+    seed, _ = calls.fresh_key()
+    w = case.workload
+    call = verify.NUMBERS[case.numbers](trials.make(w, kernel.role, case.dtype, seed))
+    spec, shapes = w.role_spec(kernel.role), w.shapes(kernel.role, case.dtype)
+    config = trials.small_config(kernel, spec, shapes) if case.small else tuned.config(kernel, spec, shapes)
+    found = trials.run(kernel, call, case.dtype, config)
+    truth = oracle.attend(call)
+    errors, wrong = verify.compare(found, truth, oracle.tolerance(call, truth, case.dtype), kernel.role)
+    if wrong or (errors > 1).any():
+        worst = f"{float((errors > 1).mean()):.2%} of elements past the tolerance, the worst {errors.max():.3g} times"
+        raise ValueError(f"wrong: {'; '.join((*wrong, worst))} (seed {seed}, {config})")
+    how = How(check="float64 oracle, derived tolerance, fresh random numbers, padding NaN")
+    facts = {"seed": seed, "config": str(config), "elements": int(errors.size)}
+    return {"samples": [float(errors.max(initial=0.0))], "unit": "of tolerance", "how": how, "facts": facts}
+
+
+def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
+    """A ragged call, one with window and cap, one that sees both ways, one with heads of 256: those that it takes."""
+    found = [DRY["prefill"]] if dry else tagged("hopper", "prefill")
+    wide = [] if dry else [replace(w, name=f"{w.name}_{WIDE}", head_dim=WIDE) for w in found[:1]]
+    for w in (*found, *wide):
+        if kernel.supports(w.role_spec("dense"), w.shapes("dense", "bfloat16")) is None:
+            yield w
+
+
+def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
+    """Fields of a record: errors of dq, dk and dv of sum(d_out * out) over what is allowed, against float64.
+
+    Raises:
+        ValueError: one is past it.
+    """
+    seed, _ = calls.fresh_key()
+    call = trials.make(workload, "dense", "bfloat16", seed)
+    d_out = np.random.default_rng(seed).standard_normal(call.q.shape).astype(np.float32)
+    positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+    spec = workload.role_spec("dense")
+    config = tuned.config(kernel, spec, workload.shapes("dense", "bfloat16"))
+
+    def loss(q, k, v):
+        return jnp.sum(kernel.launch(q, k, v, spec, positions, None, config).out * d_out)
+
+    with calls.machine(kernel):
+        found = jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jnp.asarray, call[:3])))
+    over = {}
+    for name, mine, truth in zip(("dq", "dk", "dv"), found, oracle.gradients(call, d_out)):
+        limit = GRADIENTS * max(1.0, np.abs(truth).max())
+        over[name] = float(np.abs(np.asarray(mine.astype(jnp.float32)) - truth).max() / limit)
+    if not max(over.values()) <= 1:
+        raise ValueError(f"wrong: {over} times what is allowed (seed {seed})")
+    how = How(check="gradients in float64, row by row, fresh random numbers")
+    return {"samples": [max(over.values())], "unit": "of allowed", "how": how, "facts": {"seed": seed, "over": over}}

@@ -1,0 +1,93 @@
+"""The machine: device, driver, clocks, versions, tools, and the target configuration that a deviceless compile uses."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+
+import jax
+
+from tessera.deviceless.gpu import targets
+from tessera.workbench.evidence import What
+from tessera.workbench.gpu_check.session import Session, on_gpu
+
+PACKAGES = (
+    "jax jaxlib jax-cuda13-plugin jax-cuda13-pjrt numpy torch triton flash-attn nvidia-cudnn-cu13 jaxtyping".split()
+)
+TOOLS = "ptxas nvdisasm nvcc ncu nvidia-smi".split()
+
+
+def run(session: Session) -> None:
+    """What is here; then how many facts of the shipped target configuration this device has otherwise."""
+    session.attempt(What(op="environment", kernel="", workload="gpu"), look)
+    if on_gpu():
+        session.attempt(What(op="target configuration", kernel="", workload="gpu"), compare_target)
+
+
+def look() -> dict:
+    """Everything as facts; the sample is the number of devices."""
+    device = jax.devices()[0]
+    names = ("compute_capability", "core_count", "shared_memory_per_block_optin", "device_kind", "platform")
+    return {
+        "samples": [float(jax.device_count())],
+        "unit": "devices",
+        "facts": {
+            "device": {name: str(getattr(device, name, None)) for name in names},
+            "packages": {name: version(name) for name in PACKAGES},
+            "tools": {name: tool(name) for name in TOOLS},
+        },
+    }
+
+
+def compare_target() -> dict:
+    """What XLA says of this GPU, and which facts of the shipped H200 file it contradicts: name -> [shipped, here]."""
+    from jax._src.lib import xla_client
+
+    text = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
+    return {"unit": "differing facts", **differences(text, targets.TARGETS["h200"].read_text())}
+
+
+def differences(here: str, shipped: str) -> dict:
+    """Samples and facts of a record: how many of the shipped facts are other ones here.
+
+    Raises:
+        ValueError: what XLA said holds no facts.
+    """
+    found = facts(here)
+    if not found:
+        raise ValueError(f"the target configuration could not be read: {here[:200]!r}")
+    differing = {name: [value, found.get(name)] for name, value in facts(shipped).items() if found.get(name) != value}
+    return {
+        "samples": [float(len(differing))],
+        "facts": {"target_config": here[:4000], "differs_from_shipped": differing},
+    }
+
+
+def facts(text: str) -> dict[str, str]:
+    """The numbers of a target configuration by name."""
+    return dict(re.findall(r"^\s*(\w+): (\d[\d.]*)$", text, re.MULTILINE))
+
+
+def version(name: str) -> str | None:
+    """Of an installed package."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def tool(name: str) -> str | None:
+    """The last line of a tool's --version, or where Python's packages have it; None if neither."""
+    path = shutil.which(name)
+    if path is None:
+        wheels = importlib.util.find_spec("nvidia")
+        places = [] if wheels is None else list(wheels.submodule_search_locations)
+        return "in nvidia/cu13/bin" if any(os.path.exists(f"{p}/cu13/bin/{name}") for p in places) else None
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return "does not run"
+    lines = done.stdout.strip().splitlines()
+    return lines[-1] if lines else "says nothing"

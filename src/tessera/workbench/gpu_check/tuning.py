@@ -1,0 +1,59 @@
+"""A bounded search: every configuration of a kernel's search space on a few calls, checked, timed, a record each.
+
+No table changes: the records are for a person to read, and for `tessera tune` to begin with.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+from tessera.attention.contract import Kernel
+from tessera.workbench.evidence import How, What
+from tessera.workbench.gpu_check import calls, clock
+from tessera.workbench.gpu_check.calls import LLAMA_8B, Setting
+from tessera.workbench.gpu_check.session import Session, until_late
+from tessera.workbench.gpu_check.timing import Numbers, checked, drawn, ours
+
+SETTINGS = (
+    Setting(1, 16384, 16384, *LLAMA_8B),
+    Setting(1, 1, 131072, *LLAMA_8B),
+    Setting(16, 1, 32768, *LLAMA_8B),
+    Setting(1, 16384, 16384, 32, 8, 64),
+)
+DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
+
+
+def run(session: Session) -> None:
+    """A record per kernel, call and configuration; not before everything else was begun."""
+    if session.first:
+        return
+    watch = clock.Clock(session)
+    for setting in DRY if session.dry else SETTINGS:
+        todo = [item for item in candidates(session, setting) if not session.is_done(item[2])]
+        numbers = drawn(session, setting, "gpu tuning") if todo else None
+        if numbers is not None:
+            for kernel, config, what in until_late(session, todo, 0 if session.dry else 15):
+                session.attempt(what, partial(candidate, session, watch, kernel, numbers, config))
+
+
+def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, object, What]]:
+    """Every kernel and configuration that takes the call; one per kernel in a dry run."""
+    for kernel in calls.gpu_kernels(session, setting.phase):
+        call = calls.taken(kernel, setting)
+        configs = [] if call is None else list(kernel.search_space(*call))
+        for config in configs[: 1 if session.dry else None]:
+            words = f"{setting.words()}, {config}"
+            yield kernel, config, What(op="gpu tuning", kernel=kernel.name, workload=words, dtype=setting.dtype)
+
+
+def candidate(session: Session, watch: clock.Clock, kernel: Kernel, numbers: Numbers, config: object) -> dict:
+    """Samples of one configuration, whose answer is right.
+
+    Raises:
+        ValueError: it is wrong.
+    """
+    contender = ours(kernel, numbers, config)
+    checked(contender, numbers)
+    samples = clock.interleave(watch, {"it": contender.call}, session.scale.tune_rounds)["it"]
+    how = How(warmup=1, iterations=len(samples.device), check=watch.method, cold_cache=watch.cold)
+    work = dict(kernel.cost(*calls.taken(kernel, numbers.setting)))
+    return {"samples": samples.device, "how": how, "work": work}

@@ -1,0 +1,73 @@
+"""The GPU script's child process runs pieces until the time is up.
+
+    python -m tessera.workbench.gpu_check.worker REQUEST
+
+REQUEST is JSON: {"pieces": names, or "module:function" of others, "out": file of records, "dry", "again", "since":
+records of the file when the script began, "limit_s"}. Without one it prints the file name of this GPU's records.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from tessera.core.hardware import prepare_simulator
+from tessera.workbench import evidence
+from tessera.workbench.gpu_check import correct, environment, timing, tuning
+from tessera.workbench.gpu_check.session import Session, on_gpu
+from tessera.workbench.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritable
+
+PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
+"""In the order they run."""
+PASSES = ((True, False), (False, False), (False, True))
+"""(session.first, session.retry) of each pass over the pieces: a little of each, everything new, what failed before."""
+
+
+def piece_named(name: str) -> Callable[[Session], None]:
+    """A piece of the script, or the one that "module:function" names."""
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function) if function else PIECES[name]
+
+
+def end_with_parent() -> None:
+    """End this process when the parent's end of stdin closes: nobody would watch it any more."""
+    os.read(0, 1)  # not by sys.stdin, whose lock would be held when Python ends
+    os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The passes over the pieces; 2 if there is no GPU."""
+    request = json.loads(arguments[0]) if arguments else {"dry": False}
+    if request["dry"]:
+        prepare_simulator()
+    if not request["dry"] and not on_gpu():
+        return NO_GPU
+    if not arguments:
+        print(evidence.device_slug())
+        return 0
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    pieces, out = request.pop("pieces"), Path(request.pop("out"))
+    session = Session(out, **request)
+    for session.first, session.retry in PASSES:
+        for session.piece in pieces:
+            piece_named(session.piece)(session)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        status = main(sys.argv[1:])
+    except SystemExit as ended:
+        status = ended.code
+    except Unwritable as error:
+        status = UNWRITABLE
+        with contextlib.suppress(OSError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)  # at once: after a fault the driver may not let go of what Python would tidy up

@@ -1,0 +1,258 @@
+"""Timing that can be trusted: interleaved samples, medians with intervals, and the memory a child process touched.
+
+One sample of a contender is a call that returns the seconds it took, measured by itself around work that ends in
+`block_until_ready` (or, for a peer, inside the peer's own process). Sides take turns round by round, each round in the
+reverse order of the one before, so that a machine that drifts slows all of them alike.
+"""
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tessera.core import hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ceilings:
+    """What this device reaches on the simplest programs: a large matrix product per dtype, and reading memory."""
+
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+
+    def floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
+        """Least credible time in seconds: max(flops / measured peak, bytes / measured bandwidth)."""
+        return max(flops / self.flops_per_s[dtype], num_bytes / self.bytes_per_s)
+
+
+def time_call(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
+    """Seconds of one call including the wait for its result, and the result. Inputs are waited for before."""
+    jax.block_until_ready(args)
+    start = time.perf_counter()
+    out = jax.block_until_ready(function(*args))
+    return time.perf_counter() - start, out
+
+
+def interleave(
+    contenders: Mapping[str, Callable[[int], float]],
+    *,
+    rounds: int,
+    warmup: int = 1,
+    rest_s: float = 0.0,
+    until: float = math.inf,
+    least: int = 1,
+) -> dict[str, list[float]]:
+    """Samples of every contender, taken in turns.
+
+    Args:
+        contenders: name -> (round number) -> seconds; the number makes fresh inputs possible. Warm-up rounds are
+            numbered below zero.
+        rounds: samples of each, unless time is short.
+        warmup: calls of each before the first sample (compilation happens there).
+        rest_s: pause before each sample, so that the other side's worker threads stop spinning.
+        until: when they should be done, by `time.monotonic`: no round begins that, as long as the mean of those before,
+            would end later. What the samples say has no part in it.
+        least: rounds that are made in any case, one or more.
+
+    Returns:
+        name -> seconds per round; samples of one index were taken in the same round.
+    """
+    if rounds < 1:
+        raise ValueError(f"{rounds=} must be at least 1")
+    for number in range(-warmup, 0):
+        for sample in contenders.values():
+            sample(number)
+    taken: dict[str, list[float]] = {name: [] for name in contenders}
+    start = time.monotonic()
+    for number in range(rounds):
+        now = time.monotonic()
+        if number >= max(1, least) and now + (now - start) / number > until:
+            break
+        names = list(contenders) if number % 2 == 0 else list(reversed(contenders))
+        for name in names:
+            time.sleep(rest_s)
+            taken[name].append(contenders[name](number))
+    return taken
+
+
+def ratio(baseline: Sequence[float], ours: Sequence[float]) -> float:
+    """median(baseline) / median(ours): above 1 means that ours takes less."""
+    return statistics.median(baseline) / statistics.median(ours)
+
+
+def ratio_interval(
+    baseline: Sequence[float], ours: Sequence[float], *, level: float = 0.95, draws: int = 2000, seed: int = 0
+) -> tuple[float, float]:
+    """Bootstrap interval of `ratio`: rounds are redrawn with replacement, both sides of a round together."""
+    if len(baseline) != len(ours):
+        raise ValueError(f"{len(baseline)=} must equal {len(ours)=}: samples are paired by round")
+    pick = np.random.default_rng(seed).integers(0, len(ours), (draws, len(ours)))
+    ratios = np.median(np.asarray(baseline)[pick], axis=1) / np.median(np.asarray(ours)[pick], axis=1)
+    tail = (1 - level) / 2
+    low, high = np.quantile(ratios, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def ceilings(*, size: int = 2048, read_bytes: int = 1 << 28, rounds: int = 5) -> Ceilings:
+    """Best of a few runs: a [size,size] matrix product per dtype; a matrix of `read_bytes` times a vector, and x + 1.
+
+    Decode reads and hardly writes; x + 1 alone, which also writes, would set its floor too high on a CPU. A chip with a
+    data sheet has no ceiling above it.
+    """
+    rates = {}
+    product = jax.jit(jnp.matmul)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        x = jnp.ones((size, size), dtype)
+        rates[jnp.dtype(dtype).name] = 2.0 * size**3 / _least_s(product, x, x, rounds=rounds)
+    matrix = jnp.zeros((read_bytes // 4 // size, size), jnp.float32)
+    best = 0.0
+    for program, moved in ((jax.jit(lambda x: x @ x[0]), 1.0), (jax.jit(lambda x: x + 1), 2.0)):
+        best = max(best, moved * read_bytes / _least_s(program, matrix, rounds=rounds))
+    return capped(Ceilings(flops_per_s=rates, bytes_per_s=best), hardware.chip(jax.devices()[0].device_kind))
+
+
+def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
+    """The ceilings, at most one device's share of its chip's nominal peaks; as they are where there is no data sheet.
+
+    No dtype of ours has a higher peak than bfloat16.
+    """
+    if chip is None:
+        return found
+    most = chip.bf16_flops_per_s / chip.devices
+    rates = {name: min(rate, most) for name, rate in found.flops_per_s.items()}
+    return Ceilings(flops_per_s=rates, bytes_per_s=min(found.bytes_per_s, chip.bytes_per_s / chip.devices))
+
+
+def _least_s(program: Callable[..., jax.Array], *args: jax.Array, rounds: int) -> float:
+    """Least seconds from a call to one number of its result on the host.
+
+    Not `time_call`: were that to stop its clock before the work is done, the ceilings would rise by as much as the
+    times they bound fall, and no time would be too good. A number on the host is not there before the program ends.
+    """
+    last = jax.jit(lambda out: out.ravel()[-1])
+    taken = []
+    for _ in range(rounds + 1):  # the first compiles
+        jax.block_until_ready(args)
+        start = time.perf_counter()
+        float(np.asarray(last(program(*args))))
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """How a child process ended: exit status, standard output and error, wall seconds, peak resident bytes.
+
+    `peak_bytes` is None if it died before it could say.
+    """
+
+    status: int
+    stdout: str
+    stderr: str
+    wall_s: float
+    peak_bytes: int | None
+
+
+# wait4's ru_maxrss will not do: Linux carries the parent's own peak over fork and exec into it.
+_WEIGH = """
+import atexit, os
+def _weigh(handle={handle}):
+    try:
+        with open("/proc/self/status") as status:
+            peak = int(status.read().split("VmHWM:")[1].split()[0]) * 1024
+    except FileNotFoundError:
+        import resource
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    os.write(handle, str(peak).encode())
+atexit.register(_weigh)
+"""
+
+
+def run_child(code: str, *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> Child:
+    """Run Python code in a fresh interpreter of this environment and weigh it (peak resident set, this child only).
+
+    Raises:
+        TimeoutError: it ran past `timeout_s` and was killed.
+    """
+    receive, send = os.pipe()
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _WEIGH.format(handle=send) + code, *args],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **(env or {})},
+            pass_fds=(send,),
+            timeout=timeout_s,
+        )
+    except subprocess.TimeoutExpired as error:
+        os.close(receive)
+        raise TimeoutError(f"{timeout_s=} was not enough for the child process") from error
+    finally:
+        os.close(send)
+    wall_s = time.perf_counter() - start
+    with os.fdopen(receive) as pipe:
+        weight = pipe.read()
+    return Child(
+        status=done.returncode,
+        stdout=done.stdout,
+        stderr=done.stderr,
+        wall_s=wall_s,
+        peak_bytes=int(weight) if weight else None,
+    )
+
+
+class Peer:
+    """A worker process in another environment that measures inside itself; requests and answers are JSON lines."""
+
+    def __init__(self, python: str | os.PathLike, script: str | os.PathLike, *args: str):
+        if not Path(python).exists():
+            raise FileNotFoundError(
+                f"peer_python={os.fspath(python)!r} does not exist: `make peers` builds .venv-peers"
+            )
+        self._process = subprocess.Popen(
+            [os.fspath(python), os.fspath(script), *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, call: str, **arguments: Any) -> dict[str, Any]:
+        """Send one request and wait for its answer.
+
+        Raises:
+            RuntimeError: the worker reported an error, or died.
+        """
+        self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the peer died while answering {call!r}, exit status {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"peer {call!r}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the worker by closing its input; kill it if it does not leave."""
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> "Peer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,1 @@
+"""Render stored records: tables of the documents, pictures, the report page."""

@@ -1,0 +1,332 @@
+"""Renders stored records into the tables of the README and of docs/evidence.md; nothing else writes them.
+
+A table stands between `<!-- records:NAME -->` and `<!-- end -->`. `python -m tessera.workbench.report.documents`
+rewrites them all from the files under evidence/; a test fails while one differs from what the records say.
+"""
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from tessera.workbench import evidence
+from tessera.workbench.evidence import Record
+from tessera.workbench.report import real as report_real
+from tessera.workbench.report import tables as report_tables
+from tessera.workbench.report.markdown import (
+    current,
+    keys_read,
+    markdown,
+    newest,
+    provenance,
+    quantity,
+    result_of,
+    side_by_side,
+    title_of,
+)
+
+PAGES = ("README.md", "docs/evidence.md")
+"""Where rendered tables stand."""
+
+_BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- end -->)", re.DOTALL)
+
+
+def headline(records: Sequence[Record]) -> str:
+    """The compared measurements in short: a row per workload, a column per machine, targets missed in bold."""
+    chosen = [r for r in records if r.what.op in ("attention", "model") and r.comparison and r.comparison.target]
+    machines = sorted({r.where.machine for r in chosen})
+    rows: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in chosen:
+        lead = (title_of(record), f"{record.what.kernel} against {record.comparison.against}")
+        rows.setdefault(lead, {})[record.where.machine] = record
+    lines = []
+    for (title, sides), found in rows.items():
+        shown = [_short(found[m].comparison) if m in found else "" for m in machines]
+        [target, *_] = {r.comparison.target for r in found.values()}
+        lines.append([f"{title}: {sides}", *shown, f"{target}x"])
+    return markdown(["faster by", *machines, "target"], lines) + provenance(chosen) if lines else ""
+
+
+def _short(versus: evidence.Comparison) -> str:
+    return f"{versus.ratio:.2f}x" if versus.met else f"**{versus.ratio:.2f}x**"
+
+
+def speed(records: Sequence[Record]) -> str:
+    """Every compared measurement: ours, the other side of the same run, ratio with interval, target."""
+    by_key = {record.key: record for record in records}
+    rows, used = [], []
+    for record in records:
+        if record.what.op not in ("attention", "model"):
+            continue
+        lead = [title_of(record), record.where.machine]
+        if record.error:
+            rows.append([*lead, f"{record.what.kernel} {result_of(record)}".strip(), "", "", "", ""])
+            used.append(record)
+        elif record.facts.get("skipped") and record.comparison is None:  # the peer of this workload was not there
+            rows.append([*lead, result_of(record), f"left out: {', '.join(record.facts['skipped'])}", "", "", ""])
+            used.append(record)
+        if record.comparison is None:
+            continue
+        versus = record.comparison
+        other = by_key.get(record.key._replace(kernel=versus.against))
+        shown = f"{versus.against} {result_of(other)}" if other else versus.against
+        interval = f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})" if versus.interval else ""
+        target = f"{versus.target}x: {'met' if versus.met else '**missed**'}" if versus.target else "none"
+        rows.append([*lead, result_of(record), shown, f"{versus.ratio:.2f}x{interval}", keys_read(record), target])
+        used += [record, other] if other else [record]
+    if not rows:
+        return ""
+    header = ["workload", "machine", "Tessera", "against", "ratio (95 %)", "keys read", "target"]
+    return markdown(header, rows) + provenance(used)
+
+
+def memory(records: Sequence[Record]) -> str:
+    """Peak memory at every length in one row, and the straight line through it."""
+    chosen = [record for record in records if record.what.op == "memory"]
+    measured = [record for record in chosen if not record.error]
+    lengths = sorted({record.what.config["tokens"] for record in measured})
+    series: dict[tuple[str, str], dict[int, Record]] = {}
+    for record in measured:
+        tokens = record.what.config["tokens"]
+        words = f"{title_of(record).replace(f' {tokens:,} tokens,', '')}, {record.what.kernel}"
+        series.setdefault((words, record.where.machine), {})[tokens] = record
+    rows = [
+        [*lead, *(result_of(found[n]) if n in found else "" for n in lengths), _growth(found)]
+        for lead, found in series.items()
+    ]
+    rows += [[title_of(r), r.where.machine, *[""] * len(lengths), result_of(r)] for r in chosen if r.error]
+    header = ["memory", "machine", *(f"{n:,} tokens" for n in lengths), "growth"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _growth(found: Mapping[int, Record]) -> str:
+    """The straight line that the run fitted over all its lengths; the record of the longest one holds it."""
+    facts = found[max(found)].facts
+    if "slope_bytes_per_token" not in facts:
+        return ""
+    slope, off = quantity(facts["slope_bytes_per_token"], "bytes"), quantity(facts["worst_residual"], "fraction")
+    return f"{slope} per token; a line fits within {off} of the largest"
+
+
+def costs(records: Sequence[Record]) -> str:
+    """Compile time and start-up: one figure each."""
+    chosen = [r for r in records if r.what.op in ("compile", "start")]
+    rows = [[title_of(r), r.where.machine, r.what.kernel, result_of(r), _notes(r.facts)] for r in chosen]
+    header = ["what", "machine", "how", "median", "also"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _notes(facts: Mapping[str, object]) -> str:
+    """Single numbers and words; the unit at the end of a name is read, lists stay in the record."""
+    shown = []
+    for name, value in facts.items():
+        words = name.removesuffix("_s").replace("_", " ")
+        if isinstance(value, float):
+            shown.append(f"{words} {quantity(value, 's' if name.endswith('_s') else '')}")
+        elif isinstance(value, int | str):
+            shown.append(f"{words} {value}")
+    return "; ".join(shown)
+
+
+def quality(records: Sequence[Record]) -> str:
+    """Answers kept: accuracy of each policy per task, with the share of keys read."""
+    chosen = [r for r in records if r.what.op == "quality"]
+    rows = []
+    for record in chosen:
+        trials = str(record.facts.get("trials", record.how.iterations))
+        lead = [title_of(record), record.where.machine, _policy(record)]
+        rows.append([*lead, result_of(record), trials, keys_read(record)])
+    header = ["task", "machine", "policy", "right", "trials", "keys read"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _policy(record: Record) -> str:
+    """The policy and its plan."""
+    config = record.what.config
+    parts = [
+        f"{name.replace('_', ' ')} {config[name]}" for name in ("anchors", "tile", "query_tile") if config.get(name)
+    ]
+    return ", ".join([record.what.kernel, *parts])
+
+
+def tpu(records: Sequence[Record]) -> str:
+    """What the TPU kernels are held to, predicted: a row per figure, a column per chip."""
+    chosen = newest(r for r in records if r.what.op == "predicted figure")
+    figures: dict[str, dict[str, Record]] = {}
+    for record in chosen:
+        figure, _, chip = record.what.workload.rpartition(", ")
+        figures.setdefault(figure, {})[chip] = record
+    chips = sorted({chip for found in figures.values() for chip in found})
+    order = sorted(figures, key=_family(list(figures)))
+    rows = [[figure, *(_held(figures[figure].get(chip)) for chip in chips)] for figure in order]
+    return markdown(["predicted", *chips], rows) + provenance(chosen) if rows else ""
+
+
+def _family(figures: Sequence[str]) -> Callable[[str], tuple]:
+    """A key that puts figures which differ in their numbers alone together: where the first is, most rows first, and of
+    as many rows the largest tile first."""
+    families = list(dict.fromkeys(re.sub(r"\d+", "", figure) for figure in figures))
+
+    def key(figure: str) -> tuple:
+        numbers = [-int(number) for number in reversed(re.findall(r"\d+", figure))]
+        return families.index(re.sub(r"\d+", "", figure)), numbers
+
+    return key
+
+
+def _held(record: Record | None) -> str:
+    if record is None or record.comparison is None:
+        return ""
+    versus = record.comparison
+    if versus.target is None:
+        return f"{versus.ratio:.2f}"
+    return f"{versus.ratio:.2f} ({versus.target}: {'met' if versus.met else '**missed**'})"
+
+
+def prediction(records: Sequence[Record]) -> str:
+    """How far predicted times are from measured ones, per chip; what misses its goal in bold."""
+    chosen = newest(r for r in records if r.what.op == "prediction")
+    rows = []
+    for record in chosen:
+        facts, plain = record.facts, record.facts["no_fitted_constant"]
+        middle, worst = (facts[f"{name}_absolute_error"] for name in ("median", "p90"))
+        groups = facts.get("by_head_dim", {})
+        worst_by_dim = {dim: found["p90_absolute_error"] for dim, found in groups.items()}
+        by_dim = {dim: found["spearman"] for dim, found in groups.items() if found["points"] > 2}  # no rank of two
+        rows.append(
+            [
+                title_of(record),
+                f"{facts['points']} of {facts['planned']}" if "planned" in facts else str(facts["points"]),
+                _goal(quantity(middle, "fraction"), middle <= 0.05),
+                _goal(quantity(worst, "fraction"), worst <= 0.12),
+                ", ".join(
+                    _goal(f"{dim}: {quantity(p90, 'fraction')}", p90 <= 0.12) for dim, p90 in worst_by_dim.items()
+                ),
+                _goal(f"{facts['spearman']:.4f}", facts["spearman"] >= 0.99),
+                ", ".join(_goal(f"{dim}: {rank:.3f}", rank >= 0.99) for dim, rank in by_dim.items()),
+                quantity(plain["median_absolute_error"], "fraction"),
+            ]
+        )
+    header = ["against", "points", "median error (<= 5 %)", "90th percentile (<= 12 %)", "by head dim"]
+    header += ["rank correlation (>= 0.99)", "by head dim", "median error, nothing fitted"]
+    fits = [_fitted(r.facts["constants"], r.facts["fitted_again"]) for r in chosen if "fitted_again" in r.facts]
+    return markdown(header, rows) + "".join(fits) + provenance(chosen) if rows else ""
+
+
+def _fitted(ours: Mapping[str, float], again: Mapping[str, float]) -> str:
+    """The constants that predictions use beside those that the fit finds."""
+    stall, step, share = ([found[name] for found in (ours, again)] for name in ("stall", "step_s", "bandwidth_share"))
+    said = [
+        f"cycles per bundle {stall[0]:.3f} and {stall[1]:.3f}",
+        f"{1e6 * step[0]:.2f} and {1e6 * step[1]:.2f} us a step",
+        f"{100 * share[0]:.0f} % and {100 * share[1]:.0f} % of the bandwidth",
+    ]
+    return f"\nConstants, used and fitted again: {', '.join(said)}.\n"
+
+
+def _goal(text: str, met: bool) -> str:
+    return text if met else f"**{text}**"
+
+
+def steps(records: Sequence[Record]) -> str:
+    """Whole-model steps on a mesh: predicted time, memory, what is communicated."""
+    chosen = newest(r for r in records if r.what.op == "predicted step")
+    rows = []
+    for record in chosen:
+        parts = "; ".join(f"{name} {quantity(ms / 1e3, 's')}" for name, ms in record.facts["parts_ms"].items() if ms)
+        held = quantity(record.facts["hbm_bytes"], "bytes")
+        rows.append([record.what.workload, record.what.kernel, result_of(record), held, parts])
+    header = ["step", "attention", "predicted", "memory per device", "of which"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
+    {
+        "headline": headline,
+        "speed": speed,
+        "amdahl": report_tables.amdahl,
+        "use": report_tables.use,
+        "quality": quality,
+        "memory": memory,
+        "costs": costs,
+        "tpu": tpu,
+        "prediction": prediction,
+        "steps": steps,
+        "eval": report_tables.policies,
+        "granularity": report_tables.granularity,
+        "study": report_tables.study,
+        "real-tasks": report_real.tasks,
+        "real-text": report_real.text,
+        "real-tiles": report_real.tiles,
+        "real-gaps": report_real.gaps,
+        "tune": report_tables.tune,
+        "blocks": report_tables.blocks,
+        "choices": report_tables.choices,
+        "gates": report_tables.gates,
+        "rooflines": report_tables.rooflines,
+        "sweep": report_tables.sweep,
+        "verify": report_tables.verify,
+    }
+)
+
+
+def render(name: str, records: Iterable[Record]) -> str:
+    """The Markdown of one table, from the latest record of each key, machines side by side.
+
+    Raises:
+        ValueError: no table of that name, or no record for it.
+    """
+    if name not in TABLES:
+        raise ValueError(f"table {name!r} must be one of {sorted(TABLES)}")
+    table = TABLES[name](side_by_side(current(records)))
+    if not table:
+        raise ValueError(
+            f"table {name!r} has no record: run what measures it first (`tessera bench`, `eval`, `tune`, `verify`, or "
+            "a module of tessera.deviceless)"
+        )
+    return table
+
+
+def rewrite(text: str, records: Sequence[Record]) -> str:
+    """The text with every marked table rendered anew."""
+    return _BLOCK.sub(lambda m: m["open"] + "\n" + render(m["name"], records) + "\n" + m["close"], text)
+
+
+def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
+    """Names of the tables in a file that differ from what the records under a folder say, or have no record."""
+    text, records = Path(readme).read_text(), evidence.collect(folder)
+    wrong = []
+    for block in _BLOCK.finditer(text):
+        try:
+            expected = "\n" + render(block["name"], records) + "\n"
+        except ValueError as error:
+            wrong.append(f"{block['name']}: {error}")
+            continue
+        if block["body"] != expected:
+            wrong.append(block["name"])
+    return wrong
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rewrite the tables of the pages in place; `--check` only says which are stale (exit status 1)."""
+    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.report.documents", description=main.__doc__)
+    parser.add_argument("pages", nargs="*", default=PAGES)
+    parser.add_argument("--evidence", default="evidence")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args(argv)
+    if options.check:
+        wrong = [f"{name} in {page}" for page in options.pages for name in stale(page, options.evidence)]
+        for name in wrong:
+            print(f"stale: {name}; `make readme` renders it", file=sys.stderr)
+        return 1 if wrong else 0
+    records = evidence.collect(options.evidence)
+    for path in map(Path, options.pages):
+        path.write_text(rewrite(path.read_text(), records))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""One self-contained HTML page of all records: pictures first, then every figure with where it comes from."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from tessera.core import files
+from tessera.workbench import evidence
+from tessera.workbench.evidence import Record
+from tessera.workbench.report import real_pictures as report_real_pictures
+from tessera.workbench.report.markdown import current, is_prediction, quantity
+from tessera.workbench.report.pictures import PICTURES
+
+GROUPS = {
+    "attention": "Attention, timed",
+    "model": "Whole model, timed",
+    "predicted figure": "TPU kernels, predicted",
+    "prediction": "Predictions against measured times",
+    "tune": "Block sizes, tuned",
+    "eval task": "Answers",
+    "eval fidelity": "Closeness to dense",
+    "eval recall": "Attention mass kept",
+    "eval real text": "A real model: closeness to dense",
+    "eval real task": "A real model: answers",
+    "quality": "Pass keys",
+    "verify": "Correctness",
+    "block sizes": "Block sizes, predicted",
+    "gpu gates": "Hopper kernels, machine code",
+    "roofline figure": "Hopper kernels, rooflines",
+    "tpu sweep": "TPU kernels, compiled",
+}
+"""Kinds of records by their op, in the page's order; others follow under their op."""
+
+
+def render(records: Iterable[Record]) -> str:
+    """The page.
+
+    Raises:
+        ValueError: a record without commit, date or command, by its key: nothing is shown that cannot be traced.
+    """
+    every = list(records)
+    for record in every:
+        if not record.traceable:
+            raise ValueError(f"record {record.key} names no commit, date or command: it cannot be published")
+    latest = current(every)
+    pictures = []
+    for name, draw in (PICTURES | report_real_pictures.PICTURES).items():
+        picture = draw(every if name == "progress" else latest)
+        if picture is not None:
+            flag = any(map(is_prediction, picture.records))
+            pictures.append(
+                {"title": picture.title, "svg": picture.svg, "where": sources(picture.records), "predicted": flag}
+            )
+    ops = list(dict.fromkeys([*GROUPS, *sorted({r.what.op for r in latest})]))
+    groups = [{"title": GROUPS.get(op, op), "rows": [row(r) for r in latest if r.what.op == op]} for op in ops]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    machines = {r.where.machine for r in every}
+    shown = {"pictures": pictures, "groups": [group for group in groups if group["rows"]]}
+    return template.render(records=every, digest=digest(every), machines=machines, **shown)
+
+
+def digest(records: Iterable[Record]) -> str:
+    """What tells two sets of records apart: a page holds that of the records it was rendered from."""
+    return hashlib.sha256("\n".join(map(evidence.encode, records)).encode()).hexdigest()
+
+
+def sources(records: Sequence[Record]) -> list[str]:
+    """Machine, commits, dates and command of a picture's records, a line per command."""
+    lines: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        lines.setdefault((record.where.machine, record.command.partition(" --only")[0]), []).append(record)
+    said = []
+    for (machine, command), own in lines.items():
+        commits = ", ".join(sorted({r.code.name for r in own}))
+        dates = sorted({r.date[:10] for r in own})
+        said.append(f"{machine}; {commits}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}; {command}")
+    return said
+
+
+def row(record: Record) -> dict[str, Any]:
+    """A line of a table."""
+    versus = record.comparison
+    against = ""
+    if versus is not None:
+        interval = "" if versus.interval is None else f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})"
+        target = "" if versus.target is None else f", wanted {versus.target}: {'met' if versus.met else 'missed'}"
+        against = f"{versus.ratio:.3g}x {versus.against}{interval}{target}"
+    failed = record.error or record.median is None
+    return {
+        "title": record.what.title or record.what.workload,
+        "kernel": record.what.kernel,
+        "dtype": record.what.dtype,
+        "result": f"error: {record.error}" if failed else quantity(record.median, record.unit),
+        "error": bool(failed),
+        "predicted": is_prediction(record),
+        "spread": "" if record.spread is None or failed else quantity(record.spread, record.unit),
+        "density": "" if record.mean_density is None else f"{100 * record.mean_density:.1f} %",
+        "against": against,
+        "missed": versus is not None and versus.met is False,
+        "where": f"{record.where.machine}; {record.code.name}; {record.date[:16]}",
+        "command": record.command,
+    }
+
+
+def write(folder: Path, out: Path) -> int:
+    """Render the records under a folder to a file, and the real model's pictures next to it; the number of records.
+
+    Raises:
+        ValueError: the folder holds none, or one that cannot be traced.
+    """
+    records = evidence.collect(folder)
+    if not records:
+        raise ValueError(f"{folder} holds no records: run `tessera bench` first, or name another folder")
+    files.replace_text(out, render(records))
+    for name, draw in report_real_pictures.PICTURES.items():
+        picture = draw(current(records))
+        if picture is not None:
+            files.replace_text(out.with_name(f"{name}.svg"), picture.svg)
+    return len(records)

@@ -1,0 +1,439 @@
+"""The tables of what was asked, searched, compiled and verified: answers, plans, block sizes, gates, sweep, oracle."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tessera.workbench.evidence import Record
+from tessera.workbench.report.markdown import markdown, newest, provenance, quantity, result_of, series, three, title_of
+
+HELD_OUT = "held-out text"
+"""The question that closeness to dense answers."""
+MASS = "attention mass"
+"""The question that the recall of a policy's selections answers."""
+PASS_KEY = "single"
+"""The kind of task that the study of a plan's choices asks."""
+
+
+def policies(records: Sequence[Record]) -> str:
+    """Policies side by side on every kind of task at the longest length, and how close they are to dense.
+
+    The column of the attention mass kept is there if a record has it.
+    """
+    chosen = _evaluated(records, "demo")
+    longest = max((length for _, length in map(_kind, chosen) if length), default=0)
+    used = [r for r in chosen if _kind(r)[1] in (longest, None)]
+    kinds = list(dict.fromkeys(kind for kind, length in map(_kind, used) if length))
+    has_mass, rows = any(_kind(r)[0] == MASS for r in used), []
+    for (policy, machine), own in _by_policy(used).items():
+        asked = {_kind(r)[0]: r for r in own}
+        tasks = [asked[kind] for kind in kinds if kind in asked]
+        fidelity = asked.get(HELD_OUT)
+        agreement = quantity(fidelity.facts["agreement"], "fraction") if _good(fidelity) else ""
+        scores = [_score(asked.get(kind)) for kind in kinds]
+        mass = [_mass(asked.get(MASS))] if has_mass else []
+        rows.append([policy, machine, *scores, _mean_density(tasks), *mass, _divergence(fidelity), agreement])
+    header = [f"policy, tasks of {longest:,} tokens", "machine", *(kind.replace("_", " ") for kind in kinds)]
+    header += ["keys read", *(["attention mass kept (95 %)"] if has_mass else [])]
+    header += ["KL per token, nats (95 %)", "same best guess"]
+    return markdown(header, rows) + provenance(used) if rows else ""
+
+
+def granularity(records: Sequence[Record]) -> str:
+    """What tiles cost: a row per keys of a tile, a column per queries of one; KL per token and pass keys found."""
+    chosen = [r for r in _evaluated(records, "study") if _tiles(r)]
+    columns = sorted({_tiles(r)[1] for r in chosen})
+    cells: dict[tuple[int, str], dict[int, list[Record]]] = {}
+    for record in chosen:
+        keys, queries = _tiles(record)
+        cells.setdefault((keys, record.where.machine), {}).setdefault(queries, []).append(record)
+    rows = [
+        [str(keys), machine, *(_closeness(found.get(queries, [])) for queries in columns)]
+        for (keys, machine), found in sorted(cells.items())
+    ]
+    header = ["KL per token, nats (95 %); pass keys: keys per tile", "machine", *(f"{n} queries" for n in columns)]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def study(records: Sequence[Record]) -> str:
+    """The plan with one choice other than its tiles changed; the plan as it is first."""
+    chosen = _evaluated(records, "study")
+    plain = {
+        f"tile {r.what.config['tile']}, query tile {r.what.config['query_tile']}": "the plan as it is"
+        for r in chosen
+        if _policy(r).startswith("fraction ") and "tile" in r.what.config
+    }
+    used = [r for r in chosen if not _tiles(r) or _policy(r) in plain]
+    used.sort(key=lambda r: _policy(r) not in plain)
+    rows = []
+    for (policy, machine), own in _by_policy(used).items():
+        asked = {_kind(r)[0]: r for r in own}
+        fidelity, keys = asked.get(HELD_OUT), asked.get(PASS_KEY)
+        names = ("perplexity", "perplexity_dense")
+        perplexity = "{} ({})".format(*(three(fidelity.facts[n]) for n in names)) if _good(fidelity) else ""
+        found = f"{_found(keys)} ({_range(keys)})" if _good(keys) else _failed(keys)
+        shown = plain.get(policy, policy)
+        rows.append([shown, machine, _divergence(fidelity), perplexity, found, _mean_density(own)])
+    header = ["plan", "machine", "KL per token, nats (95 %)", "perplexity (dense)", "pass keys (95 %)", "keys read"]
+    return markdown(header, rows) + provenance(used) if rows else ""
+
+
+def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
+    """What `tessera eval` asked of the shipped model in a suite, each policy of one plan alone: that of its newest
+    record. What was asked of a plan before it is not this row's, and its cell is empty until it is asked again."""
+    asked = [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
+    newest_of = {lead: max(own, key=lambda r: r.date) for lead, own in _by_policy(asked).items()}
+    return [r for r in asked if r.what.config == newest_of[_policy(r), r.where.machine].what.config]
+
+
+def _policy(record: Record) -> str:
+    """The policy as `tessera eval` titles it; an error record has it in its workload too."""
+    return record.what.workload.partition(": ")[2]
+
+
+def _kind(record: Record) -> tuple[str, int | None]:
+    """(kind of task, tokens), or (HELD_OUT or MASS, None)."""
+    kind, _, length = record.what.workload.partition(": ")[0].partition(" at ")
+    return kind, int(length) if length else None
+
+
+def _tiles(record: Record) -> tuple[int, int] | None:
+    """(keys, queries) of a tile, where these are what the study changed."""
+    if not _policy(record).startswith("tile "):
+        return None
+    tile, query_tile = _policy(record).split(", ")
+    return int(tile.removeprefix("tile ")), int(query_tile.removeprefix("query tile "))
+
+
+def _by_policy(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Records by policy and machine, the machines of one policy next to each other."""
+    groups: dict[str, dict[tuple[str, str], list[Record]]] = {}
+    for record in records:
+        lead = (_policy(record), record.where.machine)
+        groups.setdefault(lead[0], {}).setdefault(lead, []).append(record)
+    return {lead: own for group in groups.values() for lead, own in group.items()}
+
+
+def _good(record: Record | None) -> bool:
+    return record is not None and not record.error
+
+
+def _failed(record: Record | None) -> str:
+    return result_of(record) if record is not None and record.error else ""
+
+
+def _range(record: Record) -> str:
+    return f"{100 * record.facts['low']:.0f} to {100 * record.facts['high']:.0f} %"
+
+
+def _score(record: Record | None) -> str:
+    return f"{100 * record.median:.0f} % ({_range(record)})" if _good(record) else _failed(record)
+
+
+def _found(record: Record) -> str:
+    scores = record.facts["scores"]
+    return f"{sum(score == 1 for score in scores)}/{len(scores)}"
+
+
+def _divergence(record: Record | None) -> str:
+    if not _good(record):
+        return _failed(record)
+    mean, low, high = (three(record.facts[name]) for name in ("mean", "low", "high"))
+    return f"{mean} ({low} to {high})"
+
+
+def _mass(record: Record | None) -> str:
+    """Recall over sparse layers; it is near 1, so with one digit more than scores."""
+    if not _good(record):
+        return _failed(record)
+    mean, low, high = (f"{100 * record.facts[name]:.1f}" for name in ("mean", "low", "high"))
+    return f"{mean} % ({low} to {high} %)"
+
+
+def _closeness(records: Iterable[Record]) -> str:
+    """One cell of the granularity: closeness, then pass keys; what is missing is left out."""
+    asked = {_kind(r)[0]: r for r in records}
+    keys = asked.get(PASS_KEY)
+    found = _found(keys) if _good(keys) else _failed(keys)
+    return "; ".join(filter(None, [_divergence(asked.get(HELD_OUT)), found]))
+
+
+def _mean_density(tasks: Sequence[Record]) -> str:
+    read = [r.mean_density for r in tasks if r.density]
+    return f"{100 * sum(read) / len(read):.1f} %" if read else ""
+
+
+def amdahl(records: Sequence[Record]) -> str:
+    """The measured gain of a sparse prefill beside what Amdahl's law makes of attention's share and its own gain."""
+    chosen = [r for r in records if "attention_gain" in r.facts and r.comparison and not r.error]
+    rows = []
+    for record in chosen:
+        facts, versus = record.facts, record.comparison
+        interval = f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})" if versus.interval else ""
+        law = f"{facts['amdahl_gain']:.2f}x" if "amdahl_gain" in facts else "attention alone took longer than the whole"
+        parts = [quantity(facts["attention_share"], "fraction"), f"{facts['attention_gain']:.2f}x"]
+        rows.append([title_of(record), record.where.machine, *parts, law, f"{versus.ratio:.2f}x{interval}"])
+    header = ["workload", "machine", "attention's share of dense", "attention alone gains", "so by Amdahl's law"]
+    return markdown([*header, "measured (95 %)"], rows) + provenance(chosen) if rows else ""
+
+
+def use(records: Sequence[Record]) -> str:
+    """How much of the machine each call of a whole model used: a row per call and side, a column per machine."""
+    chosen = [r for r in records if "mfu" in r.facts and not r.error]
+    machines = sorted({r.where.machine for r in chosen})
+    calls: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in chosen:
+        calls.setdefault((title_of(record), record.what.kernel), {})[record.where.machine] = record
+    rows = [[*lead, *(_used(found.get(machine)) for machine in machines)] for lead, found in calls.items()]
+    return markdown(["flops; bandwidth in use", "", *machines], rows) + provenance(chosen) if rows else ""
+
+
+def _used(record: Record | None) -> str:
+    """Shares of the measured ceilings, and of the data sheet's where there is one."""
+    if record is None:
+        return ""
+    pairs = [(record.facts.get(f"mfu{end}"), record.facts.get(f"bandwidth_share{end}")) for end in ("", "_nominal")]
+    measured, nominal = ("; ".join(quantity(x, "fraction") for x in pair if x is not None) for pair in pairs)
+    return f"{measured} (data sheet: {nominal})" if nominal else measured
+
+
+def tune(records: Sequence[Record]) -> str:
+    """Block sizes found by measuring: what came of each search, and how well its cheap stages foretold it."""
+    chosen = [r for r in records if r.what.op == "tune"]
+    rows = []
+    for record in chosen:
+        facts = record.facts
+        default, tried = facts.get("default", {}), facts.get("candidates", [])
+        ranks = facts.get("rank_correlation", {})
+        names = ("seed_model_with_quick", "seed_model_with_final", "quick_with_final")
+        best = _failed(record) or _best(record)
+        failed = sum(entry["error"] is not None for entry in tried)
+        rows.append(
+            [
+                record.what.workload,
+                record.where.machine,
+                record.what.kernel,
+                _settings(default),
+                best,
+                series(record) or "genetic",
+                "" if record.error else f"{record.median:.2f}x{_interval(facts)}",
+                f"{len(tried)}" + (f", {failed} failed" if failed else "") if tried else "",
+                *("" if ranks.get(name) is None else f"{ranks[name]:.2f}" for name in names),
+            ]
+        )
+    header = ["workload", "machine", "kernel", "default", "best", "search", "gain (95 %)", "candidates"]
+    header += ["rank correlation: model and quick", "model and final", "quick and final"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _best(record: Record) -> str:
+    """What is shipped: the settings that differ from the default's, or the default, and what it held against."""
+    default, refused = record.facts["default"], record.facts.get("refused")
+    if record.what.config != default:
+        return _settings(record.what.config, default)
+    return "the default" + (f"; not confirmed: {_settings(refused, default)}" if refused else "")
+
+
+def _interval(facts: Mapping[str, Any]) -> str:
+    """The interval of the gain; where the default stands it is that of what was refused, and no gain's."""
+    if facts.get("interval") is None or "refused" in facts:
+        return ""
+    low, high = facts["interval"]
+    return f" ({low:.2f} to {high:.2f})"
+
+
+def _settings(config: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> str:
+    """Names and values, of a configuration or of what differs from the default's."""
+    default = default or {}
+    return ", ".join(f"{name} {value}" for name, value in config.items() if default.get(name, default) != value)
+
+
+def blocks(records: Sequence[Record]) -> str:
+    """Block sizes of the TPU kernels, chosen by predicted time: a row per call, a column per chip."""
+    chosen = newest(r for r in records if r.what.op == "block sizes")
+    calls: dict[tuple[str, str], dict[str, Record]] = {}
+    for record in chosen:
+        call, _, chip = record.what.workload.rpartition(", ")
+        calls.setdefault((record.what.kernel, call), {})[chip] = record
+    chips = sorted({record.what.workload.rpartition(", ")[2] for record in chosen})
+    rows = [[*lead, *(_chosen_blocks(found.get(chip)) for chip in chips)] for lead, found in sorted(calls.items())]
+    return markdown(["kernel", "call, predicted", *chips], rows) + provenance(chosen) if rows else ""
+
+
+def _chosen_blocks(record: Record | None) -> str:
+    """Predicted time, gain over the default, and what differs from it."""
+    if record is None or record.error:
+        return _failed(record)
+    default = record.facts["default"].get("config", {})
+    if record.what.config == default:
+        return f"{result_of(record)}, default"
+    gain = f"{record.comparison.ratio:.2f}x" if record.comparison else "the default does not compile"
+    return f"{result_of(record)}, {gain}: {_settings(record.what.config, default)}"
+
+
+def choices(records: Sequence[Record]) -> str:
+    """What each choice of the TPU prefill kernel is worth: a row per choice undone, a column per chip."""
+    chosen = newest(r for r in records if r.what.op == "kernel choice")
+    found = {(r.facts["choice"], r.facts["chip"]): r for r in chosen}
+    chips = sorted({chip for _, chip in found})
+    names = dict.fromkeys(choice for choice, _ in found)
+    rows = [[name, *(_undone(found, name, chip) for chip in chips)] for name in names]
+    return markdown(["undone, predicted", *chips], rows) + provenance(chosen) if rows else ""
+
+
+def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
+    """How much longer the call and the cycles of its main loop take; of the kernel as it is, the milliseconds."""
+    record = found.get((name, chip))
+    if record is None or record.error:
+        return _failed(record)
+    if record.facts["choice"] == "as it is" or record.comparison is None:
+        return f"{result_of(record)}; {record.facts['full']['cycles']:,} cycles"
+    whole = found["as it is", chip].facts["full"]["cycles"]
+    return f"{1 / record.comparison.ratio:.2f}x; {record.facts['full']['cycles'] / whole:.2f}x"
+
+
+def gates(records: Sequence[Record]) -> str:
+    """What the Hopper kernels' machine code holds, over all their configurations; what breaks a gate in bold."""
+    chosen = newest(r for r in records if r.what.op == "gpu gates")
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in chosen:
+        groups.setdefault((record.what.kernel, record.what.workload.rpartition(", ")[2]), []).append(record)
+    rows = []
+    groups = {key: last_run(own) for key, own in groups.items()}
+    chosen = [record for own in groups.values() for record in own]
+    for (kernel, chip), own in sorted(groups.items()):
+        cases = sum(r.facts.get("cases", 0) for r in own)
+        planned = max((r.facts.get("planned", 0) for r in own), default=0)
+        passed = sum(round(r.median * r.facts["cases"]) for r in own if not r.error)
+        reports = [report for r in own for *_, found in r.facts.get("reports", ()) for report in found]
+        spilled = max((sum(report["spill_bytes"]) for report in reports), default=None)
+        shared = max((report["shared_bytes"] for report in reports), default=None)
+        errors = "; ".join(_failed(r) for r in own if r.error)
+        rows.append(
+            [
+                f"{kernel}, {chip}",
+                str(len(own)),
+                f"{cases:,} of {planned:,}" if planned > cases else f"{cases:,}",
+                _share(passed, cases) + (f"; {errors}" if errors else ""),
+                str(max((report["registers"] for report in reports), default="")),
+                "" if spilled is None else f"**{spilled}**" if spilled else "0",
+                "" if shared is None else quantity(shared, "bytes"),
+            ]
+        )
+    header = [
+        "kernel",
+        "configurations",
+        "cases",
+        "passed",
+        "most registers",
+        "most bytes spilled",
+        "most shared memory",
+    ]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def last_run(records: Sequence[Record]) -> list[Record]:
+    """Of a kernel's records, newest first, as many as hold the cases that the newest says were tried: a configuration
+    that left the search space stays in the file, not in the table."""
+    ordered = sorted(records, key=lambda r: r.date, reverse=True)
+    left, kept = ordered[0].facts.get("tried", math.inf), []
+    for record in ordered:
+        if left <= 0:
+            break
+        kept.append(record)
+        left -= record.facts.get("cases", 0)
+    return kept
+
+
+def rooflines(records: Sequence[Record]) -> str:
+    """What the Hopper kernels are held to, and each at its roofline; a target beyond it in bold."""
+    chosen = newest(r for r in records if r.what.op == "roofline figure")
+    rows = []
+    for record in chosen:
+        share = record.facts.get("of_roofline")
+        shown = "" if share is None else quantity(share, "fraction")
+        rows.append(
+            [
+                record.what.workload,
+                record.facts["target"] or "",
+                result_of(record),
+                f"**{shown}**" if share is not None and share > 1 else shown,
+                _machine_code(record),
+            ]
+        )
+    header = ["figure", "target", "at the roofline, not measured", "of the roofline, the target takes"]
+    header.append("registers, bytes spilled")
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _machine_code(record: Record) -> str:
+    """The most registers and spilled bytes of the figure's calls; a call that breaks a gate in bold."""
+    calls = [call for call in record.facts.values() if isinstance(call, Mapping) and call.get("registers")]
+    if not calls:
+        return ""
+    most = ", ".join(str(max(call[name] or 0 for call in calls)) for name in ("registers", "spill_bytes"))
+    broken = [text for call in calls for text in call["gates"] or ()]
+    return f"{most}: **{'; '.join(broken)}**" if broken else most
+
+
+def _share(good: int, of: int) -> str:
+    return f"{good:,}" if good == of else f"**{good:,}**"
+
+
+def sweep(records: Sequence[Record]) -> str:
+    """How many of the cases compiled: a row per TPU kernel, a column per chip; what did not in bold.
+
+    A sweep of some kernels replaces their rows in the last one of all.
+    """
+    chosen = sorted(newest(r for r in records if r.what.op == "tpu sweep" and not r.error), key=lambda r: r.date)
+    if not chosen:
+        return ""
+    counts: dict[tuple[str, ...], Sequence[int]] = {}
+    planned = 0
+    for facts in (r.facts for r in chosen):
+        swept = {name.partition(" on ")[0] for name in facts["by_kernel"]}
+        planned += facts["planned"] - sum(tried for (kernel, _), (_, tried) in counts.items() if kernel in swept)
+        counts |= {tuple(name.split(" on ")): pair for name, pair in facts["by_kernel"].items()}
+    chips = sorted({chip for _, chip in counts})
+    groups = [(name, (name,)) for name in sorted({kernel for kernel, _ in counts})]
+    groups.append(("all", tuple(name for name, _ in groups)))
+    rows = [
+        [title, *(_compiled([counts[name, chip] for name in names if (name, chip) in counts]) for chip in chips)]
+        for title, names in groups
+    ]
+    tried = sum(pair[1] for pair in counts.values())
+    late = sum(r.facts.get("ended_by_time", 0) for r in chosen)
+    lead = f"compiled/tried; tried {tried:,} of {planned:,} planned"
+    lead += f", {late:,} ended by the time limit" if late else ""
+    return markdown([lead, *chips], rows) + provenance(chosen)
+
+
+def _compiled(pairs: Sequence[Sequence[int]]) -> str:
+    good, tried = (sum(column) for column in zip(*pairs)) if pairs else (0, 0)
+    return f"{_share(good, tried)}/{tried:,}" if tried else ""
+
+
+def verify(records: Sequence[Record]) -> str:
+    """Every kernel against the float64 oracle: errors in units of the tolerance, at most 1, and what failed."""
+    chosen = [r for r in records if r.what.op == "verify"]
+    rows = []
+    for record in chosen:
+        spread, facts = record.facts.get("distribution", {}), record.facts
+        kernel = record.what.kernel + (" (simulated)" if facts.get("simulated") else "")
+        kernel += record.what.workload.removeprefix("oracle trials").replace(" of ", ", ")
+        figures = [three(spread[name]) if name in spread else "" for name in ("p50", "max")]
+        elements = f"{facts['elements']:,}" if "elements" in facts else ""
+        trials = str(facts.get("trials", ""))
+        rows.append(
+            [kernel, record.what.dtype, record.where.machine, trials, elements, *figures, _trials_failed(record)]
+        )
+    header = ["kernel", "dtype", "machine", "trials", "elements", "median error / tolerance", "worst", "failures"]
+    return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+def _trials_failed(record: Record) -> str:
+    """How many trials failed, and the first of them in words; an error names every one with its seed."""
+    if record.error is None:
+        return "0"
+    count = record.error.count(f"--seed {record.facts['seed']}: ") if "seed" in record.facts else 1
+    return f"**{count}**: {record.error.partition('; ')[0][:200]}"

@@ -1,0 +1,1 @@
+"""Long resumable measurements, each with records of its own."""

@@ -1,0 +1,351 @@
+"""Searches block sizes for TPUs that are not there, by predicted time, and ships what it finds.
+
+    python -m tessera.workbench.studies.blocks --chip v6e        # compiles; goes on where it stopped
+    python -m tessera.workbench.studies.blocks --report          # records to evidence/, rows to attention/tables/
+
+From the kernel's default (or from what was found for a related case) one field at a time is moved to the next value
+that the kernel's search space has, and stays where the time falls. A candidate that does not compile is a result; one
+whose bytes alone take as long as the best so far is left out. What another commit compiled is compiled again.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from tessera.attention import tuned
+from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.dispatch import choose
+from tessera.core import files
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import inspection, predict
+from tessera.workbench import evidence
+from tessera.workbench.studies import sweep
+
+ANY = 1 << 20
+"""Longest call that a row is for."""
+LEAST_GAIN = 1.01
+"""A step is taken, and a row leaves the default, only for this much: less is within what the prediction can tell."""
+RECORDS = Path("evidence/tpu-blocks.jsonl")
+
+DEVICES = MappingProxyType(
+    {"v5e": ("TPU v5 lite", 1), "v5p": ("TPU v5", 2), "v6e": ("TPU v6 lite", 1), "v7x": ("TPU7x", 1)}
+)
+"""Kind and cores of one jax device, as jax names them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of every chip's table: the call that is compiled, and the lengths and batches it speaks for.
+
+    Attributes:
+        queries: the last rows of a longer prefill; all if None.
+        intervals: measure -> (low, high), ends included.
+        like: a case whose winner is tried first; then the search is short.
+    """
+
+    role: str
+    phase: str = "prefill"
+    length: int
+    queries: int | None = None
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+    batch: int = 1
+    tile: int = 128
+    query_tile: int = 32
+    fraction: float = 0.1
+    intervals: Mapping[str, tuple[int, int]]
+    like: str | None = None
+
+    def call(self) -> tuple[AttentionSpec, Shapes]:
+        """(spec, shapes); `fraction` of the key tiles where sparse."""
+        return inspection.call(
+            role=self.role,
+            phase=self.phase,
+            batch=self.batch,
+            length=self.length,
+            queries=self.queries,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            spec=AttentionSpec(tile=self.tile, query_tile=self.query_tile),
+            fraction=self.fraction,
+        )
+
+    def bucket(self) -> dict[str, Any]:
+        """The calls that the row speaks for."""
+        exact = ["dtype", "head_dim", "groups"]
+        exact += ["kv_heads"] if self.phase == "decode" else []
+        exact += ["tile"] if self.role != "dense" else []
+        exact += ["query_tile"] if self.role != "dense" and self.phase == "prefill" else []
+        found = tuned.measures(*self.call())
+        return {name: found[name] for name in exact} | dict(self.intervals)
+
+
+WHOLE = {"num_queries": (4096, ANY)}
+LISTED = {"listed": (4096, 1 << 17)}
+MIDDLE, LONG = (8192, 49151), (49152, ANY)
+
+CASES = MappingProxyType(
+    {
+        "decode dense": Case(role="dense", phase="decode", length=131072,
+                             intervals={"batch": (1, 3), "num_keys": (16384, ANY)}),
+        "decode dense, 16 sequences": Case(role="dense", phase="decode", length=131072, batch=16,
+                                           intervals={"batch": (4, 64), "num_keys": (16384, ANY)}),
+        "decode sparse": Case(role="sparse", phase="decode", length=131072, intervals={"batch": (1, 3), **LISTED}),
+        "decode sparse, 16 sequences": Case(role="sparse", phase="decode", length=131072, batch=16,
+                                            intervals={"batch": (4, 64), **LISTED}),
+        # A tenth of what each query tile sees is half of what the last one's list has room for: the mean is compiled.
+        "sparse, query tile 128": Case(role="sparse", length=131072, query_tile=128, fraction=0.05,
+                                       intervals={"num_queries": (1024, ANY), **LISTED}),
+        "sparse, query tile 32": Case(role="sparse", length=131072, fraction=0.05,
+                                      intervals={"num_queries": (1024, ANY), **LISTED}),
+        "dense, one head a group": Case(role="dense", length=16384, heads=16, kv_heads=16,
+                                        intervals={**WHOLE, "num_keys": MIDDLE}),
+        "dense": Case(role="dense", length=16384, intervals={**WHOLE, "num_keys": MIDDLE}),
+        "dense, long": Case(role="dense", length=131072, intervals={**WHOLE, "num_keys": LONG}, like="dense"),
+        # The masses of a row block take memory by the keys: no longer than what was compiled.
+        "score": Case(role="score", length=16384, intervals={**WHOLE, "num_keys": (8192, 16384)}),
+        "score, long": Case(role="score", length=131072, query_tile=128,
+                            intervals={**WHOLE, "num_keys": (49152, 131072)}, like="score"),
+        "dense, a chunk": Case(role="dense", length=32768, queries=2048,
+                               intervals={"num_queries": (1024, 4095), "num_keys": (8192, ANY)}, like="dense"),
+        "dense, head dim 64": Case(role="dense", length=16384, head_dim=64, intervals={**WHOLE, "num_keys": MIDDLE}),
+        "dense, head dim 256": Case(role="dense", length=16384, head_dim=256, heads=16, kv_heads=4,
+                                    intervals={**WHOLE, "num_keys": MIDDLE}),
+        "dense, float32": Case(role="dense", length=16384, dtype="float32", intervals={**WHOLE, "num_keys": MIDDLE}),
+    }
+)  # fmt: skip
+"""Calls worth a row, in the order they are searched."""
+
+
+def on_chip(chip: str):
+    """A context in which kernels that ask for the chip are told this one."""
+    kind, cores = DEVICES[chip]
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((1,), ("chip",), abstract_device=AbstractDevice(kind, cores, "tpu"))
+    )
+
+
+def kernel_of(case: Case) -> Kernel:
+    """The kernel that takes the case on a TPU."""
+    return choose(*case.call(), platform="tpu")
+
+
+def around(config: Any, name: str, space: list[Any]) -> Iterator[Any]:
+    """The configs of the space that differ in this field alone, to the next smaller and the next larger value."""
+    mine = asdict(config)
+    line = {asdict(c)[name]: c for c in space if {**asdict(c), name: mine[name]} == mine} | {mine[name]: config}
+    values = sorted(line)
+    at = values.index(mine[name])
+    yield from (line[values[i]] for i in (at - 1, at + 1) if 0 <= i < len(values))
+
+
+def search(
+    first: list[Any],
+    space: list[Any],
+    ms_of: Callable[[Any], float | None],
+    floor_of: Callable[[Any], float],
+    names: Sequence[str],
+    budget: int,
+) -> None:
+    """Try `first`, then go down from the best of them, field by field, until nothing near is better.
+
+    Args:
+        first: the default, and what else may be good.
+        space: every config that may be tried.
+        ms_of: tries one; None if it does not compile.
+        floor_of: milliseconds that one takes at least; what cannot win by it is not tried.
+        names: fields that are moved, in this order.
+        budget: most configs tried.
+    """
+    tried = {}
+
+    def better(config: Any, than: Any) -> bool:
+        goal = math.inf if than is None or tried[than] is None else tried[than] / LEAST_GAIN
+        if config in tried or len(tried) >= budget or floor_of(config) > goal:
+            return False
+        tried[config] = ms_of(config)
+        return tried[config] is not None and tried[config] <= goal
+
+    best = None
+    for config in first:
+        best = config if better(config, best) else best
+    best = first[0] if best is None else best
+    moved = True
+    while moved:
+        moved = False
+        for name in names:
+            while step := next((c for c in around(best, name, space) if better(c, best)), None):
+                best, moved = step, True
+
+
+def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """One config, compiled and predicted."""
+    spec, shapes = case.call()
+    found = inspection.inspect_call(chip, spec, shapes, kernel=kernel, config=config, limit_s=limit_s)
+    line = {"config": dict(config), "compile_s": round(found.compile_s, 1)}
+    if not found.compiled:
+        return {**line, "error": str(found.error)}
+    return {
+        **line,
+        "ms": found.predicted_ms,
+        "compute_ms": round(found.prediction.compute_ms, 6),
+        "bytes_ms": round(found.prediction.dma_ms, 6),
+        "bound_by": found.bound_by,
+    }
+
+
+def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) -> None:
+    """Search one case on one chip; what is in `found` is not compiled again, what is new goes there and to `out`."""
+    case, code = CASES[name], asdict(evidence.code())
+    kernel = kernel_of(case)
+    with on_chip(chip):
+        default = kernel.default_config(*case.call())
+        space = list(kernel.search_space(*case.call()))
+    bytes_per_ms = 1e-3 * predict.device(chip).bytes_per_s * predict.CALIBRATED.bandwidth_share
+    first, budget = [default], options.budget
+    first += [replace(default, **json.loads(changes)) for changes in options.first or []]
+    if case.like is not None:
+        seed = winner(lines_of(found, chip, case.like))
+        first += [] if seed is None else [kernel.Config(**seed["config"])]
+        budget = (budget + 1) // 2
+
+    def ms_of(config: Any) -> float | None:
+        known = [line for line in lines_of(found, chip, name) if line["config"] == asdict(config)]
+        known = [line for line in known if sweep.is_done(line, code)]
+        if not known:
+            line = {"chip": chip, "case": name, "default": config == default}
+            line |= attempt(chip, case, kernel.name, asdict(config), options.limit_s) | code
+            found.append(line)
+            files.append_line(options.out, line)
+            said = f"{line['ms']:.4f} ms ({line['bound_by']})" if "ms" in line else line["error"][:80]
+            print(f"{chip} {name}: {config} {said}, {line['compile_s']} s", flush=True)
+            known = [line]
+        return known[0].get("ms")
+
+    def floor_of(config: Any) -> float:
+        return kernel.executions(*case.call(), config)[predict.BYTES] / bytes_per_ms
+
+    names = options.field or [field.name for field in fields(default)]
+    search(first, space, ms_of, floor_of, names, budget)
+
+
+def lines_of(found: list[dict], chip: str, name: str) -> list[dict]:
+    """The candidates of one case on one chip, in the order they were tried; of the code that made the last of them."""
+    own = [line for line in found if (line["chip"], line["case"]) == (chip, name)]
+    return sweep.of_last_code(own, lambda line: json.dumps(line["config"]))
+
+
+def winner(lines: list[dict]) -> dict | None:
+    """The fastest candidate, the default unless it is beaten by LEAST_GAIN; None if none compiled."""
+    compiled = [line for line in lines if "ms" in line]
+    if not compiled:
+        return None
+    best = min(compiled, key=lambda line: line["ms"])
+    default = next((line for line in compiled if line["default"]), best)
+    return best if default["ms"] >= LEAST_GAIN * best["ms"] else default
+
+
+def record_of(chip: str, name: str, lines: list[dict]) -> evidence.Record:
+    """Every candidate of a case on a chip, and the one that the table takes."""
+    case, best = CASES[name], winner(lines)
+    spec, shapes = case.call()
+    default = next(line for line in lines if line["default"])
+    gain = default["ms"] / best["ms"] if "ms" in default else None
+    record = evidence.make(
+        evidence.What(
+            op="block sizes",
+            kernel=kernel_of(case).name,
+            workload=f"{name}, {chip}",
+            dtype=shapes.dtype,
+            config=best["config"],
+        ),
+        [best["ms"]],
+        command=f"python -m tessera.workbench.studies.blocks --chip {chip}",
+        unit="ms",
+        how=evidence.How(check="predicted from the compiler's schedule, not measured"),
+        comparison=None if gain is None else evidence.Comparison(against="the kernel's default", ratio=gain),
+        facts={
+            "spec": asdict(spec),
+            "shapes": shapes._asdict(),
+            "default": {k: v for k, v in default.items() if k not in ("chip", "case", "default")},
+            "candidates": [{k: v for k, v in x.items() if k not in ("chip", "case", "default")} for x in lines],
+        },
+    )
+    return sweep.of_its_code(record, lines[-1])
+
+
+def row_of(name: str, record: evidence.Record) -> tuned.Row:
+    """The table's row that rests on the record."""
+    gain = record.comparison.ratio if record.comparison else None
+    return tuned.Row(
+        kernel=record.what.kernel,
+        bucket=CASES[name].bucket(),
+        config=record.what.config,
+        gain=None if gain is None else round(gain, 4),
+        record={"file": RECORDS.name, "workload": record.what.workload, "date": record.date},
+    )
+
+
+def report(found: list[dict], chips: list[str]) -> None:
+    """Append the records that say something new, say what was gained, write the tables of the chips in `found`.
+
+    A table has a row of every case that has a record, searched just now or before.
+    """
+    held = {record.what.workload: record for record in (evidence.read(RECORDS) if RECORDS.exists() else [])}
+    for chip in (chip for chip in chips if any(line["chip"] == chip for line in found)):
+        rows = []
+        for name in CASES:
+            record, lines = held.get(f"{name}, {chip}"), lines_of(found, chip, name)
+            if winner(lines) is not None:
+                made = record_of(chip, name, lines)
+                if record is None or (record.what, record.facts) != (made.what, json.loads(json.dumps(made.facts))):
+                    record = made
+                    evidence.append(RECORDS, record)
+            if record is None:
+                continue
+            rows.append(row_of(name, record))
+            if lines:
+                print(f"{chip} {name}: {rows[-1].gain} x the default, {len(lines)} tried, {dict(rows[-1].config)}")
+        tuned.write(tuned.TABLES / f"{chip}.jsonl", rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Search what is missing, or report."""
+    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.blocks", description=main.__doc__)
+    parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
+    parser.add_argument("--case", action="append", choices=tuple(CASES))
+    parser.add_argument("--out", type=Path, default=Path("build/tpu-blocks.jsonl"))
+    parser.add_argument("--limit-s", type=float, default=180.0)
+    parser.add_argument("--budget", type=int, default=10, help="most candidates per case; half for one like another")
+    parser.add_argument("--first", action="append", help='changes of the default to try first: {"step": 1024}')
+    parser.add_argument("--field", action="append", help="move only these fields, in this order")
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
+    found = files.read_lines(options.out)
+    chips = options.chip or list(tpu.TOPOLOGIES)
+    if options.report:
+        report(found, chips)
+        return 0
+    evidence.code()  # from here on it says what was checked out now, before the first compile
+    for name in options.case or CASES:
+        for chip in chips:
+            run(chip, name, found, options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

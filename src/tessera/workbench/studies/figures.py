@@ -1,0 +1,289 @@
+"""The figures that the TPU kernels are held to, predicted, ours and the peer's by the same compiler and the same model.
+
+    python -m tessera.workbench.studies.figures --chip v6e --timings FOLDER     # compiles; goes on where it stopped
+    python -m tessera.workbench.studies.figures --report                        # appends the records to evidence/
+
+The peer is Tokamax's splash attention with the best block sizes of its shipped timings (on v5e, which has none, v5p's).
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from tessera.attention.contract import AttentionSpec
+from tessera.core import files
+from tessera.core.shapes import ceil_div
+from tessera.deviceless import hlo
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import inspection, predict
+from tessera.workbench import evidence
+from tessera.workbench.studies import sweep, validation
+
+COMMAND = "python -m tessera.workbench.studies.figures --timings FOLDER, and --report"
+SHORT, LONG = 16384, 131072
+LAYERS, ANCHORS = 32, 5
+GQA = MappingProxyType({"heads": 32, "kv_heads": 8})
+LISTED = tuple((tile, query_tile) for query_tile in (128, 32) for tile in (128, 32, 16))
+"""(tile, query tile) of the sparse prefill calls."""
+NARROW = (32, 16)
+"""Tiles of the sparse decode calls besides 128."""
+CALLS = MappingProxyType(
+    {
+        "dense": {"role": "dense", "length": SHORT, "heads": 16, "kv_heads": 16},
+        "dense gqa": {"role": "dense", "length": SHORT, **GQA},
+        "score gqa": {"role": "score", "length": SHORT, **GQA},
+        "dense long": {"role": "dense", "length": LONG, **GQA},
+        "score long": {"role": "score", "length": LONG, "query_tile": 128, **GQA},
+        **{
+            f"sparse {tile}/{rows}": {"role": "sparse", "length": LONG, "tile": tile, "query_tile": rows, **GQA}
+            for tile, rows in LISTED
+        },
+        "sparse kascade": {"role": "sparse", "length": LONG, "query_tile": 128, "fraction": 0.05, **GQA},
+        "decode dense": {"role": "dense", "phase": "decode", "length": LONG, **GQA},
+        "decode sparse": {"role": "sparse", "phase": "decode", "length": LONG, **GQA},
+        **{
+            f"decode sparse {tile}": {"role": "sparse", "phase": "decode", "length": LONG, "tile": tile, **GQA}
+            for tile in NARROW
+        },
+    }
+)
+"""What is compiled: head dim 128, bfloat16, a tenth of the key tiles where sparse.
+
+"sparse kascade" lists half of that: a causal prefill's budget is a tenth of what each query tile sees.
+"""
+
+SELECTION = MappingProxyType({"length": LONG, "kv_heads": 8, "tile": 128, "query_tile": 128, "fraction": 0.1})
+"""The choice of key tiles after "score long", a program without kernels; the case "selection"."""
+
+UNCOSTED = re.compile(r" (gather|scatter|sort|conditional|call|custom-call)\(%(?!.*ConcatBitcast)")
+"""What XLA compiles to scalar loops, or to a computation elsewhere, and gives no cycles for; all have operands."""
+
+KASCADE = "kascade prefill against dense"
+KERNELS_ALONE = "dense prefill against the peer, kernels alone"
+"""Without what either call does around its kernel; no target, but it says how much of the gain is layout."""
+
+TARGETS = MappingProxyType(
+    {
+        "dense prefill against the peer": {"v5e": 1.05, "v5p": 1.05, "v6e": 1.3, "v7x": 1.5},
+        "score / dense": {"v5e": 1.10, "v5p": 1.10, "v6e": 1.05, "v7x": 1.05},
+        "sparse per score, tile 128, 512 rows": dict.fromkeys(tpu.TOPOLOGIES, 1.25),
+        "sparse per score, tile 32, 512 rows": dict.fromkeys(tpu.TOPOLOGIES, 1.6),
+        "sparse per score, tile 128, 128 rows": dict.fromkeys(tpu.TOPOLOGIES, 2.0),
+        "sparse per score, tile 32, 128 rows": dict.fromkeys(tpu.TOPOLOGIES, 2.4),
+        KASCADE: {"v5e": 3.2, "v5p": 3.2, "v6e": 3.5, "v7x": 3.5},
+        "decode, dense: bytes moved / needed": dict.fromkeys(tpu.TOPOLOGIES, 1.05),
+        "decode, sparse: bytes moved / needed": dict.fromkeys(tpu.TOPOLOGIES, 1.15),
+    }
+)
+"""At least this much for what is "against", at most this much for the others.
+
+v5e and v6e miss those of 128 rows: a listed key is fetched for 128 rows alone, 128 flops a byte, where the dense call
+has thousands; HBM is the limit, so no tile and no block sizes help, only more rows per list.
+"""
+
+
+def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
+    """One of our calls on a chip."""
+    call = {"phase": "prefill", "tile": 128, "query_tile": 32, "fraction": 0.1, **CALLS[name]}
+    spec = AttentionSpec(tile=call.pop("tile"), query_tile=call.pop("query_tile"))
+    spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=spec, **call)
+    result = inspection.inspect_call(chip, spec, shapes, limit_s=limit_s)
+    if result.predicted_ms is None:
+        return {"error": result.error or result.bound_by}
+    keys = LONG if shapes.capacity is None else shapes.capacity * spec.tile
+    needed = 2 * 2 * keys * shapes.num_kv_heads * 128 + 2 * 2 * shapes.num_heads * 128
+    return {
+        "ms": result.predicted_ms,
+        "around_ms": result.prediction.around_ms,
+        "flops": result.flops,
+        "kernel_bytes": (result.found.executions or {}).get(predict.BYTES),
+        "needed_bytes": needed if shapes.num_queries == 1 else None,
+        "bound_by": result.bound_by,
+        "busy": {unit: round(result.prediction.busy(unit), 3) for unit in result.slots},
+        "kernel": result.kernel,
+        "config": result.config,
+        "compile_s": result.compile_s,
+    }
+
+
+def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
+    """The peer's dense causal call at its best shipped block sizes."""
+    measured_on = "v5p" if chip == "v5e" else chip
+    reason = validation.missing(timings, measured_on)
+    if reason is not None:
+        return {"error": reason}
+    wanted = [1, SHORT, 16, 128]
+    [best] = [
+        p
+        for p in validation.points(timings, measured_on)
+        if p["q"] == wanted and p["is_causal"] and not p["return_residuals"]
+    ]
+    line = validation.compile_point({**best, "chip": chip}, limit_s)
+    if line["error"]:
+        return {"error": line["error"]}
+    found = validation.prediction(line, predict.CALIBRATED)
+    return {"ms": found.ms, "around_ms": found.around_ms, "blocks": best["config"], "compile_s": line["compile_s"]}
+
+
+def inspect_selection(chip: str, limit_s: float) -> dict[str, Any]:
+    """The choice of key tiles on a chip."""
+    program = tpu.factory_program("tessera.deviceless.programs:selection_call", **SELECTION)
+    found = tpu.compile_for(chip, program, limit_s=limit_s)
+    if found.error is not None:
+        return {"error": str(found.error)}
+    return {"ms": xla_ms(found.program, chip), "bound_by": "XLA operations", "compile_s": found.compile_s}
+
+
+def xla_ms(program: str, chip: str) -> float:
+    """Milliseconds of a compiled program without kernels; an operation takes its bytes or XLA's cycles, the longer.
+
+    Loops count with their turns.
+
+    Raises:
+        ValueError: something in the program has no estimate, or a loop's turns are unknown: never counted as nothing.
+    """
+    if strange := UNCOSTED.search(program):
+        raise ValueError(f"the compiled program has a {strange[1]}, whose time XLA does not estimate")
+    on = predict.device(chip)
+    bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
+    lines = hlo.computations(program)
+
+    def seconds(name: str) -> float:
+        operations = hlo.operations(program, name)
+        total = sum(max(o.bytes / bandwidth, (o.cycles or 0) / on.clock_hz) for o in operations)
+        for line in lines[name]:
+            if " call-start(%" in line:  # one without operands gets them by a call-update, whose bytes are counted
+                raise ValueError(f"the compiled program starts a computation of unknown time: {line.strip()}")
+            if " while(" in line:
+                total += turns(line) * seconds(re.search(r"body=%([\w.\-]+)", line)[1])
+        return total
+
+    def turns(loop: str) -> int:
+        condition = "\n".join(lines[re.search(r"condition=%([\w.\-]+)", loop)[1]])
+        ends = re.findall(r" constant\((\d+)\)", condition)
+        if len(ends) != 1 or "direction=LT" not in condition:
+            raise ValueError(f"turns of the loop cannot be read from its condition: {condition.strip()}")
+        return int(ends[0])  # JAX counts loops of known length from 0
+
+    return 1e3 * seconds("ENTRY")
+
+
+def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[tuple[str, float, list[str]]]:
+    """(figure, ratio, cases it is made of) for every figure whose cases compiled."""
+
+    def has(*names: str) -> bool:
+        return all("ms" in found.get(name, {}) for name in names)
+
+    if has("dense", "peer"):
+        yield "dense prefill against the peer", found["peer"]["ms"] / found["dense"]["ms"], ["dense", "peer"]
+        peer, ours = (found[name]["ms"] - found[name]["around_ms"] for name in ("peer", "dense"))
+        yield KERNELS_ALONE, peer / ours, ["dense", "peer"]
+    if has("dense gqa", "score gqa"):
+        yield "score / dense", found["score gqa"]["ms"] / found["dense gqa"]["ms"], ["score gqa", "dense gqa"]
+    for tile, query_tile in LISTED:
+        name = f"sparse {tile}/{query_tile}"
+        if has(name, "dense long"):
+            sparse, dense = (found[n]["ms"] / found[n]["flops"] for n in (name, "dense long"))
+            yield f"sparse per score, tile {tile}, {4 * query_tile} rows", sparse / dense, [name, "dense long"]
+    if has("dense long", "score long", "selection", "sparse kascade"):
+        anchors = ANCHORS * (found["score long"]["ms"] + found["selection"]["ms"])
+        listed = tiles_listed(LONG, 128, 128, 0.1) / tiles_full(LONG, 128, 128, 0.05)
+        ours = anchors + (LAYERS - ANCHORS) * found["sparse kascade"]["ms"] * listed
+        cases = ["dense long", "score long", "selection", "sparse kascade"]
+        yield KASCADE, LAYERS * found["dense long"]["ms"] / ours, cases
+    for role in ("dense", "sparse"):
+        case = found.get(f"decode {role}", {})
+        if case.get("kernel_bytes"):
+            ratio = case["kernel_bytes"] / case["needed_bytes"]
+            yield f"decode, {role}: bytes moved / needed", ratio, [f"decode {role}"]
+    for tile in (128, *NARROW):
+        name = f"decode sparse {tile}" if tile in NARROW else "decode sparse"
+        if has(name, "decode dense"):
+            sparse, dense = (found[n]["ms"] / found[n]["flops"] for n in (name, "decode dense"))
+            yield f"decode, sparse, tile {tile}: time per key against dense", sparse / dense, [name, "decode dense"]
+
+
+def tiles_listed(length: int, tile: int, query_tile: int, fraction: float) -> int:
+    """Tiles that a causal prefill lists: a query tile's budget is a share of what it sees, at least 128 keys."""
+    visible = range(query_tile, length + 1, query_tile)
+    return sum(ceil_div(round(min(max(fraction * seen, 128), seen)), tile) for seen in visible)
+
+
+def tiles_full(length: int, tile: int, query_tile: int, fraction: float) -> int:
+    """Tiles of a compiled call, whose every list has room for the share of the whole and holds no more than it sees."""
+    room = ceil_div(round(fraction * length), tile)
+    return sum(min(ceil_div(seen, tile), room) for seen in range(query_tile, length + 1, query_tile))
+
+
+def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) -> list[evidence.Record]:
+    """One record per figure and chip, with the target it had, if it had one."""
+    made = []
+    for chip, cases in found.items():
+        for figure, ratio, names in comparisons(cases, chip):
+            target = TARGETS[figure][chip] if figure in TARGETS else None
+            against = target is not None and "against" in figure
+            met = None if target is None else ratio >= target if against else ratio <= target
+            goal = None if target is None else f"{'>=' if against else '<='} {target:g}"
+            what = evidence.What(op="predicted figure", kernel="tpu", workload=f"{figure}, {chip}", dtype="bfloat16")
+            record = evidence.make(
+                what,
+                [ratio],
+                command=command,
+                unit="ratio",
+                how=evidence.How(check="predicted from the compiler's schedule, not measured"),
+                comparison=evidence.Comparison(
+                    against="tokamax splash" if "peer" in figure else "dense", ratio=ratio, target=goal, met=met
+                ),
+                facts={name: dict(cases[name]) for name in names},
+            )
+            made.append(sweep.of_its_code(record, cases[names[0]]))
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile what is missing, or report."""
+    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.figures", description=main.__doc__)
+    parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
+    parser.add_argument("--case", action="append", choices=("peer", "selection", *CALLS), help="only these")
+    parser.add_argument("--timings", type=Path, help="Tokamax's data/autotuning; the installed wheel's if not given")
+    parser.add_argument("--out", type=Path, default=Path("build/tpu-figures.json"))
+    parser.add_argument("--limit-s", type=float, default=600.0)
+    parser.add_argument("--report", action="store_true")
+    options = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
+    found = json.loads(options.out.read_text()) if options.out.exists() else {}
+    if options.report:
+        made = records(found, COMMAND)
+        evidence.append("evidence/tpu-figures.jsonl", made)
+        for record in made:
+            print(f"{record.what.workload}: {record.median:.3f} ({record.comparison.target}, {record.comparison.met})")
+        return 0
+    code = asdict(evidence.code())
+    for chip in options.chip or tpu.TOPOLOGIES:
+        for name in options.case or ("peer", "selection", *CALLS):
+            cases = found.setdefault(chip, {})
+            held = cases.get(name, {})
+            if "ms" in held and held.get("commit", code["commit"]) == code["commit"]:
+                continue
+            if name == "peer":
+                cases[name] = inspect_peer(chip, options.timings or validation.installed(), options.limit_s)
+            elif name == "selection":
+                cases[name] = inspect_selection(chip, options.limit_s)
+            else:
+                cases[name] = inspect_one(chip, name, options.limit_s)
+            cases[name] |= code
+            files.replace_text(options.out, json.dumps(found, indent=1))
+            print(chip, name, {k: cases[name][k] for k in ("ms", "bound_by", "error") if k in cases[name]}, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

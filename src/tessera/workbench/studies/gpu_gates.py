@@ -1,0 +1,385 @@
+"""The gates of the Hopper kernels that need no GPU: lowered for CUDA, compiled to machine code, and the report read.
+
+    python -m tessera.workbench.studies.gpu_gates           # every kernel and configuration; goes on where it stopped
+    python -m tessera.workbench.studies.gpu_gates --list    # what is to do
+    python -m tessera.workbench.studies.gpu_gates --report  # a record per kernel and configuration into evidence/
+
+A call passes if it compiles, its kernels spill nothing, touch no local memory and fit the shared memory of a block, and
+one of them multiplies on the tensor cores (HGMMA) and loads by the copy engine (UTMALDG) or 16 bytes a thread
+(LDGSTS.128), and then groups its copies and waits for them (LDGDEPBAR, DEPBAR).
+"""
+
+import argparse
+import itertools
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from itertools import cycle, product
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+
+from tessera.attention.contract import TILES, AttentionSpec, Kernel, Shapes
+from tessera.attention.dispatch import KERNELS
+from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.gpu import prefill as gpu_prefill
+from tessera.core import files, hardware
+from tessera.deviceless import programs
+from tessera.deviceless.gpu import compiler as gpu
+from tessera.deviceless.gpu import sass
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.deviceless.tpu import inspection
+from tessera.workbench import evidence
+from tessera.workbench.studies import sweep
+
+COMMAND = "python -m tessera.workbench.studies.gpu_gates; python -m tessera.workbench.studies.gpu_gates --report"
+CHIP = "h200"
+SHARED_BYTES = hardware.chip(CHIP).on_chip_bytes
+HEAD_DIMS = (64, 128, 256)
+MASKS = MappingProxyType(
+    {"causal": {}, "both ways": {"causal": False}, "window": {"window": 1000}, "softcap": {"softcap": 30.0}}
+)
+PLAIN = "causal"
+GROUPS = (4, 1, 7, 16)
+"""Query heads per KV head; others than the first only with the default blocks, causal, in the first dtype."""
+MANY = 8
+"""Query heads per KV head as in 64/8: the default blocks of lists meet it at every tile."""
+OTHERS = MappingProxyType(
+    {
+        ("sparse", "prefill"): ({"group": MANY}, {"query_tile": 64}, {"query_tile": 128}),
+        ("score", "prefill"): ({"group": MANY}, {"query_tile": 64}, {"query_tile": 128}),
+        ("sparse", "decode"): ({"group": MANY},),
+    }
+)
+"""Calls where more rows share a list or a sum of masses: their search spaces hold blocks that no other call's has."""
+BATCH = 2
+"""Sequences of a case that says nothing else: of one alone, the compiler folds indices away that take registers."""
+LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
+ODD = MappingProxyType({"query_tile": 12, "length": 8191})
+"""Sizes that divide nothing, for the default blocks of prefill."""
+KV_HEADS = 2
+BATCHES = tuple(
+    {"batch": batch, "kv_heads": 8, "length": length, "group": group}
+    for group, batch, length in product((4, 8), (1, 4, 16, 64), (8192, 32768, 131072))
+)
+"""Decode as models ask for it (32/8 and 64/8 heads), for the default blocks at head dim 128: the number of splits
+depends on all of these."""
+DENSE = gpu_prefill.KERNELS[0]
+GRADIENT = "gpu_backward"
+"""How the gradient of dense prefill is called here: no kernel of the table, dense prefill's own part."""
+
+WATCHED = (
+    "HGMMA UTMALDG UTMASTG LDGSTS LDGSTS.128 LDGDEPBAR DEPBAR LDL STL LDG STG LDS STS LDSM STSM BAR SYNCS MUFU FFMA "
+    "FMUL FADD FMNMX SHFL WARPGROUP"
+).split()
+"""Instructions that a stored report counts."""
+
+
+def broken(report: sass.Report) -> list[str]:
+    """What the kernel's report breaks, each with the line that says so; empty if it passes."""
+    found = []
+    if any(report.spill_bytes) or report.stack_bytes:
+        found.append(f"registers are spilled: {report.line('bytes stack frame')!r}")
+    if report.local:
+        found.append(f"local memory is touched, {len(report.local)} times: {report.local[0]!r} is the first")
+    if report.shared_bytes > SHARED_BYTES:
+        found.append(f"{report.shared_bytes} bytes of shared memory, a block has {SHARED_BYTES}")
+    if "Performance Loss" in report.report:
+        found.append(f"products wait for each other: {report.line('Performance Loss')!r}")
+    return found
+
+
+def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
+    """What the kernels of one attention call break: each its own, and what one of them must have."""
+    found = [f"{report.kernel}: {text}" for report in kernels for text in broken(report)]
+
+    def has(*names: str) -> bool:
+        return any(report.instructions.get(name) for report in kernels for name in names)
+
+    if not has("HGMMA"):
+        found.append("no kernel multiplies on the tensor cores: HGMMA is missing from the disassembly")
+    if not has("UTMALDG", "LDGSTS.128"):
+        found.append("no kernel loads by the copy engine or 16 bytes a thread: UTMALDG and LDGSTS.128 are missing")
+    return [*found, *filter(None, map(unawaited, kernels))]
+
+
+def unawaited(report: sass.Report) -> str | None:
+    """Says so if copies by LDGSTS lack the end of a group (LDGDEPBAR) or a wait for it (DEPBAR, as is a wait for the
+    copy engine's stores)."""
+    has = report.instructions.get
+    waits = has("DEPBAR", 0) - bool(has("UTMASTG"))
+    if not has("LDGSTS") or (has("LDGDEPBAR") and waits > 0):
+        return None
+    return f"{report.kernel}: its copies by LDGSTS are not waited for: LDGDEPBAR or DEPBAR is missing"
+
+
+def gpu_kernels() -> tuple[Kernel, ...]:
+    """The kernels of the table that are written in Mosaic for NVIDIA GPUs; cuDNN's is compiled on a GPU alone."""
+    return tuple(kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel not in gpu_cudnn.KERNELS)
+
+
+def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
+    """(spec, shapes) of a case."""
+    kernel = kernel_of(case)
+    return inspection.call(
+        role=kernel.role,
+        phase=kernel.phase,
+        batch=case.get("batch", BATCH),
+        length=case.get("length", LENGTHS[kernel.phase]),
+        heads=case["group"] * case.get("kv_heads", KV_HEADS),
+        kv_heads=case.get("kv_heads", KV_HEADS),
+        head_dim=case["head_dim"],
+        dtype=case["dtype"],
+        spec=AttentionSpec(tile=case["tile"], query_tile=case["query_tile"], **MASKS[case["mask"]]),
+        fraction=0.1,
+    )
+
+
+def kernel_of(case: Mapping[str, Any]) -> Kernel:
+    """The kernel of a case; of a gradient's, the one whose it is."""
+    return DENSE if case["kernel"] == GRADIENT else programs.kernel_named(case["kernel"])
+
+
+def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
+    """What is compiled."""
+    spec, shapes = call(case)
+    if case["kernel"] == GRADIENT:
+        return tpu.factory_program(
+            "tessera.deviceless.programs:gpu_gradient_call", spec=asdict(spec), shapes=shapes._asdict()
+        )
+    return tpu.attention_program(case["kernel"], spec, shapes, case["config"])
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    """Every case: kernel, head dim, dtype, tile, mask and configuration (None is the default), and other groups.
+
+    Default blocks meet every dtype, tile and mask, causally also one sequence alone, those of decode the batches of
+    models. Every other configuration meets every head dim and tile causally in the first dtype, and every mask at one
+    of the tiles that have it and in one of the dtypes, in turn: a dtype changes the names of instructions, not their
+    registers. So do, at one tile each and under two masks, those of the search spaces that OTHERS have. What a kernel
+    refuses is left out. The gradient of dense prefill comes last.
+    """
+    found = itertools.chain(*itertools.starmap(kernel_cases, product(gpu_kernels(), HEAD_DIMS)), gradient_cases())
+    yield from {identity(case): case for case in found}.values()
+
+
+def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
+    """The cases of a kernel at a head dim; some may be there twice."""
+    tiles = TILES if kernel.role != "dense" else (128,)
+    blank = {"kernel": kernel.name, "head_dim": head_dim, "query_tile": 32, "group": GROUPS[0], "config": None}
+    for number, mask in enumerate(MASKS):
+        had: dict[str, list[dict[str, Any]]] = {}  # each configuration, and its case at every tile that has it
+        for tile in tiles:
+            case = {**blank, "dtype": kernel.dtypes[0], "tile": tile, "mask": mask}
+            if not taken(case):
+                continue
+            yield from ({**case, "dtype": dtype} for dtype in kernel.dtypes)
+            if mask == PLAIN:
+                yield from plain_cases(kernel, case)
+            for config in undefault(case):
+                had.setdefault(json.dumps(config), []).append({**case, "config": config})
+        for turn, members in enumerate(had.values(), start=number):
+            if mask == PLAIN:
+                yield from members
+            else:
+                yield {**members[turn % len(members)], "dtype": kernel.dtypes[turn % len(kernel.dtypes)]}
+    for sizes in OTHERS.get((kernel.role, kernel.phase), ()):
+        yield from other_cases(kernel, {**blank, **sizes})
+
+
+def taken(case: Mapping[str, Any]) -> bool:
+    """Whether its kernel takes the call."""
+    return kernel_of(case).supports(*call(case)) is None
+
+
+def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The configurations of the call's own search space, without its default."""
+    kernel, asked = kernel_of(case), call(case)
+    default = kernel.default_config(*asked)
+    return [asdict(config) for config in kernel.search_space(*asked) if config != default]
+
+
+def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What only the plainest mask meets: one sequence alone, other groups and odd sizes with default blocks, and
+    batches of decode, with more and fewer splits too."""
+    yield {**case, "batch": 1}
+    groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
+    yield from filter(taken, ({**case, "group": group} for group in groups))
+    if kernel.phase == "prefill":
+        yield {**case, **ODD}
+    elif case["head_dim"] == 128 and case["tile"] in (16, 128):
+        for batch in ({**case, **sizes} for sizes in BATCHES):
+            default = asdict(kernel.default_config(*call(batch)))
+            cut = (c for c in undefault(batch) if {**c, "splits": default["splits"]} == default)
+            yield from ({**batch, "config": config} for config in (None, *cut))
+
+
+def other_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A call of OTHERS: each configuration of its own search space at the first tile that has it, causally and, in
+    another dtype, under one of the other masks in turn."""
+    masks, met = [mask for mask in MASKS if mask != PLAIN], set()
+    for tile in TILES:
+        case = {**blank, "dtype": kernel.dtypes[0], "mask": PLAIN, "tile": tile}
+        for config in (None, *undefault(case)) if taken(case) else ():
+            if json.dumps(config) not in met:
+                met.add(json.dumps(config))
+                yield {**case, "config": config}
+                turn = len(met) % len(masks)
+                masked = ({**case, "mask": mask} for mask in (*masks[turn:], *masks[:turn]))
+                mine = next((c for c in masked if taken(c) and (config is None or config in undefault(c))), None)
+                if mine is not None:
+                    yield {**mine, "dtype": kernel.dtypes[-1], "config": config}
+
+
+def gradient_cases() -> Iterator[dict[str, Any]]:
+    """The gradient of dense prefill: head dims, dtypes, masks; one KV head a query head; sizes that divide nothing."""
+    for head_dim in gpu_backward.HEAD_DIMS:
+        case = {"kernel": GRADIENT, "head_dim": head_dim, "tile": 128, "query_tile": 32, "config": None}
+        case |= {"mask": PLAIN, "group": GROUPS[0], "dtype": DENSE.dtypes[0]}
+        yield {**case, "batch": 1}
+        yield from ({**case, "dtype": d, "mask": m} for d, m in product(DENSE.dtypes, MASKS))
+        yield from ({**case, "group": group} for group in GROUPS[1:])
+        yield {**case, **ODD}
+
+
+def first_cases() -> Iterator[dict[str, Any]]:
+    """The fast subset: each kernel's default blocks on one head dim, dtype, tile and mask."""
+    for kernel in gpu_kernels():
+        case = {"kernel": kernel.name, "head_dim": 128, "dtype": kernel.dtypes[0], "query_tile": 32}
+        case |= {"mask": "causal", "group": GROUPS[0], "config": None}
+        tiles = ({**case, "tile": tile} for tile in reversed(TILES))
+        yield next(c for c in tiles if kernel.supports(*call(c)) is None)
+
+
+def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A few cases of a kernel that hold each of its head dims, dtypes, tiles and masks at least once."""
+    dtypes, tiles, masks = cycle(kernel_of(first).dtypes), cycle(reversed(TILES)), cycle(MASKS)
+    for head_dim, _ in product(HEAD_DIMS, range(2)):
+        case = {**first, "head_dim": head_dim, "dtype": next(dtypes), "mask": next(masks)}
+        wanted = ({**case, "tile": next(tiles)} for _ in TILES)
+        case = next((c for c in wanted if kernel_of(c).supports(*call(c)) is None), None)
+        if case is not None:
+            yield case
+
+
+def urgency(case: Mapping[str, Any]) -> int:
+    """Defaults first, then every configuration in the plainest call, then the rest."""
+    plain = case["mask"] == PLAIN and case["dtype"] == kernel_of(case).dtypes[0]
+    return 0 if case["config"] is None else 1 if plain else 2
+
+
+def run(case: Mapping[str, Any], compiler: gpu.Compiler, limit_s: float = 300.0) -> dict[str, Any]:
+    """The case with what became of it: broken (sentences, empty if it passes) and a report per kernel."""
+    found = compiler.compile(program_of(case), limit_s=limit_s)
+    alone = case["kernel"] == GRADIENT  # each of its kernels multiplies and loads
+    judged = [(report,) for report in found.kernels] if alone else [found.kernels]
+    failed = [str(found.error)] if found.error else [text for kernels in judged for text in broken_program(kernels)]
+    return {
+        **case,
+        "settings": found.settings,
+        "error": str(found.error) if found.error else None,
+        "broken": [f"{case['kernel']} {found.settings or case['config']}: {text}" for text in failed],
+        "compile_s": round(found.compile_s, 1),
+        "temp_bytes": found.memory.get("temp"),
+        "kernels": [stored(report) for report in found.kernels],
+    }
+
+
+def stored(report: sass.Report) -> dict[str, Any]:
+    """A report as a record holds it."""
+    names = ("kernel", "registers", "spill_bytes", "shared_bytes", "barriers", "blocks", "threads")
+    counts = {name: report.instructions.get(name, 0) for name in WATCHED}
+    return {name: getattr(report, name) for name in names} | {"instructions": counts}
+
+
+def identity(case: Mapping[str, Any]) -> str:
+    """What tells two cases apart."""
+    names = "kernel head_dim dtype tile query_tile mask group config length batch kv_heads".split()
+    return json.dumps([case.get(name) for name in names])
+
+
+def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
+    """One record per kernel and configuration: the share of its cases that pass, what they break, their reports.
+
+    `planned` and `tried` in the facts count the cases of the kernel, over all its configurations; `commits` says how
+    many cases each commit compiled (the record stands under the last one).
+    """
+    planned, tried = (Counter(case["kernel"] for case in some) for some in (cases(), found))
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for case in found:
+        groups.setdefault((case["kernel"], case["settings"] or json.dumps(case["config"])), []).append(case)
+    made = []
+    for (kernel, settings), members in groups.items():
+        names = "head_dim dtype tile query_tile mask group batch kv_heads length".split()
+        passed = [not member["broken"] for member in members]
+        facts = {
+            "cases": len(members),
+            "planned": planned[kernel],
+            "tried": tried[kernel],
+            "ended_by_time": sum(map(sweep.out_of_time, members)),
+            "commits": dict(Counter(member.get("commit") for member in members)),
+            "broken": sorted({text for member in members for text in member["broken"]})[:20],
+            "reports": [[*(member.get(name) for name in names), member["kernels"]] for member in members],
+        }
+        what = evidence.What(op="gpu gates", kernel=kernel, workload=f"{settings}, {CHIP}")
+        how = evidence.How(iterations=len(members), check="compiled without a GPU, the report read")
+        share = sum(passed) / len(passed)
+        record = evidence.make(what, [share], command=command, unit="fraction", how=how, facts=facts)
+        made.append(sweep.of_its_code(record, members[-1]))
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile what this commit has not yet, and again what the time limit ended; 1 if anything is broken."""
+    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.gpu_gates", description=main.__doc__)
+    parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-gates.jsonl"))
+    parser.add_argument("--limit-s", type=float, default=300.0)
+    parser.add_argument("--niceness", type=int, default=0)
+    parser.add_argument("--most", type=int, help="stop after this many")
+    parser.add_argument("--list", action="store_true", help="say what is to do, and stop")
+    parser.add_argument("--report", action="store_true", help="append the records of the file to evidence")
+    said = "a commit whose lines count too, as nothing that is compiled has changed since"
+    parser.add_argument("--also", metavar="COMMIT", action="append", default=[], help=said)
+    options = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here
+    found = files.read_lines(options.out)
+
+    def still_counts(line: Mapping[str, Any]) -> bool:
+        return line.get("commit") in options.also and sweep.is_done(line, {})
+
+    if options.report:
+        if not found:
+            parser.error(f"{options.out} has no lines: compile first, without --report")
+        planned = set(map(identity, cases()))  # a search space may have lost what broke since
+        lines = [line for line in found if still_counts(line)] + sweep.of_last_code(found, identity)
+        counted = {identity(line): line for line in lines if identity(line) in planned}
+        made = records(list(counted.values()), COMMAND)
+        evidence.append("evidence/gpu-gates.jsonl", made)
+        return 0
+    code = asdict(evidence.code())
+    done = {identity(line) for line in found if sweep.is_done(line, code) or still_counts(line)}
+    todo = [case for case in cases() if options.kernel in case["kernel"] and identity(case) not in done]
+    random.Random(0).shuffle(todo)  # a run that is cut short has seen something of everything
+    todo.sort(key=urgency)
+    if options.list:
+        print("\n".join(json.dumps(case) for case in todo))
+        return 0
+    with gpu.Compiler(CHIP, niceness=options.niceness) as compiler:
+        for number, case in enumerate(todo[: options.most], start=1):
+            result = run(case, compiler, options.limit_s) | code
+            found.append(result)
+            files.append_line(options.out, result)
+            said = "; ".join(result["broken"]) or "ok"
+            print(f"{number}/{len(todo)} {identity(case)}: {said}"[:300], flush=True)
+    return 1 if any(case["broken"] for case in sweep.of_last_code(found, identity)) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""Block sizes found by measuring: search, final, confirmation, and a row of the table that dispatch reads.
+
+    tessera tune --workload prefill_16k_gqa --role sparse        # goes on where it stopped
+
+1. *Search* (`search.py`): a genetic algorithm over the kernel's own space, begun with the default and with what the
+   cost model (`seeding.py`) ranks first; with `--method tpe`, Optuna's estimator instead (`tpe.py`). Every candidate
+   runs in a child process, is checked against float64 first, and is then timed briefly.
+2. *Final*: the best few and the default take turns, on fresh numbers, for longer.
+3. *Confirmation*: the winner and the default take turns once more, on other numbers, and on lengths that nobody
+   searched. The gain that counts is this one, with its interval.
+
+Every answer is kept as it comes (build/tune/), so Ctrl-C or a kill costs the candidate that ran. The end is one record
+in evidence/ and one row of `attention/tuned.py` that points at it: the winner's, or the default's where it won. Then
+the answers go: asked again, everything is measured again.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.dispatch import choose
+from tessera.attention.workloads import WORKLOADS, Workload
+from tessera.core import files, hardware
+from tessera.workbench import evidence, measure
+from tessera.workbench.tune import search, tpe
+from tessera.workbench.tune.calls import held_out
+from tessera.workbench.tune.child import Child
+from tessera.workbench.tune.seeding import estimate
+
+METHODS = {"genetic": search.evolve, "tpe": tpe.suggest}
+"""Ways to search, by name."""
+LEAST_GAIN = 1.02
+"""The winner replaces the default only for this much, and only if the interval's lower end is above 1."""
+WORST_ELSEWHERE = 0.95
+"""The winner may not be slower than this share of the default's speed at a held-out length."""
+MOST_S, MOST_GIB = 1e9, 1e9
+"""More than a queue can wait for, or than a limit of the system can say, is no limit but an overflow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How much is measured.
+
+    Attributes:
+        candidates: configurations that the search tries, the default among them.
+        quick: timed calls of each.
+        finalists: candidates in the final, besides the default.
+        rounds: turns of each in the final and in the confirmation.
+        limit_s: seconds that one answer of the child may take, compilation included.
+        memory_gib: that the child may hold on the host, in GiB; 0 is no limit, None nine tenths of the machine's.
+        seed: of the search and of the numbers.
+        method: of the search, see METHODS.
+    """
+
+    candidates: int = 16
+    quick: int = 3
+    finalists: int = 3
+    rounds: int = 7
+    limit_s: float = 300.0
+    memory_gib: float | None = None
+    seed: int = 0
+    method: str = "genetic"
+
+    def __post_init__(self):
+        if self.method not in METHODS:
+            raise ValueError(f"--method {self.method} must be one of {', '.join(METHODS)}")
+        for name in ("candidates", "quick", "finalists", "rounds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name} {getattr(self, name)} must be at least 1")
+        if not 0 < self.limit_s <= MOST_S:
+            raise ValueError(f"--limit-s {self.limit_s} must be positive and at most {MOST_S:g}")
+        if self.memory_gib is not None and not 0 <= self.memory_gib <= MOST_GIB:
+            raise ValueError(f"--memory-gib {self.memory_gib} must be from 0, which is no limit, to {MOST_GIB:g}")
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the child may hold on this machine; 0 is no limit."""
+        if self.memory_gib is None:
+            return int(0.9 * hardware.cpu().memory_bytes)
+        return int(self.memory_gib * 2**30)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is tuned: a kernel on a call."""
+
+    kernel: Kernel
+    name: str
+    spec: AttentionSpec
+    shapes: Shapes
+    named: str = ""
+    """How the worker finds the kernel, if not by its name in the table."""
+
+    def request(self, config: Mapping[str, Any], **how: Any) -> dict[str, Any]:
+        """A worker's request."""
+        kernel = self.named or self.kernel.name
+        return {"kernel": kernel, "spec": asdict(self.spec), "shapes": self.shapes._asdict(), "config": config, **how}
+
+
+class Failed(ValueError):
+    """A search that cannot come to an end, with the reason."""
+
+
+class Journal:
+    """Every answer so far, one line of JSON each; a line that a kill cut short is dropped."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any]):
+        self.path, self.about = path, json.loads(json.dumps(about))
+        lines = path.read_text().splitlines() if path.exists() else []
+        found = [line for line in map(_parsed, lines) if line is not None]
+        if found and found[0] != self.about:
+            other = sorted(name for name in {*found[0], *self.about} if found[0].get(name) != self.about.get(name))
+            raise ValueError(f"{path} is of another search (its {', '.join(other)} differs): delete it to begin anew")
+        self.answers = {line["key"]: line["answer"] for line in found[1:]}
+        self.replayed = len(self.answers)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.replace_text(path, "".join(json.dumps(line) + "\n" for line in (found or [self.about])))
+
+    def ask(self, child: Child, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of before, or the child's."""
+        key = json.dumps(request, sort_keys=True)
+        if key not in self.answers:
+            self.answers[key] = child.ask(request)
+            files.append_line(self.path, {"key": key, "answer": self.answers[key]})
+        return self.answers[key]
+
+
+def _parsed(line: str) -> dict | None:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def task_of(workload: str, role: str) -> Task:
+    """The task of a workload of the catalogue, for the kernel that dispatch takes on this device.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    found: Workload | None = next((w for w in WORKLOADS if w.name == workload), None)
+    if found is None:
+        names = ", ".join(w.name for w in WORKLOADS if "bench" in w.tags)
+        raise ValueError(f"--workload {workload} must be one of {names}")
+    spec, shapes = found.role_spec(role), found.shapes(role)
+    return Task(kernel=choose(spec, shapes), name=f"{workload}, {role}", spec=spec, shapes=shapes)
+
+
+def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = (), on_step=None) -> dict[str, Any]:
+    """Search, final, confirmation.
+
+    Args:
+        task, budget: what, and how much.
+        journal: file of the answers; a search that it holds in part goes on.
+        paths: folders added to the worker's import path.
+        on_step: called with a sentence after every answer.
+
+    Returns:
+        {"default", "winner": configs, "gain", "interval", "elsewhere", "candidates", "rank_correlation", "replayed"}.
+
+    Raises:
+        Failed: the default itself does not run, is wrong, or nothing could be confirmed.
+        ValueError: the journal is of another search, or the method needs a library that is not installed.
+    """
+    about = {"task": task.request({}), "budget": asdict(budget), "machine": evidence.device_slug()}
+    about["code"] = files.sources(Path(__file__).parents[2] / "attention")
+    book, said = Journal(journal, about), on_step or (lambda text: None)
+    with Child(limit_s=budget.limit_s, memory_bytes=budget.memory_bytes, paths=tuple(paths)) as child:
+        tried = _search(task, budget, book, child, said)
+        default = tried[0]
+        if default["error"]:
+            raise Failed(f"the default of {task.kernel.name} fails on {task.name}: {default['error']}")
+        good = sorted((t for t in tried if not t["error"]), key=lambda t: t["quick_s"])
+        finalists = [t for t in good if t is not default][: budget.finalists]
+        times = _take_turns(task, [default, *finalists], budget, book, child, first_seed=1000)
+        for entry, samples in times:
+            entry["final_s"] = float(np.median(samples))
+            said(f"final: {entry['config']} {1e3 * entry['final_s']:.2f} ms")
+        winner = min((entry for entry, _ in times), key=lambda t: t["final_s"])
+        found = {
+            "default": default["config"],
+            "winner": winner["config"],
+            "gain": 1.0,
+            "interval": None,
+            "elsewhere": {},
+        }
+        if winner is not default:
+            found |= _confirm(task, default, winner, budget, book, child)
+    found["candidates"] = tried
+    found["rank_correlation"] = {
+        "seed_model_with_quick": rank_correlation(tried, "estimate_s", "quick_s"),
+        "seed_model_with_final": rank_correlation(tried, "estimate_s", "final_s"),
+        "quick_with_final": rank_correlation(tried, "quick_s", "final_s"),
+    }
+    return found | {"replayed": book.replayed}
+
+
+def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> list[dict[str, Any]]:
+    """Everything tried, the default first, with its estimate, its quick time or its error, and its parents."""
+    space = [asdict(c) for c in task.kernel.search_space(task.spec, task.shapes)]
+    default = asdict(task.kernel.default_config(task.spec, task.shapes))
+    if search.key(default) not in map(search.key, space):
+        space.append(default)
+    estimates = {search.key(g): estimate(task.kernel, task.spec, task.shapes, task.kernel.Config(**g)) for g in space}
+    ranked = sorted(space, key=lambda g: estimates[search.key(g)])
+    seeds = [search.Proposal(genome=default, origin="default")]
+    seeds += [search.Proposal(genome=g, origin="seed") for g in ranked[: max(budget.candidates // 2, 1)]]
+    tried: list[dict[str, Any]] = []
+
+    def fitness(proposal: search.Proposal) -> float | None:
+        config = dict(proposal.genome)
+        answer = book.ask(child, task.request(config, rounds=budget.quick, seed=budget.seed))
+        quick_s = float(np.median(answer["samples"])) if answer["samples"] else None
+        entry = {"config": config, "origin": proposal.origin, "parents": list(proposal.parents)}
+        entry |= {"estimate_s": estimates[search.key(config)], "quick_s": quick_s, "final_s": None}
+        tried.append(entry | {"compile_s": answer["compile_s"], "error": answer["error"]})
+        result = answer["error"] or f"{1e3 * quick_s:.2f} ms"
+        said(f"{len(tried)}/{min(budget.candidates, len(space))} {proposal.origin}: {config}: {result}")
+        return quick_s
+
+    for _ in METHODS[budget.method](space, seeds, fitness, budget=budget.candidates, seed=budget.seed):
+        pass
+    return tried
+
+
+def _take_turns(
+    task: Task, entries: list[dict], budget: Budget, book: Journal, child: Child, first_seed: int
+) -> list[tuple[dict, list[float]]]:
+    """(entry, samples) of those that answered every turn: one call each per round, fresh numbers per round."""
+    taken: list[tuple[dict, list[float]]] = [(entry, []) for entry in entries]
+    for number in range(budget.rounds):
+        seed = budget.seed + first_seed + 10 * number
+        for entry, samples in taken if number % 2 == 0 else reversed(taken):
+            samples += book.ask(child, task.request(entry["config"], rounds=1, seed=seed))["samples"]
+    return [(entry, samples) for entry, samples in taken if len(samples) == budget.rounds]
+
+
+def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Journal, child: Child) -> dict[str, Any]:
+    """The gain on fresh numbers, its interval, the gains at held-out lengths; the default again if they do not hold."""
+    pairs = {"": task.shapes} | {f"{s.num_queries} x {s.num_keys}": s for s in held_out(task.shapes)}
+    gains: dict[str, float | None] = {}
+    interval = None
+    for name, shapes in pairs.items():
+        there = Task(kernel=task.kernel, name=task.name, spec=task.spec, shapes=shapes, named=task.named)
+        turns = _take_turns(there, [default, winner], budget, book, child, first_seed=5000)
+        gains[name] = measure.ratio(turns[0][1], turns[1][1]) if len(turns) == 2 else None
+        if not name and len(turns) == 2:
+            interval = measure.ratio_interval(turns[0][1], turns[1][1])
+    gain = gains.pop("")
+    if gain is None:
+        raise Failed(f"default and winner of {task.name} could not be timed side by side")
+    holds = (
+        gain >= LEAST_GAIN and interval[0] > 1 and all(g is not None and g >= WORST_ELSEWHERE for g in gains.values())
+    )
+    found = {"gain": gain, "interval": interval, "elsewhere": gains, "confirmed": holds}
+    return found if holds else found | {"winner": default["config"], "refused": winner["config"]}
+
+
+def rank_correlation(tried: Iterable[Mapping[str, Any]], first: str, second: str) -> float | None:
+    """Spearman's, over the candidates that have both; None for fewer than three, or where one never varies."""
+    pairs = [(t[first], t[second]) for t in tried if t[first] is not None and t[second] is not None]
+    if len(pairs) < 3:
+        return None
+    from scipy.stats import rankdata
+
+    a, b = (rankdata(column) for column in zip(*pairs))
+    return float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else None

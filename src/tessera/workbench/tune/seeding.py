@@ -1,0 +1,43 @@
+"""What a configuration should cost before anything ran: the roofline of the work it really does.
+
+    seconds = scores computed x 4 H / rate + steps x launch
+
+Scores computed are those of whole blocks, so a large block wastes more above the diagonal and at the ends of lists; a
+small one takes more steps. Rate and launch cost only set the exchange between the two, and only ranks are used.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.core.shapes import ceil_div, round_up
+
+RATE = 1e11
+"""Flops per second."""
+STEP_S = 2e-6
+"""Cost of one more turn of a kernel's loop."""
+
+
+def estimate(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any) -> float:
+    """Seconds, good for ranking configurations of one kernel on one call."""
+    s = shapes
+    groups = s.num_heads // s.num_kv_heads
+    block_s = getattr(config, "block_s", 512)
+    if kernel.phase == "decode":
+        keys = round_up(s.num_keys if s.capacity is None else s.capacity * spec.tile, block_s)
+        scores, steps = keys * groups, keys // block_s
+    elif s.capacity is not None:
+        tokens = spec.query_tile
+        keys = round_up(s.capacity * spec.tile, block_s) + getattr(config, "mask_s", 0)
+        lists = ceil_div(s.num_queries, tokens)
+        scores, steps = lists * tokens * groups * keys, lists * ceil_div(keys, block_s)
+    else:
+        block_t = min(getattr(config, "block_t", 256), s.num_queries)
+        first = np.arange(0, s.num_queries, block_t)
+        end = np.minimum(first + block_t, s.num_queries) + s.num_keys - s.num_queries
+        seen = np.full_like(end, s.num_keys) if not spec.causal else end
+        keys = -(-seen // block_s) * block_s
+        scores, steps = int(keys.sum()) * block_t * groups, int((keys // block_s).sum())
+    parts = s.batch * s.num_kv_heads
+    return parts * (4 * s.head_dim * scores / RATE + steps * STEP_S)

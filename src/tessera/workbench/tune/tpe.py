@@ -1,0 +1,69 @@
+"""Optuna's tree-structured Parzen estimator over the same finite space, with the same promises as `search.evolve`.
+
+Every field is a parameter: the index into its sorted values where these are numbers, so that neighbours count as near,
+else a category. The seeds are enqueued first. A suggestion outside the space or known already is left open, and the
+sampler's constant liar looks elsewhere from then on; a failed candidate counts as pruned, worse than all that ran.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from tessera.workbench.tune.search import Genome, Proposal, key, values_of
+
+TRIES = 50
+"""Suggestions that may be known in a row before one is drawn at random from what is left."""
+
+
+def suggest(
+    space: Sequence[Genome],
+    seeds: Sequence[Proposal],
+    fitness: Callable[[Proposal], float | None],
+    *,
+    budget: int,
+    seed: int = 0,
+) -> Iterator[tuple[Proposal, float | None]]:
+    """Evaluate up to `budget` different members of the space and yield each with its fitness.
+
+    Deterministic in its seed and in what the evaluations return. Arguments as of `search.evolve`.
+
+    Raises:
+        ValueError: Optuna is not installed.
+    """
+    try:
+        import optuna
+    except ModuleNotFoundError as error:
+        raise ValueError("--method tpe needs Optuna: pip install 'tessera-attention[tune]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    rng = random.Random(seed)
+    members, values, known = {key(genome): genome for genome in space}, values_of(space), set()
+    # Its ten random trials at first are not needed where the cost model's choices stand in their place.
+    sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=min(10, max(len(seeds), 2)))
+    study = optuna.create_study(sampler=sampler)
+
+    def enqueue(genome: Genome, origin: str) -> None:
+        study.enqueue_trial({name: at.index(genome[name]) for name, at in values.items()}, {"origin": origin})
+
+    for proposal in seeds:
+        if key(proposal.genome) in members:
+            enqueue(proposal.genome, proposal.origin)
+    misses = 0
+    while len(known) < min(budget, len(members)):
+        trial = study.ask()
+        genome = {name: at[_index(trial, name, at)] for name, at in values.items()}
+        if key(genome) not in members or key(genome) in known:
+            misses += 1
+            if misses % TRIES == 0:
+                enqueue(rng.choice([g for name, g in members.items() if name not in known]), "random")
+            continue
+        misses = 0
+        known.add(key(genome))
+        proposal = Proposal(genome=genome, origin=trial.user_attrs.get("origin", "tpe"))
+        found = fitness(proposal)
+        study.tell(trial, found, optuna.trial.TrialState.PRUNED if found is None else None)
+        yield proposal, found
+
+
+def _index(trial, name: str, values: Sequence) -> int:
+    if all(isinstance(value, int | float) for value in values):
+        return trial.suggest_int(name, 0, len(values) - 1)
+    return trial.suggest_categorical(name, range(len(values)))

@@ -1,0 +1,110 @@
+"""The child process that candidates run in: a crash, a hang or too much memory is its end, not the tuner's.
+
+Requests and answers are lines of JSON. A request names a kernel (of the table, or "module:attribute"), a call and a
+config; the answer holds seconds per call, or the error: compile, check on fresh numbers, then time, each call on fresh
+numbers and the last one checked again, so that nothing is timed that was not seen to be right.
+"""
+
+import collections
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.dispatch import KERNELS
+from tessera.workbench.tune import calls
+
+
+class Program(NamedTuple):
+    """A compiled candidate."""
+
+    role: str
+    spec: AttentionSpec
+    shapes: Shapes
+    compiled: jax.stages.Compiled
+    compile_s: float
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel of the table, or the one that "module:attribute" names."""
+    module, _, attribute = name.partition(":")
+    if attribute:
+        return getattr(importlib.import_module(module), attribute)
+    return next(kernel for kernel in KERNELS if kernel.name == name)
+
+
+KEPT: collections.OrderedDict[str, Program] = collections.OrderedDict()
+"""Compiled candidates, so that contenders can take turns; the longest unused one goes first."""
+MOST_KEPT = 8
+
+
+def program_of(request: dict) -> Program:
+    """The compiled candidate of a request."""
+    name = json.dumps([request[part] for part in ("kernel", "spec", "shapes", "config")], sort_keys=True)
+    if name not in KEPT:
+        kernel = kernel_named(request["kernel"])
+        spec, shapes = AttentionSpec(**request["spec"]), Shapes(**request["shapes"])
+        config = kernel.Config(**request["config"])
+
+        def step(q, k_cache, v_cache, positions, selection):
+            k, v = (jnp.swapaxes(x, 1, 2) for x in (k_cache, v_cache))
+            return kernel.launch(q, k, v, spec, positions, selection, config)
+
+        start = time.perf_counter()
+        compiled = jax.jit(step).lower(*as_cached(calls.draw(spec, shapes, 0))).compile()
+        KEPT[name] = Program(kernel.role, spec, shapes, compiled, time.perf_counter() - start)
+        if len(KEPT) > MOST_KEPT:
+            KEPT.popitem(last=False)
+    KEPT.move_to_end(name)
+    return KEPT[name]
+
+
+def as_cached(call: calls.Call) -> tuple:
+    """The call's arrays with K and V laid out as the model's cache: [B,K,S,H]."""
+    return call.q, *(jnp.swapaxes(x, 1, 2) for x in (call.k, call.v)), call.positions, call.selection
+
+
+def measure(request: dict) -> dict:
+    """Seconds of `rounds` calls after one that warms up, and of compiling."""
+    program = program_of(request)
+    samples, fault = [], None
+    for number in range(-1, request["rounds"]):
+        call = jax.block_until_ready(calls.draw(program.spec, program.shapes, request["seed"] + 1 + number))
+        arguments = jax.block_until_ready(as_cached(call))
+        start = time.perf_counter()
+        out = jax.block_until_ready(program.compiled(*arguments))
+        seconds = time.perf_counter() - start
+        if number in (-1, request["rounds"] - 1):
+            fault = calls.fault(program.spec, call, out, program.role)
+        if fault:
+            return {"samples": [], "compile_s": program.compile_s, "error": f"wrong: {fault}"}
+        if number >= 0:
+            samples.append(seconds)
+    return {"samples": samples, "compile_s": program.compile_s, "error": None}
+
+
+def main() -> None:
+    """Answer until the input ends; argument 1 is the most memory to hold, in bytes, 0 for no limit."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a candidate prints is no answer
+    if limit := int(sys.argv[1]):
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        try:
+            answer = measure(json.loads(line))
+        except (RuntimeError, ValueError, TypeError, MemoryError, NotImplementedError) as error:
+            said = (str(error).splitlines() or [""])[0]
+            answer = {"samples": [], "compile_s": 0.0, "error": f"{type(error).__name__}: {said}"[:300]}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,327 @@
+"""Every kernel against the oracle, on this device: the catalogue, random shapes, adversarial numbers.
+
+An error counts in units of its tolerance, which `oracle.tolerance` derives from the call itself: 1 is the most that is
+allowed. What is reported is the distribution over all elements, since one maximum says little about a kernel: at half
+of its tolerance everywhere it is as wrong as it may be, at one element it met one unlucky rounding.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import jax
+import numpy as np
+
+from tessera.attention import oracle
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel
+from tessera.attention.workloads import Workload
+from tessera.core import hardware
+from tessera.workbench import evidence, trials
+
+QUANTILES: Final = (0.5, 0.9, 0.99, 1.0)
+
+
+def huge(call: oracle.Call) -> oracle.Call:
+    """Logits of 1e4 and more: the softmax is one key, or a tie decided by the last bit."""
+    return call._replace(q=call.q * call.q.dtype.type(2048))
+
+
+def equal(call: oracle.Call) -> oracle.Call:
+    """Every key alike: all scores tie for the maximum."""
+    return call._replace(k=np.where(np.isnan(call.k), np.nan, 1.0).astype(call.k.dtype))
+
+
+def one_key(call: oracle.Call) -> oracle.Call:
+    """One key per sequence; all others are padding."""
+    k, v = (np.where(np.isnan(x), 0.5, x).astype(x.dtype) for x in (call.k, call.v))
+    k[:, 1:] = v[:, 1:] = np.nan
+    return call._replace(k=k, v=v, kv_len=np.ones_like(call.kv_len), q_start=call.q_start * 0)
+
+
+def no_key(call: oracle.Call) -> oracle.Call:
+    """Nothing but padding: every row gives 0, lse -inf."""
+    return call._replace(
+        k=np.full_like(call.k, np.nan), v=np.full_like(call.v, np.nan), kv_len=np.zeros_like(call.kv_len)
+    )
+
+
+NUMBERS: Final[Mapping[str, Callable[[oracle.Call], oracle.Call]]] = MappingProxyType(
+    {"normal": lambda call: call, "huge": huge, "equal": equal, "one_key": one_key, "no_key": no_key}
+)
+"""What a call's numbers are made into."""
+CONFIGS: Final = ("small", "default", "all")
+"""Blocks of a kernel: the smallest, of which every loop takes several; production's; its whole search space."""
+HEAD_DIMS: Final = (64, 128, 256)
+GROUPS: Final = (2, 1, 4)
+"""Query heads of the KV head in a long prefill over lists. For 64 queries each these have 128, 64 and 256 rows, which a
+kernel cuts in ways of their own."""
+_HEADS = {"num_kv_heads": 1, "head_dim": 64, "spec": AttentionSpec(tile=64, query_tile=64), "fraction": 0.75}
+LONG: Final[Mapping[str, Workload]] = MappingProxyType(
+    {
+        "prefill": Workload(
+            name="100 x 1100", num_queries=100, num_keys=1100, num_heads=2, q_start=(990,), kv_len=(1090,),
+            tags=("prefill",), **_HEADS,
+        ),
+        "decode": Workload(
+            name="1 x 1100", batch=2, num_queries=1, num_keys=1100, num_heads=4, q_start=(1089, 129),
+            kv_len=(1090, 130), tags=("decode",), **_HEADS,
+        ),
+    }
+)  # fmt: skip
+"""More blocks of keys than the deepest pipeline of the largest blocks, a tail of NaN, rows for two products."""
+
+
+class Trial(NamedTuple):
+    """One call of one kernel."""
+
+    kernel: Kernel
+    workload: Workload
+    dtype: str
+    numbers: str
+    seed: int
+    config: object = None
+    """The smallest blocks if None."""
+
+    def words(self) -> str:
+        """For a person: what it was, and how to repeat it."""
+        blocks = "" if self.config is None else f", {self.config}"
+        call = f"{self.dtype}, {self.workload.name}, {self.numbers} numbers"
+        return f"{self.kernel.name}, {call}{blocks}, --seed {self.seed}"
+
+
+class Outcome(NamedTuple):
+    """Errors of one trial over their tolerance, per compared element, and what else is wrong with it."""
+
+    trial: Trial
+    errors: np.ndarray
+    wrong: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong and not (self.errors > 1).any()
+
+
+def trials_of(kernel: Kernel, random_shapes: int, seed: int) -> Iterator[Trial]:
+    """The kernel's trials: the catalogue in every dtype it takes, adversarial numbers, random shapes."""
+    rng = np.random.default_rng(seed)
+    drawn = [random_workload(rng, kernel.phase, number) for number in range(random_shapes)]
+    fitting = (*trials.catalogue(kernel), *drawn)
+    for dtype in kernel.dtypes:
+        usable = [w for w in (trials.taken(kernel, w, dtype) for w in fitting) if w is not None]
+        for workload in usable:
+            yield Trial(kernel, workload, dtype, "normal", seed)
+        for numbers in tuple(NUMBERS)[1:]:
+            yield Trial(kernel, next(w for w in usable if w.batch > 1), dtype, numbers, seed)
+
+
+def config_trials(kernel: Kernel, every: bool, seed: int) -> Iterator[Trial]:
+    """Blocks as they are in production, the default or every one of the search space, at every head dim, on calls
+    longer than any pipeline; the smallest, which `trials_of` has, run each loop more often."""
+    heads = GROUPS if kernel.role == "sparse" and kernel.phase == "prefill" else GROUPS[:1]
+    for head_dim, group in product(HEAD_DIMS, heads):
+        w = replace(LONG[kernel.phase], head_dim=head_dim)
+        if kernel.phase == "prefill":
+            w = replace(w, num_heads=group)
+        w = replace(w, name=f"{w.name}, {w.num_heads} heads of {head_dim}")
+        w = trials.taken(kernel, w, kernel.dtypes[0])
+        if w is None or w.head_dim != head_dim or (w.spec.tile == 1 and group != GROUPS[0] and not every):
+            continue
+        asked = w.role_spec(kernel.role), w.shapes(kernel.role, kernel.dtypes[0])
+        for config in kernel.search_space(*asked) if every else [kernel.default_config(*asked)]:
+            yield Trial(kernel, w, kernel.dtypes[0], "normal", seed, config)
+
+
+def random_workload(rng: np.random.Generator, phase: str, number: int) -> Workload:
+    """A small call of random everything, ragged in every length."""
+    batch, groups, kv_heads = (int(rng.integers(1, n)) for n in (4, 9, 4))
+    queries = 1 if phase == "decode" else int(rng.integers(1, 100))
+    keys = int(rng.integers(1, 400))
+    causal = bool(rng.random() < 0.8)
+    spec = AttentionSpec(
+        causal=causal,
+        window=int(rng.integers(1, keys + 1)) if causal and rng.random() < 0.3 else None,
+        softcap=float(rng.choice([2.0, 30.0])) if rng.random() < 0.3 else None,
+        scale=0.2 if rng.random() < 0.2 else None,
+        tile=int(rng.choice([1, 16, 32, 64, 128])),
+        query_tile=int(rng.choice([8, 16, 20, 32, 64])),
+    )
+    return Workload(
+        name=f"random {number}: {queries} x {keys}, heads {groups * kv_heads} of {kv_heads}",
+        batch=batch,
+        num_queries=queries,
+        num_keys=keys,
+        num_heads=groups * kv_heads,
+        num_kv_heads=kv_heads,
+        head_dim=int(rng.choice([16, 64, 128])),
+        spec=spec,
+        fraction=float(rng.uniform(0.1, 1)),
+        q_start=tuple(int(x) for x in rng.integers(-5, keys, batch)),
+        kv_len=tuple(int(x) for x in rng.integers(0, keys + 1, batch)),
+        q_len=tuple(int(x) for x in rng.integers(0, queries + 1, batch)),
+        tags=("test", phase),
+    )
+
+
+def attempt(trial: Trial) -> Outcome:
+    """Run a trial and hold it against the oracle; a kernel that raises or races is an outcome too."""
+    kernel = trial.kernel
+    call = NUMBERS[trial.numbers](trials.make(trial.workload, kernel.role, trial.dtype, trial.seed))
+    try:
+        result = trials.run(kernel, call, trial.dtype, trial.config)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        said = (str(error).splitlines() or [""])[0]
+        return Outcome(trial, np.zeros(0), (f"{type(error).__name__}: {said}",))
+    truth = oracle.attend(call)
+    allowed = oracle.tolerance(call, truth, trial.dtype, folded=kernel.platform == "tpu")
+    return Outcome(trial, *compare(result, truth, allowed, kernel.role))
+
+
+def compare(
+    result: AttentionOut, truth: oracle.Answer, allowed: oracle.Answer, role: str
+) -> tuple[np.ndarray, tuple[str, ...]]:
+    """(errors over tolerance of every element of out, lse and mass; what breaks the contract besides).
+
+    Zeros that are zeros in both (padding, tiles no row sees) are left out: they would only flatter the distribution.
+    """
+    empty = np.isneginf(truth.lse)
+    wrong = []
+    if not np.array_equal(np.isneginf(result.lse), empty):
+        wrong.append("rows that see no key must give lse -inf, and no others")
+    if np.any(result.out[empty] != 0):
+        wrong.append("rows that see no key must give out 0")
+    if (result.mass is not None) != (role == "score"):
+        wrong.append("mass must be returned by the role score, and by no other")
+    parts = [(result.out, truth.out, allowed.out), (result.lse[~empty], truth.lse[~empty], allowed.lse)]
+    if role == "score" and result.mass is not None:
+        parts.append((result.mass, truth.mass, allowed.mass))
+    with np.errstate(invalid="ignore", divide="ignore"):  # a tolerance of 0 forgives no error but 0
+        errors = np.concatenate([(np.abs(x - y) / limit)[(x != 0) | (y != 0)] for x, y, limit in parts])
+    if np.isnan(errors).any():
+        wrong.append("NaN or infinity reached the result")
+    return np.nan_to_num(errors, nan=np.inf, posinf=np.inf), tuple(wrong)
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Quantiles over all elements of all outcomes, in units of the tolerance."""
+    errors = np.concatenate([o.errors for o in outcomes])
+    if not errors.size:
+        return {}
+    values = np.quantile(errors, QUANTILES, method="higher")
+    return {f"p{100 * q:g}" if q < 1 else "max": float(x) for q, x in zip(QUANTILES, values)}
+
+
+def record(outcomes: Sequence[Outcome], command: str) -> evidence.Record:
+    """One record of a kernel in one dtype: each trial's worst error as a sample, the distribution as facts."""
+    first = outcomes[0].trial
+    failed = [o for o in outcomes if not o.passed]
+    worst = [float(o.errors.max(initial=0)) for o in outcomes]
+    workload = "oracle trials" if first.config is None else "oracle trials of production's blocks"
+    return evidence.make(
+        evidence.What(op="verify", kernel=first.kernel.name, workload=workload, dtype=first.dtype),
+        [x for x in worst if np.isfinite(x)],
+        command=command,
+        unit="of tolerance",
+        how=evidence.How(iterations=len(outcomes), check="float64 oracle, derived tolerance"),
+        facts={
+            "trials": len(outcomes),
+            "elements": int(sum(o.errors.size for o in outcomes)),
+            "distribution": {k: v for k, v in summary(outcomes).items() if np.isfinite(v)},
+            "simulated": trials.is_simulated(first.kernel),
+            "seed": first.seed,
+        },
+        error="; ".join(f"{o.trial.words()}: {reason(o)}" for o in failed) or None,
+    )
+
+
+def reason(outcome: Outcome) -> str:
+    """Why it failed."""
+    said = list(outcome.wrong)
+    if (outcome.errors > 1).any():
+        share = float((outcome.errors > 1).mean())
+        said.append(f"{share:.2%} of elements past the tolerance, the worst {outcome.errors.max():.3g} times")
+    return ", ".join(said)
+
+
+def run(
+    *,
+    kernel: str = "",
+    simulate: bool = False,
+    configs: str = "small",
+    random_shapes: int = 5,
+    seed: int | None = None,
+    out: str | None = None,
+) -> int:
+    """Verify kernels, print a table, append records; 1 if a trial failed.
+
+    Args:
+        kernel: only kernels whose name holds this.
+        simulate: also kernels of chips that are not here, in their simulators (minutes each).
+        configs: "small": the smallest blocks over the catalogue, random shapes and adversarial numbers; "default" or
+            "all": production's blocks, or every one of the search space, on a long call of every head dim.
+        random_shapes: random calls per kernel and dtype, with the smallest blocks.
+        seed: of numbers and shapes; fresh, and printed, if None.
+        out: file of records; none are kept if None.
+
+    Raises:
+        ValueError: no kernel of this name runs here, or configs is none of CONFIGS.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    if simulate:
+        hardware.prepare_simulator()
+    chosen = [k for k in trials.kernels(simulate=simulate) if kernel in k.name]
+    if not chosen:
+        names = ", ".join(k.name for k in trials.kernels())
+        raise ValueError(f"--kernel {kernel!r} must be part of one of {names}; --simulate takes absent chips' too")
+    if configs not in CONFIGS:
+        raise ValueError(f"--configs {configs!r} must be one of {', '.join(CONFIGS)}")
+    seed = int(np.random.SeedSequence().entropy % 2**31) if seed is None else seed
+    which = f"--random {random_shapes}" if configs == "small" else f"--configs {configs}"
+    command = f"tessera verify --seed {seed} {which}{' --simulate' if simulate else ''}"
+    console, failed, lines = Console(), 0, []
+    console.width = max(console.width, 110)  # a pipe is as narrow as an old terminal
+    if configs == "small":
+        plan = [list(trials_of(k, random_shapes, seed)) for k in chosen]
+    else:
+        plan = [list(config_trials(k, configs == "all", seed)) for k in chosen]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=sum(map(len, plan)))
+        for todo in plan:
+            outcomes = []
+            for trial in todo:
+                progress.update(bar, description=f"{trial.kernel.name} {trial.workload.name}"[:60])
+                outcomes.append(attempt(trial))
+                progress.advance(bar)
+                if trial.config is not None:  # the next has other blocks: hundreds of programs would fill the memory
+                    trials.compiled.cache_clear()
+                    jax.clear_caches()
+            for dtype in dict.fromkeys(o.trial.dtype for o in outcomes):
+                own = [o for o in outcomes if o.trial.dtype == dtype]
+                lines.append(own)
+                failed += sum(not o.passed for o in own)
+                if out is not None:
+                    evidence.append(out, record(own, f"{command} --kernel {own[0].trial.kernel.name}"))
+    print_table(console, lines, seed)
+    return int(failed > 0)
+
+
+def print_table(console, lines: Sequence[Sequence[Outcome]], seed: int) -> None:
+    """A line per kernel and dtype, then every failure."""
+    from rich.table import Table
+
+    table = Table(title=f"errors in units of the tolerance (at most 1), seed {seed}", title_justify="left")
+    for name in ("kernel", "dtype", "trials", "elements", "median", "90 %", "99 %", "worst", ""):
+        table.add_column(name, justify="left" if name in ("kernel", "dtype", "") else "right", no_wrap=True)
+    for outcomes in lines:
+        first, found = outcomes[0].trial, summary(outcomes)
+        good = all(o.passed for o in outcomes)
+        name = f"{first.kernel.name} (simulated)" if trials.is_simulated(first.kernel) else first.kernel.name
+        figures = [f"{found.get(q, float('nan')):.2g}" for q in ("p50", "p90", "p99", "max")]
+        elements = sum(o.errors.size for o in outcomes)
+        table.add_row(name, first.dtype, str(len(outcomes)), f"{elements:,}", *figures, "ok" if good else "FAILED")
+    console.print(table)
+    for outcome in (o for outcomes in lines for o in outcomes if not o.passed):
+        console.print(f"{outcome.trial.words()}: {reason(outcome)}", style="red", markup=False, highlight=False)
