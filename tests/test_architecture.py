@@ -28,13 +28,6 @@ FLOORS = [
     {"demo"},
     {"cli"},
 ]
-DEBTS = {
-    ("attention.gradient", "attention.tpu.decode_blocks"),
-    ("attention.tuned", "workbench.evidence"),
-    ("deviceless.gpu.inspection", "workbench.report.markdown"),
-    ("deviceless.gpu.inspection", "workbench.studies.gpu_gates"),
-}
-"""Arrows up that the moves left; the next commits turn them."""
 ROOMS = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 BANNED_NAMES = {"utils", "util", "common", "helpers", "misc"}
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -81,7 +74,7 @@ def test_imports_point_one_way(path):
     module = dotted(path)
     for target in imports(path):
         assert target, f"{module} imports the package root"
-        if module == "attention" or (module, target) in DEBTS:  # the package itself is callable
+        if module == "attention":  # the package itself, callable
             continue
         here, there = room_of(module), room_of(target)
         assert here == there or ROOMS[there] < ROOMS[here], f"{module} must not import {target}"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tessera.cli import main as cli
+from tessera.core import hardware
 from tessera.workbench import bench, evidence
 from tessera.workbench.bench import compare
 
@@ -185,7 +186,7 @@ def test_a_gate_holds_a_fresh_run_against_the_stored_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="nothing to hold against"):
         bench.gate("smoke")
-    stored = f"evidence/{evidence.device_slug()}.jsonl"
+    stored = f"evidence/{hardware.device_slug()}.jsonl"
     evidence.append(stored, run(0.1, suite="cpu"))
     with pytest.raises(ValueError, match="no record of --suite smoke"):
         bench.gate("smoke")

@@ -14,7 +14,7 @@ from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.gpu import decode as gpu_decode
 from tessera.attention.gpu import decode_mass, decode_splits
 from tessera.attention.gpu.split_merge import merge_splits
-from tessera.attention.tpu.decode_blocks import visible_keys
+from tessera.attention.visibility import decode_range
 from tessera.attention.workloads import Workload
 from tessera.deviceless import programs
 from tessera.deviceless.gpu import compiler as gpu
@@ -201,7 +201,7 @@ def mass_of(bank, lse, cut, positions):
 
     bank [B,K,parts,units,rows] is log2 of each unit's sum of exponentials, lse [B,K,G] that of all keys.
     """
-    start, stop = visible_keys(cut.spec, positions, cut.shapes.num_keys)
+    start, stop = decode_range(cut.spec, positions, cut.shapes.num_keys)
     first = jnp.arange(cut.banked, dtype=jnp.int32) * cut.unit
     read = (first + cut.unit > start[:, None]) & (first < stop[:, None])
     bits = jnp.swapaxes(bank, -1, -2).reshape(*lse.shape[:2], -1, cut.banked)[:, :, : cut.groups]
@@ -221,7 +221,7 @@ def test_masses_are_those_of_the_bank(name):
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in ([n - 1 for n in lengths], lengths, [1] * len(lengths))))
     lead, rng = (len(lengths), 2, cut.parts), np.random.default_rng(0)
     bank = rng.standard_normal((*lead, decode_mass.stored_units(cut), cut.rows)).astype(np.float32)
-    start, stop = (np.asarray(x)[:, None] for x in visible_keys(cut.spec, positions, shapes.num_keys))
+    start, stop = (np.asarray(x)[:, None] for x in decode_range(cut.spec, positions, shapes.num_keys))
     first = np.arange(bank.shape[3]) * cut.unit
     hidden = (first + cut.unit <= start) | (first >= stop)
     np.moveaxis(bank, 3, 1)[hidden] = np.nan

@@ -18,8 +18,8 @@ from tessera.attention.gpu import backward as gpu_backward
 from tessera.core import hardware
 from tessera.deviceless import hlo
 from tessera.deviceless.gpu import compiler as gpu
+from tessera.deviceless.gpu import gates, sass
 from tessera.deviceless.gpu import inspection as gpu_inspection
-from tessera.deviceless.gpu import sass
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection
 from tessera.workbench.studies import gpu_figures, gpu_gates
@@ -77,7 +77,7 @@ def test_a_report_is_read_line_by_line(tmp_path):
     assert found.shared_bytes == 65536 + 8 * 10 + 1
     once = ("HGMMA", "UTMALDG", "LDGSTS", "LDGSTS.128", "UMOV", "LDGDEPBAR", "UTMASTG")
     assert found.instructions == dict.fromkeys(once, 1) | {"DEPBAR": 2}
-    assert gpu_gates.broken_program((found,)) == []
+    assert gates.broken_program((found,)) == []
 
 
 def test_two_kernels_are_told_apart(tmp_path):
@@ -111,13 +111,13 @@ def test_a_kernel_without_its_disassembly_is_refused(tmp_path):
 )
 def test_every_gate_bites_and_quotes_the_report(tmp_path, change, said):
     found = write(tmp_path, text_of(change=change), "two_0")
-    [text] = gpu_gates.broken_program(found)
+    [text] = gates.broken_program(found)
     assert re.search(said, text), text
 
 
 def test_loads_must_be_asynchronous(tmp_path):
     text = text_of(tma=("UTMALDG", "LDG"), rows=("BYPASS.128", "64"))
-    [said] = gpu_gates.broken_program(write(tmp_path, text, "two_0"))
+    [said] = gates.broken_program(write(tmp_path, text, "two_0"))
     assert "UTMALDG and LDGSTS.128 are missing" in said
 
 
@@ -129,14 +129,14 @@ def test_a_program_compiles_to_machine_code_without_a_gpu():
     assert (report.kernel, report.blocks, report.threads, report.barriers) == ("subject_product", 1, 256, 4)
     assert report.shared_bytes == 2 * (64 * 64 + 64 * 128) * 2 + 64 * 128 * 2 + 8 * 4 + 1
     assert report.instructions["HGMMA"] == 4
-    assert gpu_gates.broken(report) == []
+    assert gates.broken(report) == []
 
 
 def test_spills_are_reported_not_hidden():
     [report] = compiled("spilling").kernels
     assert report.registers == 255
     assert min(report.spill_bytes) > 0
-    spilled, local, serial = gpu_gates.broken(report)
+    spilled, local, serial = gates.broken(report)
     assert f"{report.spill_bytes[0]} bytes spill stores" in spilled
     assert "STL" in local
     assert "serialized" in serial
@@ -206,7 +206,7 @@ FIRST = {case["kernel"]: case for case in gpu_gates.first_cases()}
 
 
 def test_the_fast_subset_holds_every_kernel():
-    assert set(FIRST) == {kernel.name for kernel in gpu_gates.gpu_kernels()}
+    assert set(FIRST) == {kernel.name for kernel in gates.gpu_kernels()}
 
 
 @pytest.mark.parametrize("kernel", FIRST)
@@ -254,7 +254,7 @@ def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configura
     found = list(gpu_gates.cases())
     assert len({gpu_gates.identity(case) for case in found}) == len(found)
     assert not [case for case in found if not gpu_gates.taken(case)]
-    for kernel in gpu_gates.gpu_kernels():
+    for kernel in gates.gpu_kernels():
         mine = [case for case in found if case["kernel"] == kernel.name]
         assert {case["dtype"] for case in mine} == set(kernel.dtypes)
         assert {case["mask"] for case in mine} == set(gpu_gates.MASKS)
@@ -315,7 +315,7 @@ def test_the_roofline_takes_the_slowest_of_three_bounds():
     assert gpu_inspection.roofline(on, on.flops_per_s, 1.0, 16)[1] == "exponentials"
 
 
-@pytest.mark.parametrize("kernel", gpu_gates.gpu_kernels()[:1], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", gates.gpu_kernels()[:1], ids=lambda k: k.name)
 def test_inspect_prints_one_json_object(kernel, capsys):
     from tessera.cli import main as cli
 

@@ -7,9 +7,9 @@ left out, and of arrivals and loops, whose loss mostly hangs and takes its time,
 import pytest
 from mutants import ABSENT, EQUIVALENT, GRADIENTS, KINDS, Mutants
 
-from tessera.workbench.studies import gpu_gates
+from tessera.deviceless.gpu import gates
 
-KERNELS = [*(kernel.name for kernel in gpu_gates.gpu_kernels()), *GRADIENTS]
+KERNELS = [*(kernel.name for kernel in gates.gpu_kernels()), *GRADIENTS]
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,8 @@ from tessera.attention.gpu import sparse_blocks
 from tessera.attention.gpu.sparse_blocks import Config
 from tessera.attention.gpu.warpgroup import SHARED_BYTES
 from tessera.deviceless.gpu import compiler as gpu
-from tessera.deviceless.gpu import sass
+from tessera.deviceless.gpu import gates, sass
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.workbench.studies import gpu_gates
 
 (SPARSE,), (KEYS,) = gpu_sparse.KERNELS, gpu_keys.KERNELS
 TILE, QUERY_TILE, NUM_KEYS, KV_LEN = 16, 32, 400, 391
@@ -190,7 +189,7 @@ def test_softcap_is_not_the_chips_own_tanh(monkeypatch):
     spec, shapes = AttentionSpec(tile=64, query_tile=32, softcap=30.0), Shapes(1, 1024, 1024, 4, 1, 128, 5, "bfloat16")
     found = gpu.compile_for("h200", tpu.attention_program(SPARSE.name, spec, shapes))
     assert found.error is None, found.error
-    assert gpu_gates.broken_program(found.kernels) == []
+    assert gates.broken_program(found.kernels) == []
     [report] = found.kernels
     assert {name for name in report.instructions if name.startswith("MUFU.")} == {"MUFU.EX2", "MUFU.RCP", "MUFU.LG2"}
 

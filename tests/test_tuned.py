@@ -11,6 +11,7 @@ import pytest
 
 from tessera.attention import dispatch, tuned
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.core import hardware
 from tessera.deviceless import programs
 from tessera.workbench import evidence
 from tessera.workbench.studies import blocks
@@ -128,7 +129,7 @@ def test_devices_are_named_as_tables_are():
         with blocks.on_chip(chip):
             assert tuned.device() == chip
     if jax.default_backend() == "cpu":
-        assert tuned.device() == evidence.device_slug()
+        assert tuned.device() == hardware.device_slug()
     h200 = jax.sharding.AbstractDevice("NVIDIA H200", 1, "gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=h200)):
         assert tuned.device() == "h200"

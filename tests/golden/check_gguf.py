@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gguf_files import Q, write_gguf
 
 import tessera
+from tessera.core import hardware
 from tessera.workbench import evidence
 from tessera.workbench.evidence import What
 
@@ -186,7 +187,7 @@ def main() -> int:
         ]
     for record, held in found:
         print(f"{'ok  ' if held else 'FAIL'} {record.what.workload}: {json.dumps(record.facts)}")
-    evidence.append(ROOT / "evidence" / f"real-{evidence.device_slug()}.jsonl", [record for record, _ in found])
+    evidence.append(ROOT / "evidence" / f"real-{hardware.device_slug()}.jsonl", [record for record, _ in found])
     return 0 if all(held for _, held in found) else 1
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 
 from tessera.attention.contract import AttentionOut, AttentionSpec
 from tessera.attention.online_softmax import LOG2_E, scale_of, score_bits
-from tessera.attention.tpu.decode_blocks import visible_keys
+from tessera.attention.visibility import decode_range
 
 
 def row_gradients(
@@ -55,7 +55,7 @@ def differentiable(attend: Callable[..., AttentionOut]) -> Callable[..., Attenti
 
     def backward(spec: AttentionSpec, config: Any, saved, cotangents):
         q, k, v, positions, result = saved
-        start, stop = (x[:, None] for x in visible_keys(spec, positions, k.shape[1]))
+        start, stop = (x[:, None] for x in decode_range(spec, positions, k.shape[1]))
         key = jnp.arange(k.shape[1], dtype=jnp.int32)
         shape = (q.shape[0], k.shape[2], -1)
         rows = [(x.out.reshape(*shape, q.shape[3]), x.lse.reshape(shape)) for x in (result, cotangents)]

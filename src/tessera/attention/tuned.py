@@ -20,7 +20,6 @@ import jax
 
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
 from tessera.core import files, hardware
-from tessera.workbench import evidence
 
 TABLES = Path(__file__).with_name("tables")
 
@@ -123,7 +122,7 @@ def device() -> str:
 @functools.cache
 def this_cpu() -> str:
     """The name of this host's CPU, looked up once: it reads /proc."""
-    return evidence.device_slug()
+    return hardware.device_slug()
 
 
 @functools.cache

@@ -7,6 +7,7 @@ structured sparsity); on-chip memory per TensorCore from jax's own `tpu_info`. A
 
 import os
 import platform
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,6 +166,15 @@ class Cpu:
 def cpu() -> Cpu:
     """Look at this host's processor. Reads /proc where there is one; nothing is cached."""
     return Cpu(model=_cpu_model(), cores=_usable_cores(), memory_bytes=_memory_bytes())
+
+
+def device_slug() -> str:
+    """This device as a file name: "cpu-amd-epyc-2-cores", "tpu-v6-lite". Asks jax, so never call it at import."""
+    import jax
+
+    kind, host = jax.devices()[0].device_kind, cpu()
+    name = f"cpu {host.model} {host.cores} cores" if kind == "cpu" else kind
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _cpu_model() -> str:

@@ -8,13 +8,13 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Column, Table
 
+from tessera.core.units import quantity
 from tessera.demo import pictures
 from tessera.demo.reading import SIDES, WORDS, Findings, said
 from tessera.generate import Model
 from tessera.runtime.answers import Generation
 from tessera.workbench import evidence, measure
 from tessera.workbench.evidence import Comparison, How, Record, What
-from tessera.workbench.report.markdown import quantity
 
 COMMAND = "tessera demo"
 CONTROL = (

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tessera.core import hardware
+from tessera.core.units import quantity
 from tessera.demo import findings, page, pictures, reading, reading_report
 from tessera.demo.findings import Answered, LayerTimes, ReadMap
 from tessera.demo.stages import Stages
@@ -21,7 +23,6 @@ from tessera.models import fetch
 from tessera.workbench import evidence, measure
 from tessera.workbench.evidence import Comparison, How, Record, What
 from tessera.workbench.quality import Accuracy
-from tessera.workbench.report.markdown import quantity
 
 HERE = Path(__file__).parent
 COMMAND = "tessera demo"
@@ -167,7 +168,7 @@ def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", pic
     """Store a run's records under `folder`, and the embedded model's picture over lengths for the README."""
     body = json.loads((Path(out) / "record.json").read_text(encoding="utf-8"))
     found = [evidence.decode(json.dumps(record)) for record in body["records"]]
-    evidence.append(Path(folder) / f"demo-{evidence.device_slug()}.jsonl", found)
+    evidence.append(Path(folder) / f"demo-{hardware.device_slug()}.jsonl", found)
     drawn = Path(out) / "lengths.svg"
     if drawn.is_file():
         Path(picture).parent.mkdir(parents=True, exist_ok=True)

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
 
@@ -56,21 +55,3 @@ class Policy:
     def at_length(self, num_tokens: int) -> "Policy":
         """The policy that serves a request of `num_tokens` in all (prompt and answer): itself unless it says else."""
         return self
-
-
-def visible_range(
-    spec: AttentionSpec, positions: Positions, num_queries: int
-) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-    """First key and end (exclusive) that each query row sees under a dense pass; end = first for padding rows."""
-    row = jnp.arange(num_queries, dtype=jnp.int32)
-    p = positions.q_start[:, None] + row
-    kv_len = positions.kv_len[:, None]
-    end = jnp.minimum(kv_len, p + 1) if spec.causal else kv_len + 0 * p
-    first = jnp.maximum(p - spec.window + 1, 0) if spec.window else 0 * p
-    return first, jnp.where(row < positions.q_len[:, None], jnp.maximum(end, first), first)
-
-
-def visible_keys(spec: AttentionSpec, positions: Positions, num_queries: int) -> Float[Array, "B T"]:
-    """Keys each query row sees under a dense pass; 0 for padding rows."""
-    first, end = visible_range(spec, positions, num_queries)
-    return (end - first).astype(jnp.float32)

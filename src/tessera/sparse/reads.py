@@ -5,7 +5,8 @@ from jax import Array
 from jaxtyping import Float
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
-from tessera.sparse.contract import Reads, visible_range
+from tessera.attention.visibility import row_ranges
+from tessera.sparse.contract import Reads
 
 
 def init_reads(num_layers: int, batch: int) -> Reads:
@@ -22,7 +23,7 @@ def record_reads(
 
 def count_visible(spec: AttentionSpec, positions: Positions, shapes: Shapes) -> Float[Array, "B K"]:
     """Keys a dense pass reads, summed over query rows, per KV head."""
-    first, end = visible_range(spec, positions, shapes.num_queries)
+    first, end = row_ranges(spec, positions, shapes.num_queries)
     total = (end - first).sum(-1, dtype=_accumulator(shapes)).astype(jnp.float32)
     return jnp.broadcast_to(total[:, None], (shapes.batch, shapes.num_kv_heads))
 
@@ -31,7 +32,7 @@ def count_read(selection: Selection, spec: AttentionSpec, positions: Positions, 
     """Keys that are both selected and visible, summed over query rows, per KV head."""
     num_tiles, capacity = selection.tiles.shape[-2:]
     rows = num_tiles * spec.query_tile
-    bounds = visible_range(spec, positions, rows)
+    bounds = row_ranges(spec, positions, rows)
     first, end = (b.reshape(shapes.batch, 1, num_tiles, spec.query_tile, 1) for b in bounds)
     listed = jnp.arange(capacity, dtype=jnp.int32) < selection.count[..., None]
     start = jnp.where(listed, selection.tiles * spec.tile, jnp.iinfo(jnp.int32).max - spec.tile)[..., None, :]

@@ -14,10 +14,11 @@ from jax import Array
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import select_tiles
+from tessera.attention.visibility import row_ranges
 from tessera.core.shapes import ceil_div
 from tessera.sparse.anchors import importance, similarity
 from tessera.sparse.baselines import Dense, Oracle, Window
-from tessera.sparse.contract import Policy, visible_range
+from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.reads import shapes_of
 
@@ -113,7 +114,7 @@ class SimilarityRecorder(Policy):
     def _choice(self, spec: AttentionSpec, positions: Positions, num_tiles: int) -> tuple[Array, Array]:
         """[B,I] first key and end (exclusive) of what a query tile chooses from; end <= first if there is none."""
         row = jnp.arange(num_tiles, dtype=jnp.int32) * self.query_tile
-        bounds = visible_range(spec, positions, num_tiles * self.query_tile)
+        bounds = row_ranges(spec, positions, num_tiles * self.query_tile)
         seen, newest = (bound.reshape(-1, num_tiles, self.query_tile)[..., 0] for bound in bounds)
         end = positions.q_start[:, None] + row - self.local
         return jnp.maximum(seen, self.sinks), jnp.where(newest > seen, end, 0)

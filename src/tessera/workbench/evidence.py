@@ -281,13 +281,6 @@ def _git(root: Path, *args: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def device_slug() -> str:
-    """A file name for this device's records, e.g. "cpu-amd-epyc-2-cores" or "tpu-v6-lite"."""
-    where = here()
-    name = f"cpu {where.cpu} {where.cores} cores" if where.device == "cpu" else where.device
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def encode(record: Record) -> str:
     """One line of JSON without the line end; NaN and infinity are refused, None fields left out."""
     body = {name: value for name, value in asdict(record).items() if value is not None and value != {}}

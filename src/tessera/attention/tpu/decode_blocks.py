@@ -14,6 +14,7 @@ from jax import Array
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.visibility import decode_range
 from tessera.core.shapes import ceil_div, round_up
 
 LANES, SUBLANES = 128, 8
@@ -169,22 +170,9 @@ def list_units(cut: Cut, selection: Selection) -> Lists:
     return Lists(units, fresh.sum(-1, dtype=jnp.int32), bits & (1 << per_unit) - 1)
 
 
-def visible_keys(
-    spec: AttentionSpec, positions: Positions, num_keys: int
-) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-    """Keys [start, stop) that the row at q_start sees, by the contract's rule; stop is 0 where it sees none."""
-    stop = jnp.clip(positions.kv_len, 0, num_keys)
-    if spec.causal:
-        stop = jnp.minimum(stop, positions.q_start + 1)
-    start = jnp.zeros_like(stop)
-    if spec.window is not None:
-        start = jnp.maximum(positions.q_start - spec.window + 1, 0)
-    return start, jnp.where((positions.q_len > 0) & (stop > start), stop, 0)
-
-
 def find_ranges(cut: Cut, positions: Positions, lists: Lists | None) -> Ranges:
     """What each row sees, in keys or in list positions, and the blocks that hold it."""
-    visible = visible_keys(cut.spec, positions, cut.num_keys)
+    visible = decode_range(cut.spec, positions, cut.num_keys)
     lo, hi = (jnp.broadcast_to(x[:, None], (cut.batch, cut.kv_heads)) for x in visible)
     if lists is not None:
         units, count, _ = lists

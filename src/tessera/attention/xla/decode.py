@@ -9,7 +9,6 @@ role reads only the listed tiles.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
 from tessera.attention.gradient import row_gradients
 from tessera.attention.online_softmax import LOG2_E, SoftmaxState, absorb, finish_state, init_state, score_bits
+from tessera.attention.visibility import Range, decode_range
 from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,25 +54,6 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     """Powers of two around the default."""
     for block_s in (128, 256, 512, 1024, 2048):
         yield Config(block_s=block_s)
-
-
-class Range(NamedTuple):
-    """Keys [start, stop) that each sequence's row sees; empty where it sees none."""
-
-    start: Int32[Array, "B"]
-    stop: Int32[Array, "B"]
-
-
-def visible_range(spec: AttentionSpec, positions: Positions, num_keys: int) -> Range:
-    """The contract's visibility rule for one row at q_start."""
-    stop = jnp.clip(positions.kv_len, 0, num_keys)
-    if spec.causal:
-        stop = jnp.minimum(stop, positions.q_start + 1)
-    start = jnp.zeros_like(stop)
-    if spec.window is not None:
-        start = jnp.maximum(positions.q_start - spec.window + 1, 0)
-    seen = (positions.q_len > 0) & (stop > start)
-    return Range(jnp.where(seen, start, 0), jnp.where(seen, stop, 0))
 
 
 def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, Array, Array]:
@@ -122,7 +103,7 @@ def attend_dense(
     """out (float32) and lse of q [B,K,G,H] over k and v [B,K,S,H]."""
     num_keys = k.shape[2]
     block_s = min(config.block_s, num_keys)
-    keys = visible_range(spec, positions, num_keys)
+    keys = decode_range(spec, positions, num_keys)
     start, full_start, full_stop, stop = block_runs(keys, block_s, num_keys)
 
     def step(block: Array, state: SoftmaxState, masked: bool) -> SoftmaxState:
@@ -150,7 +131,7 @@ def _forward(q, k, v, positions, spec, config):
 
 def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
     q, k, v, positions, out, lse = saved
-    mask = in_range(jnp.arange(k.shape[2]), visible_range(spec, positions, k.shape[2]))
+    mask = in_range(jnp.arange(k.shape[2]), decode_range(spec, positions, k.shape[2]))
     return *row_gradients(q, k, v, mask, (out, lse), cotangents, spec), None
 
 
@@ -176,7 +157,7 @@ def launch_score(q, k, v, spec: AttentionSpec, positions, selection, config: Con
     block_s = min(round_up(config.block_s, spec.tile), whole) if whole else num_keys
     per_block = ceil_div(block_s, spec.tile)
     num_blocks = ceil_div(num_tiles, per_block)
-    keys = visible_range(spec, positions, num_keys)
+    keys = decode_range(spec, positions, num_keys)
 
     def step(block: Array, carry: tuple[SoftmaxState, Array, Array], masked: bool):
         state, sums, maxima = carry
@@ -217,7 +198,7 @@ def launch_sparse(q, k, v, spec: AttentionSpec, positions, selection: Selection,
     tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
     capacity = tiles.shape[-1]
     per_step = min(max(config.block_s // spec.tile, 1), capacity)
-    keys = visible_range(spec, positions, num_keys)
+    keys = decode_range(spec, positions, num_keys)
     last = jnp.where((keys.stop > keys.start)[:, None], count, 0)
 
     def step(i: Array, state: SoftmaxState) -> SoftmaxState:

@@ -18,13 +18,12 @@ from tessera.attention.dispatch import KERNELS, choose, refusal
 from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.core import hardware
 from tessera.core.memory import format_bytes
+from tessera.core.units import quantity
 from tessera.deviceless import hlo, programs
 from tessera.deviceless.gpu import compiler as gpu
-from tessera.deviceless.gpu import sass
+from tessera.deviceless.gpu import gates, sass
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection
-from tessera.workbench.report.markdown import quantity
-from tessera.workbench.studies import gpu_gates
 
 KEYS = (
     "chip kernel config dispatched refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes "
@@ -131,7 +130,7 @@ def inspect_call(
         found = replace(found, error=found.error or overfull(chip, found.hbm_bytes))
     about = {"chip": chip, "kernel": chosen.name, "config": str(config or found.settings or "default"), "found": found}
     about["dispatched"] = choose(spec, shapes, platform="gpu").name
-    about["refused"] = inspection.refusals(spec, shapes, gpu_gates.gpu_kernels())
+    about["refused"] = inspection.refusals(spec, shapes, gates.gpu_kernels())
     if found.error is not None:
         return Inspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
     return measure(chosen, spec, shapes, found, about)
@@ -174,7 +173,7 @@ def measure(
     moved = moved_bytes(kernel, spec, shapes)
     on = ceilings(about["chip"], shapes.dtype)
     seconds, bound_by = roofline(on, flops, moved, shapes.head_dim)
-    counts = {name: sum(r.instructions.get(name, 0) for r in reports) for name in gpu_gates.WATCHED}
+    counts = {name: sum(r.instructions.get(name, 0) for r in reports) for name in gates.WATCHED}
     peak = hardware.chip(about["chip"]).bf16_flops_per_s * (FLOAT32 if shapes.dtype == "float32" else 1)
     return Inspection(
         compiled=True,
@@ -186,7 +185,7 @@ def measure(
         steps=blocks_launched(reports, launches),
         launches=launches,
         instructions={name: count for name, count in counts.items() if count},
-        gates=tuple(gpu_gates.broken_program(reports)) if kernel.platform == "gpu" else None,
+        gates=tuple(gates.broken_program(reports)) if kernel.platform == "gpu" else None,
         flops=flops,
         roofline_ms=float(f"{1e3 * seconds:.6g}"),
         roofline_tflops=round(flops / seconds / 1e12, 3),
@@ -276,7 +275,7 @@ def describe(report: sass.Report, launches: int | None) -> str:
     """One kernel in a few lines."""
     launch = "" if report.blocks is None else f"{report.blocks:,} blocks of {report.threads} threads, "
     launch = launch if launches == 1 else f"launched {launches or 'an unknown number of'} times: {launch}"
-    counts = ", ".join(f"{n} {c}" for n in gpu_gates.WATCHED if (c := report.instructions.get(n)))
+    counts = ", ".join(f"{n} {c}" for n in gates.WATCHED if (c := report.instructions.get(n)))
     return (
         f"{report.kernel}: {launch}{report.registers} registers, {sum(report.spill_bytes)} bytes spilled, "
         f"{format_bytes(report.shared_bytes)} shared, {report.barriers} barriers\n    in the code: {counts}"

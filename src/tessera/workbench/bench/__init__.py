@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 
 from rich.console import Console
 
+from tessera.core import hardware
 from tessera.workbench import evidence
 from tessera.workbench.bench import answers, attention, compare, model
 from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
@@ -101,7 +102,7 @@ def run(
     unknown = sorted(set(only) - set(CASES))
     if unknown:
         raise ValueError(f"only={unknown} must name cases: {list(CASES)}")
-    out = Path("evidence") / f"{evidence.device_slug()}.jsonl" if out is None else Path(out)
+    out = Path("evidence") / f"{hardware.device_slug()}.jsonl" if out is None else Path(out)
     done = _done(out, suite) if resume else set()
     sizes, cases = SUITES[suite].sizes, tuple(only or SUITES[suite].cases)
     stand, console, failed = Stand(suite, sizes, peer_python), Console(stderr=True), False
@@ -139,7 +140,7 @@ def gate(suite: str = "cpu", **options) -> int:
     Raises:
         ValueError: nothing is stored for this device, or an unknown suite or case.
     """
-    stored = Path("evidence") / f"{evidence.device_slug()}.jsonl"
+    stored = Path("evidence") / f"{hardware.device_slug()}.jsonl"
     if not stored.exists():
         raise ValueError(f"{stored} does not exist: there is nothing to hold against; run without --gate first")
     if suite not in SUITES:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
+from tessera.core import hardware
 from tessera.generate import load
 from tessera.runtime.engine import Session
 from tessera.sparse.baselines import Dense
@@ -49,7 +50,7 @@ def run(
     fitting = [length for length in lengths if length <= loaded.config.max_positions]
     if not fitting:
         raise ValueError(f"{lengths=} must hold one within the model's context of {loaded.config.max_positions}")
-    out = Path("evidence") / f"model-{evidence.device_slug()}.jsonl" if out is None else Path(out)
+    out = Path("evidence") / f"model-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     policies = {"dense": Dense(), "kascade": replace(loaded.policy, crossover_tokens=0)}
     sessions = {  # one size of cache for all lengths: fewer programs
         name: Session(loaded.params, loaded.config, policy, batch=1, num_keys=max(fitting))

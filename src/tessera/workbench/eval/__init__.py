@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from tessera.core import hardware
 from tessera.core.shapes import ceil_div
 from tessera.generate import Model
 from tessera.sparse.baselines import Dense, Window
@@ -304,7 +305,7 @@ def run(
     longest = max(*sizes.lengths, sizes.window_tokens)
     if model.config.max_positions < longest:
         raise ValueError(f"the model's context of {model.config.max_positions} tokens is shorter than {longest}")
-    out = Path("evidence") / f"eval-{evidence.device_slug()}.jsonl" if out is None else Path(out)
+    out = Path("evidence") / f"eval-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     hay, console = hay_of(model, text), Console(stderr=True, highlight=False)
     windows, done = windows_of(model, hay, sizes), done_before(out, command) if resume else set()
     entries = variants(model, plan, make_plan) if suite == "study" else side_by_side(model, plan, max(sizes.lengths))

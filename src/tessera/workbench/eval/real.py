@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tessera.core import hardware
 from tessera.generate import Model
 from tessera.runtime.compilation import forget_programs
 from tessera.sparse.baselines import Dense
@@ -340,7 +341,7 @@ def run(
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer: the suite asks in text")
     sizes = fitting(SUITES[suite], model.config.max_positions)
-    out = Path("evidence") / f"real-{evidence.device_slug()}.jsonl" if out is None else Path(out)
+    out = Path("evidence") / f"real-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     ledger = Ledger.open(out, command, str(model.params.embed.dtype), resume)
     material = Material.of(model, sizes, text)
     window = next(iter(material.windows.values()))[0]

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from tessera.core.hardware import prepare_simulator
-from tessera.workbench import evidence
+from tessera.core import hardware
 from tessera.workbench.gpu_check import correct, environment, timing, tuning
 from tessera.workbench.gpu_check.session import Session, on_gpu
 from tessera.workbench.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritable
@@ -44,11 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     """The passes over the pieces; 2 if there is no GPU."""
     request = json.loads(arguments[0]) if arguments else {"dry": False}
     if request["dry"]:
-        prepare_simulator()
+        hardware.prepare_simulator()
     if not request["dry"] and not on_gpu():
         return NO_GPU
     if not arguments:
-        print(evidence.device_slug())
+        print(hardware.device_slug())
         return 0
     threading.Thread(target=end_with_parent, daemon=True).start()
     pieces, out = request.pop("pieces"), Path(request.pop("out"))

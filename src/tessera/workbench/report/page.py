@@ -8,10 +8,11 @@ from typing import Any
 import jinja2
 
 from tessera.core import files
+from tessera.core.units import quantity
 from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
 from tessera.workbench.report import real_pictures as report_real_pictures
-from tessera.workbench.report.markdown import current, is_prediction, quantity
+from tessera.workbench.report.markdown import current, is_prediction
 from tessera.workbench.report.pictures import PICTURES
 
 GROUPS = {

@@ -14,9 +14,10 @@ from matplotlib.dates import DateFormatter
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
+from tessera.core.units import three
 from tessera.workbench.evidence import Record
 from tessera.workbench.report import labels as report_labels
-from tessera.workbench.report.markdown import is_prediction, newest, series, three
+from tessera.workbench.report.markdown import is_prediction, newest, series
 
 INK, GRID = "#1a1a1a", "#d9d9d9"
 COLOURS = ("#1f4e79", "#c8590a", "#3a7d44", "#7a4f9a", "#8c6d1f", "#555555", "#c2185b", "#00939f", "#e8a0bf", "#8bc34a")

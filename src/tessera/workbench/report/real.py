@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+from tessera.core.units import three
 from tessera.workbench.eval import paired
 from tessera.workbench.eval.contenders import EXACT
 from tessera.workbench.evidence import Record
-from tessera.workbench.report.markdown import markdown, provenance, series, three
+from tessera.workbench.report.markdown import markdown, provenance, series
 
 TEXT, TASK = "eval real text", "eval real task"
 COLUMNS = (

@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tessera.core.units import quantity, three
 from tessera.workbench.evidence import Record
-from tessera.workbench.report.markdown import markdown, newest, provenance, quantity, result_of, series, three, title_of
+from tessera.workbench.report.markdown import markdown, newest, provenance, result_of, series, title_of
 
 HELD_OUT = "held-out text"
 """The question that closeness to dense answers."""

@@ -4,9 +4,7 @@
     python -m tessera.workbench.studies.gpu_gates --list    # what is to do
     python -m tessera.workbench.studies.gpu_gates --report  # a record per kernel and configuration into evidence/
 
-A call passes if it compiles, its kernels spill nothing, touch no local memory and fit the shared memory of a block, and
-one of them multiplies on the tensor cores (HGMMA) and loads by the copy engine (UTMALDG) or 16 bytes a thread
-(LDGSTS.128), and then groups its copies and waits for them (LDGDEPBAR, DEPBAR).
+`deviceless/gpu/gates.py` says what a call must hold.
 """
 
 import argparse
@@ -25,14 +23,13 @@ from typing import Any
 import jax
 
 from tessera.attention.contract import TILES, AttentionSpec, Kernel, Shapes
-from tessera.attention.dispatch import KERNELS
 from tessera.attention.gpu import backward as gpu_backward
-from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.gpu import prefill as gpu_prefill
-from tessera.core import files, hardware
+from tessera.core import files
 from tessera.deviceless import programs
 from tessera.deviceless.gpu import compiler as gpu
 from tessera.deviceless.gpu import sass
+from tessera.deviceless.gpu.gates import WATCHED, broken_program, gpu_kernels
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection
 from tessera.workbench import evidence
@@ -40,7 +37,6 @@ from tessera.workbench.studies import sweep
 
 COMMAND = "python -m tessera.workbench.studies.gpu_gates; python -m tessera.workbench.studies.gpu_gates --report"
 CHIP = "h200"
-SHARED_BYTES = hardware.chip(CHIP).on_chip_bytes
 HEAD_DIMS = (64, 128, 256)
 MASKS = MappingProxyType(
     {"causal": {}, "both ways": {"causal": False}, "window": {"window": 1000}, "softcap": {"softcap": 30.0}}
@@ -73,55 +69,6 @@ depends on all of these."""
 DENSE = gpu_prefill.KERNELS[0]
 GRADIENT = "gpu_backward"
 """How the gradient of dense prefill is called here: no kernel of the table, dense prefill's own part."""
-
-WATCHED = (
-    "HGMMA UTMALDG UTMASTG LDGSTS LDGSTS.128 LDGDEPBAR DEPBAR LDL STL LDG STG LDS STS LDSM STSM BAR SYNCS MUFU FFMA "
-    "FMUL FADD FMNMX SHFL WARPGROUP"
-).split()
-"""Instructions that a stored report counts."""
-
-
-def broken(report: sass.Report) -> list[str]:
-    """What the kernel's report breaks, each with the line that says so; empty if it passes."""
-    found = []
-    if any(report.spill_bytes) or report.stack_bytes:
-        found.append(f"registers are spilled: {report.line('bytes stack frame')!r}")
-    if report.local:
-        found.append(f"local memory is touched, {len(report.local)} times: {report.local[0]!r} is the first")
-    if report.shared_bytes > SHARED_BYTES:
-        found.append(f"{report.shared_bytes} bytes of shared memory, a block has {SHARED_BYTES}")
-    if "Performance Loss" in report.report:
-        found.append(f"products wait for each other: {report.line('Performance Loss')!r}")
-    return found
-
-
-def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
-    """What the kernels of one attention call break: each its own, and what one of them must have."""
-    found = [f"{report.kernel}: {text}" for report in kernels for text in broken(report)]
-
-    def has(*names: str) -> bool:
-        return any(report.instructions.get(name) for report in kernels for name in names)
-
-    if not has("HGMMA"):
-        found.append("no kernel multiplies on the tensor cores: HGMMA is missing from the disassembly")
-    if not has("UTMALDG", "LDGSTS.128"):
-        found.append("no kernel loads by the copy engine or 16 bytes a thread: UTMALDG and LDGSTS.128 are missing")
-    return [*found, *filter(None, map(unawaited, kernels))]
-
-
-def unawaited(report: sass.Report) -> str | None:
-    """Says so if copies by LDGSTS lack the end of a group (LDGDEPBAR) or a wait for it (DEPBAR, as is a wait for the
-    copy engine's stores)."""
-    has = report.instructions.get
-    waits = has("DEPBAR", 0) - bool(has("UTMASTG"))
-    if not has("LDGSTS") or (has("LDGDEPBAR") and waits > 0):
-        return None
-    return f"{report.kernel}: its copies by LDGSTS are not waited for: LDGDEPBAR or DEPBAR is missing"
-
-
-def gpu_kernels() -> tuple[Kernel, ...]:
-    """The kernels of the table that are written in Mosaic for NVIDIA GPUs; cuDNN's is compiled on a GPU alone."""
-    return tuple(kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel not in gpu_cudnn.KERNELS)
 
 
 def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:

@@ -26,7 +26,7 @@ from tessera.attention.contract import AttentionSpec, Kernel, Shapes
 from tessera.attention.dispatch import choose
 from tessera.attention.workloads import WORKLOADS, Workload
 from tessera.core import files, hardware
-from tessera.workbench import evidence, measure
+from tessera.workbench import measure
 from tessera.workbench.tune import search, tpe
 from tessera.workbench.tune.calls import held_out
 from tessera.workbench.tune.child import Child
@@ -167,7 +167,7 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
         Failed: the default itself does not run, is wrong, or nothing could be confirmed.
         ValueError: the journal is of another search, or the method needs a library that is not installed.
     """
-    about = {"task": task.request({}), "budget": asdict(budget), "machine": evidence.device_slug()}
+    about = {"task": task.request({}), "budget": asdict(budget), "machine": hardware.device_slug()}
     about["code"] = files.sources(Path(__file__).parents[2] / "attention")
     book, said = Journal(journal, about), on_step or (lambda text: None)
     with Child(limit_s=budget.limit_s, memory_bytes=budget.memory_bytes, paths=tuple(paths)) as child:

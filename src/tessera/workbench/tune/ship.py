@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tessera.attention import tuned
+from tessera.core import hardware
 from tessera.workbench import evidence
 from tessera.workbench.tune import Budget, Task
 
@@ -85,7 +86,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
 
     from tessera.workbench import tune
 
-    task, slug = tune.task_of(workload, role), evidence.device_slug()
+    task, slug = tune.task_of(workload, role), hardware.device_slug()
     out = Path("evidence") / f"tune-{slug}.jsonl" if out is None else out
     table = tuned.TABLES / f"{tuned.device()}.jsonl" if table is None else table
     plain = budget.method == "genetic"  # names stay what they were

@@ -1,0 +1,43 @@
+"""Which keys a row sees, by the contract's rule, as ranges computed outside the kernels.
+
+Forms inside a kernel stay where they are: they work on scalars, in units of that kernel's blocks.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int32
+
+from tessera.attention.contract import AttentionSpec, Positions
+
+
+class Range(NamedTuple):
+    """Keys [start, stop) that each sequence's row sees; empty, at 0, where it sees none."""
+
+    start: Int32[Array, "B"]
+    stop: Int32[Array, "B"]
+
+
+def decode_range(spec: AttentionSpec, positions: Positions, num_keys: int) -> Range:
+    """The keys that the one row at q_start sees."""
+    stop = jnp.clip(positions.kv_len, 0, num_keys)
+    if spec.causal:
+        stop = jnp.minimum(stop, positions.q_start + 1)
+    start = jnp.zeros_like(stop)
+    if spec.window is not None:
+        start = jnp.maximum(positions.q_start - spec.window + 1, 0)
+    seen = (positions.q_len > 0) & (stop > start)
+    return Range(jnp.where(seen, start, 0), jnp.where(seen, stop, 0))
+
+
+def row_ranges(
+    spec: AttentionSpec, positions: Positions, num_queries: int
+) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
+    """First key and end (exclusive) that each query row sees under a dense pass; end = first for padding rows."""
+    row = jnp.arange(num_queries, dtype=jnp.int32)
+    p = positions.q_start[:, None] + row
+    kv_len = positions.kv_len[:, None]
+    end = jnp.minimum(kv_len, p + 1) if spec.causal else kv_len + 0 * p
+    first = jnp.maximum(p - spec.window + 1, 0) if spec.window else 0 * p
+    return first, jnp.where(row < positions.q_len[:, None], jnp.maximum(end, first), first)

@@ -1,0 +1,26 @@
+"""Quantities in words: scaled for reading, with their units."""
+
+
+def quantity(value: float, unit: str) -> str:
+    """A value with three significant digits and its unit, scaled for reading: 0.0123 s is 12.3 ms."""
+    if unit == "s":
+        for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+            if abs(value) * factor >= 1:
+                return f"{three(value * factor)} {name}"
+        return f"{three(value * 1e6)} us"
+    if unit == "bytes":
+        for factor, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+            if abs(value) >= factor:
+                return f"{three(value / factor)} {name}"
+        return f"{value:.0f} bytes"
+    if unit == "fraction":
+        return f"{100 * value:.1f} %"
+    return f"{three(value)} {unit}".strip()
+
+
+def three(value: float) -> str:
+    """Three significant digits without an exponent."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - int(f"{abs(value):e}".split("e")[1]))
+    return f"{value:,.{digits}f}"
