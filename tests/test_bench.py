@@ -14,7 +14,7 @@ import pytest
 from tessera.attention.contract import AttentionSpec, Selection
 from tessera.calibration.crossover import find_crossover
 from tessera.core import hardware
-from tessera.models.layers import init_params
+from tessera.models.weights import init_params
 from tessera.runtime.engine import Session
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade

@@ -16,8 +16,8 @@ from tessera.calibration.crossover import find_crossover, measure_crossover
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
-from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.weights import init_params
 from tessera.runtime.corpus import read_corpus, read_text
 from tessera.sparse.anchors import choose_anchors
 from tessera.sparse.baselines import Dense

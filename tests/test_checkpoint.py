@@ -16,11 +16,11 @@ from huggingface_hub import constants
 from safetensors.numpy import load_file, save_file
 
 from tessera.models import tensor_file
-from tessera.models.checkpoint import expected_shapes, fingerprint, load_params, read_config, resolve, save_folder
+from tessera.models.checkpoint import fingerprint, load_params, read_config, resolve, save_folder
 from tessera.models.config import ModelConfig, Rope
 from tessera.models.families import FAMILIES, parse_config, render_config
-from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.weights import expected_shapes, init_params
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))

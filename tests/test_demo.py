@@ -18,8 +18,8 @@ from tessera.generate import load
 from tessera.models import fetch
 from tessera.models.checkpoint import fingerprint, load_params, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.layers import init_params
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.weights import init_params
 from tessera.runtime.answers import Generation
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan

@@ -13,7 +13,8 @@ from tessera.attention.contract import AttentionSpec, Positions, Selection
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
-from tessera.models.layers import Params, init_params
+from tessera.models.layers import Params
+from tessera.models.weights import init_params
 from tessera.sparse import baselines, kascade
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Reads

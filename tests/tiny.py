@@ -8,8 +8,9 @@ import numpy as np
 
 from tessera.models.checkpoint import fingerprint, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.layers import Params, init_params
+from tessera.models.layers import Params
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.weights import init_params
 from tessera.sparse.plan import Plan
 
 CONFIG = ModelConfig(

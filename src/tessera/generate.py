@@ -20,6 +20,7 @@ from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
+from tessera.models.weights import num_parameters
 from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Request, Session, cache_bytes, chunk_bytes, respond, score_tokens
@@ -313,7 +314,7 @@ def load(
         config = replace(config, dtype=dtype)
     plan = find_plan(attention, plan, str(source))
     policy = policy_for(attention, config, plan)
-    num_bytes = config.num_parameters * jnp.dtype(config.dtype).itemsize
+    num_bytes = num_parameters(config) * jnp.dtype(config.dtype).itemsize
     require(num_bytes, jax.devices()[0], f"{source.name} in {config.dtype}", "take a smaller model, or bfloat16")
     tokenizer = read_tokenizer(source)
     enable_cache()

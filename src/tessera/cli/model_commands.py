@@ -40,9 +40,10 @@ class Convert:
     def run(self) -> int:
         """Write the folder, whole or not at all."""
         from tessera.generate import load, save
+        from tessera.models.weights import num_parameters
 
         model = load(self.model, dtype=self.dtype)
         save(model, self.out)
         config = model.config
-        print(f"{self.out}: {config.family}, {config.num_parameters / 1e6:.0f}M parameters in {config.dtype}")
+        print(f"{self.out}: {config.family}, {num_parameters(config) / 1e6:.0f}M parameters in {config.dtype}")
         return 0

@@ -15,6 +15,7 @@ from tessera.core.memory import format_bytes
 from tessera.deviceless import hlo, steps
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict
+from tessera.models.weights import num_parameters
 
 MESHES = MappingProxyType(
     {
@@ -130,7 +131,7 @@ def around_ms(found: tpu.Compiled, config: Any, mesh: int, rows: int) -> dict[st
     body = hlo.loop_body(found.program)
     memory_s = seconds(found.operations) + layers * seconds(hlo.operations(found.program, body, layers))
     embedding = config.vocab_size * config.hidden_size
-    products = config.num_parameters - embedding * (1 if config.tie_embeddings else 2)
+    products = num_parameters(config) - embedding * (1 if config.tie_embeddings else 2)
     flops_s = 2.0 * (products * rows + embedding) / mesh / on.flops_per_s
     weights_s = found.about["weight_bytes"] / bandwidth
     return {"memory": 1e3 * memory_s, "products beyond memory": 1e3 * max(flops_s - weights_s, 0.0)}

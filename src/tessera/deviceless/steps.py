@@ -27,6 +27,7 @@ from tessera.models.checkpoint import read_config
 from tessera.models.config import ModelConfig, Rope
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Layer, Params
+from tessera.models.weights import EMBED, HEAD, Weight, layer_weights, outer_weights, shape_of
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
@@ -53,8 +54,8 @@ MODELS = MappingProxyType(
 ANCHORS = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
 """The paper's anchors; which layers they are does not change a step's cost, how many does."""
 
-SPLIT_INPUT = frozenset({"o", "down"})
-SPLIT_OUTPUT = frozenset({"q", "k", "v", "gate", "up", "q_bias", "k_bias", "v_bias", "gate_bias", "up_bias"})
+SPLIT_AXES = frozenset({"heads", "kv_heads", "mlp"})
+"""Logical axes of a layer's weights that the mesh divides."""
 
 
 def config_of(model: str) -> ModelConfig:
@@ -84,28 +85,17 @@ def policy_of(
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> Params:
-    """Stacked weights as shapes with shardings."""
-    d, f, v, layers = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_layers
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes = {"attn_norm": (d,), "q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "mlp_norm": (d,),
-              "gate": (f, d), "up": (f, d), "down": (d, f)}  # fmt: skip
-    if config.attention_bias:
-        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-    if config.qk_norm:
-        shapes |= {"q_norm": (config.head_dim,), "k_norm": (config.head_dim,)}
-    if config.output_bias or config.mlp_bias:
-        raise ValueError("a model with output or MLP biases is not split over a mesh yet")
+    """Stacked weights as shapes with shardings. Only what makes the logits is split by the vocabulary."""
 
-    def place(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype), sharding=NamedSharding(mesh, P(*spec)))
+    def place(weight: Weight, split: frozenset[str], *lead: int) -> jax.ShapeDtypeStruct:
+        spec = P(*(None for _ in lead), *(AXIS if axis in split else None for axis in weight.axes))
+        shape = (*lead, *shape_of(weight, config))
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype), sharding=NamedSharding(mesh, spec))
 
-    def split(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-        spec = (None, AXIS) if name in SPLIT_OUTPUT else (None, None, AXIS) if name in SPLIT_INPUT else ()
-        return place((layers, *shape), *spec)
-
-    layer = Layer(**{name: split(name, shape) for name, shape in shapes.items()})
-    head = None if config.tie_embeddings else place((v, d), AXIS)
-    return Params(embed=place((v, d), AXIS if head is None else None), layers=layer, final_norm=place((d,)), head=head)
+    layer = Layer(**{w.name: place(w, SPLIT_AXES, config.num_layers) for w in layer_weights(config)})
+    unembed = EMBED if config.tie_embeddings else HEAD
+    outer = {w.name: place(w, frozenset({"vocab"} if w is unembed else ())) for w in outer_weights(config)}
+    return Params(layers=layer, **outer)
 
 
 def model_step(

@@ -40,7 +40,16 @@ from tessera.models.tensor_file import (
 )
 from tessera.models.tokenizer import FILES as TOKENIZER_FILES
 from tessera.models.tokenizer import Tokenizer, load_tokenizer
-from tessera.models.weights import EMBED, FINAL_NORM, HEAD, LAYER_NAMES, expected_shapes, layer_name
+from tessera.models.weights import (
+    EMBED,
+    FINAL_NORM,
+    HEAD,
+    LAYER,
+    expected_shapes,
+    layer_name,
+    layer_weights,
+    outer_weights,
+)
 
 Tensor = tuple[jax.Array, int | None]
 """An array, or one layer of a stacked array."""
@@ -143,24 +152,23 @@ def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = 
     else:
         stored, read = read_index(folder), read_tensor
     _check_tensors(stored, config, folder)
-    if config.tie_embeddings and HEAD in stored:
-        _check_tied(stored[EMBED], stored[HEAD])
+    if config.tie_embeddings and HEAD.stored in stored:
+        _check_tied(stored[EMBED.stored], stored[HEAD.stored])
 
-    def load(*names: str) -> jax.Array:
+    def load(*names: str, lead: tuple[int, ...] = ()) -> jax.Array:
         shape = stored[names[0]].shape
         out = _aligned_empty((len(names), *shape), dtype)
         for name, row in zip(names, out):
             read(name, stored[name], row)
-        return jax.device_put(out if stacked and names[0] not in (EMBED, FINAL_NORM, HEAD) else out.reshape(shape))
+        return jax.device_put(out.reshape(*lead, *shape))
 
-    indices = range(config.num_layers)
-    fields = [field for field in LAYER_NAMES if layer_name(0, field) in stored]
-    if stacked:
-        layers = Layer(**{field: load(*(layer_name(i, field) for i in indices)) for field in fields})
-    else:
-        layers = tuple(Layer(**{field: load(layer_name(i, field)) for field in fields}) for i in indices)
-    head = None if config.tie_embeddings else load(HEAD)
-    return Params(embed=load(EMBED), layers=layers, final_norm=load(FINAL_NORM), head=head)
+    def load_layers(*indices: int, lead: tuple[int, ...] = ()) -> Layer:
+        named = {w.name: [layer_name(index, w) for index in indices] for w in layer_weights(config)}
+        return Layer(**{field: load(*names, lead=lead) for field, names in named.items()})
+
+    count = config.num_layers
+    layers = load_layers(*range(count), lead=(count,)) if stacked else tuple(load_layers(i) for i in range(count))
+    return Params(layers=layers, **{weight.name: load(weight.stored) for weight in outer_weights(config)})
 
 
 def save_folder(
@@ -232,8 +240,8 @@ def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfi
     expected = expected_shapes(config)
     if missing := sorted(expected.keys() - stored.keys()):
         raise ValueError(f"{source} lacks {_some(missing)}, which its {caller} calls for: {retry}")
-    if config.tie_embeddings and HEAD in stored:
-        expected[HEAD] = expected[EMBED]
+    if config.tie_embeddings and HEAD.stored in stored:
+        expected[HEAD.stored] = expected[EMBED.stored]
     # old checkpoints store the rope frequencies, which follow from the config
     extra = sorted(name for name in stored if name not in expected and not name.endswith("rotary_emb.inv_freq"))
     if extra:
@@ -249,7 +257,7 @@ def _check_tied(embed: Stored, head: Stored) -> None:
     same = embed.dtype == head.dtype
     if not same or not all(np.array_equal(a, b) for a, b in zip(map_blocks(embed), map_blocks(head))):
         raise ValueError(
-            f"tie_word_embeddings is true, but {HEAD} in {head.path} differs from {EMBED}: "
+            f"tie_word_embeddings is true, but {HEAD.stored} in {head.path} differs from {EMBED.stored}: "
             f"set tie_word_embeddings to false in config.json to use both"
         )
 
@@ -265,14 +273,14 @@ def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def _tensors(params: Params) -> dict[str, Tensor]:
     stacked = isinstance(params.layers, Layer)
     first = params.layers if stacked else params.layers[0]
-    fields = [field for field in LAYER_NAMES if getattr(first, field) is not None]
-    found: dict[str, Tensor] = {EMBED: (params.embed, None)}
+    weights = [weight for weight in LAYER if getattr(first, weight.name) is not None]
+    found: dict[str, Tensor] = {EMBED.stored: (params.embed, None)}
     for i in range(first.q.shape[0] if stacked else len(params.layers)):
         layer, row = (first, i) if stacked else (params.layers[i], None)
-        found |= {layer_name(i, field): (getattr(layer, field), row) for field in fields}
-    found[FINAL_NORM] = (params.final_norm, None)
+        found |= {layer_name(i, weight): (getattr(layer, weight.name), row) for weight in weights}
+    found[FINAL_NORM.stored] = (params.final_norm, None)
     if params.head is not None:
-        found[HEAD] = (params.head, None)
+        found[HEAD.stored] = (params.head, None)
     return found
 
 

@@ -1,6 +1,5 @@
 """What a decoder is made of, read from a Hugging Face config and refused by name where unsupported."""
 
-import math
 from dataclasses import dataclass, field
 
 
@@ -57,24 +56,3 @@ class ModelConfig:
     def groups(self) -> int:
         """Query heads per KV head, G."""
         return self.num_heads // self.num_kv_heads
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights in the model, tied embeddings counted once."""
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attention = self.hidden_size * 2 * (q_size + kv_size) + (2 * self.head_dim if self.qk_norm else 0)
-        attention += (q_size + 2 * kv_size) * self.attention_bias + self.hidden_size * self.output_bias
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        mlp += (2 * self.intermediate_size + self.hidden_size) * self.mlp_bias
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return self.num_layers * (attention + mlp + 2 * self.hidden_size) + embeddings + self.hidden_size
-
-    def train_flops_per_token(self, length: int) -> float:
-        """Forward plus backward FLOPs per token at a causal sequence length: 6 P + 6 L S N H (half of the square)."""
-        attention = 6 * self.num_layers * length * self.num_heads * self.head_dim
-        return 6.0 * self.num_parameters + attention
-
-    @property
-    def init_scale(self) -> float:
-        """Standard deviation of fresh weights: D ** -0.5 (a smaller one never learned to copy; see LOG.md)."""
-        return 1.0 / math.sqrt(self.hidden_size)

@@ -13,30 +13,8 @@ import numpy as np
 
 from tessera.models.config import ModelConfig, Rope
 from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
-from tessera.models.weights import EMBED, FINAL_NORM, HEAD, layer_name
+from tessera.models.weights import LAYER, OUTER, layer_name
 
-LAYER_TENSORS = {
-    "attn_norm": "attn_norm.weight",
-    "q": "attn_q.weight",
-    "k": "attn_k.weight",
-    "v": "attn_v.weight",
-    "o": "attn_output.weight",
-    "mlp_norm": "ffn_norm.weight",
-    "gate": "ffn_gate.weight",
-    "up": "ffn_up.weight",
-    "down": "ffn_down.weight",
-    "q_bias": "attn_q.bias",
-    "k_bias": "attn_k.bias",
-    "v_bias": "attn_v.bias",
-    "o_bias": "attn_output.bias",
-    "gate_bias": "ffn_gate.bias",
-    "up_bias": "ffn_up.bias",
-    "down_bias": "ffn_down.bias",
-    "q_norm": "attn_q_norm.weight",
-    "k_norm": "attn_k_norm.weight",
-}
-"""llama.cpp's name of a layer's tensor, after "blk.N."."""
-OUTER_TENSORS = {"token_embd.weight": EMBED, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of the rotary frequencies, one per pair: how a GGUF says Llama 3's scaling."""
 
@@ -116,7 +94,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     window = meta.positive("attention.sliding_window", None)
     # a llama with a window is a Mistral: Hugging Face's llama has none
     family = "mistral" if architecture.family == "llama" and window else architecture.family
-    biases = {field: f"blk.0.{LAYER_TENSORS[field]}" in tensors for field in ("q_bias", "o_bias", "gate_bias")}
+    biases = {w.needs: f"blk.0.{w.gguf}" in tensors for w in LAYER if w.name in ("q_bias", "o_bias", "gate_bias")}
     bos, eos = meta.token_id("bos"), [meta.token_id(role) for role in ("eos", "eot")]
     return ModelConfig(
         family=family,
@@ -132,9 +110,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         norm_eps=meta.real("attention.layer_norm_rms_epsilon"),
         window=window,
         tie_embeddings="output.weight" not in tensors,
-        attention_bias=biases["q_bias"],
-        output_bias=biases["o_bias"],
-        mlp_bias=biases["gate_bias"],
+        **biases,
         qk_norm=architecture.qk_norm,
         bos_id=bos,
         eos_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
@@ -147,11 +123,11 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
     interleaved = ARCHITECTURES[_Metadata(file).architecture].interleaved
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     heads |= {"q_bias": config.num_heads, "k_bias": config.num_kv_heads}
-    places: dict[str, tuple[str, int | None]] = {name: (place, None) for name, place in OUTER_TENSORS.items()}
+    places: dict[str, tuple[str, int | None]] = {weight.gguf: (weight.stored, None) for weight in OUTER}
     for index in range(config.num_layers):
-        for field, name in LAYER_TENSORS.items():
-            order = heads.get(field) if interleaved else None
-            places[f"blk.{index}.{name}"] = layer_name(index, field), order
+        for weight in LAYER:
+            order = heads.get(weight.name) if interleaved else None
+            places[f"blk.{index}.{weight.gguf}"] = layer_name(index, weight), order
     found = {}
     for name, tensor in file.tensors.items():
         if name == ROPE_FACTORS:

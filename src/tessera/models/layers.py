@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer: norm, rotary embedding, linear, MLP, and the weights they need."""
+"""The pieces of a decoder layer: its weights, norm, rotary embedding, linear, MLP."""
 
 import math
 from dataclasses import dataclass
@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
-from tessera.models.config import ModelConfig, Rope
+from tessera.models.config import Rope
 
 FEW_ROWS = 4
 """Most rows that count as a few."""
@@ -174,44 +173,3 @@ def rotate(x: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Float[Arr
     cos, sin = tables
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Fresh stacked weights: normal, std D ** -0.5, block outputs scaled by (2 L) ** -0.5; norms one, biases zero."""
-    c = config
-    q_size, kv_size = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    keys = iter(jax.random.split(key, 16))
-
-    def normal(*shape: int, scale: float = c.init_scale) -> Array:
-        return (jax.random.normal(next(keys), shape, jnp.float32) * scale).astype(dtype)
-
-    def ones(*shape: int) -> Array:
-        return jnp.ones(shape, dtype)
-
-    def bias(wanted: bool, size: int) -> Array | None:
-        return jnp.zeros((c.num_layers, size), dtype) if wanted else None
-
-    n, d, f = c.num_layers, c.hidden_size, c.intermediate_size
-    out_scale = (2 * n) ** -0.5
-    layers = Layer(
-        attn_norm=ones(n, d),
-        q=normal(n, q_size, d),
-        k=normal(n, kv_size, d),
-        v=normal(n, kv_size, d),
-        o=normal(n, d, q_size, scale=q_size**-0.5 * out_scale),
-        mlp_norm=ones(n, d),
-        gate=normal(n, f, d),
-        up=normal(n, f, d),
-        down=normal(n, d, f, scale=f**-0.5 * out_scale),
-        q_bias=bias(c.attention_bias, q_size),
-        k_bias=bias(c.attention_bias, kv_size),
-        v_bias=bias(c.attention_bias, kv_size),
-        o_bias=bias(c.output_bias, d),
-        gate_bias=bias(c.mlp_bias, f),
-        up_bias=bias(c.mlp_bias, f),
-        down_bias=bias(c.mlp_bias, d),
-        q_norm=ones(n, c.head_dim) if c.qk_norm else None,
-        k_norm=ones(n, c.head_dim) if c.qk_norm else None,
-    )
-    head = None if c.tie_embeddings else normal(c.vocab_size, d)
-    return Params(embed=normal(c.vocab_size, d), layers=layers, final_norm=ones(d), head=head)

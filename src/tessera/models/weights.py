@@ -1,52 +1,156 @@
-"""Names and shapes of a checkpoint's tensors, as Hugging Face stores them."""
+"""Every weight of a decoder, in one table: its names in files, its axes, when it exists, how it starts.
+
+Initialisation, loading, saving, sharding and the parameter count walk this table.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
 from tessera.models.config import ModelConfig
-
-EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-LAYER_NAMES = {
-    "attn_norm": "input_layernorm.weight",
-    "q": "self_attn.q_proj.weight",
-    "k": "self_attn.k_proj.weight",
-    "v": "self_attn.v_proj.weight",
-    "o": "self_attn.o_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate": "mlp.gate_proj.weight",
-    "up": "mlp.up_proj.weight",
-    "down": "mlp.down_proj.weight",
-    "q_bias": "self_attn.q_proj.bias",
-    "k_bias": "self_attn.k_proj.bias",
-    "v_bias": "self_attn.v_proj.bias",
-    "o_bias": "self_attn.o_proj.bias",
-    "gate_bias": "mlp.gate_proj.bias",
-    "up_bias": "mlp.up_proj.bias",
-    "down_bias": "mlp.down_proj.bias",
-    "q_norm": "self_attn.q_norm.weight",
-    "k_norm": "self_attn.k_norm.weight",
-}
+from tessera.models.layers import Layer, Params
 
 
-def layer_name(index: int, field: str) -> str:
-    """Hugging Face's name of one layer's tensor."""
-    return f"model.layers.{index}.{LAYER_NAMES[field]}"
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One weight.
+
+    Attributes:
+        name: field of Layer, or of Params.
+        stored: Hugging Face's name; of a layer's, what follows "model.layers.N.".
+        gguf: llama.cpp's name; of a layer's, what follows "blk.N.".
+        axes: logical axes, [out, in] for a matrix. Its shape is their sizes; meshes split by them.
+        needs: the ModelConfig flag without which it does not exist; None: it always does.
+        residual: its product is added to the residual stream, so it starts (2 L) ** -0.5 smaller.
+    """
+
+    name: str
+    stored: str
+    gguf: str
+    axes: tuple[str, ...]
+    needs: str | None = None
+    residual: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is multiplied by; the others are norms, which start at one, and biases, which start at zero."""
+        return len(self.axes) == 2
+
+
+def _matrix(name: str, stored: str, gguf: str, *axes: str, residual: bool = False) -> Weight:
+    stored, gguf = f"{stored}.weight", f"{gguf}.weight"
+    return Weight(name=name, stored=stored, gguf=gguf, axes=axes, residual=residual)
+
+
+def _vector(name: str, stored: str, gguf: str, axis: str, needs: str | None = None) -> Weight:
+    kind = "bias" if name.endswith("bias") else "weight"
+    return Weight(name=name, stored=f"{stored}.{kind}", gguf=f"{gguf}.{kind}", axes=(axis,), needs=needs)
+
+
+LAYER = (
+    _vector("attn_norm", "input_layernorm", "attn_norm", "model"),
+    _matrix("q", "self_attn.q_proj", "attn_q", "heads", "model"),
+    _matrix("k", "self_attn.k_proj", "attn_k", "kv_heads", "model"),
+    _matrix("v", "self_attn.v_proj", "attn_v", "kv_heads", "model"),
+    _matrix("o", "self_attn.o_proj", "attn_output", "model", "heads", residual=True),
+    _vector("mlp_norm", "post_attention_layernorm", "ffn_norm", "model"),
+    _matrix("gate", "mlp.gate_proj", "ffn_gate", "mlp", "model"),
+    _matrix("up", "mlp.up_proj", "ffn_up", "mlp", "model"),
+    _matrix("down", "mlp.down_proj", "ffn_down", "model", "mlp", residual=True),
+    _vector("q_bias", "self_attn.q_proj", "attn_q", "heads", "attention_bias"),
+    _vector("k_bias", "self_attn.k_proj", "attn_k", "kv_heads", "attention_bias"),
+    _vector("v_bias", "self_attn.v_proj", "attn_v", "kv_heads", "attention_bias"),
+    _vector("o_bias", "self_attn.o_proj", "attn_output", "model", "output_bias"),
+    _vector("gate_bias", "mlp.gate_proj", "ffn_gate", "mlp", "mlp_bias"),
+    _vector("up_bias", "mlp.up_proj", "ffn_up", "mlp", "mlp_bias"),
+    _vector("down_bias", "mlp.down_proj", "ffn_down", "model", "mlp_bias"),
+    _vector("q_norm", "self_attn.q_norm", "attn_q_norm", "head_dim", "qk_norm"),
+    _vector("k_norm", "self_attn.k_norm", "attn_k_norm", "head_dim", "qk_norm"),
+)
+"""A layer's weights: the fields of Layer."""
+
+EMBED = _matrix("embed", "model.embed_tokens", "token_embd", "vocab", "model")
+FINAL_NORM = _vector("final_norm", "model.norm", "output_norm", "model")
+HEAD = _matrix("head", "lm_head", "output", "vocab", "model")
+OUTER = (EMBED, FINAL_NORM, HEAD)
+"""The weights outside of layers: the fields of Params. A tied model has no head."""
+
+
+def sizes(config: ModelConfig) -> Mapping[str, int]:
+    """How long each logical axis is."""
+    return {
+        "vocab": config.vocab_size,
+        "model": config.hidden_size,
+        "mlp": config.intermediate_size,
+        "heads": config.num_heads * config.head_dim,
+        "kv_heads": config.num_kv_heads * config.head_dim,
+        "head_dim": config.head_dim,
+    }
+
+
+def shape_of(weight: Weight, config: ModelConfig) -> tuple[int, ...]:
+    """A weight's shape; stacked layers have a leading L."""
+    size = sizes(config)
+    return tuple(size[axis] for axis in weight.axes)
+
+
+def layer_weights(config: ModelConfig) -> tuple[Weight, ...]:
+    """Those that each layer of this model has."""
+    return tuple(weight for weight in LAYER if weight.needs is None or getattr(config, weight.needs))
+
+
+def outer_weights(config: ModelConfig) -> tuple[Weight, ...]:
+    """Those that this model has outside of its layers."""
+    return OUTER[:2] if config.tie_embeddings else OUTER
+
+
+def layer_name(index: int, weight: Weight) -> str:
+    """Hugging Face's name of one layer's weight."""
+    return f"model.layers.{index}.{weight.stored}"
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint, the head left out when it is tied."""
-    c = config
-    d, f, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layer = {"attn_norm": (d,), "q": (q, d), "k": (kv, d), "v": (kv, d), "o": (d, q), "mlp_norm": (d,)}
-    layer |= {"gate": (f, d), "up": (f, d), "down": (d, f)}
-    if c.attention_bias:
-        layer |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
-    if c.output_bias:
-        layer |= {"o_bias": (d,)}
-    if c.mlp_bias:
-        layer |= {"gate_bias": (f,), "up_bias": (f,), "down_bias": (d,)}
-    if c.qk_norm:
-        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
-    shapes = {EMBED: (c.vocab_size, d), FINAL_NORM: (d,)}
-    if not c.tie_embeddings:
-        shapes[HEAD] = (c.vocab_size, d)
-    for i in range(c.num_layers):
-        shapes |= {layer_name(i, field): shape for field, shape in layer.items()}
+    """Hugging Face's name and the shape of every tensor of a checkpoint; a tied one has no head."""
+    shapes = {weight.stored: shape_of(weight, config) for weight in outer_weights(config)}
+    layer = {weight: shape_of(weight, config) for weight in layer_weights(config)}
+    for index in range(config.num_layers):
+        shapes |= {layer_name(index, weight): shape for weight, shape in layer.items()}
     return shapes
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Numbers in all weights, tied embeddings counted once."""
+
+    def count(weights: tuple[Weight, ...]) -> int:
+        size, total = sizes(config), 0
+        for weight in weights:
+            rows, columns = (*(size[axis] for axis in weight.axes), 1)[:2]
+            total += rows * columns
+        return total
+
+    return config.num_layers * count(layer_weights(config)) + count(outer_weights(config))
+
+
+def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
+    """Fresh stacked weights: matrices normal with standard deviation in ** -0.5, norms one, biases zero.
+
+    A smaller deviation never learned to copy (LOG.md).
+    """
+    keys = iter(jax.random.split(key, 16))
+    count, shrink = config.num_layers, (2 * config.num_layers) ** -0.5
+
+    def fresh(weight: Weight, *lead: int) -> Array:
+        shape = (*lead, *shape_of(weight, config))
+        if not weight.is_matrix:
+            return (jnp.zeros if weight.name.endswith("bias") else jnp.ones)(shape, dtype)
+        scale = shape[-1] ** -0.5 * (shrink if weight.residual else 1.0)
+        return (jax.random.normal(next(keys), shape, jnp.float32) * scale).astype(dtype)
+
+    layers = Layer(**{weight.name: fresh(weight, count) for weight in layer_weights(config)})
+    # The head before the embedding: the order of the keys, which recorded runs were made with.
+    outer = {weight.name: fresh(weight) for weight in reversed(outer_weights(config))}
+    return Params(layers=layers, **outer)

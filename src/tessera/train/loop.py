@@ -33,8 +33,9 @@ from tessera.core.files import write_whole
 from tessera.models import decoder
 from tessera.models.checkpoint import load_params, read_tokenizer, save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.layers import Params, init_params, rope_frequencies
+from tessera.models.layers import Params, rope_frequencies
 from tessera.models.tokenizer import byte_tokenizer
+from tessera.models.weights import init_params, num_parameters
 from tessera.sparse.baselines import Dense
 from tessera.train import data
 from tessera.train.losses import LOG_NAME, Line, draw_losses, open_log, read_losses
@@ -283,7 +284,7 @@ def train(
     save_checkpoint(folder, state, step, recipe)
     lines = read_losses(folder / LOG_NAME)
     if lines:
-        draw_losses(lines, folder / "loss.svg", f"recipe {recipe.name!r}: {recipe.config.num_parameters:,} parameters")
+        draw_losses(lines, folder / "loss.svg", f"recipe {recipe.name!r}: {num_parameters(recipe.config):,} parameters")
     if stopped:
         message = f"stopped at step {step} of {recipe.steps}; run the same command again to go on"
         console.print(message, highlight=False)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tessera.models.config import ModelConfig, Rope
+from tessera.models.weights import num_parameters
 from tessera.train import data
 
 DTYPES = ("float32", "bfloat16")
@@ -122,7 +123,7 @@ class Recipe:
         total, begin = 0.0, 0
         for stage in self.stages:
             steps = max(min(last, begin + stage.steps) - max(first, begin), 0)
-            total += steps * stage.batch * stage.length * self.config.train_flops_per_token(stage.length)
+            total += steps * stage.batch * stage.length * train_flops_per_token(self.config, stage.length)
             begin += stage.steps
         return total
 
@@ -232,3 +233,9 @@ def text_recipe(
         text=str(Path(text).resolve()),
         base=None if base is None else str(Path(base).resolve()),
     )
+
+
+def train_flops_per_token(config: ModelConfig, length: int) -> float:
+    """Forward plus backward FLOPs per token at a causal sequence length: 6 P + 6 L S N H (half of the square)."""
+    attention = 6 * config.num_layers * length * config.num_heads * config.head_dim
+    return 6.0 * num_parameters(config) + attention

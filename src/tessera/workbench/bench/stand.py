@@ -17,7 +17,7 @@ import numpy as np
 from tessera.core import hardware
 from tessera.models.checkpoint import save_folder
 from tessera.models.config import ModelConfig
-from tessera.models.layers import init_params
+from tessera.models.weights import init_params
 from tessera.workbench import evidence, measure
 from tessera.workbench.evidence import INTERVAL_ROUNDS, Comparison, How, Record, What
 
