@@ -28,7 +28,7 @@ from tessera.workbench.gpu_check import (
 )
 from tessera.workbench.gpu_check.session import CUT, Scale, Session
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = calls.Setting(1, 64, 64, 2, 1, 64)
 
 

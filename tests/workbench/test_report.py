@@ -9,7 +9,7 @@ import pytest
 from tessera.workbench import evidence
 from tessera.workbench.report import documents as report
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 AMD = {"device": "cpu", "cpu": "AMD EPYC", "cores": 2}

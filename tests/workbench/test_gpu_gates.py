@@ -24,7 +24,7 @@ from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection
 from tessera.workbench.studies import gpu_figures, gpu_gates
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 def compiled(subject: str, limit_s: float = 120.0, **kwargs) -> gpu.Compiled:

@@ -335,7 +335,7 @@ def test_verification_shows_the_distribution_and_names_what_failed():
 
 @pytest.mark.parametrize("name", ["blocks", "sweep"])
 def test_the_stored_records_fill_their_tables(name):
-    text = report.render(name, evidence.collect(Path(__file__).parents[1] / "evidence"))
+    text = report.render(name, evidence.collect(Path(__file__).parents[2] / "evidence"))
     header, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {"v5e", "v5p", "v6e", "v7x"} <= {cell.strip() for cell in header.split("|")}
     assert len(rows) > 5

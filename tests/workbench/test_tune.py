@@ -18,7 +18,7 @@ from tessera.workbench import evidence, tune
 from tessera.workbench.tune import calls, search, seeding, ship, tpe
 from tessera.workbench.tune.child import Child
 
-HERE = str(Path(__file__).parent)
+HERE = str(Path(__file__).parents[1])
 SPACE = [{"x": x, "y": y} for x in range(12) for y in range(12)]
 SMALL = Shapes(1, 128, 128, 4, 2, 16, None, "float32")
 BUDGET = tune.Budget(candidates=6, quick=1, finalists=2, rounds=3, limit_s=20.0)

@@ -17,7 +17,7 @@ from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
 from tessera.sparse.baselines import Dense
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz"))
 GREEDY = 64
 CHUNK = 16

@@ -15,7 +15,7 @@ from tessera.models.gguf_file import read_gguf
 from tessera.models.gguf_tokenizer import PATTERNS, gguf_tokenizer
 from tessera.models.tokenizer import load_tokenizer
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "tokenizers.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "tokenizers.json").read_text(encoding="utf-8"))
 BPE, SPM, TEXTS = GOLDEN["bpe"], GOLDEN["spm"], GOLDEN["texts"]
 IDS = [f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown")]
 PLAIN = [text for text in TEXTS if "<s>" not in text]

@@ -17,7 +17,7 @@ from tessera.workbench.bench import attention as cases
 from tessera.workbench.bench import peers
 from tessera.workbench.bench.stand import SMOKE, Stand, compile_step, draw
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)

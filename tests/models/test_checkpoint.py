@@ -22,7 +22,7 @@ from tessera.models.families import FAMILIES, parse_config, render_config
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.models.weights import expected_shapes, init_params
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/config.json"))
 
 LLAMA = {

@@ -16,7 +16,7 @@ from tessera.deviceless import programs
 from tessera.workbench import evidence
 from tessera.workbench.studies import blocks
 
-EVIDENCE = Path(__file__).parents[1] / "evidence"
+EVIDENCE = Path(__file__).parents[2] / "evidence"
 SPEC = AttentionSpec()
 SHAPES = Shapes(1, 8192, 8192, 8, 2, 128, None, "bfloat16")
 RECORD = {"file": "some.jsonl", "workload": "w", "date": "2026-01-01T00:00:00+00:00"}

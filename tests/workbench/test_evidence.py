@@ -152,7 +152,7 @@ def test_a_machine_of_numbers_is_named(tmp_path):
 
 
 def test_the_stored_records_are_whole():
-    assert evidence.collect(Path(__file__).parents[1] / "evidence")
+    assert evidence.collect(Path(__file__).parents[2] / "evidence")
 
 
 def test_appending_survives_a_kill(tmp_path):

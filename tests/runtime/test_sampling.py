@@ -10,7 +10,7 @@ import pytest
 from tessera.runtime.engine import seen_tokens
 from tessera.runtime.sampling import Sampling, check_seeds, choose, distribution
 
-GOLDEN = Path(__file__).parent / "golden" / "sampling.npz"
+GOLDEN = Path(__file__).parents[1] / "golden" / "sampling.npz"
 NUM_CASES = 8
 
 

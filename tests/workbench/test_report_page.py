@@ -18,7 +18,7 @@ from tessera.workbench.report import labels as report_labels
 from tessera.workbench.report import page as report_page
 from tessera.workbench.report import pictures as report_pictures
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CODE = evidence.Code(commit="0123456789abcdef", dirty=False)
 
 

@@ -18,7 +18,7 @@ from tessera.deviceless.tpu import inspection, predict, schedule
 from tessera.workbench import evidence
 from tessera.workbench.studies import sweep
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 KIB = 1024
 
 
