@@ -12,6 +12,7 @@ import jax
 
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import explain
+from tessera.core.files import SHIPPED
 from tessera.core.memory import available_bytes, format_bytes
 from tessera.runtime.compilation import cache_folder
 from tessera.sparse.plan import Plan
@@ -121,10 +122,10 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
 
 def _plans(problems: list[str]) -> dict[str, str]:
     """What each plan that comes with the package promised."""
-    found, folder = {}, Path(__file__).parent / "demo"
-    for path in sorted(folder.rglob("*plan.json")):
+    found = {}
+    for path in sorted(SHIPPED.rglob("*plan.json")):
         try:
-            found[str(path.relative_to(folder))] = promise_line(Plan.load(path))
+            found[str(path.relative_to(SHIPPED))] = promise_line(Plan.load(path))
         except ValueError as error:
             problems.append(str(error))
     return found

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
+from tessera.core.files import SHIPPED
 from tessera.core.memory import require
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
@@ -371,7 +372,7 @@ def shipped_plan(source: str | os.PathLike) -> Path | None:
     """The plan that the package holds for a fetched model's file, by the file's name; its fingerprint decides later."""
     names = {Path(model.member).name: name for name, model in MODELS.items()}
     name = names.get(Path(source).name)
-    return None if name is None else Path(__file__).parent / "demo" / f"{name}{GGUF_PLAN_SUFFIX}"
+    return None if name is None else SHIPPED / f"{name}{GGUF_PLAN_SUFFIX}"
 
 
 def explain_not_finite(params: Params) -> str:

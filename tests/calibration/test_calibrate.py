@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.contract import AttentionSpec, Positions, call_shapes
 from tessera.calibration import calibrate as module
 from tessera.calibration.calibrate import Notes, Report, calibrate, perplexity, record_similarity, run_chunk, run_window
 from tessera.calibration.crossover import find_crossover, measure_crossover
@@ -24,7 +24,6 @@ from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
-from tessera.sparse.reads import shapes_of
 from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
 
 CONFIG = ModelConfig(
@@ -227,7 +226,7 @@ def test_a_layer_that_reads_its_own_tile_is_like_every_other():
     far, near = k[:, :16], jnp.where(jnp.arange(256)[:, None, None] >= 240, 40.0, 0.1 * k)
     recorder, spec = SimilarityRecorder(query_tile=16), AttentionSpec()
     where = Positions(*(jnp.full(1, n, jnp.int32) for n in (240, 256, 16)))
-    state = recorder.init_state(2, shapes_of(far, k), spec)
+    state = recorder.init_state(2, call_shapes(far, k), spec)
     _, state = recorder.attend(0, far, k, k, spec, where, state)
     _, state = recorder.attend(1, jnp.ones_like(far), near, k, spec, where, state)
     assert state.least[0, 1, 0, 0] == pytest.approx(1.0, abs=1e-6)

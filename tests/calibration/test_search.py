@@ -25,19 +25,19 @@ from tessera.calibration.search import (
     probes_of,
     run,
 )
-from tessera.core.files import Notebook, read_lines
+from tessera.core.files import DEMO_MODEL, Notebook, read_lines
 from tessera.sparse.ablation import GRID, MassRecorder, Tiling, missed_mass
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
 from tessera.sparse.promise import summary
-from tessera.workbench.quality import SHIPPED, calibration_texts
+from tessera.workbench.quality import calibration_texts
 
 TILING = Tiling(tile=16, query_tile=32, local=32, sinks=16)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return tessera.load(SHIPPED)
+    return tessera.load(DEMO_MODEL)
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ def main() -> int:
     import lm_eval
 
     import tessera
+    from tessera.core.files import DEMO_MODEL
     from tessera.workbench.eval.harness import adapter
-    from tessera.workbench.quality import SHIPPED
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.jsonl"
@@ -48,7 +48,7 @@ def main() -> int:
             "doc_to_target": 0,
             "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         }
-        model = tessera.load(str(SHIPPED), attention="kascade")
+        model = tessera.load(str(DEMO_MODEL), attention="kascade")
         tasks = [task | data for task in (answers, choices)]
         found = lm_eval.simple_evaluate(adapter(model), tasks=tasks, log_samples=False)["results"]
     scores = found["keys_answered"]["exact_match,none"], found["keys_chosen"]["acc,none"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tessera.attention import dispatch
-from tessera.attention.contract import AttentionSpec, Positions, Selection
+from tessera.attention.contract import AttentionSpec, Positions, Selection, call_shapes
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
@@ -19,7 +19,7 @@ from tessera.sparse import baselines, kascade
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Reads
 from tessera.sparse.kascade import Kascade
-from tessera.sparse.reads import count_read, count_visible, shapes_of
+from tessera.sparse.reads import count_read, count_visible
 
 CONFIG = ModelConfig(
     vocab_size=32, hidden_size=32, intermediate_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8,
@@ -111,7 +111,7 @@ def whole(width, num_keys=None, batch=1):
 def after_anchor(policy, seed=0, width=96):
     """The state behind anchor layer 0, which saw its own q, k, v."""
     q, k, v = qkv(seed, width, width)
-    state = policy.init_state(len(policy.head_map), shapes_of(q, k), AttentionSpec())
+    state = policy.init_state(len(policy.head_map), call_shapes(q, k), AttentionSpec())
     return attend(policy, 0, q, k, v, state)[1]
 
 
@@ -316,7 +316,7 @@ def test_reads_are_counted_exactly(window):
         seen = t < q_len[b] and s < kv_len[b] and s <= p and (window is None or s > p - window)
         visible[b, h] += seen
         read[b, h] += seen and s // 16 in tiles[b, h, t // 8, : count[b, h, t // 8]]
-    shapes = shapes_of(q, k)
+    shapes = call_shapes(q, k)
     found = jax.jit(lambda *args: (count_read(args[0], spec, args[1], shapes), count_visible(spec, args[1], shapes)))
     np.testing.assert_array_equal(found(selection, positions), (read, visible))
 
@@ -324,7 +324,7 @@ def test_reads_are_counted_exactly(window):
 def test_the_window_reads_sinks_and_newest_keys_rounded_to_tiles():
     policy = Window(window=32, sinks=8, tile=16, query_tile=8)
     q, k, v = qkv(0, 96, 96)
-    state = policy.init_state(1, shapes_of(q, k), AttentionSpec())
+    state = policy.init_state(1, call_shapes(q, k), AttentionSpec())
     out, reads = attend(policy, 0, q, k, v, state)
     t, s = np.arange(96)[:, None], np.arange(96)
     oldest = (t // 8) * 8 - 31  # of the query tile's first row
@@ -342,7 +342,7 @@ def test_the_oracle_keeps_the_heaviest_tiles_of_every_layer(stacked, tokens):
     _, reads, _, _ = run(stacked, tokens, policy)
     assert np.all(density(reads) < 0.5)
     q, k, v = qkv(5)
-    out = attend(policy, 0, q, k, v, policy.init_state(1, shapes_of(q, k), AttentionSpec()))
+    out = attend(policy, 0, q, k, v, policy.init_state(1, call_shapes(q, k), AttentionSpec()))
     spec = AttentionSpec(tile=16, query_tile=8, mass=True)
     mass = np.asarray(dispatch.attention(q, k, v, spec).mass)
     allowed = np.zeros((1, 4, 96, 96), bool)

@@ -13,14 +13,14 @@ import pytest
 
 from tessera.attention.contract import AttentionSpec, Selection
 from tessera.calibration.crossover import find_crossover
-from tessera.core import hardware
+from tessera.core import files, hardware
 from tessera.models.weights import init_params
 from tessera.runtime.engine import Session
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
 from tessera.workbench import bench, evidence, measure, quality
-from tessera.workbench.bench import amdahl, answers, model
+from tessera.workbench.bench import amdahl, model
 from tessera.workbench.bench import attention as cases
 from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, causal_pairs, model_work, utilisation, versus
 from tessera.workbench.evidence import INTERVAL_ROUNDS, How, What
@@ -271,7 +271,7 @@ def test_the_crossover_is_the_rule_of_calibrate_on_the_records_own_medians(stand
     assert [len(r.samples) for r in records] == [SMOKE.rounds] * 4
     assert records[-1].mean_density < 0.9
     anchors = [n for n, share in enumerate(records[-1].density) if share == 1]
-    assert anchors == list(Plan.load(answers.SHIPPED / "plan.json").anchors)
+    assert anchors == list(Plan.load(files.DEMO_MODEL / "plan.json").anchors)
     assert records[-1].comparison.ratio == pytest.approx(medians["dense"][1] / medians["kascade"][1])
     assert not any("crossover_tokens" in r.facts for r in records[:-1])
 

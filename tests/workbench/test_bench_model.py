@@ -3,15 +3,15 @@
 import pytest
 
 from tessera.cli.main import main
+from tessera.core.files import DEMO_MODEL
 from tessera.workbench import evidence
 from tessera.workbench.bench import own_model
-from tessera.workbench.quality import SHIPPED
 
 
 def test_two_records_a_length_from_one_interleaved_run(tmp_path, monkeypatch):
     monkeypatch.setattr(own_model, "ROUNDS", 1)
     out = tmp_path / "records.jsonl"
-    assert own_model.run(SHIPPED, lengths=(1024, 2048, 10**6), out=out, command="tessera bench --model demo") == 0
+    assert own_model.run(DEMO_MODEL, lengths=(1024, 2048, 10**6), out=out, command="tessera bench --model demo") == 0
     records = evidence.read(out)
     assert [(r.what.kernel, r.what.workload) for r in records] == [
         (name, f"own_model_{length}") for length in (1024, 2048) for name in ("dense", "kascade")
@@ -25,6 +25,6 @@ def test_two_records_a_length_from_one_interleaved_run(tmp_path, monkeypatch):
 
 def test_what_does_not_fit_is_named(tmp_path, capsys):
     with pytest.raises(ValueError, match="must hold one within the model's context of 4096"):
-        own_model.run(SHIPPED, lengths=(8192,), out=tmp_path / "records.jsonl")
+        own_model.run(DEMO_MODEL, lengths=(8192,), out=tmp_path / "records.jsonl")
     assert main(["bench", "--plan", "plan.json"]) == 2
     assert "--plan plan.json needs --model" in capsys.readouterr().err

@@ -10,12 +10,11 @@ import pytest
 from tiny import PLAN, save_tiny
 
 from tessera import generate
-from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.contract import AttentionSpec, Positions, call_shapes
 from tessera.calibration import calibrate
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
-from tessera.sparse.reads import shapes_of
 from tessera.sparse.recording import RecallRecorder
 from tessera.workbench import eval as evaluation
 from tessera.workbench import evidence
@@ -258,7 +257,7 @@ def test_half_the_keys_of_uniform_attention_hold_half_its_mass(policy):
     recorder, spec = RecallRecorder(policy=policy), AttentionSpec()
     q, keys = jnp.zeros((1, 1, 4, 16)), jnp.ones((1, 64, 2, 16))
     positions = Positions(*(np.array([n], np.int32) for n in (63, 64, 1)))  # the last of 64 rows
-    state = recorder.init_state(2, shapes_of(q, keys), spec)
+    state = recorder.init_state(2, call_shapes(q, keys), spec)
     for layer in range(2):
         _, state = recorder.attend(layer, q, keys, keys, spec, positions, state)
     kept = np.asarray(state.held / state.total)

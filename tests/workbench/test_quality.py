@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 import tessera
+from tessera.core.files import DEMO_MODEL
 from tessera.demo.reading import Reader, policies
 from tessera.generate import find_plan
 from tessera.models.checkpoint import load_params
-from tessera.workbench.quality import SHIPPED, passkey_tasks
+from tessera.workbench.quality import passkey_tasks
 
 LENGTHS = (768, 2048)
 
@@ -20,8 +21,8 @@ def readers():
 
     The layers are stacked and all prefill calls have one size: two programs a side.
     """
-    dense = tessera.load(SHIPPED)
-    dense = replace(dense, params=load_params(SHIPPED, dense.config, stacked=True))
+    dense = tessera.load(DEMO_MODEL)
+    dense = replace(dense, params=load_params(DEMO_MODEL, dense.config, stacked=True))
     return {name: Reader(model, num_keys=max(LENGTHS)) for name, model in policies(dense).items()}
 
 
@@ -41,7 +42,7 @@ def test_pass_keys_need_what_the_shipped_plan_chooses(readers, length):
 
 
 def test_the_shipped_plan_is_the_one_that_kascade_finds_and_says_what_it_promised():
-    plan = find_plan("kascade", None, str(SHIPPED))
+    plan = find_plan("kascade", None, str(DEMO_MODEL))
     assert plan.budgets
     assert plan.own == tuple(range(plan.num_layers))
     measured, asked = plan.promise["measured"], plan.promise["max_kl"]

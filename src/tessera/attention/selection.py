@@ -149,7 +149,7 @@ def capacity_for(
     """
     if isinstance(fraction, jax.core.Tracer):
         raise ValueError("a traced fraction has no static size: give select_tiles its capacity")
-    _check_budget(fraction, minimum, local, sinks)
+    check_budget(fraction, minimum, local, sinks)
     largest = float(np.max(fraction))
     rows = min(spec.query_tile, num_queries)
     visible = num_keys if spec.window is None else min(num_keys, spec.window)
@@ -177,7 +177,7 @@ def tile_budget(
     sinks: int = 0,
 ) -> Tiles:
     """Return the ranges of visible, own, local and sink tiles and the budget of every query tile."""
-    _check_budget(fraction, minimum, local, sinks)
+    check_budget(fraction, minimum, local, sinks)
     row = jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
     last_row = jnp.minimum(row + spec.query_tile, q_len[:, None]) - 1
     first_p, last_p, keys = q_start[:, None] + row, q_start[:, None] + last_row, kv_len[:, None]
@@ -286,7 +286,8 @@ def _span(length: int, tile: int) -> int:
     return 1 if length <= 1 else (length - 2) // tile + 2
 
 
-def _check_budget(fraction: Fraction, minimum: int, local: int, sinks: int) -> None:
+def check_budget(fraction: Fraction, minimum: int, local: int = 0, sinks: int = 0) -> None:
+    """Raise ValueError unless a budget of max(fraction * visible, minimum) far keys makes sense."""
     if not isinstance(fraction, jax.core.Tracer) and not all(0 <= share <= 1 for share in np.ravel(fraction)):
         raise ValueError(f"{fraction=} must be from 0 to 1")
     for name, keys in (("minimum", minimum), ("local", local), ("sinks", sinks)):

@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.selection import check_budget
 from tessera.calibration.crossover import measure_crossover
 from tessera.calibration.search import (
     LONG,
@@ -51,7 +52,7 @@ from tessera.sparse.ablation import Tiling
 from tessera.sparse.anchors import best_heads, choose_anchors, default_anchors, head_table, mapped
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
-from tessera.sparse.plan import HEADS, Plan, check_anchors, check_budget
+from tessera.sparse.plan import HEADS, Plan, check_anchors
 from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
 
 CHUNK = 512

@@ -417,10 +417,11 @@ def named_model(name: str | None) -> str | Path:
 
 def shipped_model() -> Path:
     """The demo checkpoint that comes with the package."""
-    folder = Path(__file__).parents[1] / "demo" / "model"
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"the shipped demo model is missing at {folder}: reinstall, or pass --model")
-    return folder
+    from tessera.core.files import DEMO_MODEL
+
+    if not (DEMO_MODEL / "config.json").is_file():
+        raise FileNotFoundError(f"the shipped demo model is missing at {DEMO_MODEL}: reinstall, or pass --model")
+    return DEMO_MODEL
 
 
 if __name__ == "__main__":

@@ -171,6 +171,7 @@ class Eval:
 
     def run_shipped(self, **asked) -> int:
         """The suites of the shipped model."""
+        from tessera.core.files import DEMO_MODEL
         from tessera.generate import find_plan, load
         from tessera.workbench import eval as evaluation
         from tessera.workbench.quality import make_plan
@@ -178,7 +179,7 @@ class Eval:
         shipped = self.model is None
         if self.suite == "study" and not shipped:
             raise ValueError("--suite study calibrates on the shipped model's own text: drop --model")
-        model = load(Path(__file__).parents[1] / "demo" / "model" if shipped else self.model)
+        model = load(DEMO_MODEL if shipped else self.model)
         plan = find_plan("kascade", self.plan, model.source)
         return evaluation.run(
             model, plan, make_plan=lambda **choice: make_study_plan(make_plan, model, choice), **asked

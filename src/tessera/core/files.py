@@ -13,6 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+SHIPPED = Path(__file__).parents[1] / "demo"
+"""What comes with the package: the demo model, and plans of fetched models."""
+DEMO_MODEL = SHIPPED / "model"
+
 
 def user_cache() -> Path:
     """This user's cache folder for Tessera: XDG_CACHE_HOME or the platform's place, read when called."""

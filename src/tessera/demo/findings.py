@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.contract import AttentionSpec, Positions, call_shapes
 from tessera.attention.dispatch import attention
 from tessera.core.shapes import ceil_div
 from tessera.demo.pictures import Anchor
@@ -18,7 +18,6 @@ from tessera.generate import Model
 from tessera.models.decoder import forward
 from tessera.runtime.answers import Generation
 from tessera.sparse.kascade import Kascade
-from tessera.sparse.reads import shapes_of
 from tessera.train.data import library_corpus
 from tessera.workbench import measure, quality
 from tessera.workbench.quality import Accuracy, passkey_tasks
@@ -154,7 +153,7 @@ def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress
         heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         keys = jax.random.split(jax.random.key(length), 3)
         q, k, v = (jax.random.normal(key, (1, length, n, config.head_dim)) for key, n in zip(keys, heads))
-        empty = policy.init_state(len(found), shapes_of(q, k), spec)
+        empty = policy.init_state(len(found), call_shapes(q, k), spec)
         states = {kind: choosing[kind](q, k, v, empty)[1] if kind in choosing else empty for kind in first}
         calls = {"dense": (dense, q, k, v)}
         calls |= {kind: (program, q, k, v, states[kind]) for kind, program in programs.items() if kind != "dense"}
@@ -221,7 +220,7 @@ class _Tracing(Kascade):
         if self.chooses(layer):
             choice = inner.choice  # masses where each layer has budgets
             if self.budgets:
-                choice = self.select(layer, choice, self._spec(spec), positions, shapes_of(q, k))
+                choice = self.select(layer, choice, self._spec(spec), positions, call_shapes(q, k))
             seen = (*seen, choice)
         return out, (inner, seen)
 

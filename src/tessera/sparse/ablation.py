@@ -11,14 +11,14 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
 
-from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Shapes, call_shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import capacity_for, select_tiles, tile_budget
 from tessera.core.shapes import ceil_div
 from tessera.sparse.baselines import Counted
 from tessera.sparse.contract import Policy
 from tessera.sparse.estimate import Estimate, estimate_mass
-from tessera.sparse.reads import count_read, count_visible, record_reads, shapes_of
+from tessera.sparse.reads import count_read, count_visible, record_reads
 
 GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 """Budgets a head may get, as fractions of the visible keys; a finer grid changed nothing that text could show."""
@@ -62,7 +62,7 @@ class LocalHeads(Counted):
         return self.tiling.query_tile
 
     def attend(self, layer, q, k, v, spec, positions, state):
-        spec, shapes = self.tiling.spec(spec), shapes_of(q, k)
+        spec, shapes = self.tiling.spec(spec), call_shapes(q, k)
         heads = (q.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile), ceil_div(k.shape[1], spec.tile))
         near = select_tiles(jnp.zeros(heads), spec, fraction=0.0, **self.tiling.always(), **positions._asdict())
         dense = attention(q, k, v, spec, **positions._asdict()).out
@@ -85,7 +85,7 @@ class Budgeted(Counted):
         return self.tiling.query_tile
 
     def attend(self, layer, q, k, v, spec, positions, state):
-        spec, shapes = self.tiling.spec(spec), shapes_of(q, k)
+        spec, shapes = self.tiling.spec(spec), call_shapes(q, k)
         mass = estimate_mass(q, k, spec, positions, Estimate(keys=self.tiling.score_keys, rows=self.tiling.score_rows))
         always = self.tiling.always()
         size = capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=1.0, **always)

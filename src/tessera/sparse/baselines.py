@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes, call_shapes
 from tessera.attention.dispatch import attention
-from tessera.attention.selection import select_tiles
+from tessera.attention.selection import check_budget, select_tiles
 from tessera.core.shapes import ceil_div
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.estimate import Estimate, estimate_mass
-from tessera.sparse.plan import check_budget
-from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads, shapes_of
+from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class Dense(Counted):
 
     def attend(self, layer, q, k, v, spec, positions, state):
         out = attention(q, k, v, spec, **positions._asdict())
-        visible = count_visible(spec, positions, shapes_of(q, k))
+        visible = count_visible(spec, positions, call_shapes(q, k))
         return out.out, record_reads(state, layer, visible, visible)
 
 
@@ -90,7 +89,7 @@ class Window(Counted):
 
     def attend(self, layer, q, k, v, spec, positions, state):
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
-        shapes = shapes_of(q, k)
+        shapes = call_shapes(q, k)
         selection = self.select(positions, shapes)
         out = attention(q, k, v, spec, **positions._asdict(), selection=selection)
         read = count_read(selection, spec, positions, shapes)
@@ -150,11 +149,11 @@ class Oracle(Counted):
 
     def _dense(self, layer, q, k, v, spec, positions, state):
         out = attention(q, k, v, spec, **positions._asdict())
-        visible = count_visible(spec, positions, shapes_of(q, k))
+        visible = count_visible(spec, positions, call_shapes(q, k))
         return out.out, record_reads(state, layer, visible, visible)
 
     def _sparse(self, layer, q, k, v, spec, positions, state):
-        shapes = shapes_of(q, k)
+        shapes = call_shapes(q, k)
         selection = self.select(self.score(layer, q, k, v, spec, positions), spec, positions)
         out = attention(q, k, v, spec, **positions._asdict(), selection=selection)
         read = count_read(selection, spec, positions, shapes)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes, call_shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import capacity_for, select_tiles
 from tessera.core.shapes import ceil_div
@@ -23,7 +23,7 @@ from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.plan import Plan, check_budgets, check_choice, check_head_map, check_layers
-from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads, shapes_of
+from tessera.sparse.reads import count_read, count_visible, init_reads, record_reads
 
 
 class KascadeState(NamedTuple):
@@ -178,11 +178,11 @@ class Kascade(Policy):
 
     def _dense(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
         out = attention(q, k, v, spec, **positions._asdict())
-        visible = count_visible(spec, positions, shapes_of(q, k))
+        visible = count_visible(spec, positions, call_shapes(q, k))
         return out.out, state._replace(reads=record_reads(state.reads, layer, visible, visible))
 
     def _score(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        shapes = shapes_of(q, k)
+        shapes = call_shapes(q, k)
         out = attention(q, k, v, replace(spec, mass=True), **positions._asdict())
         state = self._leave(layer, out.mass, spec, positions, shapes, state)
         visible = count_visible(spec, positions, shapes)
@@ -190,7 +190,7 @@ class Kascade(Policy):
 
     def _own(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
         mass = self._scores(layer, q, k, spec, positions)
-        state = self._leave(layer, mass, spec, positions, shapes_of(q, k), state)
+        state = self._leave(layer, mass, spec, positions, call_shapes(q, k), state)
         return self._sparse(layer, q, k, v, spec, positions, state)
 
     def _scores(self, layer, q, k, spec: AttentionSpec, positions: Positions) -> Array:
@@ -200,7 +200,7 @@ class Kascade(Policy):
         if not self.budgets or reused or not isinstance(layer, int):
             return estimate_mass(q, k, spec, positions, how)
         heads = jnp.asarray([h for h, budget in enumerate(self.budgets[layer]) if 0 < budget < 1], jnp.int32)
-        shapes = shapes_of(q, k)
+        shapes = call_shapes(q, k)
         tiles = ceil_div(shapes.num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
         mass = jnp.zeros((shapes.batch, shapes.num_kv_heads, *tiles), jnp.float32)
         if not heads.size:
@@ -210,7 +210,7 @@ class Kascade(Policy):
         return mass.at[:, heads].set(scored)
 
     def _sparse(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        shapes = shapes_of(q, k)
+        shapes = call_shapes(q, k)
         selection = self.chosen(layer, spec, positions, shapes, state)
         read = count_read(selection, spec, positions, shapes) if self.budgets else self.map_heads(layer, state.read)
         out = attention(q, k, v, spec, **positions._asdict(), selection=selection)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tessera.attention.contract import AttentionSpec
+from tessera.attention.selection import check_budget
 from tessera.core.files import replace_text
 from tessera.sparse.estimate import Estimate
 
@@ -18,15 +19,6 @@ FIRST_SCHEMA: Mapping[str, Any] = MappingProxyType(
     {"local": 0, "sinks": 0, "own": [], "budgets": [], "score_keys": 1, "score_rows": 1, "promise": {}}
 )
 """What a plan of schema 1 leaves out: it lists no local tiles and no sinks, and every layer scores or reuses."""
-
-
-def check_budget(fraction: float, minimum: int, local: int = 0, sinks: int = 0) -> None:
-    """Raise ValueError unless a budget of max(fraction * visible, minimum) far keys makes sense."""
-    if not 0 <= fraction <= 1:
-        raise ValueError(f"fraction={fraction} must be from 0 to 1")
-    for name, value in (("minimum", minimum), ("local", local), ("sinks", sinks)):
-        if value < 0:
-            raise ValueError(f"{name}={value} must be at least 0 keys")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,9 +43,3 @@ def count_read(selection: Selection, spec: AttentionSpec, positions: Positions, 
 def _accumulator(shapes: Shapes) -> jnp.dtype:
     """int32 is exact but ends at 2^31 keys; a call over more takes float32 and its rounding."""
     return jnp.int32 if shapes.num_queries * shapes.num_keys < 2**31 else jnp.float32
-
-
-def shapes_of(q: Array, k: Array) -> Shapes:
-    """Static sizes of one attention call."""
-    batch, num_queries, num_heads, head_dim = q.shape
-    return Shapes(batch, num_queries, k.shape[1], num_heads, k.shape[2], head_dim, None, str(q.dtype))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes, call_shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import select_tiles
 from tessera.attention.visibility import row_ranges
@@ -20,7 +20,6 @@ from tessera.sparse.anchors import importance, similarity
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
-from tessera.sparse.reads import shapes_of
 
 NUM_KEYS = 64
 """Keys per head and query tile that two layers are compared by (the paper's k for anchor choice), always-read ones not
@@ -178,7 +177,7 @@ class RecallRecorder(Policy):
         whole = attention(q, k, v, replace(tiled, mass=True), **positions._asdict())
         out, inner = self.policy.attend(layer, q, k, v, spec, positions, state.policy)
         out = whole.out if self.dense else out
-        listed = self._listed(layer, whole.mass, tiled, positions, shapes_of(q, k), inner)
+        listed = self._listed(layer, whole.mass, tiled, positions, call_shapes(q, k), inner)
         valid = jnp.arange(listed.tiles.shape[-1], dtype=jnp.int32) < listed.count[..., None]
         held = jnp.where(valid, jnp.take_along_axis(whole.mass, listed.tiles, axis=-1), 0.0).sum((0, 2, 3))
         total = whole.mass.sum((0, 2, 3))

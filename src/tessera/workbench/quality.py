@@ -8,13 +8,13 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from tessera.calibration.calibrate import calibrate
+from tessera.core.files import DEMO_MODEL, SHIPPED
 from tessera.generate import Model, load
 from tessera.models.fetch import fetch
 from tessera.sparse.plan import Plan
@@ -63,9 +63,6 @@ def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> 
     return Accuracy(num_tasks=len(tasks), num_right=num_right, layer_density=mean)
 
 
-SHIPPED = Path(__file__).parents[1] / "demo" / "model"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """What a plan of the study, made by Kascade's own recipe, is free to choose."""
@@ -109,7 +106,7 @@ def make_demo_plan(model: Model, **options: Any) -> Plan:
     return calibrate(model, rows, max_tokens=sum(map(len, rows)), **DEMO_TARGET, **options)
 
 
-REAL_PLAN = SHIPPED.parent / "smollm2.plan.json"
+REAL_PLAN = SHIPPED / "smollm2.plan.json"
 REAL_TARGET = MappingProxyType({"max_kl": 0.02, "minimum": 224})
 """Below a window's divergence at as many keys on every domain (docs/evidence.md). At 2,048 tokens a small share is too
 few keys for a head: LOG.md says what a minimum changed there."""
@@ -126,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) == ["smollm2"]:
         path, plan = REAL_PLAN, make_real_plan(load(fetch("smollm2")))
     else:
-        path, plan = SHIPPED / "plan.json", make_demo_plan(load(SHIPPED))
+        path, plan = DEMO_MODEL / "plan.json", make_demo_plan(load(DEMO_MODEL))
     plan.save(path)
     print(path.name, *summary(plan), sep="\n")
     return 0

@@ -19,10 +19,10 @@ from tessera.attention.dispatch import KERNELS, call_shapes
 from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.gpu.warpgroup import OPERAND
 from tessera.attention.selection import select_tiles
+from tessera.attention.tpu.matrix_unit import LANES
 from tessera.attention.workloads import Workload, tagged
 
 SMALL_BLOCK = 16
-LANES = 128
 
 
 class Race(RuntimeError):

@@ -28,9 +28,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.online_softmax import LOG2_E
+from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import ceil_div, round_up
-
-LANES = 128
 
 
 @dataclass(frozen=True, kw_only=True)

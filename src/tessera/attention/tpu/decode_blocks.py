@@ -14,10 +14,11 @@ from jax import Array
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.tpu.matrix_unit import LANES
 from tessera.attention.visibility import decode_range
 from tessera.core.shapes import ceil_div, round_up
 
-LANES, SUBLANES = 128, 8
+SUBLANES = 8
 PACKED = 16
 """Rows of a packed bfloat16 register: every copy starts at a multiple of it."""
 TILES_AT_ONCE = 32

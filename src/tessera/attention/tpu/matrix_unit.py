@@ -7,6 +7,7 @@ from jax import Array
 from tessera.core.shapes import ceil_div
 
 LANES = 128
+"""Elements of a vector register's last dimension."""
 
 
 def dot(a: Array, b: Array, contract_b: int) -> Array:

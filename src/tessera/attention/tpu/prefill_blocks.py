@@ -13,9 +13,9 @@ import numpy as np
 from jax import Array
 
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import ceil_div, round_up
 
-LANES = 128
 SUB_ROWS = 1024
 """Rows of a token block at least: fewer leave the matrix unit waiting for each other's results."""
 CORNER = 256

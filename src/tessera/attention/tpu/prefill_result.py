@@ -6,8 +6,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention.online_softmax import LN_2
-from tessera.attention.tpu.matrix_unit import dot, widen
-from tessera.attention.tpu.prefill_blocks import LANES, Cut, Range, banks_of, whole
+from tessera.attention.tpu.matrix_unit import LANES, dot, widen
+from tessera.attention.tpu.prefill_blocks import Cut, Range, banks_of, whole
 from tessera.attention.tpu.prefill_rows import Refs
 
 

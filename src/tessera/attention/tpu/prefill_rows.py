@@ -17,8 +17,8 @@ from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.online_softmax import LOG2_E
-from tessera.attention.tpu.matrix_unit import dot, widen
-from tessera.attention.tpu.prefill_blocks import LANES, Cut, whole
+from tessera.attention.tpu.matrix_unit import LANES, dot, widen
+from tessera.attention.tpu.prefill_blocks import Cut, whole
 
 
 class Rows(NamedTuple):

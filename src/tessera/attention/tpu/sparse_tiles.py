@@ -17,9 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import ceil_div, round_up
 
-LANES = 128
 PACKED = 16
 """Rows of a packed bfloat16 register: row blocks and tile copies start at multiples of it."""
 MOST_ITEMS, COPIES = 4, 256

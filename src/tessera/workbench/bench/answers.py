@@ -1,19 +1,17 @@
 """Answers kept: the shipped model's pass keys, dense, Kascade and Kascade without its choice, on the same tasks."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from tessera import generate
+from tessera.core.files import DEMO_MODEL
 from tessera.workbench.bench.stand import Stand
 from tessera.workbench.evidence import How, Record, What
 from tessera.workbench.quality import passkey_accuracy, passkey_tasks, wilson, without_choice
 
-SHIPPED = Path(__file__).parents[2] / "demo" / "model"
-
 
 def pass_keys(stand: Stand) -> Iterator[Record]:
     """Five-digit keys hidden at even depths of held-out text, found greedily and exactly; Kascade at every length."""
-    kascade = generate.load(SHIPPED, attention="kascade")
+    kascade = generate.load(DEMO_MODEL, attention="kascade")
     plan = kascade.plan
     config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "heads": plan.heads}
     names = ("tile", "query_tile", "local", "sinks", "fraction", "minimum")

@@ -12,6 +12,7 @@ import numpy as np
 
 from tessera import generate
 from tessera.calibration.crossover import find_crossover
+from tessera.core.files import DEMO_MODEL
 from tessera.core.shapes import ceil_div
 from tessera.models.checkpoint import fingerprint, load_params
 from tessera.models.config import ModelConfig
@@ -23,7 +24,6 @@ from tessera.sparse.plan import Plan
 from tessera.sparse.policies import policy_for
 from tessera.workbench import measure
 from tessera.workbench.bench.amdahl import AttentionAlone, layer_densities, predict
-from tessera.workbench.bench.answers import SHIPPED
 from tessera.workbench.bench.stand import REST_S, Stand, draw_tokens, fresh_seed, model_work, versus
 from tessera.workbench.evidence import How, Record, What
 
@@ -114,7 +114,7 @@ def crossover(stand: Stand) -> Iterator[Record]:
     `crossover.find_crossover`; null if it is not even at the longest. Lengths beyond the model's context are speed
     only.
     """
-    shipped = generate.load(SHIPPED, attention="kascade")
+    shipped = generate.load(DEMO_MODEL, attention="kascade")
     policies = {"dense": Dense(), "kascade": replace(shipped.policy, crossover_tokens=0)}
     lengths = stand.sizes.crossover_tokens
     config = replace(shipped.config, max_positions=max(lengths))

@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection
+from tessera.attention.contract import AttentionSpec, Positions, Selection, call_shapes
 from tessera.attention.dispatch import attention
 from tessera.attention.selection import find_marks, keep_largest
 from tessera.core.shapes import ceil_div
@@ -27,7 +27,7 @@ from tessera.sparse.contract import Policy
 from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import policy_for
-from tessera.sparse.reads import count_read, count_visible, record_reads, shapes_of
+from tessera.sparse.reads import count_read, count_visible, record_reads
 from tessera.workbench.eval.trials import Runner
 from tessera.workbench.quality import without_choice
 
@@ -167,7 +167,7 @@ class Matched(Counted):
         if spec.window is not None:
             raise ValueError("rivals are for models without a sliding window: this one has it in its configuration")
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
-        where, shapes = positions._asdict(), shapes_of(q, k)
+        where, shapes = positions._asdict(), call_shapes(q, k)
         visible = count_visible(spec, positions, shapes)
 
         def dense(q, k, v):
