@@ -11,8 +11,8 @@ import pytest
 
 from tessera.attention.contract import AttentionSpec
 from tessera.cli import inspect as flags
-from tessera.core.child import Process
 from tessera.deviceless import hlo, steps
+from tessera.deviceless.process import Process
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection, predict, schedule
 from tessera.workbench import evidence

@@ -1,4 +1,4 @@
-"""A compiler in a process of its own, asked for one thing after another: it may hang or die, and the asker goes on."""
+"""A worker process that answers requests: it may hang, crash or run out of memory, and the caller goes on."""
 
 import json
 import os
@@ -10,67 +10,95 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-class Process:
-    """A worker that reads a JSON request a line and writes a JSON reply a line; one that ends is started anew.
+class Ended(RuntimeError):
+    """A worker ended without an answer.
 
-    Args:
-        command: what starts it.
-        environment: its whole environment.
-        niceness: added to this process's own.
+    Attributes:
+        status: its exit status, negative for a signal.
+        late: it was killed at the limit.
+        answered: it had answered before.
+        said: the last lines of its standard error.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], niceness: int = 0):
+    def __init__(self, status: int, late: bool, answered: bool, said: str):
+        super().__init__(f"the worker ended with exit status {status}: {said}")
+        self.status, self.late, self.answered, self.said = status, late, answered, said
+
+
+class Worker:
+    """Reads a JSON request a line and writes a JSON reply a line. Starts at the first request, again if it ended.
+
+    Args:
+        command: starts it.
+        environment: its whole environment; this process's own if None.
+        niceness: added to this process's own.
+        ready_s: the worker writes one line when it is ready, within this many seconds; None: it writes none.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        niceness: int = 0,
+        ready_s: float | None = None,
+    ):
         self._command = ["nice", "-n", str(niceness), *command] if niceness else [*command]
-        self._environment = environment
+        self._environment, self._ready_s = environment, ready_s
         self._process: subprocess.Popen | None = None
 
-    def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """The reply; if there is none, {"compiled": False, "error", "stage"}.
-
-        The stage is "time" where the worker was ended after `limit_s` seconds, else "compile": it died of the request.
+    def ask(self, request: Mapping[str, Any], limit_s: float | None = None) -> dict[str, Any]:
+        """The reply, or the end of the worker, which is killed after `limit_s` seconds.
 
         Raises:
-            ValueError: the worker ended, by no signal, before it ever answered: it cannot be started.
+            Ended: there is no reply. The next request starts another worker.
         """
         if self._process is not None and self._process.poll() is not None:
-            self.close()  # it died after its last answer: no fault of this request
+            self.close()  # it died after its last answer: not this request's fault
         if self._process is None:
-            self._answered = False
-            pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            self._process = subprocess.Popen(
-                self._command, **pipe, env=self._environment, text=True, start_new_session=True
-            )
-            self._errors = Tail(self._process.stderr)
-        late = threading.Event()
-        timer = threading.Timer(limit_s, self._end, [late])
-        timer.start()
+            self._start()
+            if self._ready_s is not None:
+                self._read(self._ready_s)  # the limit is the request's own time
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
-            line = self._process.stdout.readline()
         except BrokenPipeError:
-            line = ""
-        finally:
-            timer.cancel()
-        if line:
-            self._answered = True
-            if late.is_set():  # the answer and the end came together
-                self.close()
-            return json.loads(line)
-        status = self.close()
-        if late.is_set():
-            return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s}
-        said = self._errors.text()
-        if status > 0 and not self._answered:  # below 0 a signal ended it: the compiler itself died, which is a result
-            raise ValueError(f"the compiler did not start: {said}")
-        return {"compiled": False, "stage": "compile", "error": f"it died with status {status}: {said}"}
+            pass  # reading says how it ended
+        line = self._read(limit_s)
+        self._answered = True
+        return json.loads(line)
 
-    def _end(self, late: threading.Event) -> None:
+    def _start(self) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        # A session: Ctrl-C is the caller's to handle, and the worker's own children die with it.
+        self._process = subprocess.Popen(
+            self._command, **pipes, env=self._environment, text=True, start_new_session=True
+        )
+        self._answered, self._errors = False, Tail(self._process.stderr)
+
+    def _read(self, limit_s: float | None) -> str:
+        late, timer = threading.Event(), None
+        if limit_s is not None:
+            timer = threading.Timer(limit_s, self._kill, [late])
+            timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if line and not late.is_set():
+            return line
+        answered = self._answered
+        status = self.close()
+        if line:  # the reply and the limit came together
+            return line
+        raise Ended(status, late.is_set(), answered, self._errors.text())
+
+    def _kill(self, late: threading.Event) -> None:
         late.set()
         os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> int | None:
-        """End the process; its exit status."""
+        """End the worker by ending its input, and kill it if it stays; its exit status."""
         if self._process is None:
             return None
         process, self._process = self._process, None
@@ -88,11 +116,11 @@ class Process:
         process.stderr.close()
         return status
 
-    def __enter__(self) -> "Process":
+    def __enter__(self):
         return self
 
     def __exit__(self, kind: type | None, *exc: object) -> None:
-        if kind is not None and self._process is not None:  # nobody waits for its answer
+        if kind is not None and self._process is not None:  # the caller no longer wants the answer
             os.killpg(self._process.pid, signal.SIGKILL)
         self.close()
 

@@ -5,7 +5,6 @@ One sample of a contender is a call that returns the seconds it took, measured b
 reverse order of the one before, so that a machine that drifts slows all of them alike.
 """
 
-import json
 import math
 import os
 import statistics
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.core import hardware
+from tessera.core.child import Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,46 +213,23 @@ def run_child(code: str, *args: str, env: Mapping[str, str] | None = None, timeo
     )
 
 
-class Peer:
-    """A worker process in another environment that measures inside itself; requests and answers are JSON lines."""
+class Peer(Worker):
+    """A worker process in another environment that measures inside itself."""
 
     def __init__(self, python: str | os.PathLike, script: str | os.PathLike, *args: str):
         if not Path(python).exists():
             raise FileNotFoundError(
                 f"peer_python={os.fspath(python)!r} does not exist: `make peers` builds .venv-peers"
             )
-        self._process = subprocess.Popen(
-            [os.fspath(python), os.fspath(script), *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        super().__init__([os.fspath(python), os.fspath(script), *args])
 
     def ask(self, call: str, **arguments: Any) -> dict[str, Any]:
         """Send one request and wait for its answer.
 
         Raises:
-            RuntimeError: the worker reported an error, or died.
+            RuntimeError: the worker reported an error, or ended.
         """
-        self._process.stdin.write(json.dumps({"call": call, **arguments}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the peer died while answering {call!r}, exit status {self._process.wait()}")
-        answer = json.loads(line)
+        answer = super().ask({"call": call, **arguments})
         if "error" in answer:
             raise RuntimeError(f"peer {call!r}: {answer['error']}")
         return answer
-
-    def close(self) -> None:
-        """End the worker by closing its input; kill it if it does not leave."""
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
-
-    def __enter__(self) -> "Peer":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()

@@ -21,9 +21,9 @@ import jax
 from jax._src.pallas.mosaic.error_handling import MosaicError
 from jax._src.pallas.mosaic_gpu.lowering import LoweringError
 
-from tessera.core.child import Process
 from tessera.deviceless.gpu import sass
 from tessera.deviceless.gpu.targets import TARGETS
+from tessera.deviceless.process import Process
 from tessera.deviceless.programs import attention_call
 from tessera.deviceless.tpu.compiler import LONGEST_TEXT, CompileError, Meaning, out_of_time
 

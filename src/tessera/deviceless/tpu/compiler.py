@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.core import hardware
-from tessera.core.child import Process
 from tessera.deviceless import hlo
+from tessera.deviceless.process import Process
 from tessera.deviceless.tpu import schedule
 
 WORKER = Path(__file__).with_name("worker.py")
