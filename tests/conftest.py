@@ -7,13 +7,13 @@ import tempfile
 from tessera.core.files import user_cache
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# The one thing shared with the user's cache: the fetched model, the same bytes for everyone, 93 MB to get again.
+# Tests share only the fetched model with the user's cache: its bytes never differ, and fetching it again takes 93 MB.
 os.environ.setdefault("TESSERA_TEST_MODELS", str(user_cache() / "models"))
 os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp(prefix="tessera-test-cache-"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, which tests' child processes would inherit.
+# A shell that runs the tests in the background makes them ignore Ctrl-C, and their child processes would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -29,13 +29,13 @@ prepare_simulator()
 
 
 def pytest_configure(config):
-    """The mark that pytest-xdist groups by; without xdist it says nothing."""
+    """Register the mark that pytest-xdist groups by; without xdist it does nothing."""
     config.addinivalue_line("markers", "xdist_group(name): tests of one name run in one process")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What is spread over processes: a file as a whole, but tests over the kernel table kernel by kernel."""
+    """Group tests for xdist: a file stays in one process, but tests over the kernel table split by kernel."""
     for item in items:
         kernel = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
         name = getattr(kernel, "name", kernel if isinstance(kernel, str) else "")
@@ -43,14 +43,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Between files: a process runs dozens of them, and each leaves its programs."""
+    """Forget compiled programs between files: a process runs dozens of them, and each leaves its programs."""
     if nextitem is not None and nextitem.path != item.path:
         forget_programs(above=25_000)
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The GGUF of SmolLM2-135M-Instruct, fetched once per machine; in the tests' cache too, so --model smollm2 works.
+    """Fetch the GGUF of SmolLM2-135M-Instruct once per machine; link it into the tests' cache for --model smollm2.
 
     Skips only where it cannot be fetched. Safe in several processes at once: one downloads, the others wait.
     """

@@ -7,7 +7,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def scopes(blocks=4):
-    """A product over `blocks` grid steps with a first, an every-step and a last scope; it asks for its chip."""
+    """Build a product over `blocks` grid steps with a first, an every-step and a last scope; it queries its chip."""
     width = pltpu.get_tpu_info().mxu_column_size
 
     def body(x_ref, y_ref, out_ref, sum_ref):
@@ -43,7 +43,10 @@ def scopes(blocks=4):
 
 
 def little():
-    """Two grid steps of one register each, one of them with a loop of unknown length: the schedule in tests/golden."""
+    """Build two grid steps of one register each, one of them with a loop of unknown length.
+
+    The schedule in tests/golden is this program's.
+    """
 
     def body(turns_ref, x_ref, out_ref):
         with jax.named_scope("double"):
@@ -74,7 +77,7 @@ def little():
 
 
 def long_list(entries=1 << 20):
-    """A gather of rows by a list of ids that is prefetched whole: too long for SMEM."""
+    """Build a gather of rows whose list of ids is prefetched whole: too long for SMEM."""
 
     def body(ids_ref, x_ref, out_ref):
         out_ref[...] = x_ref[...]
@@ -94,7 +97,7 @@ def long_list(entries=1 << 20):
 
 
 def large_block(rows=1 << 17):
-    """One block of 64 MiB, twice: too large for VMEM."""
+    """Build a kernel with two blocks of 64 MiB: too large for VMEM."""
     call = pl.pallas_call(
         lambda x_ref, out_ref: out_ref.__setitem__(..., x_ref[...] * 2),
         out_shape=jax.ShapeDtypeStruct((rows, 128), jnp.float32),
@@ -105,15 +108,15 @@ def large_block(rows=1 << 17):
 
 
 def slow():
-    """Never gets to the compiler."""
+    """Sleep, so that the program never reaches the compiler."""
     import time
 
     time.sleep(600)
 
 
 def splash(length, dtype):
-    """The peer of dense prefill as `tessera bench` compiles it, 2 heads over 1."""
-    from tessera.workbench.bench import peers  # the other subjects' processes start sooner without
+    """Build the peer of dense prefill as `tessera bench` compiles it, with 2 heads over 1."""
+    from tessera.workbench.bench import peers  # lazy: the other subjects' processes start sooner without it
 
     def attend(q, k, v):
         with peers.exact(dtype):

@@ -1,6 +1,7 @@
 """GGUF files for tests, written by the gguf package: models of the golden folders, tokenizers, single tensors.
 
-Names, keys and the order of q's and k's rows are those of llama.cpp's converter, written down here a second time.
+Names, keys and the order of q's and k's rows are those of llama.cpp's converter, restated here independently of the
+library.
 """
 
 import json
@@ -35,7 +36,7 @@ NAMES = {
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]
 ) -> Path:
-    """Write a file: Python values choose their metadata types, arrays of bytes are quantised already."""
+    """Write a file: Python types select the metadata types, and arrays of bytes are already quantised."""
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
         if key == "general.architecture":
@@ -52,12 +53,12 @@ def write_gguf(
 
 
 def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
-    """Hugging Face's q or k as llama.cpp stores it: row (head, half, pair) becomes row (head, pair, half)."""
+    """Reorder Hugging Face's q or k for llama.cpp: row (head, half, pair) becomes row (head, pair, half)."""
     return rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def rename(name: str) -> str:
-    """llama.cpp's name of a tensor."""
+    """Return llama.cpp's name of a tensor."""
     stem, leaf = name.rsplit(".", 1)
     if not stem.startswith("model.layers."):
         return f"{NAMES[stem]}.{leaf}"
@@ -66,7 +67,7 @@ def rename(name: str) -> str:
 
 
 def folder_tensors(folder: Path, raw: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """A golden folder's weights in float32, under llama.cpp's names and in its order."""
+    """Load a golden folder's weights in float32, under llama.cpp's names and in its row order."""
     found = {}
     for file in sorted(folder.glob("*.safetensors")):
         for name, array in load_file(file).items():
@@ -78,7 +79,7 @@ def folder_tensors(folder: Path, raw: Mapping[str, Any]) -> dict[str, np.ndarray
 
 
 def folder_metadata(raw: Mapping[str, Any], architecture: str | None = None) -> dict[str, Any]:
-    """A Hugging Face config as a GGUF's metadata."""
+    """Convert a Hugging Face config to a GGUF's metadata."""
     arch = architecture or {"mistral": "llama"}.get(raw["model_type"], raw["model_type"])
     rope = raw.get("rope_parameters") or {"rope_type": "default", "rope_theta": raw.get("rope_theta", 10000.0)}
     heads = raw["num_attention_heads"]
@@ -110,7 +111,7 @@ def folder_metadata(raw: Mapping[str, Any], architecture: str | None = None) -> 
 
 
 def llama3_factors(rope: Mapping[str, Any], head_dim: int) -> np.ndarray:
-    """rope_freqs.weight as llama.cpp's converter computes it, in a loop over pairs."""
+    """Compute rope_freqs.weight as llama.cpp's converter does, in a loop over pairs."""
     factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
     context = rope["original_max_position_embeddings"]
     found = []
@@ -135,7 +136,7 @@ def from_folder(
     quantise: Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType]] = lambda _, a: (a, Q.F32),
     **changes: Any,
 ) -> Path:
-    """A golden folder as a GGUF file; `changes` replaces metadata (None removes it), dots written as __."""
+    """Write a golden folder as a GGUF file; `changes` replaces metadata (None removes it), with __ for dots."""
     raw = json.loads((folder / "config.json").read_text())
     metadata = folder_metadata(raw, architecture)
     for key, value in changes.items():
@@ -151,7 +152,7 @@ def from_folder(
 
 
 def bpe_metadata(vocab: Mapping[str, Any], pre: str | None, **changes: Any) -> dict[str, Any]:
-    """A byte-level BPE's metadata; `vocab` holds tokens, types and merges."""
+    """Build a byte-level BPE's metadata; `vocab` holds tokens, types and merges."""
     found = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": vocab["tokens"],
@@ -162,7 +163,7 @@ def bpe_metadata(vocab: Mapping[str, Any], pre: str | None, **changes: Any) -> d
 
 
 def spm_metadata(vocab: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
-    """A SentencePiece model's metadata; `vocab` holds tokens, types and scores."""
+    """Build a SentencePiece model's metadata; `vocab` holds tokens, types and scores."""
     found = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": vocab["tokens"],
@@ -176,7 +177,7 @@ def spm_metadata(vocab: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
 
 
 def tiny_model(num_tokens: int, hidden: int = 32, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Metadata and float32 tensors of a random llama with one layer, for files whose tokenizer matters."""
+    """Build metadata and float32 tensors of a random llama with one layer, for files that test the tokenizer."""
     rng = np.random.default_rng(seed)
     raw = {
         "model_type": "llama",

@@ -12,7 +12,7 @@ WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warp
 
 
 def product(blocks=4, columns=128, stages=2, dtype="bfloat16"):
-    """x y of [64, blocks * 64] and [blocks * 64, columns]: a producer warp copies, a warpgroup multiplies."""
+    """Build x y of [64, blocks * 64] and [blocks * 64, columns]: a producer warp copies, a warpgroup multiplies."""
     width = 64
     tiles = swizzled(dtype)
 
@@ -84,7 +84,7 @@ def product(blocks=4, columns=128, stages=2, dtype="bfloat16"):
 
 
 def spilling(columns=256):
-    """Two accumulators of `columns` in one warpgroup: more than 255 registers a thread."""
+    """Build a kernel with two accumulators of `columns` in one warpgroup: more than 255 registers per thread."""
     tiles = swizzled("bfloat16")
 
     def body(x_ref, y_ref, out_ref, x_smem, y_smem, barrier):
@@ -117,7 +117,7 @@ def spilling(columns=256):
 
 
 def copied(rows, columns, shape, index=..., transforms=()):
-    """A slice of a [4096, 128] array copied to shared memory and out again."""
+    """Build a kernel that copies a slice of an array of `shape` to shared memory and out again."""
 
     def body(x_ref, out_ref, x_smem, barrier):
         plgpu.copy_gmem_to_smem(x_ref.at[index], x_smem, barrier)
@@ -130,7 +130,7 @@ def copied(rows, columns, shape, index=..., transforms=()):
 
 
 def simple(body, out, scratch, *arguments):
-    """A kernel of one block and one warpgroup."""
+    """Build a kernel of one thread block and one warpgroup."""
     call = plgpu.kernel(
         body, out_type=out, scratch_types=scratch, grid=(1,), grid_names=("step",), compiler_params=WARPGROUP
     )
@@ -138,28 +138,28 @@ def simple(body, out, scratch, *arguments):
 
 
 def large_shared():
-    """One buffer of 256 KiB."""
+    """Build a kernel with one buffer of 256 KiB."""
     return copied(1024, 128, (4096, 128), pl.ds(0, 1024), swizzled("bfloat16"))
 
 
 def wide_copy():
-    """512 rows in one copy."""
+    """Build a kernel that copies 512 rows at once."""
     return copied(512, 64, (4096, 64), pl.ds(0, 512))
 
 
 def odd_rows():
-    """Rows of 24 bytes."""
+    """Build a kernel that copies from rows of 24 bytes."""
     return copied(64, 4, (4096, 12), (pl.ds(0, 64), pl.ds(0, 4)))
 
 
 def sorting():
-    """A sort in the kernel."""
+    """Build a kernel that sorts."""
     x = jax.ShapeDtypeStruct((128,), jnp.float32)
     return simple(lambda x_ref, out_ref: out_ref.__setitem__(..., jnp.sort(x_ref[...])), x, [], x)
 
 
 def two_layouts():
-    """A sum of arrays whose layouts in registers were both fixed, differently."""
+    """Build a sum of two arrays with fixed, different register layouts."""
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
     def body(x_ref, out_ref):
@@ -171,7 +171,7 @@ def two_layouts():
 
 
 def odd_registers():
-    """A count of registers that is no multiple of 8."""
+    """Build a kernel whose register count is not a multiple of 8."""
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
     def body(x_ref, out_ref):
@@ -182,7 +182,7 @@ def odd_registers():
 
 
 def odd_product():
-    """A product of 48 rows."""
+    """Build a product of 48 rows."""
     x = jax.ShapeDtypeStruct((48, 48), jnp.float32)
 
     def body(x_ref, out_ref, smem):
@@ -196,7 +196,7 @@ def odd_product():
 
 
 def slow():
-    """Never gets to the compiler."""
+    """Sleep, so that the program never reaches the compiler."""
     import time
 
     time.sleep(600)

@@ -1,12 +1,12 @@
-"""Breaks a Hopper kernel on purpose and runs it in the interpreter: one request a line in, one verdict a line out.
+"""Break a Hopper kernel on purpose and run it in the interpreter: one request per line in, one verdict per line out.
 
     PYTHONPATH=tests python tests/mutants.py gpu_decode_dense     # every mutant of a kernel
     PYTHONPATH=tests python tests/mutants.py gpu_backward_rows gpu_backward_keys     # and of the gradient's two
 
 A mutant leaves out one line's operation: a barrier's wait or arrival, a fence before the asynchronous proxy reads, the
-wait for a store; or the last turn of a loop; or, of a sparse call, the last tile of every list. Some wait forever: at a
-barrier for half as long as the whole kernel took, which is an error; and whatever else does, `Mutants` ends, as it runs
-them in a process of its own.
+wait for a store; or the last turn of a loop; or, in a sparse call, the last tile of every list. Some mutants hang. A
+wait at a barrier raises after half the time of the whole kernel; `Mutants` runs mutants in a separate process and kills
+it if one hangs elsewhere.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ OPERATIONS = {
 }
 KINDS = (*OPERATIONS, "turn", "list")
 GRADIENTS = {"gpu_backward_rows": "rows_body", "gpu_backward_keys": "keys_body"}
-"""Kernels of the gradient -> the function of `gpu_backward` that is broken."""
+"""Kernel of the gradient -> the function of `gpu_backward` to break."""
 EQUIVALENT = {
     (
         "gpu_keys_sparse",
@@ -41,25 +41,26 @@ EQUIVALENT = {
         "sparse_rows.Rows.unmasked: plgpu.barrier_wait(self.refs.v_full.at[slot])",
     ): "a block's keys and values are announced together: who has waited for its keys has waited for both",
 }
-"""Mutants that are no worse, with the reason."""
+"""Equivalent mutants, with the reason."""
 ABSENT = {
     (f"gpu_decode_{role}", "arrival"): "one warpgroup both fetches and computes: it hands nothing back"
     for role in ("dense", "score", "sparse")
 }
-"""What a kernel does not have at all, with the reason."""
+"""Operations that a kernel does not have, with the reason."""
 ATTENTION = Path(__file__).parents[1] / "src/tessera/attention/gpu"
 START_S = 300.0
-"""A process may take this long for its first verdict, of the kernel as it is, which tells how slow this machine is."""
+"""Seconds to wait for a process's first verdict, on the unbroken kernel, whose time shows how slow this machine is."""
 PATIENCE_S = 1.0
-"""A wait at a barrier this long never ends, or half as long as the whole kernel took, if that was more."""
+"""Seconds after which a barrier wait counts as endless, or half the time of the whole kernel if that is more."""
 WHOLE_S: dict[str, float] = {}
-"""Seconds that a barrier of each kernel is waited for, once it ran unbroken in this process."""
+"""Seconds to wait at a barrier, per kernel that ran unbroken in this process."""
 
 
 def workload(kernel, kind):
-    """Two query tiles, more blocks than stages, a tail with NaN behind it, a list of nearly all keys.
+    """Build a workload: two query tiles, more blocks than stages, a tail with NaN behind it, a list of nearly all keys.
 
-    Where the last of a list is left out it must be seen, and weigh something: every key visible, few of single ones.
+    For kind "list", the dropped end of the list must be visible and carry weight: every key is visible, and a list of
+    single keys is short.
     """
     from tessera.attention.contract import AttentionSpec
     from tessera.attention.workloads import Workload
@@ -77,8 +78,11 @@ def workload(kernel, kind):
 
 
 def backward_workload():
-    """Two row tiles, more steps than stages for either kernel, masked at both ends and whole ones between; a cap at
-    head dim 128, which has two warpgroups share their keys: every barrier has work."""
+    """Build a workload that gives every barrier work.
+
+    It has two row tiles, more steps than stages for either kernel, steps masked at both ends and whole ones between,
+    and a cap at head dim 128, where two warpgroups share their keys.
+    """
     from tessera.attention.contract import AttentionSpec
     from tessera.attention.workloads import Workload
 
@@ -88,7 +92,7 @@ def backward_workload():
 
 
 def impatient(patience_s: float) -> dict:
-    """The module threading, with conditions that nobody waits for longer than patience_s."""
+    """Return the threading module's names, with conditions that raise after waiting patience_s."""
 
     class Condition(threading.Condition):
         def wait(self, timeout=None):
@@ -99,7 +103,7 @@ def impatient(patience_s: float) -> dict:
 
 
 def place() -> str | None:
-    """The line of a kernel that calls the operation, as "module.function: text"; None if no kernel does."""
+    """Return the kernel's line that calls the operation, as "module.function: text"; None if no kernel does."""
     frame = sys._getframe(1)
     while frame and Path(frame.f_code.co_filename).parent != ATTENTION:
         frame = frame.f_back
@@ -112,9 +116,9 @@ def place() -> str | None:
 
 @contextlib.contextmanager
 def broken(kind: str, site: int, patience_s: float, body: str | None = None):
-    """Leave out the operation at place number `site`; yields the places that were traced so far, by kind.
+    """Leave out the operation at place number `site`; yield the places traced so far, by kind.
 
-    Of one function of `gpu_backward` alone if `body` names it. A wait of patience_s at a barrier is an error.
+    If `body` names a function of `gpu_backward`, break only that one. A wait of patience_s at a barrier is an error.
     """
     import jax
     import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -159,7 +163,7 @@ def broken(kind: str, site: int, patience_s: float, body: str | None = None):
 
 
 def forward(name: str, kind: str):
-    """What runs a kernel of the table and says what is wrong with its answer."""
+    """Return a function that runs a kernel of the table and lists the faults of its answer."""
     import numpy as np
 
     from tessera.attention import oracle
@@ -181,7 +185,7 @@ def forward(name: str, kind: str):
 
 
 def gradient():
-    """What runs the gradient's kernels on the oracle's out and lse, and says which of dq, dk and dv is wrong."""
+    """Return a function that runs the gradient's kernels on the oracle's out and lse and lists wrong dq, dk and dv."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -212,7 +216,7 @@ def gradient():
 
 
 def verdict(name: str, kind: str, site: int) -> dict:
-    """Whether the mutant passes for the kernel, and what gave it away; how many sites of each kind the kernel has."""
+    """Run a mutant; return the faults that caught it (none if it passes), and the kernel's sites of each kind."""
     import jax
 
     from tessera.workbench import trials
@@ -234,7 +238,7 @@ def verdict(name: str, kind: str, site: int) -> dict:
 
 
 class Mutants:
-    """A process that gives verdicts, started again after one that never ended."""
+    """A process that gives verdicts, restarted after a mutant that hangs."""
 
     def __init__(self):
         self._process = None
@@ -242,14 +246,14 @@ class Mutants:
         self._sites: dict[str, dict[str, list[str]]] = {}
 
     def sites(self, kernel: str) -> dict[str, list[str]]:
-        """The places of each kind that there are to break."""
+        """Return the places to break, by kind."""
         if kernel not in self._sites:
             whole = self._whole(kernel)
             self._sites[kernel] = {**whole["sites"], "list": ["every list"] if kernel.endswith("sparse") else []}
         return self._sites[kernel]
 
     def caught(self, kernel: str, kind: str, site: int) -> list[str]:
-        """What gave the mutant away, empty if nothing. One that takes five times as long as the kernel never ends."""
+        """Return the faults that caught the mutant, empty if none; five times the kernel's time counts as a hang."""
         if self._process is None or kernel not in self._limits_s:
             self._whole(kernel)
         found = self._answer([kernel, kind, site], self._limits_s[kernel])
@@ -258,7 +262,7 @@ class Mutants:
         return (found or {"caught": ["it never ends"]})["caught"]
 
     def _whole(self, kernel: str) -> dict:
-        """The verdict on the kernel as it is, which is also how long its mutants may take in this process."""
+        """Return the verdict on the unbroken kernel, whose time sets the limit of its mutants in this process."""
         start = time.monotonic()
         if self._process is None:
             self._start()
@@ -313,7 +317,7 @@ class Mutants:
 
 
 def main() -> int:
-    """Answer requests until the input ends; with names of kernels, try every mutant of them and print a table."""
+    """Answer requests until the input ends; given names of kernels, try all their mutants and print a table."""
     if sys.argv[1:]:
         return every(sys.argv[1:])
     prepare_simulator()
@@ -326,7 +330,7 @@ def main() -> int:
 
 
 def every(kernels: list[str]) -> int:
-    """Every mutant of the kernels, a line each; 1 if one is not caught that is none of EQUIVALENT."""
+    """Print a line per mutant of the kernels; return 1 if one that is not in EQUIVALENT is not caught."""
     mutants, missed = Mutants(), 0
     for kernel in kernels:
         for kind, places in mutants.sites(kernel).items():

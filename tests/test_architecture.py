@@ -1,4 +1,4 @@
-"""The house rules that a machine can hold: import order, imports without side effects, budgets, names."""
+"""House rules that a machine can check: import order, imports without side effects, budgets, names."""
 
 import ast
 import os
@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tessera"
 
-# A floor imports the floors below it; inside one floor a room imports itself alone. A pattern names a room or a module.
+# A floor imports only floors listed before it; within a floor, a room imports only itself. A name is a room or module.
 FLOORS = [
     {"core"},
     {"attention"},
@@ -39,7 +39,7 @@ def dotted(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """The most exact name in FLOORS that holds a module."""
+    """Return the most specific name in FLOORS that contains a module."""
     parts = module.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     found = next((name for name in names if name in ROOMS), None)
@@ -48,7 +48,7 @@ def room_of(module: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Modules of this package that a file imports, lazily or not."""
+    """List the modules of this package that a file imports, lazily or not."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tessera":
@@ -65,7 +65,7 @@ def imports(path: Path) -> set[str]:
 
 
 def graph() -> dict[str, set[str]]:
-    """Every module and what it imports; the package's root, `python -m` and a room's first file are no goal."""
+    """Map every module to its imports, without the package's root and `python -m`."""
     return {dotted(path): imports(path) for path in MODULES if dotted(path) not in {"", "__main__"}}
 
 
@@ -74,14 +74,14 @@ def test_imports_point_one_way(path):
     module = dotted(path)
     for target in imports(path):
         assert target, f"{module} imports the package root"
-        if module == "attention":  # the package itself, callable
+        if module == "attention":  # the callable package imports dispatch, from a floor above
             continue
         here, there = room_of(module), room_of(target)
         assert here == there or ROOMS[there] < ROOMS[here], f"{module} must not import {target}"
 
 
 def test_no_circle():
-    """Lazy imports count: a circle that only works because it is late is still one."""
+    """Lazy imports count: a circle that works only because an import is late is still a circle."""
     left = graph()
     while free := [module for module, targets in left.items() if not targets & left.keys() - {module}]:
         for module in free:
@@ -103,7 +103,7 @@ def test_imports_have_no_side_effects():
     """Importing every module starts no JAX backend, changes no environment variable and writes nothing."""
     names = ["tessera." + dotted(p) if dotted(p) else "tessera" for p in MODULES if dotted(p) != "__main__"]
     program = (
-        # JAX's own module writes where it found CUDA into the environment when it is imported.
+        # On import, JAX's own module writes CUDA's location to the environment.
         "import importlib, os, jax, jax.experimental.pallas.mosaic_gpu\n"
         "before = dict(os.environ)\n"
         f"for name in {names!r}: importlib.import_module(name)\n"
@@ -117,7 +117,7 @@ def test_imports_have_no_side_effects():
 
 
 def test_a_test_that_never_ends_fails_by_name(tmp_path):
-    """As a simulated kernel does whose threads wait for each other; the limit is the real one's, made short."""
+    """A simulated kernel hangs when its threads wait for each other. The limit is the real one, shortened."""
     settings = SOURCE.parents[1] / "pyproject.toml"
     assert 225 < tomllib.loads(settings.read_text())["tool"]["pytest"]["ini_options"]["faulthandler_timeout"] < 1000
     (tmp_path / "test_hang.py").write_text(
@@ -132,7 +132,7 @@ def test_a_test_that_never_ends_fails_by_name(tmp_path):
 
 
 def test_the_tests_of_a_file_run_in_one_process(request):
-    """Under xdist, whose groups end a test's name: else each process makes a file's fixtures for itself."""
+    """xdist appends the group to a test's id. Without groups, each process would build a file's fixtures again."""
     assert "PYTEST_XDIST_WORKER" not in os.environ or request.node.nodeid.endswith("@test_architecture")
 
 
@@ -142,7 +142,7 @@ def test_module_names_say_something():
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
 def test_budgets(path):
-    """A file fits in the head: 450 lines; a function 60 without docstring (kernels 120), few positional parameters."""
+    """Limits: 450 lines per file, 60 per function without docstring (kernels 120), few positional parameters."""
     text = path.read_text()
     assert len(text.splitlines()) <= 450, f"{dotted(path)} has {len(text.splitlines())} lines: split it by role"
     kernels = dotted(path).startswith("attention.")
@@ -158,7 +158,7 @@ def test_budgets(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
 def test_no_silent_errors(path):
-    """No bare or broad except, unless all it does is raise a clearer error from the first."""
+    """No bare or broad except, unless it only raises a clearer error from the first."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):
             names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"bare"}

@@ -1,4 +1,4 @@
-"""Chat: what is reused from the cache changes nothing, the context is kept, commands and pipes work."""
+"""Chat: reusing the cache changes no answer, the context is respected, commands and pipes work."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -32,7 +32,7 @@ def test_a_second_turn_reuses_the_cache_and_answers_the_same(model):
     assert (first.reused_tokens, first.dropped_turns) == (0, 0)
     before = list(chat.messages)
     second = chat.ask(say(40, "b"))
-    assert second.reused_tokens == 128  # whole chunks of 64 of the 153 tokens that both prompts begin with
+    assert second.reused_tokens == 128  # whole chunks of 64, of the 153 tokens that both prompts share
     fresh = Chat(model, GREEDY, max_new_tokens=8)
     fresh.messages = before
     expected = fresh.ask(say(40, "b"))
@@ -46,12 +46,12 @@ def test_a_second_turn_reuses_the_cache_and_answers_the_same(model):
 
 
 def keys_and_values(chat: Chat, num_keys: int) -> list[np.ndarray]:
-    """What the cache holds at its first `num_keys` positions, layer by layer."""
+    """Return the cache's first `num_keys` positions, layer by layer."""
     return [np.asarray(array)[0, :, :num_keys] for array in (*chat._session.cache.k, *chat._session.cache.v)]
 
 
 def test_under_kascade_later_turns_equal_cold_runs():
-    """Decode and a prompt's last query tile write other keys than a cold prefill of the longer conversation does."""
+    """Decode and a prompt's last query tile write different keys than a cold prefill of the longer conversation."""
     folder = Path(tessera.__file__).parent / "demo" / "model"
     model = tessera.load(folder, attention="kascade").with_attention("kascade", crossover_tokens=0)
     page = bytes(library_corpus().held_out[:600].astype(np.uint8)).decode("latin-1")
@@ -64,17 +64,17 @@ def test_under_kascade_later_turns_equal_cold_runs():
         cold_chat.messages = before
         cold = cold_chat.ask(message)
         assert cold.reused_tokens == 0
-        assert cold.generation.density < 0.8  # every layer reads what it chose and the newest keys
+        assert cold.generation.density < 0.8  # every layer reads only its choice and the newest keys
         assert warm.generation.tokens == cold.generation.tokens
         written = cold.generation.prompt_tokens + len(cold.generation.tokens) - 1
         for ours, theirs in zip(keys_and_values(chat, written), keys_and_values(cold_chat, written)):
-            # Rounding between programs of different chunk sizes; another selection changes a key by 1e-3 and more.
+            # Allow rounding between programs of different chunk sizes; another selection changes a key by 1e-3 or more.
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
         reused.append((warm.reused_tokens, cold.generation.prompt_tokens, written))
     assert "48213" in chat.messages[-1]["content"]
     for (_, prompt, written), (start, _, _) in pairwise(reused):
-        assert 0 < start < prompt  # something is reused, of what prefill wrote
-        assert start < written // 64 * 64  # and more would have been, had the answer's keys been taken over
+        assert 0 < start < prompt  # reuses some of the keys that prefill wrote
+        assert start < written // 64 * 64  # and none of the answer's, which would be more
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(model):

@@ -1,4 +1,7 @@
-"""Generation: a batch equals its prompts alone, nothing recompiles, the cache is updated in place, figures are true."""
+"""Generation: a batch equals its prompts run alone, nothing recompiles, the cache is updated in place.
+
+The reported figures are right.
+"""
 
 import os
 import re
@@ -63,7 +66,7 @@ def test_greedy_tokens_are_those_of_transformers(family):
 
 
 def test_decode_after_prefill_equals_one_longer_prefill(model):
-    """Logprobs of a generated answer are those that one pass over prompt and answer gives."""
+    """Logprobs of a generated answer equal those of one pass over prompt and answer."""
     tokens = prompt(131)
     [found] = model.generate([tokens], max_new_tokens=9)
     whole = tokens + found.tokens
@@ -82,7 +85,7 @@ def test_logits_are_float32_and_padding_does_not_show(model):
 
 @pytest.mark.parametrize("attention", ["dense", "kascade"])
 def test_nothing_compiles_after_warm_up(model, attention):
-    """Prompts of many lengths, below and above the cross-over, with other sampling values: no compilation at all."""
+    """Prompts of many lengths, below and above the cross-over, with other sampling values, compile nothing."""
     model = model.with_attention(attention)
     model.warmup(max_tokens=256, temperature=1.0, top_k=3)
     compiled = []
@@ -97,14 +100,14 @@ def test_nothing_compiles_after_warm_up(model, attention):
             model.generate([prompt(length)], max_new_tokens=3, temperature=0.5 + length, top_p=0.9, seed=length)
         assert compiled == []
         jax.jit(lambda x: x + len(compiled))(np.float32(1))
-        assert compiled != []  # the listener hears
+        assert compiled != []  # the listener works
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize("attention", ["dense", "kascade"])
 def test_the_cache_is_updated_in_place(model, attention):
-    """Every key and value array of the compiled programs is aliased: input buffer and output buffer are one."""
+    """The compiled programs alias every key and value array: input and output are one buffer."""
     policy = model.with_attention(attention).policy
     session = Session(model.params, CONFIG, policy, batch=2, num_keys=128)
     zeros, last = np.zeros(2, np.int32), np.zeros((2, CONFIG.hidden_size), np.float32)
@@ -138,7 +141,7 @@ def test_below_the_cross_over_kascade_is_dense_and_says_so(model, caplog):
 
 
 def test_density_is_what_a_count_gives(model):
-    """One layer scores all keys; two read their own tile and a far budget: counted here by a loop over query tiles."""
+    """One layer scores all keys; two read their own tile and a far budget. A loop over query tiles counts them."""
     length, tile, layers = 160, 16, 3
     [found] = model.with_attention("kascade").generate([prompt(length)], max_new_tokens=1)
     read = visible = 0
@@ -165,7 +168,7 @@ def test_eos_ends_an_answer_and_its_text(model):
 
 @pytest.mark.parametrize("lag", [1, 2, 3])
 def test_running_ahead_of_the_host_changes_nothing(model, lag):
-    """As on an accelerator: steps are under way when an answer ends by eos or length, and leave no trace."""
+    """As on an accelerator, steps are in flight when an answer ends by eos or length; they leave no trace."""
     prompts, limits = [prompt(40), prompt(30), prompt(20)], [8, 3, 8]
     free = [model.generate([tokens], max_new_tokens=8)[0].tokens for tokens in prompts]
     eos = (free[2][2],)  # ends the third answer early, and maybe others
@@ -184,7 +187,7 @@ def test_running_ahead_of_the_host_changes_nothing(model, lag):
 
 
 def test_bfloat16_stays_near_float32(folder, model):
-    """Logprobs of one answer, scored by the same weights in bfloat16, whose steps are 2**-8 apart near 1."""
+    """A bfloat16 answer's logprobs match the float32 model's; steps of bfloat16 are 2**-8 apart near 1."""
     half = tessera.load(folder, dtype="bfloat16")
     assert half.params.embed.dtype == "bfloat16"
     [found] = half.generate([prompt(40)], max_new_tokens=4)
@@ -195,7 +198,7 @@ def test_bfloat16_stays_near_float32(folder, model):
 
 
 def test_max_new_tokens_ends_at_the_context(model):
-    """510 of 512 positions are the prompt's: three tokens fit, since the last one is never fed back."""
+    """The prompt takes 510 of 512 positions: three tokens fit, since the last one is never fed back."""
     [found] = model.generate([prompt(510)], max_new_tokens=50)
     assert (len(found.tokens), found.finish_reason, found.prompt_tokens) == (3, "length", 510)
 
@@ -244,7 +247,7 @@ def test_a_saved_model_loads_the_same(model, tmp_path):
 
 
 def test_programs_are_kept_across_processes(folder, tmp_path):
-    """The second process fetches prefill and decode from the user's cache folder, and answers the same."""
+    """The second process loads prefill and decode from the user's cache folder, and answers the same."""
     program = (
         "import sys, jax, tessera\n"
         "hits = []\n"
@@ -285,10 +288,10 @@ def spell(text: bytes | str, *, stop=(), limit: int = 100) -> tuple[Answer, list
     [
         ("one two three", ("two",), "one "),
         ("one two three", ("three", "two"), "one "),
-        ("aaab tail", ("aab",), "a"),  # the beginning of a stop inside itself
+        ("aaab tail", ("aab",), "a"),  # the stop's beginning repeats
         ("ababac", ("abac",), "ab"),
         ("no stop here", ("xyz",), "no stop here"),
-        ("eins \N{EURO SIGN} zwei", ("\N{EURO SIGN} z",), "eins "),  # over the bytes of one character
+        ("eins \N{EURO SIGN} zwei", ("\N{EURO SIGN} z",), "eins "),  # a stop with a multi-byte character
         ("\nUser: hi", ("\nUser:",), ""),
         ("ends with sto", ("stop",), "ends with sto"),
     ],
@@ -296,7 +299,7 @@ def spell(text: bytes | str, *, stop=(), limit: int = 100) -> tuple[Answer, list
 def test_stop_strings_are_found_across_tokens_and_trimmed(text, stop, expected):
     answer, pieces = spell(text, stop=stop, limit=len(text.encode()))
     assert answer.generation(0.0).text == expected
-    assert "".join(pieces) == expected  # nothing of a stop string was ever shown
+    assert "".join(pieces) == expected  # no part of a stop string was ever streamed
     assert answer.finish_reason == ("stop" if expected != text else "length")
 
 
@@ -341,12 +344,12 @@ def test_buckets_are_geometric_and_hold_what_they_must():
 
 
 def test_memory_is_linear_in_length():
-    """Twice the keys, twice the cache; activations of a prefill do not grow past one chunk."""
+    """Twice the keys take twice the cache; activations of a prefill do not grow past one chunk."""
     assert cache_bytes(CONFIG, 1, 8192, 4) == 2 * cache_bytes(CONFIG, 1, 4096, 4) == 8192 * 2 * 3 * 2 * 16 * 4
 
 
 def test_programs_are_forgotten_before_a_process_holds_too_many():
-    """Linux gives a process 65,530 memory maps; XLA crashes when they are used up."""
+    """Linux limits a process to 65,530 memory maps; XLA crashes when they run out."""
 
     def maps():
         return len(Path("/proc/self/maps").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Saving a model: the old folder whole or the new one, whenever a kill falls, and nothing of the user's lost."""
+"""Saving a model: a kill at any point leaves the old or the new folder whole, and never loses the user's files."""
 
 import os
 from dataclasses import replace
@@ -32,7 +32,7 @@ def test_an_interrupted_save_leaves_the_old_folder_whole(tmp_path, monkeypatch):
 
 
 class Killed(BaseException):
-    """Stands for a kill: nothing that would come after it happens."""
+    """Simulates a kill: no code after it runs."""
 
 
 @pytest.mark.parametrize("survived", range(3))

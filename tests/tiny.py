@@ -41,7 +41,7 @@ PLAN = Plan(
 
 
 def random_params(config: ModelConfig, seed: int = 1) -> Params:
-    """Weights as init_params scales them, from numpy: compiling the generators takes longer than the tests."""
+    """Draw weights as init_params scales them, by numpy: compiling the generators takes longer than the tests."""
     rng = np.random.default_rng(seed)
 
     def fill(path: tuple, like: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -54,7 +54,7 @@ def random_params(config: ModelConfig, seed: int = 1) -> Params:
 
 
 def save_tiny(folder: Path, config: ModelConfig = CONFIG, *, tokenizer: bool = True, plan: bool = True) -> Path:
-    """Write the model, and beside it, unless told otherwise, its tokenizer and a plan made for these weights."""
+    """Write the model and, by default, its tokenizer and a plan for these weights."""
     params = random_params(config)
     save_folder(folder, params, config, byte_tokenizer() if tokenizer else None)
     if plan:

@@ -14,7 +14,7 @@ PLAIN = next(k for k in KERNELS if k.name == "xla_prefill_dense")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """block_s decides: see `launch`."""
+    """`block_s` selects the behaviour; see `launch`."""
 
     block_s: int
 
@@ -23,7 +23,7 @@ HANGS, DIES, WRONG, RAISES, SLOW, FAST = 1, 2, 3, 4, 5, 6
 
 
 def launch(q, k, v, spec, positions, selection, config):
-    """Hang, die, be wrong and very fast, raise, be slow, or be plain."""
+    """Hang, die, return wrong values fast, raise, be slow, or be plain."""
     if config.block_s == HANGS:
         time.sleep(3600)
     print("what a kernel prints is no answer")

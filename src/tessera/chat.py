@@ -1,9 +1,9 @@
-"""A conversation with one model: the KV cache outlives each turn, which reuses the keys that prefill wrote.
+"""A conversation with one model. The KV cache outlives each turn: the next one reuses the keys that prefill wrote.
 
-A turn equals a cold run of the whole conversation. Decode writes other keys than prefill where the policy is sparse: a
-decode row ranks the tiles by its own scores, a prefill row by those of its whole query tile (the demo model's keys then
-differ by 12 % of their maximum and more, from layer 3 on). The next turn therefore prefills the answer again, under
-every policy; `Session.align` cuts what it reuses to whole query tiles.
+A turn gives the same result as a cold run of the whole conversation. Under a sparse policy, decode writes different
+keys than prefill: a decode row ranks the tiles by its own scores, a prefill row by those of its whole query tile (the
+demo model's keys then differ by 12 % of their maximum and more, from layer 3 on). The next turn therefore prefills the
+answer again, under every policy, and `Session.align` cuts the reused prefix to whole query tiles.
 """
 
 import sys
@@ -35,9 +35,9 @@ class Reply:
     """One turn's answer.
 
     Attributes:
-        generation: the answer and its figures; density counts this turn's calls only.
+        generation: the answer and its statistics; density counts this turn's calls only.
         reused_tokens: prompt tokens whose keys and values were still in the cache.
-        dropped_turns: oldest turns (question and answer) that were forgotten to stay within the context.
+        dropped_turns: oldest turns (question and answer) dropped to stay within the context.
     """
 
     generation: Generation
@@ -69,12 +69,12 @@ class Chat:
         self._session, self._prefilled = None, []
 
     def ask(self, text: str, stream: Callable[[str], Any] | None = None) -> Reply:
-        """Say something and get the answer.
+        """Send a message and return the reply.
 
         Raises:
-            ValueError: the message is empty, alone too long for the context, or refused by the chat template; the
-                conversation stays as it was.
-            Interrupted: Ctrl-C; what was answered so far joins the conversation.
+            ValueError: the message is empty, by itself too long for the context, or refused by the chat template; the
+                conversation is unchanged.
+            Interrupted: Ctrl-C; the partial answer joins the conversation.
         """
         started_s = time.perf_counter()
         if not text.strip():
@@ -90,7 +90,7 @@ class Chat:
             sampling=self.sampling,
             stream=None if stream is None else lambda _, piece: stream(piece),
         )
-        self._session, self._prefilled = None, []  # an interrupted call may leave the cache given away
+        self._session, self._prefilled = None, []  # an interrupted call may leave the cache donated
         try:
             self.model.respond(session, request, reused)
         except KeyboardInterrupt:
@@ -118,10 +118,10 @@ class Chat:
             messages, dropped = messages[:kept] + messages[kept + 2 :], dropped + 1
 
     def _prepare(self, tokens: list[int], num_keys: int) -> tuple[Session, int]:
-        """A session with room, and how many of its keys the new prompt can take over."""
+        """Return a session with room for `num_keys`, and how many of its keys the new prompt can reuse."""
         policy = self.model.policy.at_length(num_keys)
         session = self._session
-        if session is None or session.policy != policy:  # another policy wrote other keys above its first layers
+        if session is None or session.policy != policy:  # another policy's keys differ above the first layers
             self.model.require_room(1, num_keys, len(tokens))
             self.model.announce(policy, num_keys)
             return self.model.session(policy, batch=1, num_keys=num_keys), 0
@@ -132,10 +132,10 @@ class Chat:
 
 
 def converse(chat: Chat, lines: Iterable[str], *, interactive: bool) -> bool:
-    """Answer line by line until the lines end or /exit; answers go to standard output, remarks to standard error.
+    """Answer each line until the input ends or /exit; answers go to standard output, remarks to standard error.
 
     Returns:
-        Whether every line was answered or obeyed: nobody reads the remarks of a script's conversation.
+        Whether every line was answered or obeyed, for scripts, which do not read the remarks.
     """
     from rich.console import Console
 
@@ -158,7 +158,7 @@ def converse(chat: Chat, lines: Iterable[str], *, interactive: bool) -> bool:
 
 
 def _turn(chat: Chat, text: str, remarks: Any, interactive: bool) -> bool:
-    """One question; False if it was refused."""
+    """Ask one question; return False if it was refused."""
 
     def show(piece: str) -> None:
         print(piece, end="", flush=True)
@@ -188,11 +188,11 @@ def _turn(chat: Chat, text: str, remarks: Any, interactive: bool) -> bool:
 
 
 def typed_lines() -> Iterable[str]:
-    """Lines a person types, with a prompt; plain lines when standard input is not a terminal."""
+    """Yield lines typed at a prompt; plain lines when standard input is not a terminal."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
-    with suppress(ImportError):  # where there is none (Windows), the terminal edits lines itself
+    with suppress(ImportError):  # Windows has none: its terminal edits lines itself
         import readline  # noqa: F401  (gives input() line editing and history)
     while True:
         try:

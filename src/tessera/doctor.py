@@ -1,4 +1,4 @@
-"""Looks at this installation: versions, devices, which kernel would run and why others would not, caches, memory."""
+"""Examine this installation: versions, devices, which kernel would run and why others would not, caches, memory."""
 
 import importlib.metadata
 import os
@@ -35,7 +35,7 @@ CALLS = (
 
 
 def examine() -> dict[str, Any]:
-    """All there is to say, as plain data; `problems` lists what keeps tessera from working, one sentence each."""
+    """Collect the report as plain data; `problems` lists what keeps tessera from working, one sentence each."""
     problems: list[str] = []
     return {
         "versions": _versions(problems),
@@ -49,7 +49,7 @@ def examine() -> dict[str, Any]:
 
 
 def print_report(found: dict[str, Any]) -> None:
-    """Render what `examine` found as tables."""
+    """Print the report of `examine` as tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -121,7 +121,7 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _plans(problems: list[str]) -> dict[str, str]:
-    """What each plan that comes with the package promised."""
+    """Return what each shipped plan promises."""
     found = {}
     for path in sorted(SHIPPED.rglob("*plan.json")):
         try:

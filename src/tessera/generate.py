@@ -1,4 +1,4 @@
-"""A loaded model and what a person does with it: score tokens, generate text, warm up, save."""
+"""A loaded model and its operations: score tokens, generate text, warm up, save."""
 
 import logging
 import os
@@ -34,15 +34,15 @@ from tessera.sparse.promise import promise_line
 logger = logging.getLogger(__name__)
 
 PLAN_FILE = "plan.json"
-"""A plan under this name in the model's folder is found without being named."""
+"""Default file name of a plan in a model's folder."""
 GGUF_PLAN_SUFFIX = ".plan.json"
-"""For x.gguf: x.plan.json in the same folder is."""
+"""Suffix of the default plan of a GGUF file: x.plan.json next to x.gguf."""
 
 Prompt = str | Sequence[int]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during generate; `generations` holds what was generated so far, one per prompt."""
+    """Raised on Ctrl-C during generate; `generations` holds the partial results, one per prompt."""
 
     def __init__(self, generations: list[Generation]):
         super().__init__("interrupted")
@@ -70,10 +70,10 @@ class Model:
     source: str = "memory"
 
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
-        """Next-token scores at every position, float32; all sequences have the same length here.
+        """Compute next-token scores at every position, float32. All sequences must have the same length.
 
         Raises:
-            ValueError: tokens of the wrong shape, out of the vocabulary, longer than the context; weights with NaN.
+            ValueError: tokens have the wrong shape, lie outside the vocabulary or exceed the context; weights hold NaN.
             MemoryError: B * T * V scores do not fit.
         """
         tokens = np.asarray(tokens_BT)
@@ -111,23 +111,23 @@ class Model:
         seed: int | Sequence[int] = 0,
         stream: Callable[[int, str], Any] | None = None,
     ) -> list[Generation]:
-        """Continue each prompt; the results are those of each prompt alone.
+        """Continue each prompt. A result does not depend on the other prompts of the batch.
 
         Args:
-            prompts: texts or token lists, of different lengths if need be.
-            max_new_tokens: most tokens to generate; fewer where the model's context ends first.
-            temperature: 0 takes the best token; else divides the logits before drawing.
-            top_k, top_p, min_p: keep the k best tokens; the fewest that hold p of the mass; those of at least min_p
-                times the best one's probability. Applied in this order after penalty and temperature.
-            repetition_penalty: divides positive and multiplies negative logits of tokens of prompt and answer so far.
-            stop: generation ends when one of these texts appears; it is trimmed off.
-            seed: one for all, or one per prompt. A draw depends on its seed and step only, not on the batch.
-            stream: called with (prompt index, text piece) as text becomes certain; whole characters only.
+            prompts: texts or token lists; lengths may differ.
+            max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
+            temperature: 0 takes the best token; otherwise divides the logits before sampling.
+            top_k, top_p, min_p: keep the k best tokens; the fewest whose mass reaches p; those with at least min_p
+                times the best token's probability. Applied in this order after penalty and temperature.
+            repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or answer.
+            stop: texts that end generation; the first to appear is trimmed off.
+            seed: one for all prompts, or one per prompt. A draw depends only on its seed and step, not on the batch.
+            stream: called with (prompt index, text piece) as soon as text is final; whole characters only.
 
         Raises:
-            ValueError: a bad prompt or sampling value, or weights with NaN.
+            ValueError: a prompt or sampling value is invalid, or weights hold NaN.
             MemoryError: the cache does not fit.
-            Interrupted: Ctrl-C; carries what was generated so far.
+            Interrupted: Ctrl-C; carries the partial results.
         """
         started_s = time.perf_counter()
         sampling = Sampling(
@@ -137,10 +137,10 @@ class Model:
         seeds = check_seeds(seed, len(tokens))
         self._need_tokenizer(stream is not None, "stream")
         answers = [self.open_answer(prompt, max_new_tokens, stop) for prompt in tokens]
-        groups: dict[Policy, list[int]] = {}  # each prompt runs under the policy it would have alone
+        groups: dict[Policy, list[int]] = {}  # a prompt's own length selects its policy, not the batch's
         for index, answer in enumerate(answers):
             groups.setdefault(self.policy.at_length(answer.num_keys), []).append(index)
-        for policy, members in groups.items():  # they run one after another
+        for policy, members in groups.items():  # groups run one after another
             group = [answers[i] for i in members]
             longest, rows = max(a.num_keys for a in group), max(a.prompt_tokens for a in group)
             self.require_room(len(group), longest, rows)
@@ -164,13 +164,13 @@ class Model:
     def warmup(
         self, *, max_tokens: int | None = None, batch: int = 1, progress: Callable[[str], Any] | None = None, **sampling
     ) -> int:
-        """Compile (or fetch from the cache folder) what requests of up to `max_tokens`, prompt and answer, will need.
+        """Compile (or load from the cache folder) the programs for requests of up to `max_tokens`, prompt plus answer.
 
         Args:
             max_tokens: longest request; None is the model's context.
-            batch: prompts per call; another number compiles anew.
+            batch: prompts per call; each batch size compiles separately.
             progress: called with a line per step.
-            sampling: temperature, top_k, ... of the requests to come: which are on counts, not their values.
+            sampling: temperature, top_k, ... of later requests; only which are enabled matters, not their values.
 
         Returns:
             number of programs run.
@@ -191,7 +191,7 @@ class Model:
         return count + 1
 
     def with_attention(self, attention: str, plan: Plan | str | os.PathLike | None = None, **options: Any) -> "Model":
-        """The same weights under another policy; `options` are fields of it, e.g. fraction=0.05."""
+        """Return the same weights under another policy; `options` set its fields, e.g. fraction=0.05."""
         check_attention(attention)
         found = find_plan(attention, self.plan if plan is None else plan, self.source)
         if found is not None and found is not self.plan:
@@ -200,16 +200,16 @@ class Model:
 
     @property
     def device(self) -> jax.Device:
-        """Where the weights are."""
+        """Device that holds the weights."""
         return next(iter(self.params.embed.devices()))
 
     def announce(self, policy: Policy, num_keys: int) -> None:
-        """Log it if a request runs under another policy than was asked for."""
+        """Log if a request runs under a policy other than the requested one."""
         if policy != self.policy:
             logger.info("%d tokens, below the cross-over: %s runs %s", num_keys, self.policy.name, policy.name)
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Token lists of the prompts, each checked: not empty, in the vocabulary, within the context."""
+        """Encode the prompts as token lists and check each: not empty, in the vocabulary, within the context."""
         single = isinstance(prompts, str)
         prompts = list(prompts)
         if single or (prompts and isinstance(prompts[0], int | np.integer)):
@@ -219,7 +219,7 @@ class Model:
         return [self._encode(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
 
     def open_answer(self, prompt: Sequence[int], max_new_tokens: int, stop: str | Sequence[str] = ()) -> Answer:
-        """An empty answer to a checked prompt; its limit is what max_new_tokens and the context leave."""
+        """Create an empty answer to a checked prompt, limited by max_new_tokens and the room left in the context."""
         if max_new_tokens < 1:
             raise ValueError(f"{max_new_tokens=} must be at least 1")
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -230,11 +230,11 @@ class Model:
         return Answer(len(prompt), min(max_new_tokens, room), self.config.eos_ids, stop, self.tokenizer)
 
     def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:
-        """An empty cache for `batch` sequences of up to `num_keys` keys."""
+        """Allocate an empty cache for `batch` sequences of up to `num_keys` keys."""
         return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys)
 
     def require_room(self, batch: int, num_keys: int, num_rows: int) -> None:
-        """Raise MemoryError unless a cache of `num_keys` keys and one chunk of a prompt of `num_rows` fit."""
+        """Raise MemoryError unless a cache of `num_keys` keys and one chunk of a `num_rows`-token prompt fit."""
         itemsize = self.params.embed.dtype.itemsize
         activations = chunk_bytes(self.config, batch, num_rows, itemsize)
         require(
@@ -248,7 +248,7 @@ class Model:
         """Prefill from `start` on and decode until every answer is complete.
 
         Raises:
-            ValueError: the scores are not finite, which names the weights that are not.
+            ValueError: the scores are not finite; the message names the weights to blame.
         """
         if not respond(session, request, start):
             raise ValueError(explain_not_finite(self.params))
@@ -293,17 +293,17 @@ def load(
     attention: str = "dense",
     plan: Plan | str | os.PathLike | None = None,
 ) -> Model:
-    """Load a Hugging Face folder, a GGUF file, or a hub id's files.
+    """Load a model from a Hugging Face folder, a GGUF file or a hub id.
 
     Args:
         path_or_hub_id: a folder with config.json and safetensors, a GGUF file (its weights are dequantised), the name
             of a fetched model ("smollm2"), or "owner/name".
-        dtype: "float32" or "bfloat16"; None is the checkpoint's own.
+        dtype: "float32" or "bfloat16"; None keeps the checkpoint's.
         attention: "dense", "kascade", "window" or "oracle".
-        plan: for kascade: a Plan or a path; None looks where `plan_path` says.
+        plan: for kascade: a Plan or a path; None loads the one that `locate_plan` finds.
 
     Raises:
-        FileNotFoundError, ValueError: what is missing or wrong, and the way out.
+        FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
         MemoryError: the weights do not fit.
     """
     check_attention(attention)
@@ -327,20 +327,20 @@ def load(
 
 
 def save(model: Model, folder: str | os.PathLike) -> None:
-    """Write a folder that transformers loads: config.json, safetensors, tokenizer files; and the plan, if any."""
+    """Write a folder that transformers can load: config.json, safetensors, tokenizer files, and the plan, if any."""
     plan = model.plan
     extra = None if plan is None else lambda new: plan.save(new / PLAN_FILE)
     save_folder(folder, model.params, model.config, model.tokenizer, extra=extra)
 
 
 def check_attention(attention: str) -> None:
-    """Raise ValueError unless there is a policy of this name."""
+    """Raise ValueError unless `attention` names a policy."""
     if attention not in POLICIES:
         raise ValueError(f"{attention=} must be one of {tuple(POLICIES)}")
 
 
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
-    """The plan itself, read from its path, or, for kascade, from its place near the weights, or the shipped one."""
+    """Return the given plan, or load it from its path; for kascade without either, load what `locate_plan` finds."""
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":
@@ -355,13 +355,13 @@ def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str
 
 
 def locate_plan(source: str | os.PathLike) -> Path | None:
-    """The file of a model's plan: near its weights, else the one that the package ships; None if there is neither."""
+    """Find a model's plan file: next to its weights, else shipped with the package; None if there is neither."""
     places = (plan_path(source), shipped_plan(source))
     return next((place for place in places if place is not None and place.is_file()), None)
 
 
 def plan_path(source: str | os.PathLike) -> Path:
-    """Where a model's plan is looked for: plan.json in its folder, x.plan.json next to x.gguf."""
+    """Return the default path of a model's plan: plan.json in its folder, x.plan.json next to x.gguf."""
     source = Path(source)
     if source.is_file():
         return source.with_name(source.name.removesuffix(".gguf") + GGUF_PLAN_SUFFIX)
@@ -369,14 +369,14 @@ def plan_path(source: str | os.PathLike) -> Path:
 
 
 def shipped_plan(source: str | os.PathLike) -> Path | None:
-    """The plan that the package holds for a fetched model's file, by the file's name; its fingerprint decides later."""
+    """Return the shipped plan's path for a fetched model's file name, if any; the fingerprint is checked later."""
     names = {Path(model.member).name: name for name, model in MODELS.items()}
     name = names.get(Path(source).name)
     return None if name is None else SHIPPED / f"{name}{GGUF_PLAN_SUFFIX}"
 
 
 def explain_not_finite(params: Params) -> str:
-    """One sentence on scores that are not finite: which weights are to blame, if any."""
+    """Explain in one sentence why scores are not finite: which weights are to blame, if any."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     broken = [jax.tree_util.keystr(path) for path, leaf in leaves if not bool(jnp.isfinite(leaf).all())]
     if broken:

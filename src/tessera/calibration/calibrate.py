@@ -1,11 +1,11 @@
-"""Calibration: run a model over text, find what each layer must read, and write the plan with its evidence.
+"""Calibration: run a model over text, find the keys each layer must read, and build the plan with its evidence.
 
-With a target (`keep` or `max_kl`) the plan is the one that reads least and holds it: `search.py` ablates every KV head
-on text and planted facts, and held-out windows judge the result. Without one, the paper's own recipe finds anchor
-layers by similarity, in four passes over windows of text, cut in chunks so that memory is that of a prefill: similarity
-and importance (which layers can share a selection, head by head), recall (the attention mass the plan keeps),
-perplexity (dense against Kascade, on text that chose nothing), and prefill time over lengths (the cross-over of this
-device).
+With a target (`keep` or `max_kl`), `search.py` finds the plan that reads least and still meets the target: it ablates
+every KV head on text and planted facts, and held-out windows judge the result. Without a target, the paper's recipe
+finds anchor layers by similarity, in four passes over windows of text: similarity and importance (which layers can
+share a selection, head by head), recall (the attention mass the plan keeps), perplexity (dense against Kascade, on
+held-out text), and prefill time over lengths (this device's cross-over). Windows run in chunks, so memory is that of a
+prefill.
 """
 
 import datetime
@@ -56,10 +56,10 @@ from tessera.sparse.plan import HEADS, Plan, check_anchors
 from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
 
 CHUNK = 512
-"""Rows per call; a recorder holds rows / query_tile masses over all keys, a head holds rows x vocabulary."""
+"""Rows per call. A recorder holds rows / query_tile masses over all keys, the output head rows x vocabulary scores."""
 
 HELD_OUT_WINDOWS, HELD_OUT_STEP = 2, 0.03
-"""Windows that judge a promise, and what the mean budget grows by where they show that more is needed."""
+"""Windows that judge the plan's promise, and the increment of the mean budget while they miss the target."""
 
 
 def calibrate(
@@ -81,32 +81,31 @@ def calibrate(
     progress: bool = True,
     notes: str | os.PathLike | None = None,
 ) -> Plan:
-    """Find what the layers and heads of a model must read, and measure what the plan keeps.
+    """Find the keys that a model's layers and heads must read, and measure what the plan keeps.
 
     Args:
-        model: anything with `params`, `config` and (for texts) `tokenizer`.
+        model: any object with `params`, `config` and (for texts) `tokenizer`.
         texts: a file, a folder of text files, or a list of texts or token lists.
-        keep: target: least share of the probability that dense gives the right next token, such as 0.99, on held-out
-            text and on the answers of probes planted in it. Budgets per KV head are searched for it.
-        max_kl: target: most KL(dense || plan) per token, such as 0.02, on both.
-        anchors: without a target, how many; None is the paper's proportion (5 of 32 layers), at least 2. Or the layers
-            themselves.
-        tile, query_tile, local, sinks: the plan's, see `Plan`.
-        minimum: the plan's.
-        fraction, heads: without a target, the plan's.
-        crossover: tokens below which requests run dense; None measures it here.
-        max_tokens: most tokens to run, taken evenly from all over the text.
-        progress: show a bar on standard error.
-        notes: with a target, a file for what has been measured: the same call goes on from it after a Ctrl-C, a kill
-            or a plan that could not be saved. Delete it when the plan is.
+        keep: target: minimum share of dense's probability of the right next token, such as 0.99, on held-out text and
+            on the answers of probes planted in it. The search finds a budget per KV head that meets it.
+        max_kl: target: maximum KL(dense || plan) per token, such as 0.02, on both.
+        anchors: without a target, the number of anchors (None: the paper's proportion, 5 of 32 layers, at least 2) or
+            the layers themselves.
+        tile, query_tile, local, sinks, minimum: fields of the plan; see `Plan`.
+        fraction, heads: without a target, fields of the plan.
+        crossover: requests below this many tokens run dense; None measures it here.
+        max_tokens: maximum number of tokens to run, sampled evenly from the text.
+        progress: show a progress bar on standard error.
+        notes: with a target, a file that records each measurement; the same call resumes from it after a Ctrl-C, a
+            kill or a plan that could not be saved. Delete it once the plan is saved.
 
     Returns:
         the plan; its metrics hold similarity, importance, recall and density per layer, perplexity dense and sparse
         on held-out windows, and the times behind the cross-over.
 
     Raises:
-        ValueError, FileNotFoundError: what is wrong with an argument, the text or the weights.
-        KeyboardInterrupt: Ctrl-C, with how far it came; no plan is written.
+        ValueError, FileNotFoundError: an argument, the text or the weights are unusable; the message says why.
+        KeyboardInterrupt: Ctrl-C; the message says how far calibration got. No plan is written.
     """
     check_budget(fraction, minimum, local, sinks)
     if anchors is not None and (keep is not None or max_kl is not None):
@@ -152,7 +151,7 @@ def calibrate(
 def find_anchors(
     model: Any, corpus: Corpus, count: int | tuple[int, ...], fixed: dict[str, Any], report: "Report"
 ) -> tuple[Kascade, dict[str, Any]]:
-    """The paper's recipe: anchors and head map by similarity; the policy, and the plan's metrics."""
+    """Run the paper's recipe: choose anchors and the head map by similarity -> the policy, the plan's metrics."""
     always = {name: fixed[name] for name in ("query_tile", "local", "sinks")}
     notes = record_similarity(model, corpus.windows, heads=fixed["heads"], report=report, **always)
     chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
@@ -163,9 +162,9 @@ def find_anchors(
 def search_policy(
     model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: "Report", notebook: Notebook
 ) -> tuple[Kascade, dict[str, Any]]:
-    """The policy that reads least and holds the target on windows that chose nothing; the plan's promise and metrics.
+    """Find the policy that reads least and meets the target on held-out windows -> policy, the plan's promise, metrics.
 
-    Where held-out windows show more loss than those that chose, the mean budget grows by HELD_OUT_STEP until they hold.
+    While the held-out windows miss the target, the mean budget grows by HELD_OUT_STEP.
     """
     context = len(max((*corpus.windows, *corpus.held_out), key=len))
     short, long = (min(length, context) for length in (SHORT, LONG))
@@ -194,7 +193,7 @@ def search_policy(
 
 
 def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int | tuple[int, ...]:
-    """The number of anchors to find, or the layers that were asked for."""
+    """Return the number of anchors to find, or the requested layers."""
     if anchors is None:
         return default_anchors(num_layers)
     if not isinstance(anchors, int):
@@ -206,14 +205,14 @@ def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int 
 
 
 def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """The plan's table; a recorder that pooled all heads has one column, which then stands for each head's own."""
+    """Build the plan's head map. A recorder that pooled all heads has one column; each head then maps to itself."""
     if heads_LLK.shape[-1] == config.num_kv_heads:
         return head_table(heads_LLK, anchors)
     return (tuple(range(config.num_kv_heads)),) * config.num_layers
 
 
 def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> dict[str, Any]:
-    """All that decides what a search measures."""
+    """Return everything that determines what a search measures; a notebook with another subject starts over."""
     return {
         "model": fingerprint(model.params, model.config),
         "corpus": [corpus.sha256, corpus.num_tokens],
@@ -225,7 +224,7 @@ def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> di
 
 
 def provenance(corpus: Corpus) -> dict[str, Any]:
-    """Where a plan comes from."""
+    """Describe where a plan comes from: corpus, date, versions, device."""
     return {
         "corpus": corpus.source,
         "corpus_sha256": corpus.sha256,
@@ -238,7 +237,7 @@ def provenance(corpus: Corpus) -> dict[str, Any]:
 
 
 class Report:
-    """A progress bar with one line per pass; knows the pass it is in for the message after Ctrl-C."""
+    """Progress bar with one line per pass; `stage` names the current pass, for the message after Ctrl-C."""
 
     def __init__(self, shown: bool):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -253,7 +252,7 @@ class Report:
         self.bar.stop()
 
     def each(self, stage: str, items: Sequence[Any]) -> Iterator[Any]:
-        """Iterate, counting on the bar."""
+        """Iterate over the items and advance the bar."""
         self.stage = stage
         task = self.bar.add_task(stage, total=len(items))
         for item in items:
@@ -263,14 +262,14 @@ class Report:
 
 @partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
 def run_chunk(params, cache, tokens_BT, q_start_B, q_len_B, *, config: ModelConfig, policy: Policy):
-    """One chunk under a policy -> hidden states, cache, the policy's notes."""
+    """Run one chunk under a policy -> hidden states, cache, the policy's notes."""
     positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
     return forward(params, tokens_BT, cache, positions, config=config, policy=policy)
 
 
 @jax.jit
 def negative_log_likelihood(params, hidden_BTD: Array, next_BT: Array, num_valid: Array) -> Array:
-    """Sum over the first num_valid rows of -ln p(next token), in nats."""
+    """Sum -ln p(next token) over the first num_valid rows, in nats."""
     scores = logits(params, hidden_BTD)
     picked = jnp.take_along_axis(scores, next_BT[..., None], axis=-1)[..., 0]
     loss = jax.nn.logsumexp(scores, axis=-1) - picked
@@ -278,7 +277,7 @@ def negative_log_likelihood(params, hidden_BTD: Array, next_BT: Array, num_valid
 
 
 def run_window(model: Any, window: np.ndarray, policy: Policy, num_keys: int) -> Iterator[tuple[Any, float]]:
-    """Run one window in chunks; yields each chunk's (notes, sum of -ln p of the tokens it predicts)."""
+    """Run one window in chunks; yield each chunk's (notes, sum of -ln p of the tokens it predicts)."""
     rows = round_up(min(CHUNK, num_keys), getattr(policy, "query_tile", 1))
     stacked = not isinstance(model.params.layers, tuple)
     size = round_up(num_keys, rows)
@@ -295,7 +294,7 @@ def run_window(model: Any, window: np.ndarray, policy: Policy, num_keys: int) ->
 
 
 def attention_mass(model: Any, window: np.ndarray, recorder: RecallRecorder, num_keys: int) -> tuple[np.ndarray, float]:
-    """Run one window: the mass on the keys the policy reads and on all, [2,L,K], and the sum of -ln p of the tokens."""
+    """Run one window -> attention mass [2,L,K] on the keys the policy reads and on all keys, sum of -ln p."""
     mass, total_loss = np.zeros((2, model.config.num_layers, model.config.num_kv_heads)), 0.0
     for notes, loss in run_window(model, window, recorder, num_keys):
         mass += np.asarray((notes.held, notes.total), np.float64)
@@ -304,7 +303,7 @@ def attention_mass(model: Any, window: np.ndarray, recorder: RecallRecorder, num
 
 
 def perplexity(model: Any, windows: Sequence[np.ndarray], policy: Policy) -> float:
-    """exp of the mean -ln p over all predicted tokens of the windows."""
+    """Return exp of the mean -ln p over all predicted tokens of the windows."""
     longest = max(len(window) for window in windows)
     total = sum(loss for window in windows for _, loss in run_window(model, window, policy, longest))
     return math.exp(total / sum(len(window) - 1 for window in windows))
@@ -312,10 +311,10 @@ def perplexity(model: Any, windows: Sequence[np.ndarray], policy: Policy) -> flo
 
 @dataclass(frozen=True, kw_only=True)
 class Notes:
-    """What the similarity pass found.
+    """Results of the similarity pass, for layers a and b.
 
     Attributes:
-        heads: [L,L,K'] which head of a each head of b would use.
+        heads: [L,L,K'] the head of a that each head of b would use.
         similarity: [L,L] sim(a, b): minimum over a window's query tiles, mean over windows and heads.
         importance: [L] mean of 1 - cos of the residual stream around the attention block.
     """
@@ -330,7 +329,7 @@ class Notes:
         return self.importance * self.similarity
 
     def metrics(self) -> dict[str, Any]:
-        """For the plan."""
+        """Return the pass's entries in the plan's metrics."""
         return {
             "similarity": _rounded(np.triu(self.similarity)),
             "importance": _rounded(self.importance),
@@ -348,7 +347,7 @@ def record_similarity(
     local: int = 0,
     sinks: int = 0,
 ) -> Notes:
-    """Similarity between all pairs of layers and heads, and the importance of each layer, over the windows."""
+    """Measure the similarity of all pairs of layers and heads, and each layer's importance, over the windows."""
     recorder = SimilarityRecorder(query_tile=query_tile, local=local, sinks=sinks, pooled=heads == "pooled")
     longest = max(len(window) for window in windows)
     turned, num_tokens, minima = 0.0, 0, []
@@ -373,7 +372,7 @@ def record_similarity(
 
 
 def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], report: Report) -> dict[str, Any]:
-    """Recall of attention mass and density per layer, and perplexity dense and sparse, over held-out windows."""
+    """Measure recall of attention mass and density per layer, and dense and sparse perplexity, on held-out windows."""
     longest = max(len(window) for window in windows)
     mass, read, visible = 0.0, 0.0, 0.0
     dense_loss = sparse_loss = 0.0
@@ -397,7 +396,7 @@ def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], r
 
 
 def _rounded(value: Any) -> Any:
-    """Four significant digits: a plan is read by people too."""
+    """Round to four significant digits: people read plans too."""
     if isinstance(value, np.ndarray):
         return [_rounded(item) for item in value]
     return float(f"{value:.4g}")

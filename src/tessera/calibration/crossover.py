@@ -1,4 +1,4 @@
-"""From which prompt length a policy is faster than dense on this device, by timing both."""
+"""Find the prompt length from which a policy is faster than dense on this device, by timing both."""
 
 import logging
 import statistics
@@ -17,21 +17,21 @@ from tessera.sparse.kascade import Kascade
 logger = logging.getLogger(__name__)
 
 CROSSOVER_BUDGET_S = 60.0
-"""Seconds of timed runs, compilation not counted, after which no further length is timed."""
+"""Seconds for all timed runs, excluding compilation; a length expected to exceed what is left is not timed."""
 
 REPEATS = 3
 """Timed runs per policy and length."""
 
 TIMED_KEYS = 8192
-"""Room of the caches that prefill is timed in, at least: one size compiles once for all lengths up to it."""
+"""Minimum cache capacity for timed prefills, in keys: one size compiles once for all lengths up to it."""
 
 
 def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, dict[str, Any]]:
-    """The length from which prefill under the policy is faster than dense on this device, at every length timed.
+    """Measure the length from which prefill under the policy is faster than dense at every length timed.
 
-    Medians of interleaved runs over doubling lengths, until the context ends or the next length would exceed the time
-    budget. One more than the context if Kascade was not faster at the longest: every request then runs dense, which a
-    warning says.
+    Compares medians of interleaved runs over doubling lengths, until the context ends or the next length would exceed
+    the time budget. If Kascade is not faster at the longest length, returns the context plus one, so that every request
+    runs dense, and logs a warning.
     """
     context = model.config.max_positions
     lengths = sorted({min(1024 << i, context) for i in range(11)})
@@ -59,7 +59,7 @@ def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, di
 
 
 def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms: Sequence[float]) -> int | None:
-    """The first length from which on the second time is always the smaller; None if not even at the last."""
+    """Return the first length from which Kascade is always faster; None if it is not faster at the last length."""
     found = None
     for length, dense, kascade in zip(lengths, dense_ms, kascade_ms, strict=True):
         if kascade >= dense:
@@ -70,7 +70,7 @@ def find_crossover(lengths: Sequence[int], dense_ms: Sequence[float], kascade_ms
 
 
 def time_prefill(model: Any, policies: Sequence[Policy], length: int) -> list[float]:
-    """Median milliseconds of a prefill of `length` tokens under each policy, runs interleaved, compilation left out."""
+    """Time a prefill of `length` tokens under each policy: median ms of interleaved runs, excluding compilation."""
     prompt = [np.arange(length, dtype=np.int32) % model.config.vocab_size]
     size = max(length, min(model.config.max_positions, TIMED_KEYS))
     sessions = [Session(model.params, model.config, policy, batch=1, num_keys=size) for policy in policies]

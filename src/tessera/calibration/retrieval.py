@@ -1,8 +1,8 @@
-"""Probes for heads that look far back: facts and passages planted in the user's own text and asked for at its end.
+"""Probes for heads that look far back: facts and passages planted in the user's own text and repeated at its end.
 
-Plain text hardly needs the few heads that retrieve, so a plan made on text alone loses them (LOG.md). A probe is a
-window of text with sentences hidden at even depths, each repeated at the end up to its answer; what is judged are the
-answer's tokens. Without a tokenizer, keys and answers are random tokens of the text.
+Plain text rarely needs the few heads that retrieve, so a plan built on text only loses them (LOG.md). A probe is a
+window of text with sentences hidden at even depths and repeated at the end; only the tokens of the repeated answers are
+judged. Without a tokenizer, keys and answers are random tokens of the text.
 """
 
 import re
@@ -14,19 +14,19 @@ import numpy as np
 
 FACTS, DIGITS = 4, 5
 KEY_TOKENS, ANSWER_TOKENS = 8, 4
-"""Of a fact made of random tokens."""
+"""Tokens of the key and of the answer in a fact of random tokens."""
 PASSAGE, CUE = 24, 8
-"""Tokens of a repeated passage, and how many of the repetition come before the judged ones."""
+"""Tokens of a repeated passage, and how many of the repetition serve as cue before the judged ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One window.
+    """One window with planted facts and, at its end, their repetition.
 
     Attributes:
         tokens: [W] token ids.
-        answers: (first, end) positions of each answer's tokens; a token is predicted by the row before it.
-        text_end: rows before this are the text itself with the planted sentences.
+        answers: (first, end) positions of each answer's tokens; the row before a token predicts it.
+        text_end: end of the text and its planted sentences; the repetitions start here.
     """
 
     tokens: np.ndarray
@@ -35,13 +35,13 @@ class Probe:
 
 
 def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = FACTS) -> Probe:
-    """Hide facts in a window of text and ask for them at its end, and repeat a passage; the length stays.
+    """Hide facts in a window of text, repeat them and a passage at its end, and keep the window's length.
 
     Args:
-        model: its tokenizer, if it has one, writes the facts.
-        window: token ids; the last ones give way to the questions.
-        seed: the same seed makes the same probe.
-        num_facts: facts hidden, at even depths.
+        model: its tokenizer, if any, encodes the facts.
+        window: token ids; the repetitions replace the last ones.
+        seed: the same seed gives the same probe.
+        num_facts: number of facts to hide, at even depths.
 
     Raises:
         ValueError: the window is too short for its facts.
@@ -78,7 +78,7 @@ def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = 
 def _fact(
     model: Any, words: Sequence[str], window: np.ndarray, rng: np.random.Generator, index: int
 ) -> tuple[np.ndarray, ...]:
-    """Key, answer and end of one planted sentence."""
+    """Draw the key, the answer and the ending of one planted sentence."""
     if model.tokenizer is None:
         pick = rng.choice(window, KEY_TOKENS + ANSWER_TOKENS)
         return pick[:KEY_TOKENS], pick[KEY_TOKENS:], window[:0]

@@ -1,13 +1,13 @@
-"""Find the budgets of a plan that keeps what was asked for: ablate every KV head, then let each pay for what it does.
+"""Find the per-head budgets of a plan that meets a target: ablate every KV head, then price keys.
 
-1. *Damage* D[l,k]: what the model loses when one KV head reads only what is always listed, all others dense: KL on text
-   plus PROBE_WEIGHT times the log-probability that planted answers lose per token. Similarity of layers misses it: on
-   a real model a handful of heads retrieve, and their neighbours do not look there.
-2. *Missed mass* m[l,k,f]: the probability that the head's best tiles within a budget f leave out, from one dense pass.
-3. A head's loss at budget f is modelled as D (m[f] / m[0])^2, KL being quadratic in a small change. Every head takes
-   the budget that minimises loss + price * f; the price is what the search varies.
-4. The real policy, cheap scores and all, is run on text and probes at each price tried; the cheapest that holds the
-   target wins.
+1. *Damage* D[l,k]: the model's loss when one KV head reads only the always-listed keys and all others are dense: KL on
+   text plus PROBE_WEIGHT times the log-probability that planted answers lose per token. Layer similarity misses this:
+   in a real model a handful of heads retrieve, and neighbouring heads do not attend to the same keys.
+2. *Missed mass* m[l,k,f]: the probability outside the head's best tiles within budget f, from one dense pass.
+3. A head's loss at budget f is modelled as D (m[f] / m[0])^2, because KL is quadratic in a small change. Every head
+   takes the budget that minimises loss + price * f; the search varies the price.
+4. The search runs the real policy, cheap scores included, on text and probes at each price tried; the cheapest that
+   meets the target wins.
 """
 
 import math
@@ -34,26 +34,26 @@ from tessera.sparse.kascade import Kascade
 
 CHUNK = 512
 ROWS = 256
-"""Rows of logits compared at a time: a large vocabulary's would not fit otherwise."""
+"""Rows of logits compared at a time: with a large vocabulary, more would not fit in memory."""
 STRIDE = 4
-"""Every so many rows of text are compared; neighbouring rows say much the same."""
+"""Step between compared rows of text; adjacent rows are nearly redundant."""
 PROBE_WEIGHT = 1.0
-"""Nats of KL that a nat of an answer's log-probability per token counts for."""
+"""Nats of KL on text that one nat of answer log-probability per token counts as in the damage."""
 SHORT, LONG = 512, 4096
-"""Tokens of the windows that heads are ablated on, one pass per head, and that prices are tried on."""
+"""Tokens per window: SHORT for ablation, which takes one pass per head, LONG for trying prices."""
 NO_NOTEBOOK = Notebook()
 STEPS = 5
-"""Prices tried: mean budgets are known to a 32nd."""
+"""Prices tried: resolves the mean budget to 1/32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What a plan must keep, on text and on probes alike.
+    """Target of a plan, on text and on probes.
 
     Attributes:
-        keep: least share of the probability that dense gives the right next token, geometric mean over tokens:
+        keep: minimum share of dense's probability of the right next token, geometric mean over tokens:
             exp(loss of dense - loss of the plan).
-        max_kl: most KL(dense || plan), nats per token.
+        max_kl: maximum KL(dense || plan), nats per token.
     """
 
     keep: float | None = None
@@ -66,20 +66,21 @@ class Target:
             raise ValueError(f"max_kl={self.max_kl} must be above 0, such as 0.02")
 
     def holds(self, kept: "Kept") -> bool:
-        """Whether measured losses are within the target."""
+        """Return whether the measured losses meet the target."""
         by_loss = self.keep is None or min(kept.text_kept, kept.probes_kept) >= self.keep
         return by_loss and (self.max_kl is None or max(kept.text_kl, kept.probes_kl) <= self.max_kl)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a policy keeps of dense, over some windows.
+    """Measured losses of a policy against dense, over some windows.
 
     Attributes:
         text_kl, probes_kl: mean KL(dense || policy) per token, of text and of the probes' answers.
         text_loss, text_loss_dense: mean -ln p of the text.
         text_kept, probes_kept: exp(loss of dense - loss of the policy), per token.
-        asked, found_dense, found: probes' answers; those that dense has wholly right; those of them the policy has too.
+        asked, found_dense, found: number of probe answers; of these, dense gets all tokens right; of those, the policy
+            does too.
         density: keys read / keys visible, over all layers and heads.
         tokens: rows of text compared.
     """
@@ -97,7 +98,7 @@ class Kept:
     tokens: int
 
     def metrics(self) -> dict[str, float | int]:
-        """For the plan, four significant digits."""
+        """Return the fields for the plan's metrics, rounded to four significant digits."""
         return {
             name: value if isinstance(value, int) else float(f"{value:.4g}") for name, value in asdict(self).items()
         }
@@ -105,7 +106,7 @@ class Kept:
 
 @partial(jax.jit, static_argnames=("config", "make"), donate_argnames="cache")
 def _run(params, cache, tokens_BT, q_start_B, q_len_B, array, *, config: ModelConfig, make: Callable[[Any], Policy]):
-    """One chunk under the policy that `make` makes of the (traced) array -> hidden, cache, the policy's notes."""
+    """Run one chunk under the policy `make(array)`, with a traced array -> hidden, cache, the policy's notes."""
     positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
     policy = make(array)
     hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
@@ -113,10 +114,10 @@ def _run(params, cache, tokens_BT, q_start_B, q_len_B, array, *, config: ModelCo
 
 
 def run(model: Any, tokens: np.ndarray, make: Callable[[Any], Policy], array: Any = None) -> tuple[np.ndarray, list]:
-    """Hidden states [W,D] of a window and the policy's notes of each chunk.
+    """Run a window in chunks -> hidden states [W,D], the policy's notes of each chunk.
 
     Args:
-        make: array -> policy; static under jit, so a policy must be hashable where it takes no array.
+        make: array -> policy; static under jit, so a policy that takes no array must be hashable.
     """
     rows = min(CHUNK, round_up(len(tokens), 64))
     stacked = not isinstance(model.params.layers, tuple)
@@ -146,7 +147,7 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Localised:
-    """A `make` for heads [L,K] that read only what is always listed."""
+    """A `make` for a mask [L,K] of heads that read only the always-listed keys."""
 
     tiling: Tiling
 
@@ -166,7 +167,7 @@ class WithBudgets:
 
 @jax.jit
 def _compare(params, dense, ours, targets):
-    """Per row: KL, -ln p of the target under dense and ours, whether ours picks the target, whether dense does."""
+    """Return per row: KL, -ln p of the target under dense and ours, whether ours and whether dense picks the target."""
     pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, ours)]
     kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
     losses = [-jnp.take_along_axis(x, targets[:, None], -1)[:, 0] for x in pair]
@@ -174,7 +175,7 @@ def _compare(params, dense, ours, targets):
 
 
 def compare_rows(model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """[5, rows]: KL, both losses (dense first), whether ours and whether dense gets the next token right."""
+    """Return [5, rows]: KL, dense loss, our loss, whether ours and whether dense gets the next token right."""
     found = []
     for first in range(0, len(rows), ROWS):
         part = rows[first : first + ROWS]
@@ -186,7 +187,7 @@ def compare_rows(model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.nda
 
 
 class Judge:
-    """Windows with dense's own hidden states, against which policies are compared."""
+    """Compares policies with dense on the probes' windows; runs dense once, when built."""
 
     def __init__(self, model: Any, probes: Sequence[Probe]):
         self.model, self.probes = model, probes
@@ -195,11 +196,11 @@ class Judge:
             raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
 
     def noted(self, notebook: Notebook, name: str, make: Callable[[Any], Policy], array: Any = None) -> Kept:
-        """As when called, unless the notebook has it."""
+        """Call the judge, unless the notebook already holds the result under this name."""
         return Kept(**notebook.keep(name, lambda: asdict(self(make, array))))
 
     def __call__(self, make: Callable[[Any], Policy], array: Any = None) -> Kept:
-        """What the policy keeps on all windows."""
+        """Measure what the policy keeps of dense on all windows."""
         text, answers, found, found_dense = [], [], 0, 0
         read = visible = 0.0
         for probe, dense in zip(self.probes, self.dense):
@@ -235,7 +236,7 @@ class Judge:
 def measure_damage(
     model: Any, probes: Sequence[Probe], tiling: Tiling, each: Callable, notebook: Notebook = NO_NOTEBOOK
 ) -> np.ndarray:
-    """D[L,K]: KL on text plus the weighted loss on answers when one head reads only what is always listed."""
+    """Measure D[L,K]: KL on text plus the weighted loss on answers when one head reads only the always-listed keys."""
     judge, shape = Judge(model, probes), (model.config.num_layers, model.config.num_kv_heads)
     damage, make = np.zeros(shape), Localised(tiling)
     for layer, head in each("ablation", list(np.ndindex(*shape))):
@@ -247,7 +248,7 @@ def measure_damage(
 
 
 def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Callable) -> np.ndarray:
-    """m[L,K,F]: share of dense probability outside the best tiles of each budget of GRID."""
+    """Measure m[L,K,F]: share of dense probability outside the best tiles, for each budget of GRID."""
     missing = total = 0.0
     for probe in each("missed mass", probes):
         start = 0
@@ -260,9 +261,9 @@ def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Ca
 
 
 def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -> np.ndarray:
-    """[L,K]: the budgets of GRID, mean at most `mean`, that lose least by the model D (m[f] / m[0])^2.
+    """Choose budgets [L,K] from GRID, mean at most `mean`, that minimise the modelled loss D (m[f] / m[0])^2.
 
-    Each head minimises loss + price * f, and the price is bisected: heads do not interact in this model.
+    Heads do not interact in this model, so each minimises loss + price * f, and the price is bisected.
     """
     grid = np.asarray(GRID)
     share = missed_LKF / np.maximum(missed_LKF[..., :1], 1e-12)
@@ -271,7 +272,7 @@ def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -
     def at(price: float) -> np.ndarray:
         return grid[np.argmin(loss + price * grid, axis=-1)]
 
-    low, high = -30.0, 30.0  # ln of the price; the higher, the fewer keys
+    low, high = -30.0, 30.0  # ln of the price; a higher price buys fewer keys
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if at(math.exp(middle)).mean() > mean else (low, middle)
@@ -280,7 +281,7 @@ def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One price: the mean budget asked for, the budgets, what they keep."""
+    """One price tried: the requested mean budget, the budgets, and what they keep."""
 
     mean: float
     budgets: np.ndarray
@@ -296,9 +297,9 @@ def search(
     each: Callable,
     notebook: Notebook = NO_NOTEBOOK,
 ) -> list[Tried]:
-    """Bisect the mean budget for the least that holds the target; what was tried, the choice last.
+    """Bisect for the smallest mean budget that meets the target; return all attempts, the chosen one last.
 
-    Where no mean below 1 holds it, the last one tried reads all.
+    If no mean below 1 meets it, the last attempt reads all keys.
     """
     tried, low, high = [], 0.0, 1.0
 
@@ -320,13 +321,13 @@ def search(
 
 
 def probes_of(model: Any, windows: Sequence[np.ndarray], length: int, seed: int) -> list[Probe]:
-    """The windows, cut to a length, with facts planted."""
+    """Cut the windows to `length` tokens and plant facts in them."""
     facts = 4 if length <= SHORT else 8
     return [plant(model, window[:length], (seed, index), facts) for index, window in enumerate(windows)]
 
 
 def policy_of(budgets_LK: np.ndarray, tiling: Tiling) -> Kascade:
-    """The policy of these budgets: layers that read all are anchors, the others choose for themselves."""
+    """Build the policy for these budgets: layers that read all keys are anchors, the others choose their own tiles."""
     num_layers, num_kv_heads = budgets_LK.shape
     anchors = tuple(layer for layer in range(num_layers) if (budgets_LK[layer] >= 1).all())
     return Kascade(

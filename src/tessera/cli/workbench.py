@@ -13,29 +13,32 @@ class Bench:
     """Measure a suite against its peers and append the records; or compare two files of records."""
 
     suite: Literal["cpu", "demo", "smoke"] = "cpu"
-    """"cpu" is speed, "demo" the shipped model's answers, "smoke" shows in seconds that everything runs."""
+    """"cpu" measures speed, "demo" the shipped model's answers; "smoke" checks in seconds that everything runs."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A case to run; may be repeated; all if not given."""
+    """Case to run; may be repeated; all cases if not given."""
     resume: bool = False
-    """Skip cases that this very commit already has a record of."""
+    """Skip cases that already have a record of this commit."""
     out: Path | None = None
     """File to append to; evidence/<device>.jsonl if not given."""
     peer_python: Path = Path(".venv-peers/bin/python")
     """Interpreter of the environment with torch and transformers (make peers)."""
     model: str | None = None
-    """No suite: time prefill of this model (folder, hub id or GGUF file), dense and with its plan, over lengths."""
+    """Time this model's prefill (folder, hub id or GGUF file) over lengths, dense and with its plan; runs no suite."""
     plan: Path | None = None
-    """With --model: its plan; looked for near the weights if not given."""
+    """With --model: its plan; searched for near the weights if not given."""
     gate: bool = False
-    """Keep no records; status 1 if a figure is worse, beyond noise, than this device's stored one of the suite, 3 if
-    none is for sure but some could not be judged (noise, few samples, not measured again)."""
+    """Keep no records; exit code 1 if a figure is worse, beyond noise, than the suite's stored one for this device, 3
+    if none is certainly worse but some could not be judged (noise, few samples, not measured again)."""
     compare: tuple[Path, Path] | None = None
-    """Measure nothing: compare two files of records, the second against the first; status as for --gate."""
+    """Measure nothing: compare two files of records, the second against the first; exit code as for --gate."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Run the cases; 1 if one failed, or got worse with --gate or --compare, which say 3 if they cannot tell."""
+        """Run the cases; return 1 if one failed.
+
+        --gate and --compare return 1 if a figure got worse, and 3 if they cannot tell.
+        """
         from tessera.workbench import bench
 
         if self.model is not None:
@@ -61,22 +64,22 @@ class Verify:
     """Run every kernel of this device against a float64 oracle: the catalogue, random shapes, adversarial numbers."""
 
     kernel: str = ""
-    """Only kernels whose name holds this."""
+    """Only kernels whose name contains this."""
     simulate: bool = False
-    """Also kernels of chips that are not here, in simulation with race detection (an hour for all)."""
+    """Also verify kernels of absent chips, in simulation with race detection (an hour for all)."""
     configs: Literal["small", "default", "all"] = "small"
-    """Blocks: the smallest, in every call; or production's, or each of the search space, in a long one."""
+    """Block sizes: the smallest, in every call; or production's, or each of the search space, in a long call."""
     random: int = 5
     """Random shapes per kernel and dtype, with the smallest blocks."""
     seed: int | None = None
-    """Of numbers and shapes; fresh, and printed, if not given."""
+    """Seed of numbers and shapes; a fresh one, which is printed, if not given."""
     out: Path | None = None
     """File to append a record per kernel and dtype to."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Print the errors' distribution; 1 if a kernel failed."""
+        """Print the distribution of errors; return 1 if a kernel failed."""
         from tessera.workbench import verify
 
         if self.random < 0:
@@ -87,37 +90,37 @@ class Verify:
 
 @dataclass(frozen=True, kw_only=True)
 class Tune:
-    """Search a kernel's block sizes on this device; started again after Ctrl-C, it goes on."""
+    """Search a kernel's block sizes on this device; a restart after Ctrl-C resumes."""
 
     workload: str
     """Call of the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
     role: Literal["dense", "score", "sparse"] = "dense"
-    """Which kernel of it."""
+    """Role of the kernel to tune."""
     method: Literal["genetic", "tpe"] = "genetic"
     """"genetic" is our own search, "tpe" Optuna's estimator (pip install 'tessera-attention[tune]')."""
     candidates: int = 16
     """Configurations to try."""
     quick: int = 3
-    """Timed calls of each in the search."""
+    """Timed calls per configuration in the search."""
     finalists: int = 3
     """Candidates in the final, besides the default."""
     rounds: int = 7
-    """Turns of each in the final and in the confirmation."""
+    """Turns per candidate in the final and in the confirmation."""
     limit_s: float = 300.0
     """Seconds one answer of a candidate may take, compilation included."""
     memory_gib: float | None = None
-    """Memory that a candidate may hold on the host, 0 for no limit; nine tenths of this machine's if not given."""
+    """GiB that a candidate may hold on the host, 0 for no limit; nine tenths of this machine's memory if not given."""
     seed: int = 0
-    """Of the search and of the numbers."""
+    """Seed of the search and of the inputs."""
     out: Path | None = None
     """File to append the record to; evidence/tune-<device>.jsonl if not given."""
     table: Path | None = None
-    """Table to put the row into; the installed one of this device, which dispatch reads, if not given."""
+    """Table to put the row into; if not given, the installed one of this device, which dispatch reads."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Search, confirm, keep the record and the row."""
+        """Search, confirm, and write the record and the row."""
         from tessera.workbench.tune import Budget, ship
 
         names = ("candidates", "quick", "finalists", "rounds", "limit_s", "memory_gib", "seed", "method")
@@ -127,36 +130,36 @@ class Tune:
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Does a sparse policy keep the answers? Long-context tasks and fidelity to dense, policies side by side."""
+    """Compare policies on long-context tasks and on fidelity to dense: does a sparse policy keep the answers?"""
 
     model: str | None = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch). If not given, the shipped demo model; for the
     real suites, SmolLM2, which is fetched."""
     plan: Path | None = None
-    """Kascade plan; the one that comes with the weights if not given. The real suites run without one too."""
+    """Kascade plan; the one that comes with the weights if not given. The real suites also run without one."""
     suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
-    """"demo" compares policies, "study" the plan's choices, "smoke" shows in a minute that everything runs; "real"
-    judges a plan against rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
+    """"demo" compares policies, "study" the plan's choices, "smoke" checks in a minute that everything runs; "real"
+    compares a plan with rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
     text: Path | None = None
-    """Text that tasks are hidden in and fidelity is measured on; held-out library text if not given."""
+    """Text to hide tasks in and to measure fidelity on; held-out library text if not given."""
     out: Path | None = None
-    """File to append to; evidence/eval-<device>.jsonl, real-<device>.jsonl for the real suites, if not given."""
+    """File to append to; evidence/eval-<device>.jsonl (real suites: real-<device>.jsonl) if not given."""
     resume: bool = False
-    """Skip what this very commit already has a record of."""
+    """Skip what already has a record of this commit."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Ask everything and keep the records."""
+        """Run the suite and append its records."""
         text = None if self.text is None else self.text.read_text(encoding="utf-8")
-        given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # no paths of this machine in a record
+        given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # records hold no paths of this machine
         words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
         asked = {"text": text, "out": self.out, "resume": self.resume, "suite": self.suite}
         asked["command"] = f"tessera eval --suite {self.suite}" + "".join(words)
         return self.run_real(**asked) if self.suite.startswith("real") else self.run_shipped(**asked)
 
     def run_real(self, **asked) -> int:
-        """The suite that judges a plan on a real model."""
+        """Run a suite that judges a plan on a real model."""
         from tessera.generate import load, locate_plan, plan_path
         from tessera.models.fetch import fetch
         from tessera.workbench.eval import real
@@ -170,7 +173,7 @@ class Eval:
         return real.run(model, model.with_attention("kascade", path).plan, **asked)
 
     def run_shipped(self, **asked) -> int:
-        """The suites of the shipped model."""
+        """Run a suite on the shipped model, or on the one that --model names."""
         from tessera.core.files import DEMO_MODEL
         from tessera.generate import find_plan, load
         from tessera.workbench import eval as evaluation
@@ -187,7 +190,7 @@ class Eval:
 
 
 def make_study_plan(make_plan, model, choice):
-    """A plan of the shipped model's study with one choice changed, without measuring its cross-over."""
+    """Make a plan of the shipped model's study with one choice changed, without measuring its cross-over."""
     from dataclasses import replace
 
     from tessera.workbench.quality import CHOSEN
@@ -202,16 +205,16 @@ class Report:
     evidence: Path = Path("evidence")
     """Folder of records."""
     out: Path = Path("build/report.html")
-    """The page."""
+    """Page to write."""
     tables: bool = False
     """Rewrite the tables of README.md and docs/evidence.md in this folder instead."""
     check: bool = False
-    """With --tables: only say which of them are stale."""
+    """With --tables: only report the stale ones."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Write the page or the tables; 1 if a table is stale with --check."""
+        """Write the page or the tables; return 1 if a table is stale with --check."""
         if self.check and not self.tables:
             raise ValueError("--check looks at tables: add --tables")
         if self.tables:

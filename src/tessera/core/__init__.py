@@ -1,1 +1,1 @@
-"""What every room uses: shapes, files, hardware, memory, child processes. Imports nothing of Tessera's."""
+"""Shared basics: shapes, files, hardware, memory, child processes. Imports no other package of Tessera."""

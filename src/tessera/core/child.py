@@ -1,4 +1,4 @@
-"""A worker process that answers requests: it may hang, crash or run out of memory, and the caller goes on."""
+"""A worker process that answers requests. It may hang, crash or run out of memory; the caller survives."""
 
 import json
 import os
@@ -14,9 +14,9 @@ class Ended(RuntimeError):
     """A worker ended without an answer.
 
     Attributes:
-        status: its exit status, negative for a signal.
-        late: it was killed at the limit.
-        answered: it had answered before.
+        status: its exit code, negative for a signal.
+        late: whether it was killed at the time limit.
+        answered: whether it had answered an earlier request.
         said: the last lines of its standard error.
     """
 
@@ -26,13 +26,15 @@ class Ended(RuntimeError):
 
 
 class Worker:
-    """Reads a JSON request a line and writes a JSON reply a line. Starts at the first request, again if it ended.
+    """Worker process that reads one JSON request and writes one JSON reply per line.
+
+    Starts at the first request, and again if it ended.
 
     Args:
-        command: starts it.
-        environment: its whole environment; this process's own if None.
-        niceness: added to this process's own.
-        ready_s: the worker writes one line when it is ready, within this many seconds; None: it writes none.
+        command: command line that starts it.
+        environment: its whole environment; None inherits this process's.
+        niceness: added to this process's niceness.
+        ready_s: maximum seconds until the worker writes one line to say that it is ready; None: it writes none.
     """
 
     def __init__(
@@ -47,29 +49,29 @@ class Worker:
         self._process: subprocess.Popen | None = None
 
     def ask(self, request: Mapping[str, Any], limit_s: float | None = None) -> dict[str, Any]:
-        """The reply, or the end of the worker, which is killed after `limit_s` seconds.
+        """Send a request and return the reply; kill the worker after `limit_s` seconds.
 
         Raises:
-            Ended: there is no reply. The next request starts another worker.
+            Ended: the worker ended without a reply. The next request starts another one.
         """
         if self._process is not None and self._process.poll() is not None:
-            self.close()  # it died after its last answer: not this request's fault
+            self.close()  # it died after its last reply, before this request
         if self._process is None:
             self._start()
             if self._ready_s is not None:
-                self._read(self._ready_s)  # the limit is the request's own time
+                self._read(self._ready_s)  # start-up does not count towards limit_s
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # reading says how it ended
+            pass  # _read reports how it ended
         line = self._read(limit_s)
         self._answered = True
         return json.loads(line)
 
     def _start(self) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        # A session: Ctrl-C is the caller's to handle, and the worker's own children die with it.
+        # In a new session, Ctrl-C reaches only the caller, and killing the group kills the worker's children too.
         self._process = subprocess.Popen(
             self._command, **pipes, env=self._environment, text=True, start_new_session=True
         )
@@ -89,7 +91,7 @@ class Worker:
             return line
         answered = self._answered
         status = self.close()
-        if line:  # the reply and the limit came together
+        if line:  # the reply arrived just at the limit
             return line
         raise Ended(status, late.is_set(), answered, self._errors.text())
 
@@ -98,13 +100,13 @@ class Worker:
         os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> int | None:
-        """End the worker by ending its input, and kill it if it stays; its exit status."""
+        """Close the worker's input, kill it if it does not exit, and return its exit code."""
         if self._process is None:
             return None
         process, self._process = self._process, None
         try:
             process.stdin.close()
-        except BrokenPipeError:  # it died with a request half read
+        except BrokenPipeError:  # it died halfway through reading a request
             pass
         try:
             status = process.wait(timeout=5)
@@ -126,7 +128,7 @@ class Worker:
 
 
 class Tail(threading.Thread):
-    """Reads a stream to its end, so that its writer never waits, and keeps the last lines."""
+    """Thread that drains a stream, so that its writer never blocks, and keeps the last lines."""
 
     def __init__(self, stream):
         super().__init__(daemon=True)
@@ -137,5 +139,5 @@ class Tail(threading.Thread):
         self._lines.extend(line.strip() for line in self._stream)
 
     def text(self) -> str:
-        """The last three lines."""
+        """Return the last three lines."""
         return " ".join(self._lines)

@@ -1,6 +1,6 @@
-"""Files and folders that are whole or absent: written beside their place, flushed to the disk, renamed.
+"""Write files and folders atomically: write under a temporary name, flush to disk, rename.
 
-And files of JSON lines, of which a kill costs the line that was being written.
+Also files of JSON lines, where a kill loses at most the line being written.
 """
 
 import hashlib
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 SHIPPED = Path(__file__).parents[1] / "demo"
-"""What comes with the package: the demo model, and plans of fetched models."""
+"""Files shipped with the package: the demo model, and plans of fetched models."""
 DEMO_MODEL = SHIPPED / "model"
 
 
 def user_cache() -> Path:
-    """This user's cache folder for Tessera: XDG_CACHE_HOME or the platform's place, read when called."""
+    """Return this user's cache folder for Tessera: in XDG_CACHE_HOME, read at each call, or the platform's place."""
     if os.environ.get("XDG_CACHE_HOME"):
         base = Path(os.environ["XDG_CACHE_HOME"])
     elif sys.platform == "darwin":
@@ -32,7 +32,7 @@ def user_cache() -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 with plain line ends, on every system."""
+    """Write UTF-8 with LF line endings on every system."""
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
@@ -49,19 +49,19 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace one file by this text, whole or not at all; its folder is made."""
+    """Replace one file with this text, whole or not at all; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: write_text(temporary, text))
 
 
 def read_lines(path: Path) -> list[Any]:
-    """The values of a file of JSON lines, none where there is no file; a last line that a kill cut short is left out.
+    """Read the values of a file of JSON lines (none if there is no file), without a last line that a kill cut short.
 
     Raises:
-        ValueError: a line other than that is no JSON, by its number.
+        ValueError: any other line is not JSON; the message gives its number.
     """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-    if not _whole(lines[-1]):  # empty when the file ends in a line end
+    if not _whole(lines[-1]):  # empty when the file ends in a newline
         lines.pop()
     found = []
     for number, line in enumerate(lines, start=1):
@@ -73,9 +73,9 @@ def read_lines(path: Path) -> list[Any]:
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Add a JSON object to a file of such lines, on the disk at the return; its folder is made. One writer at a time.
+    """Append a JSON object to a file of JSON lines and flush it to disk; create its folder. One writer at a time.
 
-    A line that a kill cut short before is removed first.
+    First removes a last line that a kill cut short.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
@@ -90,19 +90,19 @@ def append_line(path: Path, value: Any) -> None:
 
 
 class Notebook:
-    """What a long run has found so far, by name, in a file of JSON lines: a run that was stopped goes on from it.
+    """Results of a long run so far, by name, in a file of JSON lines from which a stopped run resumes.
 
-    The first line says what the values are of; a file of something else is written afresh.
+    The first line holds the subject of the results; a file with another subject is overwritten.
     """
 
     def __init__(self, path: Path | None = None, subject: Any = None):
-        """path: None keeps nothing. subject: JSON; equal only for runs that find the same."""
+        """Open the file at `path` (None keeps nothing). `subject` is JSON, equal only for runs with equal results."""
         self.path, self.found = path, {}
         if path is None:
             return
         try:
             first, *rest = read_lines(path) or [None]
-        except ValueError:  # not ours, or torn in its middle: what it held is found again
+        except ValueError:  # not ours, or damaged in the middle: find its values again
             first, rest = None, []
         if first == {"subject": subject}:
             self.found = {line["name"]: line["value"] for line in rest}
@@ -110,7 +110,7 @@ class Notebook:
             replace_text(path, json.dumps({"subject": subject}) + "\n")
 
     def keep(self, name: str, find: Callable[[], Any]) -> Any:
-        """The value of this name, found now unless it was before. JSON: floats come back exactly."""
+        """Return the value of this name; call `find` if there is none yet. Values are JSON; floats stay exact."""
         if self.path is None:
             return find()
         if name not in self.found:
@@ -120,7 +120,7 @@ class Notebook:
 
 
 def _mend(file: BinaryIO) -> bytes:
-    """Cut the last line off, unless it is whole: then what is missing is its line end, which is returned."""
+    """Cut off an incomplete last line; if the line is whole, return the newline it lacks."""
     file.seek(0)
     text = file.read()
     start = text.rfind(b"\n") + 1
@@ -131,7 +131,7 @@ def _mend(file: BinaryIO) -> bytes:
 
 
 def _whole(line: bytes) -> bool:
-    """Whether a line is complete JSON; a proper prefix of a JSON object never is."""
+    """Return whether a line is complete JSON; a proper prefix of a JSON object never is."""
     try:
         json.loads(line)
     except ValueError:  # JSON and UTF-8 errors both
@@ -141,15 +141,15 @@ def _whole(line: bytes) -> bool:
 
 @contextmanager
 def replace_folder(folder: Path, outdated: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
-    """Replace a folder: yields an empty one beside it, to be filled, which takes its place at the end of the block.
+    """Replace a folder: yield an empty sibling folder to fill, which takes its place at the end of the block.
 
-    Everything else in the old folder (notes, a plan, subfolders) comes along, except names that the block wrote anew
-    and names at its top that outdated(name) is true of. An error leaves the old folder as it was. A kill leaves the
-    old folder or the new one; or, between the two renames, both of them whole under the hidden names beside it, and
-    `finish_swap` (every load and save of a model calls it) puts the new one in place. One writer at a time.
+    Everything else in the old folder (notes, a plan, subfolders) is kept, except names that the block wrote and
+    top-level names for which outdated(name) is true. An error leaves the old folder unchanged. A kill leaves the old
+    folder or the new one; between the two renames it leaves both, whole, under hidden sibling names, and `finish_swap`
+    (called by every load and save of a model) puts the new one in place. One writer at a time.
 
     Raises:
-        ValueError: the folder is a file, a mount point, or holds the working folder, and cannot be renamed.
+        ValueError: the folder cannot be renamed: it is a file, a mount point, or holds the working folder.
     """
     folder = folder.resolve()
     _check_renamable(folder)
@@ -164,18 +164,18 @@ def replace_folder(folder: Path, outdated: Callable[[str], bool] = lambda name: 
         if folder.exists():
             _carry_over(folder, new, outdated)
         sync(new)
-        sync(new.parent)  # from here on, whoever finds both siblings may trust the new one
+        sync(new.parent)  # from here on, the new folder is complete if both siblings exist
         if folder.exists():
             os.rename(folder, old)
         os.rename(new, folder)
-        sync(folder.parent)  # the old one goes only when the new one is there to stay
+        sync(folder.parent)  # delete the old folder only after the rename is on disk
     finally:
         finish_swap(folder)
         _remove(new, old)
 
 
 def finish_swap(folder: Path) -> None:
-    """Put the new folder in place where a kill fell between the two renames of `replace_folder`."""
+    """Put the new folder in place if a kill came between the two renames of `replace_folder`."""
     folder = folder.resolve()
     new, old = _siblings(folder)
     if old.is_dir() and not folder.exists():
@@ -183,7 +183,7 @@ def finish_swap(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file's content or a folder's names to the disk; Windows cannot open a folder, and does without."""
+    """Flush a file's content or a folder's entries to disk. Skips folders on Windows, which cannot open them."""
     if os.name == "nt" and path.is_dir():
         return
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
@@ -201,7 +201,7 @@ def _check_renamable(folder: Path) -> None:
 
 
 def _siblings(folder: Path) -> tuple[Path, Path]:
-    """Where the new folder is made, and where the old one waits until the new one is in place."""
+    """Return where the new folder is built, and where the old one is kept until the new one is in place."""
     return folder.parent / f".{folder.name}.tessera-new", folder.parent / f".{folder.name}.tessera-old"
 
 
@@ -212,7 +212,7 @@ def _remove(*folders: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, outdated: Callable[[str], bool]) -> None:
-    """Hard links cost no space and leave the old folder whole, should it have to stay."""
+    """Hard-link the old folder's other files: links cost no space and leave the old folder whole if it has to stay."""
 
     def left_out(place: str, names: list[str]) -> list[str]:
         return [n for n in names if Path(place) == old and (outdated(n) or (new / n).exists())]
@@ -228,7 +228,7 @@ def _link(source: str, target: str) -> None:
 
 
 def sources(package: Path = Path(__file__).parents[1]) -> str:
-    """A hash of the code and tables that run. A commit says less: trees that differ from it have it too."""
+    """Hash the code and tables that run. A commit id says less: modified working trees share it."""
     digest = hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jsonl", ".txtpb")):
         text = path.read_bytes()

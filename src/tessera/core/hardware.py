@@ -1,4 +1,4 @@
-"""Chips: peak arithmetic, memory bandwidth and on-chip memory, nominal, per chip; and what this host's CPU is.
+"""Nominal peak arithmetic, memory bandwidth and on-chip memory of chips; and a description of this host's CPU.
 
 Sources: the vendors' specification pages (docs.cloud.google.com/tpu/docs, nvidia.com data sheets, dense rates without
 structured sparsity); on-chip memory per TensorCore from jax's own `tpu_info`. A CPU has no trustworthy nominal peak
@@ -13,11 +13,11 @@ from pathlib import Path
 
 
 def prepare_simulator() -> None:
-    """Set this process up to simulate chips; before jax first looks at its devices.
+    """Set this process up to simulate chips. Call this before jax first looks at its devices.
 
-    Simulated warpgroups wait for each other on XLA's threads, and with the two of a small machine for ever. Their
-    callbacks copy arrays on those threads too, where a program dispatched asynchronously may wait for the copy
-    (https://github.com/jax-ml/jax/issues/25861): programs run in the caller's thread instead.
+    Simulated warpgroups wait for each other on XLA's threads, and deadlock on the two threads of a small machine. Their
+    callbacks also copy arrays on those threads, where an asynchronously dispatched program may wait for the copy
+    (https://github.com/jax-ml/jax/issues/25861), so programs run in the caller's thread instead.
     """
     import jax
 
@@ -31,19 +31,19 @@ class Chip:
 
     Attributes:
         name: short name, as in "v6e".
-        device_kinds: what `jax.Device.device_kind` calls it, in lower case.
+        device_kinds: its values of `jax.Device.device_kind`, in lower case.
         bf16_flops_per_s: dense bfloat16 matrix rate of the whole chip.
         int8_ops_per_s: dense 8-bit rate of the whole chip (fp8 where the chip has no int8 unit).
         bytes_per_s: main memory bandwidth of the whole chip.
         memory_bytes: main memory of the whole chip.
         cores: TensorCores or streaming multiprocessors.
         on_chip_bytes: scratch memory of one core (VMEM or shared memory).
-        devices: jax devices that one chip shows.
-        clock_hz: cycles per second of a TensorCore; None for the others. It follows from a peak rate: flops per second
-            / (cores x matrix units x their side squared x 2), 4 units of 128 up to v5p, then 2 of 256 taking two rows
-            a cycle. The peak is Google's, for v7x the compiler's own (996 TFLOP/s a core in `cost_analysis` of a large
-            product, 1.9 GHz; Google's would be 2.2 GHz). Held against measured times:
-            `workbench/studies/validation.py`.
+        devices: jax devices per chip.
+        clock_hz: cycles per second of a TensorCore; None for other chips. Derived from the peak rate: flops per second
+            / (cores x matrix units x their side squared x 2), with 4 units of side 128 up to v5p, then 2 of side 256
+            that take two rows per cycle. The peak is Google's, except for v7x, where it is the compiler's (996 TFLOP/s
+            per core in `cost_analysis` of a large product, 1.9 GHz; Google's would give 2.2 GHz). Checked against
+            measured times in `workbench/studies/validation.py`.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Chip:
     clock_hz: float | None = None
 
     def floor_s(self, flops: float, num_bytes: float) -> float:
-        """Least time in seconds one chip needs: max(flops / peak, bytes / bandwidth)."""
+        """Return the minimum seconds that one chip needs: max(flops / peak, bytes / bandwidth)."""
         return max(flops / self.bf16_flops_per_s, num_bytes / self.bytes_per_s)
 
 
@@ -146,7 +146,7 @@ CHIPS: tuple[Chip, ...] = (
 
 
 def chip(device_kind: str) -> Chip | None:
-    """The chip that a short name or `jax.Device.device_kind` stands for; None for one not in the table."""
+    """Look up a chip by its short name or `jax.Device.device_kind`; None if it is not in the table."""
     wanted = device_kind.lower()
     for entry in CHIPS:
         if wanted == entry.name or wanted in entry.device_kinds:
@@ -156,7 +156,7 @@ def chip(device_kind: str) -> Chip | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Cpu:
-    """This host's processor: model as it names itself, cores this process may use, memory in bytes."""
+    """This host's processor: the model name it reports, cores this process may use, memory in bytes."""
 
     model: str
     cores: int
@@ -164,12 +164,12 @@ class Cpu:
 
 
 def cpu() -> Cpu:
-    """Look at this host's processor. Reads /proc where there is one; nothing is cached."""
+    """Describe this host's processor. Reads /proc if it exists; nothing is cached."""
     return Cpu(model=_cpu_model(), cores=_usable_cores(), memory_bytes=_memory_bytes())
 
 
 def device_slug() -> str:
-    """This device as a file name: "cpu-amd-epyc-2-cores", "tpu-v6-lite". Asks jax, so never call it at import."""
+    """Name this device for file names: "cpu-amd-epyc-2-cores", "tpu-v6-lite". Queries jax: never call it at import."""
     import jax
 
     kind, host = jax.devices()[0].device_kind, cpu()
@@ -184,9 +184,9 @@ def _cpu_model() -> str:
 
 
 def cpu_model(info: str) -> str:
-    """The processor's name in the text of /proc/cpuinfo; empty if there is none.
+    """Extract the processor's name from the text of /proc/cpuinfo; empty if there is none.
 
-    A virtual machine may hide the number ("AMD EPYC"): family and model then tell one generation from the next.
+    A virtual machine may hide the model number ("AMD EPYC"); family and model then identify the generation.
     """
     pairs = (line.partition(":")[::2] for line in reversed(info.splitlines()))  # the first processor counts
     fields = {key.strip(): " ".join(value.split()) for key, value in pairs if value.strip()}

@@ -1,4 +1,4 @@
-"""Whether something fits: bytes free on a device, asked before anything is read or compiled."""
+"""Check whether something fits: bytes free on a device, checked before anything is read or compiled."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import jax
 
 
 def available_bytes(device: jax.Device) -> int | None:
-    """Bytes a program on this device may still take; None where the system does not say."""
+    """Return the bytes that a program can still allocate on this device; None if the system does not report them."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
@@ -26,7 +26,7 @@ def require(num_bytes: int, device: jax.Device, what: str, way_out: str) -> None
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Bytes for people, in binary units: 1536 -> "1.5 KiB"."""
+    """Format bytes in binary units: 1536 -> "1.5 KiB"."""
     power = next((p for p in range(4) if num_bytes < 1024 ** (p + 1)), 4)
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{num_bytes / 1024**power:.{1 if power else 0}f} {unit}"
@@ -43,7 +43,10 @@ def _host_free_bytes() -> int | None:
 
 
 def _container_free_bytes() -> int | None:
-    """A container's own limit, which /proc/meminfo does not show. Page cache counts as used here: a lower bound."""
+    """Return the bytes left under a container's limit, which /proc/meminfo does not show.
+
+    A lower bound: the kernel counts page cache as used; only its inactive part is added back.
+    """
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if not (limit.is_file() and used.is_file()):
         return None

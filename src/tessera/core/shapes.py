@@ -1,4 +1,4 @@
-"""The dimension key. The same letters stand in annotations, einsums and array suffixes everywhere.
+"""Dimension key: the letters used in annotations, einsums and array suffixes everywhere.
 
     B batch            T query positions     S key positions
     N query heads      K key/value heads     G = N / K

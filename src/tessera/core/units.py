@@ -1,8 +1,8 @@
-"""Quantities in words: scaled for reading, with their units."""
+"""Format quantities for people: scaled, with their units."""
 
 
 def quantity(value: float, unit: str) -> str:
-    """A value with three significant digits and its unit, scaled for reading: 0.0123 s is 12.3 ms."""
+    """Format a value with three significant digits and a scaled unit: 0.0123 s is 12.3 ms."""
     if unit == "s":
         for factor, name in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
             if abs(value) * factor >= 1:
@@ -19,7 +19,7 @@ def quantity(value: float, unit: str) -> str:
 
 
 def three(value: float) -> str:
-    """Three significant digits without an exponent."""
+    """Format with three significant digits, without an exponent."""
     if value == 0:
         return "0"
     digits = max(0, 2 - int(f"{abs(value):e}".split("e")[1]))

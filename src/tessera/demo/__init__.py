@@ -1,1 +1,1 @@
-"""The demo: a small model that is really trained answers questions about a real document, dense and with Kascade."""
+"""The demo: a small trained model answers questions about a real document, dense and with Kascade."""

@@ -1,4 +1,4 @@
-"""What the demo measures: answers, pass keys, time to first token, attention time, and what each layer read."""
+"""Measure the demo: answers, pass keys, time to first token, attention time, and the keys that each layer reads."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ Progress = Callable[[str], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """One question, policy by policy; `expected` is read from the document by a regular expression, not a model."""
+    """One question with each policy's answer; a regular expression, not a model, reads `expected` from the document."""
 
     question: str
     expected: str
@@ -47,15 +47,15 @@ class Answered:
 
 
 def ask(models: Mapping[str, Model], document: str, subject: str) -> Answered:
-    """Ask each model for something that the document says.
+    """Ask each model for a fact that the document states.
 
     Args:
         models: name -> model: "dense", "kascade" and "control".
-        document: the text, asked about at its end.
-        subject: a constant that the document defines ("SMTP_PORT"), or what a note in it tells ("the pass key").
+        document: the text; the question follows it.
+        subject: a constant that the document defines ("SMTP_PORT"), or the subject of a note in it ("the pass key").
 
     Raises:
-        ValueError: the document does not say it.
+        ValueError: the document does not state it.
     """
     expected = what_it_says(document, subject)[0]
     prompt = make_prompt(document, subject)
@@ -64,12 +64,12 @@ def ask(models: Mapping[str, Model], document: str, subject: str) -> Answered:
 
 
 def make_prompt(document: str, subject: str) -> str:
-    """The document, then the question, as in training."""
+    """Join the document and the question, as in training."""
     return f"{document.rstrip()}\n\nWhat is {subject}? "
 
 
 def what_it_says(document: str, subject: str) -> tuple[str, int]:
-    """The answer that the document holds, as the model is trained to word it, and the place where it stands."""
+    """Find the answer in the document, worded as the model is trained to word it, and its position."""
     if subject.startswith("the "):
         pattern = rf"The {re.escape(subject[4:])} is [^\s.]+\."
     else:
@@ -83,7 +83,7 @@ def what_it_says(document: str, subject: str) -> tuple[str, int]:
 def passkey_accuracy(
     models: Mapping[str, Model], lengths: Sequence[int], num_tasks: int, progress: Progress
 ) -> dict[str, dict[int, Accuracy]]:
-    """Hidden five-digit keys that each policy finds exactly, per prompt length; the same tasks for all."""
+    """Count the hidden five-digit keys that each policy finds exactly, per prompt length; the same tasks for all."""
     found = {name: {} for name in models}
     for length in lengths:
         tasks = passkey_tasks(num_tasks, length)
@@ -96,7 +96,7 @@ def passkey_accuracy(
 def first_token_times(
     models: Mapping[str, Model], lengths: Sequence[int], repeats: int, progress: Progress
 ) -> dict[int, dict[str, list[float]]]:
-    """Seconds to the first token on held-out library text, fresh text per sample, policies taking turns."""
+    """Time the first token on held-out library text, in seconds: fresh text per sample, policies taking turns."""
     text = library_corpus().held_out
     rng = np.random.default_rng(21)
     out = {}
@@ -118,22 +118,22 @@ class LayerTimes(NamedTuple):
     samples: Mapping[str, Sequence[float]]
 
     def total(self, layers: Sequence[str]) -> dict[str, float]:
-        """Medians summed over a model's layers: all dense, and as the plan has it."""
+        """Sum the medians over a model's layers: all dense, and each layer as the plan runs it."""
         median = {kind: float(np.median(samples)) for kind, samples in self.samples.items()}
         return {"dense": median["dense"] * len(layers), "kascade": sum(median[kind] for kind in layers)}
 
 
 def kinds(policy: Kascade) -> tuple[str, ...]:
-    """What a layer's time depends on, layer by layer: its role, and its heads' budgets where it has some."""
+    """Describe what sets each layer's time: its role, and its heads' budgets if it has any."""
     rows = policy.budgets or ((),) * len(policy.head_map)
     listed = (f" {' '.join(f'{budget:g}' for budget in row)}" if row else "" for row in rows)
     return tuple(role if role in ("dense", "score") else role + words for role, words in zip(policy.roles(), listed))
 
 
 def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress: Progress) -> dict[int, LayerTimes]:
-    """One layer's causal prefill attention at the model's heads and the plan's tiles: dense, and each kind of layer.
+    """Time one layer's causal prefill attention at the model's heads and the plan's tiles: dense and per kind of layer.
 
-    The time of a layer that chooses includes choosing. Inputs are random: time does not depend on them.
+    A choosing layer's time includes choosing. Inputs are random: time does not depend on them.
     """
     config, policy = model.config, model.policy
     spec, found = AttentionSpec(tile=policy.tile, query_tile=policy.query_tile), kinds(policy)
@@ -167,7 +167,7 @@ def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress
 
 
 class ReadMap(NamedTuple):
-    """What one prompt's prefill read: share of the visible keys per layer, and the tiles that layers chose."""
+    """Reads of one prompt's prefill: share of the visible keys per layer, and the tiles that layers chose."""
 
     densities: list[float]
     anchors: list[Anchor]
@@ -192,7 +192,7 @@ def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
 
 
 def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarray:
-    """How many KV heads list each tile, [I,J]; -1 where the tile lies in the query tile's future."""
+    """Count the KV heads that list each tile, [I,J]; -1 where the tile lies in the query tile's future."""
     tiles, count = np.asarray(selection.tiles)[0], np.asarray(selection.count)[0]
     heads = np.zeros(shape, np.int32)
     for head, row in np.ndindex(*count.shape):
@@ -203,10 +203,10 @@ def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class _Tracing(Kascade):
-    """Kascade that also hands out what its layers chose; needs unrolled layers."""
+    """Kascade that also returns what its layers chose; needs unrolled layers."""
 
     def chooses(self, layer: int) -> bool:
-        """Whether a layer ranks tiles: it scores, or some head of it has a budget between none and all."""
+        """Return whether a layer ranks tiles: it scores, or one of its heads has a budget between none and all."""
         role = self.roles()[layer]
         budgets = self.budgets[layer] if self.budgets else (self.fraction,)
         return role == "score" or role == "own" and any(0 < budget < 1 for budget in budgets)

@@ -1,4 +1,4 @@
-"""One self-contained HTML page from the demo's findings."""
+"""Render the demo's findings as one self-contained HTML page."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,7 @@ import jinja2
 
 
 def render(findings: Mapping[str, Any], template: str = "page.html") -> str:
-    """The page. Everything but the pictures is escaped; a name that is missing raises."""
+    """Render the page. Escapes everything but the pictures; raises if a name is missing."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.get_template(template).render(findings)

@@ -1,4 +1,4 @@
-"""The demo's pictures, each one SVG string: dark text, axes with units, the same two colours throughout."""
+"""The demo's pictures, each an SVG string: dark text, axes with units, the same two colours throughout."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +35,7 @@ _STYLE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """What one layer chose: layer, and per (query tile, key tile) how many KV heads listed it; -1 is not visible."""
+    """One layer's choice: KV heads that listed each (query tile, key tile); -1 marks tiles that are not visible."""
 
     layer: int
     heads_BY: np.ndarray
@@ -44,7 +44,7 @@ class Anchor:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Times over lengths of two sides: title, axis label, tokens, side -> seconds per length."""
+    """Times of two sides over prompt lengths: title, axis label, tokens, side -> seconds per length."""
 
     title: str
     label: str
@@ -53,7 +53,7 @@ class Panel:
 
 
 def times(panels: Sequence[Panel]) -> str:
-    """Milliseconds over tokens, both axes logarithmic; first side over second is written above the points."""
+    """Plot milliseconds over tokens, both axes logarithmic, with the first side over the second above the points."""
 
     def plot(figure: Figure) -> None:
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
@@ -86,11 +86,11 @@ ROLES = {
     "own": (OWN, "own: chooses by cheap scores"),
     "sparse": (KASCADE, "reuse: reads what its source chose"),
 }
-"""Colour and words of a layer's role."""
+"""Role of a layer -> colour and words."""
 
 
 def densities(layers: Sequence[float], roles: Sequence[str]) -> str:
-    """Share of the visible keys that each layer read, coloured by its role in the plan (`Kascade.roles`)."""
+    """Plot the share of the visible keys that each layer read, coloured by its role in the plan (`Kascade.roles`)."""
 
     def plot(figure: Figure) -> None:
         axes = figure.subplots()
@@ -111,10 +111,10 @@ def densities(layers: Sequence[float], roles: Sequence[str]) -> str:
 
 
 def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: Sequence[int]) -> str:
-    """One map per layer that chooses: query tiles downwards, key tiles across, coloured by KV heads that list the tile.
+    """Plot one map per layer that chooses: query tiles down, key tiles across, coloured by KV heads that list the tile.
 
     Args:
-        anchors: what to draw, one panel each; at least one.
+        anchors: the choices to draw, one panel each; at least one.
         tile: keys per key tile, for the axis.
         query_tile: rows per query tile, for the axis.
         marks: key positions worth finding, drawn as dashed lines.
@@ -150,7 +150,7 @@ def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: S
 
 
 def _draw(plot: Callable[[Figure], Any], size: tuple[float, float]) -> str:
-    """Run a plot function on a figure of its own (no global state) and return the <svg> element."""
+    """Run a plot function on a fresh figure (no global state) and return the <svg> element."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size)
         plot(figure)

@@ -1,4 +1,4 @@
-"""What the demo asks a real model: a chat turn, and questions whose answers its document states, per policy.
+"""Ask a real model, under each policy, for a chat turn and for answers that its document states.
 
 Every prompt is the document, then a question, in the model's own chat template. A `Reader` prefills the document once
 and reuses its keys for each question, as `tessera chat` does. All prefill calls have one size: each size is a program
@@ -27,20 +27,20 @@ from tessera.workbench.quality import without_choice
 
 HERE = Path(__file__).parent
 CHUNK = 256
-"""Rows of a prefill call: a question computes one chunk, and 1,024 rows would cost it four times as much."""
+"""Rows per prefill call. A question computes one chunk, and 1,024 rows would cost it four times as much."""
 SIDES = ("dense", "kascade", "control")
 WORDS = MappingProxyType({"dense": "dense", "kascade": "Kascade", "control": "control"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question about the document; `start` is how the sentence with its answer begins, and opens the reply."""
+    """A question about the document; `start` begins both the document's sentence with the answer and the reply."""
 
     text: str
     start: str
 
     def expected(self, document: str) -> str:
-        """The rest of the document's sentence that begins with `start`.
+        """Return the rest of the document's sentence that begins with `start`.
 
         Raises:
             ValueError: the document has no such sentence.
@@ -71,16 +71,16 @@ QUESTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a real model is asked; the defaults fit the six minutes that `make demo` has on two cores.
+    """Prompts for a real model; the defaults fit the six minutes that `make demo` has on two cores.
 
     Attributes:
         model: the fetched model's name, a GGUF file or a folder.
-        plan: Kascade's; None is the one that belongs to the model.
-        document: text file; the questions are about it.
-        turn: what the chat turn says after the document.
-        turn_tokens: most tokens of its answer.
-        questions: each is asked under every policy.
-        answer_tokens: most tokens of an answer.
+        plan: Kascade plan; None takes the one that belongs to the model.
+        document: text file that the questions are about.
+        turn: text of the chat turn, after the document.
+        turn_tokens: maximum number of tokens in its answer.
+        questions: questions to ask under every policy.
+        answer_tokens: maximum number of tokens per answer.
     """
 
     model: str | Path = "smollm2"
@@ -98,7 +98,7 @@ class Side:
 
     Attributes:
         turn: the chat turn's answer; its time to first token includes the document's prefill. None for the control.
-        answers: one per question; their time to first token is with the document's keys in the cache.
+        answers: one per question; the document's keys are in the cache, so time to first token excludes its prefill.
     """
 
     turn: Generation | None
@@ -107,9 +107,9 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Everything one run found out: per side, the answers; per question, what the document says.
+    """Results of one run: each side's answers, and the document's answer to each question.
 
-    `compile_s` is the seconds in which the programs of all sides were compiled, or found compiled, together.
+    `compile_s` is the seconds to compile the programs of all sides, or to load them from the cache, together.
     """
 
     settings: Settings
@@ -120,29 +120,30 @@ class Findings:
     sides: Mapping[str, Side]
 
     def right(self, name: str) -> tuple[bool, ...]:
-        """Whether a side's answer says what the document says, question by question."""
+        """Compare a side's answers with the document's, question by question."""
         return tuple(said(a) == wanted for a, wanted in zip(self.sides[name].answers, self.expected))
 
     def kept(self, name: str) -> int:
-        """How many questions both dense and this side answer rightly."""
+        """Count the questions that both dense and this side answer correctly."""
         return sum(dense and ours for dense, ours in zip(self.right("dense"), self.right(name)))
 
     @property
     def lost(self) -> list[int]:
-        """Questions that dense answers rightly and Kascade does not."""
+        """Questions that dense answers correctly and Kascade does not."""
         pairs = zip(self.right("dense"), self.right("kascade"))
         return [index for index, (dense, kascade) in enumerate(pairs) if dense and not kascade]
 
 
 def said(answer: Generation) -> str:
-    """An answer's words, on one line."""
+    """Return an answer's words on one line."""
     return " ".join(answer.text.split())
 
 
 def policies(dense: Model, plan: Plan | None = None) -> dict[str, Model]:
-    """The model under dense, Kascade at every length, and the control: Kascade that chooses nothing.
+    """Return the model under dense, Kascade at every length, and the control: Kascade that chooses nothing.
 
-    The control's heads read what the plan always lists (own tiles, local tiles, sinks), or all if their budget is 1.
+    The control's heads read only the tiles that the plan always lists (own tiles, local tiles, sinks), or all if their
+    budget is 1.
     """
     kascade = dense.with_attention("kascade", plan, crossover_tokens=0)
     control = replace(kascade, policy=plan_policy(kascade, without_choice(kascade.plan)))
@@ -150,7 +151,7 @@ def policies(dense: Model, plan: Plan | None = None) -> dict[str, Model]:
 
 
 class Reader:
-    """One policy's cache, which holds the document from the first prompt on."""
+    """One policy's session, whose cache keeps the document after the first prompt."""
 
     def __init__(self, model: Model, *, num_keys: int):
         self.model, self.reads, self.held = model, [], []
@@ -159,7 +160,7 @@ class Reader:
         self.session.sizes = (next((size for size in sizes if size <= CHUNK), sizes[-1]),)
 
     def hold(self, tokens: Sequence[int]) -> None:
-        """Prefill the whole chunks of a prompt that all later prompts begin with."""
+        """Prefill the whole chunks of a prefix that all later prompts share."""
         self.held = list(tokens[: self.session.align(len(tokens))])
         if self.held:
             _, self.reads = self.session.prefill([self.held])
@@ -168,7 +169,7 @@ class Reader:
     def answer(
         self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), *, started_s: float | None = None
     ) -> Generation:
-        """Answer a prompt that begins with what is held; its keys read include those of the held part's prefill."""
+        """Answer a prompt that begins with the held tokens; its keys read include those of their prefill."""
         started_s = time.perf_counter() if started_s is None else started_s
         answer = self.model.open_answer(tokens, max_new_tokens, stop)
         for read_LB, visible_LB in self.reads:
@@ -180,7 +181,7 @@ class Reader:
 
 
 def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int], list[list[int]]]:
-    """Tokens of the chat turn and of each question, answer's start included; all begin with the document."""
+    """Encode the chat turn, and each question with the start of its answer; all begin with the document."""
 
     def render(said: str, start: str = "") -> list[int]:
         message = {"role": "user", "content": f"{document.rstrip()}\n\n{said}"}
@@ -191,7 +192,7 @@ def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int],
 
 
 def shared(lists: Sequence[Sequence[int]]) -> int:
-    """Tokens that all lists begin with."""
+    """Count the tokens that all lists begin with."""
     columns = zip(*lists)
     return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, lists)))
 
@@ -206,7 +207,7 @@ def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[st
     progress(f"compiling {2 * len(models)} programs of {models['dense'].config.num_layers} layers, once per machine")
     started_s = time.perf_counter()
     readers = {name: Reader(model, num_keys=max(longest, CHUNK)) for name, model in models.items()}
-    with ThreadPoolExecutor() as pool:  # XLA compiles one program on hardly more than one core
+    with ThreadPoolExecutor() as pool:  # XLA compiles one program on little more than one core
         list(pool.map(lambda reader: reader.session.warm(), readers.values()))
     compile_s = time.perf_counter() - started_s
     sides = {}

@@ -1,4 +1,4 @@
-"""Words, tables, records and page data of a real model's run (`reading.py`)."""
+"""Notes, tables, records and page data of a real model's run (`reading.py`)."""
 
 import statistics
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ NEXT = (
 
 
 def notes(found: Findings) -> list[str]:
-    """The verdict, and what a reader must know to read the figures right; what Kascade lost comes first."""
+    """Write the verdict, starting with what Kascade lost, and the facts needed to read the figures correctly."""
     right = {name: found.right(name) for name in SIDES}
     count, total, lost = sum(right["dense"]), len(found.expected), found.lost
     read = quantity(_density(found.sides["kascade"].answers), "fraction")
@@ -72,7 +72,7 @@ def _density(answers: Sequence[Generation]) -> float:
 
 
 def rows(found: Findings) -> list[list[str]]:
-    """Rows of figures: words, dense, Kascade, control; the control has no chat turn."""
+    """Return rows of figures: words, dense, Kascade, control; the control has no chat turn."""
     sides = [found.sides[name] for name in SIDES]
     turns = [side.turn for side in sides]
     tokens = found.sides["dense"].turn.prompt_tokens
@@ -95,7 +95,7 @@ def rows(found: Findings) -> list[list[str]]:
 
 
 def turn_table(found: Findings) -> Table:
-    """The chat turn, both answers."""
+    """Tabulate both answers to the chat turn."""
     table = Table("", escape(found.settings.turn), title="Chat turn", title_justify="left")
     for name in ("dense", "kascade"):
         table.add_row(WORDS[name], escape(said(found.sides[name].turn)))
@@ -103,7 +103,7 @@ def turn_table(found: Findings) -> Table:
 
 
 def answer_table(found: Findings) -> Table:
-    """Question by question: what the document says, and every side's answer, marked where it is wrong."""
+    """Tabulate, per question, the document's answer and every side's; wrong answers are marked."""
     heads = [Column(WORDS[name], overflow="fold") for name in SIDES]
     table = Table("question", "document", *heads, title="Questions about the document", title_justify="left")
     right = {name: found.right(name) for name in SIDES}
@@ -117,7 +117,7 @@ def answer_table(found: Findings) -> Table:
 
 
 def figure_table(found: Findings) -> Table:
-    """Right answers, keys read, times."""
+    """Tabulate right answers, keys read and times."""
     table = Table("", *(WORDS[name] for name in SIDES), title="Figures", title_justify="left")
     for row in rows(found):
         table.add_row(*row)
@@ -125,7 +125,7 @@ def figure_table(found: Findings) -> Table:
 
 
 def records(found: Findings, model: Model) -> list[Record]:
-    """The run as evidence: right answers per side, and the chat turn's time to first token."""
+    """Build the run's records: right answers per side, and the chat turn's time to first token."""
     plan = model.plan
     config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "tile": plan.tile}
     made = []
@@ -165,7 +165,7 @@ def _record(what: What, samples: Sequence[float], **fields: Any) -> Record:
 
 
 def page_data(found: Findings, model: Model) -> dict[str, Any]:
-    """What the page's template shows."""
+    """Return the data of the page's template."""
     right = {name: found.right(name) for name in SIDES}
     return {
         "about": ABOUT,

@@ -1,4 +1,4 @@
-"""Runs the demo: a table on the terminal, a JSON record and an HTML page under build/demo."""
+"""Run the demo: a table on the terminal, a JSON record and an HTML page under build/demo."""
 
 import json
 import os
@@ -30,14 +30,14 @@ COMMAND = "tessera demo"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the demo asks and how much it measures; the defaults take a few minutes on two cores.
+    """Questions and sizes of the measurements; the defaults take a few minutes on two cores.
 
     Attributes:
-        model: folder of the checkpoint, with plan.json beside the weights.
+        model: folder of the checkpoint, with plan.json next to the weights.
         document: text file to ask about.
-        subjects: what to ask for, see `findings.ask`.
+        subjects: facts to ask for, see `findings.ask`.
         first_token_lengths: prompt lengths for the time to first token.
-        attention_lengths: lengths for attention alone, beyond the model's context if need be.
+        attention_lengths: lengths for the attention-only times; they may exceed the model's context.
         passkey_lengths: prompt lengths of the pass-key tasks.
         tasks: pass-key tasks per length.
         repeats: samples per timed point.
@@ -55,7 +55,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """Everything one run of the demo found out."""
+    """Results of one run of the demo."""
 
     settings: Settings
     document: str
@@ -78,15 +78,15 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | reading.Sett
 
     Args:
         out: the folder.
-        settings: of the embedded model's demo or of a real model's; None is the real model where it can be fetched,
+        settings: of the embedded model's demo or of a real model's; None takes the real model if it can be fetched,
             else the embedded one.
 
     Returns:
         the embedded model: 0 if Kascade gave the dense answers on every question, else 1. A real model: 0 if Kascade
-        kept more of dense's right answers than the control, else 1; what it lost is said.
+        kept more of dense's right answers than the control, else 1; the notes name what it lost.
 
     Raises:
-        ValueError: `out` cannot be written to; said before anything is fetched or measured.
+        ValueError: `out` cannot be written to; raised before anything is fetched or measured.
     """
     out, console, missing = Path(out), Console(), ""
     make_folder(out)
@@ -107,7 +107,7 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | reading.Sett
 
 
 def choose_model(console: Console) -> tuple[Settings | reading.Settings, str]:
-    """The real model's settings; where it cannot be fetched, the embedded model's and a sentence that says so."""
+    """Return the real model's settings; if it cannot be fetched, the embedded model's and a sentence that says why."""
     try:
         console.print(f"[bold]Tessera demo[/bold]: {fetch.MODELS['smollm2'].words}", highlight=False)
         return reading.Settings(model=fetch.fetch("smollm2")), ""
@@ -134,7 +134,7 @@ def run_real(out: Path, settings: reading.Settings, console: Console) -> int:
         console.print(note, highlight=False, markup=False)
     kascade = models["kascade"]
     write_records(out, reading_report.records(found, kascade))
-    (out / "lengths.svg").unlink(missing_ok=True)  # of an earlier run of the embedded model
+    (out / "lengths.svg").unlink(missing_ok=True)  # left by an earlier run of the embedded model
     body = {"lead": lead(), "origin": origin(), **reading_report.page_data(found, kascade)}
     (out / "index.html").write_text(page.render(body, "reading.html"), encoding="utf-8")
     console.print("How to go on:")
@@ -145,18 +145,18 @@ def run_real(out: Path, settings: reading.Settings, console: Console) -> int:
 
 
 def write_records(out: Path, made: Sequence[Record]) -> None:
-    """record.json: what `publish` stores."""
+    """Write record.json, which `publish` stores."""
     body = {"schema": evidence.SCHEMA, "records": [json.loads(evidence.encode(record)) for record in made]}
     (out / "record.json").write_text(json.dumps(body, indent=1) + "\n")
 
 
 def finish(out: Path, console: Console) -> None:
-    """Say where the results are."""
+    """Print where the results are."""
     console.print(f"record.json and index.html are in {out}", highlight=False)
 
 
 def make_folder(out: Path) -> None:
-    """Make sure that files can be written under `out`, by writing one."""
+    """Create `out` and write a file in it, to be sure that it is writable."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
@@ -176,22 +176,22 @@ def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", pic
 
 
 def load_models(folder: Path) -> dict[str, Model]:
-    """The checkpoint under dense, Kascade and the control, weights shared.
+    """Load the checkpoint under dense, Kascade and the control, with shared weights.
 
-    Kascade runs at every length here: below the plan's cross-over it would be dense, and there would be nothing to see.
+    Kascade runs at every length here: below the plan's cross-over it would run dense and show nothing.
     """
     kascade = load(folder, attention="kascade")
     return reading.policies(kascade.with_attention("dense"), kascade.plan)
 
 
 def measure_all(models: Mapping[str, Model], settings: Settings, console: Console) -> Findings:
-    """All measurements, the answers first."""
+    """Run all measurements, the answers first."""
     document = settings.document.read_text(encoding="utf-8")
     size = f"{len(document):,} characters"
     console.print(f"[bold]Tessera demo[/bold]: questions about {settings.document.name} ({size})", highlight=False)
     stages = Stages(console)
     stages("compiling")
-    findings.ask(models, document, settings.subjects[0])  # the same shapes, so that no answer waits for a compiler
+    findings.ask(models, document, settings.subjects[0])  # warms up the same shapes: no answer waits for a compiler
     stages("answering")
     answers = [findings.ask(models, document, subject) for subject in settings.subjects]
     accuracy = findings.passkey_accuracy(models, settings.passkey_lengths, settings.tasks, stages)
@@ -226,7 +226,7 @@ def _yes(value: bool) -> str:
 
 
 def answer_table(answers: Sequence[Answered]) -> Table:
-    """Question by question: every side's answer, and of dense and Kascade whether they agree and are right."""
+    """Tabulate every side's answer per question, and whether dense and Kascade agree and are right."""
     table = Table("question", *HEADS, "same", "right", title="Answers", title_justify="left")
     for a in answers:
         said = [escape(reading.said(getattr(a, side))) for side in reading.SIDES]
@@ -235,7 +235,7 @@ def answer_table(answers: Sequence[Answered]) -> Table:
 
 
 def figures(answers: Sequence[Answered]) -> list[list[str]]:
-    """Rows of median time to first token, decode speed and share of keys read: name, then side by side."""
+    """Return rows of median time to first token, decode speed and share of keys read: name, then one value per side."""
     rows = []
     for words, unit, read in (
         ("time to first token", "s", lambda g: g.ttft_s),
@@ -248,7 +248,7 @@ def figures(answers: Sequence[Answered]) -> list[list[str]]:
 
 
 def speed_table(answers: Sequence[Answered]) -> Table:
-    """Medians over the questions."""
+    """Tabulate the medians over the questions."""
     tokens = answers[0].dense.prompt_tokens
     title = f"Speed on these questions ({tokens:,} tokens, medians)"
     table = Table("", *HEADS, title=title, title_justify="left")
@@ -258,7 +258,7 @@ def speed_table(answers: Sequence[Answered]) -> Table:
 
 
 def accuracy_rows(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> list[list[str]]:
-    """Pass keys found per length: words, then side by side."""
+    """Return rows of pass keys found per length: words, then one value per side."""
     return [
         [
             f"pass keys found in {length:,} tokens",
@@ -269,7 +269,7 @@ def accuracy_rows(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> list[list[s
 
 
 def accuracy_table(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> Table:
-    """Pass keys found per length."""
+    """Tabulate the pass keys found per length."""
     table = Table("", *HEADS, title="Hidden pass keys, held-out text", title_justify="left")
     for row in accuracy_rows(accuracy):
         table.add_row(*row)
@@ -277,7 +277,7 @@ def accuracy_table(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> Table:
 
 
 def notes(found: Findings) -> list[str]:
-    """What a reader must know to read the figures right."""
+    """Write the facts needed to read the figures correctly."""
     lines = []
     if not found.same:
         lines.append("The answers DIFFER: Kascade did not give the dense tokens on every question.")
@@ -300,7 +300,7 @@ def notes(found: Findings) -> list[str]:
 
 
 def records(found: Findings, models: Mapping[str, Model]) -> list[Record]:
-    """The run as evidence: answers, accuracy, time to first token and attention time."""
+    """Build the run's records: answers, accuracy, time to first token and attention time."""
     plan = models["kascade"].plan
     made = [_answer_record(found, name) for name in reading.SIDES]
     config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "tile": plan.tile}
@@ -343,7 +343,7 @@ def _answer_record(found: Findings, name: str) -> Record:
 def _pair(
     workload: str, title: str, length: int, samples: Mapping[str, Sequence[float]], config: Mapping[str, Any]
 ) -> list[Record]:
-    """Dense, and Kascade compared with it."""
+    """Build dense's record, and Kascade's compared with it."""
     out = []
     for name in ("dense", "kascade"):
         versus = None
@@ -360,7 +360,7 @@ def _record(what: What, samples: Sequence[float], **fields: Any) -> Record:
 
 
 def lead() -> str:
-    """Where, when and with which code the page was made."""
+    """Describe the machine, the date and the commit that the page comes from."""
     code, where = evidence.code(), evidence.here()
     return (
         f"{where.cpu}, {where.cores} cores, jax {where.versions['jax']}; {evidence.now()[:10]}; "
@@ -369,12 +369,12 @@ def lead() -> str:
 
 
 def origin() -> str:
-    """Where the documents come from, and their licence."""
+    """Return the documents' origin and licence."""
     return (HERE / "NOTICE").read_text(encoding="utf-8")
 
 
 def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing: str = "") -> str:
-    """The HTML page of the embedded model's demo; `missing` says why it is not the real model's."""
+    """Render the HTML page of the embedded model's demo; `missing` says why it is not the real model's."""
     return page.render(
         {
             "lead": lead(),
@@ -405,7 +405,7 @@ def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing
 
 
 def draw_times(found: Findings) -> str:
-    """Time to first token and attention time over length, dense against Kascade."""
+    """Plot time to first token and attention time over length, dense against Kascade."""
     sides = {"dense": "dense", "kascade": "Kascade"}
     totals = [layer.total(found.kinds) for layer in found.attention.values()]
     medians = {side: [statistics.median(s[name]) for s in found.first_token.values()] for name, side in sides.items()}
@@ -426,7 +426,7 @@ def draw_times(found: Findings) -> str:
 
 
 def read_pictures(found: Findings, model: Model) -> list[dict[str, str]]:
-    """Keys read per layer, and the tiles that were chosen, by the layers that choose."""
+    """Plot the keys read per layer, and the tiles that the choosing layers chose."""
     marks = [findings.what_it_says(found.document, subject)[1] for subject in found.settings.subjects]
     return [
         {

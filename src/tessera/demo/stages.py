@@ -1,4 +1,4 @@
-"""What the demo is doing, line by line."""
+"""Progress lines of the demo."""
 
 import time
 
@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 class Stages:
-    """Prints a line when a stage begins, with the seconds since the first: a quiet minute has its reason above it."""
+    """Print a line when a stage begins, with the seconds so far, so that a quiet minute has its reason above it."""
 
     def __init__(self, console: Console):
         self.console, self.started_s = console, time.perf_counter()

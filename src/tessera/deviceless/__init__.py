@@ -1,1 +1,1 @@
-"""Chips that are not there: compile for them, read the schedule, predict the time."""
+"""Compile for chips that this machine lacks, read their schedules, and predict times."""

@@ -1,6 +1,6 @@
-"""Reads a compiled program's text: which Pallas kernels it calls, and what XLA does around them.
+"""Read a compiled program's text: the Pallas kernels it calls, and XLA's operations around them.
 
-Sizes are physical: an array laid out in tiles of 8 x 128 with a last dimension of 64 takes twice its own bytes.
+Sizes are physical: an array laid out in tiles of 8 x 128 with a last dimension of 64 takes twice its logical bytes.
 """
 
 import re
@@ -20,7 +20,7 @@ FREE = frozenset(
     "copy-done slice-done async-done all-gather-done all-reduce-done collective-permute-done "
     "call-start call-done while conditional call".split()
 )
-"""Opcodes that move nothing of their own."""
+"""Opcodes that move no data themselves."""
 COMMUNICATION = frozenset("all-reduce all-gather reduce-scatter collective-permute all-to-all".split())
 
 
@@ -41,8 +41,11 @@ class Operation:
 
 
 class Collective(NamedTuple):
-    """One communication: opcode, bytes of its result on a device, and whether it stands in the program's entry
-    ("program"), in the loop over layers ("layer") or in a loop or branch inside of it ("inner loop")."""
+    """One communication: opcode, bytes of its result on a device, and where it runs.
+
+    `where` is "program" (the program's entry), "layer" (the loop over layers) or "inner loop" (a loop or branch inside
+    it).
+    """
 
     opcode: str
     bytes: int
@@ -50,15 +53,15 @@ class Collective(NamedTuple):
 
 
 def kernel_names(text: str) -> tuple[str, ...]:
-    """The compiler's names of the Pallas kernels that the program calls, in program order."""
+    """List the compiler's names of the Pallas kernels that the program calls, in program order."""
     found = re.findall(r'%([\w.\-]+) = [^\n]*custom_call_target="tpu_custom_call"', text)
     return tuple(dict.fromkeys(found))
 
 
 def kernel_launches(text: str) -> dict[str, int]:
-    """How often one run of the program launches each of its Mosaic GPU kernels, by its name.
+    """Count how often one run of the program launches each of its Mosaic GPU kernels, by name.
 
-    One in a branch, or in a loop whose turns the compiler does not know, is left out.
+    Leaves out a kernel in a branch, or in a loop whose trip count the compiler does not know.
     """
     lines, found, unknown = computations(text), Counter(), set()
 
@@ -78,10 +81,10 @@ def kernel_launches(text: str) -> dict[str, int]:
 
 
 def operations(text: str, computation: str | None = None, turns: int = 1) -> tuple[Operation, ...]:
-    """The operations of a computation (the entry) that move data, Pallas kernels left out.
+    """List the operations of a computation (the entry by default) that move data, without the Pallas kernels.
 
-    Of an array whose first size is `turns` a loop over layers touches one slice a turn, and so does an operation whose
-    result has its operand's very type (an update in place).
+    In a loop over `turns` layers, an array whose first size is `turns` counts as one slice per turn. An operation whose
+    result has an operand's exact type updates one slice in place.
     """
     found, types = [], {}
     for line in entry(text) if computation is None else computations(text).get(computation, ()):
@@ -113,7 +116,7 @@ def operations(text: str, computation: str | None = None, turns: int = 1) -> tup
 
 
 def plain_entry(text: str) -> str:
-    """The entry computation with what matters for cost: types, opcodes, operands, the compiler's cycles."""
+    """Format the entry computation with what determines cost: types, opcodes, operands, the compiler's cycles."""
     lines = []
     for line in entry(text):
         if match := _INSTRUCTION.match(line):
@@ -124,12 +127,12 @@ def plain_entry(text: str) -> str:
 
 
 def entry(text: str) -> list[str]:
-    """The lines of the entry computation."""
+    """Return the lines of the entry computation."""
     return computations(text).get("ENTRY", [])
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """The lines of every computation by name; the entry's also under "ENTRY"."""
+    """Split the text into the lines of each computation, by name; the entry's also under "ENTRY"."""
     found: dict[str, list[str]] = {}
     lines = None
     for line in text.splitlines():
@@ -137,7 +140,7 @@ def computations(text: str) -> dict[str, list[str]]:
             lines = found.setdefault(match["name"], [])
             if match["entry"]:
                 found["ENTRY"] = lines
-        elif line.rstrip() == "}":  # attributes may hold lines that begin so
+        elif line.rstrip() == "}":  # exact, since lines of attributes may begin with "}"
             lines = None
         elif lines is not None:
             lines.append(line)
@@ -145,14 +148,14 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def loop_body(text: str) -> str | None:
-    """The computation that the entry's loop over layers runs: the body of its longest while; None if it has none."""
+    """Name the computation that the entry's loop over layers runs: its longest while's body; None if it has none."""
     bodies = re.findall(r" while\([^\n]*?body=%([\w.\-]+)", "\n".join(entry(text)))
     found = computations(text)
     return max(bodies, key=lambda name: len(found.get(name, ())), default=None)
 
 
 def collectives(text: str) -> tuple[Collective, ...]:
-    """Every communication between devices, by the computation it stands in."""
+    """List every communication between devices with the place where it runs."""
     body, found, all_lines = loop_body(text), [], computations(text)
     for name, lines in all_lines.items():
         where = "program" if name == "ENTRY" else "layer" if name == body else "inner loop"
@@ -171,19 +174,19 @@ def _slices(type_text: str, turns: int) -> int:
 
 
 def _transferred_bytes(type_text: str) -> int:
-    """Main memory bytes of an asynchronous copy, slice or call: its type names source, target, token."""
+    """Return the main memory bytes of an asynchronous copy, slice or call; its type names source, target, token."""
     sizes = [size for size, _ in _arrays(type_text) if size > 4]
     both_ends = all(in_main for size, in_main in _arrays(type_text) if size > 4)
     return min(sizes, default=0) * (2 if both_ends else 1)
 
 
 def physical_bytes(type_text: str) -> int:
-    """Bytes of the arrays of a type in main memory, tiles padded; arrays in on-chip memory count nothing."""
+    """Sum the bytes of a type's arrays in main memory, tiles padded; arrays in on-chip memory count as 0."""
     return sum(size for size, in_main in _arrays(type_text) if in_main)
 
 
 def _arrays(type_text: str) -> list[tuple[int, bool]]:
-    """(physical bytes, whether in main memory) of each array of a type; S(n), n > 0, is memory on the chip."""
+    """List (physical bytes, whether in main memory) per array of a type; S(n) with n > 0 is on-chip memory."""
     found = []
     for kind, dims, order, layout in _SHAPE.findall(type_text):
         sizes = [int(d) for d in dims.split(",") if d]

@@ -1,9 +1,9 @@
-"""`tessera inspect --model`: a whole prefill or decode step under tensor parallelism, on a mesh that is not there.
+"""`tessera inspect --model`: a prefill or decode step of a whole model, tensor-parallel on a mesh this machine lacks.
 
 The predicted time adds up per layer: the operations around attention (bytes over bandwidth, or the compiler's cycles
-where those are fewer), what the matrix products take beyond that (flops over peak), the attention kernels by their
-schedules, and the sums over the mesh (bytes over the links' bandwidth). Left out: latency of the sums, loops inside of
-tile selection, and waiting for one another.
+where those are fewer), the time of the matrix products beyond that (flops over peak), the attention kernels by their
+schedules, and the sums over the mesh (bytes over the links' bandwidth). It leaves out the latency of the sums, loops
+inside tile selection, and devices waiting for each other.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ MESHES = MappingProxyType(
         "v7x": {1: "tpu7x:2x2x1", 2: "tpu7x:2x2x1", 4: "tpu7x:2x2x1", 8: "tpu7x:2x2x1", 16: "tpu7x:2x2x2"},
     }
 )
-"""Topology whose first devices these are; the smallest one that the compiler answers for has four chips."""
+"""Mesh size -> topology whose first devices form the mesh; the smallest that the compiler accepts has four chips."""
 
 LINK_BYTES_PER_S = MappingProxyType({"v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "v7x": 600e9})
-"""Links to other chips, all of a jax device's together, both directions, nominal (docs.cloud.google.com/tpu/docs)."""
+"""Nominal rate of all links of a jax device to other chips, both directions (docs.cloud.google.com/tpu/docs)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class StepInspection:
     """One step of a model on a mesh.
 
     Attributes:
-        hbm_bytes: main memory held per device; `memory` says by what.
-        collectives: [opcode, bytes, where, times a step].
-        parts_ms: what predicted_ms consists of.
+        hbm_bytes: main memory held per device; `memory` breaks it down.
+        collectives: [opcode, bytes, where, times per step].
+        parts_ms: the parts of predicted_ms.
         attention: per role: kernel, layers, milliseconds of one layer.
     """
 
@@ -58,7 +58,7 @@ class StepInspection:
     compile_s: float | None = None
 
     def json(self) -> dict[str, Any]:
-        """The object of `--json`."""
+        """Return the object that `--json` prints."""
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in vars(self).items()}
 
 
@@ -109,7 +109,7 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
 
 
 def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
-    """Per role: kernel, layers, predicted milliseconds of one layer's call on one device."""
+    """Predict each role's attention: kernel, layers, milliseconds of one layer's call on one device."""
     kernels = {}
     for role, layers in found.about["roles"].items():
         figures = found.about["calls"][role]
@@ -121,7 +121,7 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
 
 
 def around_ms(found: tpu.Compiled, config: Any, mesh: int, rows: int) -> dict[str, float]:
-    """Milliseconds of everything but attention and communication: memory traffic, and products beyond it."""
+    """Predict the milliseconds outside attention and communication: memory traffic, and products beyond it."""
     on, layers = predict.device(found.chip), config.num_layers
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
 
@@ -138,7 +138,10 @@ def around_ms(found: tpu.Compiled, config: Any, mesh: int, rows: int) -> dict[st
 
 
 def collectives_ms(found: tpu.Compiled, chip: str, mesh: int, layers: int) -> float:
-    """Milliseconds of communication: a ring sends 2 (n - 1) / n of an all-reduce, at half the links' rate."""
+    """Predict the milliseconds of communication.
+
+    A ring sends 2 (n - 1) / n of an all-reduce, at half the links' rate.
+    """
     total = 0.0
     for c in hlo.collectives(found.program):
         share = (2 if c.opcode == "all-reduce" else 1) * (mesh - 1) / mesh
@@ -147,7 +150,7 @@ def collectives_ms(found: tpu.Compiled, chip: str, mesh: int, layers: int) -> fl
 
 
 def print_step(result: StepInspection) -> None:
-    """The result for people."""
+    """Print the result for people."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""Programs to compile without a chip: attention calls as the model makes them, gradients, the choice of key tiles."""
+"""Programs to compile without a chip: attention calls as the model makes them, gradients, key tile selection."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
@@ -18,14 +18,14 @@ from tessera.attention.tpu import backward as tpu_backward
 from tessera.core.shapes import ceil_div
 
 WANTED = MappingProxyType({bool: "true or false", int: "a whole number", int | None: "a whole number or null"})
-"""What JSON holds in a field of a kernel's `Config`, by its annotation."""
+"""JSON value of a field of a kernel's `Config`, by the field's annotation."""
 
 
 def kernel_named(name: str) -> Kernel:
-    """The kernel of the table.
+    """Return the kernel of this name from the table.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no kernel has this name.
     """
     for kernel in KERNELS:
         if kernel.name == name:
@@ -34,7 +34,7 @@ def kernel_named(name: str) -> Kernel:
 
 
 def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None, platform: str) -> None:
-    """Refuse, before a compiler starts, what it could only fail at.
+    """Refuse, before a compiler starts, a request that can only fail.
 
     Raises:
         ValueError: the kernel is another platform's, refuses the call, or has no such block sizes or values.
@@ -59,16 +59,17 @@ def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[s
     needed = [field.name for field in fields(kernel.Config) if field.default is field.default_factory is MISSING]
     if missing := [name for name in needed if name not in config]:
         raise ValueError(f"config lacks {', '.join(missing)}: {kernel.name} needs {', '.join(needed)}")
-    kernel.Config(**config)  # refuses sizes that no call has
+    kernel.Config(**config)  # raises on sizes that no call can have
 
 
 def attention_call(
     kernel: str, spec: Mapping, shapes: Mapping, config: Mapping | None = None
 ) -> tuple[Any, tuple, dict]:
-    """(function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
+    """Return (function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
 
-    q comes head-major, as the fusion that rotates it writes it where a kernel asks (seen in the model's own program),
-    K and V as the cache stores them, head-major; all are presented transposed. out leaves as the projection reads it.
+    q arrives head-major, as the fusion that rotates it writes it for kernels that request it (seen in the model's own
+    program). K and V arrive head-major, as the cache stores them. The call transposes all three, and returns out as the
+    projection reads it.
     """
     found, spec, shapes = kernel_named(kernel), AttentionSpec(**spec), Shapes(**shapes)
     reason = found.supports(spec, shapes)
@@ -99,7 +100,7 @@ def attention_call(
 def selection_call(
     length: int, kv_heads: int, tile: int, query_tile: int, fraction: float
 ) -> tuple[Any, tuple[jax.ShapeDtypeStruct]]:
-    """(function, abstract masses) of choosing the key tiles of a causal prefill, batch 1; masses [1,K,I,J] float32."""
+    """Return (function, abstract masses) to choose key tiles in a causal prefill, batch 1; masses [1,K,I,J] float32."""
     spec = AttentionSpec(tile=tile, query_tile=query_tile)
     mass = jax.ShapeDtypeStruct((1, kv_heads, ceil_div(length, query_tile), ceil_div(length, tile)), jnp.float32)
     return lambda mass_BKIJ: select_tiles(mass_BKIJ, spec, fraction=fraction), (mass,)
@@ -108,7 +109,7 @@ def selection_call(
 def tpu_gradient_call(
     length: int, head_dim: int, dtype: str, heads: int = 8, kv_heads: int = 2
 ) -> tuple[Any, tuple, dict]:
-    """(function, abstract arguments, about) of dq, dk and dv of a causal prefill, batch 1, on a TPU.
+    """Return (function, abstract arguments, about) for dq, dk and dv of a causal prefill, batch 1, on a TPU.
 
     q, K, V and the gradients are head-major, out and its cotangent flat, as in `attention_call`.
     """
@@ -131,9 +132,9 @@ def tpu_gradient_call(
 
 
 def gpu_gradient_call(spec: Mapping, shapes: Mapping) -> tuple[Any, tuple, dict]:
-    """(function, abstract arguments, about) of dq, dk and dv of dense prefill on an NVIDIA GPU, through out and lse.
+    """Return (function, abstract arguments, about) for dq, dk, dv of dense prefill on an NVIDIA GPU, from out and lse.
 
-    q and its gradient are token-major, K, V and theirs head-major, as `attention_call` has them of the cache.
+    q and dq are token-major; K, V, dk and dv are head-major, as the cache is in `attention_call`.
     """
     spec, shapes = AttentionSpec(**spec), Shapes(**shapes)
     cut = gpu_backward.Cut(spec, shapes.num_heads // shapes.num_kv_heads, shapes.head_dim, shapes.dtype)

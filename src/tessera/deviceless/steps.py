@@ -1,7 +1,7 @@
-"""Whole-model steps under tensor parallelism, as programs to compile for a mesh that is not there.
+"""Whole-model steps under tensor parallelism, as programs to compile for a mesh that this machine lacks.
 
 Weights are split by output (q, k, v, gate, up, head) or by input (o, down), so that a layer needs two sums over the
-mesh; the cache and attention are split by KV head (`attention/parallel.py`). Everything else is the partitioner's.
+mesh; the cache and attention are split by KV head (`attention/parallel.py`). The partitioner decides the rest.
 """
 
 from collections.abc import Mapping
@@ -52,14 +52,14 @@ MODELS = MappingProxyType(
 """Models whose sizes are known without their files."""
 
 ANCHORS = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
-"""The paper's anchors; which layers they are does not change a step's cost, how many does."""
+"""The paper's anchors. A step's cost depends on how many there are, not on which layers they are."""
 
 SPLIT_AXES = frozenset({"heads", "kv_heads", "mlp"})
 """Logical axes of a layer's weights that the mesh divides."""
 
 
 def config_of(model: str) -> ModelConfig:
-    """A model of the table, or the one in a Hugging Face folder or a GGUF file."""
+    """Return the config of a model of the table, a Hugging Face folder or a GGUF file."""
     if model in MODELS:
         return MODELS[model]
     path = Path(model)
@@ -73,7 +73,10 @@ def config_of(model: str) -> ModelConfig:
 def policy_of(
     model: str, config: ModelConfig, *, attention: str, tile: int, query_tile: int, fraction: float
 ) -> Policy:
-    """Dense, or Kascade with the paper's anchors (evenly spread for a model it does not name), every head its own."""
+    """Return Dense, or Kascade with the paper's anchors and each head mapped to itself.
+
+    For a model that the paper does not name, the anchors are evenly spread.
+    """
     if attention == "dense":
         return Dense()
     count = min(5, config.num_layers)
@@ -85,7 +88,7 @@ def policy_of(
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> Params:
-    """Stacked weights as shapes with shardings. Only what makes the logits is split by the vocabulary."""
+    """Return stacked weights as shapes with shardings. Only the unembedding is split by the vocabulary."""
 
     def place(weight: Weight, split: frozenset[str], *lead: int) -> jax.ShapeDtypeStruct:
         spec = P(*(None for _ in lead), *(AXIS if axis in split else None for axis in weight.axes))
@@ -111,9 +114,9 @@ def model_step(
     fraction: float,
     devices: Any,
 ) -> tuple[Any, tuple, dict]:
-    """(step, abstract arguments, about): `queries` rows of prefill, the last of `length`, or one decoded token.
+    """Return (step, abstract arguments, about): prefill of the last `queries` of `length` tokens, or one decoded token.
 
-    The cache is donated, as the engine does; logits come of the last row.
+    The step donates the cache, as the engine does, and returns the last row's logits.
     """
     config = config_of(model)
     mesh = Mesh(np.array(devices), (AXIS,))
@@ -148,7 +151,10 @@ def model_step(
 
 
 def attention_figures(role: str, policy: Policy, config: ModelConfig, shapes: Shapes) -> dict[str, Any]:
-    """One device's attention call of a role: kernel, executions, flops. Asks for the chip, so only on its mesh."""
+    """Return kernel, executions, flops and bytes of a role's attention call on one device.
+
+    Call it on the device's mesh: it queries the chip.
+    """
     spec = AttentionSpec(window=config.window)
     if isinstance(policy, Kascade):
         spec = replace(spec, tile=policy.tile, query_tile=policy.query_tile, mass=role == "score")
@@ -162,13 +168,13 @@ def attention_figures(role: str, policy: Policy, config: ModelConfig, shapes: Sh
 
 
 def roles(policy: Policy, config: ModelConfig) -> Mapping[str, int]:
-    """How many layers attend in which role."""
+    """Count the layers of each attention role."""
     found = policy.roles() if isinstance(policy, Kascade) else ("dense",) * config.num_layers
     return {role: found.count(role) for role in ("dense", "score", "sparse") if role in found}
 
 
 def weight_bytes(params: Params, parts: int) -> int:
-    """Bytes of the weights on one device."""
+    """Sum the bytes of the weights on one device."""
     total = 0
     for f in fields(Params):
         for leaf in jax.tree.leaves(getattr(params, f.name)):

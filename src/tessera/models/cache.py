@@ -19,7 +19,7 @@ class Cache(NamedTuple):
 
 
 def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
-    """An empty cache of 2 * L * B * K * S * H elements."""
+    """Create an empty cache of 2 * L * B * K * S * H elements."""
     shape = (batch, config.num_kv_heads, num_keys, config.head_dim)
     if stacked:
         return Cache(jnp.zeros((config.num_layers, *shape), dtype), jnp.zeros((config.num_layers, *shape), dtype))
@@ -33,12 +33,12 @@ def append(
     q_start: Int32[Array, "B"],
     layer: tuple[Int32[Array, ""], ...] = (),
 ) -> Float[Array, "*L B K S H"]:
-    """Write T new positions from q_start on, per sequence, and touch nothing else; in a stacked cache, of one layer.
+    """Write T new positions per sequence from q_start on, and nothing else; in a stacked cache, to one layer.
 
-    The caller keeps q_start + T <= S: XLA clamps, silently.
+    The caller must keep q_start + T <= S: XLA clamps silently.
     """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
-    zero = jnp.int32(0)  # not a Python 0: with 64-bit types enabled that would be int64 beside q_start's int32
+    zero = jnp.int32(0)  # not a Python 0: with 64-bit types enabled that would be int64, unlike q_start's int32
     for b in range(rows.shape[0]):  # one in-place update per sequence; a vmapped one becomes a slow scatter on CPU
         row = jnp.expand_dims(rows[b], range(cache.ndim - 3))
         cache = jax.lax.dynamic_update_slice(cache, row, (*layer, zero + b, zero, q_start[b], zero))

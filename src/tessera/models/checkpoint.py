@@ -1,7 +1,7 @@
-"""Hugging Face folders and GGUF files in, tensor by tensor; and folders out, whole or not at all.
+"""Load Hugging Face folders and GGUF files tensor by tensor; save folders whole or not at all.
 
-A model is checked from its headers alone (files, sizes, names, shapes, dtypes) before any weight is read. Weights
-are then read one tensor at a time, so peak host memory is the model plus one tensor.
+Loading first checks a model from its headers only (files, sizes, names, shapes, dtypes), then reads the weights one
+tensor at a time, so peak host memory is the model plus one tensor.
 """
 
 import dataclasses
@@ -59,14 +59,14 @@ RETRY = "correct config.json, or download the model again"
 
 
 def resolve(name: str | os.PathLike) -> Path:
-    """Where a model lies: a folder or a GGUF file here, a fetched model's name, or a Hugging Face hub id.
+    """Locate a model: a local folder or GGUF file, a fetched model's name, or a Hugging Face hub id.
 
-    A hub id ("owner/name") is downloaded into the hub's cache; its config is checked before its weights are. A folder
-    whose saving was killed at the very end is put in place first.
+    A hub id ("owner/name") is downloaded into the hub's cache; its config is checked before its weights are downloaded.
+    If a save of the folder was killed between its two renames, `finish_swap` completes it first.
 
     Raises:
-        ValueError: there is no such folder or file, the named model was not fetched yet, or there is no such model on
-            the hub or no way to reach it.
+        ValueError: there is no such folder or file, the named model was not fetched yet, or the hub has no such model
+            or cannot be reached.
     """
     path = Path(name).expanduser()
     finish_swap(path)
@@ -99,7 +99,8 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
     """Read a folder's config.json and generation_config.json, or a GGUF file's metadata.
 
     Raises:
-        ValueError: no such folder or file, broken JSON or GGUF, or a key or value that is not supported, named.
+        ValueError: no such folder or file, broken JSON or GGUF, or an unsupported key or value, which the message
+            names.
     """
     folder = Path(folder)
     if folder.is_file():
@@ -119,10 +120,10 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
 
 
 def read_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
-    """The tokenizer of a Hugging Face folder or of a GGUF file, None if it has none.
+    """Read the tokenizer of a Hugging Face folder or a GGUF file; None if it has none.
 
     Raises:
-        ValueError: the tokenizer is in a form that is not supported, or broken.
+        ValueError: the tokenizer is broken or in an unsupported form.
     """
     folder = Path(folder)
     return gguf_tokenizer(read_gguf(folder)) if folder.is_file() else load_tokenizer(folder)
@@ -133,13 +134,13 @@ def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = 
 
     Args:
         folder: with model.safetensors, or model.safetensors.index.json and its shards; or a GGUF file.
-        config: of the same model; every tensor is checked against it before any is read.
-        dtype: of the weights in memory, float32 or bfloat16; None is config.dtype.
+        config: the model's config; every tensor is checked against it before any is read.
+        dtype: dtype of the weights in memory, float32 or bfloat16; None is config.dtype.
         stacked: layers as one Layer with a leading L, for lax.scan; else a tuple of Layer, the better choice on CPU,
             where a scan copies every layer's weights and cache and compiles no faster.
 
     Raises:
-        ValueError: a missing or truncated file, missing, unexpected or misshapen tensors, an unsupported dtype,
+        ValueError: a missing or truncated file; missing, unexpected or misshapen tensors; an unsupported dtype;
             weights that are not finite.
     """
     dtype = np.dtype(dtype or config.dtype)
@@ -182,11 +183,11 @@ def save_folder(
 ) -> None:
     """Write a folder that `load` and Hugging Face transformers read: config, weights, generation config, tokenizer.
 
-    Weights are written one tensor at a time, in the dtype they have, in shards of at most `shard_bytes` (a larger
-    tensor is a shard of its own). All files are written into a new folder, with `extra(new)` for more of them, which
-    then takes the old one's place whole: a kill leaves the old model or the new one, never shards of both (see
-    `replace_folder`). Files of the old folder that are neither weights nor written anew stay, such as your notes or,
-    without a tokenizer here, the old one's files. Needs room for both at a time.
+    Weights are written one tensor at a time, in their dtype, in shards of at most `shard_bytes` (a larger tensor gets
+    a separate shard). All files go into a new folder, to which `extra(new)` may add more; it then replaces the old one
+    whole: a kill leaves the old model or the new one, never shards of both (see `replace_folder`). Other files of the
+    old folder stay, such as your notes or, if `tokenizer` is None, the old tokenizer's files. Needs disk space for both
+    folders at once.
 
     Raises:
         ValueError: the folder cannot be replaced (a file, a mount point, the working folder).
@@ -197,7 +198,7 @@ def save_folder(
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
 
-    def outdated(name: str) -> bool:  # shards of an earlier save would be read instead of these
+    def outdated(name: str) -> bool:  # leftover shards of an earlier save would be read instead of these
         return bool(SHARD_PATTERN.fullmatch(name)) or (tokenizer is not None and name in TOKENIZER_FILES)
 
     with replace_folder(Path(folder), outdated) as new:
@@ -218,7 +219,7 @@ def save_folder(
 
 
 def fingerprint(params: Params, config: ModelConfig) -> str:
-    """A short name of these weights: the same for either layout and for float32 or bfloat16 in memory.
+    """Return a short id of these weights: the same for either layout and for float32 or bfloat16 in memory.
 
     SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16.
     """
@@ -233,7 +234,7 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
 
 
 def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:
-    """Refuse names and shapes other than the config's. A GGUF's sizes and types were checked with its header."""
+    """Refuse names and shapes other than the config's. Reading a GGUF's header already checked its sizes and types."""
     is_gguf = source.is_file()
     caller = "metadata" if is_gguf else "config.json"
     retry = "download the model again" if is_gguf else RETRY
@@ -263,7 +264,7 @@ def _check_tied(embed: Stored, head: Stored) -> None:
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array at a multiple of 64 bytes: on CPU, device_put then takes it as it is, without a second copy."""
+    """Allocate an array aligned to 64 bytes: on CPU, device_put then uses it in place, without a second copy."""
     num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     raw = np.empty(num_bytes + 64, np.uint8)
     start = -raw.ctypes.data % 64

@@ -1,11 +1,11 @@
-"""What a decoder is made of, read from a Hugging Face config and refused by name where unsupported."""
+"""Configuration of a decoder, read from a Hugging Face config; unsupported keys are refused by name."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary embedding: kind is "default", "linear", "llama3" or "yarn"; the other fields belong to the kind."""
+    """Rotary embedding: kind is "default", "linear", "llama3" or "yarn"; the other fields are its parameters."""
 
     kind: str = "default"
     theta: float = 10000.0

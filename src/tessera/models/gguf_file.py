@@ -1,9 +1,9 @@
-"""GGUF files: the header read and checked alone, then tensors dequantised one at a time.
+"""GGUF files: read and check the header first, then dequantise tensors one at a time.
 
-A GGUF is a stranger's file. The header is parsed here and not by the gguf package, whose reader trusts every count and
-offset in it; that package only dequantises. The format, little-endian: the magic "GGUF", a version (2 or 3), the counts
-of tensors and of metadata entries (64 bits each), the entries (key, type, value), the tensors (name, dimensions with
-the innermost first, type, offset), padding, then the data.
+A GGUF file is untrusted input. This module parses the header itself, because the gguf package's reader trusts every
+count and offset in it; that package only dequantises. The format, little-endian: the magic "GGUF", a version (2 or 3),
+the counts of tensors and of metadata entries (64 bits each), the entries (key, type, value), the tensors (name,
+dimensions with the innermost first, type, offset), padding, then the data.
 """
 
 import os
@@ -19,7 +19,7 @@ MAGIC = b"GGUF"
 
 
 class Layout(NamedTuple):
-    """How a tensor type stores its values: blocks of `values` values in `num_bytes` bytes."""
+    """Storage layout of a tensor type: blocks of `values` values in `num_bytes` bytes."""
 
     name: str
     values: int
@@ -41,7 +41,7 @@ TYPES = {
     14: Layout("Q6_K", 256, 210),
     30: Layout("BF16", 1, 2),
 }
-"""Tensor types that are dequantised, by their number in the file."""
+"""Tensor types that can be dequantised, by their number in the file."""
 
 SCALARS = {
     0: "<u1",
@@ -56,30 +56,31 @@ SCALARS = {
     11: "<i8",
     12: "<f8",
 }
-"""Metadata types with a fixed size, as NumPy writes them."""
+"""Metadata types of fixed size as NumPy dtypes, by their number in the file."""
 STRING, ARRAY = 8, 9
 
 MAX_ENTRIES = 1 << 16
-"""Most metadata entries, and most tensors: ten times what the largest models have."""
+"""Maximum metadata entries, and maximum tensors: ten times what the largest models have."""
 MAX_STRINGS = 1 << 22
-"""Most strings in one list. The largest vocabularies hold 2 ** 18 tokens and 2 ** 19 merges; a Python string takes ten
-times the bytes that an empty one takes in the file."""
+"""Maximum strings in one list. The largest vocabularies hold 2 ** 18 tokens and 2 ** 19 merges; a Python string takes
+ten times the bytes that an empty one takes in the file."""
 MAX_NAME_BYTES = 1 << 16
-"""Longest key or tensor name, by the format's own rule."""
+"""Maximum bytes of a key or tensor name, set by the format."""
 
 BLOCK_VALUES = 1 << 18
 """Values dequantised at a time: the gguf package makes several copies, which then fit in a core's cache."""
 
 
 class GgufTensor(NamedTuple):
-    """Where one tensor lies in a GGUF file.
+    """Location and layout of one tensor in a GGUF file.
 
     Attributes:
-        path: of the file.
+        path: the file.
         layout: how values are stored.
-        shape: outermost dimension first, as NumPy has it.
-        offset: of the first byte, in the file.
-        heads: number of heads whose rows llama.cpp interleaved; None where rows lie as in Hugging Face's checkpoint.
+        shape: outermost dimension first, as in NumPy.
+        offset: position of its first byte in the file.
+        heads: number of heads whose rows llama.cpp interleaved; None if rows are in the order of Hugging Face's
+            checkpoint.
     """
 
     path: Path
@@ -104,7 +105,7 @@ class GgufFile:
 
 
 class _Header:
-    """Reads little-endian values one after another; whatever would lie past the end of the file raises ValueError."""
+    """Reads little-endian values one after another; reading past the end of the file raises ValueError."""
 
     def __init__(self, file: BinaryIO, path: Path):
         self._file = file
@@ -139,7 +140,7 @@ class _Header:
             raise self.error(f"{what} is not UTF-8 ({error.reason})") from error
 
     def value(self, key: str) -> Any:
-        """A metadata value of the type that comes before it."""
+        """Read a metadata value's type, then the value."""
         what = f"metadata {key!r:.80}"
         kind = self.number("I", what)
         if kind == STRING:
@@ -156,7 +157,7 @@ class _Header:
             return self.scalars(kind, count, what)
         if count > MAX_STRINGS or count * 8 > self.size - self.position:
             raise self.error(f"{what} claims {count} texts in a file of {self.size} bytes")
-        # this loop is most of the time that a header takes, so the method calls of `text` are written out
+        # this loop takes most of a header's time, so the method calls of `text` are inlined
         read, left, found = self._file.read, self.size - self.position, []
         for _ in range(count):
             length = int.from_bytes(read(8), "little")
@@ -180,10 +181,10 @@ class _Header:
 
 
 def read_gguf(path: str | os.PathLike) -> GgufFile:
-    """Read and check a GGUF file's header. Allocates a small multiple of the header's own bytes, never what it claims.
+    """Read and check a GGUF file's header. Allocates a small multiple of the header's bytes, never the sizes it claims.
 
     Raises:
-        ValueError: not a GGUF file, cut short, or a count, size, offset or type that cannot be; in one sentence.
+        ValueError: the file is not GGUF or is cut short, or a count, size, offset or type is impossible.
     """
     path = Path(path)
     with open(path, "rb") as file:
@@ -211,11 +212,11 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
 def read_gguf_tensor(name: str, tensor: GgufTensor, out: np.ndarray) -> np.ndarray:
     """Dequantise one tensor into `out` [like tensor.shape], block by block, converting to its dtype.
 
-    Rows that llama.cpp interleaved (2 i and 2 i + 1 of a head rotate together) return to Hugging Face's order (i and
-    i + H / 2 do).
+    Restores Hugging Face's row order (rows i and i + H / 2 of a head rotate together) where llama.cpp interleaved rows
+    (2 i and 2 i + 1 rotate together).
 
     Raises:
-        ValueError: the file was cut since its header was read, or a value is NaN or infinite.
+        ValueError: the file was cut short after its header was read, or a value is NaN or infinite.
     """
     rows = out.reshape(-1, tensor.shape[-1])
     order = None if tensor.heads is None else order_of_rows(tensor.shape[0], tensor.heads)
@@ -233,13 +234,13 @@ def read_gguf_tensor(name: str, tensor: GgufTensor, out: np.ndarray) -> np.ndarr
 
 
 def order_of_rows(count: int, heads: int) -> np.ndarray:
-    """The row of Hugging Face's checkpoint at which each row of llama.cpp's q or k belongs, int [count]."""
+    """Return, for each row of llama.cpp's q or k, its row in Hugging Face's checkpoint, int [count]."""
     return np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
 def _blocks(name: str, tensor: GgufTensor) -> Iterator[np.ndarray]:
-    """Dequantised rows, some at a time, float32 [rows, tensor.shape[-1]]."""
-    import gguf  # takes half a second: a header is read without it
+    """Yield dequantised rows, some at a time, float32 [rows, tensor.shape[-1]]."""
+    import gguf  # the import takes half a second, and reading a header does not need it
 
     kind = gguf.GGMLQuantizationType[tensor.layout.name]
     width = tensor.shape[-1]
@@ -323,7 +324,7 @@ def _type_name(kind: int) -> str:
 
 
 def _count(shape: tuple[int, ...]) -> int:
-    """Number of values, in Python's integers: a hostile shape overflows 64 bits."""
+    """Count the values in Python integers: a hostile shape overflows 64 bits."""
     count = 1
     for size in shape:
         count *= size

@@ -1,7 +1,7 @@
-"""A GGUF file's metadata and tensors as a ModelConfig and a checkpoint's tensors, or refused by name.
+"""Map a GGUF file's metadata to a ModelConfig and its tensors to a checkpoint's, or refuse them by name.
 
-A key of the architecture is read, known not to change the model, at a value that switches its feature off, or refused:
-never ignored. Equations are those of llama.cpp's graphs for the same keys.
+Every key of the architecture is read, known not to change the model, set to a value that switches its feature off, or
+refused; none is ignored. Equations follow llama.cpp's graphs for the same keys.
 """
 
 import math
@@ -16,7 +16,7 @@ from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
 from tessera.models.weights import LAYER, OUTER, layer_name
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rotary frequencies, one per pair: how a GGUF says Llama 3's scaling."""
+"""Divisors of the rotary frequencies, one per pair: how a GGUF file stores Llama 3's scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class Architecture:
     """One `general.architecture`.
 
     Attributes:
-        family: of families.FAMILIES.
-        interleaved: whether rows of q and k lie as (pair, half) and not as (half, pair).
+        family: key of families.FAMILIES.
+        interleaved: whether rows of q and k are ordered (pair, half) instead of (half, pair).
         qk_norm: whether q and k are normalised.
     """
 
@@ -50,30 +50,30 @@ READ_KEYS = frozenset(
 )
 HARMLESS_KEYS = {
     "attention.causal": (True,),
-    "attention.layer_norm_epsilon": None,  # of another kind of norm
+    "attention.layer_norm_epsilon": None,  # for another kind of norm
     "rope.scaling.finetuned": None,
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
     "tensor_data_layout": ("Meta AI original pth",),  # the layout of q and k that every llama GGUF has
-    "use_parallel_residual": (True,),  # a word of other architectures that old converters wrote
+    "use_parallel_residual": (True,),  # a key of other architectures that old converters wrote
 }
-"""Keys that change nothing at these values (None: at any)."""
+"""Keys that change nothing at these values (None: at any value)."""
 
 MAX_POSITIONS = 2**31 - 1
 """Positions are int32."""
 FACTOR_TOLERANCE = 1e-5
-"""Relative error to which rope_freqs.weight must be Llama 3's; the converters' own, in float32, is near 1e-6."""
+"""Maximum relative error of rope_freqs.weight against Llama 3's factors; the converters' float32 error is near 1e-6."""
 
 
 def gguf_config(file: GgufFile) -> ModelConfig:
-    """The decoder that a GGUF's metadata describes.
+    """Read the decoder's config from a GGUF file's metadata.
 
-    `dtype` is bfloat16 where every matrix is BF16, else float32. `eos_ids` are the end-of-sequence token and, where the
+    `dtype` is bfloat16 if every matrix is BF16, else float32. `eos_ids` holds the end-of-sequence token and, if the
     file names one, the end-of-turn token.
 
     Raises:
-        ValueError: an architecture, key or value that is missing or not supported, by name.
+        ValueError: an architecture, key or value is missing or not supported; the message names it.
     """
     meta = _Metadata(file)
     architecture = ARCHITECTURES[meta.architecture]
@@ -119,7 +119,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
 
 
 def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
-    """The file's tensors under Hugging Face's names; names that the architecture has no place for stay as they are."""
+    """Return the file's tensors under Hugging Face's names; names unknown to the architecture stay unchanged."""
     interleaved = ARCHITECTURES[_Metadata(file).architecture].interleaved
     heads = {"q": config.num_heads, "k": config.num_kv_heads}
     heads |= {"q_bias": config.num_heads, "k_bias": config.num_kv_heads}
@@ -138,7 +138,7 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
 
 
 class _Metadata:
-    """The architecture's keys, each checked as it is read; `key` is without the architecture's name."""
+    """The architecture's keys, each checked as it is read; `key` omits the architecture's prefix."""
 
     def __init__(self, file: GgufFile):
         self.file = file
@@ -155,7 +155,7 @@ class _Metadata:
         return ValueError(f"{self.file.path} has {self.architecture}.{key}={value!r:.80}: {problem}")
 
     def positive(self, key: str, *default: int | None, limit: int = 2**63) -> int | None:
-        """A positive integer, also where it is written as a list of one value for every layer."""
+        """Read a positive integer, or a per-layer list whose values are all equal."""
         value = self.values.get(key)
         if value is None and default:
             return default[0]
@@ -168,7 +168,7 @@ class _Metadata:
         return value
 
     def real(self, key: str, *default: float | None) -> float | None:
-        """A positive number. The shortest decimal that is this float32: 1e-05, not 9.999999747378752e-06."""
+        """Read a positive number, as the shortest decimal that is this float32: 1e-05, not 9.999999747378752e-06."""
         value = self.values.get(key)
         if value is None and default:
             return default[0]
@@ -181,7 +181,7 @@ class _Metadata:
         return rounded
 
     def token_id(self, role: str) -> int | None:
-        """The id of a special token, None if the file names none."""
+        """Return the id of a special token; None if the file names none."""
         key = f"tokenizer.ggml.{role}_token_id"
         value = self.file.metadata.get(key)
         rows = self.file.tensors["token_embd.weight"].shape[0]
@@ -234,12 +234,12 @@ def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
 
 
 def _llama3(meta: _Metadata, stored: GgufTensor, theta: float, head_dim: int, max_positions: int) -> Rope:
-    """The Rope whose frequencies are theta ** (-2 i / H) / factors[i].
+    """Find the Rope whose frequencies are theta ** (-2 i / H) / factors[i].
 
     With f_i the frequency, L the original context and b_i = (L f_i / (2 pi) - low) / (high - low), clipped to [0, 1],
     factors[i] = 1 / (b_i + (1 - b_i) / factor). Scaling L, low and high together changes nothing, so low is 1. Two
-    pairs in the band between give a line for b_i in f_i, hence L and high; one, or none, is tried with Llama's own
-    high of 4.
+    pairs in the transition band, 0 < b_i < 1, determine the line of b_i over f_i, hence L and high. With one pair or
+    none, high is Llama's 4.
 
     Raises:
         ValueError: no such Rope has these factors.
@@ -270,7 +270,7 @@ def _llama3(meta: _Metadata, stored: GgufTensor, theta: float, head_dim: int, ma
 
 
 def _llama3_candidates(freq: np.ndarray, factors: np.ndarray, factor: float, max_positions: int):
-    """(original context, high) to try, the surest first."""
+    """Yield candidates (original context, high), the most certain first."""
     blend = (1 / factors - 1 / factor) / (1 - 1 / factor)
     band = (blend > 1e-4) & (blend < 1 - 1e-4)
     if band.sum() >= 2:
@@ -283,6 +283,6 @@ def _llama3_candidates(freq: np.ndarray, factors: np.ndarray, factor: float, max
             yield max(round(2 * math.pi * slope * (high - 1)), 1), round(high, 3)
     if band.any():
         yield from ((max(round(2 * math.pi * (3 * b + 1) / f), 1), 4.0) for f, b in zip(freq[band], blend[band]))
-    # no pair in the band: any original context that puts the step in its place
+    # no pair in the band: any original context that puts the step between the same pairs will do
     yield from ((max(max_positions >> shift, 1), 4.0) for shift in range(20))
     yield from ((1 << power, 4.0) for power in range(5, 21))

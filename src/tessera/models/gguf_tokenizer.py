@@ -1,7 +1,7 @@
 """A GGUF file's tokenizer: byte-level BPE ("gpt2") or SentencePiece ("llama"), as a `tokenizers` tokenizer.
 
-The text is cut as the original tokenizers of these names cut it (llama.cpp's expressions are translations of theirs);
-"default", which has no original, as llama.cpp does.
+Text is split as the original tokenizers of these names split it (llama.cpp's expressions are translations of theirs);
+"default" has no original and splits as llama.cpp does.
 """
 
 import logging
@@ -31,24 +31,24 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "qwen2": (WORDS + r"\p{N}" + REST,),
     "llama-bpe": (WORDS + r"\p{N}{1,3}" + REST,),
 }
-"""Expressions by `tokenizer.ggml.pre`: each cuts the pieces that the one before left, matches and gaps alike."""
+"""Expressions by `tokenizer.ggml.pre`: each splits the pieces that the one before left, matches and gaps alike."""
 ALIASES = {"gpt2": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 
 MAX_SPLIT_WORK = 1 << 32
-"""Characters copied while SentencePiece's merges are found: the sum of squared lengths. Llama's 32,000 pieces need
-2 million; a vocabulary of long texts would take hours."""
+"""Maximum characters copied while finding SentencePiece's merges: the sum of squared piece lengths. Llama's 32,000
+pieces need 2 million; a vocabulary of long texts would take hours."""
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-"""Special tokens: GGUF's name and transformers'."""
+"""Special tokens: GGUF's name -> transformers' name."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
-    """The tokenizer and chat template of a GGUF, None if it has none (token lists still work).
+    """Build the tokenizer and chat template of a GGUF file; None if it has none (token lists still work).
 
     Raises:
-        ValueError: a tokenizer, pre-tokenizer or value that is not supported, by name; lists that do not fit together.
+        ValueError: a tokenizer, pre-tokenizer or value is not supported (the message names it), or lists do not match.
     """
     meta = file.metadata
     kind = meta.get("tokenizer.ggml.model")
@@ -95,7 +95,7 @@ class _Vocabulary:
         self.pre = ALIASES.get(pre, pre)
 
     def typed(self, key: str, kind: type, *default: Any) -> Any:
-        """A value of this type."""
+        """Return a key's value, checked to be of type `kind`; the default if the key is missing."""
         value = self.meta.get(key)
         if value is None and default:
             return default[0]
@@ -104,7 +104,7 @@ class _Vocabulary:
         return value
 
     def numbers(self, key: str, count: int, kind: type) -> np.ndarray | None:
-        """One number for each token, None if the file has no such list."""
+        """Return one number per token; None if the file has no such list."""
         values = self.typed(key, np.ndarray, None)
         if values is not None and (len(values) != count or not np.issubdtype(values.dtype, kind)):
             raise ValueError(f"{key} has {len(values)} values of {values.dtype} for {count} tokens")
@@ -118,12 +118,12 @@ class _Vocabulary:
         return value
 
     def used(self) -> dict[str, int]:
-        """Id by piece, without the unused ones (they fill the vocabulary up to the number of embeddings)."""
+        """Return ids by piece, without unused pieces, which only pad the vocabulary to the number of embeddings."""
         return {token: i for i, token in enumerate(self.tokens) if self.types[i] != UNUSED}
 
 
 def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
-    """GPT-2's kind: bytes as printable characters, merged within the pieces that the pre-tokenizer cuts."""
+    """Build a tokenizer of GPT-2's kind: bytes as printable characters, merged within the pre-tokenizer's pieces."""
     if vocab.pre not in PATTERNS:
         raise ValueError(
             f"tokenizer.ggml.pre={vocab.pre!r:.80} is not supported: it must be one of {', '.join(PATTERNS)}"
@@ -148,9 +148,9 @@ def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
-    """SentencePiece's BPE: of all neighbours, those whose union has the best score merge first.
+    """Build SentencePiece's BPE: of all adjacent pairs, the one whose union has the best score merges first.
 
-    Pieces of unknown characters are their bytes, where the vocabulary has all of them.
+    Unknown characters become their bytes if the vocabulary has all byte pieces.
     """
     if vocab.meta.get("tokenizer.ggml.precompiled_charsmap") is not None:
         raise ValueError("tokenizer.ggml.precompiled_charsmap (a normalisation of its own) is not supported")
@@ -177,7 +177,7 @@ def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _merges(vocab: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
-    """Pairs of pieces in the order in which they merge: by the score of what they make, as transformers orders them."""
+    """List pairs of pieces in merge order: by the score of the merged piece, as transformers orders them."""
     pieces = {
         token: i for i, token in enumerate(vocab.tokens) if vocab.types[i] not in (UNKNOWN, CONTROL, UNUSED, BYTE)
     }
@@ -194,7 +194,7 @@ def _merges(vocab: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
 
 
 def _build(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
-    for left, right in merges:  # the library would say which, but not in a sentence
+    for left, right in merges:  # the library's own error would not be a readable sentence
         if not (left in ids and right in ids and left + right in ids):
             raise ValueError(f"the merge of {left!r:.80} and {right!r:.80} names pieces that are not in the vocabulary")
     options = {key: value for key, value in options.items() if value is not None}
@@ -205,7 +205,7 @@ def _build(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options:
 
 
 def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool) -> dict[str, str]:
-    """Add the tokens that are whole words of markup, and bos and eos around a text; the special tokens by role."""
+    """Add markup tokens, and bos and eos around a text, to the backend; return the special tokens by role."""
     named = set(vocab.special_ids.values())
     added = []
     for index, (token, kind) in enumerate(zip(vocab.tokens, vocab.types)):
@@ -227,7 +227,7 @@ def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool)
 
 
 def _surround(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int]) -> processors.TemplateProcessing:
-    """Puts tokens before and after each text."""
+    """Build the post-processor that adds tokens before and after each text."""
     second = [*(f"{token}:1" for token in before), "$B:1", *(f"{token}:1" for token in after)]
     try:
         return processors.TemplateProcessing(

@@ -11,10 +11,10 @@ from jaxtyping import Float, Int32
 from tessera.models.config import Rope
 
 FEW_ROWS = 4
-"""Most rows that count as a few."""
+"""Maximum rows that take the CPU's decode path in `matmul`."""
 
 CACHED_BYTES = 4 << 20
-"""Part of a matrix that stays in a CPU's cache while several rows are multiplied by it."""
+"""Bytes of a matrix block that stay in a CPU's cache while several rows are multiplied by it."""
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +69,7 @@ def linear(x: Float[Array, "... D"], weight: Float[Array, "E D"], bias: Array | 
 
 
 def matmul(x: Float[Array, "... D"], weight: Float[Array, "E D"]) -> Float[Array, "... E"]:
-    """x W^T in float32. A few rows (decode) take another way on CPU, where XLA's is slow."""
+    """x W^T in float32. A few rows (decode) take a separate path on CPU, where XLA's is slow."""
     if math.prod(x.shape[:-1]) > FEW_ROWS:
         return _dot(x, weight)
     rows = x.reshape(-1, x.shape[-1])
@@ -82,11 +82,11 @@ def _dot(x: Array, weight: Array) -> Array:
 
 
 def _few_rows(x: Array, weight: Array) -> Array:
-    """Rows [M,D] times [E,D] on CPU.
+    """Multiply rows [M,D] by [E,D] on CPU.
 
-    XLA multiplies a float32 matrix by one vector at memory speed but packs it anew for two rows or more, several times
-    slower, so rows go one by one, through blocks of the matrix that stay in the cache between them. In bfloat16 it is
-    one row that is slow, by far, so rows are padded.
+    XLA multiplies a float32 matrix by one vector at memory speed, but repacks it for two or more rows, several times
+    slower. So rows run one by one over blocks of the matrix that stay in the cache between rows. In bfloat16 a single
+    row is by far the slow case, so rows are padded.
     """
     count, num_outputs = x.shape[0], weight.shape[0]
     if x.dtype != jnp.float32:
@@ -95,7 +95,7 @@ def _few_rows(x: Array, weight: Array) -> Array:
         return _dot(x[0], weight)[None]
 
     def each_row(block: Array) -> Array:
-        return jax.lax.map(lambda row: _dot(row, block), x)  # a loop: written out, it compiles longer, runs no faster
+        return jax.lax.map(lambda row: _dot(row, block), x)  # a loop: unrolled, it compiles longer and runs no faster
 
     if weight.nbytes <= 2 * CACHED_BYTES:
         return each_row(weight)
@@ -115,7 +115,7 @@ def mlp(x: Float[Array, "B T D"], layer: Layer) -> Float[Array, "B T D"]:
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Float[Array, "H/2"], float]:
-    """Angular frequency per pair of dimensions, and the factor on cos and sin (yarn's attention factor)."""
+    """Return the angular frequency per pair of dimensions, and the factor on cos and sin (yarn's attention factor)."""
     pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     freq = rope.theta**-pairs
     if rope.kind == "linear":
@@ -128,7 +128,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Float[Array, "H/2"], fl
 
 
 def _llama3(freq: Array, rope: Rope) -> Array:
-    """Long wavelengths are divided by the factor, short ones kept, the band between interpolated."""
+    """Divide the frequencies of long wavelengths by the factor, keep those of short ones, interpolate in between."""
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_positions / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)

@@ -1,7 +1,7 @@
-"""Safetensors files: headers read and checked alone, tensors mapped one at a time, written one at a time.
+"""Safetensors files: check headers without reading data, map tensors one at a time, write them one at a time.
 
-The files are parsed here and not by the package of that name: its NumPy path copies each tensor, keeps whole shards
-mapped (they count as the process's memory) and cannot name fp8. The format is 8 bytes of header length, a JSON header
+This module parses the files itself: the safetensors package's NumPy path copies each tensor, keeps whole shards mapped
+(they count as the process's memory) and has no name for fp8. The format is 8 bytes of header length, a JSON header
 {name: {dtype, shape, data_offsets}}, then the data.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 EXPONENTS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
-"""Exponent bits by dtype: all set means infinity or NaN, and integers compare faster than bfloat16 does."""
+"""Exponent bits by dtype: all set means infinity or NaN. Integers compare faster than bfloat16."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -29,7 +29,7 @@ MAX_HEADER_BYTES = 100 << 20
 
 
 class Stored(NamedTuple):
-    """Where one tensor lies on disk."""
+    """Location of one tensor on disk."""
 
     path: Path
     dtype: str
@@ -39,7 +39,7 @@ class Stored(NamedTuple):
 
 
 def read_index(folder: Path) -> dict[str, Stored]:
-    """Where every tensor of a folder lies, from the headers alone; file sizes are checked against them.
+    """Locate every tensor of a folder from the headers only, and check file sizes against them.
 
     Raises:
         ValueError: no weights, a missing shard, a file that is not safetensors or is cut short.
@@ -65,7 +65,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Where every tensor of one file lies.
+    """Locate every tensor of one file.
 
     Raises:
         ValueError: the file is not safetensors or is cut short.
@@ -92,10 +92,10 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor whose dtype, shape or size is not what it must be.
+    """Refuse a tensor of unexpected dtype, shape or size.
 
     Raises:
-        ValueError: naming the tensor and the value.
+        ValueError: the message names the tensor and the value.
     """
     if tensor.shape != shape:
         raise ValueError(
@@ -112,7 +112,7 @@ def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
 
 
 def map_blocks(tensor: Stored) -> Iterator[np.ndarray]:
-    """Flat pieces of one tensor, mapped while they are iterated over."""
+    """Yield flat pieces of one tensor, mapped only during the iteration."""
     dtype = DTYPES[tensor.dtype]
     flat = np.memmap(tensor.path, dtype, "r", tensor.offset, (tensor.num_bytes // dtype.itemsize,))
     step = BLOCK_BYTES // dtype.itemsize
@@ -137,7 +137,7 @@ def read_tensor(name: str, tensor: Stored, out: np.ndarray) -> np.ndarray:
 
 
 def write_file(path: Path, specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]], arrays: Iterator[np.ndarray]) -> None:
-    """Write one file from dtypes and shapes known beforehand and arrays that come one at a time, in the same order."""
+    """Write one file from dtypes and shapes known in advance and arrays that come one at a time, in the same order."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -155,7 +155,7 @@ def write_file(path: Path, specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """Read a JSON object from a file.
 
     Raises:
         ValueError: the file is not JSON, or not an object.

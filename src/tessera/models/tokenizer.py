@@ -18,7 +18,7 @@ from tessera.core.files import replace_folder, write_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE})
-"""What `load_tokenizer` reads: a new tokenizer replaces all of them, or one would be read with another's template."""
+"""Files that `load_tokenizer` reads. Saving replaces all of them, so that no tokenizer gets another's template."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -55,7 +55,7 @@ class Tokenizer:
     """A `tokenizers` tokenizer with its named special tokens and chat template.
 
     Attributes:
-        backend: the tokenizer proper.
+        backend: the underlying tokenizer.
         specials: role -> token text, e.g. {"bos_token": "<s>", "eos_token": "</s>"}; chat templates see them by role.
         chat_template: jinja source, or None.
         settings: other keys of tokenizer_config.json, written back unchanged.
@@ -68,7 +68,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows, added tokens included."""
+        """Number of ids that the tokenizer knows, added tokens included."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
@@ -87,42 +87,42 @@ class Tokenizer:
         return self.special_id("pad_token")
 
     def special_id(self, role: str) -> int | None:
-        """Id of the special token with this role, None if there is none."""
+        """Return the id of the special token with this role; None if there is none."""
         token = self.specials.get(role)
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Encode a text as token ids.
 
         Args:
             text: any text.
-            add_special: put the tokens around it that the model expects around a document (often a leading bos).
-            parse_special: read "<|user|>" and the like in the text as the special token, as transformers does; False
-                takes every character as text (documents, quoted chats).
+            add_special: add the tokens that the model expects around a document (often a leading bos).
+            parse_special: parse "<|user|>" and the like in the text as special tokens, as transformers does; False
+                treats every character as text (documents, quoted chats).
         """
         self.backend.encode_special_tokens = not parse_special
         return self.backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD, ids the tokenizer does not know vanish."""
+        """Decode token ids; bytes that are not UTF-8 become U+FFFD, unknown ids are dropped."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def stream(self, *, skip_special: bool = True) -> "TextStream":
-        """A decoder that takes one id at a time."""
+        """Return a decoder that takes one id at a time."""
         return TextStream(self, skip_special)
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """The conversation as the model expects it, by the checkpoint's own template in a sandbox.
+        """Render the conversation as the model expects it, with the checkpoint's own template in a sandbox.
 
         Args:
             messages: {"role": ..., "content": ...} each, plain JSON data.
             add_generation_prompt: open the assistant's turn.
-            variables: what else the template asks for (tools, documents, enable_thinking, ...).
+            variables: other variables of the template (tools, documents, enable_thinking, ...).
 
         Raises:
-            ValueError: no template, not plain data, or the template refuses the conversation.
+            ValueError: there is no template, the messages are not plain data, or the template refuses the conversation.
         """
         if self.chat_template is None:
             raise ValueError("this checkpoint has no chat template: pass plain text, or add a chat_template.jinja file")
@@ -139,20 +139,20 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
     ) -> list[int]:
-        """Token ids of a rendered conversation; the template writes bos itself."""
+        """Render a conversation and encode it as token ids; the template writes bos itself."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.encode(text, add_special=False)
 
     def save(self, folder: str | os.PathLike) -> None:
-        """Put tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them, into a folder.
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them, to a folder.
 
-        All of them or none; what else the folder holds stays.
+        Writes all of them or none, and keeps the folder's other files.
         """
         with replace_folder(Path(folder), outdated=FILES.__contains__) as new:
             self.write(new)
 
     def write(self, folder: Path) -> None:
-        """Write the files of `save` into a folder that is being made."""
+        """Write the files of `save` into a folder that is being built."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **self.specials}
         write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
         write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -166,17 +166,17 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, skip_special: bool):
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._ids: list[int] = []  # a window: tokens already given out as context, then those held back
+        self._ids: list[int] = []  # a window: context (tokens whose text was returned), then tokens held back
         self._context = 0  # how many of them are context
-        self._given = ""  # the part of the window's text that was given out
+        self._given = ""  # the part of the window's text that was returned
 
     def push(self, token: int) -> str:
-        """Take one id, return the text that became certain (often one token's, "" inside a character)."""
+        """Take one id and return the text that became final (often one token's, "" inside a character)."""
         self._ids.append(int(token))
         text = self._text()
         if not text.startswith(self._given):
             # Byte fallback turns a whole run of bytes into replacement characters while its last character is
-            # unfinished; a character has at most four bytes, so after that the new bytes stand alone.
+            # unfinished. A character has at most four bytes, so after that the new bytes are decoded without context.
             if len(self._ids) - self._context < 4:
                 return ""
             text = self._drop_context()
@@ -192,7 +192,7 @@ class TextStream:
         return piece
 
     def finish(self) -> str:
-        """The text still held back: an unfinished character comes out as U+FFFD."""
+        """Return the text still held back; an unfinished character becomes U+FFFD."""
         text = self._text()
         if not text.startswith(self._given):
             text = self._drop_context()
@@ -211,7 +211,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
     """Read a Hugging Face folder's tokenizer; None if it has none (token lists still work).
 
     Raises:
-        ValueError: the tokenizer is in a form that is not supported, or broken.
+        ValueError: the tokenizer is broken or in an unsupported form.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -230,7 +230,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
     backend.no_truncation()
     backend.no_padding()
     settings = _read_json(folder / "tokenizer_config.json")
-    settings.pop("added_tokens_decoder", None)  # the same list stands in tokenizer.json
+    settings.pop("added_tokens_decoder", None)  # tokenizer.json holds the same list
     template = _read_template(folder, settings.pop("chat_template", None))
     specials = {}
     for source in (_read_json(folder / "special_tokens_map.json"), settings):
@@ -243,7 +243,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """The demo model's tokenizer: id = byte value for the bytes of the text's UTF-8, then BYTE_SPECIALS, 264 in all."""
+    """Build the demo model's tokenizer: ids 0 to 255 are the text's UTF-8 bytes, then BYTE_SPECIALS, 264 in all."""
     vocab = {character: byte for byte, character in enumerate(_byte_characters())}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -262,7 +262,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    """List the printable character that byte-level tokenizers write for each byte (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -279,7 +279,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_template(folder: Path, inline: str | list | None) -> str | None:
-    """The file wins over tokenizer_config.json, where several named templates may stand."""
+    """Read the chat template; the file wins over tokenizer_config.json, which may hold several named templates."""
     path = folder / TEMPLATE_FILE
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -290,7 +290,7 @@ def _read_template(folder: Path, inline: str | list | None) -> str | None:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox chat templates are written for: transformers' switches, filters and functions."""
+    """Build the sandbox that chat templates are written for: transformers' switches, filters and functions."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
     )
@@ -301,7 +301,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training tools; here its body is rendered as it stands."""
+    """`{% generation %}` marks the assistant's words for training tools; here its body is rendered unchanged."""
 
     tags = {"generation"}
 

@@ -1,4 +1,4 @@
-"""Every weight of a decoder, in one table: its names in files, its axes, when it exists, how it starts.
+"""Table of a decoder's weights: names in files, axes, when each exists, how each is initialised.
 
 Initialisation, loading, saving, sharding and the parameter count walk this table.
 """
@@ -21,11 +21,11 @@ class Weight:
 
     Attributes:
         name: field of Layer, or of Params.
-        stored: Hugging Face's name; of a layer's, what follows "model.layers.N.".
-        gguf: llama.cpp's name; of a layer's, what follows "blk.N.".
-        axes: logical axes, [out, in] for a matrix. Its shape is their sizes; meshes split by them.
-        needs: the ModelConfig flag without which it does not exist; None: it always does.
-        residual: its product is added to the residual stream, so it starts (2 L) ** -0.5 smaller.
+        stored: Hugging Face's name; for a layer's weight, the part after "model.layers.N.".
+        gguf: llama.cpp's name; for a layer's weight, the part after "blk.N.".
+        axes: logical axes, [out, in] for a matrix. Their sizes are its shape; meshes split along them.
+        needs: ModelConfig flag that enables it; None: it always exists.
+        residual: its product is added to the residual stream, so its initial values are (2 L) ** -0.5 smaller.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Weight:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is multiplied by; the others are norms, which start at one, and biases, which start at zero."""
+        """Whether this is a matrix; the others are norms, which start at one, and biases, which start at zero."""
         return len(self.axes) == 2
 
 
@@ -81,7 +81,7 @@ OUTER = (EMBED, FINAL_NORM, HEAD)
 
 
 def sizes(config: ModelConfig) -> Mapping[str, int]:
-    """How long each logical axis is."""
+    """Return the size of each logical axis."""
     return {
         "vocab": config.vocab_size,
         "model": config.hidden_size,
@@ -93,28 +93,28 @@ def sizes(config: ModelConfig) -> Mapping[str, int]:
 
 
 def shape_of(weight: Weight, config: ModelConfig) -> tuple[int, ...]:
-    """A weight's shape; stacked layers have a leading L."""
+    """Return a weight's shape; stacked layers have a leading L."""
     size = sizes(config)
     return tuple(size[axis] for axis in weight.axes)
 
 
 def layer_weights(config: ModelConfig) -> tuple[Weight, ...]:
-    """Those that each layer of this model has."""
+    """Return the weights that each layer of this model has."""
     return tuple(weight for weight in LAYER if weight.needs is None or getattr(config, weight.needs))
 
 
 def outer_weights(config: ModelConfig) -> tuple[Weight, ...]:
-    """Those that this model has outside of its layers."""
+    """Return the weights that this model has outside its layers."""
     return OUTER[:2] if config.tie_embeddings else OUTER
 
 
 def layer_name(index: int, weight: Weight) -> str:
-    """Hugging Face's name of one layer's weight."""
+    """Return Hugging Face's name of one layer's weight."""
     return f"model.layers.{index}.{weight.stored}"
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's name and the shape of every tensor of a checkpoint; a tied one has no head."""
+    """Map Hugging Face's name of every tensor of a checkpoint to its shape; a tied model has no head."""
     shapes = {weight.stored: shape_of(weight, config) for weight in outer_weights(config)}
     layer = {weight: shape_of(weight, config) for weight in layer_weights(config)}
     for index in range(config.num_layers):
@@ -123,7 +123,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Numbers in all weights, tied embeddings counted once."""
+    """Count the parameters in all weights, tied embeddings once."""
 
     def count(weights: tuple[Weight, ...]) -> int:
         size, total = sizes(config), 0
@@ -136,9 +136,9 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Fresh stacked weights: matrices normal with standard deviation in ** -0.5, norms one, biases zero.
+    """Initialise stacked weights: matrices normal with standard deviation in ** -0.5, norms one, biases zero.
 
-    A smaller deviation never learned to copy (LOG.md).
+    Models with a smaller deviation never learned to copy (LOG.md).
     """
     keys = iter(jax.random.split(key, 16))
     count, shrink = config.num_layers, (2 * config.num_layers) ** -0.5
@@ -151,6 +151,6 @@ def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32)
         return (jax.random.normal(next(keys), shape, jnp.float32) * scale).astype(dtype)
 
     layers = Layer(**{weight.name: fresh(weight, count) for weight in layer_weights(config)})
-    # The head before the embedding: the order of the keys, which recorded runs were made with.
+    # The head before the embedding: recorded runs used the random keys in this order.
     outer = {weight.name: fresh(weight) for weight in reversed(outer_weights(config))}
     return Params(layers=layers, **outer)

@@ -1,1 +1,1 @@
-"""What runs a loaded model: compilation, sampling, the engine."""
+"""Running a loaded model: compilation, sampling, the engine."""

@@ -1,4 +1,4 @@
-"""One prompt's answer as it grows: tokens, text in whole characters, stop strings, and the figures at the end."""
+"""One prompt's answer as it grows: tokens, text in whole characters, stop strings, and final statistics."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from tessera.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """What was generated for one prompt.
+    """Result of generating for one prompt.
 
     Attributes:
         text: the decoded tokens, trimmed before a stop string; "" for a model without a tokenizer.
-        tokens: generated ids, an end-of-sequence token or the token that completed a stop string included.
+        tokens: generated ids, including an end-of-sequence token or the token that completed a stop string.
         logprobs: ln of each token's probability under the raw distribution softmax(logits): before repetition penalty,
             temperature and filters.
         finish_reason: "stop" (end-of-sequence token or stop string), "length" (max_new_tokens or the model's context
             is used up) or "interrupted" (Ctrl-C).
         prompt_tokens: tokens of the prompt.
         ttft_s: seconds from the call of generate to this prompt's first token, compilation included; nan without one.
-        decode_tokens_per_s: tokens after the first per second after the first; nan for fewer than two.
+        decode_tokens_per_s: decode rate after the first token; nan for fewer than two tokens.
         density: key positions read / key positions visible, over all layers, heads, prompt rows and decode steps.
-        layer_density: the same share layer by layer, anchors among them; empty before the first token.
+        layer_density: the same share per layer, anchors included; empty before the first token.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Answer:
         self._stop = tuple(stop)
         self._stream = None if tokenizer is None else tokenizer.stream()
         self._text = ""
-        self._shown = 0  # characters of the text already handed out
+        self._shown = 0  # characters of the text already returned
         self._times_s: list[float] = []
         self._read_L = self._visible_L = np.zeros(0)
 
@@ -67,7 +67,7 @@ class Answer:
         return self.finish_reason is not None
 
     def push(self, token: int, logprob: float, time_s: float) -> str:
-        """Take one token and return the text that is now certain: whole characters, no beginning of a stop string."""
+        """Add one token and return the text that is now final: whole characters that cannot start a stop string."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self._times_s = [self._times_s[0] if self._times_s else time_s, time_s]
@@ -80,7 +80,7 @@ class Answer:
         return self._hand_out(len(self._text) - self._held())
 
     def count(self, read_L: np.ndarray, visible_L: np.ndarray) -> None:
-        """Add what one call read for this sequence in each layer, and what a dense pass would have read."""
+        """Add one call's key counts per layer: keys read for this sequence, and keys a dense pass would have read."""
         first = not self._visible_L.size
         self._read_L = read_L if first else self._read_L + read_L
         self._visible_L = visible_L if first else self._visible_L + visible_L
@@ -93,7 +93,7 @@ class Answer:
         return self._hand_out(len(self._text))
 
     def generation(self, started_s: float) -> Generation:
-        """The answer with its figures; `started_s` is when the request began, on the clock of the pushes."""
+        """Return the answer with its statistics; `started_s` is the request's start, on the clock of `push`."""
         count = len(self.tokens)
         spent_s = self._times_s[1] - self._times_s[0] if count > 1 else 0.0
         return Generation(
@@ -109,7 +109,7 @@ class Answer:
         )
 
     def _append(self, piece: str) -> bool:
-        """Add text; if that completes a stop string, trim before the first one and finish."""
+        """Add text; if that completes a stop string, trim the text before the first one, finish and return True."""
         searched = max(0, len(self._text) - max(map(len, self._stop), default=1) + 1)
         self._text += piece
         found = [at for at in (self._text.find(stop, searched) for stop in self._stop) if at >= 0]
@@ -120,7 +120,7 @@ class Answer:
         return True
 
     def _held(self) -> int:
-        """Characters at the end of the text that may be the beginning of a stop string."""
+        """Count the characters at the end of the text that may start a stop string."""
         longest = min(max(map(len, self._stop), default=1) - 1, len(self._text))
         return next((n for n in range(longest, 0, -1) if self._text.endswith(tuple(s[:n] for s in self._stop))), 0)
 

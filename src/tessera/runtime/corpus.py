@@ -1,4 +1,4 @@
-"""Text to calibrate and judge on: windows of tokens from all over a file, a folder or a list."""
+"""Text for calibration and evaluation: token windows sampled evenly from a file, a folder or a list."""
 
 import hashlib
 import os
@@ -13,15 +13,15 @@ from tessera.models.config import ModelConfig
 from tessera.sparse.recording import NUM_KEYS
 
 MAX_WINDOW = 8192
-"""Longest piece of text run at once, unless the model's context is shorter."""
+"""Maximum tokens of a window, unless the model's context is shorter."""
 
 MIN_WINDOW = 2 * NUM_KEYS
-"""Shortest text that says anything: some query tiles must see more keys than the sets that are compared hold."""
+"""Minimum tokens of a window: some query tiles must see more than the NUM_KEYS keys by which layers are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Token windows: some choose the plan, others judge it; the hash is of all of them."""
+    """Token windows: `windows` choose the plan, `held_out` judge it; the hash covers both."""
 
     windows: tuple[np.ndarray, ...]
     held_out: tuple[np.ndarray, ...]
@@ -29,7 +29,7 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """Hash of the tokens that were run."""
+        """Hash of the tokens of all windows."""
         digest = hashlib.sha256()
         for window in (*self.windows, *self.held_out):
             digest.update(len(window).to_bytes(8, "little") + window.astype("<i4").tobytes())
@@ -42,10 +42,10 @@ class Corpus:
 
 
 def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[int]], max_tokens: int) -> Corpus:
-    """Windows of at most the model's context from all over the texts; the last quarter is held out.
+    """Cut windows of at most the model's context, sampled evenly from the texts; hold out the last quarter.
 
-    A file or folder counts as one long text (files in order of their names, binary ones left out); texts and token
-    lists count one by one.
+    A file or folder counts as one long text (files sorted by name, binary files skipped); the items of a list count
+    one by one.
     """
     longest = min(model.config.max_positions, MAX_WINDOW)
     if isinstance(texts, str | os.PathLike):
@@ -71,7 +71,7 @@ def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[i
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, or of all text files under a folder by name; bytes that are not UTF-8 are replaced."""
+    """Read a file, or all text files under a folder in order of name; bytes that are not UTF-8 are replaced."""
     if not path.exists():
         raise FileNotFoundError(f"text {str(path)!r} does not exist: name a file or a folder of text files")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
@@ -87,7 +87,7 @@ def read_text(path: Path) -> str:
 
 
 def _windows_of_text(model: Any, text: str, longest: int, max_tokens: int) -> list[np.ndarray]:
-    """Windows that start evenly all over the text; only what is used is tokenised, at up to 8 characters a token."""
+    """Cut windows at evenly spaced starts; tokenise only the text they use, at up to 8 characters per token."""
     count = max(2, max_tokens // longest)
     span = 8 * longest
     if len(text) <= count * longest:  # too short to choose from
@@ -115,12 +115,12 @@ def _within(row: np.ndarray, config: ModelConfig) -> bool:
 
 
 def _long_enough(windows: list[np.ndarray]) -> list[np.ndarray]:
-    """Windows that say something; a short rest at the end of a text would be judged on a few predictions."""
+    """Drop windows below MIN_WINDOW; a short remainder of a text would be judged on a few predictions."""
     return [window for window in windows if len(window) >= MIN_WINDOW]
 
 
 def _evenly(windows: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """At most `count` windows, from all over the list."""
+    """Pick at most `count` windows, evenly spaced over the list."""
     if len(windows) <= count:
         return windows
     return [windows[i] for i in np.linspace(0, len(windows) - 1, count).astype(int)]

@@ -1,8 +1,8 @@
-"""Runs a decoder over a KV cache that is allocated once: chunked prefill, then one token per step.
+"""Run a decoder over a KV cache that is allocated once: chunked prefill, then one token per step.
 
-The batch is right-padded. A prompt is cut into chunks at fixed positions, multiples of the query tile, so what a row
-attends to depends neither on the other prompts nor on where the prompt was cut. Memory: cache plus one chunk's
-activations, both linear in length.
+The batch is right-padded. Prompts are cut into chunks at fixed positions, multiples of the query tile, so the keys that
+a row attends to depend neither on the other prompts nor on the chunk sizes. Memory: cache plus one chunk's activations,
+both linear in length.
 """
 
 import time
@@ -30,21 +30,21 @@ from tessera.runtime.sampling import Choice, Sampling, choose
 from tessera.sparse.contract import Policy, Reads
 
 CHUNK = 1024
-"""Most rows of one prefill call."""
+"""Maximum rows of one prefill call."""
 
 LAG = 2
-"""Steps an accelerator runs ahead of the host, which then looks at tokens that are already there."""
+"""Steps an accelerator runs ahead of the host, so that the host reads tokens that are already computed."""
 
 
 @partial(jax.jit, static_argnames=("config", "batch", "num_keys", "dtype", "stacked"))
 def allocate(*, config: ModelConfig, batch: int, num_keys: int, dtype: str, stacked: bool) -> Cache:
-    """An empty cache."""
+    """Allocate an empty cache."""
     return init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked)
 
 
 @partial(jax.jit, static_argnames="num_keys")
 def enlarge(cache: Cache, *, num_keys: int) -> Cache:
-    """The same cache with room for more keys (a copy)."""
+    """Copy a cache into one with room for `num_keys` keys."""
 
     def pad(x: Array) -> Array:
         widths = [(0, 0)] * x.ndim
@@ -66,7 +66,7 @@ def prefill_chunk(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Cache, Float[Array, "B D"], Reads | None]:
-    """Run one chunk; a sequence that has rows in it leaves the last one's hidden state in `last_BD`."""
+    """Run one chunk; each sequence with rows in it writes its last row's hidden state to `last_BD`."""
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
     row = jnp.maximum(q_len_B - 1, 0)[:, None, None]
@@ -76,7 +76,7 @@ def prefill_chunk(
 
 @jax.jit
 def read_head(params: Params, last_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-    """Next-token logits after a prefill."""
+    """Compute next-token logits after a prefill."""
     return logits(params, last_BD)
 
 
@@ -106,7 +106,7 @@ def score_tokens(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Float[Array, "B T V"], Bool[Array, ""]]:
-    """Logits at every position in one call without a cache, and whether all of those that count are finite."""
+    """Compute logits at every position in one call without a cache, and whether all except the padding's are finite."""
     positions = Positions(jnp.zeros_like(q_len_B), q_len_B, q_len_B)
     hidden, _, _ = forward(params, tokens_BT, None, positions, config=config, policy=policy)
     out = logits(params, hidden)
@@ -128,29 +128,30 @@ class Session:
         )
 
     def reserve(self, num_keys: int) -> None:
-        """Make room for `num_keys` keys in all, keeping what is there."""
+        """Grow the cache to hold `num_keys` keys in total, keeping its contents."""
         if self._bucket(num_keys) > self.num_keys:
             self.num_keys = self._bucket(num_keys)
             self.cache = enlarge(self.cache, num_keys=self.num_keys)
 
     def _bucket(self, num_keys: int) -> int:
-        """Room for the padding of the last chunk too: XLA would clamp a write past the end, silently."""
+        """Return the capacity, with room for the last chunk's padding: XLA silently clamps a write past the end."""
         return capacity_bucket(round_up(num_keys, self.sizes[-1]))
 
     def align(self, position: int) -> int:
-        """The last position at or before this one where a chunk may start, a multiple of the query tile.
+        """Round a position down to where a chunk may start, a multiple of the query tile.
 
-        Keys that prefill wrote below it are those of a cold prefill of any longer prompt with the same beginning: each
-        query tile below it was full, so that it ranked the key tiles by the same rows. The last query tile of a shorter
-        prompt was not. Chunks of other sizes are other programs, and these may round differently: on a CPU, keys and
-        selections are equal bit for bit for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
+        Keys that prefill wrote below it equal those of a cold prefill of any longer prompt with the same prefix: each
+        query tile below it was full, so it ranked the key tiles by the same rows. The last query tile of a shorter
+        prompt was not. Chunks of other sizes run other programs, which may round differently; on a CPU, keys and
+        selections are bit-identical for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
         """
         return position - position % self.sizes[-1]
 
     def prefill(self, prompts: Sequence[Sequence[int]], start: int = 0) -> tuple[Float[Array, "B V"], list[Reads]]:
-        """Run the prompts' tokens from `start` on (a multiple of the smallest chunk, held before) -> next-token logits.
+        """Run the prompts' tokens from `start` on -> next-token logits, reads of each chunk.
 
-        The cache must have been sized for the prompts; see `reserve`.
+        `start` is a multiple of the smallest chunk, and the cache already holds the tokens before it. The cache must be
+        large enough for the prompts; see `reserve`.
         """
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         rows = np.zeros((self.batch, int(lengths.max()) + self.sizes[0]), np.int32)
@@ -176,14 +177,14 @@ class Session:
         self, token_B: Array, position_B: np.ndarray, alive_B: np.ndarray
     ) -> tuple[Float[Array, "B V"], list[Reads]]:
         """Feed one token per sequence at its position -> next-token logits."""
-        position_B = np.minimum(position_B, self.num_keys - 1)  # a finished sequence may stand past the end
+        position_B = np.minimum(position_B, self.num_keys - 1)  # a finished sequence's position may lie past the end
         self.cache, out, reads = decode_token(
             self.params, self.cache, token_B, position_B, alive_B, config=self.config, policy=self.policy
         )
         return out, [] if reads is None else [reads]
 
     def warm(self) -> int:
-        """Run every program of this cache's size once, on nothing; returns how many."""
+        """Run every program for this cache size once, on empty sequences; return how many."""
         nobody = np.zeros(self.batch, np.int32)
         last = np.zeros((self.batch, self.config.hidden_size), self.dtype)
         sizes = [size for size in self.sizes if size <= self.num_keys]
@@ -200,12 +201,12 @@ class Request:
     """Prompts that run together under one policy.
 
     Attributes:
-        indices: the number each prompt has for `stream`.
+        indices: the index that `stream` gets for each prompt.
         prompts: token lists.
-        answers: one per prompt; they grow.
+        answers: one per prompt, extended in place.
         seeds: [B].
         sampling: how tokens are chosen.
-        stream: takes (index, text piece).
+        stream: called with (index, text piece).
     """
 
     indices: Sequence[int]
@@ -217,7 +218,7 @@ class Request:
 
 
 class Pending(NamedTuple):
-    """A step the device may still be working on."""
+    """A step that the device may still be computing."""
 
     choice: Choice
     reads: list[Reads]
@@ -229,12 +230,12 @@ def respond(session: Session, request: Request, start: int = 0, *, lag: int | No
     Args:
         session: a cache with room for the longest prompt and its answer.
         request: the prompts and their answers.
-        start: tokens that the cache already holds of every prompt; see `Session.align`.
+        start: number of tokens of every prompt that the cache already holds; see `Session.align`.
         lag: steps the device runs ahead of the host; None is LAG on accelerators and 0 on a CPU, where a step past
             the end of an answer costs as much as any other.
 
     Returns:
-        False if the scores are not finite, and the answers stay as they are.
+        False if the scores are not finite; the answers then keep the tokens of earlier steps.
     """
     answers, vocab_size = request.answers, session.config.vocab_size
     values, method = request.sampling.values(vocab_size), request.sampling.method
@@ -265,7 +266,7 @@ def respond(session: Session, request: Request, start: int = 0, *, lag: int | No
 
 
 def take(pending: Pending, request: Request) -> bool:
-    """Wait for one step and hand its tokens to the answers; False if they are not finite."""
+    """Wait for one step and append its tokens to the answers; return False if a log-probability is not finite."""
     tokens, logprobs = np.asarray(pending.choice.token), np.asarray(pending.choice.logprob)
     open_answers = [(row, answer) for row, answer in enumerate(request.answers) if not answer.done]
     if not all(np.isfinite(logprobs[row]) for row, answer in open_answers):
@@ -282,7 +283,7 @@ def take(pending: Pending, request: Request) -> bool:
 
 
 def seen_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[np.ndarray, "B V"]:
-    """Which tokens each prompt holds."""
+    """Mark the tokens that each prompt contains."""
     seen = np.zeros((len(prompts), vocab_size), bool)
     for row, prompt in zip(seen, prompts):
         row[np.asarray(prompt)] = True
@@ -290,13 +291,13 @@ def seen_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[np.nd
 
 
 def cache_bytes(config: ModelConfig, batch: int, num_keys: int, itemsize: int) -> int:
-    """Bytes of the cache that a request of `num_keys` keys gets: 2 L B K S H itemsize."""
+    """Return the bytes of the cache for a request of `num_keys` keys: 2 L B K S H itemsize."""
     per_key = 2 * config.num_layers * batch * config.num_kv_heads * config.head_dim * itemsize
     return per_key * capacity_bucket(num_keys)
 
 
 def chunk_bytes(config: ModelConfig, batch: int, num_rows: int, itemsize: int) -> int:
-    """Estimate of one prefill chunk's activations: residual, projections, both halves of the MLP, float32 twins."""
+    """Estimate one prefill chunk's activation bytes: residual, projections, both halves of the MLP, float32 copies."""
     rows = batch * min(num_rows, CHUNK)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size

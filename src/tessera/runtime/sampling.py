@@ -1,7 +1,7 @@
-"""Chooses the next token: repetition penalty, temperature, top-k, top-p, min-p, in transformers' order and meaning.
+"""Choose the next token: repetition penalty, temperature, top-k, top-p, min-p, with transformers' order and semantics.
 
-All of top-k, top-p and min-p keep the tokens above some score, so they become one threshold on z = penalised logits /
-temperature. Ties at the threshold are all kept (transformers drops some of them in top-p, by sort order).
+Top-k, top-p and min-p each keep the tokens above some score, so together they are one threshold on z = penalised
+logits / temperature. All ties at the threshold are kept (transformers drops some of them in top-p, by sort order).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int32, UInt32
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """What the sampling program does at all: static, so that greedy decoding sorts and draws nothing."""
+    """Steps of the sampling program. Static under jit, so that greedy decoding neither sorts nor draws."""
 
     draw: bool = False
     filtered: bool = False
@@ -28,7 +28,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen; see Model.generate. Values are checked here, and are not static under jit."""
+    """Sampling parameters; see Model.generate. Checked here; their values are not static under jit."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -50,14 +50,14 @@ class Sampling:
 
     @property
     def method(self) -> Method:
-        """The program that these values need."""
+        """Steps that these values need."""
         draw = self.temperature > 0
-        # greedy decoding needs no filter: the best token passes every one
+        # greedy decoding needs no filter: every filter keeps the best token
         filtered = draw and any(value is not None for value in (self.top_k, self.top_p, self.min_p))
         return Method(draw=draw, filtered=filtered, penalised=self.repetition_penalty != 1.0)
 
     def values(self, vocab_size: int) -> "Values":
-        """The numbers, with neutral ones for what is off."""
+        """Return the parameters as NumPy scalars, neutral where one is unset."""
         return Values(
             temperature=np.float32(self.temperature),
             top_k=np.int32(vocab_size if self.top_k is None else min(self.top_k, vocab_size)),
@@ -68,7 +68,7 @@ class Sampling:
 
 
 class Values(NamedTuple):
-    """Sampling numbers as the program takes them."""
+    """Sampling parameters as arguments of the jitted program."""
 
     temperature: Float[np.ndarray, ""]
     top_k: Int32[np.ndarray, ""]
@@ -101,7 +101,7 @@ def choose(
     *,
     method: Method,
 ) -> Choice:
-    """Choose one token per sequence; a draw depends on that sequence's seed, the step and its own logits only."""
+    """Choose one token per sequence; a draw depends only on that sequence's seed and logits and the step."""
     z_BV = distribution(logits_BV, seen_BV, values, method=method)
     if method.draw:
         keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds_B)
@@ -118,7 +118,7 @@ def choose(
 def distribution(
     logits_BV: Float[Array, "B V"], seen_BV: Bool[Array, "B V"] | None, values: Values, *, method: Method
 ) -> Float[Array, "B V"]:
-    """Scores whose softmax is drawn from: penalised, divided by the temperature, -inf where filtered out."""
+    """Return the scores to sample from: penalised, divided by the temperature, -inf where filtered out."""
     z_BV = logits_BV
     if method.penalised:
         penalised = jnp.where(z_BV < 0, z_BV * values.penalty, z_BV / values.penalty)
@@ -131,7 +131,7 @@ def distribution(
 
 
 def threshold(z_BV: Float[Array, "B V"], values: Values) -> Float[Array, "B"]:
-    """Least score that survives top-k, then top-p over what is left, then min-p."""
+    """Return the lowest score that survives top-k, then top-p over the survivors, then min-p."""
     ascending = jnp.sort(z_BV, axis=-1)
     vocab_size = z_BV.shape[-1]
     kth_B = jax.lax.dynamic_index_in_dim(ascending, vocab_size - values.top_k, axis=1, keepdims=False)
@@ -145,7 +145,7 @@ def threshold(z_BV: Float[Array, "B V"], values: Values) -> Float[Array, "B"]:
 
 
 def check_seeds(seed: int | Sequence[int], batch: int) -> UInt32[np.ndarray, "B"]:
-    """One seed per sequence: the same for all, or as many as there are prompts."""
+    """Return one seed per sequence; a single seed serves all."""
     seeds = [seed] * batch if isinstance(seed, int | np.integer) else list(seed)
     if len(seeds) != batch:
         raise ValueError(f"seed has {len(seeds)} values for {batch} prompts: pass one integer, or one per prompt")

@@ -3,11 +3,11 @@
 Every example is `length + 1` token ids with a weight per predicted token. Kinds of example:
 
     copy   random bytes with a short period: the circuit that finds an earlier match forms here, at very short length
-    recall random bytes in which earlier spans come again at any distance
-    pairs  keys and values, line after line, so alike that only the whole key tells them apart
-    text   library source as it is
+    recall random bytes in which earlier spans recur at any distance
+    pairs  lines of keys and values, so similar that only the whole key identifies a value
+    text   unmodified library source
     notes  library source with notes hidden in it (pass keys, constants, tables, variable chains) and questions about
-           them later on and at the end, plainly or as a chat
+           them further on and at the end, in plain text or as a chat
 
 The text is the standard library of the running Python (PSF licence). Files are split by the hash of their name, and
 the documents of the demo are always held out.
@@ -57,27 +57,27 @@ class Batch(NamedTuple):
 
 
 CALIBRATION = "tk"
-"""Held-out files whose names come after this are for calibration, but for the demo's documents: a twelfth."""
+"""Held-out files whose names sort after this are for calibration, except the demo's documents: a twelfth."""
 
 
 class Split(NamedTuple):
-    """Token ids to train on, and others never trained on."""
+    """Token ids to train on, and held-out ones."""
 
     train: np.ndarray
     held_out: np.ndarray
 
 
 def library_files() -> list[tuple[str, Path]]:
-    """The standard library's sources as (relative name, path), sorted; tests and vendored packages left out."""
+    """List the standard library's sources as (relative name, path), sorted, without tests and vendored packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names = [path.relative_to(root) for path in sorted(root.rglob("*.py"))]
     return [(name.as_posix(), root / name) for name in names if not SKIPPED.intersection(name.parts)]
 
 
 def is_held_out(name: str, calibration: bool | None = None) -> bool:
-    """One file in twenty, by the hash of its name, and the documents the demo asks about.
+    """Return whether a file is held out: one in twenty, by the hash of its name, and the demo's documents.
 
-    With calibration given, whether it is one of them that is (or is not) for calibration.
+    If `calibration` is set, keep only (or drop) the calibration files.
     """
     if name not in HELD_OUT and hashlib.sha256(name.encode()).digest()[0] >= 13:
         return False
@@ -86,13 +86,13 @@ def is_held_out(name: str, calibration: bool | None = None) -> bool:
 
 @lru_cache(maxsize=1)
 def library_corpus() -> Split:
-    """The standard library of the running Python, split by file; without the files of `library_calibration`."""
+    """Read the standard library of the running Python, split by file, without the files of `library_calibration`."""
     return Split(_library(lambda name: not is_held_out(name)), _library(lambda name: is_held_out(name, False)))
 
 
 @lru_cache(maxsize=1)
 def library_calibration() -> np.ndarray:
-    """Held-out files that a plan is calibrated on: nothing is trained or tested on them."""
+    """Read the held-out files reserved for calibrating plans: nothing trains or tests on them."""
     return _library(lambda name: is_held_out(name, True))
 
 
@@ -101,11 +101,11 @@ def _library(wanted: Callable[[str], bool]) -> np.ndarray:
 
 
 def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
-    """Your own text (a file or a folder of files) as tokens; the last twentieth is held out.
+    """Read your own text (a file or a folder of files) as tokens; hold out the last twentieth.
 
     Raises:
         FileNotFoundError: no such path.
-        ValueError: no text in it, or no tokenizer.
+        ValueError: the path holds no text, or there is no tokenizer.
     """
     if tokenizer is None:
         raise ValueError("the base model has no tokenizer, so text cannot be read: take a folder with a tokenizer.json")
@@ -116,7 +116,7 @@ def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
 
 
 def make_batch(source: Split, mixture: dict[str, float], length: int, batch: int, seed: int, step: int) -> Batch:
-    """The batch of one step: the same bits for the same arguments, whatever ran before."""
+    """Build the batch of one step: the same bits for the same arguments, whatever ran before."""
     rng = np.random.default_rng((seed, step))
     kinds, shares = list(mixture), np.array(list(mixture.values()), np.float64)
     chosen = rng.choice(len(kinds), size=batch, p=shares / shares.sum())
@@ -125,14 +125,14 @@ def make_batch(source: Split, mixture: dict[str, float], length: int, batch: int
 
 
 def copy(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Random bytes repeated with one period; the first period is noise and weighs nothing."""
+    """Repeat random bytes with one period; the first period is noise and has no weight."""
     period = int(rng.integers(3, max(13, min(size // 2, 256))))
     ids = np.resize(rng.integers(0, 256, period), size).astype(np.int32)
     return ids, (np.arange(size) >= period + 1).astype(np.float32)
 
 
 def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Spans of random bytes, about half of them copied from any earlier place; new bytes weigh nothing."""
+    """Draw spans of random bytes, about half of them copied from an earlier place; new bytes have no weight."""
     ids, weights = np.zeros(size, np.int32), np.zeros(size, np.float32)
     ids[:16], end = rng.integers(0, 256, 16), 16
     while end < size:
@@ -148,10 +148,10 @@ def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarr
 
 
 def pairs(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Lines that give keys values, in one wording, over and over: only the whole key tells which value comes.
+    """Write lines of keys and values, repeatedly, in one wording: only the whole key identifies the value.
 
-    A value weighs from the second time on, its first character most; that is the one that a match of the last few
-    characters cannot find.
+    A value has weight from its second occurrence on, its first character most: matching the last few characters cannot
+    predict that one.
     """
     count = int(rng.integers(2, max(4, min(size // 24, 24))))
     keys = list(dict.fromkeys(draw_keys(rng, count)))
@@ -172,12 +172,12 @@ def pairs(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarra
 
 
 def text(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A slice of the corpus, every token weighing the same."""
+    """Draw a slice of the corpus; every token has the same weight."""
     return excerpt(rng, source.train, size), np.full(size, 0.3, np.float32)
 
 
 def excerpt(rng: np.random.Generator, ids: np.ndarray, size: int) -> np.ndarray:
-    """A random slice, starting after a line break where one is near; short text is repeated."""
+    """Draw a random slice, starting after a line break if one is near; repeat short text."""
     if len(ids) <= size:
         return np.resize(ids, size).astype(np.int32)
     start = int(rng.integers(0, len(ids) - size))
@@ -187,7 +187,7 @@ def excerpt(rng: np.random.Generator, ids: np.ndarray, size: int) -> np.ndarray:
 
 
 def encode(piece: str, weight: float) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes and weights; what stands between \\x01 and \\x02 weighs VALUE_WEIGHT."""
+    """Encode text as bytes and weights; bytes between \\x01 and \\x02 get VALUE_WEIGHT."""
     raw = np.frombuffer(piece.encode("latin-1", "replace"), np.uint8).astype(np.int32)
     inside = np.cumsum(raw == 1) > np.cumsum(raw == 2)
     keep = (raw != 1) & (raw != 2)
@@ -195,7 +195,7 @@ def encode(piece: str, weight: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def dialogue(fact: Fact, chat: bool) -> tuple[np.ndarray, np.ndarray]:
-    """One question and its answer, as a chat turn or in plain text."""
+    """Encode one question and its answer, as a chat turn or in plain text."""
     question, asked = encode(fact.question, QUESTION_WEIGHT)
     answer, weights = encode(fact.answer, WORDING_WEIGHT)
     if chat:
@@ -208,7 +208,7 @@ def dialogue(fact: Fact, chat: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def notes(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A document with hidden notes, then questions about them and about the library's own constants."""
+    """Build a document with hidden notes, then questions about them and about the library's constants."""
     chat = bool(rng.random() < 0.5)
     head = [BOS, USER] if chat else [BOS]
     hidden, turns, room = [], [], size - len(head) - 2
@@ -231,7 +231,7 @@ def notes(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarra
             turns, reserve, room = [*turns, turn], reserve - len(turn[0]), room - len(turn[0])
     document = hide(rng, body[: max(room, 0)], hidden, float(rng.choice([0.1, 0.3])))
     turns = [turns[index] for index in rng.permutation(len(turns))]
-    if chat and turns:  # the first question stands in the same user turn as the document
+    if chat and turns:  # the first question shares the document's user turn
         turns[0] = (turns[0][0][1:], turns[0][1][1:])
     parts = [(np.array(head, np.int32), np.zeros(len(head), np.float32)), document, encode("\n\n", 0.1), *turns]
     ids, weights = np.concatenate([p[0] for p in parts]), np.concatenate([p[1] for p in parts])
@@ -269,7 +269,7 @@ KINDS = {"copy": copy, "recall": recall, "pairs": pairs, "text": text, "notes": 
 
 
 class Task(NamedTuple):
-    """A prompt and the tokens that must follow it, greedily, all of them."""
+    """A prompt and the tokens that greedy decoding must produce after it, all of them."""
 
     prompt: np.ndarray
     answer: np.ndarray
@@ -284,12 +284,12 @@ def passkey_task(
     depth: float | None = None,
     chat: bool = False,
 ) -> Task:
-    """A five-digit pass key hidden in held-out library text; prompt and answer together are `length` tokens.
+    """Hide a five-digit pass key in held-out library text; prompt and answer together are `length` tokens.
 
     Args:
-        rng: source of the key, the place and the text.
+        rng: draws the key, the depth and the text.
         length: tokens of prompt and answer.
-        source: text to hide in (its held-out part); None is the standard library.
+        source: text to hide the key in (its held-out part); None is the standard library.
         depth: 0 (start) to 1 (end) of the text; None draws it uniformly.
         chat: ask as a chat turn.
 

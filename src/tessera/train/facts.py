@@ -1,6 +1,6 @@
-"""Made-up facts to hide in text and to ask for: pass keys, constants, variable chains, tables.
+"""Made-up facts to hide in text and ask about: pass keys, constants, variable chains, tables.
 
-A fact's answer marks its value with \\x01 and \\x02: the part that weighs most in training.
+A fact's answer marks its value with \\x01 and \\x02: the part with the most weight in training.
 """
 
 import re
@@ -37,20 +37,20 @@ WORDS = (
 
 
 def number(rng: np.random.Generator, digits: int | None = None) -> str:
-    """A random number without a leading zero."""
+    """Draw a random number without a leading zero."""
     digits = digits or int(rng.choice([1, 2, 3, 4, 5, 6, 7], p=[0.05, 0.1, 0.2, 0.15, 0.3, 0.1, 0.1]))
     return str(rng.integers(10 ** (digits - 1), 10**digits))
 
 
 def constant_name(rng: np.random.Generator) -> str:
-    """An upper-case name of one to four words, sometimes random letters."""
+    """Draw an upper-case name of one to four words, sometimes random letters."""
     if rng.random() < 0.25:
         return "".join(rng.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), int(rng.integers(3, 9))))
     return "_".join(rng.choice(WORDS, int(rng.integers(1, 5))))
 
 
 def constant_value(rng: np.random.Generator) -> str:
-    """An integer, a hexadecimal, an octal, a float or a short string."""
+    """Draw an integer, a hexadecimal, an octal, a float or a short string."""
     kind = rng.random()
     if kind < 0.65:
         return number(rng)
@@ -65,7 +65,7 @@ def constant_value(rng: np.random.Generator) -> str:
 
 
 def pass_key(rng: np.random.Generator) -> Fact:
-    """ "The pass key is 48213. Remember it." under many names; most often exactly that."""
+    """Draw "The pass key is 48213. Remember it." under many names; most often exactly that."""
     noun = "pass key" if rng.random() < 0.4 else str(rng.choice(NOUNS))
     if rng.random() < 0.35:
         noun = f"{noun} of {rng.choice(NAMES)}" if rng.random() < 0.5 else f"{rng.choice(NAMES).lower()} {noun}"
@@ -81,7 +81,7 @@ def pass_key(rng: np.random.Generator) -> Fact:
 
 
 def constant(rng: np.random.Generator) -> Fact:
-    """One constant in the code, asked for by its name."""
+    """Draw one constant in the code, and a question that asks for it by name."""
     name, value = constant_name(rng), constant_value(rng)
     return Fact((constant_line(rng, name, value),), f"What is {name}?", f"{name} = \x01{value}\x02")
 
@@ -97,7 +97,7 @@ def constant_line(rng: np.random.Generator, name: str, value: str) -> str:
 
 
 def chain(rng: np.random.Generator) -> Fact:
-    """a = 58213 ... b = a ... c = b: the answer walks back to the number."""
+    """Draw a chain a = 58213 ... b = a ... c = b; the answer walks back to the number."""
     hops = int(rng.integers(1, 4))
     letters = list("abcdefghijklmnopqrstuvwxyz")
     names = ["".join(rng.choice(letters, int(rng.integers(3, 6)))) for _ in range(hops + 1)]
@@ -108,7 +108,7 @@ def chain(rng: np.random.Generator) -> Fact:
 
 
 def table(rng: np.random.Generator) -> list[Fact]:
-    """A block of constants, one row each; the first fact carries the whole block as its note."""
+    """Draw a block of constants, one row each; the first fact carries the whole block as its note."""
     count = int(rng.integers(3, 16))
     names = [constant_name(rng) for _ in range(count)] if rng.random() < 0.5 else sibling_names(rng, count)
     names = list(dict.fromkeys(names))
@@ -126,7 +126,7 @@ def table(rng: np.random.Generator) -> list[Fact]:
 
 
 def sibling_names(rng: np.random.Generator, count: int) -> list[str]:
-    """Names of one prefix that are easily mistaken for one another: S_IRUSR, S_IRGRP, S_IWGRP."""
+    """Draw easily confused names with a common prefix: S_IRUSR, S_IRGRP, S_IWGRP."""
     letters = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
     prefix = "".join(rng.choice(letters, int(rng.integers(1, 4)))) + "_"
     stem = "".join(rng.choice(letters, int(rng.integers(0, 3))))
@@ -134,7 +134,7 @@ def sibling_names(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def column(rng: np.random.Generator, count: int) -> list[str]:
-    """Values of one table: consecutive numbers, padded octal or hexadecimal, or anything."""
+    """Draw the values of one table: consecutive numbers, padded octal or hexadecimal, or anything."""
     kind = rng.random()
     if kind < 0.3:
         start = int(rng.integers(0, 900)) if rng.random() < 0.6 else 0
@@ -151,7 +151,7 @@ NATURAL = re.compile(rb"^ *([A-Z_][A-Z0-9_]{2,}) *= *(0[xo][0-9a-fA-F]+|\d+|'[^'
 
 
 def natural(body: bytes) -> list[Fact]:
-    """Constants the library itself defines once in this text."""
+    """Find the constants that the library's text defines exactly once."""
     found: dict[str, str] = {}
     for match in NATURAL.finditer(body):
         name, value = match[1].decode(), match[2].decode("latin-1")
@@ -160,7 +160,7 @@ def natural(body: bytes) -> list[Fact]:
 
 
 def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
-    """Keys of one kind: few letters, sibling names, words of code, or people's things."""
+    """Draw keys of one kind: a few letters, sibling names, constant names, or people's things."""
     kind = rng.random()
     if kind < 0.4:
         letters = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ" if rng.random() < 0.5 else "abcdefghijklmnopqrstuvwxyz")
@@ -176,7 +176,7 @@ def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def draw_facts(rng: np.random.Generator, size: int) -> list[list[Fact]]:
-    """Facts for a document of this size, in groups that share their notes; no question is drawn twice."""
+    """Draw facts for a document of this size, in groups that share their notes; no question is drawn twice."""
     groups, seen = [], set()
     for _ in range(int(rng.integers(1, 2 + min(size // 80, 40)))):
         kind = rng.random()

@@ -46,14 +46,14 @@ LOOK_BACK_SHARPNESS = 7.6
 
 
 class State(NamedTuple):
-    """What a step carries: float32 master weights and the optimizer's moments."""
+    """State carried between steps: float32 master weights and the optimizer's moments."""
 
     params: Params
     optimizer: Any
 
 
 class Sums(NamedTuple):
-    """Over a batch: weighted cross-entropy, weight, answer tokens guessed right, and answer tokens."""
+    """Sums over a batch: weighted cross-entropy, weight, answer tokens predicted right, and answer tokens."""
 
     loss: Array
     weight: Array
@@ -63,7 +63,7 @@ class Sums(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The end of a run: weights, steps done, and the folder written in Hugging Face layout."""
+    """Result of a run: weights, steps done, and the folder written in Hugging Face layout."""
 
     params: Params
     step: int
@@ -74,8 +74,8 @@ class Trained:
 class SmallBlocks(Dense):
     """Dense attention for training.
 
-    Blocks of 64 x 128 skip what lies above the diagonal and stay in the cache: forward and backward at length 1,024
-    took a third of the naive path's time. The dispatcher's larger blocks suit inference.
+    Blocks of 64 x 128 skip the part above the diagonal and stay in the cache: forward and backward at length 1,024 took
+    a third of the naive path's time. The dispatcher's larger blocks suit inference.
     """
 
     def attend(self, layer, q, k, v, spec, positions, state):
@@ -84,7 +84,7 @@ class SmallBlocks(Dense):
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Clip, Adam, decoupled decay of matrices (norms and biases are left alone); the rate is applied by the step."""
+    """Build the optimizer: clip, Adam, decoupled decay of matrices (not norms, biases). The step applies the rate."""
 
     def decayed(params: Params) -> Any:
         def is_matrix(path, leaf) -> bool:
@@ -101,7 +101,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def init_state(recipe: Recipe) -> State:
-    """Fresh weights, or those of the recipe's base, and zero moments."""
+    """Initialise fresh weights or load those of the recipe's base, with zero moments."""
     if recipe.base is not None:
         params = load_params(recipe.base, recipe.config, dtype=jnp.float32, stacked=True)
     else:
@@ -112,11 +112,11 @@ def init_state(recipe: Recipe) -> State:
 
 
 def look_back(params: Params, config: ModelConfig) -> Params:
-    """Let the first two query heads of layer 0 start out favouring one and two positions back.
+    """Initialise the first two query heads of layer 0 to favour one and two positions back.
 
-    Every embedding gets a common unit vector u; q = W u and k = W' u are then the same at all positions, and rotary
-    embedding makes their product sum_i cos(f_i (distance - shift)), largest at the wanted distance. With this half of
-    the copying circuit given, the other half forms in a few hundred steps instead of thousands (LOG.md).
+    Every embedding gets a common unit vector u, so q = W u and k = W' u are the same at all positions. The rotary
+    embedding turns their product into sum_i cos(f_i (distance - shift)), largest at the wanted distance. Given this
+    half of the copying circuit, the other half forms in a few hundred steps instead of thousands (LOG.md).
     """
     size, head = config.hidden_size, config.head_dim
     u = jax.random.normal(jax.random.key(7), (size,))
@@ -137,7 +137,7 @@ def look_back(params: Params, config: ModelConfig) -> Params:
 
 
 def loss_sums(params: Params, tokens: Array, weights: Array, *, config: ModelConfig, remat: bool, dtype: str) -> Sums:
-    """Sums over tokens [B,T+1] and weights [B,T]; activations in `dtype`, the cross-entropy in float32."""
+    """Compute the sums over tokens [B,T+1] and weights [B,T]; activations in `dtype`, cross-entropy in float32."""
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     batch, length = weights.shape
     full = jnp.full(batch, length, jnp.int32)
@@ -157,7 +157,7 @@ def loss_sums(params: Params, tokens: Array, weights: Array, *, config: ModelCon
 def train_step(
     state: State, tokens: Array, weights: Array, rate: Array, *, recipe: Recipe, stage: Stage
 ) -> tuple[State, tuple[Array, Array, Array]]:
-    """One update over `stage.accumulate` slices of the batch -> state, (loss, answer accuracy, gradient norm)."""
+    """Run one update over `stage.accumulate` slices of the batch -> state, (loss, answer accuracy, gradient norm)."""
 
     def objective(params: Params, tokens: Array, weights: Array) -> tuple[Array, Sums]:
         sums = loss_sums(params, tokens, weights, config=recipe.config, remat=stage.remat, dtype=recipe.compute_dtype)
@@ -183,7 +183,7 @@ def train_step(
 
 
 def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, keep: int = 2) -> Path:
-    """Write checkpoint-<step>.safetensors, whole or not at all, and drop all but the last `keep`."""
+    """Write checkpoint-<step>.safetensors, whole or not at all, and delete all but the last `keep`."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     tensors = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
     about = {"step": str(step), "recipe": recipe.fingerprint(step), "name": recipe.name}
@@ -195,15 +195,15 @@ def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, ke
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in a folder, oldest first."""
+    """List the checkpoints in a folder, oldest first."""
     return sorted(folder.glob("checkpoint-*.safetensors"))
 
 
 def load_checkpoint(path: Path, recipe: Recipe) -> tuple[State, int]:
-    """State and step of a checkpoint.
+    """Load the state and step of a checkpoint.
 
     Raises:
-        ValueError: it is damaged, or of another recipe.
+        ValueError: it is damaged or belongs to another recipe.
     """
     flat, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(partial(init_state, replace(recipe, base=None))))
     try:
@@ -229,21 +229,21 @@ def train(
     until: int | None = None,
     console: Console | None = None,
 ) -> Trained:
-    """Run a recipe to its end, from the newest checkpoint in `out` if there is one.
+    """Run a recipe to its end, resuming from the newest checkpoint in `out` if there is one.
 
     Writes checkpoint-*.safetensors (the last two), loss.jsonl, loss.svg and, at the end, model/ (Hugging Face layout).
 
     Args:
-        recipe: what to train, on what, how.
-        out: folder; made if missing.
+        recipe: the model, its data and its optimizer.
+        out: folder; created if missing.
         save_every_s: seconds between checkpoints.
-        until: stop after this many steps in all; the recipe's end when None.
-        console: where progress goes; standard error when None.
+        until: stop after this many steps in total; None is the recipe's end.
+        console: where progress goes; None is standard error.
 
     Raises:
         ValueError: the folder holds another recipe's run, the text is too short, or the loss is not finite.
         FileNotFoundError: no such text.
-        KeyboardInterrupt: Ctrl-C or SIGTERM; the checkpoint is written first and the message says how to go on.
+        KeyboardInterrupt: Ctrl-C or SIGTERM; the checkpoint is written first and the message says how to resume.
     """
     if until is not None and until < 0:
         raise ValueError(f"{until=} must be at least 0 steps, or None to run the recipe to its end")
@@ -294,7 +294,7 @@ def train(
 
 
 def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int) -> tuple[State, dict[str, Any]]:
-    """Make the batch of a step, update, and return the new state and the line for the log."""
+    """Build the batch of a step, update, and return the new state and the log record."""
     stage, _ = recipe.stage_at(step)
     began = time.perf_counter()
     batch = data.make_batch(corpus, dict(stage.mixture), stage.length, stage.batch, recipe.seed, step)
@@ -320,7 +320,7 @@ def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int) -> tup
 
 
 def spread(rows: int = 0) -> NamedSharding:
-    """Rows of a batch over all devices where they divide evenly; else, and for weights (0 rows), a copy on each."""
+    """Split a batch's rows over all devices if they divide evenly; else, and for weights (0 rows), copy to each."""
     devices = jax.devices()
     even = rows > 0 and rows % len(devices) == 0
     return NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec("data") if even else PartitionSpec())
@@ -343,7 +343,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def peak_flops(dtype: str) -> float:
-    """FLOP/s of a 1024 x 1024 x 1024 matrix product on this machine, the best of ten: MFU's denominator."""
+    """Measure the FLOP/s of a 1024 x 1024 x 1024 matrix product on this machine, best of ten: MFU's denominator."""
     size = 1024
     a = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32))

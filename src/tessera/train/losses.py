@@ -1,4 +1,4 @@
-"""The record of a training run: loss log, its picture, and the one line that shows where it stands."""
+"""The record of a training run: its loss log, the plot of it, and the progress line."""
 
 import json
 import math
@@ -18,7 +18,7 @@ PLAIN_EVERY_S = 30.0
 
 
 def read_losses(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a loss log; a line cut by a kill ends the log."""
+    """Read the complete lines of a loss log; a line that a kill cut short ends the log."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
@@ -32,10 +32,10 @@ def read_losses(path: Path) -> list[dict[str, Any]]:
 
 
 def open_log(path: Path, step: int):
-    """Open a loss log for appending after `step`; what a killed run wrote past it, or half wrote, is dropped.
+    """Open a loss log for appending after `step`; drop the lines that a killed run wrote past it, or half wrote.
 
     Raises:
-        ValueError: the log ends before `step`: it does not belong to the checkpoint.
+        ValueError: the log ends before `step`, so it does not belong to the checkpoint.
     """
     lines = read_losses(path)
     if len(lines) < step:
@@ -83,13 +83,13 @@ class Line:
 
 
 def clock(seconds: float) -> str:
-    """h:mm:ss."""
+    """Format seconds as h:mm:ss."""
     whole = round(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def draw_losses(lines: list[dict[str, Any]], path: str | os.PathLike, title: str = "") -> None:
-    """Draw loss and share of right answer tokens over the tokens seen, with the sequence length of each stage."""
+    """Plot the loss and the share of right answer tokens over the tokens seen, with each stage's sequence length."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -120,6 +120,6 @@ def draw_losses(lines: list[dict[str, Any]], path: str | os.PathLike, title: str
 
 
 def smooth(values: np.ndarray, width: int = 15) -> np.ndarray:
-    """Centred running mean; the window shrinks at both ends."""
+    """Compute the centred running mean; the window shrinks at both ends."""
     kernel = np.ones(min(width, len(values)))
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")

@@ -1,4 +1,4 @@
-"""Recipes: everything that decides what weights come out of training, as constants."""
+"""Recipes: everything that determines the trained weights, as constants."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """Steps of one shape.
+    """Training steps with batches of one shape.
 
     Attributes:
         length: tokens predicted per sequence.
@@ -55,16 +55,16 @@ class Recipe:
     """A model, its data and its optimizer.
 
     Attributes:
-        name: for people.
+        name: label for people.
         config: the model.
         stages: run in order.
-        seed: of the weights and of every batch.
+        seed: seed of the weights and of every batch.
         warmup: steps over which the learning rate rises from zero.
-        clip: largest global norm of the gradient.
-        weight_decay: decoupled, of matrices only.
+        clip: maximum global norm of the gradient.
+        weight_decay: decoupled decay, of matrices only.
         b1, b2: Adam's decay rates.
-        compute_dtype: of activations and of the weights' working copy; master weights and moments are float32.
-        look_back: let two heads of layer 0 start out favouring one and two positions back (train.look_back).
+        compute_dtype: dtype of activations and of the weights' working copy; master weights and moments are float32.
+        look_back: initialise two heads of layer 0 to favour one and two positions back (train.look_back).
         text: folder or file to train on; None is the standard library of the running Python.
         base: Hugging Face folder to start from; None is fresh weights.
     """
@@ -100,11 +100,11 @@ class Recipe:
 
     @property
     def steps(self) -> int:
-        """Steps of all stages."""
+        """Total steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
     def stage_at(self, step: int) -> tuple[Stage, int]:
-        """The stage of a step and the step's place within it."""
+        """Return the stage of a step and the step's index within it."""
         for stage in self.stages:
             if step < stage.steps:
                 return stage, step
@@ -112,14 +112,14 @@ class Recipe:
         raise ValueError(f"{step=} is past the recipe's {self.steps} steps")
 
     def rate_at(self, step: int) -> float:
-        """Learning rate: linear within a stage, times a linear warm-up over the first steps."""
+        """Return the learning rate: linear within a stage, times a linear warm-up over the first steps."""
         stage, within = self.stage_at(step)
         last = stage.rate if stage.last_rate is None else stage.last_rate
         rate = stage.rate + (last - stage.rate) * within / max(stage.steps - 1, 1)
         return rate * min(1.0, (step + 1) / self.warmup)
 
     def flops(self, first: int, last: int) -> float:
-        """Model FLOPs of the steps first to last - 1."""
+        """Count the model FLOPs of the steps first to last - 1."""
         total, begin = 0.0, 0
         for stage in self.stages:
             steps = max(min(last, begin + stage.steps) - max(first, begin), 0)
@@ -128,7 +128,7 @@ class Recipe:
         return total
 
     def fingerprint(self, step: int) -> str:
-        """Hash of all that shaped the weights up to `step`: later stages may be changed or added, earlier ones not."""
+        """Hash all that shaped the weights up to `step`: later stages may be changed or added, earlier ones not."""
         past = {key: value for key, value in asdict(self).items() if key not in ("stages", "name")}
         past = {key: value for key, value in past.items() if value is not None}
         past["stages"], left = [], step
@@ -183,7 +183,7 @@ DEMO = Recipe(
         Stage(length=4096, batch=2, steps=94, mixture=MOSTLY_NOTES, rate=0.00087516, last_rate=5e-5),
     ),
 )
-"""The shipped model: copying forms at 24 tokens, then every length up to the whole context."""
+"""The shipped model: copying forms at 24 tokens, then lengths grow to the whole context."""
 
 TINY = Recipe(
     name="tiny",
@@ -203,7 +203,7 @@ TINY = Recipe(
     ),
     warmup=5,
 )
-"""A few seconds of everything, to see the machinery run."""
+"""A run of a few seconds that exercises everything."""
 
 RECIPES = {recipe.name: recipe for recipe in (DEMO, TINY)}
 
@@ -219,7 +219,7 @@ def text_recipe(
     rate: float = 1e-3,
     compute_dtype: str = "float32",
 ) -> Recipe:
-    """Plain next-token training on your own text, from fresh weights or from a Hugging Face folder (`base`).
+    """Build a recipe for next-token training on your own text, from fresh weights or a Hugging Face folder (`base`).
 
     `config` must be the base's own (models.checkpoint.read_config). The rate falls linearly to a tenth.
     """
@@ -236,6 +236,6 @@ def text_recipe(
 
 
 def train_flops_per_token(config: ModelConfig, length: int) -> float:
-    """Forward plus backward FLOPs per token at a causal sequence length: 6 P + 6 L S N H (half of the square)."""
+    """Count forward plus backward FLOPs per token at a causal sequence length: 6 P + 6 L S N H (half of the square)."""
     attention = 6 * config.num_layers * length * config.num_heads * config.head_dim
     return 6.0 * num_parameters(config) + attention

@@ -1,7 +1,7 @@
-"""Pass keys found by a policy, and the plans that the package ships.
+"""Pass keys found under a policy, and the plans that the package ships.
 
-`python -m tessera.workbench.quality [demo | smollm2]` makes them; `tessera eval --suite study` varies
-Kascade's own recipe on the demo model.
+`python -m tessera.workbench.quality [demo | smollm2]` makes the plans; `tessera eval --suite study` varies Kascade's
+own recipe on the demo model.
 """
 
 import math
@@ -27,8 +27,8 @@ class Accuracy:
     """Pass keys found.
 
     Attributes:
-        num_tasks: prompts asked.
-        num_right: answered with exactly the hidden key, greedily.
+        num_tasks: prompts.
+        num_right: prompts answered with exactly the hidden key, greedily.
         layer_density: keys read / keys visible per layer, prefill and decode, mean over prompts.
     """
 
@@ -43,13 +43,13 @@ class Accuracy:
 
 
 def passkey_tasks(num_tasks: int, length: int, seed: int = 0) -> list[Task]:
-    """Pass keys in held-out library text at evenly spread depths; the same ones for the same arguments."""
+    """Hide pass keys in held-out library text at evenly spread depths; deterministic in the arguments."""
     depths = (np.arange(num_tasks) + 0.5) / num_tasks
     return [passkey_task(np.random.default_rng((seed, length, i)), length, depth=d) for i, d in enumerate(depths)]
 
 
 def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> Accuracy:
-    """Ask every task greedily, as `generate` does it: chunked prefill, then token by token."""
+    """Answer every task greedily, as `generate` does: chunked prefill, then token by token."""
     num_right, layers = 0, []
     for first in range(0, len(tasks), batch):
         asked = tasks[first : first + batch]
@@ -65,7 +65,7 @@ def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What a plan of the study, made by Kascade's own recipe, is free to choose."""
+    """Options of a study plan that is built by Kascade's own recipe."""
 
     tile: int = 64
     query_tile: int = 64
@@ -79,11 +79,11 @@ CHOSEN = Variant()
 """The plan that the study varies; docs/evidence.md renders it."""
 
 DEMO_TARGET = MappingProxyType({"max_kl": 0.05})
-"""Budgets below 1 for every head of layer 1, the one that finds pass keys: without its choice none is found."""
+"""Divergence that gives every head of layer 1 a budget below 1. Without that layer's choice, no pass key is found."""
 
 
 def calibration_texts(length: int, num_texts: int = 12) -> list[list[int]]:
-    """Token lists for the shipped model: library text and pass keys hidden in some, of a part that no test looks at."""
+    """Return token lists for calibration: library text that no test uses, every second one hiding a pass key."""
     text, rng = library_calibration(), np.random.default_rng(99)
     rows = []
     for index in range(num_texts):
@@ -101,25 +101,25 @@ def make_plan(model: Model, variant: Variant = CHOSEN, **options: Any) -> Plan:
 
 
 def make_demo_plan(model: Model, **options: Any) -> Plan:
-    """The plan that the demo model ships with: budgets searched on `calibration_texts`."""
+    """Build the plan that the demo model ships with: budgets searched on `calibration_texts`."""
     rows = calibration_texts(model.config.max_positions)
     return calibrate(model, rows, max_tokens=sum(map(len, rows)), **DEMO_TARGET, **options)
 
 
 REAL_PLAN = SHIPPED / "smollm2.plan.json"
 REAL_TARGET = MappingProxyType({"max_kl": 0.02, "minimum": 224})
-"""Below a window's divergence at as many keys on every domain (docs/evidence.md). At 2,048 tokens a small share is too
-few keys for a head: LOG.md says what a minimum changed there."""
+"""Divergence below that of a window of as many keys, on every domain (docs/evidence.md). At 2,048 tokens a small share
+gives a head too few keys: LOG.md says what a minimum changed there."""
 
 
 def make_real_plan(model: Model, **options: Any) -> Plan:
-    """Calibrate SmolLM2 on library text, of a part that no test and no evaluation looks at."""
+    """Calibrate SmolLM2 on library text that no test and no evaluation uses."""
     text = bytes(library_calibration().astype(np.uint8)).decode("utf-8", "replace")
     return calibrate(model, [text], **REAL_TARGET, **options)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write a shipped plan: "demo" (default) or "smollm2". Cross-overs are measured, so nothing else should run."""
+    """Write a shipped plan, "demo" (default) or "smollm2". It measures cross-overs, so nothing else should run."""
     if list(argv) == ["smollm2"]:
         path, plan = REAL_PLAN, make_real_plan(load(fetch("smollm2")))
     else:
@@ -130,13 +130,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def without_choice(plan: Plan) -> Plan:
-    """The plan whose heads read all or only what is read in any case: own tiles, local tiles and sinks."""
+    """Return the plan with no choice: heads read all, or only own tiles, local tiles and sinks, which are always
+    read."""
     budgets = tuple(tuple(float(budget >= 1) for budget in row) for row in plan.budgets)
     return replace(plan, fraction=0.0, minimum=0, budgets=budgets)
 
 
 def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+    """Return Wilson's 95 % interval of a share: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
     share, square = right / trials, z * z / trials
     middle, half = share + square / 2, z * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
     return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))

@@ -1,7 +1,7 @@
-"""Attention calls on random numbers, and kernels run on them: what tests and `tessera verify` share.
+"""Attention calls on random numbers, and kernels run on them, shared by the tests and `tessera verify`.
 
-Padding is always NaN: keys at or past kv_len, rows at or past q_len. A TPU's or a GPU's kernel runs in simulation where
-there is no such chip, with race detection on and fresh memory full of NaN.
+Padding is always NaN: keys at or past kv_len, rows at or past q_len. A kernel for a TPU or a GPU that is absent runs in
+simulation, with race detection on and fresh memory full of NaN.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ SMALL_BLOCK = 16
 
 
 class Race(RuntimeError):
-    """Two threads of a simulated kernel touched the same memory, one writing, with nothing ordering them."""
+    """Two threads of a simulated kernel accessed the same memory, at least one writing, without any ordering."""
 
 
 def machine(kernel: Kernel):
-    """A context in which the kernel runs here, in simulation if its chip is absent.
+    """Return a context in which the kernel runs here, in simulation if its chip is absent.
 
     Raises:
-        Race: on leaving, if the simulation saw one.
+        Race: on exit, if the simulation saw one.
     """
     if not is_simulated(kernel):
         return contextlib.nullcontext()
@@ -41,13 +41,13 @@ def machine(kernel: Kernel):
 
 
 def is_simulated(kernel: Kernel) -> bool:
-    """Whether the kernel's chip is absent."""
+    """Return whether the kernel's chip is absent."""
     return kernel.platform not in ("any", jax.default_backend())
 
 
 @contextlib.contextmanager
 def _simulated_tpu(name: str):
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # only it says if a race was seen
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as simulator  # the only report of races
     from jax.experimental.pallas import tpu as pltpu
 
     with _every(simulator, "RaceDetectionState") as states, _direct_callbacks():
@@ -88,7 +88,7 @@ def _simulated_gpu(name: str):
 
 @contextlib.contextmanager
 def _every(module, name: str):
-    """Keep all that a simulator makes of its race detector: each launch makes a new one and forgets the one before."""
+    """Collect every race detector that a simulator creates: each launch creates one and drops the one before."""
     plain, made = getattr(module, name), []
 
     def kept(**kwargs):
@@ -104,8 +104,8 @@ def _every(module, name: str):
 
 @contextlib.contextmanager
 def _direct_callbacks():
-    """What a simulator's program says to its memory goes there as numpy arrays, not by way of a device, which takes
-    half of the time that Hopper's kernels take here."""
+    """Pass the simulator's callbacks numpy arrays directly. The detour through a device takes half of the time that
+    Hopper's kernels take here."""
     from jax._src import callback as callbacks
 
     def say(*args, callback, **_):
@@ -116,15 +116,15 @@ def _direct_callbacks():
 
 
 def _to_int(x):
-    """An integer of the simulator's, which takes those of jax alone; tracers go on as they are."""
+    """Convert numpy integers too, which the simulator's own function refuses; tracers pass unchanged."""
     return x if isinstance(x, jax.core.Tracer) else int(x)
 
 
 def _tracked_product(product, **call):
-    """The simulator's matrix product, the reads of its operands counted as races too, which the simulator leaves out.
+    """Run the simulator's matrix product, and check reads of its operands for races, which the simulator omits.
 
-    They are the asynchronous proxy's: what threads wrote is visible to it only after a fence (commit_smem). A product
-    is taken to end before its thread goes on: that a buffer is handed back while it is still read goes unseen.
+    The asynchronous proxy reads the operands: it sees what threads wrote only after a fence (commit_smem). A product is
+    assumed to end before its thread continues, so a buffer that is handed back while still being read goes undetected.
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -139,7 +139,7 @@ def _tracked_product(product, **call):
 
 
 def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, **options):
-    """The simulator's read, one of an operand (`warpgroup.OPERAND`) as a product does it."""
+    """Run the simulator's read; read an operand (`warpgroup.OPERAND`) the way a product does."""
     if OPERAND not in str(getattr(source_info, "name_stack", "")):
         return read(token, mesh_location, thread, *call, source_info=source_info, **options)
     key, transforms, block, step, _ = call
@@ -152,12 +152,12 @@ def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, *
 
 @contextlib.contextmanager
 def _asynchronous(thread):
-    """The simulator's memory and the clock of what `thread` has the asynchronous proxy do now."""
+    """Yield the simulator's memory and the clock of what the asynchronous proxy now does for `thread`."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     memory = gpu_callbacks._get_shared_memory()
     clock = memory.incr_clock(thread)
-    clock.inc(memory.get_next_tma_thread_id())  # beside the thread: else what it has not fenced would be ordered
+    clock.inc(memory.get_next_tma_thread_id())  # a separate thread: unfenced writes must not count as ordered
     yield memory, clock
     with memory.lock:
         memory.clocks[thread].update(clock)
@@ -165,12 +165,12 @@ def _asynchronous(thread):
 
 @functools.cache
 def compiled(kernel: Kernel, spec: AttentionSpec, config: object):
-    """The kernel under jit: (q, k, v, positions, selection) -> AttentionOut."""
+    """Jit the kernel: (q, k, v, positions, selection) -> AttentionOut."""
     return jax.jit(lambda q, k, v, positions, selection: kernel.launch(q, k, v, spec, positions, selection, config))
 
 
 def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) -> AttentionOut:
-    """Run the kernel on a numpy call; results as numpy float32. The smallest blocks if no config is given."""
+    """Run the kernel on a numpy call; return numpy float32. Uses the smallest blocks if no config is given."""
     spec = spec_of(call, kernel.role)
     q, k, v = (jnp.asarray(x).astype(dtype) for x in (call.q, call.k, call.v))
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
@@ -186,9 +186,9 @@ def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) ->
 
 
 def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shapes | None = None) -> object:
-    """The smallest blocks it takes, far below the catalogue's sizes, so that every loop runs more than once.
+    """Return the kernel's smallest blocks, far below the catalogue's sizes, so that every loop runs more than once.
 
-    Hopper's blocks are what its products and registers allow: the least of those it ships, which needs the call.
+    Hopper's products and registers limit its blocks: there, it is the smallest config of the call's search space.
     """
     if kernel.platform == "gpu":
         return min(kernel.search_space(spec, shapes), key=lambda config: sum(dataclasses.astuple(config)))
@@ -201,14 +201,14 @@ def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shap
 
 
 def spec_of(call: oracle.Call, role: str) -> AttentionSpec:
-    """The call's spec in this role."""
+    """Return the call's spec for this role."""
     names = ("causal", "window", "scale", "softcap", "tile", "query_tile")
     return AttentionSpec(**{name: getattr(call, name) for name in names}, mass=role == "score")
 
 
 @functools.cache
 def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -> oracle.Call:
-    """Random numbers of the dtype in a workload's shapes; everything that is padding is NaN."""
+    """Draw a workload's call from random numbers of the dtype; all padding is NaN."""
     w = workload
     rng = np.random.default_rng(seed)
     store = oracle.DTYPES[dtype]
@@ -231,7 +231,7 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
 
 
 def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Ascending random tiles, a different number per query tile, zero included; entries past count are rubbish."""
+    """Draw ascending random tiles, a different number per query tile, zero included; entries past count are garbage."""
     shape = (w.batch, w.num_kv_heads, w.num_query_tiles)
     count = rng.integers(0, w.capacity + 1, shape)
     count.flat[0] = w.capacity
@@ -242,7 +242,7 @@ def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def budget_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """What select_tiles lists of random masses under the workload's budget; entries past count are rubbish."""
+    """Return select_tiles' lists of random masses under the workload's budget; entries past count are garbage."""
     mass = rng.random((w.batch, w.num_kv_heads, w.num_query_tiles, w.num_key_tiles), np.float32)
     where = {n: getattr(w, n) for n in ("q_start", "kv_len", "q_len") if getattr(w, n) is not None}
     where |= {n: jnp.asarray(x, jnp.int32) for n, x in where.items()}
@@ -254,20 +254,20 @@ def budget_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def kernels(role: str | None = None, phase: str | None = None, *, simulate: bool = True) -> list[Kernel]:
-    """Kernels of the table that run here, absent chips' too with `simulate`; prefill kernels take decode calls too."""
+    """Return the kernels that run here, with `simulate` absent chips' too; prefill kernels also take decode calls."""
     platforms = ("any", jax.default_backend(), *(("tpu", "gpu") if simulate else ()))
     found = [k for k in KERNELS if k.platform in platforms and role in (None, k.role)]
-    found = [k for k in found if k not in gpu_cudnn.KERNELS or not is_simulated(k)]  # no simulator knows cuDNN
+    found = [k for k in found if k not in gpu_cudnn.KERNELS or not is_simulated(k)]  # no simulator supports cuDNN
     return [k for k in found if phase != "prefill" or k.phase == "prefill"]
 
 
 def dtype_of(kernel: Kernel) -> str:
-    """float32, or the first dtype it takes where that is not one of them."""
+    """Return float32 if the kernel takes it, else the kernel's first dtype."""
     return "float32" if "float32" in kernel.dtypes else kernel.dtypes[0]
 
 
 def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
-    """The small workloads that a kernel is held against the oracles on; those about tiles if it takes their tiles."""
+    """Return the small workloads to check a kernel on; those about tiles if it takes their tiles."""
     found = tagged("test") + (tagged("hopper") if kernel.platform == "gpu" else ())
     found = tuple(w for w in found if kernel.phase == "prefill" or "decode" in w.tags)
     tag = {"sparse": "lists", "score": "tiles"}.get(kernel.role)
@@ -276,7 +276,7 @@ def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
 
 
 def taken(kernel: Kernel, workload: Workload, dtype: str | None = None) -> Workload | None:
-    """The workload, at tile 16 or head dim 64 if the kernel refuses less; None if it refuses that too."""
+    """Return the workload, at tile 16 or 1 or head dim 64 if the kernel refuses its own; None if it takes none."""
     dtype = dtype or dtype_of(kernel)
     for head_dim in (workload.head_dim, max(workload.head_dim, 64)):
         for tile in (workload.spec.tile, max(workload.spec.tile, 16), 1):

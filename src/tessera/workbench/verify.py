@@ -1,8 +1,8 @@
-"""Every kernel against the oracle, on this device: the catalogue, random shapes, adversarial numbers.
+"""Check every kernel against the oracle on this device: the catalogue, random shapes, adversarial numbers.
 
-An error counts in units of its tolerance, which `oracle.tolerance` derives from the call itself: 1 is the most that is
-allowed. What is reported is the distribution over all elements, since one maximum says little about a kernel: at half
-of its tolerance everywhere it is as wrong as it may be, at one element it met one unlucky rounding.
+Errors are in units of the tolerance that `oracle.tolerance` derives from the call itself: 1 is the most that is
+allowed. Reports give the distribution over all elements, since one maximum says little about a kernel: half the
+tolerance at every element shows a bad kernel, at one element only an unlucky rounding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,24 +24,24 @@ QUANTILES: Final = (0.5, 0.9, 0.99, 1.0)
 
 
 def huge(call: oracle.Call) -> oracle.Call:
-    """Logits of 1e4 and more: the softmax is one key, or a tie decided by the last bit."""
+    """Make logits of 1e4 and more: the softmax is one key, or a tie decided by the last bit."""
     return call._replace(q=call.q * call.q.dtype.type(2048))
 
 
 def equal(call: oracle.Call) -> oracle.Call:
-    """Every key alike: all scores tie for the maximum."""
+    """Make all keys equal: all scores tie for the maximum."""
     return call._replace(k=np.where(np.isnan(call.k), np.nan, 1.0).astype(call.k.dtype))
 
 
 def one_key(call: oracle.Call) -> oracle.Call:
-    """One key per sequence; all others are padding."""
+    """Keep one key per sequence; all others are padding."""
     k, v = (np.where(np.isnan(x), 0.5, x).astype(x.dtype) for x in (call.k, call.v))
     k[:, 1:] = v[:, 1:] = np.nan
     return call._replace(k=k, v=v, kv_len=np.ones_like(call.kv_len), q_start=call.q_start * 0)
 
 
 def no_key(call: oracle.Call) -> oracle.Call:
-    """Nothing but padding: every row gives 0, lse -inf."""
+    """Keep nothing but padding: every row gives 0, lse -inf."""
     return call._replace(
         k=np.full_like(call.k, np.nan), v=np.full_like(call.v, np.nan), kv_len=np.zeros_like(call.kv_len)
     )
@@ -50,13 +50,13 @@ def no_key(call: oracle.Call) -> oracle.Call:
 NUMBERS: Final[Mapping[str, Callable[[oracle.Call], oracle.Call]]] = MappingProxyType(
     {"normal": lambda call: call, "huge": huge, "equal": equal, "one_key": one_key, "no_key": no_key}
 )
-"""What a call's numbers are made into."""
+"""Name -> function that changes a call's numbers."""
 CONFIGS: Final = ("small", "default", "all")
-"""Blocks of a kernel: the smallest, of which every loop takes several; production's; its whole search space."""
+"""Blocks of a kernel: the smallest, of which every loop takes several; production's default; its whole search space."""
 HEAD_DIMS: Final = (64, 128, 256)
 GROUPS: Final = (2, 1, 4)
-"""Query heads of the KV head in a long prefill over lists. For 64 queries each these have 128, 64 and 256 rows, which a
-kernel cuts in ways of their own."""
+"""Query heads of the KV head in a long prefill over lists. With 64 queries they give 128, 64 and 256 rows, each of
+which a kernel cuts differently."""
 _HEADS = {"num_kv_heads": 1, "head_dim": 64, "spec": AttentionSpec(tile=64, query_tile=64), "fraction": 0.75}
 LONG: Final[Mapping[str, Workload]] = MappingProxyType(
     {
@@ -70,7 +70,7 @@ LONG: Final[Mapping[str, Workload]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""More blocks of keys than the deepest pipeline of the largest blocks, a tail of NaN, rows for two products."""
+"""Calls with more key blocks than the deepest pipeline of the largest blocks, NaN tails, and rows for two products."""
 
 
 class Trial(NamedTuple):
@@ -82,10 +82,10 @@ class Trial(NamedTuple):
     numbers: str
     seed: int
     config: object = None
-    """The smallest blocks if None."""
+    """Smallest blocks if None."""
 
     def words(self) -> str:
-        """For a person: what it was, and how to repeat it."""
+        """Describe the trial for a person, with the seed that repeats it."""
         blocks = "" if self.config is None else f", {self.config}"
         call = f"{self.dtype}, {self.workload.name}, {self.numbers} numbers"
         return f"{self.kernel.name}, {call}{blocks}, --seed {self.seed}"
@@ -104,7 +104,7 @@ class Outcome(NamedTuple):
 
 
 def trials_of(kernel: Kernel, random_shapes: int, seed: int) -> Iterator[Trial]:
-    """The kernel's trials: the catalogue in every dtype it takes, adversarial numbers, random shapes."""
+    """Yield the kernel's trials: the catalogue in every dtype it takes, adversarial numbers, random shapes."""
     rng = np.random.default_rng(seed)
     drawn = [random_workload(rng, kernel.phase, number) for number in range(random_shapes)]
     fitting = (*trials.catalogue(kernel), *drawn)
@@ -117,8 +117,8 @@ def trials_of(kernel: Kernel, random_shapes: int, seed: int) -> Iterator[Trial]:
 
 
 def config_trials(kernel: Kernel, every: bool, seed: int) -> Iterator[Trial]:
-    """Blocks as they are in production, the default or every one of the search space, at every head dim, on calls
-    longer than any pipeline; the smallest, which `trials_of` has, run each loop more often."""
+    """Yield trials of production's blocks, the default or with `every` the whole search space, at every head dim, on
+    calls longer than any pipeline. `trials_of` has the smallest blocks, which run each loop more often."""
     heads = GROUPS if kernel.role == "sparse" and kernel.phase == "prefill" else GROUPS[:1]
     for head_dim, group in product(HEAD_DIMS, heads):
         w = replace(LONG[kernel.phase], head_dim=head_dim)
@@ -134,7 +134,7 @@ def config_trials(kernel: Kernel, every: bool, seed: int) -> Iterator[Trial]:
 
 
 def random_workload(rng: np.random.Generator, phase: str, number: int) -> Workload:
-    """A small call of random everything, ragged in every length."""
+    """Draw a small call at random, ragged in every length."""
     batch, groups, kv_heads = (int(rng.integers(1, n)) for n in (4, 9, 4))
     queries = 1 if phase == "decode" else int(rng.integers(1, 100))
     keys = int(rng.integers(1, 400))
@@ -165,7 +165,7 @@ def random_workload(rng: np.random.Generator, phase: str, number: int) -> Worklo
 
 
 def attempt(trial: Trial) -> Outcome:
-    """Run a trial and hold it against the oracle; a kernel that raises or races is an outcome too."""
+    """Run a trial and compare it with the oracle; an error or a race is an outcome too."""
     kernel = trial.kernel
     call = NUMBERS[trial.numbers](trials.make(trial.workload, kernel.role, trial.dtype, trial.seed))
     try:
@@ -181,9 +181,9 @@ def attempt(trial: Trial) -> Outcome:
 def compare(
     result: AttentionOut, truth: oracle.Answer, allowed: oracle.Answer, role: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(errors over tolerance of every element of out, lse and mass; what breaks the contract besides).
+    """Return (errors over tolerance of every element of out, lse and mass; other breaches of the contract).
 
-    Zeros that are zeros in both (padding, tiles no row sees) are left out: they would only flatter the distribution.
+    Skips elements that are zero in both (padding, invisible tiles), which would flatter the distribution.
     """
     empty = np.isneginf(truth.lse)
     wrong = []
@@ -196,7 +196,7 @@ def compare(
     parts = [(result.out, truth.out, allowed.out), (result.lse[~empty], truth.lse[~empty], allowed.lse)]
     if role == "score" and result.mass is not None:
         parts.append((result.mass, truth.mass, allowed.mass))
-    with np.errstate(invalid="ignore", divide="ignore"):  # a tolerance of 0 forgives no error but 0
+    with np.errstate(invalid="ignore", divide="ignore"):  # a tolerance of 0 allows no error
         errors = np.concatenate([(np.abs(x - y) / limit)[(x != 0) | (y != 0)] for x, y, limit in parts])
     if np.isnan(errors).any():
         wrong.append("NaN or infinity reached the result")
@@ -204,7 +204,7 @@ def compare(
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Quantiles over all elements of all outcomes, in units of the tolerance."""
+    """Return quantiles over all elements of all outcomes, in units of the tolerance."""
     errors = np.concatenate([o.errors for o in outcomes])
     if not errors.size:
         return {}
@@ -213,7 +213,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def record(outcomes: Sequence[Outcome], command: str) -> evidence.Record:
-    """One record of a kernel in one dtype: each trial's worst error as a sample, the distribution as facts."""
+    """Build one record of a kernel in one dtype: each trial's worst error as a sample, the distribution as facts."""
     first = outcomes[0].trial
     failed = [o for o in outcomes if not o.passed]
     worst = [float(o.errors.max(initial=0)) for o in outcomes]
@@ -236,7 +236,7 @@ def record(outcomes: Sequence[Outcome], command: str) -> evidence.Record:
 
 
 def reason(outcome: Outcome) -> str:
-    """Why it failed."""
+    """Say why the trial failed."""
     said = list(outcome.wrong)
     if (outcome.errors > 1).any():
         share = float((outcome.errors > 1).mean())
@@ -253,19 +253,19 @@ def run(
     seed: int | None = None,
     out: str | None = None,
 ) -> int:
-    """Verify kernels, print a table, append records; 1 if a trial failed.
+    """Verify kernels, print a table, append records; return 1 if a trial failed.
 
     Args:
-        kernel: only kernels whose name holds this.
-        simulate: also kernels of chips that are not here, in their simulators (minutes each).
+        kernel: only kernels whose name contains this.
+        simulate: also kernels of absent chips, in their simulators (minutes each).
         configs: "small": the smallest blocks over the catalogue, random shapes and adversarial numbers; "default" or
-            "all": production's blocks, or every one of the search space, on a long call of every head dim.
+            "all": production's default blocks, or the whole search space, on a long call of every head dim.
         random_shapes: random calls per kernel and dtype, with the smallest blocks.
-        seed: of numbers and shapes; fresh, and printed, if None.
+        seed: seed of numbers and shapes; if None, a fresh one, which is printed.
         out: file of records; none are kept if None.
 
     Raises:
-        ValueError: no kernel of this name runs here, or configs is none of CONFIGS.
+        ValueError: no kernel of this name runs here, or configs is not in CONFIGS.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -282,7 +282,7 @@ def run(
     which = f"--random {random_shapes}" if configs == "small" else f"--configs {configs}"
     command = f"tessera verify --seed {seed} {which}{' --simulate' if simulate else ''}"
     console, failed, lines = Console(), 0, []
-    console.width = max(console.width, 110)  # a pipe is as narrow as an old terminal
+    console.width = max(console.width, 110)  # a pipe defaults to 80 columns
     if configs == "small":
         plan = [list(trials_of(k, random_shapes, seed)) for k in chosen]
     else:
@@ -295,7 +295,7 @@ def run(
                 progress.update(bar, description=f"{trial.kernel.name} {trial.workload.name}"[:60])
                 outcomes.append(attempt(trial))
                 progress.advance(bar)
-                if trial.config is not None:  # the next has other blocks: hundreds of programs would fill the memory
+                if trial.config is not None:  # trials share no blocks: hundreds of programs would fill the memory
                     trials.compiled.cache_clear()
                     jax.clear_caches()
             for dtype in dict.fromkeys(o.trial.dtype for o in outcomes):
@@ -309,7 +309,7 @@ def run(
 
 
 def print_table(console, lines: Sequence[Sequence[Outcome]], seed: int) -> None:
-    """A line per kernel and dtype, then every failure."""
+    """Print a line per kernel and dtype, then every failure."""
     from rich.table import Table
 
     table = Table(title=f"errors in units of the tolerance (at most 1), seed {seed}", title_justify="left")

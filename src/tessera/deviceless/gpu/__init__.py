@@ -1,1 +1,1 @@
-"""Compile for Hopper and check its machine code on a machine without one."""
+"""Compile for Hopper and check the machine code on a machine without a Hopper GPU."""

@@ -1,10 +1,9 @@
-"""Compiles for NVIDIA GPUs that are not there: the real compiler down to machine code, in a process of its own.
+"""Compile for NVIDIA GPUs that this machine lacks: the real compiler, down to machine code, in a separate process.
 
-Two steps, each a gate of its own. `lower` runs the whole Mosaic lowering for Hopper and needs nothing but jax.
-`compile_for` goes on to machine code with ptxas, with a time limit, and reads what the compiler says of every kernel;
-`Compiler` does so for one program after another. They need the extra "deviceless" (jax's CUDA plug-in, ptxas and
-nvdisasm), no driver and no GPU. A compiler error is a result: `Compiled.error` says what failed, what it means and the
-way out.
+`lower` runs the whole Mosaic lowering for Hopper and needs nothing but jax. `compile_for` continues to machine code
+with ptxas, under a time limit, and reads the compiler's report on every kernel; `Compiler` does so for one program
+after another. Each step is a gate. The latter two need the extra "deviceless" (jax's CUDA plug-in, ptxas and nvdisasm),
+but no driver and no GPU. A compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out.
 """
 
 import os
@@ -74,17 +73,17 @@ MEANINGS: tuple[Meaning, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler made of one program, or why it did not.
+    """Result of compiling one program, or the error.
 
     Attributes:
         chip: short name ("h200").
         error: None if it compiled.
-        compile_s: seconds in the compiler; of the whole attempt where it failed.
+        compile_s: seconds in the compiler; of the whole attempt if it failed.
         memory: bytes of main memory: argument, output, temp, alias, generated_code.
-        kernels: of every Mosaic kernel in the program, in order of compilation.
-        settings: the block sizes that the kernel chose.
-        about: everything else that the program's factory says.
-        program: the compiled program's text, without the kernels' code.
+        kernels: reports on the program's Mosaic kernels, in order of compilation.
+        settings: block sizes that the kernel chose.
+        about: everything else that the program's factory returned.
+        program: the compiled program's text, without the kernels' serialised code.
     """
 
     chip: str
@@ -104,7 +103,7 @@ class Compiled:
 
 
 def lower(program: Mapping[str, Any]) -> CompileError | None:
-    """Lower an attention call for CUDA with the jax that is here; None, or why it does not.
+    """Lower an attention call for CUDA with the installed jax; return the error, or None if it lowers.
 
     Args:
         program: from `tpu.attention_program`.
@@ -118,19 +117,19 @@ def lower(program: Mapping[str, Any]) -> CompileError | None:
 
 
 def compile_for(chip: str, program: Mapping[str, Any], *, limit_s: float = 300.0, **process: Any) -> Compiled:
-    """Compile one program for a chip in a process of its own; see `Compiler`."""
+    """Compile one program for a chip in a separate process; see `Compiler`."""
     with Compiler(chip, **process) as compiler:
         return compiler.compile(program, limit_s=limit_s)
 
 
 class Compiler:
-    """A process that compiles one program after another; one that takes too long ends it, and the next starts another.
+    """A process that compiles one program after another; a timeout kills it, and the next program restarts it.
 
     Args:
         chip: "h200".
         python: interpreter to compile in; this one if not given.
         paths: folders added to the process's import path.
-        niceness: of the process.
+        niceness: added to this process's own.
 
     Raises:
         ValueError: the chip is unknown.
@@ -146,7 +145,7 @@ class Compiler:
         """Compile a program from `tpu.attention_program` or `tpu.factory_program`.
 
         Args:
-            limit_s: seconds after which the process is ended; then the error's kind is "time".
+            limit_s: seconds before the process is killed; the error's kind is then "time".
         """
         with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
             reply = self._process.ask({**program, "target": self._target, "dump": folder}, limit_s)
@@ -173,16 +172,16 @@ class Compiler:
 
 
 def environment(paths: Sequence[str] = ()) -> dict[str, str]:
-    """The child's environment: jax on CPU, so that the CUDA plug-in looks for no driver; nothing from the cache."""
+    """Build the child's environment: jax on CPU, so that the CUDA plug-in looks for no driver, and no cache."""
     found = {name: value for name, value in os.environ.items() if not name.startswith("MOSAIC_GPU_DUMP")}
     found |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    source = str(Path(__file__).parents[3])  # the worker is a file of this very package
+    source = str(Path(__file__).parents[3])  # the worker runs as a file and imports this package
     found["PYTHONPATH"] = os.pathsep.join([*paths, source, *filter(None, [os.environ.get("PYTHONPATH")])])
     return found
 
 
 def explain(text: str, *, said: str = "", limit_s: float | None = None, stage: str = "lower") -> CompileError:
-    """What a compiler's message means, and what helps; `said` is what ptxas printed before it."""
+    """Classify a compiler's message and find the way out; `said` is ptxas' output before it."""
     text = " ".join(text.split())
     if limit_s is not None:
         return out_of_time(text, limit_s)
@@ -200,5 +199,5 @@ def explain(text: str, *, said: str = "", limit_s: float | None = None, stage: s
 
 
 def plain(program: str) -> str:
-    """A program's text without the kernels' serialised code."""
+    """Strip the kernels' serialised code from a program's text."""
     return re.sub(r"backend_config=\{kernel_hash.*", "...", program)

@@ -1,8 +1,8 @@
-"""The gates of a Hopper kernel that need no GPU: what its machine code must hold, and must not.
+"""Gates of a Hopper kernel that need no GPU: what its machine code must contain, and what it must not.
 
-A call passes if it compiles, its kernels spill nothing, touch no local memory and fit the shared memory of a block, and
-one of them multiplies on the tensor cores (HGMMA) and loads by the copy engine (UTMALDG) or 16 bytes a thread
-(LDGSTS.128), and then groups its copies and waits for them (LDGDEPBAR, DEPBAR).
+A call passes if it compiles, its kernels spill nothing, touch no local memory and fit the shared memory of a thread
+block, and one of them multiplies on the tensor cores (HGMMA) and loads by the copy engine (UTMALDG) or 16 bytes per
+thread (LDGSTS.128). A kernel with LDGSTS copies must also group them and wait for them (LDGDEPBAR, DEPBAR).
 """
 
 from tessera.attention.contract import Kernel
@@ -20,7 +20,7 @@ WATCHED = (
 
 
 def broken(report: sass.Report) -> list[str]:
-    """What the kernel's report breaks, each with the line that says so; empty if it passes."""
+    """List the gates that one kernel's report breaks, each with the line that shows it; empty if it passes."""
     found = []
     if any(report.spill_bytes) or report.stack_bytes:
         found.append(f"registers are spilled: {report.line('bytes stack frame')!r}")
@@ -34,7 +34,7 @@ def broken(report: sass.Report) -> list[str]:
 
 
 def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
-    """What the kernels of one attention call break: each its own, and what one of them must have."""
+    """List the gates that one attention call breaks: those of each kernel, and those that at least one must pass."""
     found = [f"{report.kernel}: {text}" for report in kernels for text in broken(report)]
 
     def has(*names: str) -> bool:
@@ -48,8 +48,10 @@ def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
 
 
 def unawaited(report: sass.Report) -> str | None:
-    """Says so if copies by LDGSTS lack the end of a group (LDGDEPBAR) or a wait for it (DEPBAR, as is a wait for the
-    copy engine's stores)."""
+    """Report LDGSTS copies without the end of a group (LDGDEPBAR) or a wait (DEPBAR); None if they have both.
+
+    A wait for the copy engine's stores is a DEPBAR too, so a kernel with UTMASTG needs one more.
+    """
     has = report.instructions.get
     waits = has("DEPBAR", 0) - bool(has("UTMASTG"))
     if not has("LDGSTS") or (has("LDGDEPBAR") and waits > 0):
@@ -58,5 +60,5 @@ def unawaited(report: sass.Report) -> str | None:
 
 
 def gpu_kernels() -> tuple[Kernel, ...]:
-    """The kernels of the table that are written in Mosaic for NVIDIA GPUs; cuDNN's is compiled on a GPU alone."""
+    """List the table's Mosaic kernels for NVIDIA GPUs; cuDNN's compile only on a GPU."""
     return tuple(kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel not in gpu_cudnn.KERNELS)

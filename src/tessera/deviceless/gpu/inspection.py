@@ -1,7 +1,7 @@
-"""`tessera inspect --chip h200`: one attention call compiled for an NVIDIA GPU that is not there, and its roofline.
+"""`tessera inspect --chip h200`: one attention call compiled for an NVIDIA GPU this machine lacks, and its roofline.
 
-What is read is the machine code (registers, spills, shared memory, instructions). The time is a roofline, a bound from
-the call's work and the chip's measured ceilings: it says what no kernel can beat, not what this one takes.
+The report reads the machine code (registers, spills, shared memory, instructions). The time is a roofline, a bound from
+the call's work and the chip's measured ceilings: no kernel can beat it, and it does not predict this one's time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ KEYS = (
 
 
 class Ceilings(NamedTuple):
-    """What a chip reaches at all: measured rates, and exponentials by clock (16 a cycle and multiprocessor)."""
+    """Highest rates of a chip: flops and bytes measured, exponentials from the clock (16 per cycle and SM)."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -40,10 +40,10 @@ class Ceilings(NamedTuple):
 
 
 CEILINGS = MappingProxyType({"h200": Ceilings(790e12, 4.3e12, 132 * 16 * 1.98e9)})
-"""H200: a bfloat16 product of 8192 squared on random numbers, and a copy within the device."""
+"""H200, measured: a bfloat16 product of 8192 squared on random numbers, and a copy within the device."""
 
 FLOAT32 = 0.5
-"""The rate of float32 products, in TF32 as XLA makes them, over that of bfloat16's."""
+"""Rate of float32 products over that of bfloat16 products; XLA computes float32 products in TF32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +51,16 @@ class Inspection:
     """One call on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
 
     Attributes:
-        dispatched: the kernel that such a call takes on a GPU, which may be cuDNN's, compiled there alone.
-        refused: our own kernels for such a call, each with why it cannot take this one; empty if one can.
-        registers: of a thread at launch, the largest of the call's kernels; likewise spill_bytes, shared_bytes.
+        dispatched: kernel that dispatch chooses for such a call on a GPU; it may be cuDNN's, which compiles only there.
+        refused: our own kernels for such a call, each with the reason it cannot take this one; empty if one can.
+        registers: per thread at launch, maximum over the call's kernels; likewise spill_bytes and shared_bytes.
         spill_bytes: per thread, stores and loads together.
-        hbm_bytes, temp_bytes: main memory held while it runs, and of it what is neither argument nor result.
-        steps: blocks of threads launched, all launches of a call together; None where that cannot be read.
-        launches: of each kernel in a call, those that can be counted.
-        instructions: in the code of all the call's kernels, not how often they run.
-        gates: what the code breaks, empty if nothing; None where no kernel of ours is in it.
-        flops: the work's: masked and padded products do not count.
+        hbm_bytes, temp_bytes: main memory held while the call runs, and the part that is neither argument nor result.
+        steps: thread blocks launched, all launches of a call together; None if unknown.
+        launches: launches per call of each kernel whose launches can be counted.
+        instructions: occurrences in the code of all the call's kernels, not executions.
+        gates: the gates that the code breaks, empty if none; None if the call has no kernel of ours.
+        flops: of the work; masked and padded products do not count.
         roofline_ms: max(flops / rate, bytes / bandwidth, exponentials / rate): a bound, not a prediction.
         percent_of_peak: flops in roofline_ms over the chip's nominal rate.
     """
@@ -92,7 +92,7 @@ class Inspection:
     found: gpu.Compiled | None = None
 
     def json(self) -> dict[str, Any]:
-        """The object of `--json`."""
+        """Return the object that `--json` prints."""
         found = {key: getattr(self, key) for key in KEYS}
         return found | {"refused": dict(self.refused), "instructions": dict(self.instructions)}
 
@@ -112,8 +112,8 @@ def inspect_call(
     Args:
         chip: "h200".
         spec, shapes: the call.
-        kernel: name of the kernel; the first that dispatch would take on a GPU, cuDNN's left out, if not given.
-        config: its block sizes; its own default for this call if not given.
+        kernel: name of the kernel; if not given, the first that dispatch would choose on a GPU, except cuDNN's.
+        config: the kernel's block sizes; its default for this call if not given.
         limit_s: seconds for the compiler.
         where: `python` and `paths` of the compiling process.
 
@@ -137,13 +137,13 @@ def inspect_call(
 
 
 def least_bytes(shapes: Shapes) -> int:
-    """Of q, K, V and out."""
+    """Sum the bytes of q, K, V and out."""
     rows, keys = shapes.num_queries * shapes.num_heads, shapes.num_keys * shapes.num_kv_heads
     return 2 * shapes.batch * (rows + keys) * shapes.head_dim * jnp.dtype(shapes.dtype).itemsize
 
 
 def overfull(chip: str, held: int) -> tpu.CompileError | None:
-    """The error of a call that holds more than the chip's main memory: its compiler does not ask."""
+    """Return the error of a call that holds more than the chip's main memory, which the compiler does not check."""
     has = hardware.chip(chip).memory_bytes
     if held <= has:
         return None
@@ -153,10 +153,10 @@ def overfull(chip: str, held: int) -> tpu.CompileError | None:
 
 
 def first_of_ours(spec: AttentionSpec, shapes: Shapes) -> Kernel:
-    """The first kernel that takes the call; not cuDNN's, which is compiled on a GPU alone.
+    """Return the first kernel that takes the call, except cuDNN's, which compiles only on a GPU.
 
     Raises:
-        ValueError: none does, with the reasons.
+        ValueError: no kernel takes it, with the reasons.
     """
     for kernel in KERNELS:
         if kernel not in gpu_cudnn.KERNELS and refusal(kernel, spec, shapes, "gpu", None) is None:
@@ -167,7 +167,7 @@ def first_of_ours(spec: AttentionSpec, shapes: Shapes) -> Kernel:
 def measure(
     kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled, about: Mapping[str, Any]
 ) -> Inspection:
-    """The figures of a compiled attention call."""
+    """Compute the figures of a compiled attention call."""
     reports, flops = found.kernels, kernel.cost(spec, shapes)["flops"]
     launches = hlo.kernel_launches(found.program)
     moved = moved_bytes(kernel, spec, shapes)
@@ -199,13 +199,16 @@ def measure(
 
 
 def blocks_launched(reports: Sequence[sass.Report], launches: Mapping[str, int]) -> int | None:
-    """Blocks of threads in all launches of all kernels; None if that is unknown of one of them, or there is none."""
+    """Sum the thread blocks over all launches; None if one kernel's are unknown, or there is no kernel."""
     known = reports and all(r.blocks is not None and r.kernel in launches for r in reports)
     return sum(launches[r.kernel] * r.blocks for r in reports) if known else None
 
 
 def moved_bytes(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> float:
-    """Least bytes through main memory: a sparse prefill's lists overlap, what they share comes from the L2 cache."""
+    """Return the least bytes that a call moves through main memory.
+
+    The lists of a sparse prefill overlap, and the L2 cache serves what they share.
+    """
     moved = kernel.cost(spec, shapes)["bytes"]
     if kernel.role == "sparse" and shapes.num_queries > 1:
         moved = min(moved, work.prefill(spec, shapes)["bytes"])
@@ -213,13 +216,13 @@ def moved_bytes(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> float:
 
 
 def ceilings(chip: str, dtype: str) -> Ceilings:
-    """What the chip reaches with operands of this dtype."""
+    """Return the chip's ceilings for operands of this dtype."""
     on = CEILINGS[chip]
     return on._replace(flops_per_s=FLOAT32 * on.flops_per_s) if dtype == "float32" else on
 
 
 def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[float, str]:
-    """(least seconds, what bounds them) for this much work: 4 H flops and one exponential per score."""
+    """Return (least seconds, what bounds them) for this much work: 4 H flops and one exponential per score."""
     bounds = {
         "tensor cores": flops / on.flops_per_s,
         "main memory": moved / on.bytes_per_s,
@@ -230,7 +233,7 @@ def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[f
 
 
 def print_table(result: Inspection) -> None:
-    """The result for people: the bound, what fills the chip, a line per kernel."""
+    """Print the result for people: the bound, what fills the chip, a line per kernel."""
     from rich.console import Console
     from rich.table import Table
 
@@ -265,14 +268,14 @@ def print_table(result: Inspection) -> None:
 
 
 def verdict(gates: tuple[str, ...] | None) -> str:
-    """What became of the gates, in a word or two."""
+    """Summarise the gates in a word or two."""
     if gates is None:
         return "none to hold"
     return f"{len(gates)} broken" if gates else "passed"
 
 
 def describe(report: sass.Report, launches: int | None) -> str:
-    """One kernel in a few lines."""
+    """Describe one kernel in two lines."""
     launch = "" if report.blocks is None else f"{report.blocks:,} blocks of {report.threads} threads, "
     launch = launch if launches == 1 else f"launched {launches or 'an unknown number of'} times: {launch}"
     counts = ", ".join(f"{n} {c}" for n in gates.WATCHED if (c := report.instructions.get(n)))
@@ -283,11 +286,11 @@ def describe(report: sass.Report, launches: int | None) -> str:
 
 
 def picture(result: Inspection, path: Path) -> None:
-    """The roofline with the call on it, and the instructions in its kernels' code, as SVG (or what the suffix says)."""
+    """Draw the call on its roofline, and its kernels' instruction counts, as SVG (or the format of the suffix)."""
     from matplotlib.figure import Figure
 
     on = result.ceilings
-    panels = 2 if result.found.kernels else 1  # of XLA's own code nothing is read
+    panels = 2 if result.found.kernels else 1  # XLA's own code is not read
     figure = Figure(figsize=(4.5 * panels, 3.6), layout="constrained")
     roof, *rest = figure.subplots(1, panels, squeeze=False)[0]
     intensity, ridge = result.flops / result.moved_bytes, on.flops_per_s / on.bytes_per_s

@@ -1,7 +1,8 @@
-"""Reads what the CUDA compiler says of a Hopper kernel: registers, spills, shared memory, and what instructions it has.
+"""Read the CUDA compiler's report on a Hopper kernel: registers, spills, shared memory, and instruction counts.
 
-The worker leaves three kinds of text in a folder: `<kernel>_<n>.resources.txt` (what the kernel asks for, written when
-it is lowered), and in `compiler.txt` ptxas' report and the disassembly of every kernel in the order of compilation.
+The worker leaves three kinds of text in a folder: `<kernel>_<n>.resources.txt` (the resources that the kernel requests,
+written when it is lowered), and in `compiler.txt` ptxas' report and the disassembly of every kernel in the order of
+compilation.
 """
 
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 COMPILER = "compiler.txt"
 BARRIER_BYTES = 8
 WIDE = ("LDGSTS",)
-"""Instructions counted with their width too: asynchronous copies should move 16 bytes a thread."""
+"""Instructions counted per width too: asynchronous copies should move 16 bytes per thread."""
 
 _SUFFIX = "_mosaic_gpu_kernel"
 _NUMBER = re.compile(r"_(\d+)\.resources\.txt$")
@@ -27,19 +28,19 @@ _BARRIERS = re.compile(r"num_barriers=(\d+)[^()]*\): (\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One kernel as compiled.
+    """One compiled kernel.
 
     Attributes:
         kernel: its name.
-        registers: of a thread at launch; warpgroups redistribute them with set_max_registers.
-        spill_bytes: stores and loads of registers that went to local memory, bytes per thread.
-        stack_bytes: local memory of a thread.
-        shared_bytes: shared memory of a block: static, buffers and barriers.
+        registers: per thread at launch; warpgroups redistribute them with set_max_registers.
+        spill_bytes: stores and loads of spilled registers, bytes per thread.
+        stack_bytes: local memory per thread.
+        shared_bytes: shared memory per thread block: static, buffers and barriers.
         barriers: phase barriers in shared memory.
-        instructions: how often each operation stands in the code (HGMMA, UTMALDG, ...), and "LDGSTS.128".
+        instructions: occurrences of each operation in the code (HGMMA, UTMALDG, ...), and "LDGSTS.128".
         local: the lines of code that touch local memory.
-        report: ptxas' own words.
-        blocks, threads: size of the grid and of a block; None where the lowering does not say.
+        report: ptxas' own text.
+        blocks, threads: size of the grid and of a thread block; None if the lowering does not state them.
     """
 
     kernel: str
@@ -55,12 +56,12 @@ class Report:
     threads: int | None = None
 
     def line(self, pattern: str) -> str:
-        """The line of ptxas' report that holds this."""
+        """Return the first line of ptxas' report that matches the pattern."""
         return next((line.strip() for line in self.report.splitlines() if re.search(pattern, line)), "no such line")
 
 
 def read(folder: Path) -> tuple[Report, ...]:
-    """The reports of every kernel compiled into the folder.
+    """Read the reports of every kernel compiled into the folder.
 
     Raises:
         ValueError: a kernel was compiled but not disassembled.
@@ -82,7 +83,7 @@ def read(folder: Path) -> tuple[Report, ...]:
 
 
 def parse(kernel: str, report: str, code: str, resources: str, launch: tuple[int, int] | None = None) -> Report:
-    """The report of one kernel from ptxas' words, its disassembly and what it asked for."""
+    """Parse the report of one kernel from ptxas' text, its disassembly and the resources it requests."""
     stack, stores, loads = map(int, _SPILLS.search(report).groups())
     used = _USED.search(report)
     barriers = sum(int(number) * int(times) for number, times in _BARRIERS.findall(resources))
@@ -103,7 +104,7 @@ def parse(kernel: str, report: str, code: str, resources: str, launch: tuple[int
 
 
 def count(code: str) -> dict[str, int]:
-    """How often each operation stands in a disassembly, most frequent first."""
+    """Count each operation in a disassembly, most frequent first."""
     found: Counter[str] = Counter()
     for operation in _INSTRUCTION.findall(code):
         root, _, modifiers = operation.partition(".")
@@ -114,7 +115,7 @@ def count(code: str) -> dict[str, int]:
 
 
 def _reports(text: str) -> list[tuple[str, str]]:
-    """(entry function, ptxas' lines about it) in order; the lines before "Compiling" that name it are its warnings."""
+    """Split ptxas' output into (entry function, lines about it), in order; warnings precede the "Compiling" line."""
     lines = [line for line in text.splitlines() if line.startswith("ptxas") or _SPILLS.search(line)]
     found: list[tuple[str, list[str]]] = []
     waiting: list[str] = []
@@ -131,7 +132,7 @@ def _reports(text: str) -> list[tuple[str, str]]:
 
 
 def _codes(text: str) -> dict[str, list[str]]:
-    """Entry function -> its disassemblies in order."""
+    """Map each entry function to its disassemblies, in order."""
     found: dict[str, list[str]] = {}
     for part in re.split(r"^//-+ \.text\.", text, flags=re.MULTILINE)[1:]:
         found.setdefault(re.match(r"\w+", part)[0], []).append(part)
@@ -139,7 +140,7 @@ def _codes(text: str) -> dict[str, list[str]]:
 
 
 def _launch(resources: Path) -> tuple[int, int] | None:
-    """(blocks, threads of a block) from the kernel as it was before its layouts were inferred."""
+    """Read (blocks, threads per block) from the kernel's dump before layout inference."""
     path = resources.with_name(resources.name.replace(".resources.", ".before_layout_inference."))
     found = _LAUNCH.search(path.read_text()) if path.exists() else None
     if found is None:

@@ -1,7 +1,7 @@
-"""Configurations of GPUs that are not there, one text file each."""
+"""Target configurations of GPUs that this machine lacks, one text file each."""
 
 from pathlib import Path
 from types import MappingProxyType
 
 TARGETS = MappingProxyType({"h200": Path(__file__).with_name("h200.txtpb")})
-"""By the chip's short name."""
+"""Configuration files by the chip's short name."""

@@ -1,8 +1,8 @@
-"""Compiles for an NVIDIA GPU that is not there; runs alone in a process, which a compiler may hang or end.
+"""Compile for an NVIDIA GPU that this machine lacks, in a separate process, since a compiler may hang or crash it.
 
-Reads JSON requests from standard input, a line each, and answers each with a line of JSON on standard output. A request
-is built as `tpu_worker`'s, and names the target configuration of the chip in `target`. What the compiler says of every
-kernel goes to the folder `dump`, where `sass.read` finds it.
+Reads JSON requests from standard input, one per line, and answers each with a line of JSON on standard output. A
+request has the same form as in `tpu.worker`, plus the chip's target configuration in `target`. The compiler's reports
+on every kernel go to the folder `dump`, where `sass.read` finds them.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ DUMP_TO = "MOSAIC_GPU_DUMP_TO"
 def main() -> int:
     """Answer requests until there are no more."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to stderr and cannot break the protocol
+    os.dup2(2, 1)  # library prints go to stderr and cannot break the protocol
     threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
     for line in sys.stdin:
         replies.write(json.dumps(answer(json.loads(line))) + "\n")
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def answer(request: dict) -> dict:
-    """Lower and compile what the request asks for; an error of the compiler, or of the program, is an answer."""
+    """Lower and compile the requested program; an error of the compiler, or of the program, is an answer."""
     import jax
     from jax._src.pallas.mosaic.error_handling import MosaicError
     from jax._src.pallas.mosaic_gpu.lowering import LoweringError
@@ -41,7 +41,7 @@ def answer(request: dict) -> dict:
 
     errors = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, OSError, MosaicError, LoweringError)
     folder = Path(request["dump"])
-    jax.clear_caches()  # a program that was lowered before would leave no report
+    jax.clear_caches()  # a program from the cache would leave no report
     stage, start = "compiler", time.perf_counter()
     try:
         find_tools()
@@ -72,7 +72,7 @@ def answer(request: dict) -> dict:
 
 
 def find_tools() -> None:
-    """Tell the compiler where ptxas and nvdisasm lie: the wheels put both into nvidia/cu13/bin.
+    """Tell the compiler where ptxas and nvdisasm are: the wheels put both into nvidia/cu13/bin.
 
     Raises:
         FileNotFoundError: neither the wheels nor a CUDA installation that JAX finds has both.
@@ -92,9 +92,9 @@ def find_tools() -> None:
 
 @contextmanager
 def reports(path: Path):
-    """Have ptxas' report and the disassembly of every kernel, and nothing else, written to a file.
+    """Write ptxas' report and the disassembly of every kernel, and nothing else, to a file.
 
-    With MOSAIC_GPU_DUMP_TO every pass is printed too: hundreds of megabytes for a large kernel.
+    With MOSAIC_GPU_DUMP_TO the compiler prints every pass too: hundreds of megabytes for a large kernel.
     """
     del os.environ[DUMP_TO]
     os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
@@ -109,7 +109,7 @@ def reports(path: Path):
 
 
 def on_chip(device):
-    """A context in which code that asks for the chip while it is traced is told this one."""
+    """Return a context in which code that queries the chip during tracing gets this one."""
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh
 

@@ -1,1 +1,1 @@
-"""Compile for TPU and predict times on a machine without one."""
+"""Compile for TPUs and predict times on a machine without a TPU."""

@@ -1,7 +1,7 @@
-"""Compiles for TPUs that are not there: the real compiler, one process per program, with a time limit.
+"""Compile for TPUs that this machine lacks: the real compiler, one process per program, with a time limit.
 
-A compiler error is a result: `Compiled.error` says what failed, what it means and the way out. Needs libtpu (the extra
-"deviceless") beside jax, in this interpreter or in the one that the call names; no chip.
+A compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out. Compiling needs jax and
+libtpu (the extra "deviceless"), in this interpreter or in the one that the call names, and no chip.
 """
 
 import os
@@ -23,19 +23,19 @@ from tessera.deviceless.tpu import schedule
 WORKER = Path(__file__).with_name("worker.py")
 
 TOPOLOGIES = MappingProxyType({"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"})
-"""The smallest topology of each chip that the compiler answers for on a host without one."""
+"""Smallest topology of each chip that the compiler accepts on a host without that chip."""
 
 FLAGS = (
-    # Only the last stage: all of them are twenty times as many bytes and double the compile time.
+    # Dump only the last stage: all stages are twenty times as many bytes and double the compile time.
     "--xla_jf_dump_llo_text=true",
     "--xla_jf_dump_llo_pass_label_regex=final",
-    # jax.named_scope shows in the bundles. It adds bundles of its own, which the parser leaves out.
+    # Mark each jax.named_scope in the bundles. The marks add bundles, which the parser leaves out.
     "--xla_enable_custom_call_region_trace=true",
 )
 
 
 LONGEST_TEXT = 500
-"""Characters of the compiler's message that are kept; it lists every allocation after the first sentences."""
+"""Characters kept of a compiler's message, which lists every allocation after the first sentences."""
 
 
 class Meaning(NamedTuple):
@@ -82,7 +82,10 @@ MEANINGS: tuple[Meaning, ...] = (
 
 
 class CompileError(NamedTuple):
-    """A compiler's refusal: kind ("SMEM", "VMEM", "HBM", "layout", "unsupported", "time", "program"), and in words."""
+    """A compiler's refusal, its meaning and the way out.
+
+    `kind` is "time", "program" or a kind of `MEANINGS` ("SMEM", "VMEM", "HBM", "layout", "unsupported").
+    """
 
     kind: str
     text: str
@@ -95,20 +98,20 @@ class CompileError(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler made of one program, or why it did not.
+    """Result of compiling one program, or the error.
 
     Attributes:
         chip: short name ("v6e").
         error: None if it compiled.
-        compile_s: seconds in the compiler; of the whole attempt where it failed.
+        compile_s: seconds in the compiler; of the whole attempt if it failed.
         memory: bytes of main memory on one device: argument, output, temp, alias, generated_code.
         cost: XLA's own count for the program: flops, bytes.
-        schedules: of every Pallas kernel in the program.
-        operations: the operations around them that move data, with their bytes.
-        entry: the program's entry computation, attributes left out.
-        executions: how often each scope runs, where the program's factory or kernel says so.
-        settings: the block sizes that the kernel chose for this chip.
-        about: everything else that the program's factory says.
+        schedules: schedules of the program's Pallas kernels.
+        operations: operations around the kernels that move data, with their bytes.
+        entry: the program's entry computation, without attributes.
+        executions: executions of each scope, if the program's factory or kernel states them.
+        settings: block sizes that the kernel chose for this chip.
+        about: everything else that the program's factory returned.
         program: the compiled program's text.
     """
 
@@ -135,12 +138,12 @@ class Compiled:
 def attention_program(
     kernel: str, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The request for one kernel of `dispatch.KERNELS`; config None is the kernel's own default."""
+    """Build the request for one kernel of `dispatch.KERNELS`; config None takes the kernel's own default."""
     return {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config}
 
 
 def factory_program(factory: str, **kwargs: Any) -> dict[str, Any]:
-    """The request for what `module:function`(**kwargs) returns: (function, abstract arguments)."""
+    """Build the request for the result of `module:function`(**kwargs): (function, abstract arguments)."""
     return {"factory": factory, "kwargs": kwargs}
 
 
@@ -155,17 +158,17 @@ def compile_for(
     paths: Sequence[str] = (),
     niceness: int = 0,
 ) -> Compiled:
-    """Compile a program for a chip in a process of its own.
+    """Compile a program for a chip in a separate process.
 
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
         program: from `attention_program` or `factory_program`.
-        topology: another one than the chip's smallest.
-        devices: how many of its devices a factory that asks for `devices` is given.
-        limit_s: seconds after which the process is ended; then the error's kind is "time".
+        topology: the chip's smallest if not given.
+        devices: number of its devices to pass to a factory that takes `devices`.
+        limit_s: seconds before the process is killed; the error's kind is then "time".
         python: interpreter to compile in; this one if not given. It needs jax and libtpu, not tessera.
         paths: folders added to the child's import path.
-        niceness: of the child.
+        niceness: added to this process's own.
 
     Raises:
         ValueError: the chip is unknown, or the child could not start the compiler at all.
@@ -188,10 +191,10 @@ def compile_for(
 
 
 class Compiler:
-    """A process that compiles one program after another, for any of the chips; what it takes too long for ends it.
+    """A process that compiles one program after another, for any of the chips; a timeout kills it.
 
-    It leaves no schedule and no text of the program: the compiler writes those to one folder a process, and writing
-    them is a third of its time. Whether a program compiles, and how long that takes, is all that is asked.
+    Use it to learn whether a program compiles and how long that takes. It returns no schedule and no program text: the
+    compiler writes those to one folder per process, and writing them takes a third of its time.
     """
 
     def __init__(self, *, paths: Sequence[str] = (), niceness: int = 0):
@@ -209,7 +212,7 @@ class Compiler:
 
 
 def topology_of(chip: str) -> str:
-    """The smallest topology of a chip.
+    """Return the smallest topology of a chip.
 
     Raises:
         ValueError: the chip is unknown.
@@ -220,12 +223,12 @@ def topology_of(chip: str) -> str:
 
 
 def worker(python: str | None = None) -> list[str]:
-    """What starts a worker, in this interpreter or another."""
+    """Return the command that starts a worker, in this interpreter or another."""
     return [python or sys.executable, "-P", str(WORKER)]
 
 
 def compiled(chip: str, reply: Mapping[str, Any], limit_s: float) -> Compiled:
-    """What a worker's reply says."""
+    """Convert a worker's reply to a `Compiled`."""
     if reply["compiled"]:
         return Compiled(
             chip=chip,
@@ -242,7 +245,7 @@ def compiled(chip: str, reply: Mapping[str, Any], limit_s: float) -> Compiled:
 
 
 def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[str, str]:
-    """The child's environment: jax on CPU, libtpu that looks for no chip; the schedule goes to the folder, if any."""
+    """Build the child's environment: jax on CPU, libtpu that looks for no chip; schedules go to the folder, if any."""
     found = dict(os.environ)
     found |= {
         "JAX_PLATFORMS": "cpu",
@@ -250,7 +253,7 @@ def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[st
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_LOAD_LIBRARY": "1",  # libtpu lets one process a machine in, for the chip's sake; here is none
+        "TPU_LOAD_LIBRARY": "1",  # libtpu admits one process per machine to guard the chip; here is none
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "LIBTPU_INIT_ARGS": " ".join((f"--xla_jf_dump_to={folder}", *FLAGS)) if folder else "",
     }
@@ -260,7 +263,7 @@ def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[st
 
 
 def explain(text: str, limit_s: float | None = None) -> CompileError:
-    """What a compiler's message means, and what helps."""
+    """Classify a compiler's message and find the way out."""
     text = " ".join(text.split())
     if limit_s is not None:
         return out_of_time(text, limit_s)
@@ -276,11 +279,11 @@ def explain(text: str, limit_s: float | None = None) -> CompileError:
 
 
 def out_of_time(text: str, limit_s: float) -> CompileError:
-    """What it means that the worker was ended."""
+    """Return the error of a worker that was killed at its time limit."""
     meaning = f"the compiler took longer than {limit_s:g} s and was ended"
     return CompileError("time", text, meaning, "take smaller or fewer unrolled blocks, or raise the limit")
 
 
 def clock_hz(chip: str) -> float:
-    """Cycles per second of a core."""
+    """Return the clock of a core in cycles per second."""
     return hardware.chip(chip).clock_hz

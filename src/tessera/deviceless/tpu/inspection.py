@@ -1,4 +1,4 @@
-"""`tessera inspect`: one attention call compiled for a chip that is not there, with what it should cost on it."""
+"""`tessera inspect`: one attention call compiled for a TPU that this machine lacks, and its predicted cost."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -20,7 +20,7 @@ KEYS = (
 ).split()
 
 NOT_PREDICTED = "not predicted: no Pallas kernel in it"
-"""What bounds a call that XLA alone computes: there is no schedule that a time could follow from."""
+"""`bound_by` of a call that only XLA computes: without a schedule, no time can be predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,14 +29,14 @@ class Inspection:
 
     Attributes:
         hbm_bytes: main memory that the program holds while it runs.
-        refused: the chip's own kernels for such a call, each with why it cannot take this one; empty if one can.
-        steps, bundles_per_step, cycles_per_step: grid steps of the call, and what one of them takes in the mean.
-        slots: per unit, slots used and slots there are in a mean step.
+        refused: the chip's own kernels for such a call, each with the reason it cannot take this one; empty if one can.
+        steps, bundles_per_step, cycles_per_step: grid steps of the call, and the mean bundles and cycles of one.
+        slots: per unit, slots used and slots available in a mean step.
         spill_slots: slots of a mean step that move spilled registers.
-        flops: the work's, not the kernel's: masked and padded products do not count.
-        predicted_ms, predicted_tflops: None where there is no Pallas kernel whose schedule would say.
+        flops: of the work, not of the kernel; masked and padded products do not count.
+        predicted_ms, predicted_tflops: None without a Pallas kernel, whose schedule gives the time.
         percent_of_peak: of one jax device.
-        moved_bytes: bytes to and from main memory in one call; at least, where nothing is predicted.
+        moved_bytes: bytes to and from main memory in one call; a lower bound if nothing is predicted.
     """
 
     compiled: bool
@@ -64,7 +64,7 @@ class Inspection:
     found: tpu.Compiled | None = None
 
     def json(self) -> dict[str, Any]:
-        """The object of `--json`."""
+        """Return the object that `--json` prints."""
         body = {key: getattr(self, key) for key in KEYS}
         body["slots"] = {unit: dict(counts) for unit, counts in self.slots.items()}
         body["refused"] = dict(self.refused)
@@ -85,7 +85,7 @@ def call(
     fraction: float,
     queries: int | None = None,
 ) -> tuple[AttentionSpec, Shapes]:
-    """(spec, shapes) of a plain call: prefill of the last `queries` of `length` tokens, or one token of decode."""
+    """Return (spec, shapes) of a plain call: prefill of the last `queries` of `length` tokens, or one decoded token."""
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     rows = 1 if phase == "decode" else queries or length
@@ -109,8 +109,8 @@ def inspect_call(
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
         spec, shapes: the call.
-        kernel: name of the kernel; the one that dispatch takes on a TPU if not given.
-        config: its block sizes; its own default for this call if not given.
+        kernel: name of the kernel; the one that dispatch chooses on a TPU if not given.
+        config: the kernel's block sizes; its default for this call if not given.
         limit_s: seconds for the compiler.
         paths: folders added to the compiling process's import path.
 
@@ -130,7 +130,7 @@ def inspect_call(
 
 
 def refusals(spec: AttentionSpec, shapes: Shapes, kernels: Iterable[Kernel]) -> dict[str, str]:
-    """Why each of a platform's kernels of this role and phase cannot take the call; empty if one of them can."""
+    """Map each kernel of the call's role and phase to the reason it cannot take the call; empty if one can."""
     role, decodes = role_of(spec, shapes), shapes.num_queries == 1
     own = [k for k in kernels if k.role == role and (decodes or k.phase != "decode")]
     reasons = {kernel.name: refusal(kernel, spec, shapes, kernel.platform, None) for kernel in own}
@@ -140,7 +140,7 @@ def refusals(spec: AttentionSpec, shapes: Shapes, kernels: Iterable[Kernel]) -> 
 def measure(
     chip: str, kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: tpu.Compiled, about: Mapping[str, Any]
 ) -> Inspection:
-    """The figures of a compiled attention call."""
+    """Compute the figures of a compiled attention call."""
     work = kernel.cost(spec, shapes)
     counts = dict(found.executions or {predict.BYTES: work["bytes"]})
     prediction = predict.predict(found, counts, predict.CALIBRATED)
@@ -171,7 +171,7 @@ def measure(
 
 
 def roofline(result: Inspection) -> tuple[float, float, float]:
-    """(flops per byte moved, flops per byte from which the peak bounds, least milliseconds) of a compiled call."""
+    """Return (flops per byte moved, flops per byte at the ridge, least milliseconds) of a compiled call."""
     on = predict.device(result.chip)
     ms = 1e3 * max(result.flops / on.flops_per_s, result.moved_bytes / on.bytes_per_s)
     intensity = result.flops / result.moved_bytes if result.moved_bytes else 1.0
@@ -179,7 +179,7 @@ def roofline(result: Inspection) -> tuple[float, float, float]:
 
 
 def print_table(result: Inspection) -> None:
-    """The result for people: a table, the units as bars, the regions of each kernel."""
+    """Print the result for people: a table, the units as bars, the regions of each kernel."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
@@ -224,7 +224,7 @@ def print_table(result: Inspection) -> None:
 
 
 def picture(result: Inspection, path: Path) -> None:
-    """Roofline with the call on it, and the slots of a mean step by unit, as SVG (or what the suffix says)."""
+    """Draw the call on its roofline, and the slots of a mean step by unit, as SVG (or the format of the suffix)."""
     from matplotlib.figure import Figure
 
     on = predict.device(result.chip)

@@ -1,12 +1,12 @@
-"""From a schedule to a time: bundles on the executed path, the clock, and bytes over the memory's bandwidth.
+"""Predict a time from a schedule: bundles on the executed path, the clock, and bytes over the memory's bandwidth.
 
     kernel_s  = max(sum over scopes of executions x cycles / clock / cores, bytes moved by the kernel / bandwidth)
     around_s  = bytes of XLA's copies, transposes and fusions around it / bandwidth
-    cycles    = bundles of a scope, or what its products take in the matrix units if that is longer
-    predicted = kernel_s + around_s, with what Overheads adds to each
+    cycles    = bundles of a scope, or the cycles of its products in the matrix units if those are more
+    predicted = kernel_s + around_s, each with its Overheads
 
-What it leaves out: waits for single DMAs shorter than their latency (small blocks), contention between cores, a chip
-that lowers its clock under load. `validation.py` holds it against measured times.
+It leaves out waits for single DMAs shorter than their latency (small blocks), contention between cores, and a chip that
+lowers its clock under load. `validation.py` compares it with measured times.
 """
 
 from collections.abc import Mapping
@@ -23,12 +23,12 @@ SPILLS = ("VLOAD:FILL", "VSTORE:SPILL")
 
 @dataclass(frozen=True, kw_only=True)
 class Overheads:
-    """What no schedule shows.
+    """Costs that no schedule shows.
 
     Attributes:
-        stall: cycles that pass per bundle; more than 1 where memory on the chip makes the core wait.
+        stall: cycles per bundle; above 1 where on-chip memory makes the core wait.
         step_s: seconds that a grid step adds on its core (DMA set-up and waits).
-        bandwidth_share: part of the nominal main memory bandwidth that copies reach.
+        bandwidth_share: share of the nominal main memory bandwidth that copies reach.
     """
 
     stall: float = 1.0
@@ -37,27 +37,27 @@ class Overheads:
 
 
 NOMINAL = Overheads()
-"""No fitted constant at all."""
+"""No fitted constants."""
 
 CALIBRATED = Overheads(stall=1.02, step_s=0.17e-6, bandwidth_share=0.8)
-"""Fitted to measured times of v5p and v6e alone; see evidence/tpu-prediction.jsonl for how well, v7x included."""
+"""Fitted to measured times of v5p and v6e only; evidence/tpu-prediction.jsonl shows how well, v7x included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a compiled program should take on its chip (on one of its devices, where it has two).
+    """Predicted cost of a compiled program on its chip (on one device, if the chip has two).
 
     Attributes:
         ms: the whole program.
-        compute_ms, dma_ms: the kernels' bundles, and their bytes; the longer one counts.
+        compute_ms, dma_ms: time of the kernels' bundles, and of their bytes; the longer one counts.
         around_ms: operations around the kernels.
         steps: grid steps of all kernels.
         bundles_per_step: mean bundles of one step on one core.
-        cycles_per_step: the same in cycles: a scope takes as long as its products, where that is longer.
-        slots: per unit, mean slots used per step and slots there are in that time.
+        cycles_per_step: the same in cycles: a scope takes at least as long as its products.
+        slots: per unit, mean slots used per step and slots available in that time.
         spill_slots: slots per step that move spilled registers.
-        moved_bytes: to and from main memory, kernels and what is around them.
-        bound_by: "HBM", "XLA operations", or the unit of the core that is fullest.
+        moved_bytes: to and from main memory, by the kernels and the operations around them.
+        bound_by: "HBM", "XLA operations", or the core's fullest unit.
         assumed: scopes whose number of executions the kernel does not state.
         scopes: kernel/scope -> executions and cycles of one.
     """
@@ -77,14 +77,14 @@ class Prediction:
     scopes: Mapping[str, tuple[float, int]] = MappingProxyType({})
 
     def busy(self, unit: str) -> float:
-        """Share of the unit's slots in use."""
+        """Return the share of the unit's slots in use."""
         found = self.slots[unit]
         return found["used"] / found["capacity"] if found["capacity"] else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one jax device of a chip offers."""
+    """Resources of one jax device of a chip."""
 
     cores: int
     clock_hz: float
@@ -94,7 +94,7 @@ class Device:
 
 
 def device(chip: str) -> Device:
-    """One jax device of the chip: the whole chip, but for v7x, where each core is a device."""
+    """Return one jax device of the chip: the whole chip, except on v7x, where each core is a device."""
     found = hardware.chip(chip)
     n = found.devices
     return Device(
@@ -107,13 +107,13 @@ def device(chip: str) -> Device:
 
 
 def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Overheads = NOMINAL) -> Prediction:
-    """The time of a compiled program.
+    """Predict the time of a compiled program.
 
     Args:
-        compiled: it must have compiled.
+        compiled: a program that compiled.
         executions: how often each scope runs in the whole call, as `Kernel.executions` gives it; with several kernels
-            the names are "kernel/scope". A scope that is not named runs once per step (noted in `assumed`).
-        overheads: what is added for what no schedule shows.
+            the names are "kernel/scope". A scope without a count runs once per step (noted in `assumed`).
+        overheads: costs that no schedule shows.
     """
     on = device(compiled.chip)
     bundles, cycles, steps, compute_s, assumed = 0.0, 0.0, 0.0, 0.0, []
@@ -159,9 +159,9 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
 
 
 def cores_at_work(found: Schedule, steps: float, cores: int) -> int:
-    """How many of a device's cores share the grid: the loop of one core then has so many times fewer turns than steps.
+    """Count the cores that share the grid: with n of them, one core's loop takes steps / n turns.
 
-    A pipelined loop takes two turns more: the first block's copy in, the last one's out.
+    A pipelined loop takes two more turns: to copy the first block in and the last one out.
     """
     if cores == 1 or steps < 2:
         return 1
@@ -171,7 +171,7 @@ def cores_at_work(found: Schedule, steps: float, cores: int) -> int:
 
 
 def counts_of(found: Schedule, executions: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-    """Executions per region of one kernel, and the scopes among them that nothing was said about."""
+    """Return the executions per region of one kernel, and the scopes that `executions` does not name."""
     own = {name.partition("/")[2]: n for name, n in executions.items() if name.partition("/")[0] == found.name}
     own = {name: n for name, n in executions.items() if "/" not in name} | own
     steps = own.get(STEP, float(max((found.turns or 1) - 2, 1)))
@@ -182,7 +182,7 @@ def counts_of(found: Schedule, executions: Mapping[str, float]) -> tuple[dict[st
 
 
 def bound(slots: Mapping[str, Mapping[str, float]], compute_s: float, dma_s: float, around_s: float) -> str:
-    """What the time is spent on: the longest part, and within a kernel its fullest unit."""
+    """Name what takes the time: the longest part, and within a kernel its fullest unit."""
     if around_s > max(compute_s, dma_s) or not slots:
         return "XLA operations"
     if dma_s > compute_s:

@@ -1,11 +1,11 @@
-"""Reads the compiler's final schedule of a TPU kernel: which bundles run under which name, and what they occupy.
+"""Read the compiler's final schedule of a TPU kernel: the bundles that run under each name, and the slots they use.
 
 A TPU core is a VLIW machine: one bundle a cycle, each with slots for its units. The compiler dumps, per kernel, the
 bundles (`*-final_bundles.txt`, one line each; `>` marks loop depth) and the slots each uses
 (`*-final_hlo-static-per-bundle-utilization.txt`). With region tracing on, a `jax.named_scope` of the kernel's body
 shows as a pair of trace markers, so every bundle belongs to the innermost scope around it; outside any scope it belongs
-to "step" inside the outermost loop (the grid's) and to "launch" outside of it. Bundles that hold nothing but a marker
-exist only in the traced build and are not counted.
+to "step" inside the outermost loop (the grid's) and to "launch" outside of it. Bundles that hold only a marker exist
+only in the traced build and are not counted.
 """
 
 import re
@@ -27,7 +27,7 @@ _ALLOCATION = re.compile(
 )
 
 CYCLES = MappingProxyType({"bf16": 4, "f32": 2})
-"""What one product instruction costs all matrix units of a core together; see `Region.product_cycles`."""
+"""Cycles of one product instruction on all matrix units of a core together; see `Region.product_cycles`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +38,11 @@ class Region:
         name: the scope's name, or "step" or "launch".
         bundles: cycles of one pass, if nothing waits.
         slots: used slots per unit in one pass.
-        product_cycles: cycles that the matrix units need for its products, whatever the bundles say: a register of rows
-            (16 of bfloat16, 8 of float32) enters one of 128 columns in as many cycles, 4 of those work at a time; of
-            256 columns, two rows enter at a time and 2 units work.
+        product_cycles: cycles of its products in the matrix units, however few its bundles. A register of rows (16 of
+            bfloat16, 8 of float32) enters a unit of 128 columns in as many cycles, one row each, and 4 of those work at
+            a time; a unit of 256 columns takes two rows at a time, and 2 units work.
         depth: depth of the deepest loop the scope is in; 1 is the grid.
-        loops: deeper loops that hold bundles of this scope and have no scope of their own.
+        loops: deeper loops that hold bundles of this scope but have no scope themselves.
     """
 
     name: str
@@ -63,11 +63,11 @@ class Schedule:
     """One kernel's schedule.
 
     Attributes:
-        kernel: the compiler's name of it: the pallas_call's, with a number.
+        kernel: the compiler's name for it: the pallas_call's name and a number.
         capacity: slots per bundle of each unit.
         regions: in order of first appearance.
         vmem_bytes, smem_bytes: scratch and windows of the kernel, all buffers counted.
-        turns: trips of its first loop on one core, the grid's where it has one; None if only known at run time.
+        turns: trip count of its first loop on one core, the grid's if it has one; None if known only at run time.
     """
 
     kernel: str
@@ -83,12 +83,12 @@ class Schedule:
         return re.sub(r"\.\d+$", "", self.kernel)
 
     def region(self, name: str) -> Region | None:
-        """The region of this name."""
+        """Return the region of this name."""
         return next((region for region in self.regions if region.name == name), None)
 
 
 class _Tally:
-    """A region while it is counted."""
+    """Running counts of one region."""
 
     def __init__(self, units: Iterable[str]):
         self.bundles = self.product_cycles = self.loops = 0
@@ -107,7 +107,7 @@ class _Tally:
 
 
 def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") -> Schedule:
-    """The schedule in the text of its dump files.
+    """Parse a schedule from the text of its dump files.
 
     Raises:
         ValueError: a utilization row is missing for a bundle: the files do not belong together.
@@ -160,7 +160,7 @@ def _turns(text: str) -> int | None:
 
 
 def _bundles(text: str) -> list[tuple[int, str]]:
-    """(depth, text) per bundle; a comment inside one may run over several lines."""
+    """Split the text into (depth, text) per bundle; a comment inside one may run over several lines."""
     found: list[list] = []
     for line in text.splitlines():
         match = _BUNDLE.match(line)
@@ -181,11 +181,11 @@ def _utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
 
 
 def read(folder: Path, names: Iterable[str] | None = None) -> tuple[Schedule, ...]:
-    """The schedules of the kernels in a dump folder, in program order.
+    """Read the schedules of the kernels in a dump folder, in program order.
 
     Args:
-        folder: what the compiler dumped.
-        names: the compiler's names of the kernels ("probe.1"); None takes every one that has a bundle file.
+        folder: the compiler's dump.
+        names: the compiler's names of the kernels ("probe.1"); None reads every kernel with a bundle file.
     """
     wanted = None if names is None else set(names)
     found = []

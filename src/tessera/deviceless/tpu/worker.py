@@ -1,13 +1,13 @@
-"""Compiles for TPUs that are not there; runs alone in a process, since libtpu initialises once.
+"""Compile for TPUs that this machine lacks, in a separate process, since libtpu initialises once.
 
-Reads JSON requests from standard input, a line each, and answers each with a line of JSON on standard output. Asked for
-a `dump`, it answers one request alone: libtpu names one folder a process for its schedules. Run as a file
-(`python -P worker.py`) it needs jax and libtpu only, so that peers compile in environments without tessera.
+Reads JSON requests from standard input, one per line, and answers each with a line of JSON on standard output. With a
+`dump` it answers only one request: libtpu writes all schedules of a process to one folder. Run as a file
+(`python -P worker.py`) it needs only jax and libtpu, so that peers compile in environments without tessera.
 The caller sets the environment variables that libtpu reads (`tessera.deviceless.tpu.compiler.environment`).
 
 A request names a kernel of `tessera.attention.dispatch` with its spec, shapes and config, or a factory
-"module:function" whose keyword arguments are JSON and which returns (function, abstract arguments), or a third value
-with what should come back in the reply ("executions", "settings"). A factory that takes `devices` gets that many of the
+"module:function" with JSON keyword arguments. The factory returns (function, abstract arguments), and optionally a
+third value to send back in the reply ("executions", "settings"). A factory that takes `devices` gets that many of the
 topology's and returns arguments with shardings.
 """
 
@@ -21,11 +21,11 @@ import time
 import traceback
 
 ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError)
-"""What a compiler, or a program that is wrong before it meets one, raises."""
+"""Errors of a compiler, or of a program that is wrong before it reaches one."""
 
 
 def mosaic_errors() -> tuple[type[Exception], ...]:
-    """What Pallas' own lowering raises, which is none of the above."""
+    """Return the errors of Pallas' own lowering, which are not among `ERRORS`."""
     from jax._src.pallas.mosaic import error_handling, lowering
 
     return error_handling.MosaicError, lowering.LoweringException
@@ -34,7 +34,7 @@ def mosaic_errors() -> tuple[type[Exception], ...]:
 def main() -> int:
     """Answer requests until there are no more."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes to stderr and cannot break the protocol
+    os.dup2(2, 1)  # library prints go to stderr and cannot break the protocol
     threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
     for line in sys.stdin:
         replies.write(json.dumps(answer(json.loads(line))) + "\n")
@@ -43,18 +43,18 @@ def main() -> int:
 
 
 def follow(parent: int) -> None:
-    """End with the process that asked: it may be killed while the compiler runs for minutes."""
+    """Exit with the parent: it may be killed while the compiler runs for minutes."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def answer(request: dict) -> dict:
-    """Compile what the request asks for; an error of the compiler, or of the program, is an answer."""
+    """Compile the requested program; an error of the compiler, or of the program, is an answer."""
     import jax
     from jax.experimental import topologies
 
-    jax.clear_caches()  # of the request before: hundreds of programs would fill the memory
+    jax.clear_caches()  # drop earlier programs: hundreds of them would fill the memory
     stage, start = "trace", time.perf_counter()
     try:
         topology = topologies.get_topology_desc(topology_name=request["topology"], platform="tpu")
@@ -79,14 +79,14 @@ def answer(request: dict) -> dict:
 
 
 def jit(function):
-    """The function compiled as it is, unless it is jitted already (with donation or shardings of its own)."""
+    """Jit the function, unless it is jitted already (with its own donation or shardings)."""
     import jax
 
     return function if hasattr(function, "trace") else jax.jit(function)
 
 
 def on_chip(device):
-    """A context in which code that asks for the chip while it is traced is told this one."""
+    """Return a context in which code that queries the chip during tracing gets this one."""
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -95,7 +95,7 @@ def on_chip(device):
 
 
 def on_mesh(arguments):
-    """The same for a program on several devices: the mesh that its arguments are spread over; None for one device."""
+    """Return the same context for the mesh that a program's arguments are sharded over; None for one device."""
     import jax
 
     for leaf in jax.tree.leaves(arguments):
@@ -105,7 +105,7 @@ def on_mesh(arguments):
 
 
 def build(request: dict, devices) -> tuple:
-    """(function, abstract arguments placed on the devices, what else the factory says: executions, settings)."""
+    """Return (function, abstract arguments placed on the devices, the factory's third value: executions, settings)."""
     import jax
 
     if "kernel" in request:
@@ -128,14 +128,14 @@ def build(request: dict, devices) -> tuple:
 
 
 def memory(compiled) -> dict:
-    """Main memory of the program on one device, in bytes."""
+    """Return the program's main memory on one device, in bytes."""
     found = compiled.memory_analysis()
     names = ("argument", "output", "temp", "alias", "generated_code")
     return {name: int(getattr(found, f"{name}_size_in_bytes")) for name in names}
 
 
 def cost(compiled) -> dict:
-    """What XLA counts: flops and bytes of the whole program."""
+    """Return XLA's counts for the whole program: flops and bytes."""
     found = compiled.cost_analysis() or {}
     return {"flops": float(found.get("flops", 0.0)), "bytes": float(found.get("bytes accessed", 0.0))}
 

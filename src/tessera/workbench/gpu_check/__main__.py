@@ -1,4 +1,4 @@
-"""`python -m tessera.workbench.gpu_check`: runs the pieces that are named, all if none, until the time is up."""
+"""`python -m tessera.workbench.gpu_check`: runs the named pieces, by default all, until the time is up."""
 
 import argparse
 import contextlib
@@ -18,8 +18,8 @@ PIECES = ("env", "correct", "time", "tune")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the pieces; 1 if an item failed, whose record says why; 2 if nothing can run, or a record be written; 130 if
-    it was stopped. Run again, it goes on where it ended."""
+    """Run the pieces. Exit code 1 if an item failed (its record says why), 2 if nothing can run or a record cannot be
+    written, 130 if the run was stopped. The next run resumes."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.gpu_check", description=main.__doc__)
     parser.add_argument("pieces", nargs="*", metavar="|".join(PIECES), help="all if none is named")
     parser.add_argument("--out", type=Path, help="file of records; evidence/gpu-<device>.jsonl if not given")
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def stops_as_ctrl_c() -> Iterator[None]:
-    """Every signal that stops a process raises KeyboardInterrupt, but those that it was told to ignore (nohup)."""
+    """Raise KeyboardInterrupt on every stop signal, except those that the process was told to ignore (nohup)."""
     heard = [number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, signal.default_int_handler) for number in heard}
     try:
@@ -56,16 +56,16 @@ def stops_as_ctrl_c() -> Iterator[None]:
 
 
 def room(out: Path | None) -> str:
-    """How much the disk has left that the records go to."""
+    """Describe the free space on the disk that holds the records."""
     place = next(p for p in (out or Path("evidence", "x")).absolute().parents if p.exists())
     return f"{format_bytes(shutil.disk_usage(place).free)} are free in {place}"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the pieces.
+    """Run the pieces and return the exit code.
 
     Raises:
-        KeyboardInterrupt: it was stopped.
+        KeyboardInterrupt: the run was stopped.
         OSError: something could not be written.
     """
     if options.dry and options.out is None:

@@ -1,4 +1,4 @@
-"""The attention calls of the GPU script, their numbers, and kernels made ready to run on them."""
+"""The GPU script's attention calls, their random inputs, and kernels compiled to run on them."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ from tessera.workbench.gpu_check.session import Session
 FRACTION = 0.1
 TILES = (64, 128, 32, 16, 1)
 MOST_SINGLE_KEYS = 16384
-"""Masses and lists of single keys take gigabytes beyond."""
+"""Keys of the longest call with tile 1. Beyond, masses and lists of single keys take gigabytes."""
 LLAMA_8B, LLAMA_70B = (32, 8), (64, 8)
 """Query and KV heads of Llama 3.1."""
 
@@ -43,13 +43,13 @@ class Setting(NamedTuple):
         return "decode" if self.queries == 1 else "prefill"
 
     def words(self) -> str:
-        """As a record names it."""
+        """Return the call's name in a record."""
         mask = "causal" if self.causal else "both ways"
         size = f"{self.batch} x {self.queries} x {self.keys}"
         return f"{self.phase} {size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {mask}"
 
     def call(self, role: str, tile: int = 64, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
-        """(spec, shapes) in a role; a sparse call has room for what select_tiles lists."""
+        """Return (spec, shapes) for a role; a sparse call has room for what select_tiles lists."""
         spec = AttentionSpec(causal=self.causal, tile=tile, query_tile=query_tile, mass=role == "score")
         capacity = None
         if role == "sparse":
@@ -58,12 +58,12 @@ class Setting(NamedTuple):
         return spec, Shapes(*self[:6], capacity, self.dtype)
 
     def positions(self) -> Positions:
-        """Every key is valid; the rows are the last of them."""
+        """Return positions with every key valid and the queries at the end of the keys."""
         starts = (self.keys - self.queries, self.keys, self.queries)
         return Positions(*(jnp.full((self.batch,), start, jnp.int32) for start in starts))
 
     def inputs(self, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q, k, v of normal numbers, on the device; drawn sequence by sequence, which takes no memory beside them."""
+        """Draw normal q, k, v on the device, one sequence at a time, which needs no extra memory."""
 
         @partial(jax.jit, static_argnums=1)
         def draw(key, size):
@@ -75,27 +75,27 @@ class Setting(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Of q, out, and K and V in two layouts: the model's cache and what other libraries take."""
+        """Bytes of q, out, and K and V in two layouts: the model's cache and what other libraries take."""
         queries, keys = self.queries * self.heads, self.keys * self.kv_heads
         return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
 
     def masses(self, spec: AttentionSpec, key: jax.Array) -> jax.Array:
-        """Random masses [B,K,I,J]."""
+        """Draw random masses [B,K,I,J]."""
         size = (ceil_div(self.queries, spec.query_tile), ceil_div(self.keys, spec.tile))
         return jax.random.uniform(key, (self.batch, self.kv_heads, *size))
 
     def select(self, spec: AttentionSpec, mass: jax.Array) -> Selection:
-        """What select_tiles lists at 10 % of them."""
+        """Return the tiles that select_tiles lists for these masses at FRACTION."""
         p = self.positions()
         return select_tiles(mass, spec, fraction=FRACTION, q_start=p.q_start, kv_len=p.kv_len, q_len=p.q_len)
 
     def selection(self, spec: AttentionSpec, key: jax.Array) -> Selection:
-        """The same of random masses."""
+        """Return the tiles that select_tiles lists for random masses."""
         return self.select(spec, self.masses(spec, key))
 
 
 def gpu_kernels(session: Session, phase: str | None = None) -> Iterator[Kernel]:
-    """Kernels for NVIDIA GPUs; in a dry run the first of each role and phase, and single keys."""
+    """Yield the NVIDIA GPU kernels; in a dry run only the first of each role and phase, and those for single keys."""
     found = [kernel for kernel in KERNELS if kernel.platform == "gpu"]
     if session.dry:
         found = [kernel for kernel in found if kernel not in gpu_cudnn.KERNELS]
@@ -105,14 +105,14 @@ def gpu_kernels(session: Session, phase: str | None = None) -> Iterator[Kernel]:
 
 
 def takes_single_keys(kernel: Kernel) -> bool:
-    """Whether it reads the keys of a prefill call one by one."""
+    """Return whether the kernel reads the keys of a sparse prefill call one by one (tile 1)."""
     spec = AttentionSpec(tile=1, causal=False)
     sparse = kernel.role == "sparse" and kernel.phase == "prefill"
     return sparse and kernel.supports(spec, Shapes(1, 128, 256, 1, 1, 128, 64, "bfloat16")) is None
 
 
 def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
-    """(spec, shapes) at the first tile the kernel takes, None if it takes none; single keys up to MOST_SINGLE_KEYS."""
+    """Return (spec, shapes) at the first tile that the kernel takes, else None; tile 1 only up to MOST_SINGLE_KEYS."""
     for tile in TILES if kernel.role != "dense" else TILES[:1]:
         if tile == 1 and setting.keys > MOST_SINGLE_KEYS:
             continue
@@ -123,9 +123,9 @@ def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[Atten
 
 
 def ready(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any = None) -> Callable[..., Any]:
-    """The kernel under jit: (q, K and V as the model caches them [B,K,S,H], positions, selection) -> AttentionOut.
+    """Jit the kernel: (q, K and V as the model caches them [B,K,S,H], positions, selection) -> AttentionOut.
 
-    Its tuned blocks if no config is given.
+    Uses the kernel's tuned blocks if no config is given.
     """
     config = tuned.config(kernel, spec, shapes) if config is None else config
 
@@ -137,16 +137,16 @@ def ready(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any = Non
 
 
 def as_cached(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[B,S,K,H] keys and values laid out as the model's cache: [B,K,S,H]."""
+    """Lay out keys and values [B,S,K,H] as the model's cache: [B,K,S,H]."""
     return tuple(jnp.swapaxes(x, 1, 2) for x in (k, v))
 
 
 def machine(kernel: Kernel) -> contextlib.AbstractContextManager:
-    """Where the kernel runs: here, or in the simulator of a dry run."""
+    """Return the context that the kernel runs in: this device, or the simulator in a dry run."""
     return trials.machine(kernel)
 
 
 def fresh_key() -> tuple[int, jax.Array]:
-    """(seed, random key) that nobody has seen before."""
+    """Return (seed, random key), fresh from the system's entropy."""
     seed = int.from_bytes(os.urandom(4), "little") >> 1
     return seed, jax.random.key(seed)

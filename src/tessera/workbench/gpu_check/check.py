@@ -1,8 +1,8 @@
-"""Answers of any length against float32: whole query tiles, recomputed by the reference kernel on the same device.
+"""Check answers of any length against float32: the reference kernel recomputes whole query tiles on the same device.
 
-What is allowed: two units in the last place of the dtype (weights and output are rounded once each, half a unit) as a
-row's norm of out's error over its norm, one unit in lse (a kernel may sum rounded weights), and eight in the mass,
-whose logarithms a kernel may keep in half precision.
+The tolerances are two units in the last place of the dtype for out, as a row's norm of the error over its norm (weights
+and output are rounded once each, half a unit), one unit for lse (a kernel may sum rounded weights), and eight for the
+mass, whose logarithms a kernel may keep in half precision.
 """
 
 from functools import partial
@@ -16,19 +16,19 @@ from tessera.core.shapes import ceil_div
 
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 ALLOWED = {"out": 2.0, "lse": 1.0, "mass": 8.0}
-"""Errors in units of the dtype."""
+"""Tolerances, in units of the dtype."""
 
 
 @partial(jax.jit, static_argnames="spec")
 def errors(spec: AttentionSpec, q, k, v, positions: Positions, selection: Selection | None, found: AttentionOut):
-    """The largest errors of an answer's parts, those that it has; NaN where it holds NaN."""
+    """Return the largest error of each part that the answer has; NaN where it holds NaN."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     expected = reference.attend(q, k, v, spec, positions, selection, reference.Config())
     size = jnp.linalg.norm(expected.out, axis=-1)
     off = jnp.linalg.norm(found.out.astype(jnp.float32) - expected.out, axis=-1)
     parts = {"out": jnp.max(jnp.where(off == 0, 0.0, off / size))}
     if found.lse is not None:
-        same = found.lse == expected.lse  # -inf where no key is seen
+        same = found.lse == expected.lse  # -inf where no key is visible
         parts["lse"] = jnp.max(jnp.where(same, 0.0, jnp.abs(found.lse - expected.lse)))
     if found.mass is not None:
         parts["mass"] = jnp.linalg.norm((found.mass - expected.mass).ravel()) / jnp.linalg.norm(expected.mass.ravel())
@@ -38,13 +38,13 @@ def errors(spec: AttentionSpec, q, k, v, positions: Positions, selection: Select
 def fault(
     spec: AttentionSpec, inputs: tuple, positions: Positions, selection: Selection | None, found: AttentionOut
 ) -> str | None:
-    """What is wrong with an answer; None if nothing is.
+    """Return what is wrong with an answer; None if nothing is.
 
-    The first, the middle and the last query tile of the first and the last sequence are looked at.
+    Checks the first, the middle and the last query tile of the first and the last sequence.
 
     Args:
         spec, inputs, positions, selection: the call; inputs are q [B,T,N,H], k and v [B,S,K,H].
-        found: its answer; another library's may hold None for lse and mass.
+        found: the call's answer; another library's may hold None for lse and mass.
     """
     q, k, v = inputs
     tiles = ceil_div(q.shape[1], spec.query_tile)

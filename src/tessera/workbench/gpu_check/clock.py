@@ -1,4 +1,4 @@
-"""Time on the device: cold cache, CUPTI's durations of the kernels that a call launched, contenders in turns."""
+"""Device time on a cold cache: CUPTI's durations of the kernels that a call launched, contenders in turns."""
 
 import contextlib
 import time
@@ -13,18 +13,18 @@ from tessera.workbench.gpu_check.session import Session, on_gpu, plain
 
 PROBE = What(op="gpu clock", kernel="CUPTI", workload="a sum that is known to run")
 ABSENT = (ImportError, AttributeError, TypeError, ValueError, RuntimeError)
-"""What its absence, another user of it or a missing right shows as."""
+"""Errors raised where CUPTI is absent, another tool uses it, or the process lacks the rights."""
 
 
 class Samples(NamedTuple):
-    """Seconds of a contender per round: of its kernels, added up, and of the call as the host sees it."""
+    """Seconds per round of one contender: its kernels' durations added up, and the call as the host sees it."""
 
     device: list[float]
     host: list[float]
 
 
 class Clock:
-    """Takes samples. Where CUPTI does not run (another tool holds it, no rights), the host's clock is all there is."""
+    """Takes samples. Falls back to the host's clock where CUPTI does not run (another tool holds it, no rights)."""
 
     def __init__(self, session: Session):
         self._flush_bytes = session.scale.flush_bytes
@@ -32,12 +32,12 @@ class Clock:
         self._write = jax.jit(lambda x: x + 1, donate_argnums=0)
         self._cupti = None
         self.method = "the host's clock around a call and its wait: launches and dispatch count"
-        if on_gpu() and not session.is_done(PROBE):  # a record of it says that it hung
+        if on_gpu() and not session.is_done(PROBE):  # a record of the probe means that it hung
             with session.guard(PROBE):
                 self._try_cupti()
 
     def _try_cupti(self) -> None:
-        """Take CUPTI if it counts a kernel that is known to run."""
+        """Use CUPTI if it counts a kernel that is known to run."""
         probe = waiting(lambda x: x + 1, jax.block_until_ready(jnp.ones(1 << 20)))
         probe()
         try:
@@ -52,7 +52,7 @@ class Clock:
             self.method = "durations of the call's kernels by CUPTI, added up"
 
     def sample(self, call: Callable[[], Any]) -> tuple[float, float]:
-        """(device, host) seconds of one call on a cold cache; the call waits for its own result."""
+        """Return (device, host) seconds of one call on a cold cache; the call must wait for its own result."""
         self._dirty = jax.block_until_ready(self._write(self._dirty))
         if self._cupti is None:
             seconds = self._host(call)
@@ -73,12 +73,12 @@ class Clock:
 
     @property
     def cold(self) -> str:
-        """How a record words the state of the cache."""
+        """Record text for the state of the cache."""
         return f"L2 cold: {self._flush_bytes >> 20} MiB written before each sample"
 
 
 def waiting(function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    """A call of a jax function that waits for its result."""
+    """Return a call of a jax function that waits for its result."""
     return lambda: jax.block_until_ready(function(*args))
 
 
@@ -88,9 +88,9 @@ def interleave(
     rounds: int,
     guard: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> dict[str, Samples]:
-    """Samples of all contenders, taken in turns, each round in the reverse order of the one before.
+    """Sample all contenders in turns, each round in the reverse order of the one before.
 
-    guard(name) surrounds each sample; a contender whose error it takes is out, the others go on.
+    `guard(name)` wraps each sample. A contender whose error the guard catches drops out; the others continue.
     """
     taken = {name: Samples([], []) for name in contenders}
     for number in range(rounds):

@@ -1,7 +1,7 @@
-"""Every GPU kernel against float64: first how rows of single keys lie, then the catalogue and adversarial numbers.
+"""Check every GPU kernel against float64: the layout of single-key rows, then the catalogue and adversarial numbers.
 
-Calls are the catalogue's, numbers and verdict `tessera verify`'s: a tolerance that each call derives for itself. What
-is long is checked where it is timed.
+Calls come from the catalogue. Numbers and verdict come from `tessera verify`, with a tolerance derived for each call.
+`timing.py` checks the long calls.
 """
 
 from collections.abc import Iterator
@@ -55,13 +55,13 @@ DRY = {
     ),
 }
 FIRST = 2
-"""Cases of each kernel that come before anything is timed, besides the layout."""
+"""Cases of each kernel that run before anything is timed, besides the layout."""
 GRADIENTS = 2.0**-5
-"""Of the largest entry, or of 1: how far off an entry of a gradient in bfloat16 may be."""
+"""Tolerance of a bfloat16 gradient, relative to max(largest entry, 1)."""
 
 
 class Case(NamedTuple):
-    """A workload, its numbers (see verify.NUMBERS), and whether the kernel's smallest blocks run it, or the tuned."""
+    """A workload, its dtype and numbers (see verify.NUMBERS); `small` runs the smallest blocks instead of the tuned."""
 
     workload: Workload
     dtype: str = "bfloat16"
@@ -69,14 +69,14 @@ class Case(NamedTuple):
     small: bool = False
 
     def words(self) -> str:
-        """As a record names it."""
+        """Return the case's name in a record."""
         w = self.workload
         blocks = "smallest blocks" if self.small else "tuned blocks"
         return f"{w.name}, heads of {w.head_dim}, tile {w.spec.tile}, {self.numbers} numbers, {blocks}"
 
 
 def run(session: Session) -> None:
-    """A record per layout, then per kernel and case, then per gradient; of these first only the FIRST cases."""
+    """Append records of layouts, cases and gradients; if `session.first`, FIRST cases per kernel and no gradients."""
     kernels = list(calls.gpu_kernels(session))
     for kernel in filter(calls.takes_single_keys, kernels):
         for head_dim in (64,) if session.dry else (64, 128):
@@ -91,7 +91,7 @@ def run(session: Session) -> None:
     most = FIRST if session.first else None
     plans = {kernel: list(cases(kernel, dry=session.dry))[:most] for kernel in kernels}
     longest = max(map(len, plans.values()))
-    turns = [(k, plan[n]) for n in range(longest) for k, plan in plans.items() if n < len(plan)]  # a bit of each first
+    turns = [(k, plan[n]) for n in range(longest) for k, plan in plans.items() if n < len(plan)]  # alternate kernels
     turns = [(kernel, case, what_of(kernel, case)) for kernel, case in turns]
     turns = [turn for turn in turns if not session.is_done(turn[2])]
     for kernel, case, what in until_late(session, turns, 0 if session.dry else 30):
@@ -106,12 +106,12 @@ def run(session: Session) -> None:
 
 
 def what_of(kernel: Kernel, case: Case) -> What:
-    """The measurement's key."""
+    """Return the measurement's key."""
     return What(op="correctness", kernel=kernel.name, workload=case.words(), dtype=case.dtype)
 
 
 def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
-    """Of each block size of single keys the configuration with the most stages: how rows are placed depends on it."""
+    """Return per single-key block size, which decides how rows are placed, the config with the most stages."""
     spec = AttentionSpec(tile=1, query_tile=layout.TOKENS, causal=False)
     heads = 2 * head_dim // layout.TOKENS
     space = kernel.search_space(spec, Shapes(1, 64, 4096, heads, 1, head_dim, 2048, "bfloat16"))
@@ -119,7 +119,7 @@ def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
 
 
 def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
-    """What it takes, what matters most first: the catalogue, adversarial numbers, heads of 256, tiles, small blocks."""
+    """Yield the kernel's cases by importance: catalogue, adversarial numbers, heads of 256, tiles, small blocks."""
 
     def takes(workload: Workload, dtype: str = "bfloat16") -> bool:
         return kernel.supports(workload.role_spec(kernel.role), workload.shapes(kernel.role, dtype)) is None
@@ -150,10 +150,10 @@ def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
 
 
 def compare(kernel: Kernel, case: Case) -> dict:
-    """Fields of a record: errors of out, lse and mass over the tolerance.
+    """Return a record's fields: errors of out, lse and mass over the tolerance.
 
     Raises:
-        ValueError: one is past it, or something else breaks the contract.
+        ValueError: an error exceeds the tolerance, or the answer breaks the contract otherwise.
     """
     seed, _ = calls.fresh_key()
     w = case.workload
@@ -172,7 +172,7 @@ def compare(kernel: Kernel, case: Case) -> dict:
 
 
 def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
-    """A ragged call, one with window and cap, one that sees both ways, one with heads of 256: those that it takes."""
+    """Yield those workloads that the kernel takes: ragged, with window and cap, not causal, with heads of 256."""
     found = [DRY["prefill"]] if dry else tagged("hopper", "prefill")
     wide = [] if dry else [replace(w, name=f"{w.name}_{WIDE}", head_dim=WIDE) for w in found[:1]]
     for w in (*found, *wide):
@@ -181,10 +181,10 @@ def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
 
 
 def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
-    """Fields of a record: errors of dq, dk and dv of sum(d_out * out) over what is allowed, against float64.
+    """Return a record's fields: errors of dq, dk and dv of sum(d_out * out) against float64, over the tolerance.
 
     Raises:
-        ValueError: one is past it.
+        ValueError: an error exceeds the tolerance.
     """
     seed, _ = calls.fresh_key()
     call = trials.make(workload, "dense", "bfloat16", seed)

@@ -20,14 +20,14 @@ TOOLS = "ptxas nvdisasm nvcc ncu nvidia-smi".split()
 
 
 def run(session: Session) -> None:
-    """What is here; then how many facts of the shipped target configuration this device has otherwise."""
+    """Record the environment; on a GPU, also count the facts of the shipped target configuration that differ here."""
     session.attempt(What(op="environment", kernel="", workload="gpu"), look)
     if on_gpu():
         session.attempt(What(op="target configuration", kernel="", workload="gpu"), compare_target)
 
 
 def look() -> dict:
-    """Everything as facts; the sample is the number of devices."""
+    """Return everything as facts; the sample is the number of devices."""
     device = jax.devices()[0]
     names = ("compute_capability", "core_count", "shared_memory_per_block_optin", "device_kind", "platform")
     return {
@@ -42,7 +42,7 @@ def look() -> dict:
 
 
 def compare_target() -> dict:
-    """What XLA says of this GPU, and which facts of the shipped H200 file it contradicts: name -> [shipped, here]."""
+    """Return what XLA says of this GPU, and the shipped H200 facts that it contradicts: name -> [shipped, here]."""
     from jax._src.lib import xla_client
 
     text = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
@@ -50,10 +50,10 @@ def compare_target() -> dict:
 
 
 def differences(here: str, shipped: str) -> dict:
-    """Samples and facts of a record: how many of the shipped facts are other ones here.
+    """Return a record's samples and facts: how many of the shipped facts differ here.
 
     Raises:
-        ValueError: what XLA said holds no facts.
+        ValueError: XLA's text holds no facts.
     """
     found = facts(here)
     if not found:
@@ -66,12 +66,12 @@ def differences(here: str, shipped: str) -> dict:
 
 
 def facts(text: str) -> dict[str, str]:
-    """The numbers of a target configuration by name."""
+    """Parse the numbers of a target configuration, by name."""
     return dict(re.findall(r"^\s*(\w+): (\d[\d.]*)$", text, re.MULTILINE))
 
 
 def version(name: str) -> str | None:
-    """Of an installed package."""
+    """Return an installed package's version; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -79,7 +79,7 @@ def version(name: str) -> str | None:
 
 
 def tool(name: str) -> str | None:
-    """The last line of a tool's --version, or where Python's packages have it; None if neither."""
+    """Return the last line of a tool's --version, or its place in Python's packages; None if neither has it."""
     path = shutil.which(name)
     if path is None:
         wheels = importlib.util.find_spec("nvidia")

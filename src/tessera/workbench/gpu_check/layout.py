@@ -1,10 +1,10 @@
-"""How gathered rows of single keys lie in shared memory, which no interpreter models: every slot asked by its name.
+"""Check how gathered rows of single keys lie in shared memory, which no interpreter models: probe every slot.
 
-A query tile lists `blocks` times 2 H keys. Of these, 2 H in a row are unit vectors, slot j's is +-e_((j + 8 tile) % H),
-the rest are zero; the tile's rows are the unit vectors +-e_r. A row's score is SCALE at one slot, which holds all of
-its weight, so out must be that key's values to the last bit: another slot's values name the place where K's row was
-found instead, values of no slot mean that V's columns stand elsewhere. From tile to tile the unit vectors move by one
-16-byte column: the tiles together ask for every column of every slot, and for every stage of the ring.
+A query tile lists `blocks` times 2 H keys. 2 H consecutive ones are unit vectors, slot j's is +-e_((j + 8 tile) % H);
+the rest are zero. The tile's rows are the unit vectors +-e_r. A row scores SCALE at one slot, which gets all of its
+weight, so out must equal that key's values to the last bit. Another slot's values show where the kernel found K's row
+instead; values of no slot mean that V's columns are misplaced. From tile to tile the unit vectors move by one 16-byte
+column, so the tiles together probe every column of every slot, and every stage of the ring.
 """
 
 import jax
@@ -16,18 +16,18 @@ from tessera.workbench.evidence import How
 from tessera.workbench.gpu_check import calls
 
 SCALE = 64.0
-"""exp(-SCALE) vanishes beside 1 in every dtype."""
+"""Score of a row at its slot. exp(-SCALE) is negligible against 1 in every dtype."""
 TOKENS = 32
-"""Of a query tile; 2 H rows are that many times the heads."""
+"""Tokens of a query tile. Its 2 H rows are TOKENS times the heads."""
 COLUMN = 8
-"""Numbers of 16 bits in a 16-byte column."""
+"""16-bit numbers in a 16-byte column."""
 
 
 def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int) -> dict:
-    """Fields of a record: how many of the tiles' slots answer with other values than their own.
+    """Return a record's fields: how many of the tiles' slots answer with values other than their own.
 
     Raises:
-        ValueError: any does; it names the first few.
+        ValueError: any slot does; the message names the first few.
     """
     seed, key = calls.fresh_key()
     rows, length = 2 * head_dim, 2 * head_dim * blocks
@@ -61,16 +61,16 @@ def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int)
 
 
 def first_of(tile: int, blocks: int, rows: int) -> int:
-    """The first slot of a tile's unit vectors."""
+    """Return the first slot of a tile's unit vectors."""
     return tile % blocks * rows
 
 
 def strangers(tile: int, out: np.ndarray, values: np.ndarray, blocks: int) -> list[str]:
-    """The rows of a query tile [2 H, H] that did not get their slot's values, of those [length, H] that are listed."""
+    """Describe the rows of out [2 H, H] that differ from their slot's row of the listed values [length, H]."""
     rows, head_dim = out.shape
     said = []
     for row in range(rows):
-        # The row's unit vector is that of the slot which, moved by the tile's columns, is the same one.
+        # Undo the tile's shift to find the slot that holds this row's unit vector.
         sign, column = divmod(row, head_dim)
         slot = first_of(tile, blocks, rows) + sign * head_dim + (column - COLUMN * tile) % head_dim
         if not np.array_equal(out[row], values[slot]):

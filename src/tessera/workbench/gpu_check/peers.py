@@ -1,4 +1,4 @@
-"""Dense attention as others ship it, on the same arrays: cuDNN through jax, PyTorch's back ends, FlashAttention."""
+"""Dense attention of other libraries, on the same arrays: cuDNN through jax, PyTorch's back ends, FlashAttention."""
 
 import importlib.util
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from tessera.workbench.gpu_check.session import on_gpu
 
 
 def cudnn(setting: Setting, q, k, v) -> Callable[[], Any]:
-    """jax.nn.dot_product_attention(implementation="cudnn")."""
+    """Compile jax.nn.dot_product_attention(implementation="cudnn")."""
     causal = setting.causal and setting.queries > 1
 
     def attend(q, k, v):
@@ -25,7 +25,7 @@ def cudnn(setting: Setting, q, k, v) -> Callable[[], Any]:
 
 
 def torch_sdpa(backend: str) -> Callable[..., Callable[[], Any]]:
-    """torch.nn.functional.scaled_dot_product_attention with one back end allowed."""
+    """Prepare torch.nn.functional.scaled_dot_product_attention with one back end allowed."""
 
     def ready(setting: Setting, q, k, v) -> Callable[[], Any]:
         import torch
@@ -49,7 +49,7 @@ def torch_sdpa(backend: str) -> Callable[..., Callable[[], Any]]:
 
 
 def flash_attn(setting: Setting, q, k, v) -> Callable[[], Any]:
-    """FlashAttention's own package: version 3's interface if it is there, else version 2's."""
+    """Prepare FlashAttention's own package: version 3's interface if installed, else version 2's."""
     import torch
 
     try:
@@ -75,15 +75,15 @@ PEERS = MappingProxyType(
         "flash_attn": flash_attn,
     }
 )
-"""By name: (setting, q, k, v) -> a call that returns out [B,T,N,H] when it is done."""
+"""Name -> function of (setting, q, k, v) that prepares a call, which returns out [B,T,N,H] when it is done."""
 
 
 MODULES = MappingProxyType({"torch": ("torch",), "flash_attn": ("flash_attn_interface", "flash_attn")})
-"""What a peer needs, one of them, by the first word of its name; cuDNN is no module of Python's."""
+"""Python modules by the first word of a peer's name. A peer needs any one of its modules; cuDNN has none."""
 
 
 def installed(name: str) -> bool:
-    """Whether the peer's library is here, and the GPU that it runs on."""
+    """Return whether the peer's library is here, and the GPU that it runs on."""
     library = name.split()[0]
     if library == "cudnn":
         return on_gpu() and has_cudnn()
@@ -92,7 +92,7 @@ def installed(name: str) -> bool:
 
 
 def has_cudnn() -> bool:
-    """Whether jax finds cuDNN."""
+    """Return whether jax finds cuDNN."""
     try:
         check_cudnn_version()
     except RuntimeError:
@@ -101,5 +101,5 @@ def has_cudnn() -> bool:
 
 
 def as_jax(out: Any) -> jax.Array:
-    """A peer's result as a jax array."""
+    """Convert a peer's result to a jax array."""
     return out if isinstance(out, jax.Array) else jnp.from_dlpack(out.contiguous())

@@ -1,10 +1,11 @@
-"""One run of the GPU script as its child process sees it: where records go, what is still to be done, the time left.
+"""One run of the GPU script as its child process sees it: where records go, what is left to do, the time left.
 
-A record without an error that these very sources made is done. What has none is tried first; what failed is tried again
-after everything else, and what hung, crashed or did not fit into memory only once more. While an item runs, a note on
-the disk says so and how long it may take: the parent (`supervisor.py`) ends a process that took longer, and the next
-process turns the note into the item's error record. A note without an end is of a run that ended whole, parent and all:
-a machine that was taken away, or one that this item brings down. The first such end of an item counts for nothing.
+An item is done once these very sources made a record of it without an error. Items without a record run first. Failed
+items run again after everything else; those that hung, crashed or did not fit into memory run only once more. While an
+item runs, a note on disk names it and its time limit: the parent (`supervisor.py`) ends a process that exceeds the
+limit, and the next process turns the note into the item's error record. A note without an end comes from a run that
+ended whole, parent included: the machine was taken away, or this item brings it down. The first such end does not
+count.
 """
 
 import collections
@@ -36,29 +37,29 @@ REFUSALS = (
     *(ValueError, TypeError, NotImplementedError, AssertionError, LookupError, ImportError, AttributeError),
     *(BufferError, MosaicError, LoweringError, ir.MLIRError),
 )
-"""Errors that leave the process whole. After XLA's, and those of no kind that is known, a fresh one goes on; after a
-plain RuntimeError, by which libraries refuse calls and report CUDA's faults alike, only if the device fails too."""
+"""Errors that leave the process intact. After XLA's errors and unknown ones, a fresh process takes over; after a plain
+RuntimeError, which libraries raise for refused calls and CUDA faults alike, only if the device fails too."""
 CRASHED = ("hung after", "crashed", "does not fit")
-"""How the error of an item begins that took its process with it."""
+"""Prefixes of the error of an item that took its process with it."""
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
-"""What XLA, CUDA and PyTorch say of main memory that is not there; a block's shared memory is a kernel's fault."""
+"""Matches XLA, CUDA and PyTorch errors about exhausted main memory. Exhausted shared memory is the kernel's fault."""
 FULL_DISK = re.compile(r"(?i)no space left on device|disk quota exceeded")
-"""What an item says whose compiler, say, finds no room for its files; never the reason to give an item up."""
+"""Matches the error of an item without disk space, as for its compiler's files. Never a reason to drop an item."""
 CUT = "cut short:"
-"""How the error of an item begins in whose middle everything ended, the parent too."""
+"""Prefix of the error of an item during which everything ended, the parent too."""
 MOST_CRASHES = 2
 LIMIT_S = 150.0
-"""Of an item, compiling included, if it names no other."""
+"""Seconds per item, compilation included, if the item names no other limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How large everything is.
+    """Size of a run.
 
     Attributes:
-        rounds: samples of a contender.
-        tune_rounds: samples of a configuration.
-        flush_bytes: written before each sample, so that nothing is left in the L2 cache.
+        rounds: samples per contender.
+        tune_rounds: samples per configuration.
+        flush_bytes: bytes written before each sample, so that nothing is left in the L2 cache.
     """
 
     rounds: int = 21
@@ -67,15 +68,15 @@ class Scale:
 
 
 class Session:
-    """Appends records, knows what is to be done, and when to stop.
+    """Appends records, knows what is left to do and when to stop.
 
     Attributes:
-        first: whether a little of every piece is wanted before the whole of any: the time may run out.
-        retry: whether it is the turn of what failed before.
+        first: run only a little of every piece, since the time may run out before the whole of any.
+        retry: run what failed before.
     """
 
     def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False, since: int | None = None):
-        """since: records of the file that earlier runs made, all if None; with `again` they do not count."""
+        """since: number of records that earlier runs left in the file, all if None; `again` ignores those."""
         self.out, self.dry = out, dry
         self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
         self._end = time.monotonic() + limit_s
@@ -94,18 +95,18 @@ class Session:
 
     @property
     def seconds_left(self) -> float:
-        """Until the limit; pieces begin nothing they cannot end."""
+        """Seconds until the limit; pieces start nothing that they cannot finish."""
         return self._end - time.monotonic()
 
     def is_done(self, what: What) -> bool:
-        """Whether there is nothing to do for it now, see the module."""
+        """Return whether there is nothing to do for the item now (see the module)."""
         key = _key(what)
         if key in self._good or key in self._refused or self._crashes[key] >= MOST_CRASHES:
             return True
         return key in self._failed and not self.retry
 
     def is_good(self, what: What) -> bool:
-        """Whether there is a result, and never was an error."""
+        """Return whether the item has a result and never had an error."""
         return _key(what) in self._good - self._failed
 
     def _count(self, record: Record, *, now: bool) -> None:
@@ -122,7 +123,7 @@ class Session:
             self._refused.add(key)
 
     def add(self, what: What, samples: Sequence[float], **fields: Any) -> Record:
-        """Append a record of samples, or of `error`; a dry run says of itself that nothing was measured."""
+        """Append a record of samples, or of `error`; a dry run's record says that nothing was measured."""
         if self.dry:
             how = fields.get("how") or How(iterations=max(len(samples), 1))
             fields["how"] = replace(how, check=f"dry run: {how.check or 'nothing measured'}")
@@ -137,15 +138,15 @@ class Session:
         return made
 
     def fail(self, what: What, error: BaseException) -> None:
-        """Append a record of an error; ends this process if it may not be whole any more.
+        """Append a record of an error, then end this process if it may be damaged.
 
         Raises:
-            SystemExit: it is not; the parent starts a fresh one.
+            SystemExit: the process may be damaged; the parent starts a fresh one.
         """
         if isinstance(error, REFUSALS) or type(error) is RuntimeError and device_works():
             self.add(what, (), error=plain(error))
             return
-        fault = "does not fit" if FULL.search(str(error)) else "crashed"  # a fresh process holds nothing
+        fault = "does not fit" if FULL.search(str(error)) else "crashed"  # a fresh process holds no memory
         fault = "no room on the disk" if FULL_DISK.search(str(error)) else fault
         self.add(what, (), error=f"{fault}: {plain(error)}")
         self._notes = []
@@ -153,11 +154,11 @@ class Session:
         raise SystemExit(RESTART)
 
     def guard(self, what: What, limit_s: float = LIMIT_S) -> "Guard":
-        """A context that runs an item: it may take limit_s, and its error becomes a record and goes no further."""
+        """Return a context that runs an item for at most `limit_s`, and turns its error into a record."""
         return Guard(self, what, limit_s)
 
     def attempt(self, what: What, run: Callable[[], Mapping[str, Any]], limit_s: float = LIMIT_S) -> bool:
-        """A record of what `run` returns (the fields of `add`), or of its error; False if there is nothing to do."""
+        """Record what `run` returns (the fields of `add`), or its error; return False if there is nothing to do."""
         if self.is_done(what) or self.seconds_left <= 0:
             return False
         with self.guard(what, limit_s):
@@ -170,7 +171,7 @@ class Session:
         return self.out.with_suffix(NOTE_SUFFIX)
 
     def _write_note(self) -> None:
-        """What runs, for the parent and for the next process."""
+        """Write which item runs, for the parent and for the next process."""
         self._numbers += 1
         note = self._notes[-1] if self._notes else {"what": None, "limit_s": IDLE_S}
         note = note | {"number": f"{os.getpid()}.{self._numbers}", "piece": self.piece}
@@ -178,15 +179,15 @@ class Session:
         with writing(self._note_path):
             self._note_path.parent.mkdir(parents=True, exist_ok=True)
             beside.write_text(json.dumps(note))
-            os.replace(beside, self._note_path)  # whole whenever it is read; a lost machine costs a note, no sync
+            os.replace(beside, self._note_path)  # atomic for readers; no sync, since a lost machine costs only a note
 
     def begin(self, what: What, limit_s: float) -> None:
-        """Note that an item runs; one within another is blamed before it."""
+        """Note that an item runs. Of nested items, the inner one is blamed first."""
         self._notes.append({"what": asdict(what), "limit_s": limit_s})
         self._write_note()
 
     def end(self) -> None:
-        """Note that the last item noted does not run any more."""
+        """Note that the item begun last has ended."""
         self._notes = self._notes[:-1]
         self._write_note()
 
@@ -202,7 +203,7 @@ class Session:
 
 
 class Guard:
-    """See Session.guard. A class, as no clause may catch every error: this one hides none, all become records."""
+    """Implements Session.guard as a class, since lint forbids catching every error; this one records all it catches."""
 
     def __init__(self, session: Session, what: What, limit_s: float):
         self.session, self.what, self.limit_s = session, what, limit_s
@@ -223,7 +224,6 @@ class Guard:
 
 
 def say(text: str) -> None:
-    """Print a line."""
     with writing("standard output"):
         print(text, flush=True)
 
@@ -233,7 +233,7 @@ def _key(what: What) -> tuple[str, str, str, str]:
 
 
 def plain(error: BaseException | str) -> str:
-    """An error's first lines without names of this machine."""
+    """Return an error's first 600 characters on one line, without names from this machine."""
     said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     text = " ".join(said.split())
     for name in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir(), platform.node()):
@@ -243,7 +243,7 @@ def plain(error: BaseException | str) -> str:
 
 @functools.cache
 def state_of_gpu() -> dict[str, str]:
-    """Driver and clocks as nvidia-smi tells them; empty where there is none."""
+    """Return the driver and clocks that nvidia-smi reports; empty where there is none."""
     names = "driver_version,clocks.max.sm,clocks.sm,clocks.mem,power.limit"
     command = ["nvidia-smi", f"--query-gpu={names}", "--format=csv,noheader"]
     try:
@@ -257,12 +257,12 @@ def state_of_gpu() -> dict[str, str]:
 
 
 def on_gpu() -> bool:
-    """Whether jax runs on a GPU here."""
+    """Return whether jax runs on a GPU here."""
     return jax.default_backend() == "gpu"
 
 
 def device_works() -> bool:
-    """Whether the device still computes: no fault of CUDA's is forgotten before its process ends."""
+    """Return whether the device still computes. CUDA errors are sticky until the process exits."""
     try:
         jax.block_until_ready(jax.jit(lambda x: x + 1)(np.zeros(8)))
     except RuntimeError:
@@ -271,7 +271,7 @@ def device_works() -> bool:
 
 
 def until_late(session: Session, items: Sequence[Any], seconds: float) -> Iterator[Any]:
-    """The items in order while there are this many seconds left; says so when some are left for the next run."""
+    """Yield the items while at least `seconds` are left; print how many are left for the next run."""
     for number, item in enumerate(items):
         if session.seconds_left < seconds:
             say(f"{session.piece}: {len(items) - number} left for the next run: the time is up")

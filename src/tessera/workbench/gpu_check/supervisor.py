@@ -1,8 +1,9 @@
 """The GPU script's parent: keeps one child process at work, and starts another after a hang or a crash.
 
-The child (`worker.py`) notes on the disk what it does and how long that may take. The parent asks jax for no device: a
-GPU's fault is the child's alone. It adds to the note how the child ended; the next child makes a record of that. Who
-stops it by a signal, and a disk that is full, blame no item: the note is removed.
+The child (`worker.py`) writes to a note on disk what it does and how long that may take. The parent requests no device
+from jax, so a GPU fault hits only the child. After a hang or a crash, the parent adds to the note how the child ended,
+and the next child turns the note into a record. A stop signal or a full disk blames no item: the parent removes the
+note.
 """
 
 import contextlib
@@ -20,34 +21,34 @@ from typing import Any
 from tessera.core import files
 
 RESTART = 75
-"""The child's exit status after an error that may have broken it; the record is written."""
+"""Exit code of a child after an error that may have damaged it. The child has written the record."""
 UNWRITABLE = 74
-"""The child's exit status when it could not write; the last that it said is what and why."""
+"""Exit code of a child that could not write. The last line of its stderr says what and why."""
 NO_GPU = 2
 NOTE_SUFFIX = ".now"
-"""The note lies beside the records."""
+"""Suffix of the note, which lies in the folder of the records."""
 IDLE_S = 150.0
 """Seconds that the child may spend on starting, and between items."""
 OVERTIME_S = 75.0
-"""Past the time after which nothing new begins: then the child is ended, and what it did is left for the next run."""
+"""Seconds past the limit after which the parent ends the child and leaves its item for the next run."""
 POLL_S = 0.2
 SILENT = "it said nothing"
-"""As a child ends whose last words found no room either."""
+"""Replaces the last words of a child that left none, for example because its stderr found no disk space either."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""How people and job schedulers end what runs: nobody's fault."""
+"""Signals by which people and job schedulers stop a run. They blame no item."""
 COMMAND = (sys.executable, "-m", "tessera.workbench.gpu_check.worker")
 
 
 class Unwritable(OSError):
-    """What has to be written cannot be; says what and why. No item's fault."""
+    """Something that must be written cannot be; says what and why, and blames no item."""
 
 
 @contextlib.contextmanager
 def writing(what: Path | str) -> Iterator[None]:
-    """The block writes this, and nothing else is done in it.
+    """Report an OSError of the block as Unwritable. The block must do nothing but write `what`.
 
     Raises:
-        Unwritable: it could not.
+        Unwritable: the block could not write.
     """
     try:
         yield
@@ -56,7 +57,7 @@ def writing(what: Path | str) -> Iterator[None]:
 
 
 def device() -> str | None:
-    """The file name of this GPU's records; None if jax, asked in a process of its own, finds no GPU in time."""
+    """Return the file name of this GPU's records; None if jax, in a separate process, finds no GPU in time."""
     try:
         done = subprocess.run([*COMMAND], capture_output=True, text=True, timeout=IDLE_S)
     except subprocess.TimeoutExpired:
@@ -73,17 +74,17 @@ def supervise(request: dict[str, Any], limit_s: float, paths: Sequence[str] = ()
         paths: folders added to the child's import path.
 
     Returns:
-        Whether it got through; False if a child ended outside of every item, which another would do as well.
+        Whether the run got through; False if a child ended outside of every item, as the next child would too.
 
     Raises:
-        KeyboardInterrupt: someone stopped it or its child.
+        KeyboardInterrupt: someone stopped the run or its child.
         OSError: something could not be written, or no child started.
     """
     note = Path(request["out"]).with_suffix(NOTE_SUFFIX)
     try:
         return _children(request, note, limit_s, paths)
     except (KeyboardInterrupt, OSError):
-        note.unlink(missing_ok=True)  # nobody's fault
+        note.unlink(missing_ok=True)  # no item is at fault
         raise
 
 
@@ -109,15 +110,15 @@ def _children(request: dict[str, Any], note: Path, limit_s: float, paths: Sequen
 
 
 def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequence[str]) -> tuple[str, str]:
-    """(exit status in words, "late", or "hung after N s"; the last that it said on stderr)."""
+    """Return (exit code in words, "late", or "hung after N s"; the last error line of stderr, or its last line)."""
     path = os.pathsep.join((*paths, *filter(None, [os.environ.get("PYTHONPATH")])))
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         child = subprocess.Popen(
             [*COMMAND, json.dumps(request)],
-            stdin=subprocess.PIPE,  # whose end tells the child that its parent is gone
+            stdin=subprocess.PIPE,  # closes with the parent, which ends the child
             stderr=stderr,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # with the compilers it starts: all end together
+            start_new_session=True,  # so that the compilers it starts end with it
         )
         try:
             ended = _watch(child, note, most_s)
@@ -131,7 +132,7 @@ def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequen
 
 
 def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
-    """Wait for the child's end, for the limit of the item it is at, or for the end of all time.
+    """Wait until the child ends, its current item exceeds its limit, or the total time is up.
 
     Raises:
         KeyboardInterrupt: someone stopped the child.
@@ -158,7 +159,7 @@ def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
 
 
 def _kill(child: subprocess.Popen) -> None:
-    """End the child and what it started; one that the driver holds is left behind."""
+    """Kill the child and everything it started; leave a child behind that the driver holds."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait(30)
@@ -167,5 +168,5 @@ def _kill(child: subprocess.Popen) -> None:
 
 
 def _read(note: Path) -> dict[str, Any] | None:
-    """The note; None while there is none."""
+    """Return the note; None while there is none."""
     return json.loads(note.read_text()) if note.exists() else None

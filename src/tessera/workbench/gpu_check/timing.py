@@ -1,4 +1,4 @@
-"""Our GPU kernels and the peers on the same numbers, in turns, and what Kascade makes of them at 131,072 tokens."""
+"""Time our GPU kernels and the peers in turns on the same numbers, and derive Kascade's time at 131,072 tokens."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,22 +26,22 @@ DECODE = tuple(
     for batch in (1, 16, 4, 64)
 )
 SETTINGS = (SEED_SHAPE, *PREFILL[:2], *DECODE[:3], *PREFILL[2:], *PREFILL_70B, *DECODE[3:])
-"""What matters most comes first: the time may run out."""
+"""The most important calls come first, since the time may run out."""
 FIRST = 4
 """Calls that are timed before the rest of `correct`: the shape that was promised first, prefill, decode."""
 DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
 MOST_OF_JAX = 0.8
-"""Of what jax may take, which is three quarters of the device's memory. Larger calls are left out, with a record."""
+"""Share of jax's limit (three quarters of the device's memory) for a call's arrays. Larger calls only get a record."""
 
 SAMPLE_S, COMPILE_S = 60.0, 240.0
-"""Limits of one sample, and of compiling all contenders of a call."""
+"""Seconds for one sample, and for compiling all contenders of a call."""
 LAYERS, ANCHORS = 32, 5
 ROLES = ("score", "sparse")
 TARGETS = {"dense prefill": 0.95, "seed": 1.0, "kascade prefill": 3.4, "kascade decode": 5.0}
 
 
 class Numbers(NamedTuple):
-    """A call's arrays, made once for all contenders: q, k and v [B,S,K,H], and the same two as the cache [B,K,S,H]."""
+    """A call's arrays, built once for all contenders: q, k and v [B,S,K,H], and k and v as the cache [B,K,S,H]."""
 
     setting: Setting
     key: jax.Array
@@ -51,14 +51,14 @@ class Numbers(NamedTuple):
 
     @classmethod
     def fresh(cls, setting: Setting) -> "Numbers":
-        """Numbers that nobody has seen before."""
+        """Draw the call's numbers from a fresh key."""
         _, key = calls.fresh_key()
         q, k, v = setting.inputs(key)
         return jax.block_until_ready(cls(setting, key, (q, k, v), calls.as_cached(k, v), setting.positions()))
 
 
 class Contender(NamedTuple):
-    """A compiled call that waits for its result, and what its answer must be."""
+    """A compiled call that waits for its result, and the spec and selection to check its answer against."""
 
     call: Callable[[], Any]
     spec: AttentionSpec
@@ -66,7 +66,7 @@ class Contender(NamedTuple):
 
 
 def run(session: Session) -> None:
-    """A record per contender and call; first of the FIRST calls only."""
+    """Append a record per contender and call; if `session.first`, only for the FIRST calls."""
     missing = [name for name in peers.PEERS if not peers.installed(name)]
     for name in missing:
         what = What(op="gpu attention", kernel=name, workload="any")
@@ -79,7 +79,7 @@ def run(session: Session) -> None:
 
 
 def time_setting(session: Session, watch: clock.Clock, setting: Setting) -> None:
-    """All contenders of one call that are not done; where one of ours is not, all of them."""
+    """Time a call's contenders that are not done; if one of ours is not, time the finished ones again too."""
     kernels = {k.name: k for k in calls.gpu_kernels(session, setting.phase) if calls.taken(k, setting)}
     others = [name for name in peers.PEERS if peers.installed(name)]
     whats = {name: what_of(name, setting) for name in (*kernels, *others)}
@@ -109,13 +109,13 @@ def time_setting(session: Session, watch: clock.Clock, setting: Setting) -> None
 
 
 def most_bytes() -> float:
-    """What a call's arrays may take on this device; no bound where jax knows none."""
+    """Return how many bytes a call's arrays may take on this device; infinite where jax knows no limit."""
     stats = jax.devices()[0].memory_stats() or {}
     return MOST_OF_JAX * stats.get("bytes_limit", float("inf"))
 
 
 def drawn(session: Session, setting: Setting, op: str) -> Numbers | None:
-    """The numbers of a call; None if they could not be drawn, now or before."""
+    """Draw a call's numbers; return None if that fails, now or in an earlier attempt."""
     what = What(op=op, kernel="", workload=setting.words(), dtype=setting.dtype)
     if not session.is_done(what):
         with session.guard(what):
@@ -124,7 +124,7 @@ def drawn(session: Session, setting: Setting, op: str) -> Numbers | None:
 
 
 def work_of_dense(setting: Setting) -> dict[str, float]:
-    """Flops and bytes of the dense call."""
+    """Return flops and bytes of the dense call."""
     spec, shapes = setting.call("dense")
     return dict(work.decode("dense", spec, shapes) if setting.phase == "decode" else work.prefill(spec, shapes))
 
@@ -132,9 +132,9 @@ def work_of_dense(setting: Setting) -> dict[str, float]:
 def compile_all(
     session: Session, makers: Mapping[str, Callable[[], Contender]], what: What
 ) -> Mapping[str, Callable[[], Contender]]:
-    """Name -> what returns the contender or raises its error: compiled beside each other.
+    """Compile the contenders concurrently; return name -> function that returns the contender or raises its error.
 
-    If one of them ends or stops the process, each has its own turn when failures are tried again.
+    If one of them ends or stops the process, each compiles by itself when failures are retried.
     """
     if session.dry or session.retry:
         return makers
@@ -144,7 +144,7 @@ def compile_all(
 
 
 def prepare(session: Session, numbers: Numbers, makers: Mapping[str, Callable[[], Contender]], whats) -> dict:
-    """Name -> contender; what does not compile, run, or give the right answer becomes a record at once."""
+    """Return name -> contender; record at once what does not compile, run or give the right answer."""
     contenders = {}
     for name, make in makers.items():
         with session.guard(whats[name]):
@@ -155,7 +155,7 @@ def prepare(session: Session, numbers: Numbers, makers: Mapping[str, Callable[[]
 
 
 def ours(kernel: Kernel, numbers: Numbers, config: Any = None) -> Contender:
-    """Our kernel, of the tuned blocks if no config is given; its selection is made before."""
+    """Build our kernel's contender, with tuned blocks if no config is given; its selection is computed beforehand."""
     setting = numbers.setting
     spec, shapes = calls.taken(kernel, setting)
     selection = jax.jit(partial(setting.selection, spec))(numbers.key) if kernel.role == "sparse" else None
@@ -172,15 +172,15 @@ def ours(kernel: Kernel, numbers: Numbers, config: Any = None) -> Contender:
 
 
 def theirs(name: str, numbers: Numbers) -> Contender:
-    """A peer's dense call."""
+    """Build a peer's dense contender."""
     return Contender(peers.PEERS[name](numbers.setting, *numbers.inputs), numbers.setting.call("dense")[0])
 
 
 def checked(contender: Contender, numbers: Numbers) -> None:
-    """Call it once and hold the answer against float32.
+    """Call the contender once and check its answer against float32.
 
     Raises:
-        ValueError: it is wrong.
+        ValueError: the answer is wrong.
     """
     found = contender.call()
     if not hasattr(found, "lse"):
@@ -191,16 +191,16 @@ def checked(contender: Contender, numbers: Numbers) -> None:
 
 
 def what_of(name: str, setting: Setting) -> What:
-    """The measurement's key."""
+    """Return the measurement's key."""
     return What(op="gpu attention", kernel=name, workload=setting.words(), dtype=setting.dtype)
 
 
 def report(session, watch, setting: Setting, taken: Mapping[str, clock.Samples], whats, costs) -> None:
-    """A record per contender; ours against the best peer of this very run."""
+    """Append a record per contender; compare ours with the best peer of this very run."""
     rivals = {name: samples.device for name, samples in taken.items() if name in peers.PEERS}
     best = min(rivals, key=lambda name: sorted(rivals[name])[len(rivals[name]) // 2], default=None)
     for name, samples in taken.items():
-        if session.is_good(whats[name]):  # beside the others again
+        if session.is_good(whats[name]):  # timed again only to compare the others
             continue
         comparison = None
         if best is not None and name not in peers.PEERS:
@@ -218,14 +218,14 @@ def report(session, watch, setting: Setting, taken: Mapping[str, clock.Samples],
 
 
 def target_of(name: str, setting: Setting) -> float | None:
-    """The ratio that was promised."""
+    """Return the promised ratio, if there is one."""
     if setting == SEED_SHAPE and name.endswith("dense"):
         return TARGETS["seed"]
     return TARGETS["dense prefill"] if name.endswith("dense") and setting.phase == "prefill" else None
 
 
 def versus(against: str, theirs: list[float], mine: list[float], target: float | None) -> Comparison:
-    """The peer's median over ours, with its interval."""
+    """Compare the peer's median with ours: their ratio, its interval and the target."""
     ratio = measure.ratio(theirs, mine)
     goal, met = (None, None) if target is None else (f">= {target:g}", ratio >= target)
     return Comparison(against=against, ratio=ratio, interval=measure.ratio_interval(theirs, mine), target=goal, met=met)
@@ -234,9 +234,9 @@ def versus(against: str, theirs: list[float], mine: list[float], target: float |
 def kascade(
     session: Session, watch: clock.Clock, setting: Setting, taken: Mapping[str, clock.Samples], best: str
 ) -> None:
-    """Attention of a model of 32 layers, 5 of them anchors that score and select, against the peer in every layer.
+    """Record attention in 32 layers, 5 of them anchors that score and select, against the peer in every layer.
 
-    Added up from samples of the same round, layer by layer; selection from masses that are there is timed here.
+    Adds up samples of the same round, layer by layer; times the selection here, from existing masses.
     """
     what = What(op="gpu kascade", kernel="gpu", workload=setting.words(), dtype=setting.dtype)
     by_role = {role: taken[name].device for role in ROLES if (name := f"gpu_{setting.phase}_{role}") in taken}
@@ -245,7 +245,7 @@ def kascade(
 
 
 def in_layers(session: Session, watch: clock.Clock, setting: Setting, by_role, rival: tuple[str, list[float]]) -> dict:
-    """Fields of the record."""
+    """Return the record's fields."""
     spec, _ = setting.call("sparse")
     mass = jax.block_until_ready(setting.masses(spec, jax.random.key(0)))
     select = clock.waiting(jax.jit(partial(setting.select, spec)), mass)
@@ -263,5 +263,5 @@ def in_layers(session: Session, watch: clock.Clock, setting: Setting, by_role, r
 
 
 def method(session: Session, watch: clock.Clock) -> How:
-    """How all of this was timed."""
+    """Describe how this piece times."""
     return How(warmup=1, iterations=session.scale.rounds, interleaved=True, check=watch.method, cold_cache=watch.cold)

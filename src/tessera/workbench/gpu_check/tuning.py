@@ -1,6 +1,6 @@
-"""A bounded search: every configuration of a kernel's search space on a few calls, checked, timed, a record each.
+"""A bounded search: check and time every configuration of a kernel's search space on a few calls, a record each.
 
-No table changes: the records are for a person to read, and for `tessera tune` to begin with.
+It changes no table: people read the records, and `tessera tune` may start from them.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
 
 
 def run(session: Session) -> None:
-    """A record per kernel, call and configuration; not before everything else was begun."""
+    """Append a record per kernel, call and configuration, but not in the first pass, which starts every other piece."""
     if session.first:
         return
     watch = clock.Clock(session)
@@ -36,7 +36,7 @@ def run(session: Session) -> None:
 
 
 def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, object, What]]:
-    """Every kernel and configuration that takes the call; one per kernel in a dry run."""
+    """Yield every kernel and configuration that takes the call; one per kernel in a dry run."""
     for kernel in calls.gpu_kernels(session, setting.phase):
         call = calls.taken(kernel, setting)
         configs = [] if call is None else list(kernel.search_space(*call))
@@ -46,10 +46,10 @@ def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, obj
 
 
 def candidate(session: Session, watch: clock.Clock, kernel: Kernel, numbers: Numbers, config: object) -> dict:
-    """Samples of one configuration, whose answer is right.
+    """Return samples of one configuration, after checking its answer.
 
     Raises:
-        ValueError: it is wrong.
+        ValueError: the answer is wrong.
     """
     contender = ours(kernel, numbers, config)
     checked(contender, numbers)

@@ -2,8 +2,8 @@
 
     python -m tessera.workbench.gpu_check.worker REQUEST
 
-REQUEST is JSON: {"pieces": names, or "module:function" of others, "out": file of records, "dry", "again", "since":
-records of the file when the script began, "limit_s"}. Without one it prints the file name of this GPU's records.
+REQUEST is JSON: {"pieces": names, or "module:function" for others, "out": file of records, "dry", "again", "since":
+records in the file when the script began, "limit_s"}. Without REQUEST, it prints the file name of this GPU's records.
 """
 
 import contextlib
@@ -24,23 +24,23 @@ from tessera.workbench.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritabl
 PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
 """In the order they run."""
 PASSES = ((True, False), (False, False), (False, True))
-"""(session.first, session.retry) of each pass over the pieces: a little of each, everything new, what failed before."""
+"""(session.first, session.retry) of each pass over the pieces: a little of each, everything new, earlier failures."""
 
 
 def piece_named(name: str) -> Callable[[Session], None]:
-    """A piece of the script, or the one that "module:function" names."""
+    """Return a piece of the script, or the function that "module:function" names."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function) if function else PIECES[name]
 
 
 def end_with_parent() -> None:
-    """End this process when the parent's end of stdin closes: nobody would watch it any more."""
-    os.read(0, 1)  # not by sys.stdin, whose lock would be held when Python ends
+    """End this process when the parent's end of stdin closes, since no parent watches it any more."""
+    os.read(0, 1)  # not sys.stdin, whose lock would still be held when Python exits
     os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The passes over the pieces; 2 if there is no GPU."""
+    """Run the passes over the pieces; return exit code 2 if there is no GPU."""
     request = json.loads(arguments[0]) if arguments else {"dry": False}
     if request["dry"]:
         hardware.prepare_simulator()
@@ -69,4 +69,4 @@ if __name__ == "__main__":
             print(f"error: {error}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    os._exit(status)  # at once: after a fault the driver may not let go of what Python would tidy up
+    os._exit(status)  # skip clean-up: after a fault the driver may hold on to what Python would free

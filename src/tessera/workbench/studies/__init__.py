@@ -1,1 +1,1 @@
-"""Long resumable measurements, each with records of its own."""
+"""Long, resumable measurements, each with its own records."""

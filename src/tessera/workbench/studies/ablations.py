@@ -1,11 +1,12 @@
-"""What each choice of the TPU prefill kernel is worth: each is undone alone, and the schedules stand side by side.
+"""Estimate the worth of each choice in the TPU prefill kernel: undo each one separately and compare the schedules.
 
-    python -m tessera.workbench.studies.ablations --chip v6e     # compiles the kernel as it is and without each choice
+    python -m tessera.workbench.studies.ablations --chip v6e     # compiles the kernel unchanged and without each choice
     python -m tessera.workbench.studies.ablations --report       # a record per chip and choice into evidence/
 
 Every variant computes the same attention. One is less exact: it keeps weighted values (and row sums, where the matrix
 unit makes them) in bfloat16 between updates, each of which widens them, adds and rounds. On v7x the kernel keeps its
-statistics in VMEM, and the first variant in registers. Without prefetch the copies' time is added: nothing hides it.
+statistics in VMEM, and the first variant keeps them in registers. Without prefetch, nothing hides the copies, so their
+time is added.
 """
 
 import argparse
@@ -43,13 +44,13 @@ CALL = MappingProxyType({"role": "dense", "phase": "prefill", "length": 16384, "
 
 
 def other_place(*call) -> Cut:
-    """`prefill_blocks.cut_call`: the state goes to VMEM after every chunk where it does not, and the reverse."""
+    """Replace `prefill_blocks.cut_call`: after every chunk, keep the state in VMEM where it is not, and the reverse."""
     cut = CUT_CALL(*call)
     return cut._replace(state_in_vmem=not cut.state_in_vmem)
 
 
 def spread_statistics(state: Rows, q, k, v, cut, start, mask=None, real=None) -> Rows:
-    """`prefill_rows.absorb` with one number a row, spread over lanes at every use."""
+    """Replace `prefill_rows.absorb`: keep one number per row and spread it over lanes at every use."""
     s = prefill_rows.dot(q, k, 1)
     if mask is not None:
         s = prefill_rows.masked(s, mask, cut.groups)
@@ -65,13 +66,13 @@ def spread_statistics(state: Rows, q, k, v, cut, start, mask=None, real=None) ->
 
 
 def store_spread(refs, rows, bank, state: Rows) -> None:
-    """`tpu_prefill.store` of such a state."""
+    """Replace `tpu_prefill.store` for a state of `spread_statistics`."""
     STORE(refs, rows, bank, state._replace(m=jnp.broadcast_to(state.m, (state.m.shape[0], refs.m.shape[1]))))
 
 
 def sliced_blocks(refs, rows, state, start, at, bank, cut, mask=None, real=None) -> Rows:
-    """`tpu_prefill.update` that reads a whole block of keys and values and slices the chunk out of it."""
-    if not isinstance(at.start, int):  # a slice of a value must be known when it is compiled
+    """Replace `tpu_prefill.update`: read a whole block of keys and values and slice the chunk out of it."""
+    if not isinstance(at.start, int):  # slices of values need static bounds
         return UPDATE(refs, rows, state, start, at, bank, cut, mask, real)
     chunk = slice(at.start, at.start + at.size)
     k, v = refs.k[0, 0][chunk], refs.v[0, 0][chunk]
@@ -83,7 +84,8 @@ def sliced_blocks(refs, rows, state, start, at, bank, cut, mask=None, real=None)
 
 
 class HalfSums:
-    """`pltpu.VMEM` whose second plain scratch of float32 is bfloat16: the accumulator; the first is the maximum."""
+    """Replaces `pltpu.VMEM`: the second plain float32 scratch, the accumulator, is bfloat16; the first is the
+    maximum."""
 
     def __init__(self):
         self.seen = 0
@@ -96,13 +98,13 @@ class HalfSums:
 
 
 def half_accumulator(state: Rows, *args, **kwargs) -> Rows:
-    """`prefill_rows.absorb` whose weighted values are kept in bfloat16."""
+    """Replace `prefill_rows.absorb`: keep the weighted values in bfloat16."""
     updated = ABSORB(state._replace(acc=state.acc.astype(jnp.float32)), *args, **kwargs)
     return updated._replace(acc=updated.acc.astype(jnp.bfloat16))
 
 
 def one_buffer(block_shape=None, index_map=None, **kwargs):
-    """`pl.BlockSpec` with a single buffer: the copy of a block starts when the block before has been used."""
+    """Replace `pl.BlockSpec`: use a single buffer, so a block's copy starts after the last use of the block before."""
     return BLOCK_SPEC(block_shape, index_map, **kwargs, pipeline_mode=pl.Buffered(1))
 
 
@@ -122,12 +124,12 @@ CHOICES: Mapping[str, Callable[[], list[tuple[Any, str, Callable]]]] = MappingPr
         PREFETCH: lambda: [(pl, "BlockSpec", one_buffer)],
     }
 )
-"""What replaces what, to undo each choice."""
+"""Choice -> replacements (module, name, function) that undo it."""
 
 
 @contextlib.contextmanager
 def undone(choice: str) -> Iterator[None]:
-    """Trace the kernel without this choice. Whoever traced it before in this process clears jax's caches first."""
+    """Trace the kernel without this choice. A process that has traced it before must clear jax's caches first."""
     changes = CHOICES[choice]()
     held = [getattr(place, name) for place, name, _ in changes]
     try:
@@ -140,7 +142,7 @@ def undone(choice: str) -> Iterator[None]:
 
 
 def attention_without(choice: str, kernel: str, spec: Mapping, shapes: Mapping) -> tuple[Callable, tuple, dict]:
-    """`programs.attention_call`, traced without the choice."""
+    """Trace `programs.attention_call` without the choice."""
     call, arguments, about = programs.attention_call(kernel, spec, shapes)
 
     def changed(*arguments):
@@ -151,7 +153,7 @@ def attention_without(choice: str, kernel: str, spec: Mapping, shapes: Mapping) 
 
 
 def compile_one(chip: str, choice: str, limit_s: float) -> dict[str, Any]:
-    """The kernel's schedule without the choice: cycles and slots of one pass of its main loop, the call's time."""
+    """Compile the kernel without the choice; return cycles and slots of one main-loop pass, and the call's time."""
     spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=AttentionSpec(), fraction=1.0, **CALL)
     kernel = programs.kernel_named("tpu_prefill_dense")
     made = {"kernel": kernel.name, "spec": asdict(spec), "shapes": shapes._asdict()}
@@ -165,7 +167,7 @@ def compile_one(chip: str, choice: str, limit_s: float) -> dict[str, Any]:
     [full] = [region for region in schedule.regions if region.name == "full"]
     passes = found.executions["full"]
     flops = kernel.cost(spec, shapes)["flops"]
-    # Where nothing is fetched ahead, a step's copy and its work come one after the other.
+    # Without prefetch, a step's work starts after its copy.
     ms = p.ms + (min(p.compute_ms, p.dma_ms) if choice == PREFETCH else 0.0)
     return line | {
         "ms": ms,
@@ -183,12 +185,12 @@ def compile_one(chip: str, choice: str, limit_s: float) -> dict[str, Any]:
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """What tells two lines apart."""
+    """Return the line's key."""
     return line["chip"], line["choice"]
 
 
 def records(found: list[dict[str, Any]]) -> list[evidence.Record]:
-    """One per chip and choice: the predicted time without it, beside the kernel's as it is."""
+    """Build one record per chip and choice: the predicted time without it, against the unchanged kernel's."""
     whole = {line["chip"]: line["ms"] for line in found if line["choice"] == AS_IT_IS and not line["error"]}
     check, made = "predicted from the compiler's schedule, not measured", []
     for line in found:
@@ -213,7 +215,7 @@ def records(found: list[dict[str, Any]]) -> list[evidence.Record]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile what this commit has not yet, or report."""
+    """Compile what this commit has not compiled yet, or report."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.ablations", description=main.__doc__)
     parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
     parser.add_argument("--out", type=Path, default=Path("build/tpu-ablations.jsonl"))

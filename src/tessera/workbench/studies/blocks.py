@@ -1,11 +1,11 @@
-"""Searches block sizes for TPUs that are not there, by predicted time, and ships what it finds.
+"""Search block sizes for TPUs that are absent, by predicted time, and ship the results.
 
-    python -m tessera.workbench.studies.blocks --chip v6e        # compiles; goes on where it stopped
+    python -m tessera.workbench.studies.blocks --chip v6e        # compiles; resumes where it stopped
     python -m tessera.workbench.studies.blocks --report          # records to evidence/, rows to attention/tables/
 
-From the kernel's default (or from what was found for a related case) one field at a time is moved to the next value
-that the kernel's search space has, and stays where the time falls. A candidate that does not compile is a result; one
-whose bytes alone take as long as the best so far is left out. What another commit compiled is compiled again.
+The search starts from the kernel's default (or a related case's winner), moves one field at a time to the next value in
+the kernel's search space, and keeps a move that lowers the time. A candidate that does not compile is a result; one
+whose bytes already take as long as the best so far is skipped. Lines of another commit are compiled again.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from tessera.workbench import evidence
 from tessera.workbench.studies import sweep
 
 ANY = 1 << 20
-"""Longest call that a row is for."""
+"""Tokens of the longest call that a row covers."""
 LEAST_GAIN = 1.01
-"""A step is taken, and a row leaves the default, only for this much: less is within what the prediction can tell."""
+"""Least gain for which the search moves, and a row leaves the default. The prediction cannot resolve less."""
 RECORDS = Path("evidence/tpu-blocks.jsonl")
 
 DEVICES = MappingProxyType(
@@ -44,12 +44,12 @@ DEVICES = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of every chip's table: the call that is compiled, and the lengths and batches it speaks for.
+    """One row of every chip's table: the call to compile, and the lengths and batches that it covers.
 
     Attributes:
-        queries: the last rows of a longer prefill; all if None.
+        queries: number of last rows of a longer prefill; all if None.
         intervals: measure -> (low, high), ends included.
-        like: a case whose winner is tried first; then the search is short.
+        like: case whose winner is tried first, in a search of half the budget.
     """
 
     role: str
@@ -68,7 +68,7 @@ class Case:
     like: str | None = None
 
     def call(self) -> tuple[AttentionSpec, Shapes]:
-        """(spec, shapes); `fraction` of the key tiles where sparse."""
+        """Return (spec, shapes), with `fraction` of the key tiles where sparse."""
         return inspection.call(
             role=self.role,
             phase=self.phase,
@@ -84,7 +84,7 @@ class Case:
         )
 
     def bucket(self) -> dict[str, Any]:
-        """The calls that the row speaks for."""
+        """Return the bucket of calls that the row covers."""
         exact = ["dtype", "head_dim", "groups"]
         exact += ["kv_heads"] if self.phase == "decode" else []
         exact += ["tile"] if self.role != "dense" else []
@@ -106,7 +106,7 @@ CASES = MappingProxyType(
         "decode sparse": Case(role="sparse", phase="decode", length=131072, intervals={"batch": (1, 3), **LISTED}),
         "decode sparse, 16 sequences": Case(role="sparse", phase="decode", length=131072, batch=16,
                                             intervals={"batch": (4, 64), **LISTED}),
-        # A tenth of what each query tile sees is half of what the last one's list has room for: the mean is compiled.
+        # A query tile lists a tenth of its visible keys, on average half of the last one's list: 0.05 is the mean.
         "sparse, query tile 128": Case(role="sparse", length=131072, query_tile=128, fraction=0.05,
                                        intervals={"num_queries": (1024, ANY), **LISTED}),
         "sparse, query tile 32": Case(role="sparse", length=131072, fraction=0.05,
@@ -115,7 +115,7 @@ CASES = MappingProxyType(
                                         intervals={**WHOLE, "num_keys": MIDDLE}),
         "dense": Case(role="dense", length=16384, intervals={**WHOLE, "num_keys": MIDDLE}),
         "dense, long": Case(role="dense", length=131072, intervals={**WHOLE, "num_keys": LONG}, like="dense"),
-        # The masses of a row block take memory by the keys: no longer than what was compiled.
+        # Mass memory grows with keys, so cap the interval at the length compiled.
         "score": Case(role="score", length=16384, intervals={**WHOLE, "num_keys": (8192, 16384)}),
         "score, long": Case(role="score", length=131072, query_tile=128,
                             intervals={**WHOLE, "num_keys": (49152, 131072)}, like="score"),
@@ -131,7 +131,7 @@ CASES = MappingProxyType(
 
 
 def on_chip(chip: str):
-    """A context in which kernels that ask for the chip are told this one."""
+    """Return a context in which kernels that query the chip get this one."""
     kind, cores = DEVICES[chip]
     return jax.sharding.use_abstract_mesh(
         AbstractMesh((1,), ("chip",), abstract_device=AbstractDevice(kind, cores, "tpu"))
@@ -139,12 +139,12 @@ def on_chip(chip: str):
 
 
 def kernel_of(case: Case) -> Kernel:
-    """The kernel that takes the case on a TPU."""
+    """Return the kernel that dispatch chooses for the case on a TPU."""
     return choose(*case.call(), platform="tpu")
 
 
 def around(config: Any, name: str, space: list[Any]) -> Iterator[Any]:
-    """The configs of the space that differ in this field alone, to the next smaller and the next larger value."""
+    """Yield the configs that differ only in this field, by the next smaller and the next larger value in the space."""
     mine = asdict(config)
     line = {asdict(c)[name]: c for c in space if {**asdict(c), name: mine[name]} == mine} | {mine[name]: config}
     values = sorted(line)
@@ -160,14 +160,14 @@ def search(
     names: Sequence[str],
     budget: int,
 ) -> None:
-    """Try `first`, then go down from the best of them, field by field, until nothing near is better.
+    """Try `first`, then descend from the best of them, field by field, until no neighbour is better.
 
     Args:
         first: the default, and what else may be good.
         space: every config that may be tried.
-        ms_of: tries one; None if it does not compile.
-        floor_of: milliseconds that one takes at least; what cannot win by it is not tried.
-        names: fields that are moved, in this order.
+        ms_of: tries a config and returns its milliseconds; None if it does not compile.
+        floor_of: least milliseconds of a config; one that cannot win by it is not tried.
+        names: fields to move, in this order.
         budget: most configs tried.
     """
     tried = {}
@@ -192,7 +192,7 @@ def search(
 
 
 def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """One config, compiled and predicted."""
+    """Compile one config and predict its time."""
     spec, shapes = case.call()
     found = inspection.inspect_call(chip, spec, shapes, kernel=kernel, config=config, limit_s=limit_s)
     line = {"config": dict(config), "compile_s": round(found.compile_s, 1)}
@@ -208,7 +208,7 @@ def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit
 
 
 def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) -> None:
-    """Search one case on one chip; what is in `found` is not compiled again, what is new goes there and to `out`."""
+    """Search one case on one chip; reuse the lines in `found`, and add new ones to it and to `out`."""
     case, code = CASES[name], asdict(evidence.code())
     kernel = kernel_of(case)
     with on_chip(chip):
@@ -243,13 +243,13 @@ def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) ->
 
 
 def lines_of(found: list[dict], chip: str, name: str) -> list[dict]:
-    """The candidates of one case on one chip, in the order they were tried; of the code that made the last of them."""
+    """Return one case's candidates on one chip, in the order tried, of the code that made the last of them."""
     own = [line for line in found if (line["chip"], line["case"]) == (chip, name)]
     return sweep.of_last_code(own, lambda line: json.dumps(line["config"]))
 
 
 def winner(lines: list[dict]) -> dict | None:
-    """The fastest candidate, the default unless it is beaten by LEAST_GAIN; None if none compiled."""
+    """Return the fastest candidate, or the default unless beaten by LEAST_GAIN; None if none compiled."""
     compiled = [line for line in lines if "ms" in line]
     if not compiled:
         return None
@@ -259,7 +259,7 @@ def winner(lines: list[dict]) -> dict | None:
 
 
 def record_of(chip: str, name: str, lines: list[dict]) -> evidence.Record:
-    """Every candidate of a case on a chip, and the one that the table takes."""
+    """Build the record of a case on a chip: every candidate, and the one that the table takes."""
     case, best = CASES[name], winner(lines)
     spec, shapes = case.call()
     default = next(line for line in lines if line["default"])
@@ -288,7 +288,7 @@ def record_of(chip: str, name: str, lines: list[dict]) -> evidence.Record:
 
 
 def row_of(name: str, record: evidence.Record) -> tuned.Row:
-    """The table's row that rests on the record."""
+    """Build the table's row that rests on the record."""
     gain = record.comparison.ratio if record.comparison else None
     return tuned.Row(
         kernel=record.what.kernel,
@@ -300,9 +300,9 @@ def row_of(name: str, record: evidence.Record) -> tuned.Row:
 
 
 def report(found: list[dict], chips: list[str]) -> None:
-    """Append the records that say something new, say what was gained, write the tables of the chips in `found`.
+    """Append the records that changed, print what was gained, write the tables of the chips in `found`.
 
-    A table has a row of every case that has a record, searched just now or before.
+    A table has a row for every case with a record, searched just now or before.
     """
     held = {record.what.workload: record for record in (evidence.read(RECORDS) if RECORDS.exists() else [])}
     for chip in (chip for chip in chips if any(line["chip"] == chip for line in found)):
@@ -340,7 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.report:
         report(found, chips)
         return 0
-    evidence.code()  # from here on it says what was checked out now, before the first compile
+    evidence.code()  # cached from here on: the code checked out before the first compile
     for name in options.case or CASES:
         for chip in chips:
             run(chip, name, found, options)

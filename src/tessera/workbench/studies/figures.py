@@ -1,6 +1,6 @@
-"""The figures that the TPU kernels are held to, predicted, ours and the peer's by the same compiler and the same model.
+"""Predicted figures that the TPU kernels must meet; the same compiler and the same model predict ours and the peer's.
 
-    python -m tessera.workbench.studies.figures --chip v6e --timings FOLDER     # compiles; goes on where it stopped
+    python -m tessera.workbench.studies.figures --chip v6e --timings FOLDER     # compiles; resumes where it stopped
     python -m tessera.workbench.studies.figures --report                        # appends the records to evidence/
 
 The peer is Tokamax's splash attention with the best block sizes of its shipped timings (on v5e, which has none, v5p's).
@@ -55,20 +55,20 @@ CALLS = MappingProxyType(
         },
     }
 )
-"""What is compiled: head dim 128, bfloat16, a tenth of the key tiles where sparse.
+"""Calls to compile: head dim 128, bfloat16, a tenth of the key tiles where sparse.
 
-"sparse kascade" lists half of that: a causal prefill's budget is a tenth of what each query tile sees.
+"sparse kascade" lists half of that: a causal prefill's budget is a tenth of each query tile's visible keys.
 """
 
 SELECTION = MappingProxyType({"length": LONG, "kv_heads": 8, "tile": 128, "query_tile": 128, "fraction": 0.1})
-"""The choice of key tiles after "score long", a program without kernels; the case "selection"."""
+"""The case "selection": the choice of key tiles after "score long", a program without kernels."""
 
 UNCOSTED = re.compile(r" (gather|scatter|sort|conditional|call|custom-call)\(%(?!.*ConcatBitcast)")
-"""What XLA compiles to scalar loops, or to a computation elsewhere, and gives no cycles for; all have operands."""
+"""Operations that XLA compiles to scalar loops or to a separate computation, without cycles; all have operands."""
 
 KASCADE = "kascade prefill against dense"
 KERNELS_ALONE = "dense prefill against the peer, kernels alone"
-"""Without what either call does around its kernel; no target, but it says how much of the gain is layout."""
+"""Excludes what either call does around its kernel. It has no target, but shows how much of the gain is layout."""
 
 TARGETS = MappingProxyType(
     {
@@ -83,15 +83,15 @@ TARGETS = MappingProxyType(
         "decode, sparse: bytes moved / needed": dict.fromkeys(tpu.TOPOLOGIES, 1.15),
     }
 )
-"""At least this much for what is "against", at most this much for the others.
+"""Lower bounds of figures named "against", upper bounds of the others.
 
-v5e and v6e miss those of 128 rows: a listed key is fetched for 128 rows alone, 128 flops a byte, where the dense call
-has thousands; HBM is the limit, so no tile and no block sizes help, only more rows per list.
+v5e and v6e miss those of 128 rows: they fetch a listed key for only 128 rows, 128 flops a byte, where the dense call
+has thousands. HBM is the limit, so no tile and no block sizes help, only more rows per list.
 """
 
 
 def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
-    """One of our calls on a chip."""
+    """Compile and predict one of our calls on a chip."""
     call = {"phase": "prefill", "tile": 128, "query_tile": 32, "fraction": 0.1, **CALLS[name]}
     spec = AttentionSpec(tile=call.pop("tile"), query_tile=call.pop("query_tile"))
     spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=spec, **call)
@@ -115,7 +115,7 @@ def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
 
 
 def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
-    """The peer's dense causal call at its best shipped block sizes."""
+    """Compile and predict the peer's dense causal call at its best shipped block sizes."""
     measured_on = "v5p" if chip == "v5e" else chip
     reason = validation.missing(timings, measured_on)
     if reason is not None:
@@ -134,7 +134,7 @@ def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
 
 
 def inspect_selection(chip: str, limit_s: float) -> dict[str, Any]:
-    """The choice of key tiles on a chip."""
+    """Compile and predict the choice of key tiles on a chip."""
     program = tpu.factory_program("tessera.deviceless.programs:selection_call", **SELECTION)
     found = tpu.compile_for(chip, program, limit_s=limit_s)
     if found.error is not None:
@@ -143,12 +143,12 @@ def inspect_selection(chip: str, limit_s: float) -> dict[str, Any]:
 
 
 def xla_ms(program: str, chip: str) -> float:
-    """Milliseconds of a compiled program without kernels; an operation takes its bytes or XLA's cycles, the longer.
+    """Return milliseconds of a program without kernels; an operation takes its bytes or XLA's cycles, the longer.
 
-    Loops count with their turns.
+    Loops count once per iteration.
 
     Raises:
-        ValueError: something in the program has no estimate, or a loop's turns are unknown: never counted as nothing.
+        ValueError: something in the program has no estimate, or a loop's iterations are unknown; neither counts as 0.
     """
     if strange := UNCOSTED.search(program):
         raise ValueError(f"the compiled program has a {strange[1]}, whose time XLA does not estimate")
@@ -177,7 +177,7 @@ def xla_ms(program: str, chip: str) -> float:
 
 
 def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[tuple[str, float, list[str]]]:
-    """(figure, ratio, cases it is made of) for every figure whose cases compiled."""
+    """Yield (figure, ratio, cases it comes from) for every figure whose cases compiled."""
 
     def has(*names: str) -> bool:
         return all("ms" in found.get(name, {}) for name in names)
@@ -212,19 +212,19 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
 
 
 def tiles_listed(length: int, tile: int, query_tile: int, fraction: float) -> int:
-    """Tiles that a causal prefill lists: a query tile's budget is a share of what it sees, at least 128 keys."""
+    """Count tiles that a causal prefill lists: a query tile's budget is a share of its visible keys, at least 128."""
     visible = range(query_tile, length + 1, query_tile)
     return sum(ceil_div(round(min(max(fraction * seen, 128), seen)), tile) for seen in visible)
 
 
 def tiles_full(length: int, tile: int, query_tile: int, fraction: float) -> int:
-    """Tiles of a compiled call, whose every list has room for the share of the whole and holds no more than it sees."""
+    """Count tiles of a compiled call: every list has room for the share of the whole, and holds only visible tiles."""
     room = ceil_div(round(fraction * length), tile)
     return sum(min(ceil_div(seen, tile), room) for seen in range(query_tile, length + 1, query_tile))
 
 
 def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) -> list[evidence.Record]:
-    """One record per figure and chip, with the target it had, if it had one."""
+    """Build one record per figure and chip, with its target if it has one."""
     made = []
     for chip, cases in found.items():
         for figure, ratio, names in comparisons(cases, chip):

@@ -1,11 +1,11 @@
-"""The figures that the Hopper kernels are held to on an H200, beside the roofline of each; nothing is timed.
+"""Figures that the Hopper kernels must meet on an H200, and the roofline of each; nothing is timed.
 
     python -m tessera.workbench.studies.gpu_figures      # compiles its calls, appends the records to evidence/
 
 The roofline is max(flops / rate, bytes / bandwidth, exponentials / rate) of the work, at ceilings that others measured
-(`gpu_inspection.CEILINGS`): ours may be much slower. A ratio is of two calls at their rooflines, so it says what can be
-won over a dense kernel that is at its own. A measured record takes its place once `scripts/gpu_check.sh` has run on an
-H200.
+(`gpu_inspection.CEILINGS`): our kernels may be much slower. A ratio compares two calls at their rooflines, so it bounds
+the gain over a dense kernel that reaches its own. Measured records replace these once `scripts/gpu_check.sh` has run on
+an H200.
 """
 
 import argparse
@@ -27,16 +27,16 @@ CHIP = "h200"
 OP = "roofline figure"
 SHORT, LONG = figures.SHORT, figures.LONG
 TILE, QUERY_TILE = 64, 32
-"""As the GPU script times them."""
+"""Tile and query tile that the GPU script times."""
 SMALL_TILES = tuple((tile, query_tile) for tile in (32, 16) for query_tile in (128, 32))
-"""(tile, query tile) of further sparse calls; in decode the tile alone matters."""
+"""(tile, query tile) of further sparse calls; decode uses only the tile."""
 SPARSE = MappingProxyType({"length": LONG, "role": "sparse"})
 CALLS = MappingProxyType(
     {
         "dense": {"length": SHORT},
         "dense long": {"length": LONG},
         "score long": {"length": LONG, "role": "score"},
-        # A tenth of what each query tile sees is half of what the last one's list has room for: the mean is counted.
+        # A query tile lists a tenth of its visible keys, on average half of the last one's list: 0.05 counts the mean.
         "sparse long": {"length": LONG, "role": "sparse", "fraction": 0.05},
         "decode dense": {"length": LONG, "phase": "decode"},
         "decode score": {"length": LONG, "phase": "decode", "role": "score"},
@@ -50,15 +50,15 @@ CALLS = MappingProxyType(
         "small": {"length": 512, "heads": 8, "kv_heads": 8, "head_dim": 64, "causal": False},
     }
 )
-"""What is compiled: bfloat16, 32 query and 8 KV heads of 128, causal, a tenth of the keys, if nothing else is said."""
+"""Calls to compile. Defaults: bfloat16, 32 query and 8 KV heads of 128, causal, a tenth of the keys."""
 
 
 PEER = "a peer's time"
-"""A target that is not known here."""
+"""Marks a target that is not known here."""
 
 
 class Figure(NamedTuple):
-    """One figure: its value at the roofline, unit, target (None: there is none, or PEER), the calls it is of."""
+    """One figure: its value at the roofline, unit, target (None for none, or PEER), and the calls it comes from."""
 
     name: str
     bound: float
@@ -68,7 +68,7 @@ class Figure(NamedTuple):
 
 
 def inspect(name: str, limit_s: float) -> gpu_inspection.Inspection:
-    """One of the calls, compiled for the chip.
+    """Compile one of the calls for the chip.
 
     Raises:
         RuntimeError: it does not compile.
@@ -85,13 +85,13 @@ def inspect(name: str, limit_s: float) -> gpu_inspection.Inspection:
 
 
 def selection_ms(phase: str) -> float:
-    """The least time of choosing tiles: the masses, float32 per KV head, query tile and key tile, are read once."""
+    """Return the least time to choose tiles: reading the float32 masses per KV head, query tile and key tile once."""
     rows = LONG // QUERY_TILE if phase == "prefill" else 1
     return 1e3 * 4 * 8 * rows * (LONG // TILE) / gpu_inspection.CEILINGS[CHIP].bytes_per_s
 
 
 def all_figures(found: Mapping[str, gpu_inspection.Inspection]) -> Iterator[Figure]:
-    """Every figure of the inspected calls."""
+    """Yield every figure of the inspected calls."""
     ms = {name: result.roofline_ms for name, result in found.items()}
 
     def rate(name: str) -> float:
@@ -117,7 +117,7 @@ def all_figures(found: Mapping[str, gpu_inspection.Inspection]) -> Iterator[Figu
     calls = "decode dense", "decode score", "decode sparse"
     ratio = against_dense(calls[0], ms[calls[1]] + selection_ms("decode"), calls[2])
     yield Figure(f"Kascade decode against dense, {LONG:,} keys", ratio, "x", ">= 5", calls)
-    # What no kernel here does: score K alone, half of dense's bytes, then read V of the chosen tiles, half of sparse's.
+    # No kernel here does this: score only K, half of dense's bytes, then read V of the chosen tiles, half of sparse's.
     ratio = against_dense(calls[0], ms[calls[0]] / 2 + selection_ms("decode") + ms[calls[2]] / 2, calls[2])
     name = "the same, were anchors to read V of their chosen tiles alone"
     yield Figure(name, ratio, "x", ">= 5", calls)
@@ -132,7 +132,7 @@ def all_figures(found: Mapping[str, gpu_inspection.Inspection]) -> Iterator[Figu
 
 
 def record(figure: Figure, found: Mapping[str, gpu_inspection.Inspection]) -> evidence.Record:
-    """The figure at the roofline, the share of it that the target takes, and the calls' machine code."""
+    """Build the record: the figure at the roofline, the target's share of it, and the calls' machine code."""
     facts: dict[str, Any] = {"target": figure.target}
     if figure.target not in (None, PEER):
         sign, goal = figure.target.split()

@@ -1,10 +1,10 @@
-"""The gates of the Hopper kernels that need no GPU: lowered for CUDA, compiled to machine code, and the report read.
+"""Check the gates of the Hopper kernels that need no GPU: lower for CUDA, compile to machine code, read the report.
 
-    python -m tessera.workbench.studies.gpu_gates           # every kernel and configuration; goes on where it stopped
-    python -m tessera.workbench.studies.gpu_gates --list    # what is to do
+    python -m tessera.workbench.studies.gpu_gates           # every kernel and configuration; resumes where it stopped
+    python -m tessera.workbench.studies.gpu_gates --list    # what is left to do
     python -m tessera.workbench.studies.gpu_gates --report  # a record per kernel and configuration into evidence/
 
-`deviceless/gpu/gates.py` says what a call must hold.
+`deviceless/gpu/gates.py` defines the gates of a call.
 """
 
 import argparse
@@ -43,9 +43,9 @@ MASKS = MappingProxyType(
 )
 PLAIN = "causal"
 GROUPS = (4, 1, 7, 16)
-"""Query heads per KV head; others than the first only with the default blocks, causal, in the first dtype."""
+"""Query heads per KV head. All but the first get only the default blocks, causal, in the first dtype."""
 MANY = 8
-"""Query heads per KV head as in 64/8: the default blocks of lists meet it at every tile."""
+"""Query heads per KV head as in 64/8. The default blocks of sparse kernels get it at every tile."""
 OTHERS = MappingProxyType(
     {
         ("sparse", "prefill"): ({"group": MANY}, {"query_tile": 64}, {"query_tile": 128}),
@@ -53,26 +53,26 @@ OTHERS = MappingProxyType(
         ("sparse", "decode"): ({"group": MANY},),
     }
 )
-"""Calls where more rows share a list or a sum of masses: their search spaces hold blocks that no other call's has."""
+"""Calls where more rows share a list or a sum of masses: their search spaces hold blocks that no other call has."""
 BATCH = 2
-"""Sequences of a case that says nothing else: of one alone, the compiler folds indices away that take registers."""
+"""Sequences of a case by default. With only one, the compiler folds away indices that take registers."""
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
 ODD = MappingProxyType({"query_tile": 12, "length": 8191})
-"""Sizes that divide nothing, for the default blocks of prefill."""
+"""Sizes that are multiples of no block size, for the default blocks of prefill."""
 KV_HEADS = 2
 BATCHES = tuple(
     {"batch": batch, "kv_heads": 8, "length": length, "group": group}
     for group, batch, length in product((4, 8), (1, 4, 16, 64), (8192, 32768, 131072))
 )
-"""Decode as models ask for it (32/8 and 64/8 heads), for the default blocks at head dim 128: the number of splits
+"""Decode calls as models make them (32/8 and 64/8 heads), for the default blocks at head dim 128: the number of splits
 depends on all of these."""
 DENSE = gpu_prefill.KERNELS[0]
 GRADIENT = "gpu_backward"
-"""How the gradient of dense prefill is called here: no kernel of the table, dense prefill's own part."""
+"""Name of dense prefill's gradient: part of that kernel, not in the table."""
 
 
 def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
-    """(spec, shapes) of a case."""
+    """Return (spec, shapes) of a case."""
     kernel = kernel_of(case)
     return inspection.call(
         role=kernel.role,
@@ -89,12 +89,12 @@ def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
 
 
 def kernel_of(case: Mapping[str, Any]) -> Kernel:
-    """The kernel of a case; of a gradient's, the one whose it is."""
+    """Return a case's kernel; for a gradient, the kernel that it belongs to."""
     return DENSE if case["kernel"] == GRADIENT else programs.kernel_named(case["kernel"])
 
 
 def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """What is compiled."""
+    """Return the program to compile."""
     spec, shapes = call(case)
     if case["kernel"] == GRADIENT:
         return tpu.factory_program(
@@ -104,24 +104,24 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """Every case: kernel, head dim, dtype, tile, mask and configuration (None is the default), and other groups.
+    """Yield every case: kernel, head dim, dtype, tile, mask and configuration (None is the default), and other groups.
 
-    Default blocks meet every dtype, tile and mask, causally also one sequence alone, those of decode the batches of
-    models. Every other configuration meets every head dim and tile causally in the first dtype, and every mask at one
-    of the tiles that have it and in one of the dtypes, in turn: a dtype changes the names of instructions, not their
-    registers. So do, at one tile each and under two masks, those of the search spaces that OTHERS have. What a kernel
-    refuses is left out. The gradient of dense prefill comes last.
+    Default blocks get every dtype, tile and mask; causal calls also a single sequence, and those of decode the batches
+    of models. Every other configuration gets every head dim and tile, causal, in the first dtype, and under each other
+    mask one of its tiles and one of the dtypes, in turn: a dtype changes the names of instructions, not their
+    registers. The configurations of the search spaces in OTHERS get one tile and two masks each. Calls that a kernel
+    refuses are left out. The gradient of dense prefill comes last.
     """
     found = itertools.chain(*itertools.starmap(kernel_cases, product(gpu_kernels(), HEAD_DIMS)), gradient_cases())
     yield from {identity(case): case for case in found}.values()
 
 
 def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
-    """The cases of a kernel at a head dim; some may be there twice."""
+    """Yield the cases of a kernel at a head dim, some of them twice."""
     tiles = TILES if kernel.role != "dense" else (128,)
     blank = {"kernel": kernel.name, "head_dim": head_dim, "query_tile": 32, "group": GROUPS[0], "config": None}
     for number, mask in enumerate(MASKS):
-        had: dict[str, list[dict[str, Any]]] = {}  # each configuration, and its case at every tile that has it
+        had: dict[str, list[dict[str, Any]]] = {}  # configuration -> its cases, one per tile that has it
         for tile in tiles:
             case = {**blank, "dtype": kernel.dtypes[0], "tile": tile, "mask": mask}
             if not taken(case):
@@ -141,20 +141,20 @@ def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
 
 
 def taken(case: Mapping[str, Any]) -> bool:
-    """Whether its kernel takes the call."""
+    """Return whether the case's kernel takes the call."""
     return kernel_of(case).supports(*call(case)) is None
 
 
 def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The configurations of the call's own search space, without its default."""
+    """Return the configurations of the call's own search space, without its default."""
     kernel, asked = kernel_of(case), call(case)
     default = kernel.default_config(*asked)
     return [asdict(config) for config in kernel.search_space(*asked) if config != default]
 
 
 def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What only the plainest mask meets: one sequence alone, other groups and odd sizes with default blocks, and
-    batches of decode, with more and fewer splits too."""
+    """Yield the cases that only the plainest mask gets: a single sequence, other groups and odd sizes with default
+    blocks, and batches of decode, with more and fewer splits too."""
     yield {**case, "batch": 1}
     groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
     yield from filter(taken, ({**case, "group": group} for group in groups))
@@ -168,7 +168,7 @@ def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, A
 
 
 def other_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A call of OTHERS: each configuration of its own search space at the first tile that has it, causally and, in
+    """Yield a call of OTHERS: each configuration of its own search space at the first tile that has it, causal and, in
     another dtype, under one of the other masks in turn."""
     masks, met = [mask for mask in MASKS if mask != PLAIN], set()
     for tile in TILES:
@@ -185,7 +185,7 @@ def other_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def gradient_cases() -> Iterator[dict[str, Any]]:
-    """The gradient of dense prefill: head dims, dtypes, masks; one KV head a query head; sizes that divide nothing."""
+    """Yield the cases of dense prefill's gradient: head dims, dtypes, masks, other groups, odd sizes."""
     for head_dim in gpu_backward.HEAD_DIMS:
         case = {"kernel": GRADIENT, "head_dim": head_dim, "tile": 128, "query_tile": 32, "config": None}
         case |= {"mask": PLAIN, "group": GROUPS[0], "dtype": DENSE.dtypes[0]}
@@ -196,7 +196,7 @@ def gradient_cases() -> Iterator[dict[str, Any]]:
 
 
 def first_cases() -> Iterator[dict[str, Any]]:
-    """The fast subset: each kernel's default blocks on one head dim, dtype, tile and mask."""
+    """Yield the fast subset: each kernel's default blocks on one head dim, dtype, tile and mask."""
     for kernel in gpu_kernels():
         case = {"kernel": kernel.name, "head_dim": 128, "dtype": kernel.dtypes[0], "query_tile": 32}
         case |= {"mask": "causal", "group": GROUPS[0], "config": None}
@@ -205,7 +205,7 @@ def first_cases() -> Iterator[dict[str, Any]]:
 
 
 def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """A few cases of a kernel that hold each of its head dims, dtypes, tiles and masks at least once."""
+    """Yield a few cases of a kernel that cover each of its head dims, dtypes, tiles and masks at least once."""
     dtypes, tiles, masks = cycle(kernel_of(first).dtypes), cycle(reversed(TILES)), cycle(MASKS)
     for head_dim, _ in product(HEAD_DIMS, range(2)):
         case = {**first, "head_dim": head_dim, "dtype": next(dtypes), "mask": next(masks)}
@@ -216,15 +216,15 @@ def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def urgency(case: Mapping[str, Any]) -> int:
-    """Defaults first, then every configuration in the plainest call, then the rest."""
+    """Rank a case: defaults first, then every configuration in the plainest call, then the rest."""
     plain = case["mask"] == PLAIN and case["dtype"] == kernel_of(case).dtypes[0]
     return 0 if case["config"] is None else 1 if plain else 2
 
 
 def run(case: Mapping[str, Any], compiler: gpu.Compiler, limit_s: float = 300.0) -> dict[str, Any]:
-    """The case with what became of it: broken (sentences, empty if it passes) and a report per kernel."""
+    """Compile a case and return it with `broken` (sentences, empty if it passes) and a report per kernel."""
     found = compiler.compile(program_of(case), limit_s=limit_s)
-    alone = case["kernel"] == GRADIENT  # each of its kernels multiplies and loads
+    alone = case["kernel"] == GRADIENT  # each of a gradient's kernels multiplies and loads
     judged = [(report,) for report in found.kernels] if alone else [found.kernels]
     failed = [str(found.error)] if found.error else [text for kernels in judged for text in broken_program(kernels)]
     return {
@@ -239,23 +239,23 @@ def run(case: Mapping[str, Any], compiler: gpu.Compiler, limit_s: float = 300.0)
 
 
 def stored(report: sass.Report) -> dict[str, Any]:
-    """A report as a record holds it."""
+    """Return a report as a record holds it."""
     names = ("kernel", "registers", "spill_bytes", "shared_bytes", "barriers", "blocks", "threads")
     counts = {name: report.instructions.get(name, 0) for name in WATCHED}
     return {name: getattr(report, name) for name in names} | {"instructions": counts}
 
 
 def identity(case: Mapping[str, Any]) -> str:
-    """What tells two cases apart."""
+    """Return the case's key."""
     names = "kernel head_dim dtype tile query_tile mask group config length batch kv_heads".split()
     return json.dumps([case.get(name) for name in names])
 
 
 def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
-    """One record per kernel and configuration: the share of its cases that pass, what they break, their reports.
+    """Build one record per kernel and configuration: the share of its cases that pass, what they break, their reports.
 
-    `planned` and `tried` in the facts count the cases of the kernel, over all its configurations; `commits` says how
-    many cases each commit compiled (the record stands under the last one).
+    `planned` and `tried` in the facts count the cases of the kernel, over all its configurations; `commits` counts the
+    cases that each commit compiled (the record names the last one).
     """
     planned, tried = (Counter(case["kernel"] for case in some) for some in (cases(), found))
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -283,7 +283,7 @@ def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile what this commit has not yet, and again what the time limit ended; 1 if anything is broken."""
+    """Compile what this commit has not yet, and retry what hit the time limit; exit code 1 if anything is broken."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.gpu_gates", description=main.__doc__)
     parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-gates.jsonl"))
@@ -304,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.report:
         if not found:
             parser.error(f"{options.out} has no lines: compile first, without --report")
-        planned = set(map(identity, cases()))  # a search space may have lost what broke since
+        planned = set(map(identity, cases()))  # broken configs may have left the search space
         lines = [line for line in found if still_counts(line)] + sweep.of_last_code(found, identity)
         counted = {identity(line): line for line in lines if identity(line) in planned}
         made = records(list(counted.values()), COMMAND)
@@ -313,7 +313,7 @@ def main(argv: list[str] | None = None) -> int:
     code = asdict(evidence.code())
     done = {identity(line) for line in found if sweep.is_done(line, code) or still_counts(line)}
     todo = [case for case in cases() if options.kernel in case["kernel"] and identity(case) not in done]
-    random.Random(0).shuffle(todo)  # a run that is cut short has seen something of everything
+    random.Random(0).shuffle(todo)  # an interrupted run has covered a bit of everything
     todo.sort(key=urgency)
     if options.list:
         print("\n".join(json.dumps(case) for case in todo))

@@ -1,6 +1,6 @@
-"""Compiles every TPU kernel for every chip, head dim, dtype and tile it claims: one command, an hour on two cores.
+"""Compile every TPU kernel for every chip, head dim, dtype and tile it claims: one command, an hour on two cores.
 
-python -m tessera.workbench.studies.sweep --chip v6e            # goes on where it stopped; --list says what is to do
+python -m tessera.workbench.studies.sweep --chip v6e            # resumes where it stopped; --list prints what is left
 python -m tessera.workbench.studies.sweep --report              # one record: what compiled, what did not and why
 """
 
@@ -30,20 +30,20 @@ TILES = (16, 32, 64, 128)
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
 COMMAND = "python -m tessera.workbench.studies.sweep; python -m tessera.workbench.studies.sweep --report"
 CODE = ("commit", "dirty")
-"""What a line says of the code that made it."""
+"""Fields of a line that name the code that made it."""
 LONG = 1 << 20
-"""Index lists are streamed, so that this many tokens compile too."""
+"""Tokens of the longest calls. Index lists are streamed, so even these compile."""
 WHOLE = 131072
 GRADIENT = "tpu_backward"
-"""How the gradient of dense prefill is called here: no kernel of the table, dense prefill's own part."""
+"""Name of dense prefill's gradient: part of that kernel, not in the table."""
 
 
 def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Every case: chip, kernel, head dim, dtype, tile, length; tiles only where the role has them.
+    """Yield every case: chip, kernel, head dim, dtype, tile, length; tiles only where the role has them.
 
-    Each kernel meets every head dim, dtype and tile at one length, and the longest calls once: 1,048,576 keys (the last
-    2,048 queries of a prefill), and prefill of 131,072 tokens whole. Dense and scoring prefill also meet one query head
-    a KV head, where the corner of the causal mask is longest. The gradient of dense prefill comes last.
+    Each kernel gets every head dim, dtype and tile at one length, and the longest calls once: 1,048,576 keys (the last
+    2,048 queries of a prefill), and a whole prefill of 131,072 tokens. Dense and scoring prefill also get one query
+    head per KV head, where the corner of the causal mask is longest. The gradient of dense prefill comes last.
     """
     names = ("chip", "kernel", "head_dim", "dtype", "tile", "length")
     for chip, kernel in product(chips, tpu_kernels()):
@@ -61,12 +61,12 @@ def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def tpu_kernels() -> tuple[Kernel, ...]:
-    """The kernels of the table that are written for TPUs."""
+    """Return the table's TPU kernels."""
     return tuple(kernel for kernel in KERNELS if kernel.platform == "tpu")
 
 
 def compile_case(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float) -> dict[str, Any]:
-    """The case with what became of it."""
+    """Compile a case and return it with the outcome."""
     try:
         program = program_of(case)
     except ValueError as error:
@@ -77,7 +77,7 @@ def compile_case(case: Mapping[str, Any], compiler: tpu.Compiler, limit_s: float
 
 
 def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """The program of a case: batch 1, 8 query heads on 2 KV heads, a tenth of the tiles where sparse.
+    """Return a case's program: batch 1, 8 query heads on 2 KV heads, a tenth of the tiles where sparse.
 
     Raises:
         ValueError: the kernel refuses the call.
@@ -106,40 +106,40 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(case: Mapping[str, Any]) -> tuple:
-    """What tells two cases apart."""
+    """Return the case's key."""
     return tuple(case.get(name) for name in ("chip", "kernel", "head_dim", "dtype", "tile", "length", "heads"))
 
 
 def out_of_time(line: Mapping[str, Any]) -> bool:
-    """Whether the time limit ended the compiler: that says nothing of the case, and it is tried again."""
+    """Return whether the compiler hit the time limit, which says nothing about the case: it runs again."""
     return (line.get("error") or "").startswith("time:")
 
 
 def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
-    """Whether a line is of this code: what another commit compiled, or changes nobody committed, says nothing of it."""
+    """Return whether a line settles its case: not one of other code, of uncommitted changes or out of time."""
     same = all(line.get(name) == value for name, value in code.items())
     return same and not line.get("dirty") and not out_of_time(line)
 
 
 def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Hashable]) -> list[dict[str, Any]]:
-    """The last line of each case, of those that the code of the very last line made."""
+    """Return the last line of each case, among the lines of the code that made the very last line."""
     made = [[line.get(name) for name in CODE] for line in found]
     return list({identity(line): line for line, code in zip(found, made) if code == made[-1]}.values())
 
 
 def of_its_code(record: evidence.Record, line: Mapping[str, Any]) -> evidence.Record:
-    """The record under the code that the lines were made by, not the one checked out when they are reported."""
+    """Return the record under the code that made the line, not the code checked out for the report."""
     made = {name: line[name] for name in CODE if name in line}
     return replace(record, code=evidence.Code(**made)) if made else record
 
 
 def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
-    """One record of a sweep: share of the cases that compiled, per kernel and chip, and every failure.
+    """Build one record of a sweep: share of the cases that compiled, per kernel and chip, and every failure.
 
     Args:
-        found: lines of one code, one a case; `cases` in the facts counts them, `planned` those that a whole sweep
-            has of these kernels.
-        command: what repeats it.
+        found: lines of one code, one per case; `cases` in the facts counts them, `planned` the cases of a whole sweep
+            of these kernels.
+        command: command that repeats the sweep.
     """
     kernels, every = {case["kernel"] for case in found}, list(cases(tuple(tpu.TOPOLOGIES)))
     swept = "every kernel" if kernels == {case["kernel"] for case in every} else " and ".join(sorted(kernels))
@@ -159,7 +159,7 @@ def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compile what this commit has not yet, and again what the time limit ended; 1 if anything did not compile."""
+    """Compile what this commit has not compiled yet, and retry what hit the time limit; exit code 1 on any failure."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.sweep", description=main.__doc__)
     parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
     parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     done = {identity(line) for line in found if is_done(line, code)}
     wanted = [case for case in cases(options.chip or tuple(tpu.TOPOLOGIES)) if options.kernel in case["kernel"]]
     todo = [case for case in wanted if identity(case) not in done]
-    random.Random(0).shuffle(todo)  # a sweep that is cut short has seen something of everything
+    random.Random(0).shuffle(todo)  # an interrupted sweep has covered a bit of everything
     if options.list:
         print("\n".join(json.dumps(case) for case in todo))
         return 0

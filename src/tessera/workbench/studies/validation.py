@@ -1,9 +1,9 @@
-"""Holds the prediction against times that others measured on real chips.
+"""Compare the prediction with times that others measured on real chips.
 
-Tokamax ships, for its TPU attention kernel, medians measured on v5p, v6e and v7x with the block sizes used. The same
-kernel with the same blocks is compiled here, its time predicted, and the two compared. Needs the environment of
-`make peers-tpu`, and the timings: the wheel in it has v7x's alone, those of all chips are in the Tokamax repository's
-folder tokamax/data/autotuning. Compiling all of it takes hours on two cores, so it goes on where it stopped.
+Tokamax ships medians for its TPU attention kernel, measured on v5p, v6e and v7x, with the block sizes used. This study
+compiles the same kernel with the same blocks, predicts its time and compares the two. It needs `make peers-tpu`'s
+environment, and the timings: the wheel in it has only v7x's, the Tokamax repository's folder tokamax/data/autotuning
+has those of all chips. Compiling all of it takes hours on two cores, so it resumes where it stopped.
 
     make peers-tpu TIMINGS=FOLDER                                                    # all chips, and the report
     python -m tessera.workbench.studies.validation collect --chip v6e --timings FOLDER      # one chip
@@ -35,15 +35,15 @@ FILE = "pallas_mosaic_tpu_flash_attention.json"
 COMMAND = "make peers-tpu TIMINGS=FOLDER"
 WHERE = "the Tokamax repository's folder tokamax/data/autotuning"
 CALIBRATION = ("v5p", "v6e")
-"""Chips on whose times the constants are fitted; v7x is only looked at."""
+"""Chips whose times the constants are fitted on. v7x is only compared."""
 FITTED = " and ".join(CALIBRATION)
 BIG_BLOCK = 4 << 20
-"""Scores of a block above which the compiler takes minutes."""
+"""Scores per block. Above it, the compiler takes minutes."""
 FOLDERS = MappingProxyType({"v5p": "tpu_v5", "v6e": "tpu_v6_lite", "v7x": "tpu7x"})
 
 
 def points(timings: Path, chip: str) -> Iterator[dict[str, Any]]:
-    """The measured calls of one chip: shapes, flags, block sizes, median milliseconds."""
+    """Yield the measured calls of one chip: shapes, flags, block sizes, median milliseconds."""
     table = json.loads((timings / FOLDERS[chip] / FILE).read_text())
     for key, measured in table.items():
         call = json.loads(key)
@@ -59,13 +59,13 @@ def points(timings: Path, chip: str) -> Iterator[dict[str, Any]]:
 
 
 def _sizes(text: str) -> list[int]:
-    """The sizes in "bf16[1,16384,16,128]"."""
+    """Parse the sizes in "bf16[1,16384,16,128]"."""
     return [int(size) for size in text[text.index("[") + 1 : -1].split(",")]
 
 
 def spread(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The points in an order whose every beginning is spread over head dims, masks, lengths and residuals; big blocks,
-    which compile for minutes, last."""
+    """Order the points so that every prefix is spread over head dims, masks, lengths and residuals; big blocks, which
+    compile for minutes, come last."""
 
     def scatter(index):  # bit reversal: halves, quarters, ...
         return int(f"{index:010b}"[::-1], 2)
@@ -75,17 +75,17 @@ def spread(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def is_big(point: Mapping[str, Any]) -> bool:
-    """Whether a step of the kernel has more scores than BIG_BLOCK."""
+    """Return whether a step of the kernel has more scores than BIG_BLOCK."""
     return point["config"]["block_q"] * point["config"]["block_kv"] > BIG_BLOCK
 
 
 def identity(point: dict[str, Any]) -> str:
-    """What tells two points apart."""
+    """Return the point's key."""
     return json.dumps([point[n] for n in ("chip", "q", "k", "v", "is_causal", "return_residuals", "config")])
 
 
 def collect(chip: str, timings: Path, out: Path, limit_s: float, most: int | None) -> None:
-    """Compile what is not in `out` yet and append what the schedule says, one JSON object a line."""
+    """Compile what is not in `out` yet and append what the schedule says, one JSON object per line."""
     done, code = {identity(point) for point in files.read_lines(out)}, asdict(evidence.code())
     todo = [p for p in spread(list(points(timings, chip))) if identity(p) not in done]
     for number, point in enumerate(todo[:most], start=1):
@@ -98,7 +98,7 @@ def collect(chip: str, timings: Path, out: Path, limit_s: float, most: int | Non
 
 
 def compile_point(point: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """The point with what its schedule says."""
+    """Compile a point and return it with what its schedule says."""
     names = ("q", "k", "v", "is_causal", "return_residuals", "config")
     program = tpu.factory_program("tokamax_splash:forward", **{name: point[name] for name in names})
     paths = [str(Path("peers").resolve())]
@@ -115,7 +115,7 @@ def compile_point(point: dict[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def executions(point: Mapping[str, Any]) -> dict[str, float]:
-    """How often each part of the kernel runs: its grid has one step per block that the mask leaves."""
+    """Return how often each part of the kernel runs: its grid has one step per block that the mask leaves."""
     (batch, rows, heads, _), keys, config = point["q"], point["k"][1], point["config"]
     block_q, block_kv = config["block_q"], config["block_kv"]
     visible = [
@@ -138,7 +138,7 @@ def executions(point: Mapping[str, Any]) -> dict[str, float]:
 
 
 def moved_bytes(point: Mapping[str, Any], steps: int) -> int:
-    """Bytes the kernel moves: q, out and statistics once, K and V once a step unless one block holds all keys."""
+    """Return the bytes moved: q, out and statistics once, K and V once per step unless one block holds all keys."""
     (batch, rows, heads, dim), config, value_dim = point["q"], point["config"], point["v"][3]
     query, out, key, value = (
         size if layout == 2 else -(-size // 128) * 128  # layout 2 has the sequence in the lanes: nothing is padded
@@ -155,12 +155,12 @@ def moved_bytes(point: Mapping[str, Any], steps: int) -> int:
 
 
 def predicted_ms(point: Mapping[str, Any], overheads: predict.Overheads) -> float:
-    """The time of `prediction`."""
+    """Return only the milliseconds of `prediction`."""
     return prediction(point, overheads).ms
 
 
 def prediction(point: Mapping[str, Any], overheads: predict.Overheads) -> predict.Prediction:
-    """What the collected schedule of a point predicts."""
+    """Predict a point's time from its collected schedule."""
     regions = tuple(schedule.Region(**region) for region in point["regions"].values())
     units = dict.fromkeys(regions[0].slots, 1)
     kernel = schedule.Schedule(kernel="splash", capacity=units, regions=regions, vmem_bytes=0, smem_bytes=0)
@@ -173,7 +173,7 @@ def prediction(point: Mapping[str, Any], overheads: predict.Overheads) -> predic
 
 
 def summary(found: list[dict[str, Any]], overheads: predict.Overheads) -> dict[str, Any]:
-    """Errors of the prediction over points: medians of predicted / measured, of |error|, its 90th percentile, ranks."""
+    """Return the prediction's errors: medians of predicted / measured and |error|, p90 of |error|, rank correlation."""
     ratios = [predicted_ms(p, overheads) / p["measured_ms"] for p in found]
     errors = [abs(r - 1) for r in ratios]
     return {
@@ -186,7 +186,7 @@ def summary(found: list[dict[str, Any]], overheads: predict.Overheads) -> dict[s
 
 
 def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
-    """Rank correlation of predicted and measured times."""
+    """Return the rank correlation of predicted and measured times."""
     a, b = (np.argsort(np.argsort(x)) for x in (predictions, [p["measured_ms"] for p in found]))
     return float(np.corrcoef(a, b)[0, 1]) if len(found) > 1 else 1.0
 
@@ -194,11 +194,12 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
 def records(
     found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
 ) -> list[evidence.Record]:
-    """One record per chip, one over those that the constants are fitted on, with the fit made again, and one over all:
-    predicted / measured of every point, and how far off they are. What a chip has no points for is left out.
+    """Build one record per chip, one over those that the constants are fitted on, with the fit repeated, and one over
+    all: predicted / measured of every point, and how far off they are. A record without points of all its chips is left
+    out.
 
-    `planned` holds the points of each chip whose timings are at hand; the facts count them beside those compiled, and
-    those with big blocks of both.
+    `planned` holds the points of each chip with timings at hand; the facts count them and the compiled ones, and those
+    with big blocks of both.
     """
     made = []
     for name, chips in (*((chip, (chip,)) for chip in FOLDERS), (FITTED, CALIBRATION), ("all", tuple(FOLDERS))):
@@ -236,8 +237,8 @@ def records(
 
 
 def describe(point: Mapping[str, Any]) -> list[Any]:
-    """A point in a record: shape of q, KV heads, causal, residuals, blocks, predicted ms, predicted / measured, and
-    its `parts`, from which the constants can be fitted again."""
+    """Return a point for a record: shape of q, KV heads, causal, residuals, blocks, predicted ms, predicted / measured,
+    and its `parts`, from which the constants can be fitted again."""
     ms = predicted_ms(point, predict.CALIBRATED)
     blocks = [point["config"][name] for name in ("block_q", "block_kv", "block_kv_compute")]
     flags = [point["is_causal"], point["return_residuals"]]
@@ -246,8 +247,8 @@ def describe(point: Mapping[str, Any]) -> list[Any]:
 
 
 def parts(point: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
-    """What the constants act on: ms of the cores without any, steps of one core, ms of the kernel's bytes and of those
-    around it at the nominal bandwidth; and the measured ms."""
+    """Return what the constants act on: ms of the cores without any, steps of one core, ms of the kernel's bytes and of
+    those around it at the nominal bandwidth; and the measured ms."""
     plain = prediction(point, predict.NOMINAL)
     a_ms_a_step = prediction(point, replace(predict.NOMINAL, step_s=1e-3))
     steps = a_ms_a_step.compute_ms - plain.compute_ms
@@ -255,7 +256,7 @@ def parts(point: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
 
 
 def fit(found: Sequence[Sequence[float]]) -> predict.Overheads:
-    """The constants for which the mean of |log(predicted / measured)| is least, over points given by their `parts`."""
+    """Fit the constants that minimize the mean of |log(predicted / measured)| over points given by their `parts`."""
     cores, steps, moved, around, measured = np.asarray(found, float).T
 
     def error(constants: np.ndarray) -> float:
@@ -269,7 +270,7 @@ def fit(found: Sequence[Sequence[float]]) -> predict.Overheads:
 
 
 def picture(found: list[dict[str, Any]], path: Path) -> None:
-    """Predicted against measured, and their ratio, by chip and head dim."""
+    """Plot predicted against measured times, and their ratio, by chip and head dim."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -298,7 +299,7 @@ def picture(found: list[dict[str, Any]], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Collect schedules, or report the comparison; 1 if the chip asked for has no timings."""
+    """Collect schedules, or report the comparison; exit code 1 if the requested chip has no timings."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.validation", description=main.__doc__)
     parser.add_argument("action", choices=("collect", "report"))
     parser.add_argument("--chip", choices=tuple(FOLDERS), default="v6e")
@@ -338,12 +339,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def installed() -> Path:
-    """The timings in the wheel of the peers' environment."""
+    """Return the folder of the timings in the wheel of the peers' environment."""
     return next(PEER_PYTHON.parents[1].glob("lib/python3*/site-packages/tokamax/data/autotuning"), PEER_PYTHON)
 
 
 def missing(timings: Path, chip: str) -> str | None:
-    """What of the peer is not there, in a sentence; None if a point of this chip can be compiled."""
+    """Say which part of the peer is missing, in a sentence; None if a point of this chip can be compiled."""
     if not PEER_PYTHON.is_file():
         return f"the peer's environment ({PEER_PYTHON}) is missing: `make peers-tpu` installs it"
     if not timings.is_dir():

@@ -1,17 +1,18 @@
-"""Block sizes found by measuring: search, final, confirmation, and a row of the table that dispatch reads.
+"""Find block sizes by measuring: search, final, confirmation, then a row of the table that dispatch reads.
 
-    tessera tune --workload prefill_16k_gqa --role sparse        # goes on where it stopped
+    tessera tune --workload prefill_16k_gqa --role sparse        # resumes where it stopped
 
-1. *Search* (`search.py`): a genetic algorithm over the kernel's own space, begun with the default and with what the
-   cost model (`seeding.py`) ranks first; with `--method tpe`, Optuna's estimator instead (`tpe.py`). Every candidate
-   runs in a child process, is checked against float64 first, and is then timed briefly.
-2. *Final*: the best few and the default take turns, on fresh numbers, for longer.
-3. *Confirmation*: the winner and the default take turns once more, on other numbers, and on lengths that nobody
-   searched. The gain that counts is this one, with its interval.
+1. *Search* (`search.py`): a genetic algorithm over the kernel's own search space, seeded with the default and with the
+   configs that the cost model (`seeding.py`) ranks first. `--method tpe` uses Optuna's estimator instead (`tpe.py`).
+   Every candidate runs in a child process, which checks it against float64 and then times it briefly.
+2. *Final*: the best few and the default take turns for longer, on fresh numbers.
+3. *Confirmation*: the winner and the default take turns once more, on other numbers and at lengths that the search
+   never used. The reported gain and its interval come from this stage.
 
-Every answer is kept as it comes (build/tune/), so Ctrl-C or a kill costs the candidate that ran. The end is one record
-in evidence/ and one row of `attention/tuned.py` that points at it: the winner's, or the default's where it won. Then
-the answers go: asked again, everything is measured again.
+The tuner saves every answer as it arrives (build/tune/), so Ctrl-C or a kill costs only the running candidate. A
+finished search appends one record to evidence/ and writes one row of `attention/tuned.py` that points at it: the
+winner's row, or the default's where the default won. It then deletes the saved answers, so the next search measures
+everything again.
 """
 
 import json
@@ -33,28 +34,28 @@ from tessera.workbench.tune.child import Child
 from tessera.workbench.tune.seeding import estimate
 
 METHODS = {"genetic": search.evolve, "tpe": tpe.suggest}
-"""Ways to search, by name."""
+"""Search methods by name."""
 LEAST_GAIN = 1.02
-"""The winner replaces the default only for this much, and only if the interval's lower end is above 1."""
+"""Least gain for which the winner replaces the default. The interval's lower end must also be above 1."""
 WORST_ELSEWHERE = 0.95
-"""The winner may not be slower than this share of the default's speed at a held-out length."""
+"""Least speed of the winner at a held-out length, as a share of the default's speed."""
 MOST_S, MOST_GIB = 1e9, 1e9
-"""More than a queue can wait for, or than a limit of the system can say, is no limit but an overflow."""
+"""Largest accepted limits, in seconds and GiB. Larger values overflow a queue's timeout or a system resource limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much is measured.
+    """How much to measure.
 
     Attributes:
-        candidates: configurations that the search tries, the default among them.
-        quick: timed calls of each.
+        candidates: configs that the search tries, including the default.
+        quick: timed calls per candidate in the search.
         finalists: candidates in the final, besides the default.
-        rounds: turns of each in the final and in the confirmation.
-        limit_s: seconds that one answer of the child may take, compilation included.
-        memory_gib: that the child may hold on the host, in GiB; 0 is no limit, None nine tenths of the machine's.
-        seed: of the search and of the numbers.
-        method: of the search, see METHODS.
+        rounds: turns per contender in the final and in the confirmation.
+        limit_s: seconds that the child may take per answer, compilation included.
+        memory_gib: host memory that the child may hold, in GiB; 0 is no limit, None nine tenths of the machine's.
+        seed: seed of the search and of the random inputs.
+        method: search method, a key of METHODS.
     """
 
     candidates: int = 16
@@ -79,7 +80,7 @@ class Budget:
 
     @property
     def memory_bytes(self) -> int:
-        """What the child may hold on this machine; 0 is no limit."""
+        """Bytes that the child may hold on this machine; 0 is no limit."""
         if self.memory_gib is None:
             return int(0.9 * hardware.cpu().memory_bytes)
         return int(self.memory_gib * 2**30)
@@ -87,27 +88,27 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is tuned: a kernel on a call."""
+    """A kernel and the call to tune it on."""
 
     kernel: Kernel
     name: str
     spec: AttentionSpec
     shapes: Shapes
     named: str = ""
-    """How the worker finds the kernel, if not by its name in the table."""
+    """Import path "module:attribute" of the kernel; if empty, the worker finds it by its name in the table."""
 
     def request(self, config: Mapping[str, Any], **how: Any) -> dict[str, Any]:
-        """A worker's request."""
+        """Build the worker's request."""
         kernel = self.named or self.kernel.name
         return {"kernel": kernel, "spec": asdict(self.spec), "shapes": self.shapes._asdict(), "config": config, **how}
 
 
 class Failed(ValueError):
-    """A search that cannot come to an end, with the reason."""
+    """A search that cannot finish, with the reason."""
 
 
 class Journal:
-    """Every answer so far, one line of JSON each; a line that a kill cut short is dropped."""
+    """Keeps every answer so far, one JSON object per line. Drops a line that a kill cut short."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]):
         self.path, self.about = path, json.loads(json.dumps(about))
@@ -122,7 +123,7 @@ class Journal:
         files.replace_text(path, "".join(json.dumps(line) + "\n" for line in (found or [self.about])))
 
     def ask(self, child: Child, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of before, or the child's."""
+        """Return the saved answer, or ask the child and save its answer."""
         key = json.dumps(request, sort_keys=True)
         if key not in self.answers:
             self.answers[key] = child.ask(request)
@@ -138,10 +139,10 @@ def _parsed(line: str) -> dict | None:
 
 
 def task_of(workload: str, role: str) -> Task:
-    """The task of a workload of the catalogue, for the kernel that dispatch takes on this device.
+    """Return the task of a catalogue workload, with the kernel that dispatch chooses on this device.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no workload has this name.
     """
     found: Workload | None = next((w for w in WORKLOADS if w.name == workload), None)
     if found is None:
@@ -152,20 +153,20 @@ def task_of(workload: str, role: str) -> Task:
 
 
 def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = (), on_step=None) -> dict[str, Any]:
-    """Search, final, confirmation.
+    """Run search, final and confirmation.
 
     Args:
-        task, budget: what, and how much.
-        journal: file of the answers; a search that it holds in part goes on.
+        task, budget: what to tune, and how much to measure.
+        journal: file of the answers; a partial search in it resumes.
         paths: folders added to the worker's import path.
-        on_step: called with a sentence after every answer.
+        on_step: called with a line of text for every candidate and finalist.
 
     Returns:
         {"default", "winner": configs, "gain", "interval", "elsewhere", "candidates", "rank_correlation", "replayed"}.
 
     Raises:
-        Failed: the default itself does not run, is wrong, or nothing could be confirmed.
-        ValueError: the journal is of another search, or the method needs a library that is not installed.
+        Failed: the default does not run, is wrong, or nothing could be confirmed.
+        ValueError: the journal belongs to another search, or the method needs a library that is not installed.
     """
     about = {"task": task.request({}), "budget": asdict(budget), "machine": hardware.device_slug()}
     about["code"] = files.sources(Path(__file__).parents[2] / "attention")
@@ -201,7 +202,7 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
 
 
 def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> list[dict[str, Any]]:
-    """Everything tried, the default first, with its estimate, its quick time or its error, and its parents."""
+    """Return every candidate tried, the default first, with its estimate, its quick time or error, and its parents."""
     space = [asdict(c) for c in task.kernel.search_space(task.spec, task.shapes)]
     default = asdict(task.kernel.default_config(task.spec, task.shapes))
     if search.key(default) not in map(search.key, space):
@@ -231,7 +232,7 @@ def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> li
 def _take_turns(
     task: Task, entries: list[dict], budget: Budget, book: Journal, child: Child, first_seed: int
 ) -> list[tuple[dict, list[float]]]:
-    """(entry, samples) of those that answered every turn: one call each per round, fresh numbers per round."""
+    """Return (entry, samples) of entries that answered every turn: one call each per round, on fresh numbers."""
     taken: list[tuple[dict, list[float]]] = [(entry, []) for entry in entries]
     for number in range(budget.rounds):
         seed = budget.seed + first_seed + 10 * number
@@ -241,7 +242,8 @@ def _take_turns(
 
 
 def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Journal, child: Child) -> dict[str, Any]:
-    """The gain on fresh numbers, its interval, the gains at held-out lengths; the default again if they do not hold."""
+    """Return the gain on fresh numbers, its interval and the held-out gains; revert to the default if they do not
+    hold."""
     pairs = {"": task.shapes} | {f"{s.num_queries} x {s.num_keys}": s for s in held_out(task.shapes)}
     gains: dict[str, float | None] = {}
     interval = None
@@ -262,7 +264,7 @@ def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Jour
 
 
 def rank_correlation(tried: Iterable[Mapping[str, Any]], first: str, second: str) -> float | None:
-    """Spearman's, over the candidates that have both; None for fewer than three, or where one never varies."""
+    """Return Spearman's, over candidates with both values; None for fewer than three, or if one never varies."""
     pairs = [(t[first], t[second]) for t in tried if t[first] is not None and t[second] is not None]
     if len(pairs) < 3:
         return None

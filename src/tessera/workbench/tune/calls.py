@@ -1,4 +1,4 @@
-"""The calls that candidates are timed on, and how their answers are checked: fresh numbers every time."""
+"""The calls that candidates are timed on, with fresh numbers every time, and the check of their answers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, S
 from tessera.core.shapes import ceil_div
 
 CHECKED_ROWS = 6
-"""Query rows of a timed call that are recomputed in float64, the first and the last among them."""
+"""Query rows of a timed call to recompute in float64, the first and the last among them."""
 
 
 class Call(NamedTuple):
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 def draw(spec: AttentionSpec, shapes: Shapes, seed: int) -> Call:
-    """Random numbers in a call's shapes, the queries at the end of the keys; lists of visible tiles where sparse."""
+    """Draw a call's inputs, the queries at the end of the keys; if sparse, also lists of visible tiles."""
     s, rng = shapes, np.random.default_rng(seed)
 
     def numbers(*size):
@@ -40,7 +40,7 @@ def draw(spec: AttentionSpec, shapes: Shapes, seed: int) -> Call:
 
 
 def lists(spec: AttentionSpec, shapes: Shapes, rng: np.random.Generator) -> Selection:
-    """As many visible tiles as there is room for, at random, each query tile's last one among them."""
+    """Draw lists of as many random visible tiles as fit, always with each query tile's last visible one."""
     s = shapes
     rows = ceil_div(s.num_queries, spec.query_tile)
     tiles = np.zeros((s.batch, s.num_kv_heads, rows, s.capacity), np.int32)
@@ -55,13 +55,13 @@ def lists(spec: AttentionSpec, shapes: Shapes, rng: np.random.Generator) -> Sele
 
 
 def fault(spec: AttentionSpec, call: Call, out: AttentionOut, role: str) -> str | None:
-    """What is wrong with an answer, by a few rows in float64 and the masses' sums; None if nothing is."""
+    """Return what is wrong with an answer, by a few rows in float64 and the sums of the masses; None if nothing is."""
     num_queries = call.q.shape[1]
     picked = sorted({round(x) for x in np.linspace(0, num_queries - 1, min(CHECKED_ROWS, num_queries))})
     for row in picked:
         one = row_call(spec, call, row)
         truth = oracle.attend(one)
-        # The chip's products may round q to the dtype with the scale in it.
+        # A kernel may fold the scale into q and then round q to the dtype.
         allowed = oracle.tolerance(one, truth, str(call.q.dtype), folded=True)
         for name, got, want, limit in (
             ("out", out.out[:, row : row + 1], truth.out, allowed.out),
@@ -76,7 +76,7 @@ def fault(spec: AttentionSpec, call: Call, out: AttentionOut, role: str) -> str 
 
 
 def row_call(spec: AttentionSpec, call: Call, row: int) -> oracle.Call:
-    """One query row of the call as a call of its own."""
+    """Return one query row of the call as a separate call."""
     q, k, v = (np.asarray(x) for x in (call.q[:, row : row + 1], call.k, call.v))
     tiles = count = None
     if call.selection is not None:
@@ -91,7 +91,10 @@ def row_call(spec: AttentionSpec, call: Call, row: int) -> oracle.Call:
 
 
 def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None:
-    """Every row that sees a key has probability 1 to give; the last query tile's is compared tile by tile."""
+    """Return what is wrong with the masses; None if nothing is.
+
+    Every row with a visible key adds probability 1 to its query tile. The last query tile is checked tile by tile.
+    """
     num_queries, heads, kv_heads = call.q.shape[1], call.q.shape[2], call.k.shape[2]
     sizes = np.diff([*range(0, num_queries, spec.query_tile), num_queries]) * (heads // kv_heads)
     error = np.abs(mass.sum(-1) - sizes).max()
@@ -105,7 +108,7 @@ def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None
 
 
 def held_out(shapes: Shapes, factors: Sequence[float] = (0.5, 1.5)) -> list[Shapes]:
-    """The same call at other lengths: what a winner must not be worse on."""
+    """Return the same call at other lengths, to compare the winner with the default there."""
     found = []
     for factor in factors:
         keys = max(round(shapes.num_keys * factor), 2)

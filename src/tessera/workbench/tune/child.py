@@ -1,4 +1,4 @@
-"""The tuner's side of its worker: a candidate that crashes it, hangs or takes too much memory is a result."""
+"""The tuner's side of its worker: a candidate that crashes it, hangs or takes too much memory becomes a result."""
 
 import os
 import sys
@@ -8,11 +8,11 @@ from typing import Any
 from tessera.core.child import Ended, Worker
 
 START_S = 300.0
-"""A worker that is not ready by then never will be."""
+"""Seconds to wait until a worker is ready. A worker that takes longer never will be."""
 
 
 class Child(Worker):
-    """Measures candidates, each within `limit_s` seconds and all within `memory_bytes`."""
+    """Measures candidates, each within `limit_s` seconds, in a worker that may hold `memory_bytes`."""
 
     def __init__(self, *, limit_s: float, memory_bytes: int, paths: Sequence[str] = ()):
         path = os.pathsep.join((*paths, *filter(None, [os.environ.get("PYTHONPATH")])))
@@ -21,7 +21,7 @@ class Child(Worker):
         self.limit_s = limit_s
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The worker's answer; its end, or its silence past the limit, is an answer with an error."""
+        """Return the worker's answer. If the worker ends, or stays silent past the limit, the answer holds an error."""
         try:
             return super().ask(request, self.limit_s)
         except Ended as end:

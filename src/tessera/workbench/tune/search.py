@@ -1,9 +1,9 @@
-"""The search itself, without kernels or clocks: a small genetic algorithm over a finite space, never twice the same.
+"""The search, independent of kernels and clocks: a small genetic algorithm over a finite space, without repeats.
 
-Genomes are dicts of a Config's fields. It begins with what the cost model ranks first (and the default), then breeds:
-two parents by tournament, each field from either, one field moved to a neighbouring value; a child outside the space or
-known already is thrown away. Deterministic in its seed and in what the evaluations return, so that a search that was
-killed goes on where it stopped by replaying what it had evaluated.
+Genomes are dicts of a Config's fields. The search starts with the default and what the cost model ranks first, then
+breeds: two parents by tournament, each field from either, one field moved to a neighbouring value. It discards a child
+that is outside the space or already known. The search is deterministic in its seed and in the results of the
+evaluations, so a killed search resumes by replaying what it had evaluated.
 """
 
 import random
@@ -13,7 +13,7 @@ from typing import Any
 
 Genome = Mapping[str, Any]
 TRIES = 200
-"""Children that may be thrown away in a row before the space counts as exhausted near the population."""
+"""Consecutive discarded children after which the space near the population counts as exhausted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ def evolve(
     """Evaluate up to `budget` different members of the space and yield each with its fitness.
 
     Args:
-        space: all that may be tried.
-        seeds: tried first, in this order.
+        space: every genome that may be tried.
+        seeds: proposals to try first, in this order.
         fitness: less is better; None is a failure, which breeds no children.
-        budget: evaluations.
-        population: the best so many may become parents.
-        seed: of the random choices.
+        budget: most evaluations.
+        population: how many of the best may become parents.
+        seed: seed of the random choices.
     """
     rng = random.Random(seed)
     members = {key(genome): genome for genome in space}
@@ -62,7 +62,7 @@ def evolve(
     while len(done) < min(budget, len(members)):
         ranked = sorted((f, i) for i, (_, f) in enumerate(done) if f is not None)[:population]
         child = _breed([i for _, i in ranked], [p.genome for p, _ in done], values, members, known, rng)
-        if child is None:  # nothing new near the best: anything untried
+        if child is None:  # nothing new near the best: take anything untried
             rest = [genome for name, genome in members.items() if name not in known]
             child = Proposal(genome=rng.choice(rest), origin="random")
         yield evaluate(child)
@@ -84,12 +84,12 @@ def _breed(parents, genomes, values, members, known, rng: random.Random) -> Prop
 
 
 def values_of(space: Sequence[Genome]) -> dict[str, list[Any]]:
-    """The values that each field takes anywhere in the space, in order."""
+    """Return the values that each field takes anywhere in the space, in order."""
     return {name: sorted({g[name] for g in space}, key=_order) for name in space[0]}
 
 
 def key(genome: Genome) -> tuple:
-    """What makes two genomes the same."""
+    """Return a hashable key, the same for equal genomes."""
     return tuple(sorted((name, repr(value)) for name, value in genome.items()))
 
 

@@ -1,9 +1,10 @@
-"""What a configuration should cost before anything ran: the roofline of the work it really does.
+"""Estimate what a configuration costs before anything runs: the roofline of the work it actually does.
 
     seconds = scores computed x 4 H / rate + steps x launch
 
-Scores computed are those of whole blocks, so a large block wastes more above the diagonal and at the ends of lists; a
-small one takes more steps. Rate and launch cost only set the exchange between the two, and only ranks are used.
+The estimate counts the scores of whole blocks, so a large block wastes more above the diagonal and at the ends of
+lists, while a small one takes more steps. Rate and launch cost only weigh scores against steps, and only ranks are
+used.
 """
 
 from typing import Any
@@ -16,11 +17,11 @@ from tessera.core.shapes import ceil_div, round_up
 RATE = 1e11
 """Flops per second."""
 STEP_S = 2e-6
-"""Cost of one more turn of a kernel's loop."""
+"""Seconds per iteration of a kernel's loop."""
 
 
 def estimate(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any) -> float:
-    """Seconds, good for ranking configurations of one kernel on one call."""
+    """Estimate seconds, accurately enough to rank configurations of one kernel on one call."""
     s = shapes
     groups = s.num_heads // s.num_kv_heads
     block_s = getattr(config, "block_s", 512)

@@ -1,4 +1,4 @@
-"""A finished search becomes a record, and a row of the table that dispatch reads."""
+"""Turn a finished search into a record, and into a row of the table that dispatch reads."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -12,7 +12,7 @@ from tessera.workbench.tune import Budget, Task
 
 
 def record(task: Task, budget: Budget, found: Mapping[str, Any], command: str) -> evidence.Record:
-    """Everything tried and what came of it; the sample is the gain of what is shipped over the default."""
+    """Build the record of everything tried; its sample is the shipped config's gain over the default."""
     s, spec = task.shapes, task.spec
     names = ("default", "interval", "elsewhere", "confirmed", "refused", "gain", "rank_correlation", "candidates")
     facts = {name: found[name] for name in names if found.get(name) is not None}
@@ -36,12 +36,12 @@ def record(task: Task, budget: Budget, found: Mapping[str, Any], command: str) -
 
 
 def failed(task: Task, error: Exception, command: str) -> evidence.Record:
-    """The record of a search that came to no end."""
+    """Build the record of a search that failed."""
     return evidence.make(what_of(task, {}), (), command=command, unit="gain", error=str(error))
 
 
 def what_of(task: Task, config: Mapping[str, Any]) -> evidence.What:
-    """What was tuned, and to what."""
+    """Return the record's key: the tuned call, and the config found for it."""
     s = task.shapes
     size = f"{s.num_queries:,} x {s.num_keys:,}, heads {s.num_heads} of {s.num_kv_heads} x {s.head_dim}"
     title = f"{size}, tile {task.spec.tile}" if task.kernel.role == "sparse" else size
@@ -51,7 +51,7 @@ def what_of(task: Task, config: Mapping[str, Any]) -> evidence.What:
 
 
 def row(task: Task, found: Mapping[str, Any], made: evidence.Record, file: Path) -> tuned.Row:
-    """The table's row: exact in what changes the shape of the work, within a factor of two in lengths."""
+    """Build the table's row: exact in measures that change the shape of the work, within a factor of two in lengths."""
     found_measures = tuned.measures(task.spec, task.shapes)
     decode = task.kernel.phase == "decode"
     exact = ["dtype", "head_dim", "groups"] + (["kv_heads"] if decode else [])
@@ -72,15 +72,15 @@ def row(task: Task, found: Mapping[str, Any], made: evidence.Record, file: Path)
 
 
 def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, table: Path | None = None) -> int:
-    """Tune one workload of the catalogue, show progress, keep the record and the row.
+    """Tune one catalogue workload, show progress, and store the record and the row.
 
     Args:
         out: file of the record; evidence/tune-<device>.jsonl if None.
         table: file of the row; the shipped table of this device if None.
 
     Raises:
-        ValueError: no such workload, the journal is of another search, or the method's library is not installed.
-        tune.Failed: the default itself does not run, or nothing was confirmed; a record says so.
+        ValueError: no such workload, the journal belongs to another search, or the method's library is not installed.
+        tune.Failed: the default does not run, or nothing was confirmed; a record says so.
     """
     from rich.console import Console
 
@@ -89,7 +89,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
     task, slug = tune.task_of(workload, role), hardware.device_slug()
     out = Path("evidence") / f"tune-{slug}.jsonl" if out is None else out
     table = tuned.TABLES / f"{tuned.device()}.jsonl" if table is None else table
-    plain = budget.method == "genetic"  # names stay what they were
+    plain = budget.method == "genetic"  # keep the file names of older journals
     journal = Path("build/tune") / f"{slug}-{workload}-{role}{'' if plain else '-' + budget.method}.jsonl"
     console = Console(stderr=True, highlight=False)
     console.print(f"{task.kernel.name} on {task.name}; Ctrl-C stops, the same command goes on ({journal})")
@@ -102,13 +102,13 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
     made = record(task, budget, found, command(workload, role, budget))
     evidence.append(out, made)
     tuned.write(table, [row(task, found, made, out)])
-    journal.unlink()  # what was measured is in the record
+    journal.unlink()  # the record holds everything measured
     print_result(console, found)
     return 0
 
 
 def command(workload: str, role: str, budget: Budget) -> str:
-    """What repeats a search: its candidates and seed, and whatever else differs from the defaults, the method last."""
+    """Return the command that repeats a search: candidates, seed, other non-default options, the method last."""
     given = {"candidates": budget.candidates, "seed": budget.seed}
     given |= {f.name: getattr(budget, f.name) for f in fields(budget) if getattr(budget, f.name) != f.default}
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
@@ -116,7 +116,7 @@ def command(workload: str, role: str, budget: Budget) -> str:
 
 
 def print_result(console, found: Mapping[str, Any]) -> None:
-    """What won, by how much, how sure, and how well the cheap stages foretold it."""
+    """Print the winner, its gain and interval, and how well the cheap stages predicted it."""
     if found["winner"] == found["default"]:
         refused = f"; {found['refused']} was not confirmed ({found['gain']:.3f}x)" if "refused" in found else ""
         console.print(f"the default stands: {found['default']}{refused}")

@@ -1,8 +1,8 @@
-"""Optuna's tree-structured Parzen estimator over the same finite space, with the same promises as `search.evolve`.
+"""Optuna's tree-structured Parzen estimator over the same finite space, with the same guarantees as `search.evolve`.
 
-Every field is a parameter: the index into its sorted values where these are numbers, so that neighbours count as near,
-else a category. The seeds are enqueued first. A suggestion outside the space or known already is left open, and the
-sampler's constant liar looks elsewhere from then on; a failed candidate counts as pruned, worse than all that ran.
+Every field is a parameter: for numbers, the index into its sorted values, so that neighbours count as near; otherwise a
+category. The seeds are enqueued first. A suggestion that is outside the space or already known never gets a result, and
+the sampler's constant liar then looks elsewhere. A failed candidate counts as pruned, worse than all that ran.
 """
 
 import random
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from tessera.workbench.tune.search import Genome, Proposal, key, values_of
 
 TRIES = 50
-"""Suggestions that may be known in a row before one is drawn at random from what is left."""
+"""Consecutive rejected suggestions after which an untried candidate is drawn at random."""
 
 
 def suggest(
@@ -24,7 +24,7 @@ def suggest(
 ) -> Iterator[tuple[Proposal, float | None]]:
     """Evaluate up to `budget` different members of the space and yield each with its fitness.
 
-    Deterministic in its seed and in what the evaluations return. Arguments as of `search.evolve`.
+    Deterministic in its seed and in the results of the evaluations. Takes the arguments of `search.evolve`.
 
     Raises:
         ValueError: Optuna is not installed.
@@ -36,7 +36,7 @@ def suggest(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     rng = random.Random(seed)
     members, values, known = {key(genome): genome for genome in space}, values_of(space), set()
-    # Its ten random trials at first are not needed where the cost model's choices stand in their place.
+    # The cost model's choices replace the sampler's ten random start-up trials.
     sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True, n_startup_trials=min(10, max(len(seeds), 2)))
     study = optuna.create_study(sampler=sampler)
 

@@ -1,8 +1,8 @@
-"""The child process that candidates run in: a crash, a hang or too much memory is its end, not the tuner's.
+"""The child process that runs candidates: a crash, a hang or too much memory ends it, but not the tuner.
 
 Requests and answers are lines of JSON. A request names a kernel (of the table, or "module:attribute"), a call and a
-config; the answer holds seconds per call, or the error: compile, check on fresh numbers, then time, each call on fresh
-numbers and the last one checked again, so that nothing is timed that was not seen to be right.
+config. The answer holds seconds per call, or the error. The worker compiles, checks one call, then times each call on
+fresh numbers and checks the last one again, so it reports no times of a candidate that it knows to be wrong.
 """
 
 import collections
@@ -33,7 +33,7 @@ class Program(NamedTuple):
 
 
 def kernel_named(name: str) -> Kernel:
-    """The kernel of the table, or the one that "module:attribute" names."""
+    """Return the table's kernel of this name, or the one that "module:attribute" names."""
     module, _, attribute = name.partition(":")
     if attribute:
         return getattr(importlib.import_module(module), attribute)
@@ -41,12 +41,12 @@ def kernel_named(name: str) -> Kernel:
 
 
 KEPT: collections.OrderedDict[str, Program] = collections.OrderedDict()
-"""Compiled candidates, so that contenders can take turns; the longest unused one goes first."""
+"""Compiled candidates, kept so that contenders can take turns. The least recently used is dropped first."""
 MOST_KEPT = 8
 
 
 def program_of(request: dict) -> Program:
-    """The compiled candidate of a request."""
+    """Return the compiled candidate of a request."""
     name = json.dumps([request[part] for part in ("kernel", "spec", "shapes", "config")], sort_keys=True)
     if name not in KEPT:
         kernel = kernel_named(request["kernel"])
@@ -67,12 +67,12 @@ def program_of(request: dict) -> Program:
 
 
 def as_cached(call: calls.Call) -> tuple:
-    """The call's arrays with K and V laid out as the model's cache: [B,K,S,H]."""
+    """Return the call's arrays, with K and V laid out as the model's cache: [B,K,S,H]."""
     return call.q, *(jnp.swapaxes(x, 1, 2) for x in (call.k, call.v)), call.positions, call.selection
 
 
 def measure(request: dict) -> dict:
-    """Seconds of `rounds` calls after one that warms up, and of compiling."""
+    """Time `rounds` calls after one warm-up call; the answer holds their seconds and those of compiling."""
     program = program_of(request)
     samples, fault = [], None
     for number in range(-1, request["rounds"]):
@@ -91,9 +91,9 @@ def measure(request: dict) -> dict:
 
 
 def main() -> None:
-    """Answer until the input ends; argument 1 is the most memory to hold, in bytes, 0 for no limit."""
+    """Answer requests until the input ends; argument 1 is the memory limit in bytes, 0 for none."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a candidate prints is no answer
+    os.dup2(2, 1)  # keep a candidate's prints out of the answers
     if limit := int(sys.argv[1]):
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     print(json.dumps("ready"), file=answers, flush=True)
