@@ -1,7 +1,7 @@
-"""Records: what was measured, where, of which code, how, and the result or the error, one JSON object per line.
+"""Records of measurements: what, where, which code, how, and the result or the error, one JSON object per line.
 
-A record never names a host, a user or a path. Appending survives a kill: a line is written in one call and synced, a
-line that a kill cut short is dropped by the reader and removed by the next writer.
+A record never names a host, a user or a path. Appending survives a kill: the writer appends in one call and syncs; the
+reader drops a last line that a kill cut short, and the next writer removes it.
 """
 
 import functools
@@ -24,15 +24,15 @@ from tessera.core import hardware
 
 SCHEMA = 1
 INTERVAL_ROUNDS = 5
-"""Samples from which a figure has an interval: redrawn medians of fewer hardly leave the smallest and largest."""
+"""Minimum samples for an interval: with fewer, it spans little but the smallest and largest sample."""
 
 PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "train", "quality"})
-"""Host and user names that tell nobody anything, as every record may hold them: common ones, and our own commands."""
+"""Host and user names that any record may hold, since they reveal nothing: common names and our own commands."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class What:
-    """The thing measured: operation, the implementation of it, the named workload, element type, free settings.
+    """The thing measured: operation, its implementation, named workload, element type, free-form settings.
 
     `title` is the workload in words, for tables.
     """
@@ -47,7 +47,7 @@ class What:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """The machine: device kind and count, CPU model and cores it may use, memory, versions. No name, no address."""
+    """The machine: device kind and count, CPU model and usable cores, memory, versions. No name, no address."""
 
     device: str
     count: int
@@ -61,7 +61,7 @@ class Where:
 
     @property
     def machine(self) -> str:
-        """In words, for tables: "AMD EPYC, 2 cores", "TPU v6 lite", "4 x TPU v6 lite"."""
+        """Machine in words, for tables: "AMD EPYC, 2 cores", "TPU v6 lite", "4 x TPU v6 lite"."""
         if self.device == "cpu":
             words = re.sub(r"\((R|TM)\)|\b(CPU|Processor)\b", " ", self.cpu).split()
             return f"{' '.join(words)}, {self.cores} cores"
@@ -73,10 +73,10 @@ class Code:
     """The code measured.
 
     Attributes:
-        commit: of git; None outside a checkout.
+        commit: git commit; None outside a checkout.
         dirty: whether tracked sources differed from it.
-        landed: the commit of this repository's history that holds the code, where `commit` is not in it (work that
-            landed as one commit).
+        landed: commit in this repository's history that holds the code, if `commit` is not in it (work that landed as
+            one commit).
     """
 
     commit: str | None
@@ -85,14 +85,14 @@ class Code:
 
     @property
     def name(self) -> str:
-        """What to check out, in words."""
+        """Commit to check out, in words."""
         changes = " with uncommitted changes" if self.dirty else ""
         return f"{self.commit[:9]}{changes}" + (f" (landed in {self.landed[:9]})" if self.landed else "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """The method: calls before the first sample, samples, whether sides took turns, compile seconds, cache state."""
+    """The method: warm-up calls, samples, whether sides took turns, compile seconds, cache state, output check."""
 
     warmup: int = 0
     iterations: int = 1
@@ -104,7 +104,7 @@ class How:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Baseline over ours (above 1 is faster, or smaller), its bootstrap 95 % interval, and the target it had."""
+    """Baseline over ours (above 1: ours is faster, or smaller), its bootstrap 95 % interval, and its target."""
 
     against: str
     ratio: float
@@ -114,7 +114,7 @@ class Comparison:
 
 
 class Key(NamedTuple):
-    """What tells two measurements apart. Figures of two machines are two measurements, never compared or replaced."""
+    """Identity of a measurement. Figures of two machines are never compared, and neither replaces the other."""
 
     op: str
     kernel: str
@@ -132,7 +132,7 @@ class Record:
         spread: interquartile range of the samples, in the same unit.
         flops, bytes: work of one sample, by the stated formula of the workload.
         facts: other numbers of the same run; names carry their units.
-        command: repeats it.
+        command: command line that repeats it.
     """
 
     what: What
@@ -158,17 +158,17 @@ class Record:
 
     @property
     def key(self) -> Key:
-        """A later record of the same key replaces an earlier one."""
+        """Key of the measurement; a later record of the same key replaces an earlier one."""
         return Key(self.what.op, self.what.kernel, self.what.workload, self.what.dtype, self.where.machine)
 
     @property
     def traceable(self) -> bool:
-        """Whether it names the commit, the date and the command, without which no figure is published."""
+        """Whether the record names its commit, date and command; without them, no figure is published."""
         return all(text and text.strip() for text in (self.code.commit, self.date, self.command))
 
     @property
     def mean_density(self) -> float | None:
-        """Share of keys read, over the layers; None where no keys are left out."""
+        """Share of keys read, mean over layers; None if every key is read."""
         return sum(self.density) / len(self.density) if self.density else None
 
 
@@ -181,18 +181,18 @@ def make(
     work: Mapping[str, float] | None = None,
     **fields_: Any,
 ) -> Record:
-    """A record of samples taken here and now: fills in where, code, date, median, spread and rates.
+    """Build a record of samples taken here and now: fill in where, code, date, median, spread and rates.
 
     Args:
         what: the thing measured.
         samples: raw samples in `unit` (default seconds); may be empty only when `error` is given.
         command: a command line that repeats it.
-        how: method; by default one of the samples' count.
+        how: method; by default only the number of samples.
         work: {"flops": per sample, "bytes": per sample}; rates follow when the unit is seconds.
         fields_: further fields of Record (unit, density, comparison, facts, error).
 
     Raises:
-        ValueError: no samples and no error, or a command, error or fact that names a path of this machine.
+        ValueError: neither samples nor an error, or a command, error or fact that names this host or a path on it.
     """
     samples = tuple(float(s) for s in samples)
     if not samples and not fields_.get("error"):
@@ -221,7 +221,7 @@ def make(
 
 
 def now() -> str:
-    """The time of day as records write it: UTC, to the second."""
+    """Current UTC time to the second, as records write it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -233,14 +233,14 @@ def _quartile_range(samples: Sequence[float]) -> float | None:
 
 
 def _private_words(line: str) -> list[str]:
-    """Names of this host, this user's home and the working folder that an encoded record holds as whole words."""
-    text = re.sub(r"\\.", " ", line)  # JSON writes a line end as \n, and that n would hide the start of a word
+    """Find names of this host, this user's home and the working folder, as whole words, in an encoded record."""
+    text = re.sub(r"\\.", " ", line)  # JSON writes a line end as \n, whose n would hide the start of a word
     names = {platform.node(), os.path.expanduser("~"), os.getcwd()} - PUBLIC_WORDS
     return sorted(n for n in names if len(n) > 3 and re.search(rf"(?<![\w-]){re.escape(n)}(?![\w-])", text))
 
 
 def here() -> Where:
-    """This machine as a record shows it. Asks jax for its devices, so never call it at import."""
+    """Describe this machine for a record. Queries jax for its devices, so never call it at import."""
     import jax
 
     devices = jax.devices()
@@ -264,7 +264,7 @@ def here() -> Where:
 
 @functools.cache
 def code() -> Code:
-    """Commit of the checkout this package runs from; looked up once, as the code loaded does not change."""
+    """Commit of the checkout that this package runs from; looked up once, since loaded code does not change."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return Code(commit=None, dirty=None)
@@ -276,22 +276,22 @@ def code() -> Code:
 def _git(root: Path, *args: str) -> str | None:
     try:
         done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):  # no git here: the record says so with None
+    except (OSError, subprocess.TimeoutExpired):  # no git here: the record holds None
         return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
 def encode(record: Record) -> str:
-    """One line of JSON without the line end; NaN and infinity are refused, None fields left out."""
+    """Encode a record as one line of JSON without the line end. Refuses NaN and infinity, leaves out None fields."""
     body = {name: value for name, value in asdict(record).items() if value is not None and value != {}}
     return json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 
 def decode(line: str) -> Record:
-    """The record of one line.
+    """Decode the record of one line.
 
     Raises:
-        ValueError: not a record, or one of a newer schema.
+        ValueError: the line is not a record, or has a newer schema.
     """
     body = json.loads(line)
     if not isinstance(body, dict) or "what" not in body:
@@ -312,7 +312,7 @@ def decode(line: str) -> Record:
 
 
 def _checked(record: Record) -> Record:
-    """The record, if its fields are what whoever reads records takes them for."""
+    """Return the record if its fields have the types and values that readers rely on, else raise ValueError."""
     for name, kind in (("what", What), ("where", Where), ("code", Code), ("how", How), ("comparison", Comparison)):
         part = getattr(record, name)
         if part is None and kind is Comparison:
@@ -342,7 +342,7 @@ def _checked(record: Record) -> Record:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON is of an annotated kind; a number is finite, and True is none."""
+    """Whether a value read from JSON fits an annotation; numbers must be finite, and a bool is not a number."""
     if isinstance(kind, types.UnionType):
         return any(_fits(value, one) for one in get_args(kind))
     if kind in (int, float):
@@ -354,7 +354,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def append(path: str | os.PathLike, records: Record | Iterable[Record]) -> None:
-    """Add records to a file, one write and one fsync; a line that a kill cut short before is removed first."""
+    """Append records to a file with one write and one fsync, after removing a last line that a kill cut short."""
     batch = [records] if isinstance(records, Record) else list(records)
     data = "".join(encode(record) + "\n" for record in batch).encode()
     path = Path(path)
@@ -376,13 +376,13 @@ def append(path: str | os.PathLike, records: Record | Iterable[Record]) -> None:
 def _lock(handle: int) -> None:
     try:
         import fcntl
-    except ImportError:  # Windows: one writer at a time is the caller's business
+    except ImportError:  # Windows: the caller must ensure one writer at a time
         return
     fcntl.flock(handle, fcntl.LOCK_EX)
 
 
 def _drop_cut_line(handle: int, size: int) -> None:
-    """Cut back to the last line end, unless the last line is whole and only its line end is missing."""
+    """Truncate to the last line end, unless the last line is whole and only its line end is missing."""
     text = os.pread(handle, size, 0)
     start = text.rfind(b"\n") + 1
     if _whole(text[start:]):
@@ -401,13 +401,13 @@ def _whole(line: bytes) -> bool:
 
 
 def read(path: str | os.PathLike) -> list[Record]:
-    """All records of a file, in order; a last line that a kill cut short is left out.
+    """Read all records of a file, in order, without a last line that a kill cut short.
 
     Raises:
-        ValueError: a line other than the last that is no record, by number.
+        ValueError: any other line is not a record; the message gives its number.
     """
     lines = Path(path).read_bytes().split(b"\n")
-    if not _whole(lines[-1]):  # empty when the file ends in a line end
+    if not _whole(lines[-1]):  # empty if the file ends in a line end
         lines.pop()
     records = []
     for number, line in enumerate(lines, start=1):
@@ -421,7 +421,7 @@ def read(path: str | os.PathLike) -> list[Record]:
 
 
 def latest(records: Iterable[Record]) -> dict[Key, Record]:
-    """The last record of each key, in order of first appearance. An error replaces a figure: it is the later truth.
+    """Return the last record of each key, in order of first appearance. A later error replaces a figure.
 
     A case that crashed as a whole left one error without a kernel: the next records of its command replace it.
     """
@@ -438,5 +438,5 @@ def latest(records: Iterable[Record]) -> dict[Key, Record]:
 
 
 def collect(folder: str | os.PathLike) -> list[Record]:
-    """The records of every .jsonl file under a folder, files in name order."""
+    """Read the records of every .jsonl file under a folder, in order of file names."""
     return [record for path in sorted(Path(folder).rglob("*.jsonl")) for record in read(path)]

@@ -1,8 +1,8 @@
-"""Timing that can be trusted: interleaved samples, medians with intervals, and the memory a child process touched.
+"""Measure reliably: interleaved samples, medians with intervals, and the peak memory of a child process.
 
-One sample of a contender is a call that returns the seconds it took, measured by itself around work that ends in
-`block_until_ready` (or, for a peer, inside the peer's own process). Sides take turns round by round, each round in the
-reverse order of the one before, so that a machine that drifts slows all of them alike.
+One sample of a contender is a call that returns its own seconds, timed around work that ends in `block_until_ready`
+(or, for a peer, inside the peer's process). Sides take turns round by round, each round in the reverse order of the
+one before, so that a drifting machine slows all of them alike.
 """
 
 import math
@@ -26,18 +26,18 @@ from tessera.core.child import Worker
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What this device reaches on the simplest programs: a large matrix product per dtype, and reading memory."""
+    """Peak rates of this device on the simplest programs: a large matrix product per dtype, and reading memory."""
 
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
 
     def floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
-        """Least credible time in seconds: max(flops / measured peak, bytes / measured bandwidth)."""
+        """Smallest credible time in seconds: max(flops / measured peak, bytes / measured bandwidth)."""
         return max(flops / self.flops_per_s[dtype], num_bytes / self.bytes_per_s)
 
 
 def time_call(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
-    """Seconds of one call including the wait for its result, and the result. Inputs are waited for before."""
+    """Time one call, including the wait for its result; return seconds and result. Waits for the inputs first."""
     jax.block_until_ready(args)
     start = time.perf_counter()
     out = jax.block_until_ready(function(*args))
@@ -53,17 +53,17 @@ def interleave(
     until: float = math.inf,
     least: int = 1,
 ) -> dict[str, list[float]]:
-    """Samples of every contender, taken in turns.
+    """Sample every contender in turns.
 
     Args:
-        contenders: name -> (round number) -> seconds; the number makes fresh inputs possible. Warm-up rounds are
-            numbered below zero.
-        rounds: samples of each, unless time is short.
+        contenders: name -> (round number) -> seconds; the number can seed fresh inputs. Warm-up rounds have negative
+            numbers.
+        rounds: samples of each if time allows.
         warmup: calls of each before the first sample (compilation happens there).
         rest_s: pause before each sample, so that the other side's worker threads stop spinning.
-        until: when they should be done, by `time.monotonic`: no round begins that, as long as the mean of those before,
-            would end later. What the samples say has no part in it.
-        least: rounds that are made in any case, one or more.
+        until: deadline by `time.monotonic`: no round begins that would end later if it took the mean time of those
+            before. The samples' values play no part in this.
+        least: rounds that run even past the deadline, one or more.
 
     Returns:
         name -> seconds per round; samples of one index were taken in the same round.
@@ -105,10 +105,10 @@ def ratio_interval(
 
 
 def ceilings(*, size: int = 2048, read_bytes: int = 1 << 28, rounds: int = 5) -> Ceilings:
-    """Best of a few runs: a [size,size] matrix product per dtype; a matrix of `read_bytes` times a vector, and x + 1.
+    """Measure ceilings, best of a few runs: matrix products [size,size] per dtype; for memory, two programs.
 
-    Decode reads and hardly writes; x + 1 alone, which also writes, would set its floor too high on a CPU. A chip with a
-    data sheet has no ceiling above it.
+    These are a matrix of `read_bytes` times a vector, and x + 1. Decode reads and hardly writes: by itself x + 1, which
+    also writes, would set decode's floor too high on a CPU. On a chip with a data sheet, the sheet caps the ceilings.
     """
     rates = {}
     product = jax.jit(jnp.matmul)
@@ -123,9 +123,9 @@ def ceilings(*, size: int = 2048, read_bytes: int = 1 << 28, rounds: int = 5) ->
 
 
 def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
-    """The ceilings, at most one device's share of its chip's nominal peaks; as they are where there is no data sheet.
+    """Cap the ceilings at one device's share of its chip's nominal peaks; leave them unchanged without a data sheet.
 
-    No dtype of ours has a higher peak than bfloat16.
+    None of our dtypes has a higher peak than bfloat16.
     """
     if chip is None:
         return found
@@ -135,10 +135,10 @@ def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
 
 
 def _least_s(program: Callable[..., jax.Array], *args: jax.Array, rounds: int) -> float:
-    """Least seconds from a call to one number of its result on the host.
+    """Least seconds from a call until one number of its result is on the host.
 
-    Not `time_call`: were that to stop its clock before the work is done, the ceilings would rise by as much as the
-    times they bound fall, and no time would be too good. A number on the host is not there before the program ends.
+    Does not use `time_call`: if that stopped its clock before the work is done, the ceilings would rise by as much as
+    the times they bound fall, and no time would be too good. A number cannot reach the host before the program ends.
     """
     last = jax.jit(lambda out: out.ravel()[-1])
     taken = []
@@ -152,9 +152,9 @@ def _least_s(program: Callable[..., jax.Array], *args: jax.Array, rounds: int) -
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """How a child process ended: exit status, standard output and error, wall seconds, peak resident bytes.
+    """Result of a child process: exit code, standard output and error, wall seconds, peak resident bytes.
 
-    `peak_bytes` is None if it died before it could say.
+    `peak_bytes` is None if the child died before reporting it.
     """
 
     status: int
@@ -164,7 +164,7 @@ class Child:
     peak_bytes: int | None
 
 
-# wait4's ru_maxrss will not do: Linux carries the parent's own peak over fork and exec into it.
+# wait4's ru_maxrss is no use: on Linux it includes the parent's peak, carried over fork and exec.
 _WEIGH = """
 import atexit, os
 def _weigh(handle={handle}):
@@ -180,7 +180,7 @@ atexit.register(_weigh)
 
 
 def run_child(code: str, *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 600.0) -> Child:
-    """Run Python code in a fresh interpreter of this environment and weigh it (peak resident set, this child only).
+    """Run Python code in a fresh interpreter of this environment and measure its peak resident set (this child only).
 
     Raises:
         TimeoutError: it ran past `timeout_s` and was killed.
@@ -214,7 +214,7 @@ def run_child(code: str, *args: str, env: Mapping[str, str] | None = None, timeo
 
 
 class Peer(Worker):
-    """A worker process in another environment that measures inside itself."""
+    """Worker process in another environment that measures inside itself."""
 
     def __init__(self, python: str | os.PathLike, script: str | os.PathLike, *args: str):
         if not Path(python).exists():

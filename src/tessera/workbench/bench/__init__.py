@@ -1,16 +1,16 @@
-"""Benchmarks: both sides in one interleaved run, fresh inputs, checked outputs, one record per side.
+"""Run benchmarks: both sides interleaved in one run, fresh inputs, checked outputs, one record per side.
 
-    tessera bench --suite cpu                      all cases, appended to evidence/<device>.jsonl
-    tessera bench --suite cpu --only start_up      one case
-    tessera bench --suite cpu --resume             only the cases this commit has no record of
-    tessera bench --suite cpu --gate               nothing kept; 1 where a stored figure got worse beyond noise
-    tessera bench --compare OLD NEW                two files of records, measured before; status as for --gate
+    tessera bench --suite cpu                      run all cases, append to evidence/<device>.jsonl
+    tessera bench --suite cpu --only start_up      run one case
+    tessera bench --suite cpu --resume             run only the cases without a record from this commit
+    tessera bench --suite cpu --gate               store nothing; exit code 1 if a stored figure got worse beyond noise
+    tessera bench --compare OLD NEW                compare two files of stored records; exit codes as for --gate
 
-On a slow machine a comparison makes fewer rounds (at least three, of the longest prompts one), so that the suite keeps
-to a quarter of an hour; a case asked for with --only makes all of them. Below five rounds there is no interval.
+On a slow machine a comparison runs fewer rounds (at least three; one for the longest prompts), so that the suite stays
+within a quarter of an hour. A case selected with --only runs all of them. Below five rounds there is no interval.
 
-A case that fails becomes a record with its error, and the exit status says so. Status 3 is no judgement: nothing got
-worse for sure, but the noise of some figure does not exclude it, or a stored figure was not measured again.
+A failed case becomes a record with its error, and the exit code reports it. Exit code 3 means undecided: no figure
+certainly got worse, but noise hides whether one did, or a stored figure was not measured again.
 """
 
 import os
@@ -32,11 +32,11 @@ from tessera.workbench.evidence import Record, What
 from tessera.workbench.report.markdown import series
 
 UNJUDGED: Final = 3
-"""Exit status of a comparison that found nothing worse, but could not judge every figure."""
+"""Exit code of a comparison that found no regression but could not judge every figure."""
 
 
 class Case(NamedTuple):
-    """One separately runnable measurement: what kind it is, and the generator of its records."""
+    """One separately runnable measurement: its kind (`op`), and the generator of its records."""
 
     op: str
     run: Callable[[Stand], Iterator[Record]]
@@ -56,13 +56,13 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
         "pass_keys": Case("quality", answers.pass_keys),
     }
 )
-"""Every case by name; adding one is a generator of records and a line here."""
+"""Every case by name. To add one, write a generator of records and add a line here."""
 
 SPEED: Final = tuple(name for name, case in CASES.items() if case.op != "quality")
 
 
 class Suite(NamedTuple):
-    """Sizes, and the cases that run when none is named."""
+    """Sizes, and the cases that run by default."""
 
     sizes: Sizes
     cases: tuple[str, ...]
@@ -71,7 +71,7 @@ class Suite(NamedTuple):
 SUITES: Final[Mapping[str, Suite]] = MappingProxyType(
     {"cpu": Suite(Sizes(), SPEED), "demo": Suite(Sizes(), ("pass_keys",)), "smoke": Suite(SMOKE, tuple(CASES))}
 )
-"""Suites by name: "cpu" is speed, "demo" is the shipped model's answers, "smoke" shows that everything runs."""
+"""Suites by name: "cpu" measures speed, "demo" the shipped model's answers; "smoke" checks that every case runs."""
 
 
 def run(
@@ -86,16 +86,16 @@ def run(
 
     Args:
         suite: "cpu", "demo" or "smoke".
-        out: file to append to; None is evidence/<device>.jsonl under the working folder.
+        out: file to append to; None means evidence/<device>.jsonl under the working folder.
         peer_python: interpreter of the environment with torch and transformers (`make peers`).
-        only: names of cases; empty is all of the suite.
-        resume: skip cases of which the file holds a record without error, made by this very commit.
+        only: names of cases; empty runs the whole suite.
+        resume: skip cases that this commit has already recorded in the file without an error.
 
     Returns:
         0, or 1 if a case failed (its record says why).
 
     Raises:
-        ValueError: an unknown suite or case.
+        ValueError: unknown suite or case.
     """
     if suite not in SUITES:
         raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
@@ -110,7 +110,7 @@ def run(
     try:
         with compiled_anew():
             for number, name in enumerate(cases, start=1):
-                if not only:  # equal shares; what a case leaves is the next one's
+                if not only:  # equal shares of time; the next case inherits what one leaves unused
                     stand.ends = begin + sizes.suite_s * number / len(cases)
                 if name in done:
                     console.print(f"{name}: recorded before")
@@ -128,17 +128,17 @@ def run(
 
 
 def gate(suite: str = "cpu", **options) -> int:
-    """Run a suite and hold it against this device's stored records.
+    """Run a suite and compare it with this device's stored records.
 
     Args:
-        suite, options: as for `run`, without out and resume.
+        suite, options: as for `run`, except out and resume.
 
     Returns:
-        0; 1 if a case failed or a figure is worse than the stored one beyond noise; else UNJUDGED if some figure could
-        not be judged or is missing.
+        0; 1 if a case failed or a figure is worse than the stored one beyond noise; otherwise UNJUDGED if some figure
+        could not be judged or is missing.
 
     Raises:
-        ValueError: nothing is stored for this device, or an unknown suite or case.
+        ValueError: no stored records to compare with, or unknown suite or case.
     """
     stored = Path("evidence") / f"{hardware.device_slug()}.jsonl"
     if not stored.exists():
@@ -156,16 +156,16 @@ def gate(suite: str = "cpu", **options) -> int:
 
 
 def compare_files(before: str | os.PathLike, after: str | os.PathLike) -> int:
-    """Print what changed from one file of records to another; the exit status, as of `gate`.
+    """Print what changed from one file of records to another; return the exit code, as for `gate`.
 
     Raises:
-        FileNotFoundError, ValueError: a file is missing, holds no records, or shares no figure with the other.
+        FileNotFoundError, ValueError: a file is missing or holds no records, or the two share no figure.
     """
     return _compare(evidence.read(before), evidence.read(after), f"{before} and {after}")
 
 
 def _compare(old: Sequence[Record], new: Sequence[Record], names: str) -> int:
-    """Print what changed from one set of records to another; the exit status."""
+    """Print what changed from one set of records to another; return the exit code."""
     changes, errors, missing = list(compare.changes(old, new)), compare.broken(old, new), compare.vanished(old, new)
     if not changes and not errors:
         parts = "op, kernel, workload, dtype, machine, suite, sizes and settings"
@@ -177,7 +177,7 @@ def _compare(old: Sequence[Record], new: Sequence[Record], names: str) -> int:
 
 
 def _run_case(stand: Stand, name: str) -> list[Record]:
-    """A case's records; one with the error if it failed."""
+    """Run a case and return its records, or a single record with the error if it failed."""
     stand.case, case = name, CASES[name]
     try:
         return list(case.run(stand))
@@ -187,7 +187,7 @@ def _run_case(stand: Stand, name: str) -> list[Record]:
 
 
 def _done(path: Path, suite: str) -> set[str]:
-    """Cases of a suite with records of this commit and machine and no error among them."""
+    """Cases of a suite with records from this commit and machine, none of them an error."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()
@@ -197,12 +197,12 @@ def _done(path: Path, suite: str) -> set[str]:
 
 
 def _case(record: Record) -> str:
-    """The case that its command names."""
+    """Name of the case, the last word of the record's command."""
     return record.command.rpartition(" ")[2]
 
 
 def _line(record: Record) -> str:
-    """What a person sees of a record while the suite runs."""
+    """Summary of a record, printed while the suite runs."""
     who = f"{record.what.kernel or record.what.workload} {record.what.dtype}".strip()
     if record.error:
         return f"{who}: error: {record.error}"

@@ -1,9 +1,9 @@
-"""Amdahl's law beside a measured gain: every attention call of a prefill, timed without the model around it.
+"""Check a measured gain against Amdahl's law: time every attention call of a prefill without the rest of the model.
 
     predicted gain = 1 / ((1 - p) + p / s)
 
-p is attention's share of the dense prefill, s what attention alone gains. Both come from clocks of their own, not from
-the end-to-end gain, so that the two gains can disagree: what is missing between them was lost outside attention.
+p is attention's share of the dense prefill, s the speed-up of attention by itself. Separate timings give both, without
+the end-to-end gain, so the two gains can disagree: any difference was lost outside attention.
 """
 
 import time
@@ -31,7 +31,7 @@ from tessera.workbench.bench.stand import draw, fresh_seed
 def attend_layers(
     q: Float[Array, "B T N H"], cache: Cache, positions: Positions, *, spec: AttentionSpec, policy: Policy
 ) -> tuple[Float[Array, "B T N H"], Reads | None]:
-    """One chunk's attention in every layer of a cache [B,K,S,H]: the outputs' sum, and what was read."""
+    """Run one chunk's attention in every layer of a cache [B,K,S,H]; return the outputs' sum and the keys read."""
     layers = len(cache.k)
     shapes = call_shapes(q, jnp.swapaxes(cache.k[0], 1, 2))
     state, total = policy.init_state(layers, shapes, spec), jnp.zeros_like(q)
@@ -43,10 +43,10 @@ def attend_layers(
 
 
 class AttentionAlone:
-    """The attention calls of one prompt's prefill, cut as the session cuts it, on random keys and values.
+    """Attention calls of one prompt's prefill, in the session's chunks, on random keys and values.
 
     Args:
-        session: an empty one of batch 1 under the policy; its cache is filled with random numbers.
+        session: an empty session of batch 1 under the policy to time; a randomly filled copy replaces its cache.
         length: tokens of the prompt.
     """
 
@@ -57,14 +57,14 @@ class AttentionAlone:
         leaves, tree = jax.tree.flatten(session.cache)
         self.cache = tree.unflatten(jnp.asarray(draw([0, i], x.shape), x.dtype) for i, x in enumerate(leaves))
         self.reads: list[Reads] = []
-        for size in {size for _, size in self.chunks}:  # compiles, and warms up on nothing
+        for size in {size for _, size in self.chunks}:  # compile and warm up each chunk size, with no valid rows
             self._attend(jnp.zeros((1, size, self.config.num_heads, self.config.head_dim)), 0, 0)
 
     def sample(self, number: int) -> float:
-        """Seconds of all calls on fresh queries; the last row's outputs are checked.
+        """Time all calls on fresh queries, in seconds, and check the last row's outputs.
 
         Raises:
-            ValueError: outputs that are wrong (dense, against float64) or not finite.
+            ValueError: the outputs are wrong (dense, against float64) or not finite.
         """
         rows = self.chunks[-1][0] + self.chunks[-1][1]
         q = draw([fresh_seed(number), 2], (1, rows, self.config.num_heads, self.config.head_dim))
@@ -103,10 +103,10 @@ def layer_densities(reads: Sequence[Reads]) -> tuple[float, ...]:
 
 
 def amdahl_gain(share: float, gain: float) -> float:
-    """What the whole gains if a `share` of its time becomes `gain` times faster: 1 / ((1 - share) + share / gain).
+    """Speed-up of the whole if a `share` of its time becomes `gain` times faster: 1 / ((1 - share) + share / gain).
 
     Raises:
-        ValueError: a share that is not between 0 and 1, or a gain that is not positive.
+        ValueError: `share` is not between 0 and 1, or `gain` is not positive.
     """
     if not 0 <= share <= 1 or not gain > 0:
         raise ValueError(f"{share=} must be between 0 and 1 and {gain=} positive")
@@ -114,15 +114,15 @@ def amdahl_gain(share: float, gain: float) -> float:
 
 
 def predict(dense: Sequence[float], attention: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Facts of a record: Amdahl's gain and its parts, from medians of seconds per round.
+    """Compute a record's facts: Amdahl's gain and its parts, from medians of seconds per round.
 
     Args:
-        dense: the whole prefill under dense attention.
-        attention: attention alone, "dense" and "kascade".
+        dense: seconds of the whole prefill under dense attention.
+        attention: seconds of the attention calls, by "dense" and "kascade".
 
     Returns:
-        {"attention_share", "attention_gain", "amdahl_gain", "attention_dense_s", "attention_kascade_s"}; no
-        "amdahl_gain" where attention alone took longer than the whole, which is too small then to tell them apart.
+        {"attention_share", "attention_gain", "amdahl_gain", "attention_dense_s", "attention_kascade_s"}; without
+        "amdahl_gain" if attention took longer than the whole prefill, which is then too short to separate the two.
     """
     share = 1 / measure.ratio(dense, attention["dense"])
     gain = measure.ratio(attention["dense"], attention["kascade"])

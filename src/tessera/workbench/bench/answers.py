@@ -1,4 +1,4 @@
-"""Answers kept: the shipped model's pass keys, dense, Kascade and Kascade without its choice, on the same tasks."""
+"""Count the pass keys that the shipped model finds under dense, Kascade, and Kascade without its choice of keys."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,10 @@ from tessera.workbench.quality import passkey_accuracy, passkey_tasks, wilson, w
 
 
 def pass_keys(stand: Stand) -> Iterator[Record]:
-    """Five-digit keys hidden at even depths of held-out text, found greedily and exactly; Kascade at every length."""
+    """Record how many five-digit keys each policy finds, exactly and greedily; Kascade runs at every length.
+
+    The keys are hidden at evenly spaced depths of held-out text.
+    """
     kascade = generate.load(DEMO_MODEL, attention="kascade")
     plan = kascade.plan
     config = {"model": plan.model, "anchors": list(plan.anchors), "own": list(plan.own), "heads": plan.heads}

@@ -1,4 +1,4 @@
-"""Attention alone: dense prefill against the peers that are here, sparse and score against our dense."""
+"""Time attention without the model: dense prefill against the available peers, sparse and score against our dense."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,14 +18,14 @@ from tessera.workbench.evidence import How, Record, What
 HEAD_DIM = 128
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Largest error allowed in the checked rows, over the largest value there: wrong work shows, rounding does not."""
+"""Error tolerance, relative to the largest value in the checked rows: catches wrong work, admits rounding."""
 
 
 def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
-    """Causal self-attention over 8 heads of 128 against PyTorch's and every other peer that can run here.
+    """Time causal self-attention over 8 heads of 128 against PyTorch's and every other peer that can run here.
 
-    PyTorch's pair of records bears the case's name, each other pair an ending of its own, with ours of the same rounds.
-    Ours is recorded if there is no peer at all; who is left out stands beside it with the reason.
+    PyTorch's pair of records has the case's name; any other pair adds the peer's name, with our samples from the same
+    rounds. Our record is written even without any peer, and its facts list each skipped peer with the reason.
     """
     length, heads = stand.sizes.attention_tokens, 8
     rows = _rows(length)
@@ -68,7 +68,7 @@ def _dense_records(
     compile_s: Mapping[str, float],
     skipped: Mapping[str, str],
 ) -> Iterator[Record]:
-    """A pair of records per peer; without PyTorch, ours alone under the case's name."""
+    """Yield a pair of records per peer; without PyTorch, only ours has the case's name."""
     (_, length, heads, head_dim), dtype = inputs[0].shape, str(inputs[0].dtype)
     case = "dense_prefill_" + ("f32" if dtype == "float32" else "bf16")
     title = f"dense causal prefill, {length:,} tokens, {heads} heads of {head_dim}"
@@ -96,7 +96,7 @@ def _dense_records(
 
 
 def sparse_prefill(stand: Stand) -> Iterator[Record]:
-    """Sparse at 10 % and score against our dense: 8 query and 2 KV heads of 128, tile 128, query tile 32."""
+    """Time sparse at 10 % and score against our dense: 8 query and 2 KV heads of 128, tile 128, query tile 32."""
     length, heads, kv_heads = stand.sizes.sparse_tokens, 8, 2
     dense_spec = AttentionSpec(tile=128, query_tile=32)
     score_spec = AttentionSpec(tile=128, query_tile=32, mass=True)
@@ -163,7 +163,7 @@ def _sparse_records(
     select_s: float,
     compile_s: Mapping[str, float],
 ) -> Iterator[Record]:
-    """One record per role of the sparse case; the two compared ones carry their target."""
+    """Yield one record per role of the sparse case; score and sparse have a comparison with dense and a target."""
     _, length, heads, head_dim = inputs[0].shape
     kv_heads = inputs[1].shape[2]
     if density > 0.5:
@@ -221,7 +221,7 @@ def _with_compile(how: How, compile_s: float) -> How:
 
 
 def _rows(length: int) -> list[int]:
-    """Eight rows to check: both ends and between, off any block's edge."""
+    """Eight evenly spaced rows to check, first and last included; those between lie off block edges."""
     return sorted({int(place) for place in np.linspace(0, length - 1, 8)})
 
 
@@ -232,7 +232,7 @@ def _draw_inputs(seed: int, length: int, heads: int, kv_heads: int, dtype: str) 
 
 
 def oracle_rows(q, k, v, rows: Sequence[int], selected: tuple[Selection, AttentionSpec] | None = None) -> np.ndarray:
-    """softmax(q k^T / sqrt(H)) v in float64 for a few rows, over the visible keys that are selected: [N, rows, H]."""
+    """Compute softmax(q k^T / sqrt(H)) v in float64 for a few rows, over the visible, selected keys: [N, rows, H]."""
     q, k, v = (np.asarray(x[0].astype(jnp.float32), np.float64) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     out = np.zeros((q.shape[1], len(rows), q.shape[2]))

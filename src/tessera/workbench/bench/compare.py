@@ -1,10 +1,10 @@
-"""Two sets of records held against each other: what got better, what got worse, and what is noise.
+"""Compare two sets of records: what got better, what got worse, and what is noise.
 
-A figure that was taken beside a peer is compared by its ratio to the peer: both sides ran interleaved, so a slower day
-of the machine cancels. A figure without one is compared as it is. The interval is a bootstrap over the raw samples of
-both sets; rounds of a pair are redrawn together. A figure is worse where its interval lies below 1 - MARGIN, and as
-good where it lies above 1 - WANTED; of one in between, or of few samples, it is said that it cannot be judged. Figures
-of two suites or of other sizes are never held against each other; a figure that the second set lacks is named.
+If a figure was measured with a peer, its ratio to the peer is compared: both sides ran interleaved, so a slower day of
+the machine cancels. Otherwise its median is compared. The interval is a bootstrap over the raw samples of both sets;
+rounds of a pair are redrawn together. A figure is worse if its interval lies below 1 - MARGIN, and as good if it lies
+above 1 - WANTED. A figure in between, or with few samples, cannot be judged, and the report says so. Figures of
+different suites or sizes are never compared; figures that the second set lacks are listed.
 """
 
 import json
@@ -19,19 +19,19 @@ from tessera.workbench.report.markdown import current, is_prediction, series
 
 DRAWS, TAIL = 4000, 0.025
 MARGIN: Final = 0.05
-"""Part of the figure that may be lost before it counts as a regression, noise apart."""
+"""Fraction of a figure that may be lost, beyond noise, before it counts as a regression."""
 WANTED: Final = 0.20
-"""Loss that a comparison ought to find or exclude; `Change.blind` says where it does neither."""
+"""Fractional loss that a comparison should detect or rule out; `Change.blind` marks figures where it does neither."""
 LESS_IS_BETTER: Final = ("s", "bytes", "of tolerance")
 ANSWERED: Final = ("tune", "block sizes")
-"""Operations whose config is what was found; elsewhere it is the sizes and settings that were asked for."""
+"""Operations whose config is a result; elsewhere the config holds the requested sizes and settings."""
 
 COMPILED: Final = ("gpu gates", "tpu sweep")
-"""Operations that a compiler alone decides, and are no prediction."""
+"""Operations whose results only a compiler decides, and which are not predictions."""
 
 
 class Figure(NamedTuple):
-    """What a figure is known by: its key and, as the suites have the same cases in other sizes, the suite."""
+    """Identity of a figure: its key, and its suite, since suites run the same cases at different sizes."""
 
     key: Key
     suite: str
@@ -43,11 +43,11 @@ class Change:
 
     Attributes:
         key: what was measured.
-        before, after: medians, or ratios to the peer where `against` names one.
-        unit: of both, "x" for a ratio.
-        against: the peer of both.
+        before, after: medians, or ratios to the peer if `against` names one.
+        unit: unit of both, "x" for a ratio.
+        against: peer of both.
         factor: how many times better the second is; below 1 is worse.
-        interval: its bootstrap 95 % interval; None where a set has fewer than INTERVAL_ROUNDS samples of it.
+        interval: bootstrap 95 % interval of `factor`; None if a set has fewer than INTERVAL_ROUNDS samples.
     """
 
     key: Key
@@ -60,12 +60,12 @@ class Change:
 
     @property
     def regressed(self) -> bool:
-        """Worse by more than the margin, even at the kind end of the interval."""
+        """Whether even the favourable end of the interval is worse by more than the margin."""
         return self.interval is not None and self.interval[1] < 1 - MARGIN
 
     @property
     def blind(self) -> bool:
-        """It cannot be judged: not worse for sure, and a loss of WANTED or more may be."""
+        """Whether the figure cannot be judged: it did not certainly regress, but a loss above WANTED is possible."""
         return not self.regressed and (self.interval is None or self.interval[0] < 1 - WANTED)
 
 
@@ -75,7 +75,7 @@ def figures(records: Iterable[Record]) -> dict[Figure, Record]:
 
 
 def changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
-    """Every figure that both sets have, of equal sizes and without an error; of several records the latest counts."""
+    """Yield every figure that both sets have with equal sizes and no error; the latest record of each counts."""
     old, new = figures(before), figures(after)
     for figure, record in new.items():
         if figure in old and alike(old[figure], record):
@@ -83,32 +83,32 @@ def changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Chang
 
 
 def alike(before: Record, after: Record) -> bool:
-    """Whether two records of one key are figures of the same unit, sizes and settings."""
+    """Whether two records of one key have figures with the same unit, sizes and settings."""
     if before.median is None or after.median is None or before.unit != after.unit:
         return False
     return before.what.op in ANSWERED or _settings(before) == _settings(after)
 
 
 def _settings(record: Record) -> str:
-    return json.dumps(record.what.config, sort_keys=True)  # a tuple and the list it is read back as are equal
+    return json.dumps(record.what.config, sort_keys=True)  # a tuple equals the list it is read back as
 
 
 def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
-    """Records of the second set that are an error where the first had a figure, or a crash of a whole case."""
+    """Error records of the second set where the first has a figure, or where a whole case crashed."""
     old = figures(before)
     return [r for figure, r in figures(after).items() if r.error and (figure not in old or not old[figure].error)]
 
 
 def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
-    """Figures of the first set that the second has not, or has in other sizes, of suites and machines that both have.
+    """Figures of the first set that the second lacks or has at other sizes, for suites and machines that both have.
 
-    A case's figures are those of the commit that ran it last; what an earlier one called otherwise is not missed.
+    A case's figures are those of the commit that ran it last, so names used only by an earlier commit are not missing.
     """
     before = list(before)
     old, new = figures(before), figures(after)
     runs, crashed = {(f.suite, f.key.machine) for f in new}, {r.command for r in new.values() if r.error}
     last = {r.command: r.code for r in sorted(before, key=lambda r: r.date) if not r.error}
-    asked = {Figure(r.key, series(r)) for r in before if r.code == last.get(r.command)}  # of an interval or none
+    asked = {Figure(r.key, series(r)) for r in before if r.code == last.get(r.command)}  # with an interval or not
     return [
         record
         for figure, record in old.items()
@@ -127,7 +127,7 @@ def peer_of(record: Record, table: dict[Figure, Record]) -> Record | None:
 
 
 def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, Record | None]) -> Change:
-    """The change of one figure, relative to the peer if both runs had it."""
+    """Compute the change of one figure, relative to the peer if both runs had it."""
     paired = before[1] is not None and after[1] is not None
     rng = np.random.default_rng(0)
     sides = [drawn(record, peer if paired else None, rng) for record, peer in (before, after)]
@@ -149,16 +149,16 @@ def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, 
 
 
 def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
-    """How many times better the new is; from nothing to nothing is as good."""
+    """How many times better `new` is; 1 if both are equal, zeros included."""
     more, fewer = (old, new) if less else (new, old)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(more == fewer, 1.0, more / fewer)
 
 
 def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray | None]:
-    """(the figure, its bootstrap draws or None of too few samples): the median, or the peer's median over it.
+    """Return the figure (its median, or the peer's median over it) and its bootstrap draws, None for too few samples.
 
-    Of a share of trials, which is one sample, the trials are redrawn; what a compiler decides repeats to the digit.
+    A share of trials is a single sample, so its trials are redrawn. A compiler's results repeat exactly.
     """
     if is_prediction(record) or record.what.op in COMPILED:
         return record.median, np.full(DRAWS, record.median)
@@ -175,7 +175,7 @@ def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tupl
 
 
 def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Sequence[Record] = ()) -> None:
-    """A line per figure, the worst first; then what is no longer measured, and what no longer runs."""
+    """Print a line per figure, worst first; then figures no longer measured, and cases that no longer run."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,7 @@
-"""The whole model: prefill and decode against transformers and our dense, cross-over, memory, compilation, start-up."""
+"""Benchmark the whole model.
+
+Prefill and decode against transformers and our dense, cross-over, memory, compilation, start-up.
+"""
 
 import math
 import shutil
@@ -29,10 +32,10 @@ from tessera.workbench.evidence import How, Record, What
 
 
 def synthetic_plan(params: Params, config: ModelConfig) -> Plan:
-    """Evenly spaced anchors for random weights, on which a calibration would have nothing to find: speed only.
+    """Build a plan with evenly spaced anchors, for timing only: calibration has nothing to find in random weights.
 
-    The paper's plan for Llama-3.1-8B has 5 anchors in 32 layers (arXiv 2512.16391). Here that share is rounded up and
-    one is added, since the dense layer 0 weighs more in a model of few layers.
+    The paper's plan for Llama-3.1-8B has 5 anchors in 32 layers (arXiv 2512.16391). This plan rounds that share up and
+    adds one anchor, since the dense layer 0 weighs more in a model with few layers.
     """
     count = ceil_div(config.num_layers * 5, 32) + 1
     anchors = tuple(sorted({index * config.num_layers // count for index in range(count)}))
@@ -49,10 +52,10 @@ def synthetic_plan(params: Params, config: ModelConfig) -> Plan:
 
 
 def kascade_prefill(stand: Stand) -> Iterator[Record]:
-    """Time to first token of a long prompt, Kascade (anchors included) against our dense, same weights.
+    """Measure time to first token of a long prompt, Kascade (anchors included) against our dense, same weights.
 
-    Attention alone is timed after it, once each: the gain that Amdahl's law predicts from it stands beside the measured
-    one.
+    Each policy's attention calls are also timed once without the model. Kascade's record holds the gain that Amdahl's
+    law predicts from them.
     """
     config, length = stand.sizes.config, stand.sizes.long_tokens
     dense = generate.load(stand.folder)
@@ -69,7 +72,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
         return answer.ttft_s
 
     alone = {}
-    for name, model in models.items():  # a minute per prompt: compile on nothing, warm the sampler on a short one
+    for name, model in models.items():  # a prompt takes a minute: compile on empty input, warm the sampler on 64 tokens
         session = model.session(model.policy, batch=1, num_keys=length)
         session.warm()
         model.generate([draw_tokens(config, 0, 64)], max_new_tokens=1)
@@ -108,11 +111,11 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
 
 
 def crossover(stand: Stand) -> Iterator[Record]:
-    """Prefill of the shipped model under its own plan over lengths, Kascade (anchors included) against our dense.
+    """Time the shipped model's prefill over lengths, Kascade under its plan (anchors included) against our dense.
 
-    The last record holds the first length from which Kascade is faster at every longer one, by the rule of
-    `crossover.find_crossover`; null if it is not even at the longest. Lengths beyond the model's context are speed
-    only.
+    The last record holds the shortest length from which Kascade stays faster, by the rule of
+    `crossover.find_crossover`, or null if it is not faster at the longest. Lengths beyond the model's context measure
+    speed only.
     """
     shipped = generate.load(DEMO_MODEL, attention="kascade")
     policies = {"dense": Dense(), "kascade": replace(shipped.policy, crossover_tokens=0)}
@@ -160,7 +163,7 @@ def time_lengths(
     length: int,
     interleave: Callable[..., dict[str, list[float]]],
 ) -> tuple[dict[str, list[float]], dict[str, tuple[float, ...]]]:
-    """Seconds per round of a prefill of `length` fresh tokens per policy, in turns; and the keys read, by layer."""
+    """Time prefills of `length` fresh tokens, policies in turns; return seconds per round and keys read by layer."""
     sessions = {name: Session(params, config, policy, batch=1, num_keys=length) for name, policy in policies.items()}
     reads: dict[str, Sequence[Reads]] = {}
 
@@ -177,10 +180,10 @@ def time_lengths(
 
 
 def peer_model(stand: Stand) -> Iterator[Record]:
-    """Time to first token and decode speed against transformers with the same weights and prompts.
+    """Measure time to first token and decode speed against transformers with the same weights and prompts.
 
     Raises:
-        ValueError: there is no transformers to compare with, or its tokens differ.
+        ValueError: transformers is not available for comparison, or its first tokens differ.
     """
     if reason := stand.peer_refusal:
         raise ValueError(f"there is no transformers to compare with: {reason}")
@@ -253,7 +256,7 @@ def _peer_records(stand: Stand, taken: dict[str, dict[str, list[float]]], equal:
 
 
 def prefill_memory(stand: Stand) -> Iterator[Record]:
-    """Peak memory of prefill over prompt length, each in a fresh process, less that of a process with a tiny prompt."""
+    """Measure peak memory of prefill over prompt length, each in a fresh process, minus that of a 64-token prompt."""
     config = replace(stand.sizes.config, num_layers=2)
     folder = stand.write_model(config, "memory")
     weights = [_weigh(folder, length) for length in (64, *stand.sizes.memory_tokens)]
@@ -288,7 +291,7 @@ def _weigh(folder, length: int) -> int:
 
 
 def answer_once(folder: str, length: int) -> None:
-    """Load, answer one random prompt with one token: what child processes run."""
+    """Load the model and answer one random prompt with one token; the child processes run this."""
     model = generate.load(folder)
     [answer] = model.generate([draw_tokens(model.config, 1, length)], max_new_tokens=1)
     if not math.isfinite(answer.logprobs[0]):
@@ -296,7 +299,7 @@ def answer_once(folder: str, length: int) -> None:
 
 
 def compilation(stand: Stand) -> Iterator[Record]:
-    """Compile time and step time of one prefill chunk, layers under lax.scan and unrolled."""
+    """Measure compile time and step time of one prefill chunk, with layers under lax.scan and unrolled."""
     config, rows = stand.sizes.config, stand.sizes.start_tokens
     lower, steps, sessions = {}, {}, {}
     for name in ("scan", "unrolled"):
@@ -309,7 +312,7 @@ def compilation(stand: Stand) -> Iterator[Record]:
         sessions[name] = session
 
     def compile_anew(name: str, number: int) -> float:
-        jax.clear_caches()  # lowered again, the same program would be found compiled
+        jax.clear_caches()  # otherwise JAX finds the same program already compiled
         lowered = lower[name]()
         seconds, steps[name] = measure.time_call(lowered.compile)
         return seconds
@@ -341,7 +344,7 @@ def compilation(stand: Stand) -> Iterator[Record]:
 
 
 def start_up(stand: Stand) -> Iterator[Record]:
-    """Process start to first token, with an empty and with a filled compilation cache, a process per sample."""
+    """Time process start to first token, with an empty and a filled compilation cache, one process per sample."""
     config, length = stand.sizes.config, stand.sizes.start_tokens
     code = "import sys; from tessera.workbench.bench import model; model.answer_once(sys.argv[1], int(sys.argv[2]))"
 

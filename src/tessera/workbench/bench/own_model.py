@@ -1,4 +1,4 @@
-"""Any model at hand (folder, hub id, GGUF): prefill under its plan against dense, over lengths, in turns."""
+"""Time any model's prefill (folder, hub id, GGUF) over lengths, under its plan and dense in turns."""
 
 import os
 import time
@@ -21,7 +21,7 @@ from tessera.workbench.evidence import How, Record, What
 
 LENGTHS = (1024, 2048, 4096, 8192)
 ROUNDS, LEAST, SHARE_S = 5, 3, 240.0
-"""Rounds per length; fewer, but at least LEAST, where they would take longer than SHARE_S seconds."""
+"""Rounds per length; fewer, but at least LEAST, if they would take longer than SHARE_S seconds."""
 
 
 def run(
@@ -32,19 +32,19 @@ def run(
     out: str | os.PathLike | None = None,
     command: str = "tessera bench --model MODEL",
 ) -> int:
-    """Time prefill of fresh random tokens, dense and with the plan at every length, and append two records a length.
+    """Time prefill of fresh random tokens at every length, dense and under the plan, and append two records per length.
 
     Args:
         model: what `tessera.load` takes.
-        plan: its plan; None looks where `load` does. Its cross-over is left aside.
-        lengths: tokens; those beyond the context are left out.
+        plan: its plan; None looks where `load` does. The plan's cross-over is ignored.
+        lengths: tokens; lengths beyond the context are skipped.
         out: file of records; evidence/model-<device>.jsonl if None.
 
     Returns:
         0.
 
     Raises:
-        ValueError: what `load` says, no length within the context, or a plan that reads as much as dense.
+        ValueError: `load` fails, or no length is within the context.
     """
     loaded = load(model, attention="kascade", plan=plan)
     fitting = [length for length in lengths if length <= loaded.config.max_positions]
@@ -52,7 +52,7 @@ def run(
         raise ValueError(f"{lengths=} must hold one within the model's context of {loaded.config.max_positions}")
     out = Path("evidence") / f"model-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     policies = {"dense": Dense(), "kascade": replace(loaded.policy, crossover_tokens=0)}
-    sessions = {  # one size of cache for all lengths: fewer programs
+    sessions = {  # one cache size for all lengths compiles fewer programs
         name: Session(loaded.params, loaded.config, policy, batch=1, num_keys=max(fitting))
         for name, policy in policies.items()
     }

@@ -1,6 +1,6 @@
-"""Dense causal attention as others ship it, on the same arrays: why a peer cannot run here, and the step to time.
+"""Dense causal attention of other libraries on the same arrays: each peer's step to time, or why it cannot run here.
 
-All but PyTorch run in this process. Adding one is a function of q, k and v, its refusal, and a line in the table.
+All but PyTorch run in this process. To add one, write a function of q, k and v and its refusal, and list it in PEERS.
 """
 
 import math
@@ -20,22 +20,22 @@ from tessera.attention.contract import Shapes, call_shapes
 from tessera.workbench.bench.stand import compile_step, plain
 
 TORCH: Final = "torch sdpa"
-"""PyTorch's scaled_dot_product_attention: a worker in an environment of its own, `Stand.peer`."""
+"""PyTorch's scaled_dot_product_attention, which the worker `Stand.peer` runs in a separate environment."""
 
 MOST_SCORE_BYTES = 4 << 30
-"""Most memory that JAX's own attention may take for its scores: that of 8,192 tokens and 8 heads."""
+"""Bytes that JAX's own attention may take for its scores: enough for 8,192 tokens and 8 heads."""
 
 SPLASH_BLOCK: Final = 512
-"""Rows and keys of a block of splash attention, as MaxText sets them: its own default, 128, is no fair opponent."""
+"""Rows and keys per block of splash attention, as MaxText sets them; the default, 128, is not a fair opponent."""
 
 
 def xla(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Float[Array, "B T N H"]:
-    """JAX's own attention, all scores at once."""
+    """Run JAX's own attention, all scores at once."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
 
 def too_large(platform: str, shapes: Shapes) -> str:
-    """Why JAX's own attention is left out: its program holds two float32 arrays [N,T,T] at once, 2 x 4 N T^2 bytes."""
+    """Reason to skip JAX's own attention, or empty: its program holds two float32 arrays [N,T,T], 2 x 4 N T^2 bytes."""
     heads, length = shapes.num_heads, shapes.num_queries
     held = 8 * shapes.batch * heads * length**2
     said = f"two arrays of {heads} x {length:,} x {length:,} scores take {held / 2**30:.1f} GiB"
@@ -43,12 +43,12 @@ def too_large(platform: str, shapes: Shapes) -> str:
 
 
 def cudnn(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Array:
-    """cuDNN's fused attention through JAX."""
+    """Run cuDNN's fused attention through JAX."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
 
 def not_for_cudnn(platform: str, shapes: Shapes) -> str:
-    """Why cuDNN is left out."""
+    """Reason to skip cuDNN, or empty."""
     if platform != "gpu":
         return f"needs an NVIDIA GPU, this is a {platform.upper()}"
     return "" if shapes.dtype in ("bfloat16", "float16") else f"takes 16-bit numbers, these are {shapes.dtype}"
@@ -57,12 +57,12 @@ def not_for_cudnn(platform: str, shapes: Shapes) -> str:
 def splash(
     q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"], *, interpret: bool = False
 ) -> Float[Array, "B T N H"]:
-    """JAX's splash attention; the scale and the transposes it asks of its callers are part of its time."""
+    """Run JAX's splash attention; its time includes the scaling and transposes that it requires of callers."""
     from jax.experimental.pallas.ops.tpu import splash_attention as library
 
     _, length, heads, head_dim = q.shape
     block = math.gcd(length, SPLASH_BLOCK)
-    kernel = library.make_splash_mha_single_device(  # with fewer KV heads than heads it groups them
+    kernel = library.make_splash_mha_single_device(  # groups query heads if there are fewer KV heads
         library.MultiHeadMask([library.CausalMask((length, length))] * heads),
         block_sizes=library.BlockSizes(block_q=block, block_kv=block),
         interpret=interpret,
@@ -72,24 +72,24 @@ def splash(
 
 
 def not_for_splash(platform: str, shapes: Shapes) -> str:
-    """Why splash attention is left out."""
+    """Reason to skip splash attention, or empty."""
     if platform != "tpu":
         return f"needs a TPU, this is a {platform.upper()}"
     return f"needs a multiple of 128 tokens, these are {shapes.num_queries:,}" if shapes.num_queries % 128 else ""
 
 
 def tokamax(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Array:
-    """Tokamax's attention, by the kernel it chooses itself."""
+    """Run Tokamax's attention with the kernel that it chooses itself."""
     import tokamax as library
 
     return library.dot_product_attention(q, k, v, is_causal=True)
 
 
 def not_for_tokamax(platform: str, shapes: Shapes) -> str:
-    """Why Tokamax is left out."""
+    """Reason to skip Tokamax, or empty."""
     if platform not in ("tpu", "gpu"):
         return f"needs a TPU or a GPU, this is a {platform.upper()}"
-    # The typeguard it pins keeps the command `tessera` from starting.
+    # Tokamax pins a typeguard version that keeps the command `tessera` from starting.
     missing = "not installed: `pip install tokamax` in an environment of its own (docs/evidence.md)"
     return "" if find_spec("tokamax") else missing
 
@@ -98,10 +98,10 @@ class Peer(NamedTuple):
     """One peer in this process.
 
     Attributes:
-        kernel: its name in records.
+        kernel: name in records.
         refusal: (platform, shapes) -> why it cannot run such a call there; empty if it can.
         attend: (q [B,T,N,H], k and v [B,T,K,H]) -> out [B,T,N,H]; jit-able, causal, scaled by H**-0.5.
-        package: distribution whose version its records state; empty for JAX, which every record states.
+        package: distribution whose version its records hold; empty for JAX, whose version every record holds.
     """
 
     kernel: str
@@ -111,7 +111,7 @@ class Peer(NamedTuple):
 
     @property
     def facts(self) -> dict[str, str]:
-        """What its records say of its library."""
+        """Library version, for the peer's records."""
         return {self.package: metadata.version(self.package)} if self.package else {}
 
 
@@ -123,23 +123,23 @@ PEERS = MappingProxyType(
         "tokamax": Peer("tokamax dot_product_attention", not_for_tokamax, tokamax, "tokamax"),
     }
 )
-"""Peers in this process, by the ending of the workload in which they are compared."""
+"""Peers in this process, by the suffix of the workload that compares them."""
 
 
 class Ready(NamedTuple):
-    """Steps to time, by name in PEERS: (compile seconds, program); and why the others are not there, by kernel."""
+    """Steps to time, by name in PEERS: (compile seconds, program); and why other peers are skipped, by kernel."""
 
     steps: dict[str, tuple[float, jax.stages.Compiled]]
     skipped: dict[str, str]
 
 
 def exact(dtype: str) -> AbstractContextManager:
-    """float32 is multiplied as float32: by default accelerators use fewer bits, and the checked rows would be wrong."""
+    """Multiply float32 at full precision: accelerators default to fewer bits, and the checked rows would be wrong."""
     return jax.default_matmul_precision("highest" if dtype == "float32" else None)
 
 
 def ready(inputs: Sequence[Any]) -> Ready:
-    """Compile every peer that can run on arrays like these; what a library says when it cannot is its reason too."""
+    """Compile every peer that can run on arrays like these; a library's own error is also a reason to skip it."""
     found, platform, shapes = Ready({}, {}), jax.default_backend(), call_shapes(*inputs[:2])
     for name, peer in PEERS.items():
         if reason := peer.refusal(platform, shapes):

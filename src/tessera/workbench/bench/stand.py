@@ -1,4 +1,4 @@
-"""The stand that a benchmark case runs on: its sizes, the peer, this device's ceilings, a model on disk."""
+"""Shared set-up of the benchmark cases: sizes, the peer, this device's ceilings, a model on disk."""
 
 import functools
 import math
@@ -22,18 +22,18 @@ from tessera.workbench import evidence, measure
 from tessera.workbench.evidence import INTERVAL_ROUNDS, Comparison, How, Record, What
 
 REST_S = 0.2
-"""Pause before each sample: PyTorch's and XLA's idle threads spin for a while after a call."""
+"""Seconds to pause before each sample: PyTorch's and XLA's idle threads spin for a while after a call."""
 
 CREDIBLE = 0.8
-"""Part of the roofline floor below which a time is refused; the ceilings are themselves measured, to some percent."""
+"""Fraction of the roofline floor below which a time is rejected; the ceilings are measured, to within some percent."""
 
 WORKER = Path(__file__).parents[4] / "peers" / "worker.py"
-"""The peer's side, which a checkout has and an installed package has not."""
+"""Script of the peer's worker; a checkout has it, an installed package does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How large the cases are; the shapes stay what they are.
+    """Sizes of the cases; the attention cases' heads are fixed.
 
     Attributes:
         attention_tokens: dense prefill against PyTorch.
@@ -41,13 +41,13 @@ class Sizes:
         long_tokens: whole-model prefill, Kascade against our dense.
         short_tokens: whole-model prefill and decode against transformers.
         decode_steps: tokens decoded per sample.
-        memory_tokens: prompt lengths at which memory is weighed.
+        memory_tokens: prompt lengths at which memory is measured.
         crossover_tokens: prompt lengths at which the demo model's prefill is timed, ascending.
         start_tokens: prompt length of the start-up case, and rows of the compile case's chunk.
         config: the model; weights are random.
-        rounds: samples per side, unless time is short.
-        least_rounds: samples per side in any case; of the longest prompts, where a round may take two minutes, one.
-        suite_s: seconds after which no round begins that is not needed; a slow machine needs three minutes more.
+        rounds: samples per side if time allows.
+        least_rounds: minimum samples per side; one for the longest prompts, where a round may take two minutes.
+        suite_s: seconds after which no optional round begins; a slow machine needs three minutes more.
         passkey_tokens: prompt lengths of the shipped model's pass keys.
         passkeys: tasks per length.
     """
@@ -96,12 +96,12 @@ SMOKE = Sizes(
 
 
 class Stand:
-    """Everything cases share. Expensive parts are made on first use; close() ends the peer and removes the model.
+    """State shared by all cases. Expensive parts are built on first use; close() ends the peer and removes the model.
 
     Attributes:
         suite, sizes: what runs.
-        case: name of the case that runs.
-        ends: when its rounds should, by `time.monotonic`.
+        case: name of the running case.
+        ends: deadline of its rounds, by `time.monotonic`.
     """
 
     def __init__(self, suite: str, sizes: Sizes, peer_python: str | os.PathLike):
@@ -119,12 +119,12 @@ class Stand:
 
     @property
     def scratch(self) -> Path:
-        """A folder for this run's files."""
+        """Folder for this run's files."""
         return Path(self._scratch.name)
 
     @property
     def peer_refusal(self) -> str:
-        """Why PyTorch and transformers cannot be compared with here; empty if they can."""
+        """Reason why no comparison with PyTorch and transformers is possible here; empty if one is."""
         if jax.default_backend() != "cpu":
             return f"their worker computes on the CPU, Tessera on a {jax.default_backend().upper()}"
         for path in (self._peer_python, WORKER):
@@ -134,7 +134,7 @@ class Stand:
 
     @property
     def peer(self) -> measure.Peer:
-        """The PyTorch and transformers worker, started on first use with as many threads as there are cores."""
+        """The PyTorch and transformers worker, started on first use with one thread per core."""
         if self._peer is None:
             self._peer = measure.Peer(self._peer_python, WORKER, str(hardware.cpu().cores))
             self.peer_versions = self._peer.ask("hello")
@@ -142,12 +142,12 @@ class Stand:
 
     @functools.cached_property
     def ceilings(self) -> measure.Ceilings:
-        """What this device reaches at all, measured once per run."""
+        """Peak rates of this device, measured once per run."""
         return measure.ceilings()
 
     @functools.cached_property
     def folder(self) -> Path:
-        """The model with random weights as a Hugging Face folder, which both sides load."""
+        """Hugging Face folder with the random-weight model, which both sides load."""
         return self.write_model(self.sizes.config, "model")
 
     def write_model(self, config: ModelConfig, name: str) -> Path:
@@ -160,12 +160,12 @@ class Stand:
     def interleave(
         self, contenders: Mapping[str, Callable[[int], float]], *, least: int | None = None, **options: Any
     ) -> dict[str, list[float]]:
-        """`measure.interleave` with the suite's rounds: as many as end in time, but `least` (or its least_rounds)."""
+        """Call `measure.interleave` with the rounds that fit in time, at least `least` (default: least_rounds)."""
         least = self.sizes.least_rounds if least is None else least
         return measure.interleave(contenders, rounds=self.sizes.rounds, until=self.ends, least=least, **options)
 
     def record(self, what: What, samples: Sequence[float], how: How, **fields: Any) -> Record:
-        """A record of one side; a sample below the roofline floor makes it an error, for then work was skipped."""
+        """Build one side's record; a sample below the roofline floor makes it an error, since work was skipped."""
         made = evidence.make(what, samples, how=how, command=self.command(), **fields)
         if made.unit == "s" and made.flops and what.dtype:
             floor_s = self._floor_s(what.dtype, made.flops, made.bytes or 0.0)
@@ -181,17 +181,17 @@ class Stand:
         return made
 
     def _floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
-        """Kernels may convert: bfloat16 work is credible at whatever dtype's rate is highest."""
+        """Roofline floor in seconds; kernels may convert bfloat16, so its floor uses the fastest dtype's rate."""
         names = {dtype, *self.ceilings.flops_per_s} if dtype == "bfloat16" else {dtype}
         return min(self.ceilings.floor_s(name, flops, num_bytes) for name in names)
 
     def command(self) -> str:
-        """What repeats the case that runs."""
+        """Command line that repeats the running case."""
         return f"tessera bench --suite {self.suite} --only {self.case}"
 
 
 def versus(against: str, baseline: Sequence[float], ours: Sequence[float], target: float | None) -> Comparison:
-    """Baseline over ours, with its interval from INTERVAL_ROUNDS on, and whether it is at least the target."""
+    """Compare baseline over ours: ratio, interval (from INTERVAL_ROUNDS samples up), whether it meets the target."""
     found = measure.ratio(baseline, ours)
     return Comparison(
         against=against,
@@ -203,23 +203,23 @@ def versus(against: str, baseline: Sequence[float], ours: Sequence[float], targe
 
 
 def draw(seed: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-    """Standard normal float32 numbers; the peer's worker draws the same from the same seed."""
+    """Draw standard normal float32 numbers; the peer's worker draws the same ones from the same seed."""
     return np.random.default_rng(seed).standard_normal(tuple(shape), dtype=np.float32)
 
 
 def draw_tokens(config: ModelConfig, seed: int, length: int) -> list[int]:
-    """A fresh random prompt."""
+    """Draw a random prompt."""
     return np.random.default_rng([seed & 0xFFFFFFFF, 7]).integers(0, config.vocab_size, length).tolist()
 
 
 def compile_step(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[float, jax.stages.Compiled]:
-    """Seconds it took to trace and compile a function for such arguments, and the program."""
-    anew = jax.jit(lambda *given: function(*given))  # a function that was traced before would be found, not traced
+    """Trace and compile a function for such arguments; return the seconds taken and the program."""
+    anew = jax.jit(lambda *given: function(*given))  # a new function, since JAX would reuse an earlier trace
     return measure.time_call(lambda: anew.lower(*arguments).compile())
 
 
 def fresh_seed(number: int) -> int:
-    """A seed for one round; warm-up rounds have negative numbers."""
+    """Seed of one round, positive although warm-up rounds have negative numbers."""
     return number + 1000
 
 
@@ -229,9 +229,9 @@ def causal_pairs(length: int) -> float:
 
 
 def model_work(config: ModelConfig, length: int, *, past: int = 0, density: float = 1.0) -> Mapping[str, float]:
-    """FLOPs and least bytes of one forward call of `length` new tokens after `past`, head on the last one only.
+    """FLOPs and minimum bytes of one forward call of `length` new tokens after `past`, with the head on the last only.
 
-    2 FLOPs per weight and token, 4 H per query head and visible pair; weights and the visible cache read once.
+    Counts 2 FLOPs per weight and token, 4 H per query head and visible pair; weights and the visible cache read once.
     """
     c = config
     per_layer = c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) * c.hidden_size
@@ -254,15 +254,15 @@ def utilisation(
     ceilings: measure.Ceilings,
     chip: hardware.Chip | None = None,
 ) -> dict[str, float]:
-    """How much of the machine a model's call used: facts of its record.
+    """Compute how much of the machine a model's call used, as facts of its record.
 
         mfu              = flops / (seconds x measured flops per second of this dtype)
         bandwidth_share  = bytes / (seconds x measured bytes per second)
 
-    Flops and bytes are those the call needs by `model_work` (of keys that a sparse policy leaves out, none), not those
-    the program spent; so neither counts recomputation, masked blocks or padding as use. The ceilings are measured in
-    the same process. On a chip with a data sheet "mfu_nominal" (bfloat16 only, as the peak is) and
-    "bandwidth_share_nominal" are the same over one device's share of the nominal peaks.
+    Flops and bytes are what the call needs by `model_work` (nothing for keys that a sparse policy skips), not what the
+    program spent, so recomputation, masked blocks and padding do not count as use. The ceilings are measured in the
+    same process. On a chip with a data sheet, "mfu_nominal" (bfloat16 only, like the peak) and
+    "bandwidth_share_nominal" divide by one device's share of the nominal peaks instead.
     """
     measured_flops_per_s, measured_bytes_per_s = ceilings.flops_per_s[dtype], ceilings.bytes_per_s
     facts = {
@@ -279,7 +279,7 @@ def utilisation(
 
 
 def plain(error: BaseException) -> str:
-    """The first line of an error without this machine's folders."""
+    """First line of an error, without this machine's folders."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {_without_folders(first)}"[:400]
 
@@ -292,7 +292,7 @@ def _without_folders(text: str) -> str:
 
 @contextmanager
 def compiled_anew() -> Iterator[None]:
-    """Keep the persistent compilation cache out of a measurement."""
+    """Disable the persistent compilation cache during a measurement."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     try:

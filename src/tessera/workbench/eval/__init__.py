@@ -1,10 +1,10 @@
-"""Does Kascade keep the answers? Tasks, fidelity to dense, and what the plan's choices cost.
+"""Measure whether Kascade keeps the answers: tasks, fidelity to dense, and the cost of each choice of the plan.
 
-    tessera eval                              the shipped model: policies side by side on all tasks, minutes
-    tessera eval --suite study                tile by query tile, heads, anchors, fractions: fidelity and pass keys
-    tessera eval --model FOLDER --text FILE   another model, on its own plan and text
+    tessera eval                              compare policies on all tasks with the shipped model; takes minutes
+    tessera eval --suite study                vary tile by query tile, heads, anchors, fractions: fidelity and pass keys
+    tessera eval --model FOLDER --text FILE   evaluate another model with its own plan and text
 
-A record per policy and question; `--resume` skips what this very commit has recorded.
+Every policy and question gets a record; `--resume` skips what this commit has already recorded.
 """
 
 import bisect
@@ -36,15 +36,15 @@ LEVEL_TAIL, DRAWS = 0.025, 4000
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is asked.
+    """Amount of work in a suite.
 
     Attributes:
-        kinds: kinds of tasks; all at the longest length, the first at every one.
+        kinds: kinds of tasks; the first runs at every length, the others only at the longest.
         lengths: tokens of prompt and answer, ascending.
-        samples: tasks per kind and length; depths are spread evenly over them.
-        windows: pieces of held-out text for the fidelity.
-        window_tokens: tokens of each.
-        recall_windows: how many of them, at most, for the attention mass kept; 0 for none.
+        samples: tasks per kind and length, at evenly spaced depths.
+        windows: number of held-out text windows that measure fidelity.
+        window_tokens: tokens per window.
+        recall_windows: maximum number of these windows that measure the attention mass kept; 0 for none.
     """
 
     kinds: tuple[str, ...] = tuple(tasks.KINDS)
@@ -55,7 +55,7 @@ class Sizes:
     recall_windows: int = 4
 
     def tasks(self) -> Iterator[tuple[str, int]]:
-        """(kind, length) of everything that is asked of a contender."""
+        """Yield (kind, length) of every set of tasks that a contender answers."""
         for kind in self.kinds:
             yield from ((kind, length) for length in (self.lengths if kind == self.kinds[0] else self.lengths[-1:]))
 
@@ -67,13 +67,13 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
         "smoke": Sizes(lengths=(512,), samples=1, windows=1, window_tokens=512),
     }
 )
-"""Sizes by name. The study asks for no recall: a window of it takes longer than one of the fidelity, since a dense pass
-over all keys comes on top of the policy's own."""
+"""Sizes by suite name. The study skips recall: a recall window takes longer than a fidelity window, since it adds a
+dense pass over all keys to the policy's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A policy on the model's weights, and what sets it apart."""
+    """A policy on the model's weights, with the name, title and settings that identify it."""
 
     name: str
     title: str
@@ -82,8 +82,8 @@ class Contender:
 
 
 def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
-    """Dense, the plan at half, whole and twice its budget, the plan without its choice, the window that reads as many
-    keys, and the oracle (every layer its own)."""
+    """Yield dense, the plan at half, full and twice its budget, the plan without its choice of keys, the window that
+    reads as many keys, and the oracle (every layer selects)."""
     plan = dataclasses.replace(plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
     for scale, words in ((0.5, "half the plan's budget"), (1.0, "the plan"), (2.0, "twice the plan's budget")):
@@ -99,8 +99,8 @@ def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
 
 
 def window_of(plan: Plan, length: int) -> int:
-    """Keys of the window that, with a tile of sinks, reads as large a share of a prompt as the plan does in all heads:
-    what each of them may read is known beforehand, with what is always read."""
+    """Size in keys of the window that, with one tile of sinks, reads the same share of a prompt as the plan does over
+    all heads. The plan fixes each head's reads beforehand: its budget plus the keys that it always reads."""
     seen = np.arange(1, length + 1)
     always = plan.query_tile + plan.local + plan.sinks
     budgets = np.array(plan.budgets or [[plan.fraction] * plan.num_kv_heads] * plan.num_layers)
@@ -111,8 +111,9 @@ def window_of(plan: Plan, length: int) -> int:
 
 
 def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
-    """Dense, then a plan by Kascade's own recipe with one choice changed: tile by query tile, fraction, least keys;
-    heads and anchors are calibrated. The recipe's plan is calibrated first if `plan` has budgets per head."""
+    """Yield dense, then plans by Kascade's own recipe with one choice changed: tile by query tile, fraction, minimum
+    keys, heads, anchors. Plans with other heads or anchors are calibrated, and so is the base if `plan` has per-head
+    budgets."""
     plan = dataclasses.replace(make_plan() if plan.budgets else plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
     for tile in (1, 16, 32, 64, 128):
@@ -133,19 +134,19 @@ def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterat
 
 
 def kascade(model: Model, plan: Plan, title: str) -> Contender:
-    """The model under a Kascade plan."""
+    """Build the contender that runs the model under a Kascade plan."""
     return Contender(name="kascade", title=title, model=model.with_attention("kascade", plan), config=settings(plan))
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """What a record says of a plan."""
+    """Settings of a plan that a record holds."""
     names = ("model", "heads", "tile", "query_tile", "local", "sinks", "fraction", "minimum")
     lists = {name: [*getattr(plan, name)] for name in ("anchors", "own", "budgets")}
     return {name: getattr(plan, name) for name in names} | lists
 
 
 def hay_of(model: Model, text: str | None) -> tasks.Hay:
-    """Filler for the tasks: the text given, else held-out library text.
+    """Build the tasks' filler from the given text, or else from held-out library text.
 
     Raises:
         ValueError: the model has no tokenizer.
@@ -157,7 +158,7 @@ def hay_of(model: Model, text: str | None) -> tasks.Hay:
 
 
 def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.Hay, command: str) -> Record:
-    """One record: the contender's score on one kind at one length, greedily, task by task."""
+    """Record the contender's score on one kind at one length, decoding greedily, task by task."""
     scores, depths, density = [], [], []
     for index in range(sizes.samples):
         depth = (index + 0.5) / sizes.samples
@@ -188,7 +189,7 @@ def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.H
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean: Wilson's where all are 0 or 1, else a bootstrap."""
+    """95 % interval of a mean: Wilson's if all values are 0 or 1, else a bootstrap."""
     values = np.asarray(values, float)
     if np.isin(values, (0.0, 1.0)).all():
         return wilson(int(values.sum()), len(values))
@@ -200,7 +201,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def measure_fidelity(
     contender: Contender, windows: Sequence[np.ndarray], dense: Sequence[np.ndarray], command: str
 ) -> Record:
-    """One record: KL divergence from dense per token, perplexities, share of equal best guesses."""
+    """Record KL divergence from dense per token, perplexities, and the share of equal top-1 tokens."""
     found = fidelity(contender.model, contender.model.policy, windows, dense)
     facts = {"perplexity": found.perplexity, "perplexity_dense": found.perplexity_dense, "agreement": found.agreement}
     how = How(iterations=len(found.kl), check="KL(dense || policy), mean over the tokens of each window")
@@ -215,7 +216,7 @@ def measure_fidelity(
 
 
 def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command: str) -> Record:
-    """One record: attention mass kept, per window over sparse layers and heads, and per layer and KV head."""
+    """Record the attention mass kept, per window over sparse layers and heads, and per layer and KV head."""
     found = recall(contender.model, contender.model.policy, windows)
     facts = {"per_head": found.per_head.mean(0).round(6).tolist(), "sparse_layers": list(found.sparse_layers)}
     how = How(iterations=len(windows), check="dense attention's mass on the keys read, mean of sparse layers and heads")
@@ -230,7 +231,7 @@ def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command:
 
 
 def on_text(op: str, question: str, contender: Contender) -> What:
-    """What is measured of a contender on plain text."""
+    """Describe a measurement of a contender on plain text."""
     return What(
         op=op,
         kernel=contender.name,
@@ -242,14 +243,14 @@ def on_text(op: str, question: str, contender: Contender) -> What:
 
 
 def over_windows(values: Sequence[float], tokens: int, contender: Contender) -> dict[str, Any]:
-    """Mean and 95 % interval of a value per window, over how many tokens, of which policy."""
+    """Facts of a value per window: mean and 95 % interval, number of tokens, policy."""
     low, high = mean_interval(values)
     mean = float(np.mean(values))
     return {"mean": mean, "low": low, "high": high, "tokens": tokens, "policy": contender.title}
 
 
 def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
-    """Pieces of the filler text from all over it.
+    """Cut evenly spaced windows from the filler text.
 
     Raises:
         ValueError: the text is shorter than one window.
@@ -262,7 +263,7 @@ def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
 
 
 def done_before(path: Path, command: str) -> set[tuple[str, str, str]]:
-    """(op, kernel, workload) of what this command has recorded without error, in this very commit."""
+    """(op, kernel, workload) of every record that this command wrote without error at this commit."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()
@@ -284,18 +285,18 @@ def run(
     resume: bool = False,
     command: str = "tessera eval",
 ) -> int:
-    """Run a suite on a model and append its records, as they come.
+    """Run a suite on a model and append each record as soon as it is measured.
 
     Args:
-        model, plan: what is judged; the plan's cross-over is left aside.
+        model, plan: model and plan to evaluate; the plan's cross-over is ignored.
         suite: "demo" (policies side by side), "study" (the plan's choices) or "smoke".
-        make_plan: (heads=..., anchors=...) -> Plan, for the study; calibrates.
-        text: filler of the tasks, and what the fidelity is measured on; held-out library text if None.
+        make_plan: (heads=..., anchors=...) -> Plan, which calibrates plans for the study.
+        text: filler of the tasks and text for fidelity; held-out library text if None.
         out: file of records; evidence/eval-<device>.jsonl if None.
-        resume: skip what the file holds of this very commit.
+        resume: skip what this commit has already recorded in the file.
 
     Raises:
-        ValueError: an unknown suite, a model without tokenizer, a context shorter than the tasks.
+        ValueError: unknown suite, model without tokenizer, or context shorter than the tasks.
     """
     from rich.console import Console
 

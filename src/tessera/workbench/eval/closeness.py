@@ -1,8 +1,8 @@
-"""A text under a policy, token by token, against the same text under dense: KL divergence, loss, best guesses.
+"""Compare a text under a policy with the same text under dense, token by token: KL divergence, loss, top-1 tokens.
 
     KL[t] = sum_v p(v) (ln p(v) - ln p'(v)),  p under dense, p' under the policy, for the token after t
 
-A text runs once, and is judged in blocks of tokens, so that one pass serves every range of positions.
+A text runs once and is judged in blocks of tokens, so one pass serves every range of positions.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from tessera.sparse.contract import Policy
 from tessera.workbench.eval.trials import Runner
 
 BLOCK = 256
-"""Tokens of a text whose divergence is one sample: neighbours share their context, so an interval redraws blocks."""
+"""Tokens per sample of divergence. Neighbouring tokens share their context, so intervals redraw whole blocks."""
 
 
 @jax.jit
 def compare_rows(params, dense, ours, targets):
-    """KL(dense || ours), both losses and equal best guesses of rows: [4, rows]."""
+    """Compute KL(dense || ours), both losses and whether the top-1 tokens agree, per row: [4, rows]."""
     pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, ours)]
     kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
     losses = [-jnp.take_along_axis(x, targets[:, None], -1)[:, 0] for x in pair]
@@ -30,7 +30,7 @@ def compare_rows(params, dense, ours, targets):
 
 
 class Pass(NamedTuple):
-    """A text under a policy.
+    """Result of running a text under a policy.
 
     Attributes:
         hidden: the last layer's output, [tokens, D].
@@ -42,7 +42,7 @@ class Pass(NamedTuple):
 
 
 def run_text(model: Model, policy: Policy, window: np.ndarray) -> Pass:
-    """Run a text under a policy."""
+    """Run a text under a policy; return hidden states and counts of keys."""
     runner = Runner(model, policy, len(window))
     hidden = np.concatenate([np.asarray(part) for _, part in runner.fill(window)])
     counts = np.stack([[np.asarray(reads[i], float)[:, 0] for reads in runner.pending] for i in (0, 1)])
@@ -50,7 +50,7 @@ def run_text(model: Model, policy: Policy, window: np.ndarray) -> Pass:
 
 
 def closeness(model: Model, dense: np.ndarray, ours: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """Means of KL, dense's loss, ours and equal best guesses per BLOCK tokens, [blocks, 4]; the last predicts none."""
+    """Mean KL, dense loss, our loss, top-1 agreement per BLOCK tokens, [blocks, 4]; the last token predicts nothing."""
     targets, blocks = np.append(window[1:], 0), []
     for start in range(0, len(window), BLOCK):
         part = slice(start, start + BLOCK)

@@ -1,8 +1,8 @@
-"""Rivals of a plan that read as many keys as it does, at every position: what does its choice of keys add?
+"""Build rivals that read as many keys as a plan at every position, to show what the plan's choice of keys adds.
 
-What a policy reads is measured once, chunk by chunk, on a text. A rival then gets that many keys at each position, the
-mean over the plan's layers and heads, and spends them by another rule. Its own tiles, and the first one where it keeps
-a sink, count among them.
+`profile` counts once, chunk by chunk on a text, how many keys a policy reads. A rival gets that many keys at each
+position, the mean over the plan's layers and heads, and spends them by another rule. Its own tiles count among them,
+and so does the first tile if the rival keeps a sink.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,25 +32,25 @@ from tessera.workbench.eval.trials import Runner
 from tessera.workbench.quality import without_choice
 
 ALWAYS = 2**31 - 2
-"""Rank of own tiles: `keep_largest` adds one to it."""
+"""Rank of own tiles: one below the largest int32, since `keep_largest` adds one to it."""
 
 CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
 WINDOW = "window + sink"
 EXACT = "own choice, tile 16"
-"""Every layer chooses by its own exact probabilities: what a plan at as many keys could reach."""
+"""Every layer chooses by its own exact probabilities; shows what a plan could reach with as many keys."""
 FRONTIER = (WINDOW, EXACT, "mean keys of 4")
 """Rules that run at the frontier's budgets."""
 MAIN = (EXACT, NEAR, WINDOW, "mean keys of 4")
 """Rivals that run first, in this order."""
 LEAST = 128
-"""Keys that a rival reads at least where its budget is a share of the visible ones."""
+"""Minimum keys that a rival reads if its budget is a share of the visible keys."""
 
 Knots = tuple[tuple[int, float], ...]
-"""(position, keys) between which a budget is interpolated, ascending."""
+"""Ascending (position, keys) points; a budget is interpolated between them."""
 
 
 def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
-    """Run a text under a policy and see how many keys its rows read, chunk by chunk: mean over layers and KV heads."""
+    """Run a text under a policy and count the keys its rows read, chunk by chunk: mean over layers and KV heads."""
     runner = Runner(model, policy, len(tokens))
     starts = [start for start, _ in runner.fill(tokens)]
     ends = [*starts[1:], len(tokens)]
@@ -64,19 +64,19 @@ def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
 
 
 def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
-    """Per layer and KV head, whether the plan has it read every key."""
+    """Whether a head reads every key under the plan, per layer and KV head."""
     budgets = plan.budgets or ((plan.fraction,) * plan.num_kv_heads,) * plan.num_layers
     return tuple(tuple(layer in plan.anchors or budget >= 1 for budget in row) for layer, row in enumerate(budgets))
 
 
 def left_for_others(keys: Knots, whole: Sequence[Sequence[bool]]) -> Knots:
-    """The budget of the heads that are not whole, if those that are read every key and all together read `keys`."""
+    """Budget of the heads that are not whole, if whole heads read every key and the mean over all heads is `keys`."""
     share = np.mean(whole)
     return keys if share == 1 else tuple((at, round((k - share * (at + 1)) / (1 - share), 1)) for at, k in keys)
 
 
 def flat(share: float, minimum: int, longest: int) -> Knots:
-    """A budget of max(share * visible, minimum) keys, and all while fewer are visible."""
+    """Budget of max(share * visible, minimum) keys, or all visible keys if they are fewer."""
     turn = min(int(minimum / share), longest - 1)
     return (
         (0, 1.0),
@@ -87,18 +87,18 @@ def flat(share: float, minimum: int, longest: int) -> Knots:
 
 
 def scores_newest(q, k, layer, spec, positions):
-    """The later a tile, the better."""
+    """Score later tiles higher."""
     shape = _grid(q, k, spec)
     return jnp.broadcast_to(jnp.arange(1, shape[-1] + 1, dtype=jnp.float32), shape)
 
 
 def scores_random(q, k, layer, spec, positions):
-    """Noise that depends on layer, head, tile and the query tile's position only."""
+    """Score tiles by noise that depends only on layer, head, tile and the query tile's position."""
     batch, heads, num_query_tiles, num_tiles = shape = _grid(q, k, spec)
     row = positions.q_start[:, None] + jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
     parts = (row[:, None, :, None], jnp.arange(heads)[:, None, None], jnp.arange(num_tiles), jnp.asarray(layer))
     mixed = jnp.zeros(shape, jnp.uint32)
-    for part in parts:  # a step of splitmix32 per part
+    for part in parts:  # one step of splitmix32 per part
         mixed = mixed + jnp.asarray(part, jnp.uint32) + jnp.uint32(0x9E3779B9)
         mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x21F0AAAD)
         mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x735A2D97)
@@ -107,12 +107,12 @@ def scores_random(q, k, layer, spec, positions):
 
 
 def scores_mass(q, k, layer, spec, positions):
-    """The attention probability of each tile, exactly."""
+    """Score each tile by its exact attention probability."""
     return attention(q, k, k, replace(spec, mass=True), **positions._asdict()).mass
 
 
 def scores_estimate(q, k, layer, spec, positions, summary: str, keys: int | None = None):
-    """The attention probability, estimated from blocks of keys (a tile if None); decode scores key by key."""
+    """Score tiles by attention probability, estimated per block of keys (a tile if None); decode scores each key."""
     keys = spec.tile if keys is None else min(keys, spec.tile)
     return estimate_mass(q, k, spec, positions, Estimate(keys=keys, summary=summary))
 
@@ -132,19 +132,19 @@ SCORES: Final[Mapping[str, Callable[..., Array]]] = MappingProxyType(
         "min and max": partial(scores_estimate, summary="minmax"),
     }
 )
-"""Rules to choose tiles by: (q, k, layer, spec, positions) -> [B,K,I,J], not negative, more is better."""
+"""Rules that score tiles: (q, k, layer, spec, positions) -> [B,K,I,J], non-negative, higher is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matched(Counted):
-    """Every layer chooses its own tiles by one rule, as many as a budget by position allows.
+    """Policy in which every layer chooses its own tiles by one rule, within a budget that depends on position.
 
     Attributes:
         scores: a rule of SCORES.
-        keys: the budget; own tiles are read even if they are more.
-        whole: [L][K], the heads that read every key and spend nothing of it; empty for none.
+        keys: the budget; own tiles are read even if they exceed it.
+        whole: [L][K], the heads that read every key outside the budget; empty for none.
         tile, query_tile: as in Kascade.
-        sinks: first tiles that are read always.
+        sinks: number of first tiles that are always read.
     """
 
     scores: str
@@ -189,7 +189,7 @@ class Matched(Counted):
         return out, record_reads(state, layer, read, visible)
 
     def select(self, scores_BKIJ: Array, positions: Positions, whole_K: Bool[Array, " K"] | None = None) -> Selection:
-        """The best tiles: own ones and sinks always, then by score; every visible one for heads that are whole."""
+        """Select the best tiles: own tiles and sinks always, then by score; whole heads get every visible tile."""
         num_query_tiles, num_tiles = scores_BKIJ.shape[2:]
         first, last, count = self.budget(num_query_tiles, positions)
         id_J = jnp.arange(num_tiles, dtype=jnp.int32)
@@ -210,12 +210,12 @@ class Matched(Counted):
         return Selection(jnp.maximum(find_marks(keep_largest(rank, count), nth), 0), count)
 
     def budget(self, num_query_tiles: int, positions: Positions) -> tuple[Int32[Array, "B I"], ...]:
-        """First and last position of every query tile, and the tiles that it reads."""
+        """First and last position of every query tile, and the number of tiles that it reads."""
         row = jnp.arange(num_query_tiles, dtype=jnp.int32) * self.query_tile
         first = positions.q_start[:, None] + row
         last = positions.q_start[:, None] + jnp.minimum(row + self.query_tile, positions.q_len[:, None]) - 1
         own_first, own_last = first // self.tile, last // self.tile
-        middle = (first + last) / 2 + 1  # keys that the query tile's rows see, on average
+        middle = (first + last) / 2 + 1  # visible keys, mean over the query tile's rows
         at, keys = (jnp.asarray(column, jnp.float32) for column in zip(*self.keys))
         others = jnp.round((jnp.interp(middle, at, keys) - (middle - own_first * self.tile)) / self.tile)
         sinks = jnp.minimum(self.sinks, own_first)
@@ -225,13 +225,14 @@ class Matched(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A policy and what a record says of it.
+    """A policy and its description in records.
 
     Attributes:
-        name: word for its family: one line of a picture.
-        title: what it is, unlike any other.
-        policy: the policy; dense below no length.
-        brief: whether little is asked of it: all but dense, the control, the plan and the exact choice at its keys.
+        name: its family, which a picture draws as one line.
+        title: unique description.
+        policy: the policy, without a cross-over to dense.
+        brief: whether it runs only the short list of questions, as all do except dense, the control, the plan and the
+            exact choice at the plan's keys.
     """
 
     name: str
@@ -250,17 +251,17 @@ def contenders(
     shares: Sequence[float] = (),
     scales: Sequence[float] = (),
 ) -> Iterator[Contender]:
-    """Dense, control and plan, then the rivals at the plan's keys, then everyone at the frontier's budgets.
+    """Yield dense, control and plan, then the rivals at the plan's keys, then all at the frontier's budgets.
 
-    Without a plan the rivals run at the frontier's budgets alone, or at a quarter of the keys.
+    Without a plan the rivals run only at the frontier's budgets, or at a quarter of the keys if there are none.
 
     Args:
-        plan: what is judged.
-        keys: what it reads, see `profile`; empty without a plan.
+        plan: the plan to judge.
+        keys: number of keys that the plan reads, see `profile`; empty without a plan.
         longest: tokens of the longest text.
         only: names of the rivals that run; empty for all.
         shares: the frontier's budgets, as shares of the visible keys.
-        scales: the plan's at the frontier, as factors of its fraction and minimum.
+        scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
     """
     yield Contender(name="dense", title="dense", policy=Dense())
     query_tile = 32 if plan is None else plan.query_tile
@@ -287,7 +288,7 @@ def contenders(
 
 
 def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
-    """Every rule of choosing at one budget."""
+    """Yield every rule of choosing tiles at one budget."""
     for name, scores, tile in (
         (WINDOW, "newest", 16),
         ("own choice, tile 1", "mass", 1),
@@ -304,11 +305,11 @@ def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
 
 
 def plan_policy(model: Model, plan: Plan) -> Policy:
-    """The plan's policy at every length, its cross-over left aside."""
+    """Build the plan's policy for every length, ignoring its cross-over."""
     return policy_for("kascade", model.config, replace(plan, crossover_tokens=0))
 
 
 def with_budget(plan: Plan, scale: float) -> Plan:
-    """The plan with every budget below all keys scaled."""
+    """Scale every budget of the plan that is below all keys."""
     budgets = tuple(tuple(b if b >= 1 else min(scale * b, 1.0) for b in row) for row in plan.budgets)
     return replace(plan, fraction=min(plan.fraction * scale, 1.0), minimum=int(plan.minimum * scale), budgets=budgets)

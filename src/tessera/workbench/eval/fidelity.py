@@ -1,14 +1,15 @@
-"""How close a policy stays to dense on plain text: perplexity, KL divergence, and attention mass per layer and head.
+"""Measure a policy's closeness to dense on plain text: perplexity, KL divergence, attention mass per layer and head.
 
     KL = mean over tokens of sum_v p(v) (ln p(v) - ln p'(v)),  p under dense, p' under the policy
 
-Both run the same text in the same chunks, each with its own cache, so the divergence includes what earlier sparse
-layers and chunks did to later ones.
+Both run the same text in the same chunks, each with its own cache, so the divergence includes the effect of earlier
+sparse layers and chunks on later ones.
 
     recall[layer, KV head] = share of attention mass on the keys that the policy lets that layer and head read
 
-The mass is dense attention's, the softmax over all visible keys, on q and k of the policy's own run; mean over rows and
-the KV head's query heads. Layers that read every key have recall 1 by definition: Kascade's anchors, all of dense's.
+The mass is that of dense attention, the softmax over all visible keys, with q and k from the policy's own run; mean
+over rows and the KV head's query heads. Layers that read every key have recall 1 by definition: Kascade's anchors, and
+every layer of dense.
 """
 
 from collections.abc import Sequence
@@ -29,17 +30,17 @@ from tessera.sparse.contract import Policy
 from tessera.sparse.recording import RecallRecorder
 
 ROWS = 256
-"""Tokens whose two rows of logits are compared at a time: a large vocabulary's would not fit otherwise."""
+"""Tokens whose logits are compared at a time; with a large vocabulary, the logits of more would not fit in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fidelity:
-    """Of a policy against dense, in nats per token.
+    """Closeness of a policy to dense, in nats per token.
 
     Attributes:
         loss_dense, loss: mean -ln p of the text.
         kl: mean KL divergence per window, in order.
-        agreement: share of tokens whose best guess is dense's.
+        agreement: share of tokens where the policy's top-1 token equals dense's.
         num_tokens: predicted tokens.
     """
 
@@ -60,7 +61,7 @@ class Fidelity:
 
 @jax.jit
 def _compare(params, dense, sparse, targets, num_valid):
-    """Sums over rows: KL, both losses, equal best guesses; of the first num_valid."""
+    """Sum KL, both losses and equal top-1 tokens over the first `num_valid` rows."""
     pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, sparse)]
     valid = jnp.arange(len(targets)) < num_valid
     kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
@@ -72,11 +73,11 @@ def _compare(params, dense, sparse, targets, num_valid):
 def fidelity(
     model: Model, policy: Policy, windows: Sequence[np.ndarray], dense: Sequence[np.ndarray] | None = None
 ) -> Fidelity:
-    """Run every window under dense and under the policy and compare what they predict.
+    """Run every window under dense and under the policy and compare their predictions.
 
     Args:
         windows: pieces of text, token ids.
-        dense: `last_hidden` of the windows under dense, where several policies are compared with it; run anew if None.
+        dense: `last_hidden` of the windows under dense, to share between policies; computed if None.
     """
     sums, kl = np.zeros(4), []
     for index, window in enumerate(windows):
@@ -102,7 +103,7 @@ class Recall:
 
     Attributes:
         per_head: [windows, L, K] of every window, layer and KV head.
-        sparse_layers: the layers that choose what to read; in the others it is 1 by definition.
+        sparse_layers: the layers that choose which keys to read; the others keep 1 by definition.
     """
 
     per_head: np.ndarray
@@ -110,13 +111,13 @@ class Recall:
 
     @property
     def per_window(self) -> list[float]:
-        """Mean over sparse layers and their heads; 1 where no layer is sparse."""
+        """Mean over sparse layers and their heads; 1 if no layer is sparse."""
         layers = list(self.sparse_layers)
         return self.per_head[:, layers].mean((1, 2)).tolist() if layers else [1.0] * len(self.per_head)
 
 
 def recall(model: Model, policy: Policy, windows: Sequence[np.ndarray]) -> Recall:
-    """Run every window under the policy and find what its selections hold of dense attention's mass.
+    """Run every window under the policy and measure the share of dense attention's mass that its selections hold.
 
     Args:
         windows: pieces of text, token ids.
@@ -127,7 +128,7 @@ def recall(model: Model, policy: Policy, windows: Sequence[np.ndarray]) -> Recal
 
 
 def last_hidden(model: Model, policy: Policy, window: np.ndarray) -> np.ndarray:
-    """The last layer's output under a policy, [tokens rounded up, hidden size]; rows past the window mean nothing."""
+    """Last layer's output under a policy, [tokens rounded up, hidden size]; rows past the window are padding."""
     rows = round_up(min(CHUNK, len(window)), max(getattr(policy, "query_tile", 1), ROWS))
     cache, parts = _cache(model, round_up(len(window), rows)), []
     for start in range(0, len(window), rows):

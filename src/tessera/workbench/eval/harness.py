@@ -1,4 +1,4 @@
-"""A Tessera model under EleutherAI's `lm_eval`: its base package is enough, no torch.
+"""Run a Tessera model under EleutherAI's `lm_eval`, whose base package suffices, without torch.
 
     import lm_eval, tessera
     from tessera.workbench.eval.harness import adapter
@@ -7,7 +7,7 @@
     lm_eval.simple_evaluate(adapter(model), tasks=["lambada_openai"])
 
 The model answers under its own policy, cross-over included. Prompts longer than the context lose their beginning, as
-lm_eval's own models do it.
+with lm_eval's own models.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,12 +26,12 @@ from tessera.models.decoder import logits
 from tessera.workbench.eval.fidelity import ROWS
 
 MAX_NEW_TOKENS = 256
-"""Where a task does not say how long an answer may be."""
+"""Tokens of an answer if the task sets no limit."""
 
 
 @partial(jax.jit, static_argnames="rows")
 def _score(params, hidden, targets, first, begin, end, *, rows: int):
-    """Over rows [first, first + rows) within [begin, end): sum of ln p(target), and how many are the best guess."""
+    """Sum ln p(target) over rows [first, first + rows) within [begin, end), and count the targets that are top-1."""
     at = first + jnp.arange(rows)
     logp = jax.nn.log_softmax(logits(params, hidden[0, at]).astype(jnp.float32))
     wanted = targets[0, at]
@@ -42,7 +42,7 @@ def _score(params, hidden, targets, first, begin, end, *, rows: int):
 
 
 def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tuple[float, bool]:
-    """(sum of ln p of the last `num_scored` tokens given all before them, whether each was the best guess).
+    """Return (sum of ln p of the last `num_scored` tokens given all before them, whether each was the top-1 token).
 
     Raises:
         ValueError: fewer than two tokens, more than the context holds, or nothing to score.
@@ -71,26 +71,29 @@ def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tupl
 
 
 def split(model: Model, context: str, continuation: str) -> tuple[list[int], int]:
-    """(tokens of both, how many belong to the continuation); spaces at the context's end go to the continuation."""
+    """Return (tokens of both, how many belong to the continuation); the context's trailing spaces move there."""
     moved = len(context) - len(context.rstrip())
     if moved:
         context, continuation = context[:-moved], context[-moved:] + continuation
     whole = model.tokenizer.encode(context + continuation)
-    head = model.tokenizer.encode(context) if context else whole[:1]  # with nothing before, the first token is given
+    head = model.tokenizer.encode(context) if context else whole[:1]  # without a context, the first token is given
     num_scored = max(len(whole) - len(head), 1)
     kept = whole[-model.config.max_positions :]
     return kept, min(num_scored, len(kept) - 1)
 
 
 def rolling(model: Model, text: str) -> float:
-    """ln p of a whole text, in pieces of the context that do not overlap; each piece's first token is given."""
+    """Compute ln p of a whole text in context-sized pieces whose scored tokens do not overlap.
+
+    Each piece's first token is given.
+    """
     ids, size = model.tokenizer.encode(text), model.config.max_positions
     pieces = [ids[i : i + size] for i in range(0, len(ids) - 1, size - 1)]
     return sum(log_likelihood(model, piece, len(piece) - 1)[0] for piece in pieces if len(piece) > 1)
 
 
 def generate_until(model: Model, context: str, options: dict[str, Any]) -> str:
-    """A continuation up to the first stop string, greedy unless the options draw."""
+    """Generate a continuation up to the first stop string, greedily unless the options request sampling."""
     new_tokens = int(options.get("max_gen_toks", options.get("max_new_tokens", MAX_NEW_TOKENS)))
     until = options.get("until", ())
     until = (until,) if isinstance(until, str) else tuple(word for word in until if word)
@@ -107,7 +110,7 @@ def generate_until(model: Model, context: str, options: dict[str, Any]) -> str:
 
 
 def adapter(model: Model) -> Any:
-    """The model as `lm_eval.api.model.LM`.
+    """Wrap the model as an `lm_eval.api.model.LM`.
 
     Raises:
         ModuleNotFoundError: lm_eval is not installed.
@@ -120,7 +123,7 @@ def adapter(model: Model) -> Any:
         raise ValueError(f"{model.source} has no tokenizer: lm_eval's tasks are text")
 
     class Tessera(LM):
-        """Answers one request after the other."""
+        """Answer one request after the other."""
 
         def loglikelihood(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             todo = [request.args for request in requests]

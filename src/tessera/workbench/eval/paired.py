@@ -1,5 +1,5 @@
-"""Statistics of policies that answered the same questions: what one kept of what the other found, and whether a
-difference is more than chance. Questions to one document share its cache, so intervals redraw documents, not questions.
+"""Compare policies that answered the same questions: how many of one's answers the other keeps, and whether a
+difference is more than chance. Questions about one document share its cache, so intervals redraw documents.
 """
 
 from collections.abc import Sequence
@@ -35,9 +35,9 @@ def mcnemar(lost: int, gained: int) -> float:
 
 
 def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
-    """sum(parts) / sum(wholes) over documents, the interval by redrawing documents; Wilson's where all or none count.
+    """Compute sum(parts) / sum(wholes) over documents; the interval redraws documents, or is Wilson's at 0 and 1.
 
-    Draws without any whole are left out. NaN, from 0 to 1, if there is no whole at all.
+    Draws whose wholes sum to 0 are skipped. If all wholes are 0, the value is NaN and its interval 0 to 1.
     """
     parts, wholes = np.asarray(parts, float), np.asarray(wholes, float)
     part, whole = parts.sum(), wholes.sum()
@@ -52,26 +52,26 @@ def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Mean of values that are as good as independent, its interval by redrawing them."""
+    """Mean of practically independent values; the interval redraws them."""
     values = np.asarray(values, float)
     found = values[_draws(len(values))].mean(1)
     return Estimate(float(values.mean()), *map(float, np.quantile(found, TAILS)))
 
 
 def kept(dense: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
-    """Share that a policy finds of the answers that dense finds; both per document and question, 1 or 0."""
+    """Share of dense's answers that a policy finds too; both arguments hold 1 or 0 per document and question."""
     both = [sum(a and b for a, b in zip(*pair, strict=True)) for pair in zip(dense, policy, strict=True)]
     return ratio(both, [sum(found) for found in dense])
 
 
 def discordant(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(questions that only the first answers, only the second)."""
+    """Count the questions that only the first policy answers, and those that only the second does."""
     pairs = [pair for both in zip(first, second, strict=True) for pair in zip(*both, strict=True)]
     return sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)
 
 
 def gain(control: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
-    """Share of questions answered by a policy less that by a control, documents redrawn."""
+    """Share of questions that a policy answers minus the control's share; the interval redraws documents."""
     more = np.array([sum(b) - sum(a) for a, b in zip(control, policy, strict=True)], float)
     sizes = np.array([len(found) for found in control], float)
     pick = _draws(len(more))

@@ -1,17 +1,17 @@
-"""Documents with facts in them and questions about each, from any text, for any tokenizer; the same for the same seed.
+"""Generate documents with hidden facts, and questions about each, from any text and tokenizer; the seed fixes them.
 
 | kind | hidden in the document | asked |
 |---|---|---|
-| single | eight numbers, each of a thing unlike the others | each of them |
+| single | eight numbers of unrelated things | each of them |
 | alike | a number for each of eight cities, in the same words | the number of each |
 | keys | a number for each of five people who share first names and surnames | the number of each |
-| values | three numbers of each of two cities, each of another name | each of them |
-| chain | a number for each of four cities, and, elsewhere, what comes after it | the number, then what comes after |
-| copy | passages of random numbers | the last numbers of each passage after its first |
-| count | things of several kinds, numbered as they come | the number of the next one of each kind |
+| values | three numbers, under different names, for each of two cities | each of them |
+| chain | a number for each of four cities, and, elsewhere, the number after it | the number, then the one after it |
+| copy | passages of random numbers | the last numbers of each passage, given the first ones |
+| count | things of several kinds, numbered in order | the next number of each kind |
 
-A question holds its answer's beginning ("... The special number of Lisbon is"), since a small model follows a text
-better than an order. It is short enough to run after the document without running the document again.
+A question includes the beginning of its answer ("... The special number of Lisbon is"), since a small model continues
+text better than it follows instructions. It is short enough to run after the document without running that again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ import numpy as np
 from tessera.models.tokenizer import Tokenizer
 
 ROOM = 128
-"""Tokens of a length that are kept for question and answer: a question starts at a multiple of it, where a query tile
-of up to as many rows starts too."""
+"""Tokens of a length reserved for question and answer. A question starts at a multiple of it, where a query tile of up
+to as many rows also starts."""
 
 CITIES = (
     "Lisbon|Oslo|Cairo|Lima|Delhi|Paris|Rome|Berlin|Madrid|Vienna|Dublin|Prague|Athens|Warsaw|Helsinki|Nairobi|Havana|"
@@ -46,13 +46,13 @@ THINGS = "Crate|Lap|Page|Round|Step|Ticket|Train|Guest".split("|")
 
 
 class Question(NamedTuple):
-    """What follows a document, and what should follow that.
+    """A question that follows a document, and its expected answer.
 
     Attributes:
         suffix: token ids of the question and its answer's beginning.
-        answer: token ids that should follow.
-        given: per answer token, whether it is told rather than asked; empty if all are asked.
-        depth: where in the document the fact lies, 0 (start) to 1 (end); the first, of several.
+        answer: expected token ids.
+        given: per answer token, whether it is given rather than asked; empty if all are asked.
+        depth: position of the fact in the document, 0 (start) to 1 (end); of several lines, the first.
     """
 
     suffix: tuple[int, ...]
@@ -62,7 +62,7 @@ class Question(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Token ids of a document and questions about it; with any of them it is at most `length` tokens."""
+    """Token ids of a document, and questions about it; together with any one of them it is at most `length` tokens."""
 
     kind: str
     length: int
@@ -75,8 +75,8 @@ class Fact(NamedTuple):
 
     Attributes:
         notes: lines.
-        question: what is asked, answer's beginning included, without a space at its end.
-        answer: pieces of text, spaces included, taking turns: asked, told, asked, ...
+        question: text of the question with the answer's beginning, without a trailing space.
+        answer: pieces of text, spaces included, alternating: asked, given, asked, ...
     """
 
     notes: tuple[str, ...]
@@ -86,12 +86,12 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Filler:
-    """Text as tokens, to hide facts in.
+    """Tokenized text to hide facts in.
 
     Attributes:
-        tokenizer: the model's.
-        ids: the text.
-        breaks: positions in it after a line end.
+        tokenizer: the model's tokenizer.
+        ids: token ids of the text.
+        breaks: positions in `ids` right after a line end.
     """
 
     tokenizer: Tokenizer
@@ -100,10 +100,10 @@ class Filler:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, text: str) -> "Filler":
-        """The text's tokens and line ends.
+        """Tokenize a text and find its line ends.
 
         Raises:
-            ValueError: a text without line ends, or with none at all.
+            ValueError: the text is empty or has no line ends.
         """
         ids = np.asarray(tokenizer.encode(text, add_special=False, parse_special=False), np.int32)
         ends = {int(i) for i in np.unique(ids) if tokenizer.decode([int(i)]).endswith("\n")}
@@ -116,48 +116,48 @@ class Filler:
         return self.tokenizer.encode(text, add_special=False, parse_special=False)
 
     def excerpt(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """`size` tokens from a line's start on, the text repeated where it is short; and the line ends in them."""
+        """Draw `size` tokens from a random line start, repeating a short text; return them and their line ends."""
         start = int(rng.choice(self.breaks))
         at = (start + np.arange(size)) % len(self.ids)
         return self.ids[at], np.flatnonzero(np.isin(at + 1, self.breaks)) + 1
 
 
 def number(rng: np.random.Generator) -> str:
-    """Five digits."""
+    """Draw a number of five digits."""
     return str(rng.integers(10_000, 100_000))
 
 
 def single(rng: np.random.Generator) -> list[Fact]:
-    """Eight numbers, each of a thing unlike the others."""
+    """Draw eight numbers of unrelated things."""
     return [numbered(rng, thing) for thing in rng.permutation(MEASURES)[:8]]
 
 
 def alike(rng: np.random.Generator) -> list[Fact]:
-    """A number for each of eight cities, in the same words."""
+    """Draw a number for each of eight cities, in the same words."""
     return [numbered(rng, f"special number of {city}") for city in rng.permutation(CITIES)[:8]]
 
 
 def numbered(rng: np.random.Generator, thing: str) -> Fact:
-    """A number, and the question for it."""
+    """Draw a number and build the question for it."""
     value = number(rng)
     return Fact((f"The {thing} is {value}.",), f"What is the {thing}? The {thing} is", (f" {value}",))
 
 
 def keys(rng: np.random.Generator) -> list[Fact]:
-    """A number for each of five people, of whom three share each first name and two each surname, or nearly so."""
+    """Draw a number for each of five people, who share three first names and two surnames between them."""
     first, last = rng.permutation(PEOPLE)[:3], rng.permutation(SURNAMES)[:2]
     people = [f"{one} {two}" for one in first for two in last][:5]
     return [numbered(rng, f"special number of {person}") for person in people]
 
 
 def values(rng: np.random.Generator) -> list[Fact]:
-    """Three numbers of each of two cities, each of another name."""
+    """Draw three numbers, under different names, for each of two cities."""
     names, cities = ("special number", "phone number", "access code"), rng.permutation(CITIES)[:2]
     return [numbered(rng, f"{name} of {city}") for city in cities for name in names]
 
 
 def chain(rng: np.random.Generator) -> list[Fact]:
-    """A number for each of four cities, and a number after each of those; the second step starts from the first's."""
+    """Draw a number for each of four cities and a number after each; the second step starts from the first's answer."""
     facts = []
     for city in rng.permutation(CITIES)[:4]:
         value, after = number(rng), number(rng)
@@ -169,7 +169,7 @@ def chain(rng: np.random.Generator) -> list[Fact]:
 
 
 def copy(rng: np.random.Generator) -> list[Fact]:
-    """Six passages of seven random numbers; the last two are asked after the first five."""
+    """Draw six passages of seven random numbers; a question gives the first five and asks for the last two."""
     facts = []
     for _ in range(6):
         row = [number(rng) for _ in range(7)]
@@ -178,7 +178,7 @@ def copy(rng: np.random.Generator) -> list[Fact]:
 
 
 def count(rng: np.random.Generator) -> list[Fact]:
-    """Four kinds of things, three to seven of each, numbered as they come; the next one's number is asked."""
+    """Number three to seven things of each of four kinds; a question asks for the next number."""
     facts = []
     for thing in rng.permutation(THINGS)[:4]:
         last = int(rng.integers(3, 8))
@@ -190,15 +190,15 @@ def count(rng: np.random.Generator) -> list[Fact]:
 KINDS: Final[Mapping[str, Callable[[np.random.Generator], list[Fact]]]] = MappingProxyType(
     {draw.__name__: draw for draw in (single, alike, keys, values, chain, copy, count)}
 )
-"""Adding a kind is a function and a word here."""
+"""Kinds by name. To add one, write a function and list it here."""
 
 
 def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -> Document:
-    """A document of `length - ROOM` tokens with the facts of one kind at random depths, and its questions.
+    """Build a document of `length - ROOM` tokens with the facts of one kind at random depths, and its questions.
 
     Raises:
-        ValueError: no such kind, a length that ROOM does not divide or that the facts alone exceed, or a tokenizer
-            that needs more than ROOM tokens for a question and its answer.
+        ValueError: unknown kind, a length that is no multiple of ROOM or too short for the facts, or a tokenizer that
+            needs more than ROOM tokens for a question and its answer.
     """
     if kind not in KINDS:
         raise ValueError(f"{kind=} must be one of {', '.join(KINDS)}")
@@ -229,7 +229,7 @@ def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -
 
 
 def pose(filler: Filler, fact: Fact, depth: float) -> Question:
-    """A fact's question in tokens. Pieces are encoded together with what is before them, then cut."""
+    """Tokenize a fact's question. Each piece is encoded together with the text before it, then cut off."""
     text = "\n\n" + fact.question
     suffix = filler.encode(text)
     answer, given, before = [], [], suffix

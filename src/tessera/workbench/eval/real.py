@@ -1,12 +1,12 @@
-"""The suite that judges a plan on a real model: closeness to dense by position, and needles, against equal keys.
+"""Judge a plan on a real model: closeness to dense by position, and needles, against rivals that read as many keys.
 
-    tessera eval --suite real                    the short form: 2,048 and 4,096 tokens, a window as the only rival
-    tessera eval --suite real-full --resume      every length, kind and rival, and the frontier; hours, goes on
+    tessera eval --suite real                    short form: 2,048 and 4,096 tokens, a window as the only rival
+    tessera eval --suite real-full --resume      every length, kind and rival, and the frontier; takes hours, resumes
 
 All policies run the same texts and answer the same questions, so every comparison is paired; a record holds each
-question's outcome. Rivals read as many keys as the plan at every position (`contenders.py`). The control is
-the plan without its choice: the heads that read every key, and in the others what is read in any case, own and local
-tiles and sinks. Where it does as well as the plan, a task says nothing about the choice of keys: the record says so.
+question's outcome. Rivals read as many keys as the plan at every position (`contenders.py`). The control is the plan
+without its choice of keys: whole heads read every key, the others only own tiles, local tiles and sinks. If the control
+does as well as the plan, a task says nothing about the choice of keys, and its record says so.
 """
 
 import json
@@ -33,21 +33,21 @@ from tessera.workbench.eval.trials import ROWS, run_trials
 from tessera.workbench.evidence import How, Record, What
 
 SURE = 0.05
-"""Largest p at which a difference to the control is more than chance."""
+"""Largest p at which a difference from the control counts as more than chance."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How much is asked.
+    """Amount of work in a suite.
 
     Attributes:
         lengths: ends of the ranges of positions that texts are judged in; ascending multiples of 512.
-        documents: (kind, length, how many), in the order asked; lengths are multiples of 128 up to the longest.
-        windows: pieces of each domain's text, of as many tokens as the longest length.
-        brief: the documents that rivals but the exact choice, and all at the frontier, are asked about.
-        rivals: those that run besides dense, the control and the plan; empty for all.
+        documents: (kind, length, count), in the order they run; lengths are multiples of 128 up to the longest.
+        windows: number of windows per domain, each with as many tokens as the longest length.
+        brief: documents for all rivals except the exact choice, and for all at the frontier.
+        rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
-        scales: the plan's at the frontier, as factors of its own.
+        scales: the plan's budgets at the frontier, as factors of its own.
     """
 
     lengths: tuple[int, ...]
@@ -91,18 +91,18 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
         ),
     }
 )
-"""Sizes by the suite's name."""
+"""Sizes by suite name."""
 
 
 @dataclass(kw_only=True)
 class Ledger:
-    """The records of one run: what was done before is not done again.
+    """Records of one run, so that a resumed run skips what is done.
 
     Attributes:
-        path: where records go, one by one.
-        command: repeats the run.
-        dtype: the weights'.
-        done: by (op, kernel, workload).
+        path: file that records are appended to, one by one.
+        command: command line that repeats the run.
+        dtype: dtype of the weights.
+        done: finished records by (op, kernel, workload).
     """
 
     path: Path
@@ -112,7 +112,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: Path, command: str, dtype: str, resume: bool) -> "Ledger":
-        """An empty one, or, to resume, what the file holds of this command and this very commit."""
+        """Open an empty ledger or, to resume, one with the file's records of this command and commit."""
         ledger, code = cls(path=path, command=command, dtype=dtype), evidence.code()
         if resume and path.exists() and code.commit is not None and not code.dirty:
             records = [r for r in evidence.read(path) if (r.code, r.command, r.error) == (code, command, None)]
@@ -120,7 +120,7 @@ class Ledger:
         return ledger
 
     def add(self, op: str, contender: Contender, question: str, samples: Sequence[float], **rest: Any) -> Record:
-        """Make a record, append it to the file, keep it."""
+        """Build a record, append it to the file and keep it."""
         policy = contender.policy
         what = What(
             op=op,
@@ -136,23 +136,23 @@ class Ledger:
         return record
 
     def get(self, op: str, contender: Contender, question: str) -> Record | None:
-        """The record of a question, if it was asked of this very policy."""
+        """Return the record of a question if exactly this policy answered it."""
         record = self.done.get((op, contender.name, f"{question}: {contender.title}"))
         return record if record is not None and _plain(record.what.config) == _plain(asdict(contender.policy)) else None
 
     def outcomes(self, question: str, name: str, title: str, documents: int) -> list[list[int]] | None:
-        """What another contender found in the first documents of a question, if it was asked."""
+        """Return what another contender found in the first documents of a question, or None if it was not asked."""
         record = self.done.get(("eval real task", name, f"{question}: {title}"))
         return None if record is None else record.facts["found"][:documents]
 
 
 @dataclass(kw_only=True)
 class Material:
-    """What all contenders are asked, and what dense makes of the texts, run when it is first needed.
+    """Texts and documents for all contenders, and dense's passes over the texts, run on first use.
 
     Attributes:
-        windows: pieces of text by domain.
-        filler: what facts are hidden in.
+        windows: windows of text by domain.
+        filler: text that facts are hidden in.
         held: `run_text` of each domain's windows under dense.
     """
 
@@ -162,7 +162,7 @@ class Material:
 
     @classmethod
     def of(cls, model: Model, sizes: Sizes, text: str | None) -> "Material":
-        """Windows of the three domains, or of the text given instead."""
+        """Cut windows from the three domains, or from `text` if it is given."""
         domains = {"text": text} if text is not None else {name: get() for name, get in texts.DOMAINS.items()}
         windows = {}
         for name, body in domains.items():
@@ -171,13 +171,13 @@ class Material:
         return cls(windows=windows, filler=probes.Filler.of(model.tokenizer, domains.get("reference", text)))
 
     def dense(self, model: Model, domain: str) -> list[Pass]:
-        """What dense makes of a domain's windows."""
+        """Run a domain's windows under dense, the first time only."""
         if domain not in self.held:
             self.held[domain] = [run_text(model, Dense(), window) for window in self.windows[domain]]
         return self.held[domain]
 
     def documents(self, kind: str, length: int, count: int) -> list[probes.Document]:
-        """The first documents of one kind and length: the same for every contender."""
+        """Build the first `count` documents of one kind and length, the same for every contender."""
         return [probes.make_document(kind, self.filler, length, (length, index)) for index in range(count)]
 
 
@@ -185,14 +185,14 @@ class Material:
 
 
 def ranges(sizes: Sizes) -> list[tuple[int, int]]:
-    """Ranges of positions that have a record each: up to the first length, then to each next."""
+    """Ranges of positions with a record each: 0 to the first length, then from each length to the next."""
     return list(zip((0, *sizes.lengths[:-1]), sizes.lengths))
 
 
 def judge_text(
     model: Model, contender: Contender, domain: str, material: Material, sizes: Sizes, ledger: Ledger
 ) -> list[Record]:
-    """One record per range of positions: KL to dense, loss, agreement and keys read on one domain's windows."""
+    """Record KL to dense, loss, agreement and keys read on one domain's windows, once per range of positions."""
     blocks, counts, windows = [], [], material.windows[domain]
     for window, dense in zip(windows, material.dense(model, domain)):
         ours = dense if contender.name == "dense" else run_text(model, contender.policy, window)
@@ -229,11 +229,12 @@ def judge_text(
 
 
 def verdict(better: paired.Estimate, p: float = 0.0) -> dict[str, Any]:
-    """What a difference to the control, positive where the policy is better, says about the choice of keys.
+    """Decide whether a difference from the control says anything about the choice of keys.
 
     Args:
-        better: the difference; a few documents that agree have no interval, so that p must be small too.
-        p: McNemar's, of the same difference.
+        better: the difference, positive if the policy is better. A few documents that agree give an interval of no
+            width, so p must be small too.
+        p: McNemar's p of the same difference.
     """
     nothing = better.low <= 0 or p > SURE
     return {"better_by": better.value, "low": better.low, "high": better.high, "p": p, "says_nothing": nothing}
@@ -245,7 +246,7 @@ def verdict(better: paired.Estimate, p: float = 0.0) -> dict[str, Any]:
 def judge_trials(
     model: Model, contender: Contender, documents: Sequence[probes.Document], longest: int, ledger: Ledger
 ) -> Record:
-    """One record: which questions of one kind and length a policy answers, and what it keeps of dense's answers."""
+    """Record which questions of one kind and length a policy answers, and how many of dense's answers it keeps."""
     kind, length = documents[0].kind, documents[0].length
     answers = run_trials(model, contender.policy, documents, num_keys=longest)
     found = [[int(o.found) for o in a.outcomes] for a in answers]
@@ -284,7 +285,7 @@ def judge_trials(
 def jobs(
     model: Model, contender: Contender, material: Material, sizes: Sizes, ledger: Ledger
 ) -> Iterator[tuple[str, Callable[[], Sequence[Record]]]]:
-    """(question, what asks it), of what is left to ask of a contender, in order."""
+    """Yield (question, job that asks it) for every question that a contender has left, in order."""
     longest = sizes.lengths[-1]
     for domain in material.windows:
         questions = [f"{domain}, tokens {low:,} to {high:,}" for low, high in ranges(sizes)]
@@ -304,8 +305,8 @@ def jobs(
 def in_order(
     model: Model, entries: Sequence[Contender], material: Material, sizes: Sizes, ledger: Ledger
 ) -> list[Callable[[], Sequence[Record]]]:
-    """Every job: each question to dense, control, plan and window in turn, so that a run cut short has whole
-    comparisons; then rival by rival."""
+    """Order every job: each question for dense, control, plan and window in turn, so that an interrupted run has
+    complete comparisons; then rival by rival."""
     in_turn = [contender for contender in entries if contender.title in ("dense", CONTROL, PLAN, WINDOW)]
     left = [[*jobs(model, contender, material, sizes, ledger)] for contender in in_turn]
     order = [*material.windows, *(f"{kind} at {length}" for kind, length, _ in sizes.documents)]
@@ -315,7 +316,7 @@ def in_order(
 
 
 def _plain(config: Mapping[str, Any]) -> str:
-    """A policy's configuration as a record's file holds it."""
+    """Encode a policy's configuration as a file of records holds it."""
     return json.dumps(config, sort_keys=True)
 
 
@@ -323,18 +324,18 @@ def run(
     model: Model, plan: Plan | None, *, suite: str = "real", text: str | None = None, out: Path | None = None,
     resume: bool = False, command: str = "tessera eval --suite real",
 ) -> int:  # fmt: skip
-    """Run the suite and append its records as they come; Ctrl-C loses the running job alone.
+    """Run the suite and append each record as soon as it is measured; Ctrl-C loses only the running job.
 
     Args:
-        model: with a tokenizer and at least the shortest length of context; longer lengths are left out.
-        plan: what is judged; None runs dense and the rivals.
+        model: needs a tokenizer and a context of at least the shortest length; lengths beyond the context are skipped.
+        plan: the plan to judge; None runs dense and the rivals.
         suite: a name of SUITES.
         text: replaces the three domains and the documents' filler.
         out: file of records; evidence/real-<device>.jsonl if None.
-        resume: skip what the file holds of this command and this very commit.
+        resume: skip what this command has already recorded in the file at this commit.
 
     Raises:
-        ValueError: no such suite, no tokenizer, or a context too short.
+        ValueError: unknown suite, no tokenizer, or a context too short.
     """
     if suite not in SUITES:
         raise ValueError(f"{suite=} must be one of {', '.join(SUITES)}")
@@ -353,10 +354,10 @@ def run(
 
 
 def fitting(sizes: Sizes, context: int) -> Sizes:
-    """The sizes without lengths beyond a context.
+    """Drop lengths beyond a context from the sizes.
 
     Raises:
-        ValueError: none is left.
+        ValueError: no length is left.
     """
     lengths = tuple(length for length in sizes.lengths if length <= context)
     if not lengths:
@@ -366,7 +367,7 @@ def fitting(sizes: Sizes, context: int) -> Sizes:
 
 
 def announce(work: Sequence[Callable[[], Sequence[Record]]]) -> None:
-    """Run jobs one by one, with a bar on standard error, and say what came of each."""
+    """Run jobs one by one, with a progress bar on standard error, and print each result."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
@@ -377,7 +378,7 @@ def announce(work: Sequence[Callable[[], Sequence[Record]]]) -> None:
 
 
 def line_of(record: Record) -> str:
-    """A record in words: a text's divergence, or what a policy kept of dense's answers."""
+    """Describe a record in words: a text's divergence, or how many of dense's answers a policy kept."""
     facts = record.facts
     interval = f"({facts['low']:.3g} to {facts['high']:.3g})"
     said = f"{record.what.workload}: {facts.get('mean', record.median):.4g} {record.unit} {interval}"

@@ -1,4 +1,4 @@
-"""Long-context questions made offline, in the manner of RULER (arXiv 2404.06654), at any length for any tokenizer.
+"""Generate long-context questions offline, in the manner of RULER (arXiv 2404.06654), for any length and tokenizer.
 
 | kind | hidden | asked |
 |---|---|---|
@@ -9,8 +9,8 @@
 | common_words | a word list, ten words ten times, the others twice | the ten |
 | frequent_words | made-up words by Zipf's law | the three most frequent |
 
-The prompt ends where the answer begins, so that a base model can continue it; a sample is scored by the share of the
-expected strings that stand in the answer. The same seed makes the same sample.
+The prompt ends where the answer begins, so that a base model can continue it. A sample's score is the share of the
+expected strings that appear in the answer. The same seed gives the same sample.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,17 +23,17 @@ import numpy as np
 from tessera.train.facts import NAMES, number
 
 MARGIN = 16
-"""Tokens left free, as a text's pieces may take a token more together than alone."""
+"""Tokens left free, since pieces of text may take one token more together than separately."""
 
 
 class Sample(NamedTuple):
     """One question.
 
     Attributes:
-        prompt: text; it fits into the length together with the answer.
-        expected: strings that the answer must hold.
-        answer_tokens: most tokens to generate.
-        depth: where the hidden note stands, 0 (start) to 1 (end); None where there are several.
+        prompt: text; prompt and answer together fit into the length.
+        expected: strings that the answer must contain.
+        answer_tokens: maximum tokens to generate.
+        depth: position of the hidden note, 0 (start) to 1 (end); None unless there is exactly one.
     """
 
     prompt: str
@@ -47,13 +47,13 @@ class Sample(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A question before it is cut to length: notes to hide in filler, or list items of which as many as fit are kept.
+    """A question before it is cut to length: notes to hide in filler, or a list that keeps as many items as fit.
 
     Attributes:
-        filler: text with room for the longest prompt.
+        filler: text long enough for the longest prompt.
         notes: (place from 0 to 1, line).
-        question: stands after it.
-        expected: what the answer must hold.
+        question: text after the filler.
+        expected: strings that the answer must contain.
     """
 
     filler: str
@@ -64,13 +64,13 @@ class Draft(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Hay:
-    """Filler text, and how many tokens a text has."""
+    """Filler text, and a function that counts a text's tokens."""
 
     text: str
     count: Callable[[str], int]
 
     def excerpt(self, rng: np.random.Generator, size: int) -> str:
-        """`size` characters from a random line start; the text is repeated if it is shorter."""
+        """Draw `size` characters from a random line start, repeating a text that is shorter."""
         text = self.text * (1 + size // max(len(self.text), 1) + 1)
         start = int(rng.integers(0, len(self.text)))
         start = text.rfind("\n", 0, start) + 1
@@ -78,14 +78,14 @@ class Hay:
 
 
 def single(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """One pass key."""
+    """Hide one pass key."""
     key = number(rng, 5)
     note = f"The pass key is {key}. Remember it."
     return Draft(hay.excerpt(rng, size), ((depth, note),), "What is the pass key? The pass key is ", (key,))
 
 
 def multi_key(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """A pass key for each of eight names; one is asked for."""
+    """Hide a pass key for each of eight names and ask for one."""
     names = rng.permutation(NAMES)[:8]
     keys = [number(rng, 5) for _ in names]
     places = [depth, *rng.random(len(names) - 1)]
@@ -95,7 +95,7 @@ def multi_key(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Dr
 
 
 def multi_value(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """Four pass keys of one name among those of others; all four are asked for."""
+    """Hide four pass keys of one name among those of others and ask for all four."""
     name, *others = rng.permutation(NAMES)[:5]
     keys = [number(rng, 5) for _ in range(4)]
     notes = [(p, f"One pass key of {name} is {k}.") for p, k in zip([depth, *rng.random(3)], keys)]
@@ -105,7 +105,7 @@ def multi_value(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> 
 
 
 def tracking(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """Four chains of assignments, three steps each; the number behind the last name of one."""
+    """Hide four chains of assignments, three steps each, and ask for the number behind the last name of one."""
     letters = list("abcdefghijklmnopqrstuvwxyz")
     notes, asked = [], []
     for chain in range(4):
@@ -121,7 +121,7 @@ def tracking(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Dra
 
 
 def common_words(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """Ten words stand five times as often as all others."""
+    """List ten words five times as often as all others and ask for them."""
     common, pool = _words(rng, 10), _words(rng, max(size // 14, 10))
     rounds = max(size // (8 * (10 * 10 + 2 * len(pool))), 1)
     listed = rng.permutation(np.array(common * 10 * rounds + pool * 2 * rounds))
@@ -130,7 +130,7 @@ def common_words(rng: np.random.Generator, hay: Hay, size: int, depth: float) ->
 
 
 def frequent_words(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """Made-up words, the n-th as often as n^-2; the three most frequent."""
+    """List made-up words, the n-th in proportion to n^-2, and ask for the three most frequent."""
     pool = _words(rng, 50)
     weights = np.arange(1, 51) ** -2.0
     listed = rng.choice(pool, size // 6, p=weights / weights.sum())
@@ -149,21 +149,21 @@ KINDS: Final[Mapping[str, Callable[[np.random.Generator, Hay, int, float], Draft
         "frequent_words": frequent_words,
     }
 )
-"""Adding a kind is a function and a line here."""
+"""Kinds by name. To add one, write a function and add a line here."""
 
 
 def make(kind: str, hay: Hay, length: int, *, seed: Sequence[int], depth: float | None = None) -> Sample:
-    """A sample of at most `length` tokens, answer included, and hardly fewer.
+    """Build a sample of at most `length` tokens, answer included, and only slightly fewer.
 
     Args:
         kind: one of KINDS.
         hay: filler and token count.
         length: tokens of prompt and answer.
         seed: same seed, same sample.
-        depth: place of the note that is asked for; random if None.
+        depth: place of the note that holds the answer; random if None.
 
     Raises:
-        ValueError: no such kind, or the length does not hold notes and question.
+        ValueError: unknown kind, or a length too short for notes and question.
     """
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} must be one of {', '.join(KINDS)}")
@@ -180,7 +180,7 @@ def make(kind: str, hay: Hay, length: int, *, seed: Sequence[int], depth: float 
     room = length - answer_tokens - MARGIN
     if hay.count(draft(0)[0]) > room:
         raise ValueError(f"{length=} must be larger: notes and question of {kind} alone do not fit")
-    low, high = 0, 16 * length  # characters of filler; no tokenizer makes more of a token
+    low, high = 0, 16 * length  # characters of filler: no tokenizer averages more than 16 per token
     while high - low > max(room // 200, 1):
         middle = (low + high) // 2
         low, high = (middle, high) if hay.count(draft(middle)[0]) <= room else (low, middle)
@@ -189,7 +189,7 @@ def make(kind: str, hay: Hay, length: int, *, seed: Sequence[int], depth: float 
 
 
 def _assemble(made: Draft, size: int) -> str:
-    """Filler with the notes on lines of their own, at the line ends nearest to their places, and the question."""
+    """Insert each note into the filler as a separate line, at the line end nearest its place; append the question."""
     text = made.filler[:size]
     breaks = np.array([0, *(i + 1 for i, c in enumerate(text) if c == "\n"), len(text)])
     parts, last = [], 0
@@ -201,7 +201,7 @@ def _assemble(made: Draft, size: int) -> str:
 
 
 def _words(rng: np.random.Generator, count: int) -> list[str]:
-    """Different made-up words that can be said."""
+    """Draw distinct, pronounceable made-up words."""
     consonants, vowels = list("bdfgklmnprstvz"), list("aeiou")
     words: dict[str, None] = {}
     while len(words) < count:

@@ -1,8 +1,8 @@
-"""Three domains of held-out text that every installation of Python has: source code, reference prose and help texts.
+"""Three domains of held-out text that every Python installation has: source code, reference prose and help texts.
 
-`code` are the files of the standard library that `tessera.train.data` holds out, without those kept for calibration;
-`reference` is the language reference that `help()` reads; `help` are long docstrings of files that are not held out. So
-no text is in two domains, and none is in the library text that a plan may be calibrated on.
+`code` holds the standard library files that `tessera.train.data` holds out, except those reserved for calibration;
+`reference` the language reference that `help()` reads; `help` long docstrings of files that are not held out. So no
+text is in two domains, and none is in the library text that a plan may be calibrated on.
 """
 
 import ast
@@ -18,7 +18,7 @@ import numpy as np
 from tessera.train.data import is_held_out, library_corpus, library_files
 
 LONG = 600
-"""Characters from which a docstring is a text of some length."""
+"""Minimum characters of a long docstring."""
 
 
 @cache
@@ -29,7 +29,7 @@ def code() -> str:
 
 @cache
 def reference() -> str:
-    """The topics of the language reference, by name."""
+    """Topics of the language reference, sorted by name."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
@@ -41,7 +41,7 @@ def help() -> str:
     found = []
     for name, path in library_files():
         if not is_held_out(name) and hashlib.sha256(name.encode()).digest()[1] < 64:
-            with warnings.catch_warnings(action="ignore"):  # an escape that a newer Python frowns on
+            with warnings.catch_warnings(action="ignore"):  # newer Pythons warn about some escapes
                 tree = ast.parse(path.read_bytes())
             kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
             texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
@@ -54,7 +54,7 @@ DOMAINS: Final[Mapping[str, Callable[[], str]]] = MappingProxyType({"code": code
 
 
 def windows_of(ids: np.ndarray, count: int, size: int) -> list[np.ndarray]:
-    """`count` windows of `size` tokens that do not overlap, from all over a text.
+    """Cut `count` evenly spaced windows of `size` tokens, which do not overlap, from a text.
 
     Raises:
         ValueError: the text is too short for them.

@@ -1,8 +1,8 @@
-"""Many questions to one document: the document is prefilled once per policy, and each question goes on from its cache.
+"""Ask many questions about one document: prefill the document once per policy, and run each question from its cache.
 
-A question's rows, and then its answer's tokens one at a time through the policy's own decode calls, are written after
-the document, over those of the question before. The answer's tokens are fed as they should be: as long as each is the
-model's best guess, that is greedy decoding, and an answer counts as found only if all of them are.
+A question's rows follow the document in the cache, overwriting the previous question's; then the answer's tokens run
+one at a time through the policy's own decode calls. Each call feeds the expected token (teacher forcing). As long as
+that is the model's top-1 token, this equals greedy decoding, and an answer counts as found only if every token is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,17 +27,17 @@ from tessera.sparse.contract import Policy, Reads
 from tessera.workbench.eval.probes import ROOM, Document, Question
 
 ROWS = 512
-"""Rows per call of a document or a text: one size, so that a policy compiles three programs (these rows, a
-question's and a single one)."""
+"""Rows per call of a document or a text: one size, so that a policy compiles only three programs (these rows, a
+question's rows and a single row)."""
 
 
 class Outcome(NamedTuple):
-    """What one policy made of one question.
+    """One policy's result on one question.
 
     Attributes:
-        found: every token of the answer is the best guess.
-        logprob: ln of the answer's probability, its tokens together.
-        tokens: how many of the answer's tokens are the best guess, each after the right ones before it.
+        found: every token of the answer is the top-1 token.
+        logprob: ln of the probability of the whole answer.
+        tokens: number of the answer's tokens that are the top-1 token, each after the correct ones before it.
     """
 
     found: bool
@@ -69,14 +69,14 @@ def run_rows(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Float[Array, "T D"], Cache, Reads | None]:
-    """Run the first `count` of T rows from position `start` on -> hidden states, cache, keys read."""
+    """Run the first `count` of T rows from position `start`; return hidden states, cache, keys read."""
     positions = Positions(start, start + count, count)
     hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
     return hidden[0], cache, policy.reads(state)
 
 
 class Runner:
-    """A policy's cache of one sequence, and what it has read."""
+    """A policy's cache of one sequence, and counts of the keys it has read."""
 
     def __init__(self, model: Model, policy: Policy, num_keys: int):
         self.model, self.policy = model, policy
@@ -90,7 +90,7 @@ class Runner:
         self.pending: list[Reads] = []
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Float[Array, "T D"]:
-        """One call of `rows` rows, padded, at a position -> their hidden states."""
+        """Run tokens, padded to `rows` rows, at position `start`; return the rows' hidden states."""
         padded = np.zeros((1, rows), np.int32)
         padded[0, : len(tokens)] = tokens
         where = (np.array([start], np.int32), np.array([len(tokens)], np.int32))
@@ -102,12 +102,12 @@ class Runner:
         return hidden
 
     def fill(self, tokens: Sequence[int]) -> Iterator[tuple[int, Float[Array, "T D"]]]:
-        """Prefill from position 0 -> (start, hidden states) of every call."""
+        """Prefill from position 0; yield (start, hidden states) of every call."""
         for start in range(0, len(tokens), ROWS):
             yield start, self.run(tokens[start : start + ROWS], start, ROWS)
 
     def ask(self, question: Question, start: int) -> Outcome:
-        """Put a question at a position, a multiple of the query tile, and decode its answer."""
+        """Run a question at position `start`, a multiple of the query tile, and decode its answer."""
         suffix, answer = question.suffix, question.answer
         hidden = self.run(suffix, start, round_up(len(suffix), max(self.query_tile, CHUNK_UNIT)))[len(suffix) - 1]
         total, right, wanted = 0.0, 0, 0
@@ -123,7 +123,7 @@ class Runner:
         return Outcome(right == wanted, total, right)
 
     def density(self) -> tuple[float, ...]:
-        """Keys read / keys visible per layer since the cache was made; empty where the policy does not count."""
+        """Keys read / keys visible per layer since the cache was allocated; empty if the policy does not count."""
         if not self.pending:
             return ()
         read, visible = (sum(np.asarray(reads[i], np.float64)[:, 0] for reads in self.pending) for i in (0, 1))
@@ -133,14 +133,14 @@ class Runner:
 def run_trials(
     model: Model, policy: Policy, documents: Sequence[Document], *, num_keys: int | None = None
 ) -> list[Answers]:
-    """Ask every question of every document under a policy; the policy runs as it is, whatever its cross-over says.
+    """Ask every question of every document under a policy, ignoring its cross-over.
 
     Args:
-        num_keys: room of the cache; the longest document's if None. Programs are compiled per room, so pass one number
-            where documents of several lengths are asked.
+        num_keys: keys that the cache must hold; the longest document's length if None. Programs are compiled per cache
+            size, so pass one number for documents of several lengths.
 
     Raises:
-        ValueError: the policy's query tile fits the calls' rows badly.
+        ValueError: the policy's query tile does not divide ROOM.
     """
     num_keys = max(document.length for document in documents) if num_keys is None else num_keys
     found = []
