@@ -199,7 +199,7 @@ def compiler():
 
 @pytest.mark.parametrize(("chip", "kernel"), FAST)
 def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
-    """A fast part of `python -m tessera.workbench.studies.sweep`: a short call."""
+    """A fast part of `tessera study tpu-sweep`: a short call."""
     case = {
         "chip": chip,
         "kernel": kernel,

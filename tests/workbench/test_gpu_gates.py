@@ -225,7 +225,7 @@ def compiler():
 
 @pytest.mark.parametrize("kernel", FIRST)
 def test_kernels_pass_the_gates_as_machine_code(compiler, kernel):
-    """A fast part of `python -m tessera.workbench.studies.gpu_gates`: the default blocks of every kernel."""
+    """A fast part of `tessera study gpu-gates`: the default blocks of every kernel."""
     result = gpu_gates.run(FIRST[kernel], compiler)
     assert result["broken"] == []
 

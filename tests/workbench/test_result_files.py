@@ -7,15 +7,31 @@ from dataclasses import asdict
 import pytest
 
 from tessera.attention import tuned
+from tessera.cli import main as cli
 from tessera.core import files
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.workbench import evidence
+from tessera.workbench import campaign, evidence
 from tessera.workbench.report import documents as report
-from tessera.workbench.studies import blocks, figures, gpu_gates, sweep, validation
+from tessera.workbench.studies import ablations, blocks, figures, gpu_gates, sweep, validation
 
 LINES = [{"a": 1}, {"b": "é", "c": [1, 2]}]
 CODE = {"commit": "0" * 40, "dirty": False, "landed": None}
 OTHER = {"commit": "1" * 40, "dirty": False, "landed": None}
+
+
+NAMES = {
+    sweep: "tpu-sweep",
+    figures: "tpu-figures",
+    ablations: "tpu-ablations",
+    blocks: "tpu-blocks",
+    validation: "tpu-validation",
+    gpu_gates: "gpu-gates",
+}
+
+
+def study(module, *flags):
+    """Run `tessera study NAME` in this process."""
+    return cli.main(["study", NAMES[module], *map(str, flags)])
 
 
 def written(path) -> bytes:
@@ -52,7 +68,7 @@ def test_a_list_of_what_is_to_do_survives_a_cut_line(command, tmp_path, monkeypa
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     case = next(iter(sweep.cases(("v5e",)) if command is sweep else gpu_gates.cases()))
     path.write_text(json.dumps(case | CODE) + "\n" + json.dumps(case)[:40])
-    assert command.main(["--list", "--out", str(path), "--kernel", case["kernel"]]) == 0
+    assert study(command, "--list", "--out", path, "--kernel", case["kernel"]) == 0
     todo = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert todo
     assert case not in todo
@@ -66,7 +82,7 @@ def test_what_other_code_made_and_what_ran_out_of_time_is_to_do_again(command, t
     late = str(tpu.out_of_time("ended", 300.0))
     ends = [CODE, {}, OTHER, {**CODE, "dirty": True}, {**CODE, "error": late}, {**CODE, "error": "VMEM: full"}]
     path.write_text("".join(json.dumps(case | end) + "\n" for case, end in zip(made, ends)))
-    assert command.main(["--list", "--out", str(path)]) == 0
+    assert study(command, "--list", "--out", path) == 0
     todo = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [case in todo for case in made] == [False, True, True, True, True, False]
 
@@ -75,7 +91,7 @@ def test_a_report_holds_the_last_code_alone_and_says_what_was_planned_and_ran_ou
     first, second, third, *_ = (case | {"compiled": True, "error": None} for case in sweep.cases(("v5e",)))
     late = {"compiled": False, "error": str(tpu.out_of_time("ended", 300.0))}
     lines = [first | OTHER, second | OTHER, third | OTHER, first | CODE | late, second | CODE | late, first | CODE]
-    made = sweep.report(sweep.of_last_code(lines, sweep.identity), sweep.COMMAND)
+    made = sweep.report(campaign.of_last_code(lines, sweep.identity), sweep.COMMAND)
     assert made.code == evidence.Code(**CODE)
     planned = sum(case["kernel"] == first["kernel"] for case in sweep.cases(tuple(tpu.TOPOLOGIES)))
     assert made.what.workload.startswith(first["kernel"])
@@ -93,17 +109,17 @@ def test_a_sweep_says_of_each_line_what_was_checked_out(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "compile_case", lambda case, *limits: {**case, "compiled": True, "error": None})
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     kernel = sweep.tpu_kernels()[0].name
-    assert sweep.main(["--chip", "v5e", "--kernel", kernel, "--out", str(path)]) == 0
+    assert study(sweep, "--chip", "v5e", "--kernel", kernel, "--out", path) == 0
     assert all(line.items() >= CODE.items() for line in files.read_lines(path))
     made = len(files.read_lines(path))
-    assert sweep.main(["--chip", "v5e", "--kernel", kernel, "--out", str(path)]) == 0
+    assert study(sweep, "--chip", "v5e", "--kernel", kernel, "--out", path) == 0
     assert len(files.read_lines(path)) == made > 0
 
 
 def test_blocks_read_a_cut_file(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"chip": "v5e", "ca')
-    assert blocks.main(["--report", "--out", str(path)]) == 0
+    assert study(blocks, "--report", "--out", path) == 0
 
 
 def test_a_search_of_one_case_keeps_the_rows_of_the_others(tmp_path, monkeypatch):
@@ -135,21 +151,23 @@ def test_figures_compile_again_what_failed_and_what_another_commit_made(tmp_path
     asked = []
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     monkeypatch.setattr(figures, "inspect_one", lambda chip, name, limit_s: asked.append(name) or {"ms": 2.0})
-    assert figures.main(["--chip", "v6e", "--out", str(path)]) == 0
+    assert study(figures, "--chip", "v6e", "--out", path) == 0
     assert asked == list(names[2:4])
     found = json.loads(path.read_text())["v6e"]
     assert found == held | dict.fromkeys(asked, {"ms": 2.0, **now})
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize(
-    ("command", "arguments"), [(sweep, ["--report"]), (gpu_gates, ["--report"]), (validation, ["report"])]
-)
-def test_a_report_of_nothing_is_refused_in_a_sentence(command, arguments, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        command.main([*arguments, "--out", str(tmp_path / "none.jsonl")])
-    assert ended.value.code == 2
+@pytest.mark.parametrize("command", [sweep, gpu_gates, validation, ablations])
+def test_a_report_of_nothing_is_refused_in_a_sentence(command, tmp_path, capsys):
+    assert study(command, "--report", "--out", tmp_path / "none.jsonl") == 2
     assert "none.jsonl has no lines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [figures, blocks])
+def test_a_case_that_does_not_exist_is_refused(command, tmp_path, capsys):
+    assert study(command, "--case", "dreams", "--out", tmp_path / "none.jsonl") == 2
+    assert "--case dreams must be one of" in capsys.readouterr().err
 
 
 def test_a_validation_counts_what_was_planned_beside_what_was_compiled():
@@ -174,20 +192,14 @@ def test_a_validation_counts_what_was_planned_beside_what_was_compiled():
 
 
 def test_a_missing_peer_is_named_with_what_installs_it(tmp_path, monkeypatch, capsys):
-    collect = ["collect", "--chip", "v6e", "--out", str(tmp_path / "out.jsonl")]
+    collect = ("--chip", "v6e", "--out", tmp_path / "out.jsonl")
     monkeypatch.setattr(validation, "PEER_PYTHON", tmp_path / "bin" / "python")
-    with pytest.raises(SystemExit) as ended:
-        validation.main(collect)
-    assert ended.value.code == 2
+    assert study(validation, *collect) == 2
     assert "`make peers-tpu` installs it" in capsys.readouterr().err
     assert "make peers-tpu" in figures.inspect_peer("v6e", validation.installed(), 1.0)["error"]
 
     validation.PEER_PYTHON.parent.mkdir()
     validation.PEER_PYTHON.touch()
-    with pytest.raises(SystemExit):
-        validation.main([*collect, "--timings", str(tmp_path / "nowhere")])
+    assert study(validation, *collect, "--timings", tmp_path / "nowhere") == 2
     assert "--timings names a folder" in capsys.readouterr().err
-    assert validation.main([*collect, "--timings", str(tmp_path)]) == 1  # timings, but not of this chip
-    said = capsys.readouterr().err
-    assert "no timings of v6e" in said
-    assert "Tokamax repository's folder tokamax/data/autotuning" in said
+    assert study(validation, *collect, "--timings", tmp_path) == 1  # timings, but not of this chip

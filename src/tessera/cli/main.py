@@ -17,6 +17,7 @@ import tyro
 
 from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch
+from tessera.cli.study import Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
@@ -345,6 +346,7 @@ COMMANDS = MappingProxyType(
         "eval": Eval,
         "report": Report,
         "inspect": Inspect,
+        "study": Study,
     }
 )
 

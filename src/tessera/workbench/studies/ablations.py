@@ -1,7 +1,7 @@
 """Estimate the worth of each choice in the TPU prefill kernel: undo each one separately and compare the schedules.
 
-    python -m tessera.workbench.studies.ablations --chip v6e     # compiles the kernel unchanged and without each choice
-    python -m tessera.workbench.studies.ablations --report       # a record per chip and choice into evidence/
+    tessera study tpu-ablations --chip v6e     # compiles the kernel unchanged and without each choice
+    tessera study tpu-ablations --report       # a record per chip and choice into evidence/
 
 Every variant computes the same attention. One is less exact: it keeps weighted values (and row sums, where the matrix
 unit makes them) in bfloat16 between updates, each of which widens them, adds and rounds. On v7x the kernel keeps its
@@ -9,16 +9,13 @@ statistics in VMEM, and the first variant keeps them in registers. Without prefe
 time is added.
 """
 
-import argparse
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -32,10 +29,9 @@ from tessera.core import files
 from tessera.deviceless import programs
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection, predict
-from tessera.workbench import evidence
-from tessera.workbench.studies import sweep
+from tessera.workbench import campaign, evidence
 
-COMMAND = "python -m tessera.workbench.studies.ablations, and --report"
+COMMAND = "tessera study tpu-ablations, and --report"
 RECORDS = Path("evidence/tpu-ablations.jsonl")
 OP = "kernel choice"
 AS_IT_IS = "as it is"
@@ -210,27 +206,18 @@ def records(found: list[dict[str, Any]]) -> list[evidence.Record]:
             facts=line,
             error=line["error"],
         )
-        made.append(sweep.of_its_code(record, line))
+        made.append(campaign.of_its_code(record, line))
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compile what this commit has not compiled yet, or report."""
-    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.ablations", description=main.__doc__)
-    parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
-    parser.add_argument("--out", type=Path, default=Path("build/tpu-ablations.jsonl"))
-    parser.add_argument("--limit-s", type=float, default=600.0)
-    parser.add_argument("--report", action="store_true", help="append the records of the file's last commit")
-    options = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
-    found = files.read_lines(options.out)
+def study(options: Any) -> int:
+    """Run `tessera study tpu-ablations`: compile what this commit has not compiled, or report."""
     if options.report:
-        if not found:
-            parser.error(f"{options.out} has no lines: compile first, without --report")
-        evidence.append(RECORDS, records(sweep.of_last_code(found, identity)))
+        lines = campaign.of_last_code(campaign.lines_to_report(options.out), identity)
+        evidence.append(RECORDS, records(lines))
         return 0
-    code = asdict(evidence.code())
-    done = {identity(line) for line in found if sweep.is_done(line, code)}
+    found, code = files.read_lines(options.out), asdict(evidence.code())
+    done = {identity(line) for line in found if campaign.is_done(line, code)}
     for chip in options.chip or tpu.TOPOLOGIES:
         for choice in CHOICES:
             if (chip, choice) not in done:
@@ -239,7 +226,3 @@ def main(argv: list[str] | None = None) -> int:
                 said = line["error"] or f"{line['ms']:.3f} ms, {line['full']['cycles']:,} cycles in the main loop"
                 print(f"{chip} {choice if choice == AS_IT_IS else 'without ' + choice}: {said}"[:240], flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

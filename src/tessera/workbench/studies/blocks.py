@@ -1,17 +1,15 @@
 """Search block sizes for TPUs that are absent, by predicted time, and ship the results.
 
-    python -m tessera.workbench.studies.blocks --chip v6e        # compiles; resumes where it stopped
-    python -m tessera.workbench.studies.blocks --report          # records to evidence/, rows to attention/tables/
+    tessera study tpu-blocks --chip v6e        # compiles; resumes where it stopped
+    tessera study tpu-blocks --report          # records to evidence/, rows to attention/tables/
 
 The search starts from the kernel's default (or a related case's winner), moves one field at a time to the next value in
 the kernel's search space, and keeps a move that lowers the time. A candidate that does not compile is a result; one
 whose bytes already take as long as the best so far is skipped. Lines of another commit are compiled again.
 """
 
-import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -27,8 +25,7 @@ from tessera.attention.dispatch import choose
 from tessera.core import files
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection, predict
-from tessera.workbench import evidence
-from tessera.workbench.studies import sweep
+from tessera.workbench import campaign, evidence
 
 ANY = 1 << 20
 """Tokens of the longest call that a row covers."""
@@ -207,7 +204,7 @@ def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit
     }
 
 
-def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) -> None:
+def run(chip: str, name: str, found: list[dict], options: Any) -> None:
     """Search one case on one chip; reuse the lines in `found`, and add new ones to it and to `out`."""
     case, code = CASES[name], asdict(evidence.code())
     kernel = kernel_of(case)
@@ -216,7 +213,7 @@ def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) ->
         space = list(kernel.search_space(*case.call()))
     bytes_per_ms = 1e-3 * predict.device(chip).bytes_per_s * predict.CALIBRATED.bandwidth_share
     first, budget = [default], options.budget
-    first += [replace(default, **json.loads(changes)) for changes in options.first or []]
+    first += [replace(default, **json.loads(changes)) for changes in options.first]
     if case.like is not None:
         seed = winner(lines_of(found, chip, case.like))
         first += [] if seed is None else [kernel.Config(**seed["config"])]
@@ -224,7 +221,7 @@ def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) ->
 
     def ms_of(config: Any) -> float | None:
         known = [line for line in lines_of(found, chip, name) if line["config"] == asdict(config)]
-        known = [line for line in known if sweep.is_done(line, code)]
+        known = [line for line in known if campaign.is_done(line, code)]
         if not known:
             line = {"chip": chip, "case": name, "default": config == default}
             line |= attempt(chip, case, kernel.name, asdict(config), options.limit_s) | code
@@ -245,7 +242,7 @@ def run(chip: str, name: str, found: list[dict], options: argparse.Namespace) ->
 def lines_of(found: list[dict], chip: str, name: str) -> list[dict]:
     """Return one case's candidates on one chip, in the order tried, of the code that made the last of them."""
     own = [line for line in found if (line["chip"], line["case"]) == (chip, name)]
-    return sweep.of_last_code(own, lambda line: json.dumps(line["config"]))
+    return campaign.of_last_code(own, lambda line: json.dumps(line["config"]))
 
 
 def winner(lines: list[dict]) -> dict | None:
@@ -273,7 +270,7 @@ def record_of(chip: str, name: str, lines: list[dict]) -> evidence.Record:
             config=best["config"],
         ),
         [best["ms"]],
-        command=f"python -m tessera.workbench.studies.blocks --chip {chip}",
+        command=f"tessera study tpu-blocks --chip {chip}",
         unit="ms",
         how=evidence.How(check="predicted from the compiler's schedule, not measured"),
         comparison=None if gain is None else evidence.Comparison(against="the kernel's default", ratio=gain),
@@ -284,7 +281,7 @@ def record_of(chip: str, name: str, lines: list[dict]) -> evidence.Record:
             "candidates": [{k: v for k, v in x.items() if k not in ("chip", "case", "default")} for x in lines],
         },
     )
-    return sweep.of_its_code(record, lines[-1])
+    return campaign.of_its_code(record, lines[-1])
 
 
 def row_of(name: str, record: evidence.Record) -> tuned.Row:
@@ -322,19 +319,9 @@ def report(found: list[dict], chips: list[str]) -> None:
         tuned.write(tuned.TABLES / f"{chip}.jsonl", rows)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Search what is missing, or report."""
-    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.blocks", description=main.__doc__)
-    parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
-    parser.add_argument("--case", action="append", choices=tuple(CASES))
-    parser.add_argument("--out", type=Path, default=Path("build/tpu-blocks.jsonl"))
-    parser.add_argument("--limit-s", type=float, default=180.0)
-    parser.add_argument("--budget", type=int, default=10, help="most candidates per case; half for one like another")
-    parser.add_argument("--first", action="append", help='changes of the default to try first: {"step": 1024}')
-    parser.add_argument("--field", action="append", help="move only these fields, in this order")
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
+def study(options: Any) -> int:
+    """Run `tessera study tpu-blocks`: search what is missing, or report."""
+    campaign.check_names("--case", options.case, tuple(CASES))
     found = files.read_lines(options.out)
     chips = options.chip or list(tpu.TOPOLOGIES)
     if options.report:
@@ -345,7 +332,3 @@ def main(argv: list[str] | None = None) -> int:
         for chip in chips:
             run(chip, name, found, options)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,22 +1,18 @@
 """Predicted figures that the TPU kernels must meet; the same compiler and the same model predict ours and the peer's.
 
-    python -m tessera.workbench.studies.figures --chip v6e --timings FOLDER     # compiles; resumes where it stopped
-    python -m tessera.workbench.studies.figures --report                        # appends the records to evidence/
+    tessera study tpu-figures --chip v6e --timings FOLDER     # compiles; resumes where it stopped
+    tessera study tpu-figures --report                        # appends the records to evidence/
 
 The peer is Tokamax's splash attention with the best block sizes of its shipped timings (on v5e, which has none, v5p's).
 """
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import jax
 
 from tessera.attention.contract import AttentionSpec
 from tessera.core import files
@@ -24,10 +20,10 @@ from tessera.core.shapes import ceil_div
 from tessera.deviceless import hlo
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection, predict
-from tessera.workbench import evidence
-from tessera.workbench.studies import sweep, validation
+from tessera.workbench import campaign, evidence
+from tessera.workbench.studies import validation
 
-COMMAND = "python -m tessera.workbench.studies.figures --timings FOLDER, and --report"
+COMMAND = "tessera study tpu-figures --timings FOLDER, and --report"
 SHORT, LONG = 16384, 131072
 LAYERS, ANCHORS = 32, 5
 GQA = MappingProxyType({"heads": 32, "kv_heads": 8})
@@ -244,21 +240,14 @@ def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) 
                 ),
                 facts={name: dict(cases[name]) for name in names},
             )
-            made.append(sweep.of_its_code(record, cases[names[0]]))
+            made.append(campaign.of_its_code(record, cases[names[0]]))
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compile what is missing, or report."""
-    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.figures", description=main.__doc__)
-    parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
-    parser.add_argument("--case", action="append", choices=("peer", "selection", *CALLS), help="only these")
-    parser.add_argument("--timings", type=Path, help="Tokamax's data/autotuning; the installed wheel's if not given")
-    parser.add_argument("--out", type=Path, default=Path("build/tpu-figures.json"))
-    parser.add_argument("--limit-s", type=float, default=600.0)
-    parser.add_argument("--report", action="store_true")
-    options = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
+def study(options: Any) -> int:
+    """Run `tessera study tpu-figures`: compile what is missing, or report."""
+    names = ("peer", "selection", *CALLS)
+    campaign.check_names("--case", options.case, names)
     found = json.loads(options.out.read_text()) if options.out.exists() else {}
     if options.report:
         made = records(found, COMMAND)
@@ -268,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     code = asdict(evidence.code())
     for chip in options.chip or tpu.TOPOLOGIES:
-        for name in options.case or ("peer", "selection", *CALLS):
+        for name in options.case or names:
             cases = found.setdefault(chip, {})
             held = cases.get(name, {})
             if "ms" in held and held.get("commit", code["commit"]) == code["commit"]:
@@ -283,7 +272,3 @@ def main(argv: list[str] | None = None) -> int:
             files.replace_text(options.out, json.dumps(found, indent=1))
             print(chip, name, {k: cases[name][k] for k in ("ms", "bound_by", "error") if k in cases[name]}, flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """Figures that the Hopper kernels must meet on an H200, and the roofline of each; nothing is timed.
 
-    python -m tessera.workbench.studies.gpu_figures      # compiles its calls, appends the records to evidence/
+    tessera study gpu-figures      # compiles its calls, appends the records to evidence/
 
 The roofline is max(flops / rate, bytes / bandwidth, exponentials / rate) of the work, at ceilings that others measured
 (`gpu_inspection.CEILINGS`): our kernels may be much slower. A ratio compares two calls at their rooflines, so it bounds
@@ -8,13 +8,9 @@ the gain over a dense kernel that reaches its own. Measured records replace thes
 an H200.
 """
 
-import argparse
-import sys
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
-
-import jax
 
 from tessera.attention.contract import AttentionSpec
 from tessera.deviceless.gpu import inspection as gpu_inspection
@@ -22,7 +18,7 @@ from tessera.deviceless.tpu import inspection
 from tessera.workbench import evidence
 from tessera.workbench.studies import figures
 
-COMMAND = "python -m tessera.workbench.studies.gpu_figures"
+COMMAND = "tessera study gpu-figures"
 CHIP = "h200"
 OP = "roofline figure"
 SHORT, LONG = figures.SHORT, figures.LONG
@@ -144,13 +140,8 @@ def record(figure: Figure, found: Mapping[str, gpu_inspection.Inspection]) -> ev
     return evidence.make(what, [figure.bound], command=COMMAND, unit=figure.unit, how=how, facts=facts)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compile the calls and append a record per figure."""
-    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.gpu_figures", description=main.__doc__)
-    parser.add_argument("--limit-s", type=float, default=300.0)
-    parser.add_argument("--evidence", default="evidence/gpu-figures.jsonl")
-    options = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here
+def study(options: Any) -> int:
+    """Run `tessera study gpu-figures`: compile the calls and append a record per figure."""
     found = {}
     for name in CALLS:
         found[name] = inspect(name, options.limit_s)
@@ -160,7 +151,3 @@ def main(argv: list[str] | None = None) -> int:
     for each in made:
         print(f"{each.what.workload}: {each.median:.4g} {each.unit} at the roofline; target {each.facts['target']}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,26 +1,21 @@
 """Check the gates of the Hopper kernels that need no GPU: lower for CUDA, compile to machine code, read the report.
 
-    python -m tessera.workbench.studies.gpu_gates           # every kernel and configuration; resumes where it stopped
-    python -m tessera.workbench.studies.gpu_gates --list    # what is left to do
-    python -m tessera.workbench.studies.gpu_gates --report  # a record per kernel and configuration into evidence/
+    tessera study gpu-gates           # every kernel and configuration; resumes where it stopped
+    tessera study gpu-gates --list    # what is left to do
+    tessera study gpu-gates --report  # a record per kernel and configuration into evidence/
 
 `deviceless/gpu/gates.py` defines the gates of a call.
 """
 
-import argparse
 import itertools
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import cycle, product
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import jax
 
 from tessera.attention.contract import TILES, AttentionSpec, Kernel, Shapes
 from tessera.attention.gpu import backward as gpu_backward
@@ -32,10 +27,9 @@ from tessera.deviceless.gpu import sass
 from tessera.deviceless.gpu.gates import WATCHED, broken_program, gpu_kernels
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection
-from tessera.workbench import evidence
-from tessera.workbench.studies import sweep
+from tessera.workbench import campaign, evidence
 
-COMMAND = "python -m tessera.workbench.studies.gpu_gates; python -m tessera.workbench.studies.gpu_gates --report"
+COMMAND = "tessera study gpu-gates; tessera study gpu-gates --report"
 CHIP = "h200"
 HEAD_DIMS = (64, 128, 256)
 MASKS = MappingProxyType(
@@ -269,7 +263,7 @@ def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
             "cases": len(members),
             "planned": planned[kernel],
             "tried": tried[kernel],
-            "ended_by_time": sum(map(sweep.out_of_time, members)),
+            "ended_by_time": sum(map(campaign.out_of_time, members)),
             "commits": dict(Counter(member.get("commit") for member in members)),
             "broken": sorted({text for member in members for text in member["broken"]})[:20],
             "reports": [[*(member.get(name) for name in names), member["kernels"]] for member in members],
@@ -278,40 +272,25 @@ def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
         how = evidence.How(iterations=len(members), check="compiled without a GPU, the report read")
         share = sum(passed) / len(passed)
         record = evidence.make(what, [share], command=command, unit="fraction", how=how, facts=facts)
-        made.append(sweep.of_its_code(record, members[-1]))
+        made.append(campaign.of_its_code(record, members[-1]))
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compile what this commit has not yet, and retry what hit the time limit; exit code 1 if anything is broken."""
-    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.gpu_gates", description=main.__doc__)
-    parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu-gates.jsonl"))
-    parser.add_argument("--limit-s", type=float, default=300.0)
-    parser.add_argument("--niceness", type=int, default=0)
-    parser.add_argument("--most", type=int, help="stop after this many")
-    parser.add_argument("--list", action="store_true", help="say what is to do, and stop")
-    parser.add_argument("--report", action="store_true", help="append the records of the file to evidence")
-    said = "a commit whose lines count too, as nothing that is compiled has changed since"
-    parser.add_argument("--also", metavar="COMMIT", action="append", default=[], help=said)
-    options = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here
-    found = files.read_lines(options.out)
+def study(options: Any) -> int:
+    """Run `tessera study gpu-gates`: compile what this commit has not compiled, and retry what hit the time limit."""
 
     def still_counts(line: Mapping[str, Any]) -> bool:
-        return line.get("commit") in options.also and sweep.is_done(line, {})
+        return line.get("commit") in options.also and campaign.is_done(line, {})
 
     if options.report:
-        if not found:
-            parser.error(f"{options.out} has no lines: compile first, without --report")
+        found = campaign.lines_to_report(options.out)
         planned = set(map(identity, cases()))  # broken configs may have left the search space
-        lines = [line for line in found if still_counts(line)] + sweep.of_last_code(found, identity)
+        lines = [line for line in found if still_counts(line)] + campaign.of_last_code(found, identity)
         counted = {identity(line): line for line in lines if identity(line) in planned}
-        made = records(list(counted.values()), COMMAND)
-        evidence.append("evidence/gpu-gates.jsonl", made)
+        evidence.append("evidence/gpu-gates.jsonl", records(list(counted.values()), COMMAND))
         return 0
-    code = asdict(evidence.code())
-    done = {identity(line) for line in found if sweep.is_done(line, code) or still_counts(line)}
+    found, code = files.read_lines(options.out), asdict(evidence.code())
+    done = {identity(line) for line in found if campaign.is_done(line, code) or still_counts(line)}
     todo = [case for case in cases() if options.kernel in case["kernel"] and identity(case) not in done]
     random.Random(0).shuffle(todo)  # an interrupted run has covered a bit of everything
     todo.sort(key=urgency)
@@ -325,8 +304,4 @@ def main(argv: list[str] | None = None) -> int:
             files.append_line(options.out, result)
             said = "; ".join(result["broken"]) or "ok"
             print(f"{number}/{len(todo)} {identity(case)}: {said}"[:300], flush=True)
-    return 1 if any(case["broken"] for case in sweep.of_last_code(found, identity)) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return 1 if any(case["broken"] for case in campaign.of_last_code(found, identity)) else 0

@@ -1,21 +1,16 @@
 """Compile every TPU kernel for every chip, head dim, dtype and tile it claims: one command, an hour on two cores.
 
-python -m tessera.workbench.studies.sweep --chip v6e            # resumes where it stopped; --list prints what is left
-python -m tessera.workbench.studies.sweep --report              # one record: what compiled, what did not and why
+tessera study tpu-sweep --chip v6e            # resumes where it stopped; --list prints what is left
+tessera study tpu-sweep --report              # one record: what compiled, what did not and why
 """
 
-import argparse
 import json
 import random
-import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import jax
 
 from tessera.attention.contract import AttentionSpec, Kernel
 from tessera.attention.dispatch import KERNELS
@@ -23,14 +18,12 @@ from tessera.core import files
 from tessera.deviceless import programs
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection
-from tessera.workbench import evidence
+from tessera.workbench import campaign, evidence
 
 HEAD_DIMS = (64, 128, 256)
 TILES = (16, 32, 64, 128)
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
-COMMAND = "python -m tessera.workbench.studies.sweep; python -m tessera.workbench.studies.sweep --report"
-CODE = ("commit", "dirty")
-"""Fields of a line that name the code that made it."""
+COMMAND = "tessera study tpu-sweep; tessera study tpu-sweep --report"
 LONG = 1 << 20
 """Tokens of the longest calls. Index lists are streamed, so even these compile."""
 WHOLE = 131072
@@ -110,29 +103,6 @@ def identity(case: Mapping[str, Any]) -> tuple:
     return tuple(case.get(name) for name in ("chip", "kernel", "head_dim", "dtype", "tile", "length", "heads"))
 
 
-def out_of_time(line: Mapping[str, Any]) -> bool:
-    """Return whether the compiler hit the time limit, which says nothing about the case: it runs again."""
-    return (line.get("error") or "").startswith("time:")
-
-
-def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
-    """Return whether a line settles its case: not one of other code, of uncommitted changes or out of time."""
-    same = all(line.get(name) == value for name, value in code.items())
-    return same and not line.get("dirty") and not out_of_time(line)
-
-
-def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Hashable]) -> list[dict[str, Any]]:
-    """Return the last line of each case, among the lines of the code that made the very last line."""
-    made = [[line.get(name) for name in CODE] for line in found]
-    return list({identity(line): line for line, code in zip(found, made) if code == made[-1]}.values())
-
-
-def of_its_code(record: evidence.Record, line: Mapping[str, Any]) -> evidence.Record:
-    """Return the record under the code that made the line, not the code checked out for the report."""
-    made = {name: line[name] for name in CODE if name in line}
-    return replace(record, code=evidence.Code(**made)) if made else record
-
-
 def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
     """Build one record of a sweep: share of the cases that compiled, per kernel and chip, and every failure.
 
@@ -149,35 +119,23 @@ def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
     facts = {
         "cases": len(found),
         "planned": sum(case["kernel"] in kernels for case in every),
-        "ended_by_time": sum(map(out_of_time, found)),
+        "ended_by_time": sum(map(campaign.out_of_time, found)),
         "by_kernel": {name: [sum(ok), len(ok)] for name, ok in groups.items()},
         "failures": [{k: v for k, v in case.items() if k != "compiled"} for case in found if not case["compiled"]],
     }
     what = evidence.What(op="tpu sweep", kernel="tpu", workload=f"{swept}, chip, head dim, dtype, tile")
     share = sum(case["compiled"] for case in found) / len(found)
-    return of_its_code(evidence.make(what, [share], command=command, unit="fraction", facts=facts), found[-1])
+    return campaign.of_its_code(evidence.make(what, [share], command=command, unit="fraction", facts=facts), found[-1])
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Compile what this commit has not compiled yet, and retry what hit the time limit; exit code 1 on any failure."""
-    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.sweep", description=main.__doc__)
-    parser.add_argument("--chip", action="append", choices=tuple(tpu.TOPOLOGIES))
-    parser.add_argument("--kernel", default="", help="only kernels whose name holds this")
-    parser.add_argument("--out", type=Path, default=Path("build/tpu-sweep.jsonl"))
-    parser.add_argument("--limit-s", type=float, default=300.0)
-    parser.add_argument("--niceness", type=int, default=0)
-    parser.add_argument("--list", action="store_true", help="say what is to do, and stop")
-    parser.add_argument("--report", action="store_true", help="append one record of the file's last commit to evidence")
-    options = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
-    found = files.read_lines(options.out)
+def study(options: Any) -> int:
+    """Run `tessera study tpu-sweep`: compile what this commit has not compiled, and retry what hit the time limit."""
     if options.report:
-        if not found:
-            parser.error(f"{options.out} has no lines: compile first, without --report")
-        evidence.append("evidence/tpu-compile.jsonl", report(of_last_code(found, identity), COMMAND))
+        lines = campaign.of_last_code(campaign.lines_to_report(options.out), identity)
+        evidence.append("evidence/tpu-compile.jsonl", report(lines, COMMAND))
         return 0
-    code = asdict(evidence.code())
-    done = {identity(line) for line in found if is_done(line, code)}
+    found, code = files.read_lines(options.out), asdict(evidence.code())
+    done = {identity(line) for line in found if campaign.is_done(line, code)}
     wanted = [case for case in cases(options.chip or tuple(tpu.TOPOLOGIES)) if options.kernel in case["kernel"]]
     todo = [case for case in wanted if identity(case) not in done]
     random.Random(0).shuffle(todo)  # an interrupted sweep has covered a bit of everything
@@ -191,8 +149,4 @@ def main(argv: list[str] | None = None) -> int:
             files.append_line(options.out, result)
             said = " ".join(map(str, case.values()))
             print(f"{number}/{len(todo)} {said}: {result['error'] or 'ok'}"[:240], flush=True)
-    return 0 if all(case["compiled"] for case in of_last_code(found, identity)) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return 0 if all(case["compiled"] for case in campaign.of_last_code(found, identity)) else 1

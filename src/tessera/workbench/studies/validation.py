@@ -6,11 +6,10 @@ environment, and the timings: the wheel in it has only v7x's, the Tokamax reposi
 has those of all chips. Compiling all of it takes hours on two cores, so it resumes where it stopped.
 
     make peers-tpu TIMINGS=FOLDER                                                    # all chips, and the report
-    python -m tessera.workbench.studies.validation collect --chip v6e --timings FOLDER      # one chip
-    python -m tessera.workbench.studies.validation report --timings FOLDER
+    tessera study tpu-validation collect --chip v6e --timings FOLDER      # one chip
+    tessera study tpu-validation report --timings FOLDER
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 import scipy.optimize
 
@@ -28,7 +26,7 @@ from tessera.core import files
 from tessera.deviceless import hlo
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict, schedule
-from tessera.workbench import evidence
+from tessera.workbench import campaign, evidence
 
 PEER_PYTHON = Path(".venv-tokamax/bin/python")
 FILE = "pallas_mosaic_tpu_flash_attention.json"
@@ -298,25 +296,11 @@ def picture(found: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Collect schedules, or report the comparison; exit code 1 if the requested chip has no timings."""
-    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.studies.validation", description=main.__doc__)
-    parser.add_argument("action", choices=("collect", "report"))
-    parser.add_argument("--chip", choices=tuple(FOLDERS), default="v6e")
-    parser.add_argument("--timings", type=Path, help=f"{WHERE}; the installed wheel's, of v7x alone, if not given")
-    parser.add_argument("--out", type=Path, default=Path("build/tpu-validation.jsonl"), help="schedules, one line each")
-    parser.add_argument("--limit-s", type=float, default=300.0)
-    parser.add_argument("--most", type=int)
-    parser.add_argument("--source", default="the wheel that peers/requirements-tpu.txt names", help="of the timings")
-    parser.add_argument("--evidence", type=Path, default=Path("evidence/tpu-prediction.jsonl"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/tpu-prediction.svg"))
-    options = parser.parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
-    if options.action == "report":
-        found = files.read_lines(options.out)
-        if not found:
-            parser.error(f"{options.out} has no lines: `make peers-tpu` collects them")
-        timings = options.timings or installed()
+def study(options: Any) -> int:
+    """Run `tessera study tpu-validation`: collect schedules, or report; exit code 1 if the chip has no timings."""
+    timings = options.timings or installed()
+    if options.report:
+        found = campaign.lines_to_report(options.out)
         planned = {chip: list(points(timings, chip)) for chip in FOLDERS if (timings / FOLDERS[chip] / FILE).is_file()}
         made = [replace(r, facts={**r.facts, "timings": options.source}) for r in records(found, COMMAND, planned)]
         evidence.append(options.evidence, made)
@@ -327,10 +311,9 @@ def main(argv: list[str] | None = None) -> int:
         for record in made:
             print(record.what.workload, {k: v for k, v in record.facts.items() if k not in ("each", "by_head_dim")})
         return 0
-    timings = options.timings or installed()
     reason = missing(timings, options.chip)
     if reason is not None and not (PEER_PYTHON.is_file() and timings.is_dir()):
-        parser.error(reason)
+        raise ValueError(reason)
     if reason is not None:
         print(reason, file=sys.stderr)
         return 1
@@ -352,7 +335,3 @@ def missing(timings: Path, chip: str) -> str | None:
     if not (timings / FOLDERS[chip] / FILE).is_file():
         return f"no timings of {chip} in {timings}: name {WHERE} by --timings (`{COMMAND}`)"
     return None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

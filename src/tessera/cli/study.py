@@ -1,0 +1,217 @@
+"""The flags of `tessera study NAME`: long measurements without a chip that resume where they stopped."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Literal, Union
+
+import tyro
+
+Chips = tuple[Literal["v5e", "v5p", "v6e", "v7x"], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuSweep:
+    """Compile every TPU kernel for every chip, head dim, dtype and tile that it claims (an hour on two cores)."""
+
+    chip: Chips = ()
+    """Only these chips."""
+    kernel: str = ""
+    """Only kernels whose name contains this."""
+    out: Path = Path("build/tpu-sweep.jsonl")
+    """File of finished cases."""
+    limit_s: float = 300.0
+    """Seconds after which a compile is killed."""
+    niceness: int = 0
+    """Added to the compiler's own."""
+    list: bool = False
+    """Print what is left and exit."""
+    report: bool = False
+    """Append one record of the last commit's cases to evidence/."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Compile what this commit has not compiled; exit code 1 on any failure."""
+        return _module("sweep").study(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuFigures:
+    """Predict the figures that the TPU kernels must meet, against Tokamax's kernel at its best block sizes."""
+
+    chip: Chips = ()
+    """Only these chips."""
+    case: tuple[str, ...] = ()
+    """Only these cases."""
+    timings: Path | None = None
+    """Tokamax's tokamax/data/autotuning folder; the installed wheel's, of v7x only, if not given."""
+    out: Path = Path("build/tpu-figures.json")
+    """File of finished cases."""
+    limit_s: float = 600.0
+    """Seconds after which a compile is killed."""
+    report: bool = False
+    """Append the records to evidence/."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Compile what is missing, or report."""
+        return _module("figures").study(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuAblations:
+    """Undo one choice of the TPU prefill kernel at a time and predict what it was worth."""
+
+    chip: Chips = ()
+    """Only these chips."""
+    out: Path = Path("build/tpu-ablations.jsonl")
+    """File of finished cases."""
+    limit_s: float = 600.0
+    """Seconds after which a compile is killed."""
+    report: bool = False
+    """Append the records of the last commit's cases to evidence/."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Compile what this commit has not compiled, or report."""
+        return _module("ablations").study(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuBlocks:
+    """Search block sizes of the TPU kernels by predicted time."""
+
+    chip: Chips = ()
+    """Only these chips."""
+    case: tuple[str, ...] = ()
+    """Only these cases."""
+    out: Path = Path("build/tpu-blocks.jsonl")
+    """File of tried candidates."""
+    limit_s: float = 180.0
+    """Seconds after which a compile is killed."""
+    budget: int = 10
+    """Maximum candidates per case; half for a case that starts from another's winner."""
+    first: tuple[str, ...] = ()
+    """Changes of the default to try first, as JSON: '{"step": 1024}'."""
+    field: tuple[str, ...] = ()
+    """Move only these fields, in this order."""
+    report: bool = False
+    """Append records to evidence/ and write the shipped tables."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Search what is missing, or report."""
+        return _module("blocks").study(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuValidation:
+    """Predict Tokamax's TPU kernel at its shipped block sizes and compare with its measured times."""
+
+    chip: Literal["v5p", "v6e", "v7x"] = "v6e"
+    """The chip to compile for."""
+    timings: Path | None = None
+    """Tokamax's tokamax/data/autotuning folder; the installed wheel's, of v7x only, if not given."""
+    out: Path = Path("build/tpu-validation.jsonl")
+    """File of schedules, one line each."""
+    limit_s: float = 300.0
+    """Seconds after which a compile is killed."""
+    most: int | None = None
+    """Compile at most this many."""
+    source: str = "the wheel that peers/requirements-tpu.txt names"
+    """Where the timings come from, for the record."""
+    evidence: Path = Path("evidence/tpu-prediction.jsonl")
+    """File of records."""
+    picture: Path = Path("docs/tpu-prediction.svg")
+    """Picture of predicted against measured times."""
+    report: bool = False
+    """Compare and append the records."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Collect schedules, or report; exit code 1 if the chip has no timings."""
+        return _module("validation").study(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuGates:
+    """Compile every configuration of the Hopper kernels to machine code and check it against every gate (hours)."""
+
+    kernel: str = ""
+    """Only kernels whose name contains this."""
+    out: Path = Path("build/gpu-gates.jsonl")
+    """File of finished cases."""
+    limit_s: float = 300.0
+    """Seconds after which a compile is killed."""
+    niceness: int = 0
+    """Added to the compiler's own."""
+    most: int | None = None
+    """Stop after this many."""
+    list: bool = False
+    """Print what is left and exit."""
+    report: bool = False
+    """Append a record per kernel and configuration to evidence/."""
+    also: tuple[str, ...] = ()
+    """Commits whose lines count too, because nothing that is compiled has changed since."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Compile what this commit has not compiled; exit code 1 if a gate breaks."""
+        return _module("gpu_gates").study(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuFigures:
+    """Compute the roofline of each figure that the Hopper kernels must meet on an H200."""
+
+    limit_s: float = 300.0
+    """Seconds after which a compile is killed."""
+    evidence: Path = Path("evidence/gpu-figures.jsonl")
+    """File of records."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Compile the calls and append a record per figure."""
+        return _module("gpu_figures").study(self)
+
+
+KINDS = {
+    "tpu-sweep": TpuSweep,
+    "tpu-figures": TpuFigures,
+    "tpu-ablations": TpuAblations,
+    "tpu-blocks": TpuBlocks,
+    "tpu-validation": TpuValidation,
+    "gpu-gates": GpuGates,
+    "gpu-figures": GpuFigures,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Run a long study that needs no chip; it resumes where it stopped. `--report` stores its records."""
+
+    name: Union[*(Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in KINDS.items())]
+
+    @property
+    def debug(self) -> bool:
+        """The study's own flag."""
+        return self.name.debug
+
+    def run(self) -> int:
+        """Run the study."""
+        return self.name.run()
+
+
+def _module(name: str):
+    """The study's module, imported when it runs: jax is slow to load."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
+    return import_module(f"tessera.workbench.studies.{name}")

@@ -1,0 +1,53 @@
+"""What resumable studies share: finished cases as lines of a file, each with the code that made it."""
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tessera.core import files
+from tessera.workbench import evidence
+
+CODE = ("commit", "dirty")
+"""Fields of a line that name the code that made it."""
+
+
+def out_of_time(line: Mapping[str, Any]) -> bool:
+    """Return whether the compiler hit the time limit, which says nothing about the case: it runs again."""
+    return (line.get("error") or "").startswith("time:")
+
+
+def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
+    """Return whether a line settles its case: not one of other code, of uncommitted changes or out of time."""
+    same = all(line.get(name) == value for name, value in code.items())
+    return same and not line.get("dirty") and not out_of_time(line)
+
+
+def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Hashable]) -> list[dict[str, Any]]:
+    """Return the last line of each case, among the lines of the code that made the very last line."""
+    made = [[line.get(name) for name in CODE] for line in found]
+    return list({identity(line): line for line, code in zip(found, made) if code == made[-1]}.values())
+
+
+def of_its_code(record: evidence.Record, line: Mapping[str, Any]) -> evidence.Record:
+    """Return the record under the code that made the line, not the code checked out for the report."""
+    made = {name: line[name] for name in CODE if name in line}
+    return replace(record, code=evidence.Code(**made)) if made else record
+
+
+def lines_to_report(out: Path) -> list[dict[str, Any]]:
+    """Return the file's lines.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = files.read_lines(out)
+    if not found:
+        raise ValueError(f"{out} has no lines: run the study first, without --report")
+    return found
+
+
+def check_names(flag: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """Raise ValueError if a given name is unknown."""
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"{flag} {unknown[0]} must be one of {', '.join(known)}")
