@@ -19,8 +19,8 @@ from tessera.sparse.plan import Plan
 from tessera.sparse.promise import promise_line
 
 PACKAGES = (
-    "tessera-attention jax jaxlib jaxtyping numpy safetensors tokenizers jinja2 huggingface_hub tyro rich optax "
-    "matplotlib"
+    "tessera-attention jax jaxlib jaxtyping numpy scipy safetensors tokenizers jinja2 huggingface_hub gguf tyro rich "
+    "optax"
 ).split()
 
 CALLS = (

@@ -44,6 +44,7 @@ FLAGS = {
         "--fraction --window --softcap --model --mesh --attention --kernel --config --limit-s --picture --evidence "
         "--json --debug"
     ).split(),
+    "study": (),
 }
 """The frozen command line: people's scripts use these. A flag that goes or changes its name is a breaking change."""
 
@@ -227,3 +228,12 @@ def test_calibrate_writes_a_plan_that_generate_finds(folder, tmp_path, capsys):
     ]
     assert cli.main(command) == 0
     assert json.loads(capsys.readouterr().out)["density"] < 1
+
+
+@pytest.mark.parametrize("command", [["demo"], ["report"], ["inspect", "--picture", "x.svg"]])
+def test_a_missing_extra_is_named_before_any_work(command, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(command) == 2
+    assert "pip install 'tessera-attention[report]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

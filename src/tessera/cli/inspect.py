@@ -139,6 +139,9 @@ class Inspect:
 
     def check_picture(self) -> None:
         """Refuse a picture that cannot be written."""
+        from tessera.core.extras import require
+
+        require("matplotlib", "report")
         from matplotlib.figure import Figure
 
         kinds = Figure().canvas.get_supported_filetypes()

@@ -304,6 +304,9 @@ class Demo:
 
     def run(self) -> int:
         """Run the demo; return 1 if Kascade kept no more answers than the control (shipped model: if any differs)."""
+        from tessera.core.extras import require
+
+        require("matplotlib", "report")
         from tessera.demo.run import run
 
         return run(self.out)

@@ -221,6 +221,9 @@ class Report:
             from tessera.workbench.report import documents as report
 
             return report.main([*report.PAGES, "--evidence", str(self.evidence), *(["--check"] if self.check else [])])
+        from tessera.core.extras import require
+
+        require("matplotlib", "report")
         from tessera.workbench.report import page as report_page
 
         count = report_page.write(self.evidence, self.out)

@@ -29,6 +29,7 @@ from safetensors.numpy import save_file
 
 from tessera.attention.contract import Positions
 from tessera.attention.xla import prefill as xla_prefill
+from tessera.core.extras import installed
 from tessera.core.files import write_whole
 from tessera.models import decoder
 from tessera.models.checkpoint import load_params, read_tokenizer, save_folder
@@ -283,7 +284,7 @@ def train(
                 saved = time.monotonic()
     save_checkpoint(folder, state, step, recipe)
     lines = read_losses(folder / LOG_NAME)
-    if lines:
+    if lines and installed("matplotlib"):
         draw_losses(lines, folder / "loss.svg", f"recipe {recipe.name!r}: {num_parameters(recipe.config):,} parameters")
     if stopped:
         message = f"stopped at step {step} of {recipe.steps}; run the same command again to go on"

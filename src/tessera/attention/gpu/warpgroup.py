@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from tessera.attention.simulation import simulated_by
+
 ROWS = 64
 """Rows of one warpgroup's product."""
 LEAST_TOKENS = 8
@@ -35,7 +37,7 @@ def swizzled(dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
 
 def simulated() -> bool:
     """Whether the kernel that is traced will run in the interpreter, which lacks a few operations."""
-    return isinstance(jax._src.config.pallas_tpu_interpret_mode_context_manager.value, plgpu.InterpretGPUParams)
+    return simulated_by(plgpu.InterpretGPUParams)
 
 
 def whole_lines(x: Array) -> Array:

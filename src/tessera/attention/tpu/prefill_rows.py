@@ -17,6 +17,7 @@ from jax import Array
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.online_softmax import LOG2_E
+from tessera.attention.simulation import simulated_by
 from tessera.attention.tpu.matrix_unit import LANES, dot, widen
 from tessera.attention.tpu.prefill_blocks import Cut, whole
 
@@ -89,7 +90,7 @@ def weigh(bits: Array, half: bool) -> Array:
     if not half:
         return jnp.exp2(bits)
     bits = bits.astype(jnp.bfloat16)
-    if isinstance(jax._src.config.pallas_tpu_interpret_mode_context_manager.value, pltpu.InterpretParams):
+    if simulated_by(pltpu.InterpretParams):
         return jnp.exp2(bits.astype(jnp.float32)).astype(jnp.bfloat16)
     return jnp.exp2(bits)
 
