@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from tessera.attention.contract import KeyValues
 from tessera.core.hardware import prepare_simulator
 
 OPERATIONS = {
@@ -208,7 +209,9 @@ def gradient():
     def faults() -> list[str]:
         with trials.machine(gpu_prefill.KERNELS[0]):
             ready = jax.jit(lambda *x: gpu_backward.gradients(*x, work.spec, positions))
-            found = jax.block_until_ready(ready(*map(jnp.asarray, call[:3]), result, slopes))
+            k, v, *_ = KeyValues.of(*map(jnp.asarray, call[1:3]))
+            dq, *head_major = jax.block_until_ready(ready(jnp.asarray(call.q), k, v, result, slopes))
+            found = dq, *KeyValues.of(*head_major)[:2]
         off = {x: np.abs(np.asarray(mine, np.float32) - exact[x]).max() for x, mine in zip(exact, found, strict=True)}
         return [f"wrong {x}" for x in exact if not off[x] <= 2**-6 * max(1.0, np.abs(exact[x]).max())]
 

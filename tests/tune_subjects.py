@@ -22,7 +22,7 @@ class Config:
 HANGS, DIES, WRONG, RAISES, SLOW, FAST = 1, 2, 3, 4, 5, 6
 
 
-def launch(q, k, v, spec, positions, selection, config):
+def launch(q, kv, spec, positions, selection, config):
     """Hang, die, return wrong values fast, raise, be slow, or be plain."""
     if config.block_s == HANGS:
         time.sleep(3600)
@@ -31,14 +31,15 @@ def launch(q, k, v, spec, positions, selection, config):
         os._exit(9)
     if config.block_s == RAISES:
         raise NotImplementedError("no such layout")
-    result = PLAIN.launch(q, k, v, spec, positions, selection, PLAIN.Config(block_t=64, block_s=64))
+    result = PLAIN.launch(q, kv, spec, positions, selection, PLAIN.Config(block_t=64, block_s=64))
     if config.block_s == WRONG:
         return result._replace(out=jnp.zeros_like(q), lse=jnp.zeros(q.shape[:3]))
     if config.block_s == FAST:
         return result
 
     def again(turn, result):  # the same answer, much later
-        slow = PLAIN.launch(q + turn, k, v, spec, positions, selection, PLAIN.Config(block_t=16, block_s=16))
+        config = PLAIN.Config(block_t=16, block_s=16)
+        slow = PLAIN.launch(q + turn, kv, spec, positions, selection, config)
         return result._replace(out=jnp.where(jnp.isnan(slow.out), slow.out, result.out))
 
     return jax.lax.fori_loop(0, 60, again, result)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tessera.attention import oracle
-from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Selection
-from tessera.attention.dispatch import KERNELS, attention, call_shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, call_shapes
+from tessera.attention.dispatch import KERNELS, attention
 from tessera.attention.workloads import WORKLOADS, tagged
 from tessera.attention.xla import sparse as xla_sparse
 
@@ -295,7 +295,10 @@ def test_gradient_meets_the_oracle(kernel, name):
     )
 
     def gradients(q, k, v, sent):
-        return jax.vjp(lambda *x: kernel.launch(*x, spec, positions, None, config), q, k, v)[1](sent)
+        def attend(q, k, v):
+            return kernel.launch(q, KeyValues.of(k, v), spec, positions, None, config)
+
+        return jax.vjp(attend, q, k, v)[1](sent)
 
     with calls.machine(kernel):
         got = jax.jit(gradients)(*(jnp.asarray(x) for x in (call.q, call.k, call.v)), sent)
@@ -347,7 +350,7 @@ def test_no_matrix_of_scores_is_ever_built(kernel):
         config = kernel.Config(**dict.fromkeys(kernel.Config.__dataclass_fields__, 512))
 
     def program(q, k, v):
-        return kernel.launch(q, k, v, spec, positions_of(), lists_of(), config)
+        return kernel.launch(q, KeyValues.of(k, v), spec, positions_of(), lists_of(), config)
 
     def positions_of():
         return Positions(*(jnp.zeros(p.shape, jnp.int32) for p in positions))
@@ -397,7 +400,7 @@ def test_sparse_work_follows_the_lists(kernel, monkeypatch):
     for count in (1, 4, 8):
         lists = Selection(jnp.arange(8, dtype=jnp.int32)[None, None, None], jnp.full((1, 1, 1), count, jnp.int32))
         flops[count] = count_products(
-            monkeypatch, lambda lists=lists: kernel.launch(q, k, v, spec, positions, lists, config)
+            monkeypatch, lambda lists=lists: kernel.launch(q, KeyValues.of(k, v), spec, positions, lists, config)
         )
     exact = 2 * num_queries * 2 * 16 * 8
     assert flops[1] == exact
@@ -416,7 +419,7 @@ def test_a_head_with_a_short_list_does_not_pay_for_another(monkeypatch, num_tile
     positions = Positions(*(jnp.full((1,), n, jnp.int32) for n in (512 - 8 * num_tiles, 512, 8 * num_tiles)))
     counts = jnp.broadcast_to(jnp.array([0, 1, 24], jnp.int32)[None, :, None], (1, 3, num_tiles))
     lists = Selection(jnp.broadcast_to(jnp.arange(24, dtype=jnp.int32), (*counts.shape, 24)), counts)
-    done = count_products(monkeypatch, lambda: kernel.launch(q, k, v, spec, positions, lists, config))
+    done = count_products(monkeypatch, lambda: kernel.launch(q, KeyValues.of(k, v), spec, positions, lists, config))
     assert done == 2 * 2 * 8 * 16 * 8 * int(counts.sum())
 
 
@@ -429,7 +432,8 @@ def test_decode_work_follows_what_is_filled(monkeypatch):
     for spec, blocks in ((AttentionSpec(), 3), (AttentionSpec(window=16), 2)):
         config = calls.small_config(kernel)
         done = count_products(
-            monkeypatch, lambda spec=spec, config=config: kernel.launch(q, k, v, spec, positions, None, config)
+            monkeypatch,
+            lambda spec=spec, config=config: kernel.launch(q, KeyValues.of(k, v), spec, positions, None, config),
         )
         assert done == blocks * 2 * 2 * 16 * 8
 
@@ -442,10 +446,8 @@ def test_decode_copies_no_cache(role):
     spec = AttentionSpec(mass=role == "score")
     lists = Selection(jnp.zeros((batch, heads, 1, 4), jnp.int32), jnp.ones((batch, heads, 1), jnp.int32))
 
-    def step(q, k_cache, v_cache, positions):
-        k, v = jnp.swapaxes(k_cache, 1, 2), jnp.swapaxes(v_cache, 1, 2)
-        lists_ = lists if role == "sparse" else None
-        return kernel.launch(q, k, v, spec, positions, lists_, config)
+    def step(q, k, v, positions):
+        return kernel.launch(q, KeyValues(k, v), spec, positions, lists if role == "sparse" else None, config)
 
     config = kernel.Config(block_s=512)
     cache = jax.ShapeDtypeStruct((batch, heads, num_keys, dim), jnp.float32)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from tessera.attention import reference
-from tessera.attention.contract import AttentionSpec, Selection, Shapes
-from tessera.attention.dispatch import KERNELS, attention, call_shapes, choose, explain
+from tessera.attention.contract import AttentionSpec, Selection, Shapes, call_shapes
+from tessera.attention.dispatch import KERNELS, attention, choose, explain
 
 SPEC = AttentionSpec(tile=16, query_tile=8)
 SHAPES = Shapes(1, 128, 128, 4, 2, 16, None, "float32")

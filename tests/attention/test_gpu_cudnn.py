@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tessera.attention import dispatch, oracle, reference
-from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.dispatch import explain
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import cudnn as gpu_cudnn
@@ -60,7 +60,8 @@ def test_all_around_it_meets_the_oracle(monkeypatch, causal, q_start):
     allowed = oracle.tolerance(call, truth, "bfloat16")
     q, k, v = (jnp.asarray(x) for x in (call.q, call.k, call.v))
     positions = gpu_cudnn.Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
-    found = jax.jit(lambda *a: KERNEL.launch(*a, workload.spec, positions, None, gpu_cudnn.Config()))(q, k, v)
+    config = gpu_cudnn.Config()
+    found = jax.jit(KERNEL.launch, static_argnums=(2, 5))(q, KeyValues.of(k, v), workload.spec, positions, None, config)
     assert found.lse.dtype == jnp.float32
     found = AttentionOut(*(None if x is None else np.asarray(x.astype(jnp.float32)) for x in found))
     errors, wrong = verify.compare(found, truth, allowed, "dense")
@@ -128,7 +129,10 @@ def test_its_gradient_keeps_nothing_of_the_size_of_the_scores(monkeypatch, causa
     positions = Positions(*(jax.ShapeDtypeStruct((1,), jnp.int32) for _ in range(3)))
 
     def forward(q, k, v, positions):
-        return jax.vjp(lambda *x: KERNEL.launch(*x, spec, positions, None, gpu_cudnn.Config()), q, k, v)
+        def attend(q, k, v):
+            return KERNEL.launch(q, KeyValues.of(k, v), spec, positions, None, gpu_cudnn.Config())
+
+        return jax.vjp(attend, q, k, v)
 
     kept = [x.size for x in jax.tree.leaves(jax.eval_shape(forward, q, k, k, positions)[1])]
     assert max(kept) == q.size

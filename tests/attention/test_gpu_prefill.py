@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tessera.attention import oracle
-from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import block_ranges, prefill_rows
 from tessera.attention.gpu import prefill as gpu_prefill
@@ -138,7 +138,7 @@ def dense_call(num_queries, num_keys, head_dim, softcap=None):
     )
 
     def call(q, k, v, positions):
-        return DENSE.launch(q, k, v, spec, positions, None, CONFIG)
+        return DENSE.launch(q, KeyValues.of(k, v), spec, positions, None, CONFIG)
 
     return call, (q, k, k, positions)
 
@@ -185,7 +185,7 @@ def test_gradient_through_out_and_lse(head_dim, spec, monkeypatch):
     config = DENSE.default_config(spec, workload.shapes("dense"))
 
     def loss(q, k, v):
-        result = DENSE.launch(q, k, v, spec, positions, None, config)
+        result = DENSE.launch(q, KeyValues.of(k, v), spec, positions, None, config)
         return jnp.sum(result.out * d_out) + jnp.sum(result.lse * d_lse)
 
     with calls.machine(DENSE):
@@ -209,7 +209,9 @@ def test_gradient_in_plain_jax_of_ragged_sequences(spec, monkeypatch):
     exact = oracle.gradients(call, d_out)
     for scores in (gpu_backward.SCORES, 4 * 3 * 4 * 96):  # K and V have whole lines: 96 keys
         monkeypatch.setattr(gpu_backward, "SCORES", scores)
-        got = gpu_backward.gradients(*(jnp.asarray(x) for x in call[:3]), result, slopes, spec, positions)
+        q, k, v = (jnp.asarray(x) for x in call[:3])
+        dq, *head_major = gpu_backward.gradients(q, *KeyValues.of(k, v)[:2], result, slopes, spec, positions)
+        got = dq, *KeyValues.of(*head_major)[:2]
         for mine, truth, like in zip(got, exact, call[:3], strict=True):
             assert mine.shape == like.shape
             assert np.abs(np.asarray(mine, np.float32) - truth).max() <= 2**-6 * max(1.0, np.abs(truth).max())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tessera.attention import oracle
-from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import keys as gpu_keys
 from tessera.attention.gpu import sparse as gpu_sparse
 from tessera.attention.gpu import sparse_blocks
@@ -169,7 +169,7 @@ def test_odd_lengths_lower_for_hopper(kernel, tile, causal):
     )
 
     def call(q, k, v, positions, lists):
-        return kernel.launch(q, k, v, spec, positions, lists, Config(rows=64, block_s=64, stages=3))
+        return kernel.launch(q, KeyValues.of(k, v), spec, positions, lists, Config(rows=64, block_s=64, stages=3))
 
     lowered = jax.jit(call).trace(q, k, k, positions, lists).lower(lowering_platforms=("cuda",))
     assert kernel.name in lowered.as_text()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tessera.attention import oracle
-from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.xla import prefill as xla_prefill
@@ -61,8 +61,9 @@ def run(call, results, d_out, d_lse, spec, dtype, config):
     out, lse = results
     poisoned = jnp.where(jnp.isfinite(lse)[..., None], out, NAN).astype(dtype)
 
-    def gradients(*x):
-        return tpu_backward.gradients(*x, spec, positions, config=config)
+    def gradients(q, k, v, *rest):
+        found = tpu_backward.gradients(q, *KeyValues.of(k, v)[:2], *rest, spec, positions, config=config)
+        return found[0], *KeyValues.of(*found[1:])[:2]
 
     with calls.machine(DENSE):
         got = jax.block_until_ready(jax.jit(gradients)(q, k, v, poisoned, lse, d_out, jnp.asarray(d_lse)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tessera.attention import dispatch, tuned
+from tessera.attention import contract, dispatch, tuned
 from tessera.attention.contract import AttentionSpec, Kernel, Shapes
 from tessera.core import hardware
 from tessera.deviceless import programs
@@ -105,13 +105,13 @@ def test_lookup_takes_the_row_inside_its_bucket_and_the_default_outside(tmp_path
 
 def test_the_attention_call_takes_its_blocks_from_the_table(tmp_path, monkeypatch):
     q = jax.ShapeDtypeStruct((1, 64, 4, 16), "float32")
-    kernel = dispatch.choose(SPEC, dispatch.call_shapes(q, q))
-    small = next(c for c in kernel.search_space(SPEC, dispatch.call_shapes(q, q)))
+    kernel = dispatch.choose(SPEC, contract.call_shapes(q, q))
+    small = next(c for c in kernel.search_space(SPEC, contract.call_shapes(q, q)))
     taken = []
 
-    def launch(q, k, v, spec, positions, selection, config):
+    def launch(q, kv, spec, positions, selection, config):
         taken.append(config)
-        return kernel.launch(q, k, v, spec, positions, selection, config)
+        return kernel.launch(q, kv, spec, positions, selection, config)
 
     watched = Kernel(**{f.name: getattr(kernel, f.name) for f in fields(Kernel)} | {"launch": launch})
     monkeypatch.setattr(dispatch, "KERNELS", (watched,))
@@ -121,7 +121,7 @@ def test_the_attention_call_takes_its_blocks_from_the_table(tmp_path, monkeypatc
         tuned.write(tmp_path / f"{tuned.device()}.jsonl", rows)
         jax.eval_shape(lambda *arrays: dispatch.attention(*arrays), q, q, q)  # a new function: nothing was traced
     tuned.table.cache_clear()
-    assert taken == [kernel.default_config(SPEC, dispatch.call_shapes(q, q)), small]
+    assert taken == [kernel.default_config(SPEC, contract.call_shapes(q, q)), small]
 
 
 def test_devices_are_named_as_tables_are():

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.attention.contract import AttentionSpec
-from tessera.attention.dispatch import attention, call_shapes
+from tessera.attention.contract import AttentionSpec, call_shapes
+from tessera.attention.dispatch import attention
 from tessera.attention.selection import select_tiles
 from tessera.attention.workloads import WORKLOADS
 

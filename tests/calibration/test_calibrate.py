@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tessera.attention.contract import AttentionSpec, Positions, call_shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, call_shapes
 from tessera.calibration import calibrate as module
 from tessera.calibration.calibrate import Notes, Report, calibrate, perplexity, record_similarity, run_chunk, run_window
 from tessera.calibration.crossover import find_crossover, measure_crossover
@@ -155,13 +155,13 @@ class Probabilities(Policy):
     def init_state(self, num_layers, shapes, spec):
         return jnp.zeros((num_layers, shapes.batch, shapes.num_heads, shapes.num_queries, shapes.num_keys))
 
-    def attend(self, layer, q, k, v, spec, positions, state):
-        groups = q.shape[2] // k.shape[2]
-        k, v = jnp.repeat(k, groups, axis=2), jnp.repeat(v, groups, axis=2)
-        z = jnp.einsum("btnh,bsnh->bnts", q, k) * q.shape[-1] ** -0.5
-        causal = jnp.arange(k.shape[1]) <= positions.q_start[:, None, None, None] + jnp.arange(q.shape[1])[:, None]
+    def attend(self, layer, q, kv, spec, positions, state):
+        groups = q.shape[2] // kv.k.shape[1]
+        k, v = jnp.repeat(kv.k, groups, axis=1), jnp.repeat(kv.v, groups, axis=1)
+        z = jnp.einsum("btnh,bnsh->bnts", q, k) * q.shape[-1] ** -0.5
+        causal = jnp.arange(k.shape[2]) <= positions.q_start[:, None, None, None] + jnp.arange(q.shape[1])[:, None]
         p = jax.nn.softmax(jnp.where(causal, z, -jnp.inf), axis=-1)
-        return jnp.einsum("bnts,bsnh->btnh", p, v), state.at[layer].set(p)
+        return jnp.einsum("bnts,bnsh->btnh", p, v), state.at[layer].set(p)
 
 
 def chosen_from(tile: int, local: int, sinks: int) -> slice:
@@ -227,8 +227,8 @@ def test_a_layer_that_reads_its_own_tile_is_like_every_other():
     recorder, spec = SimilarityRecorder(query_tile=16), AttentionSpec()
     where = Positions(*(jnp.full(1, n, jnp.int32) for n in (240, 256, 16)))
     state = recorder.init_state(2, call_shapes(far, k), spec)
-    _, state = recorder.attend(0, far, k, k, spec, where, state)
-    _, state = recorder.attend(1, jnp.ones_like(far), near, k, spec, where, state)
+    _, state = recorder.attend(0, far, KeyValues.of(k, k), spec, where, state)
+    _, state = recorder.attend(1, jnp.ones_like(far), KeyValues.of(near, k), spec, where, state)
     assert state.least[0, 1, 0, 0] == pytest.approx(1.0, abs=1e-6)
 
 

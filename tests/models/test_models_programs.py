@@ -90,8 +90,9 @@ class Through(Policy):
     def init_state(self, num_layers, shapes, spec):
         return None
 
-    def attend(self, layer, q, k, v, spec, positions, state):
-        return jnp.repeat(v[:, : q.shape[1]], q.shape[2] // v.shape[2], axis=2), state
+    def attend(self, layer, q, kv, spec, positions, state):
+        heads = jnp.repeat(kv.v[:, :, : q.shape[1]], q.shape[2] // kv.v.shape[1], axis=1)
+        return jnp.swapaxes(heads, 1, 2), state
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tessera.attention import dispatch
-from tessera.attention.contract import AttentionSpec, Positions, Selection, call_shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, call_shapes
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
 from tessera.models.weights import init_params
-from tessera.sparse import baselines, kascade
+from tessera.sparse import baselines
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Reads
 from tessera.sparse.kascade import Kascade
@@ -118,7 +118,8 @@ def after_anchor(policy, seed=0, width=96):
 def attend(policy, layer, q, k, v, state):
     """One layer of a policy over a whole sequence."""
     where = whole(q.shape[1])
-    return jax.jit(lambda *args: policy.attend(layer, *args[:3], AttentionSpec(), where, args[3]))(q, k, v, state)
+    run = jax.jit(lambda q, kv, state: policy.attend(layer, q, kv, AttentionSpec(), where, state))
+    return run(q, KeyValues.of(k, v), state)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +158,13 @@ def test_each_layer_calls_the_kernel_of_its_role(unrolled, tokens, monkeypatch):
     policy = replace(KASCADE, anchors=(0, 1, 3))
     called = []
 
-    def spy(q, k, v, spec, *, selection=None, **where):
-        shapes = dispatch.call_shapes(q, k, selection)
-        called.append(dispatch.choose(spec, shapes).role)
-        return dispatch.attention(q, k, v, spec, selection=selection, **where)
+    attend = dispatch.attend
 
-    monkeypatch.setattr(kascade, "attention", spy)
-    monkeypatch.setattr(baselines, "attention", spy)
+    def spy(q, kv, spec, *, selection=None, **where):
+        called.append(dispatch.choose(spec, kv.shapes(q, selection)).role)
+        return attend(q, kv, spec, selection=selection, **where)
+
+    monkeypatch.setattr(dispatch, "attend", spy)
     zeros = np.zeros(1, np.int32)
     cache = init_cache(CONFIG, 1, 256, dtype=jnp.float32, stacked=False)
     positions = Positions(zeros, zeros + 64, zeros + 64)
@@ -211,7 +212,7 @@ def test_what_is_not_selected_is_not_read():
     q, k, v = qkv(1)
     tile = np.arange(96) // 16
     spoil = jnp.asarray(~np.isin(tile, [1, 4]))[None, :, None, None]
-    read = jax.jit(lambda k, v: policy.attend(1, q, k, v, AttentionSpec(), whole(96), state)[0])
+    read = jax.jit(lambda k, v: policy.attend(1, q, KeyValues.of(k, v), AttentionSpec(), whole(96), state)[0])
     clean = read(k, v)
     spoilt = read(jnp.where(spoil, 1e4, k), jnp.where(spoil, -1e4, v))
     np.testing.assert_array_equal(clean, spoilt)
@@ -239,9 +240,9 @@ def test_each_head_reads_its_own_budget(unrolled, tokens):
     """Budget 1 is dense, budget 0 what is always read; a scan and unrolled layers agree."""
     spec, where = AttentionSpec(tile=16, query_tile=8), whole(96)
     q, k, v = qkv(1)
-    state = BUDGETS.init_state(4, dispatch.call_shapes(q, k), spec)
-    _, state = BUDGETS.attend(2, q, k, v, AttentionSpec(), where, state)
-    shapes = dispatch.call_shapes(q, k)
+    state = BUDGETS.init_state(4, call_shapes(q, k), spec)
+    _, state = BUDGETS.attend(2, q, KeyValues.of(k, v), AttentionSpec(), where, state)
+    shapes = call_shapes(q, k)
     for layer, heads in ((2, (0.0, 0.3)), (3, (1.0, 0.1))):
         listed = BUDGETS.chosen(layer, spec, where, shapes, state)
         for head, fraction in enumerate(heads):
@@ -251,7 +252,7 @@ def test_each_head_reads_its_own_budget(unrolled, tokens):
             for i, count in enumerate(np.asarray(listed.count)[0, head]):
                 np.testing.assert_array_equal(listed.tiles[0, head, i, :count], alone.tiles[0, head, i, :count])
     dense = attend_by_hand(q, k, v, np.tril(np.ones((96, 96), bool))[None, None])
-    out, after = BUDGETS.attend(3, q, k, v, AttentionSpec(), where, state)
+    out, after = BUDGETS.attend(3, q, KeyValues.of(k, v), AttentionSpec(), where, state)
     np.testing.assert_allclose(out[:, :, :2], dense[:, :, :2], rtol=0, atol=1e-5)
     assert float(after.reads.read[3, 0]) < 2 * 96 * 97 / 2
 

@@ -127,9 +127,9 @@ def test_look_back_starts_with_heads_that_favour_the_previous_tokens():
     seen = []
 
     class Spy(Dense):
-        def attend(self, layer, q, k, v, spec, positions, state):
-            seen.append((q, k))
-            return super().attend(layer, q, k, v, spec, positions, state)
+        def attend(self, layer, q, kv, spec, positions, state):
+            seen.append((q, kv.k))
+            return super().attend(layer, q, kv, spec, positions, state)
 
     one = replace(params, layers=(jax.tree.map(lambda leaf: leaf[0], params.layers),))
     tokens = np.random.default_rng(0).integers(0, 256, (1, 200)).astype(np.int32)
@@ -137,7 +137,7 @@ def test_look_back_starts_with_heads_that_favour_the_previous_tokens():
     decoder.forward(one, tokens, None, Positions(full * 0, full, full), config=config, policy=Spy())
     q, k = (np.asarray(x, np.float64) for x in seen[0])
     for head, distance in ((0, 1), (1, 2)):
-        scores = q[0, :, head] @ k[0, :, 0].T
+        scores = q[0, :, head] @ k[0, 0].T
         by_distance = [np.mean(np.diagonal(scores, -back)) for back in range(12)]
         assert int(np.argmax(by_distance)) == distance
 

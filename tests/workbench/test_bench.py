@@ -235,8 +235,8 @@ def test_attention_alone_does_the_whole_prefills_attention():
 
 def test_attention_alone_that_skips_keys_is_caught():
     class Skipping(Dense):
-        def attend(self, layer, q, k, v, spec, positions, state):
-            return super().attend(layer, q, k, v, replace(spec, window=64), positions, state)
+        def attend(self, layer, q, kv, spec, positions, state):
+            return super().attend(layer, q, kv, replace(spec, window=64), positions, state)
 
     config = replace(SMOKE.config, num_layers=2)
     session = Session(init_params(config, jax.random.key(0), jnp.float32), config, Skipping(), batch=1, num_keys=128)

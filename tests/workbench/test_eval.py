@@ -10,7 +10,7 @@ import pytest
 from tiny import PLAN, save_tiny
 
 from tessera import generate
-from tessera.attention.contract import AttentionSpec, Positions, call_shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, call_shapes
 from tessera.calibration import calibrate
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Policy
@@ -147,12 +147,12 @@ class Tap(Policy):
 
     def init_state(self, num_layers, shapes, spec):
         q = (num_layers, shapes.num_queries, shapes.num_heads, shapes.head_dim)
-        k = (num_layers, shapes.num_keys, shapes.num_kv_heads, shapes.head_dim)
+        k = (num_layers, shapes.num_kv_heads, shapes.num_keys, shapes.head_dim)
         return TapState(self.policy.init_state(num_layers, shapes, spec), jnp.zeros(q), jnp.zeros(k))
 
-    def attend(self, layer, q, k, v, spec, positions, state):
-        out, inner = self.policy.attend(layer, q, k, v, spec, positions, state.inner)
-        return out, TapState(inner, state.q.at[layer].set(q[0]), state.k.at[layer].set(k[0]))
+    def attend(self, layer, q, kv, spec, positions, state):
+        out, inner = self.policy.attend(layer, q, kv, spec, positions, state.inner)
+        return out, TapState(inner, state.q.at[layer].set(q[0]), state.k.at[layer].set(kv.k[0]))
 
 
 def brute_force(q, k, allowed):
@@ -198,7 +198,7 @@ def test_recall_is_the_softmax_on_the_keys_read_per_head(model, monkeypatch, nam
     policy = Window(window=20, sinks=5, tile=16, query_tile=16) if name == "window" else kascade
     states = [state for state, _ in calibrate.run_window(model, window, Tap(policy=policy), length)]
     q = np.concatenate([state.q for state in states], 1)[:, :length].astype(float)
-    k = states[-1].k[:, :length].astype(float)
+    k = np.swapaxes(states[-1].k, 1, 2)[:, :length].astype(float)
     if name == "window":
         allowed = [window_keys(policy, length)] * 3
     else:
@@ -259,7 +259,7 @@ def test_half_the_keys_of_uniform_attention_hold_half_its_mass(policy):
     positions = Positions(*(np.array([n], np.int32) for n in (63, 64, 1)))  # the last of 64 rows
     state = recorder.init_state(2, call_shapes(q, keys), spec)
     for layer in range(2):
-        _, state = recorder.attend(layer, q, keys, keys, spec, positions, state)
+        _, state = recorder.attend(layer, q, KeyValues.of(keys, keys), spec, positions, state)
     kept = np.asarray(state.held / state.total)
     np.testing.assert_allclose(kept[1], 0.5, rtol=1e-6)
     np.testing.assert_allclose(kept[0], 1.0 if policy.name == "kascade" else 0.5, rtol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 import tune_subjects
 
 from tessera.attention import oracle, tuned
-from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.cli import main as cli
 from tessera.workbench import evidence, tune
@@ -107,11 +107,11 @@ def test_drawn_calls_list_visible_tiles_and_are_right_by_the_check():
     assert np.array_equal(np.max(np.asarray(call.selection.tiles), -1), np.broadcast_to(last, (2, 2, 3)))
     assert np.all(np.asarray(call.selection.count) == 4)
     config = kernel.default_config(spec, shapes)
-    out = kernel.launch(*call[:3], spec, call.positions, call.selection, config)
+    out = kernel.launch(call.q, KeyValues.of(call.k, call.v), spec, call.positions, call.selection, config)
     assert calls.fault(spec, call, out, "sparse") is None
     assert "lse of row" in calls.fault(spec, call, out._replace(lse=out.lse + 1e-3), "sparse")
     fewer = call.selection._replace(count=call.selection.count - 1)
-    wrong = kernel.launch(*call[:3], spec, call.positions, fewer, config)
+    wrong = kernel.launch(call.q, KeyValues.of(call.k, call.v), spec, call.positions, fewer, config)
     assert "out of row" in calls.fault(spec, call, wrong, "sparse")
 
 
@@ -119,7 +119,8 @@ def test_masses_are_checked():
     kernel = next(k for k in KERNELS if k.name == "xla_prefill_score")
     spec, shapes = AttentionSpec(tile=16, query_tile=32, mass=True), Shapes(1, 80, 80, 2, 1, 16, None, "float32")
     call = calls.draw(spec, shapes, 3)
-    out = kernel.launch(*call[:3], spec, call.positions, None, kernel.default_config(spec, shapes))
+    config = kernel.default_config(spec, shapes)
+    out = kernel.launch(call.q, KeyValues.of(call.k, call.v), spec, call.positions, None, config)
     assert calls.fault(spec, call, out, "score") is None
     assert "sum to" in calls.fault(spec, call, out._replace(mass=out.mass * 1.1), "score")
     assert "last query tile" in calls.fault(spec, call, out._replace(mass=jnp.roll(out.mass, 1, -1)), "score")

@@ -24,32 +24,32 @@ def outcome(kernel, launch=None, numbers="normal", workload="ragged") -> verify.
     return verify.attempt(verify.Trial(planted, NAMED[workload], "float32", numbers, 0))
 
 
-def without_last_tile(q, k, v, spec, positions, selection, config):
+def without_last_tile(q, kv, spec, positions, selection, config):
     cut = Selection(selection.tiles, jnp.maximum(selection.count - 1, 0))
-    return SPARSE.launch(q, k, v, spec, positions, cut, config)
+    return SPARSE.launch(q, kv, spec, positions, cut, config)
 
 
-def with_all_tiles(q, k, v, spec, positions, selection, config):
-    num_tiles = -(-k.shape[1] // spec.tile)
+def with_all_tiles(q, kv, spec, positions, selection, config):
+    num_tiles = -(-kv.k.shape[2] // spec.tile)
     tiles = jnp.broadcast_to(jnp.arange(num_tiles, dtype=jnp.int32), (*selection.count.shape, num_tiles))
-    return SPARSE.launch(q, k, v, spec, positions, Selection(tiles, jnp.full_like(selection.count, num_tiles)), config)
+    return SPARSE.launch(q, kv, spec, positions, Selection(tiles, jnp.full_like(selection.count, num_tiles)), config)
 
 
-def without_window(q, k, v, spec, positions, selection, config):
-    return SCORE.launch(q, k, v, dataclasses.replace(spec, window=None), positions, selection, config)
+def without_window(q, kv, spec, positions, selection, config):
+    return SCORE.launch(q, kv, dataclasses.replace(spec, window=None), positions, selection, config)
 
 
-def with_mass_of_wrong_rows(q, k, v, spec, positions, selection, config):
-    result = SCORE.launch(q, k, v, spec, positions, selection, config)
+def with_mass_of_wrong_rows(q, kv, spec, positions, selection, config):
+    result = SCORE.launch(q, kv, spec, positions, selection, config)
     return result._replace(mass=jnp.roll(result.mass, 1, axis=2))
 
 
-def with_a_nan(q, k, v, spec, positions, selection, config):
-    result = SCORE.launch(q, k, v, spec, positions, selection, config)
+def with_a_nan(q, kv, spec, positions, selection, config):
+    result = SCORE.launch(q, kv, spec, positions, selection, config)
     return result._replace(out=result.out.at[0, 3, 0, 0].set(jnp.nan))
 
 
-def that_fails(q, k, v, spec, positions, selection, config):
+def that_fails(q, kv, spec, positions, selection, config):
     raise NotImplementedError("no such layout")
 
 

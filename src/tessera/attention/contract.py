@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
@@ -62,6 +63,37 @@ class Selection(NamedTuple):
     count: Int32[Array, "B K I"]
 
 
+class KeyValues(NamedTuple):
+    """Keys and values of one call, head-major: a tile of one head is one contiguous copy.
+
+    Attributes:
+        k, v: [B,K,S,H], or with pages the pool [P,K,page,H].
+        pages: physical page of each page of a sequence; None: contiguous.
+        k_scale, v_scale: of int8 keys and values, per key; None: they are stored in q's dtype.
+    """
+
+    k: Float[Array, "B K S H"]
+    v: Float[Array, "B K S H"]
+    pages: Int32[Array, "B J"] | None = None
+    k_scale: Float[Array, "B S K"] | None = None
+    v_scale: Float[Array, "B S K"] | None = None
+
+    @classmethod
+    def of(cls, k_BSKH: Float[Array, "B S K H"], v_BSKH: Float[Array, "B S K H"]) -> "KeyValues":
+        """The record of token-major arrays, as users pass them."""
+        return cls(jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2))
+
+    def shapes(self, q_BTNH: Float[Array, "B T N H"], selection: "Selection | None" = None) -> "Shapes":
+        """The static sizes and dtype of a call with these queries."""
+        batch, num_queries, num_heads, head_dim = q_BTNH.shape
+        num_kv_heads, num_keys = self.k.shape[1:3]
+        if self.pages is not None:
+            num_keys *= self.pages.shape[1]
+        capacity = None if selection is None else selection.tiles.shape[-1]
+        sizes = Shapes(batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, capacity, str(q_BTNH.dtype))
+        return sizes._replace(paged=self.pages is not None, scaled=self.k_scale is not None)
+
+
 class AttentionOut(NamedTuple):
     """Result of one attention call.
 
@@ -102,10 +134,12 @@ class Shapes(NamedTuple):
     head_dim: int
     capacity: int | None
     dtype: str
+    paged: bool = False
+    scaled: bool = False
 
 
 def call_shapes(q_BTNH: Array, k_BSKH: Array, selection: Selection | None = None) -> Shapes:
-    """The static sizes and dtype of a call on these arrays."""
+    """The static sizes and dtype of a call on token-major arrays, as users pass them."""
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
     num_keys, num_kv_heads = k_BSKH.shape[1:3]
     capacity = None if selection is None else selection.tiles.shape[-1]
@@ -123,7 +157,7 @@ class Kernel:
         phase: "prefill" or "decode" (one query row per sequence).
         dtypes: names of the q/k/v dtypes it takes.
         supports: (spec, shapes) -> None if it can run, else the reason why not.
-        launch: (q_BTNH, k_BSKH, v_BSKH, spec, positions, selection, config) -> AttentionOut; jit-able.
+        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; jit-able.
         Config: frozen dataclass of block sizes.
         default_config: (spec, shapes) -> Config.
         search_space: (spec, shapes) -> iterator of Config, for the tuner.

@@ -8,7 +8,15 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention import parallel, reference, tuned
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
+from tessera.attention.contract import (
+    AttentionOut,
+    AttentionSpec,
+    Kernel,
+    KeyValues,
+    Positions,
+    Selection,
+    Shapes,
+)
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.gpu import decode as gpu_decode
@@ -88,21 +96,41 @@ def attention(
     Raises:
         ValueError: shapes or dtypes disagree, or the backend cannot run the call (with its reason).
     """
-    check(q_BTNH, k_BSKH, v_BSKH, spec, selection)
-    batch, num_queries = q_BTNH.shape[:2]
+    check(q_BTNH, k_BSKH, v_BSKH, "BSKH")
+    where = {"q_start": q_start, "kv_len": kv_len, "q_len": q_len}
+    return attend(q_BTNH, KeyValues.of(k_BSKH, v_BSKH), spec, **where, selection=selection, backend=backend)
+
+
+def attend(
+    q_BTNH: Float[Array, "B T N H"],
+    kv: KeyValues,
+    spec: AttentionSpec = DENSE,
+    *,
+    q_start: Int32[Array, "B"] | None = None,
+    kv_len: Int32[Array, "B"] | None = None,
+    q_len: Int32[Array, "B"] | None = None,
+    selection: Selection | None = None,
+    backend: str | None = None,
+) -> AttentionOut:
+    """`attention` on the record that a cache holds: what policies call."""
+    check(q_BTNH, kv.k, kv.v, "BKSH")
+    shapes = kv.shapes(q_BTNH, selection)
+    batch, num_queries, num_keys = shapes[:3]
+    if selection is not None:
+        check_selection(selection, spec, (batch, shapes.num_kv_heads, ceil_div(num_queries, spec.query_tile)))
     lengths = (
         jnp.clip(per_sequence(name, value, size, batch), 0, size)
-        for name, value, size in (("kv_len", kv_len, k_BSKH.shape[1]), ("q_len", q_len, num_queries))
+        for name, value, size in (("kv_len", kv_len, num_keys), ("q_len", q_len, num_queries))
     )
     positions = Positions(per_sequence("q_start", q_start, 0, batch), *lengths)
-    shapes = parallel.local_shapes(call_shapes(q_BTNH, k_BSKH, selection))
+    shapes = parallel.local_shapes(shapes)
     kernel = choose(spec, shapes, backend=backend)
     config = tuned.config(kernel, spec, shapes)
 
-    def launch(q, k, v, positions, selection):
-        return kernel.launch(q, k, v, spec, positions, selection, config)
+    def launch(q, kv, positions, selection):
+        return kernel.launch(q, kv, spec, positions, selection, config)
 
-    return parallel.split(launch, spec.mass)(q_BTNH, k_BSKH, v_BSKH, positions, selection)
+    return parallel.split(launch, spec.mass)(q_BTNH, kv, positions, selection)
 
 
 def explain(
@@ -164,6 +192,8 @@ def refusal(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, platform: str, 
         return f"it needs compute capability {capability}"
     if kernel.phase == "decode" and phase == "prefill":
         return f"it takes one query row per sequence, the call has {shapes.num_queries}"
+    if shapes.paged or shapes.scaled:
+        return f"it reads contiguous keys in the queries' dtype, the call's are {'paged' if shapes.paged else 'scaled'}"
     if shapes.dtype not in kernel.dtypes:
         return f"dtype {shapes.dtype} is not one of {', '.join(kernel.dtypes)}"
     if backend is None and kernel in reference.KERNELS and reference.num_scores(shapes) > reference.AUTOMATIC_SCORES:
@@ -198,9 +228,9 @@ def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
     return "score" if spec.mass else "dense"
 
 
-def check(q: Array, k: Array, v: Array, spec: AttentionSpec, selection: Selection | None) -> None:
-    """Raise ValueError, naming the value and the rule, unless the arguments fit together."""
-    for name, array, letters in (("q", q, "BTNH"), ("k", k, "BSKH"), ("v", v, "BSKH")):
+def check(q: Array, k: Array, v: Array, layout: str) -> None:
+    """Raise ValueError, naming the value and the rule, unless the arrays fit together; keys lie in `layout`."""
+    for name, array, letters in (("q", q, "BTNH"), ("k", k, layout), ("v", v, layout)):
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{name}.shape={tuple(array.shape)} must have four sizes [{','.join(letters)}], none zero")
     if v.shape != k.shape:
@@ -209,10 +239,9 @@ def check(q: Array, k: Array, v: Array, spec: AttentionSpec, selection: Selectio
         raise ValueError(f"dtypes of q, k and v must be equal, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)} must have the same B and H")
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(f"num_heads={q.shape[2]} must be a multiple of num_kv_heads={k.shape[2]}")
-    if selection is not None:
-        check_selection(selection, spec, (q.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile)))
+    num_kv_heads = k.shape[layout.index("K")]
+    if q.shape[2] % num_kv_heads:
+        raise ValueError(f"num_heads={q.shape[2]} must be a multiple of {num_kv_heads=}")
 
 
 def check_selection(selection: Selection, spec: AttentionSpec, lead: tuple[int, int, int]) -> None:

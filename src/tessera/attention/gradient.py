@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from tessera.attention.contract import AttentionOut, AttentionSpec
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues
 from tessera.attention.online_softmax import LOG2_E, scale_of, score_bits
 from tessera.attention.visibility import decode_range
 
@@ -43,11 +43,11 @@ def row_gradients(
 
 def differentiable(attend: Callable[..., AttentionOut]) -> Callable[..., AttentionOut]:
     """dense(q, k, v, positions, spec, config), differentiable in q, k and v, of a kernel file's
-    attend("dense", q, k, v, spec, positions, None, config) on [B,1,N,H] queries and [B,S,K,H] keys and values."""
+    attend("dense", q, kv, spec, positions, None, config) on [B,1,N,H] queries and [B,K,S,H] keys and values."""
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
     def dense(q, k, v, positions, spec: AttentionSpec, config: Any) -> AttentionOut:
-        return attend("dense", q, k, v, spec, positions, None, config)
+        return attend("dense", q, KeyValues(k, v), spec, positions, None, config)
 
     def forward(q, k, v, positions, spec, config):
         result = dense(q, k, v, positions, spec, config)
@@ -55,13 +55,12 @@ def differentiable(attend: Callable[..., AttentionOut]) -> Callable[..., Attenti
 
     def backward(spec: AttentionSpec, config: Any, saved, cotangents):
         q, k, v, positions, result = saved
-        start, stop = (x[:, None] for x in decode_range(spec, positions, k.shape[1]))
-        key = jnp.arange(k.shape[1], dtype=jnp.int32)
-        shape = (q.shape[0], k.shape[2], -1)
+        start, stop = (x[:, None] for x in decode_range(spec, positions, k.shape[2]))
+        key = jnp.arange(k.shape[2], dtype=jnp.int32)
+        shape = (q.shape[0], k.shape[1], -1)
         rows = [(x.out.reshape(*shape, q.shape[3]), x.lse.reshape(shape)) for x in (result, cotangents)]
-        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
         dq, dk, dv = row_gradients(q.reshape(rows[0][0].shape), k, v, (key >= start) & (key < stop), *rows, spec)
-        return dq.reshape(q.shape), jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2), None
+        return dq.reshape(q.shape), dk, dv, None
 
     dense.defvjp(forward, backward)
     return dense

@@ -40,10 +40,10 @@ def local_shapes(shapes: Shapes) -> Shapes:
 
 
 def split(launch: Callable[..., AttentionOut], with_mass: bool) -> Callable[..., AttentionOut]:
-    """launch(q, k, v, positions, selection), each device on its heads; itself where there is nothing to split."""
+    """launch(q, kv, positions, selection), each device on its heads; itself where there is nothing to split."""
     if num_parts() == 1:
         return launch
-    heads = P(None, None, AXIS)
-    out = AttentionOut(heads, heads, P(None, AXIS) if with_mass else None)
+    heads, by_head = P(None, None, AXIS), P(None, AXIS)
+    out = AttentionOut(heads, heads, by_head if with_mass else None)
     # Kernels make their outputs from whole blocks: which mesh axes a value varies over is not tracked through them.
-    return jax.shard_map(launch, in_specs=(heads, heads, heads, P(), P(None, AXIS)), out_specs=out, check_vma=False)
+    return jax.shard_map(launch, in_specs=(heads, by_head, P(), by_head), out_specs=out, check_vma=False)

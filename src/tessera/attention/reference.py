@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 
 AUTOMATIC_SCORES = 2**28
 """Scores (B N T S) above which it runs only when asked for by name: 1 GiB of float32."""
@@ -50,8 +50,7 @@ def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 
 def attend(
     q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    kv: KeyValues,
     spec: AttentionSpec,
     positions: Positions,
     selection: Selection | None,
@@ -59,18 +58,18 @@ def attend(
 ) -> AttentionOut:
     """out = softmax(z) v over the visible (and, if sparse, listed) keys; see the contract for z and visibility."""
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
-    num_keys, num_kv_heads = k_BSKH.shape[1:3]
+    num_kv_heads, num_keys = kv.k.shape[1:3]
     groups = num_heads // num_kv_heads
-    valid_BS11 = (jnp.arange(num_keys) < positions.kv_len[:, None])[:, :, None, None]
-    k = jnp.where(valid_BS11, k_BSKH, 0).astype(jnp.float32)  # padding may hold NaN, and 0 * NaN is NaN
-    v = jnp.where(valid_BS11, v_BSKH, 0).astype(jnp.float32)
+    valid_B1S1 = (jnp.arange(num_keys) < positions.kv_len[:, None])[:, None, :, None]
+    k = jnp.where(valid_B1S1, kv.k, 0).astype(jnp.float32)  # padding may hold NaN, and 0 * NaN is NaN
+    v = jnp.where(valid_B1S1, kv.v, 0).astype(jnp.float32)
     mask = visible(spec, positions, num_queries, num_keys)[:, None, None]
     if selection is not None:
         mask = mask & listed(spec, selection, num_queries, num_keys)[:, :, None]
     sees = jnp.moveaxis(jnp.any(mask, axis=-1), 3, 1)[..., None]  # other rows are zeroed, and so are their cotangents
     q = q_BTNH.astype(jnp.float32).reshape(batch, num_queries, num_kv_heads, groups, head_dim)
     q = jnp.where(sees, q, 0)
-    z = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, precision="highest")
+    z = jnp.einsum("BTKGH,BKSH->BKGTS", q, k, precision="highest")
     z = z * (head_dim**-0.5 if spec.scale is None else spec.scale)
     if spec.softcap is not None:
         z = spec.softcap * jnp.tanh(z / spec.softcap)
@@ -81,7 +80,7 @@ def attend(
     total = jnp.sum(weight, axis=-1, keepdims=True)
     seen = total > 0
     prob = weight / jnp.where(seen, total, 1.0)
-    out = jnp.where(sees, jnp.einsum("BKGTS,BSKH->BTKGH", prob, v, precision="highest"), 0)
+    out = jnp.where(sees, jnp.einsum("BKGTS,BKSH->BTKGH", prob, v, precision="highest"), 0)
     out = out.reshape(q_BTNH.shape).astype(q_BTNH.dtype)
     lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
     lse_BTN = lse[..., 0].reshape(batch, num_heads, num_queries).swapaxes(1, 2)

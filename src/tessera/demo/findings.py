@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.attention.contract import AttentionSpec, Positions, call_shapes
-from tessera.attention.dispatch import attention
+from tessera.attention import dispatch
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.core.shapes import ceil_div
 from tessera.demo.pictures import Anchor
 from tessera.generate import Model
@@ -140,23 +140,25 @@ def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress
     first = {kind: found.index(kind) for kind in dict.fromkeys(found)}
     sources = {kind: max(n for n in range(at + 1) if not policy.roles()[n] == "sparse") for kind, at in first.items()}
 
-    def run(layer: int, q, k, v, state):
+    def run(layer: int, q, kv, state):
         where = Positions(*(jnp.full(1, n, jnp.int32) for n in (0, q.shape[1], q.shape[1])))
-        return policy.attend(layer, q, k, v, spec, where, state)
+        return policy.attend(layer, q, kv, spec, where, state)
 
     programs = {kind: jax.jit(partial(run, at)) for kind, at in first.items()}
     choosing = {kind: jax.jit(partial(run, sources[kind])) for kind, at in first.items() if sources[kind] != at}
-    dense = jax.jit(lambda q, k, v: attention(q, k, v, spec).out)
+    dense = jax.jit(lambda q, kv: dispatch.attend(q, kv, spec).out)
     out = {}
     for length in lengths:
         progress(f"attention of one layer, {length:,} tokens")
-        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        shape = (1, config.num_kv_heads, length, config.head_dim)
+        shapes = ((1, length, config.num_heads, config.head_dim), shape, shape)
         keys = jax.random.split(jax.random.key(length), 3)
-        q, k, v = (jax.random.normal(key, (1, length, n, config.head_dim)) for key, n in zip(keys, heads))
-        empty = policy.init_state(len(found), call_shapes(q, k), spec)
-        states = {kind: choosing[kind](q, k, v, empty)[1] if kind in choosing else empty for kind in first}
-        calls = {"dense": (dense, q, k, v)}
-        calls |= {kind: (program, q, k, v, states[kind]) for kind, program in programs.items() if kind != "dense"}
+        q, *kv = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes))
+        kv = KeyValues(*kv)
+        empty = policy.init_state(len(found), kv.shapes(q), spec)
+        states = {kind: choosing[kind](q, kv, empty)[1] if kind in choosing else empty for kind in first}
+        calls = {"dense": (dense, q, kv)}
+        calls |= {kind: (program, q, kv, states[kind]) for kind, program in programs.items() if kind != "dense"}
 
         def sample(call, number: int) -> float:
             return measure.time_call(*call)[0]
@@ -214,13 +216,13 @@ class _Tracing(Kascade):
     def init_state(self, num_layers, shapes, spec):
         return super().init_state(num_layers, shapes, spec), ()
 
-    def attend(self, layer, q, k, v, spec, positions, state):
+    def attend(self, layer, q, kv, spec, positions, state):
         inner, seen = state
-        out, inner = super().attend(layer, q, k, v, spec, positions, inner)
+        out, inner = super().attend(layer, q, kv, spec, positions, inner)
         if self.chooses(layer):
             choice = inner.choice  # masses where each layer has budgets
             if self.budgets:
-                choice = self.select(layer, choice, self._spec(spec), positions, call_shapes(q, k))
+                choice = self.select(layer, choice, self._spec(spec), positions, kv.shapes(q))
             seen = (*seen, choice)
         return out, (inner, seen)
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.attention import tuned
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import cudnn as gpu_cudnn
@@ -68,8 +68,7 @@ def attention_call(
     """Return (function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
 
     q arrives head-major, as the fusion that rotates it writes it for kernels that request it (seen in the model's own
-    program). K and V arrive head-major, as the cache stores them. The call transposes all three, and returns out as the
-    projection reads it.
+    program). K and V arrive head-major, as the cache stores them. out is returned as the projection reads it.
     """
     found, spec, shapes = kernel_named(kernel), AttentionSpec(**spec), Shapes(**shapes)
     reason = found.supports(spec, shapes)
@@ -88,9 +87,8 @@ def attention_call(
             jax.ShapeDtypeStruct((*lead, s.capacity), jnp.int32), jax.ShapeDtypeStruct(lead, jnp.int32)
         )
 
-    def call(q, k_cache, v_cache, positions, selection):
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k_cache, v_cache))
-        result = found.launch(q, k, v, spec, positions, selection, settings)
+    def call(q, k, v, positions, selection):
+        result = found.launch(jnp.swapaxes(q, 1, 2), KeyValues(k, v), spec, positions, selection, settings)
         return result._replace(out=result.out.reshape(*result.out.shape[:2], -1))
 
     executions = None if found.executions is None else dict(found.executions(spec, shapes, settings))
@@ -117,10 +115,9 @@ def tpu_gradient_call(
     config = tpu_backward.default_config(spec, shapes)
 
     def gradients(q, k, v, out, lse, d_out, d_lse, positions):
-        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
-        out, d_out = (x.reshape(1, length, heads, head_dim) for x in (out, d_out))
-        result = tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions, config=config)
-        return tuple(jnp.swapaxes(x, 1, 2) for x in result)
+        q, (out, d_out) = jnp.swapaxes(q, 1, 2), (x.reshape(1, length, heads, head_dim) for x in (out, d_out))
+        dq, dk, dv = tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions, config=config)
+        return jnp.swapaxes(dq, 1, 2), dk, dv
 
     q = jax.ShapeDtypeStruct((1, heads, length, head_dim), dtype)
     k = jax.ShapeDtypeStruct((1, kv_heads, length, head_dim), dtype)
@@ -144,10 +141,8 @@ def gpu_gradient_call(spec: Mapping, shapes: Mapping) -> tuple[Any, tuple, dict]
     positions = Positions(*[jax.ShapeDtypeStruct((shapes.batch,), jnp.int32)] * 3)
 
     def gradients(q, k, v, out, lse, d_out, d_lse, positions):
-        k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
         result, cotangents = AttentionOut(out, lse), AttentionOut(d_out, d_lse)
-        dq, dk, dv = gpu_backward.gradients(q, k, v, result, cotangents, spec, positions)
-        return dq, jnp.swapaxes(dk, 1, 2), jnp.swapaxes(dv, 1, 2)
+        return gpu_backward.gradients(q, k, v, result, cotangents, spec, positions)
 
     about = {"executions": None, "settings": f"keys={cut.keys}, step={gpu_backward.STEP}, stages={gpu_backward.STAGES}"}
     return gradients, (q, k, k, q, lse, q, lse, positions), about

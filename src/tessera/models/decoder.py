@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Shapes
 from tessera.models.cache import Cache, append
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params, linear, matmul, mlp, rms_norm, rope_tables, rotate
@@ -56,8 +56,10 @@ def forward(
         if cache is not None:  # one layer's cache, or all layers' stacked
             at = () if unrolled else (index,)
             cache = Cache(*(append(held, new, positions.q_start, at) for held, new in zip(cache, (k, v))))
-            k, v = (jnp.swapaxes(held[at], 1, 2) for held in cache)
-        out, state = policy.attend(index, q, k, v, spec, positions, state)
+            kv = KeyValues(*(held[at] for held in cache))
+        else:
+            kv = KeyValues.of(k, v)
+        out, state = policy.attend(index, q, kv, spec, positions, state)
         y = x + linear(out.reshape(batch, num_queries, -1), layer.o, layer.o_bias)
         state = policy.observe(index, x, y, positions, state)
         y = y + mlp(rms_norm(y, layer.mlp_norm, config.norm_eps), layer)

@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
 
-from tessera.attention.contract import AttentionSpec, Positions, Shapes, call_shapes
-from tessera.attention.dispatch import attention
+from tessera.attention import dispatch
+from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.selection import capacity_for, select_tiles, tile_budget
 from tessera.core.shapes import ceil_div
 from tessera.sparse.baselines import Counted
@@ -61,13 +61,14 @@ class LocalHeads(Counted):
     def query_tile(self) -> int:
         return self.tiling.query_tile
 
-    def attend(self, layer, q, k, v, spec, positions, state):
-        spec, shapes = self.tiling.spec(spec), call_shapes(q, k)
-        heads = (q.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile), ceil_div(k.shape[1], spec.tile))
+    def attend(self, layer, q, kv, spec, positions, state):
+        spec, shapes = self.tiling.spec(spec), kv.shapes(q)
+        tiles = ceil_div(shapes.num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
+        heads = (shapes.batch, shapes.num_kv_heads, *tiles)
         near = select_tiles(jnp.zeros(heads), spec, fraction=0.0, **self.tiling.always(), **positions._asdict())
-        dense = attention(q, k, v, spec, **positions._asdict()).out
-        local = attention(q, k, v, spec, **positions._asdict(), selection=near).out
-        chosen = jnp.repeat(self.local_LK[layer], q.shape[2] // k.shape[2])
+        dense = dispatch.attend(q, kv, spec, **positions._asdict()).out
+        local = dispatch.attend(q, kv, spec, **positions._asdict(), selection=near).out
+        chosen = jnp.repeat(self.local_LK[layer], shapes.num_heads // shapes.num_kv_heads)
         visible = count_visible(spec, positions, shapes)
         read = jnp.where(self.local_LK[layer], count_read(near, spec, positions, shapes), visible)
         return jnp.where(chosen[:, None], local, dense), record_reads(state, layer, read, visible)
@@ -84,15 +85,17 @@ class Budgeted(Counted):
     def query_tile(self) -> int:
         return self.tiling.query_tile
 
-    def attend(self, layer, q, k, v, spec, positions, state):
-        spec, shapes = self.tiling.spec(spec), call_shapes(q, k)
-        mass = estimate_mass(q, k, spec, positions, Estimate(keys=self.tiling.score_keys, rows=self.tiling.score_rows))
+    def attend(self, layer, q, kv, spec, positions, state):
+        spec, shapes = self.tiling.spec(spec), kv.shapes(q)
+        mass = estimate_mass(
+            q, kv.k, spec, positions, Estimate(keys=self.tiling.score_keys, rows=self.tiling.score_rows)
+        )
         always = self.tiling.always()
         size = capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=1.0, **always)
         selection = select_tiles(
             mass, spec, fraction=self.budgets_LK[layer], capacity=size, **always, **positions._asdict()
         )
-        out = attention(q, k, v, spec, **positions._asdict(), selection=selection).out
+        out = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection).out
         read = count_read(selection, spec, positions, shapes)
         return out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
 
@@ -118,8 +121,8 @@ class MassRecorder(Policy):
         tiles = ceil_div(shapes.num_queries, self.query_tile), ceil_div(shapes.num_keys, self.tiling.tile)
         return jnp.zeros((num_layers, shapes.batch, shapes.num_kv_heads, *tiles), jnp.float32)
 
-    def attend(self, layer, q, k, v, spec, positions: Positions, state):
-        found = attention(q, k, v, replace(self.tiling.spec(spec), mass=True), **positions._asdict())
+    def attend(self, layer, q, kv, spec, positions: Positions, state):
+        found = dispatch.attend(q, kv, replace(self.tiling.spec(spec), mass=True), **positions._asdict())
         return found.out, state.at[layer].set(found.mass)
 
 

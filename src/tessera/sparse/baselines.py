@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes, call_shapes
-from tessera.attention.dispatch import attention
+from tessera.attention import dispatch
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.selection import check_budget, select_tiles
 from tessera.core.shapes import ceil_div
 from tessera.sparse.contract import Policy, Reads
@@ -35,9 +35,9 @@ class Dense(Counted):
     def name(self) -> str:
         return "dense"
 
-    def attend(self, layer, q, k, v, spec, positions, state):
-        out = attention(q, k, v, spec, **positions._asdict())
-        visible = count_visible(spec, positions, call_shapes(q, k))
+    def attend(self, layer, q, kv, spec, positions, state):
+        out = dispatch.attend(q, kv, spec, **positions._asdict())
+        visible = count_visible(spec, positions, kv.shapes(q))
         return out.out, record_reads(state, layer, visible, visible)
 
 
@@ -87,11 +87,11 @@ class Window(Counted):
         heads = (shapes.batch, shapes.num_kv_heads, num_tiles)
         return Selection(jnp.broadcast_to(tiles[:, None], (*heads, slot.size)), jnp.broadcast_to(count[:, None], heads))
 
-    def attend(self, layer, q, k, v, spec, positions, state):
+    def attend(self, layer, q, kv, spec, positions, state):
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
-        shapes = call_shapes(q, k)
+        shapes = kv.shapes(q)
         selection = self.select(positions, shapes)
-        out = attention(q, k, v, spec, **positions._asdict(), selection=selection)
+        out = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection)
         read = count_read(selection, spec, positions, shapes)
         return out.out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
 
@@ -125,9 +125,9 @@ class Oracle(Counted):
     def name(self) -> str:
         return "oracle"
 
-    def score(self, layer: int | Array, q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions):
+    def score(self, layer: int | Array, q: Array, kv: KeyValues, spec: AttentionSpec, positions: Positions):
         """Masses of all key tiles, exact."""
-        return attention(q, k, v, replace(spec, mass=True), **positions._asdict()).mass
+        return dispatch.attend(q, kv, replace(spec, mass=True), **positions._asdict()).mass
 
     def select(self, mass: Array, spec: AttentionSpec, positions: Positions) -> Selection:
         """The tiles that the budget takes of these masses, with what is always read."""
@@ -135,27 +135,27 @@ class Oracle(Counted):
         budget = {"fraction": self.fraction, "minimum": self.minimum}
         return select_tiles(mass, spec, **budget, **always, **positions._asdict())
 
-    def attend(self, layer, q, k, v, spec, positions, state):
+    def attend(self, layer, q, kv, spec, positions, state):
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
         if isinstance(layer, int):
             attend = self._dense if layer in self.dense else self._sparse
-            return attend(layer, q, k, v, spec, positions, state)
+            return attend(layer, q, kv, spec, positions, state)
         if not self.dense:
-            return self._sparse(layer, q, k, v, spec, positions, state)
+            return self._sparse(layer, q, kv, spec, positions, state)
         is_dense = jnp.isin(layer, jnp.asarray(self.dense, jnp.int32))
-        branches = [lambda *args, attend=attend: attend(layer, *args[:3], spec, *args[3:])
+        branches = [lambda *args, attend=attend: attend(layer, *args[:2], spec, *args[2:])
                     for attend in (self._dense, self._sparse)]  # fmt: skip
-        return jax.lax.cond(is_dense, *branches, q, k, v, positions, state)
+        return jax.lax.cond(is_dense, *branches, q, kv, positions, state)
 
-    def _dense(self, layer, q, k, v, spec, positions, state):
-        out = attention(q, k, v, spec, **positions._asdict())
-        visible = count_visible(spec, positions, call_shapes(q, k))
+    def _dense(self, layer, q, kv, spec, positions, state):
+        out = dispatch.attend(q, kv, spec, **positions._asdict())
+        visible = count_visible(spec, positions, kv.shapes(q))
         return out.out, record_reads(state, layer, visible, visible)
 
-    def _sparse(self, layer, q, k, v, spec, positions, state):
-        shapes = call_shapes(q, k)
-        selection = self.select(self.score(layer, q, k, v, spec, positions), spec, positions)
-        out = attention(q, k, v, spec, **positions._asdict(), selection=selection)
+    def _sparse(self, layer, q, kv, spec, positions, state):
+        shapes = kv.shapes(q)
+        selection = self.select(self.score(layer, q, kv, spec, positions), spec, positions)
+        out = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection)
         read = count_read(selection, spec, positions, shapes)
         return out.out, record_reads(state, layer, read, count_visible(spec, positions, shapes))
 
@@ -182,11 +182,12 @@ class Cheap(Oracle):
     def name(self) -> str:
         return {"mean": "mean keys", "minmax": "quest", "random": "random"}[self.summary]
 
-    def score(self, layer, q, k, v, spec, positions):
+    def score(self, layer, q, kv, spec, positions):
         if self.summary != "random":
             how = Estimate(keys=self.score_keys, rows=self.score_rows, summary=self.summary)
-            return estimate_mass(q, k, spec, positions, how)
-        shape = (k.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile), ceil_div(k.shape[1], spec.tile))
+            return estimate_mass(q, kv.k, spec, positions, how)
+        batch, heads, num_keys = kv.k.shape[:3]
+        shape = (batch, heads, ceil_div(q.shape[1], spec.query_tile), ceil_div(num_keys, spec.tile))
         key = jax.random.fold_in(jax.random.key(0), layer)
         keys = jax.vmap(partial(jax.random.fold_in, key))(positions.q_start)  # by position: the same in any batch
         return jax.vmap(lambda key: jax.random.uniform(key, shape[1:], minval=0.1))(keys)

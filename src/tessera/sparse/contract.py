@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jax import Array
 from jaxtyping import Float
 
-from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Shapes
 
 
 class Reads(NamedTuple):
@@ -39,9 +39,9 @@ class Policy:
         raise NotImplementedError
 
     def attend(
-        self, layer: int | Array, q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions, state: Any
+        self, layer: int | Array, q: Array, kv: KeyValues, spec: AttentionSpec, positions: Positions, state: Any
     ) -> tuple[Float[Array, "B T N H"], Any]:
-        """Attend in one layer: q [B,T,N,H], k and v [B,S,K,H] (the whole cache) -> output and new state."""
+        """Attend in one layer: queries [B,T,N,H] and the whole cache of the layer -> output and new state."""
         raise NotImplementedError
 
     def observe(self, layer: int | Array, x: Array, y: Array, positions: Positions, state: Any) -> Any:

@@ -56,7 +56,7 @@ class Estimate:
 
 def estimate_mass(
     q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
+    k_BKSH: Float[Array, "B K S H"],
     spec: AttentionSpec,
     positions: Positions,
     how: Estimate,
@@ -68,11 +68,11 @@ def estimate_mass(
     """
     how.check(spec.tile)
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
-    num_kv_heads = k_BSKH.shape[2]
+    num_kv_heads, num_keys = k_BKSH.shape[1:3]
     keys, rows = (1, 1) if num_queries == 1 else (how.keys, min(how.rows, spec.query_tile))
-    num_tiles, num_query_tiles = ceil_div(k_BSKH.shape[1], spec.tile), ceil_div(num_queries, spec.query_tile)
+    num_tiles, num_query_tiles = ceil_div(num_keys, spec.tile), ceil_div(num_queries, spec.query_tile)
     per_step = round_up(min(BLOCK_SCORES, num_tiles * spec.tile // keys), spec.tile // keys)
-    blocks = _summaries(k_BSKH, positions.kv_len, keys, round_up(num_tiles * spec.tile // keys, per_step), how.summary)
+    blocks = _summaries(k_BKSH, positions.kv_len, keys, round_up(num_tiles * spec.tile // keys, per_step), how.summary)
 
     padding = num_query_tiles * spec.query_tile - num_queries
     q = jnp.pad(q_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -95,10 +95,10 @@ def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
     return last - from_end
 
 
-def _summaries(k_BSKH: Array, kv_len: Array, keys: int, num_blocks: int, summary: str) -> tuple[Array, ...]:
+def _summaries(k_BKSH: Array, kv_len: Array, keys: int, num_blocks: int, summary: str) -> tuple[Array, ...]:
     """Means, or upper and lower bounds, of blocks of keys [B,K,num_blocks,H]; keys past kv_len count as zeros."""
-    valid = jnp.arange(k_BSKH.shape[1], dtype=jnp.int32) < kv_len[:, None]
-    k = jnp.swapaxes(jnp.where(valid[..., None, None], k_BSKH, 0), 1, 2)
+    valid = jnp.arange(k_BKSH.shape[2], dtype=jnp.int32) < kv_len[:, None]
+    k = jnp.where(valid[:, None, :, None], k_BKSH, 0)
     k = jnp.pad(k, ((0, 0), (0, 0), (0, num_blocks * keys - k.shape[2]), (0, 0)))
     if keys == 1:
         return (k,)

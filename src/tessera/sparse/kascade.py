@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes, call_shapes
-from tessera.attention.dispatch import attention
+from tessera.attention import dispatch
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.selection import capacity_for, select_tiles
 from tessera.core.shapes import ceil_div
 from tessera.sparse.baselines import Dense
@@ -104,18 +104,18 @@ class Kascade(Policy):
             choice = Selection(jnp.zeros((*tiles, size), jnp.int32), jnp.zeros(tiles, jnp.int32))
         return KascadeState(choice, jnp.zeros(heads, jnp.float32), init_reads(num_layers, shapes.batch))
 
-    def attend(self, layer, q, k, v, spec, positions, state):
+    def attend(self, layer, q, kv, spec, positions, state):
         spec, roles = self._spec(spec), self.roles()
         branches = {"dense": self._dense, "score": self._score, "own": self._own, "sparse": self._sparse}
         if isinstance(layer, int):
-            return branches[roles[layer]](layer, q, k, v, spec, positions, state)
+            return branches[roles[layer]](layer, q, kv, spec, positions, state)
         used = tuple(role for role in branches if role in roles)
         table = jnp.asarray([used.index(role) for role in roles], jnp.int32)
 
         def run(role):
-            return lambda q, k, v, positions, state: branches[role](layer, q, k, v, spec, positions, state)
+            return lambda q, kv, positions, state: branches[role](layer, q, kv, spec, positions, state)
 
-        return jax.lax.switch(table[layer], [run(role) for role in used], q, k, v, positions, state)
+        return jax.lax.switch(table[layer], [run(role) for role in used], q, kv, positions, state)
 
     def reads(self, state: KascadeState) -> Reads:
         return state.reads
@@ -176,43 +176,43 @@ class Kascade(Policy):
         selection = self.select(layer, mass, spec, positions, shapes)
         return state._replace(choice=selection, read=count_read(selection, spec, positions, shapes))
 
-    def _dense(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        out = attention(q, k, v, spec, **positions._asdict())
-        visible = count_visible(spec, positions, call_shapes(q, k))
+    def _dense(self, layer, q, kv, spec: AttentionSpec, positions: Positions, state: KascadeState):
+        out = dispatch.attend(q, kv, spec, **positions._asdict())
+        visible = count_visible(spec, positions, kv.shapes(q))
         return out.out, state._replace(reads=record_reads(state.reads, layer, visible, visible))
 
-    def _score(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        shapes = call_shapes(q, k)
-        out = attention(q, k, v, replace(spec, mass=True), **positions._asdict())
+    def _score(self, layer, q, kv, spec: AttentionSpec, positions: Positions, state: KascadeState):
+        shapes = kv.shapes(q)
+        out = dispatch.attend(q, kv, replace(spec, mass=True), **positions._asdict())
         state = self._leave(layer, out.mass, spec, positions, shapes, state)
         visible = count_visible(spec, positions, shapes)
         return out.out, state._replace(reads=record_reads(state.reads, layer, visible, visible))
 
-    def _own(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        mass = self._scores(layer, q, k, spec, positions)
-        state = self._leave(layer, mass, spec, positions, call_shapes(q, k), state)
-        return self._sparse(layer, q, k, v, spec, positions, state)
+    def _own(self, layer, q, kv, spec: AttentionSpec, positions: Positions, state: KascadeState):
+        mass = self._scores(layer, q, kv, spec, positions)
+        state = self._leave(layer, mass, spec, positions, kv.shapes(q), state)
+        return self._sparse(layer, q, kv, spec, positions, state)
 
-    def _scores(self, layer, q, k, spec: AttentionSpec, positions: Positions) -> Array:
+    def _scores(self, layer, q, kv: KeyValues, spec: AttentionSpec, positions: Positions) -> Array:
         """Estimated masses; zeros for heads whose budget asks for none or all, where the layer is known beforehand."""
         how = Estimate(keys=self.score_keys, rows=self.score_rows)
         reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
         if not self.budgets or reused or not isinstance(layer, int):
-            return estimate_mass(q, k, spec, positions, how)
+            return estimate_mass(q, kv.k, spec, positions, how)
         heads = jnp.asarray([h for h, budget in enumerate(self.budgets[layer]) if 0 < budget < 1], jnp.int32)
-        shapes = call_shapes(q, k)
+        shapes = kv.shapes(q)
         tiles = ceil_div(shapes.num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
         mass = jnp.zeros((shapes.batch, shapes.num_kv_heads, *tiles), jnp.float32)
         if not heads.size:
             return mass
         grouped = q.reshape(*q.shape[:2], shapes.num_kv_heads, -1, shapes.head_dim)[:, :, heads]
-        scored = estimate_mass(grouped.reshape(*q.shape[:2], -1, shapes.head_dim), k[:, :, heads], spec, positions, how)
+        scored = estimate_mass(grouped.reshape(*q.shape[:2], -1, shapes.head_dim), kv.k[:, heads], spec, positions, how)
         return mass.at[:, heads].set(scored)
 
-    def _sparse(self, layer, q, k, v, spec: AttentionSpec, positions: Positions, state: KascadeState):
-        shapes = call_shapes(q, k)
+    def _sparse(self, layer, q, kv, spec: AttentionSpec, positions: Positions, state: KascadeState):
+        shapes = kv.shapes(q)
         selection = self.chosen(layer, spec, positions, shapes, state)
         read = count_read(selection, spec, positions, shapes) if self.budgets else self.map_heads(layer, state.read)
-        out = attention(q, k, v, spec, **positions._asdict(), selection=selection)
+        out = dispatch.attend(q, kv, spec, **positions._asdict(), selection=selection)
         visible = count_visible(spec, positions, shapes)
         return out.out, state._replace(reads=record_reads(state.reads, layer, read, visible))

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes, call_shapes
-from tessera.attention.dispatch import attention
+from tessera.attention import dispatch
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.selection import select_tiles
 from tessera.attention.visibility import row_ranges
 from tessera.core.shapes import ceil_div
@@ -84,9 +84,9 @@ class SimilarityRecorder(Policy):
             num_tokens=jnp.zeros((), jnp.int32),
         )
 
-    def attend(self, layer, q, k, v, spec, positions, state):
+    def attend(self, layer, q, kv, spec, positions, state):
         spec = replace(spec, tile=1, query_tile=self.query_tile, mass=True)
-        out = attention(q, k, v, spec, **positions._asdict())
+        out = dispatch.attend(q, kv, spec, **positions._asdict())
         mass = out.mass.sum(1, keepdims=True) if self.pooled else out.mass
         first, end = self._choice(spec, positions, mass.shape[2])
         id_S = jnp.arange(mass.shape[-1], dtype=jnp.int32)
@@ -171,13 +171,13 @@ class RecallRecorder(Policy):
         zeros = jnp.zeros((num_layers, shapes.num_kv_heads), jnp.float32)
         return RecallState(self.policy.init_state(num_layers, shapes, spec), zeros, zeros)
 
-    def attend(self, layer, q, k, v, spec, positions, state):
+    def attend(self, layer, q, kv, spec, positions, state):
         tiles = {name: getattr(self.policy, name, getattr(spec, name)) for name in ("tile", "query_tile")}
         tiled = replace(spec, **tiles)
-        whole = attention(q, k, v, replace(tiled, mass=True), **positions._asdict())
-        out, inner = self.policy.attend(layer, q, k, v, spec, positions, state.policy)
+        whole = dispatch.attend(q, kv, replace(tiled, mass=True), **positions._asdict())
+        out, inner = self.policy.attend(layer, q, kv, spec, positions, state.policy)
         out = whole.out if self.dense else out
-        listed = self._listed(layer, whole.mass, tiled, positions, call_shapes(q, k), inner)
+        listed = self._listed(layer, whole.mass, tiled, positions, kv.shapes(q), inner)
         valid = jnp.arange(listed.tiles.shape[-1], dtype=jnp.int32) < listed.count[..., None]
         held = jnp.where(valid, jnp.take_along_axis(whole.mass, listed.tiles, axis=-1), 0.0).sum((0, 2, 3))
         total = whole.mass.sum((0, 2, 3))

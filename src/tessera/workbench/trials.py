@@ -14,8 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention import oracle
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
-from tessera.attention.dispatch import KERNELS, call_shapes
+from tessera.attention.contract import (
+    AttentionOut,
+    AttentionSpec,
+    Kernel,
+    KeyValues,
+    Positions,
+    Selection,
+    Shapes,
+    call_shapes,
+)
+from tessera.attention.dispatch import KERNELS
 from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.gpu.warpgroup import OPERAND
 from tessera.attention.selection import select_tiles
@@ -166,7 +175,11 @@ def _asynchronous(thread):
 @functools.cache
 def compiled(kernel: Kernel, spec: AttentionSpec, config: object):
     """Jit the kernel: (q, k, v, positions, selection) -> AttentionOut."""
-    return jax.jit(lambda q, k, v, positions, selection: kernel.launch(q, k, v, spec, positions, selection, config))
+
+    def launch(q, k, v, positions, selection):
+        return kernel.launch(q, KeyValues.of(k, v), spec, positions, selection, config)
+
+    return jax.jit(launch)
 
 
 def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) -> AttentionOut:

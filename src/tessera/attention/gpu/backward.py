@@ -328,23 +328,23 @@ def capability() -> str | None:
 def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions):
     """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v."""
     num_queries, num_heads, head_dim = q.shape[1:]
-    num_keys, kv_heads = k.shape[1:3]
+    kv_heads, num_keys = k.shape[1:3]
     cut = Cut(spec, num_heads // kv_heads, head_dim, str(q.dtype))
     # Rows that see no key: their cotangents may be anything (0 / 0 of a norm of 0), and 0 * NaN is NaN.
     is_row = (jnp.arange(num_queries) < positions.q_len[:, None])[..., None] & jnp.isfinite(result.lse)
-    is_key = (jnp.arange(num_keys) < positions.kv_len[:, None])[..., None, None]
+    is_key = (jnp.arange(num_keys) < positions.kv_len[:, None])[:, None, :, None]
     d_out = jnp.where(is_row[..., None], cotangents.out, 0).astype(q.dtype)
-    k, v = (jnp.swapaxes(whole_lines(jnp.where(is_key, x, 0)), 1, 2) for x in (k, v))
+    k, v = (whole_lines(jnp.where(is_key, x, 0), 2) for x in (k, v))
     delta = jnp.sum(result.out.astype(jnp.float32) * d_out.astype(jnp.float32), -1) - cotangents.lse
     lse = jnp.where(is_row, result.lse * LOG2_E, jnp.inf)
     pad = [(0, 0), (0, 0), (0, round_up(num_queries, BLOCK) - num_queries)]
     lse = jnp.pad(jnp.swapaxes(lse, 1, 2), pad, constant_values=jnp.inf)
     delta = jnp.pad(jnp.swapaxes(jnp.where(is_row, delta, 0.0), 1, 2), pad)
-    q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0)), whole_lines(d_out)
+    q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0), 1), whole_lines(d_out, 1)
     inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
     fits = head_dim in HEAD_DIMS and capability() in (None, "9.0")  # where there is no GPU one is compiled for
     dq, dk, dv = (by_kernels if fits else by_rows)(inputs, cut)
-    return dq[:, :num_queries], *(jnp.swapaxes(x, 1, 2)[:, :num_keys] for x in (dk, dv))
+    return dq[:, :num_queries], *(x[:, :, :num_keys] for x in (dk, dv))
 
 
 def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:

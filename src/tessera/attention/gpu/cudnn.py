@@ -26,7 +26,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Float
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 
 DTYPES = ("bfloat16", "float16")
@@ -79,28 +79,27 @@ def row_blocks(q: Array, k: Array, v: Array, positions: Positions, scale: float)
 
 def launch(
     q_BTNH: Float[Array, "B T N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    kv: KeyValues,
     spec: AttentionSpec,
     positions: Positions,
     selection: Selection | None,
     config: Config,
 ) -> AttentionOut:
     """out = softmax(scale q k^T) v and its lse over the visible keys, both differentiable in q, k and v."""
-    lengths = (jnp.clip(x, 0, y.shape[1]) for x, y in ((positions.kv_len, k_BSKH), (positions.q_len, q_BTNH)))
-    return dense(q_BTNH, k_BSKH, v_BSKH, Positions(positions.q_start, *lengths), spec)
+    lengths = jnp.clip(positions.kv_len, 0, kv.k.shape[2]), jnp.clip(positions.q_len, 0, q_BTNH.shape[1])
+    return dense(q_BTNH, kv.k, kv.v, Positions(positions.q_start, *lengths), spec)
 
 
-def attend(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, positions: Positions, spec: AttentionSpec) -> AttentionOut:
-    """The call, its lengths within the arrays."""
+def attend(q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec) -> AttentionOut:
+    """The call, its lengths within the arrays. cuDNN takes keys token-major: cleaning them writes them so."""
     scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
-    valid = (jnp.arange(k_BSKH.shape[1]) < positions.kv_len[:, None])[:, :, None, None]
+    valid = (jnp.arange(k_BKSH.shape[2]) < positions.kv_len[:, None])[:, None, :, None]
     row = jnp.arange(q_BTNH.shape[1])
     alive = (row < positions.q_len[:, None]) & (positions.kv_len > 0)[:, None]
     if spec.causal:
         alive &= positions.q_start[:, None] + row >= 0
     q = jnp.where((row < positions.q_len[:, None])[:, :, None, None], q_BTNH, 0)
-    k, v = (jnp.where(valid, x, 0) for x in (k_BSKH, v_BSKH))
+    k, v = (jnp.swapaxes(jnp.where(valid, x, 0), 1, 2) for x in (k_BKSH, v_BKSH))
     fused_path = functools.partial(cudnn, scale=scale, causal=spec.causal)
     kv_len = jnp.maximum(positions.kv_len, 1)
     if spec.causal:

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 
 from tessera.attention import work
 from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes, call_shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
 from tessera.attention.gpu.decode_mass import merge_and_weigh, stored_units
 from tessera.attention.gpu.decode_splits import Cut, Run, find_run, unit_starts, visible_columns
 from tessera.attention.gpu.split_merge import merge_splits
@@ -43,6 +43,7 @@ from tessera.attention.gpu.warpgroup import (
     scores,
     swizzled,
     tanh,
+    whole_lines,
 )
 from tessera.attention.gradient import differentiable
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
@@ -67,14 +68,11 @@ class Config:
         block_s: keys (listed keys when sparse) per block.
         stages: blocks of keys and values on their way or in use.
         splits: runs of blocks per KV head that are computed side by side and merged.
-        head_major: K and V lie in memory as [B,K,S,H], as a model's cache does (the call's arrays are transposed views
-            of it); False: as [B,S,K,H]. The other layout costs a copy.
     """
 
     block_s: int
     stages: int
     splits: int
-    head_major: bool = True
 
     def __post_init__(self):
         if self.block_s not in (64, 128):
@@ -146,8 +144,8 @@ def fetch(refs: Refs, at: Place, config: Config, starts: list, slot) -> None:
     for source, blocks, landed in ((refs.k, refs.k_block, refs.k_landed), (refs.v, refs.v_block, refs.v_landed)):
         for i, start in enumerate(starts):
             keys = pl.ds(start, unit)
-            index = (at.sequence, at.head, keys) if config.head_major else (at.sequence, keys, at.head)
-            plgpu.copy_gmem_to_smem(source.at[index], blocks.at[slot, pl.ds(i * unit, unit)], landed.at[slot])
+            block = blocks.at[slot, pl.ds(i * unit, unit)]
+            plgpu.copy_gmem_to_smem(source.at[at.sequence, at.head, keys], block, landed.at[slot])
 
 
 def in_bits(z: Array, cut: Cut) -> Array:
@@ -290,13 +288,12 @@ def call(cut: Cut, config: Config):
     )
 
 
-def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
+def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """The whole call: partial results, then the merge."""
-    shapes = call_shapes(q, k, selection)
+    shapes = kv.shapes(q, selection)
     cut = cut_call(role, spec, shapes, config)
     # The copy engine moves whole swizzled tiles of 8 rows. A cache in eights and G up to 8 are not copied here.
-    k, v = (jnp.pad(x, [(0, 0), (0, -shapes.num_keys % 8), (0, 0), (0, 0)]) for x in (k, v))
-    k, v = (jnp.swapaxes(x, 1, 2) if config.head_major else x for x in (k, v))
+    k, v = (whole_lines(x, 2) for x in (kv.k, kv.v))
     rows = q.reshape(shapes.batch, shapes.num_kv_heads, cut.groups, shapes.head_dim)
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.stored_groups - cut.groups), (0, 0)])
     lists = () if selection is None else selection
@@ -313,11 +310,11 @@ dense = differentiable(attend)
 """Dense decode, differentiable in q, k and v."""
 
 
-def launch(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
+def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """The role's launch."""
     if role == "dense":
-        return dense(q, k, v, positions, spec, config)
-    return attend(role, q, k, v, spec, positions, selection, config)
+        return dense(q, kv.k, kv.v, positions, spec, config)
+    return attend(role, q, kv, spec, positions, selection, config)
 
 
 def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:

@@ -29,7 +29,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import sparse_rows
 from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
 from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
@@ -189,13 +189,14 @@ def cut_keys(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     return cut_call(spec, shapes, config)._replace(lists=1)
 
 
-def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
+def launch(
+    q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config
+) -> AttentionOut:
     """Attention over the listed keys only; not differentiable."""
-    cut = cut_keys(spec, call_shapes(q, k, selection), config)
+    cut = cut_keys(spec, kv.shapes(q, selection), config)
     ids = plgpu.SMEM((cut.stages, cut.block_s), jnp.int32)
     source = sparse_rows.Source("gpu_keys_sparse", fetch, hide, arrivals=1, scratch=(ids,))
-    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))  # the model's cache is head-major: nothing moves
-    return sparse_rows.launch(q, k, v, positions, selection, cut, source)
+    return sparse_rows.launch(q, kv.k, kv.v, positions, selection, cut, source)
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:

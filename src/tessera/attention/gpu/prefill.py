@@ -31,7 +31,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import mass as gpu_mass
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks
@@ -150,13 +150,12 @@ def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut)
 
 
 def attend(q, k, v, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
-    """Attention of [B,T,N,H] queries to [B,S,K,H] keys and values."""
+    """Attention of [B,T,N,H] queries to [B,K,S,H] keys and values."""
     batch, num_queries, num_heads, head_dim = q.shape
-    kv_heads, num_keys = k.shape[2], k.shape[1]
+    kv_heads, num_keys = k.shape[1:3]
     cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype))
-    # A model's cache is [B,K,S,H] and comes as a transposed view of it: this transposes it back, nothing moves where
-    # S is a multiple of 8. Else the rows added are zeros, hidden as all are at or past kv_len and q_len.
-    q, k, v = whole_lines(q), *(jnp.swapaxes(whole_lines(x), 1, 2) for x in (k, v))
+    # Rows are added where S or T is no multiple of 8: zeros, hidden as all are at or past kv_len and q_len.
+    q, k, v = whole_lines(q, 1), whole_lines(k, 2), whole_lines(v, 2)
     rows = q.shape[1]
     if not spec.mass:
         out, lse = run_rows(q, k, v, positions, jnp.zeros((1,), jnp.int32), rows, cut)
@@ -201,13 +200,13 @@ def natural(lse: Array, num_queries: int) -> Array:
     return LN_2 * jnp.swapaxes(lse, 1, 2)[:, :num_queries]
 
 
-def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
     """Dense prefill, differentiable in q, k and v, or score with spec.mass."""
-    lengths = jnp.minimum(positions.kv_len, k.shape[1]), jnp.minimum(positions.q_len, q.shape[1])
+    lengths = jnp.minimum(positions.kv_len, kv.k.shape[2]), jnp.minimum(positions.q_len, q.shape[1])
     positions = Positions(positions.q_start, *lengths)  # what lies behind an array reads as zeros, not as padding
     if spec.mass:
-        return attend(q, k, v, spec, positions, config)
-    return dense(q, k, v, positions, spec, config)
+        return attend(q, kv.k, kv.v, spec, positions, config)
+    return dense(q, kv.k, kv.v, positions, spec, config)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

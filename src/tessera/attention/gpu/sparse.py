@@ -28,7 +28,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import sparse_rows
 from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
 from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
@@ -145,12 +145,14 @@ def by_unit(limits: list, place: Array, cut: Cut) -> Array:
     return found
 
 
-def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
+def launch(
+    q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config
+) -> AttentionOut:
     """Attention over the listed tiles only; not differentiable."""
-    cut = cut_call(spec, call_shapes(q, k, selection), config)
+    cut = cut_call(spec, kv.shapes(q, selection), config)
     source = sparse_rows.Source("gpu_prefill_sparse", fetch, hide, arrivals=cut.units)
     # As the model's cache holds them, [B,K,S,H]: no copy, but where S is no multiple of 8.
-    k, v = (jnp.swapaxes(whole_lines(x), 1, 2) for x in (k, v))
+    k, v = (whole_lines(x, 2) for x in (kv.k, kv.v))
     return sparse_rows.launch(q, k, v, positions, selection, cut, source)
 
 

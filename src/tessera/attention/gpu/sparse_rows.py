@@ -313,7 +313,7 @@ def whole_tiles(q: Array, cut: Cut) -> Array:
     """q [B,T,N,H] whose query tiles begin `tokens` apart, where TMA finds them."""
     query_tile, (batch, num_queries, *row) = cut.spec.query_tile, q.shape
     if cut.num_tiles == 1 or cut.tokens == query_tile:
-        return whole_lines(q)
+        return whole_lines(q, 1)
     q = jnp.pad(q, ((0, 0), (0, cut.num_tiles * query_tile - num_queries), (0, 0), (0, 0)))
     q = q.reshape(batch, cut.num_tiles, query_tile, *row)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, cut.tokens - query_tile), (0, 0), (0, 0)))

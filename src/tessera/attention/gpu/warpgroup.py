@@ -40,10 +40,10 @@ def simulated() -> bool:
     return simulated_by(plgpu.InterpretGPUParams)
 
 
-def whole_lines(x: Array) -> Array:
-    """x [B,T,N,H] with a token count that TMA takes, x itself where it has one. (The interpreter takes any.)"""
-    missing = -x.shape[1] % LEAST_TOKENS
-    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+def whole_lines(x: Array, axis: int) -> Array:
+    """x with a token count along the axis that TMA takes, x itself where it has one. (The interpreter takes any.)"""
+    missing = -x.shape[axis] % LEAST_TOKENS
+    return jnp.pad(x, [(0, missing * (at == axis)) for at in range(x.ndim)]) if missing else x
 
 
 def scores(q_smem, k_smem, while_busy: Callable[[], None] = lambda: None) -> Array:

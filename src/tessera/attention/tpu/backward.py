@@ -307,8 +307,8 @@ def gradients(
 
     Args:
         q: [B,T,N,H] queries.
-        k: [B,S,K,H] keys.
-        v: [B,S,K,H] values.
+        k: [B,K,S,H] keys.
+        v: [B,K,S,H] values.
         out: [B,T,N,H] the forward pass's.
         lse: [B,T,N] the forward pass's, float32; -inf where a row sees nothing.
         d_out: [B,T,N,H] cotangent of out.
@@ -318,7 +318,7 @@ def gradients(
         config: block sizes; None takes `default_config`'s.
     """
     batch, num_queries, num_heads, dim = q.shape
-    num_keys, kv_heads = k.shape[1:3]
+    kv_heads, num_keys = k.shape[1:3]
     shapes = Shapes(batch, num_queries, num_keys, num_heads, kv_heads, dim, None, str(q.dtype))
     cut = cut_call(spec, shapes, default_config(spec, shapes) if config is None else config)
 
@@ -336,15 +336,15 @@ def gradients(
     if num_queries < cut.block_t:  # only a whole block may be larger than what it is cut from
         q, out, d_out = (jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) for x in (q, out, d_out))
     if num_keys < cut.block_s:
-        k, v = (jnp.pad(x, [(0, 0), (0, cut.block_s - num_keys), (0, 0), (0, 0)]) for x in (k, v))
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+        k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.block_s - num_keys), (0, 0)]) for x in (k, v))
+    q = jnp.swapaxes(q, 1, 2)
     out, d_out = (x.reshape(*x.shape[:2], -1) if cut.flat else jnp.swapaxes(x, 1, 2) for x in (out, d_out))
 
     dq, dk, dv = call(cut, positions, q, k, v, out, d_out, bits, d_lse)
     if cut.slabs > 1:
         dq = (dq * cut.scale).astype(q.dtype)
     dq = jnp.swapaxes(dq, 1, 2)[:, :num_queries]
-    return dq, *(jnp.swapaxes(x, 1, 2)[:, :num_keys] for x in (dk, dv))
+    return dq, *(x[:, :, :num_keys] for x in (dk, dv))
 
 
 def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tuple[Array, Array, Array]:

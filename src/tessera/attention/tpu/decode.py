@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
 from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Shapes, call_shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Shapes
 from tessera.attention.gradient import differentiable
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.attention.tpu.decode_blocks import (
@@ -243,9 +243,9 @@ def body(*refs, cut: Cut):
             finish(refs, cut, index)
 
 
-def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
+def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """The whole call: q to rows of heads, one launch, splits merged."""
-    shapes = call_shapes(q, k, selection)
+    shapes = kv.shapes(q, selection)
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
     rows = jnp.where(
         (positions.q_len > 0)[:, None, None, None], q[:, 0].reshape(cut.batch, cut.kv_heads, -1, cut.head_dim), 0
@@ -253,7 +253,7 @@ def attend(role: str, q, k, v, spec, positions, selection, config: Config) -> At
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.rows - cut.groups), (0, 0)]).astype(jnp.float32)
     rows = rows.reshape(cut.batch, cut.kv_heads // cut.heads, cut.heads * cut.rows, cut.head_dim)
     pad = [(0, 0), (0, 0), (0, cut.stored - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16
-    k, v = (jnp.pad(jnp.swapaxes(x, 1, 2), pad).reshape(-1, cut.stored, cut.head_dim) for x in (k, v))
+    k, v = (jnp.pad(x, pad).reshape(-1, cut.stored, cut.head_dim) for x in (kv.k, kv.v))
     k, v = (jnp.swapaxes(x, 1, 2) if cut.lanes else x for x in (k, v))
     if cut.paged:
         k, v = (x.reshape(-1, cut.unit, cut.head_dim) for x in (k, v))
@@ -274,11 +274,11 @@ dense = differentiable(attend)
 """Dense decode, differentiable in q, k and v."""
 
 
-def launch(role: str, q, k, v, spec, positions, selection, config: Config) -> AttentionOut:
+def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """The role's launch."""
     if role == "dense":
-        return dense(q, k, v, positions, spec, config)
-    return attend(role, q, k, v, spec, positions, selection, config)
+        return dense(q, kv.k, kv.v, positions, spec, config)
+    return attend(role, q, kv, spec, positions, selection, config)
 
 
 def call(cut: Cut, out_dtype, dtype):

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
 from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes, call_shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
 from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.tpu.prefill_blocks import (
@@ -197,16 +197,16 @@ def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
 
 
 def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
-    """Run the kernel on [B,T,N,H] queries and [B,S,K,H] keys and values."""
-    shapes = call_shapes(q, k)
+    """Run the kernel on [B,T,N,H] queries and [B,K,S,H] keys and values."""
+    shapes = KeyValues(k, v).shapes(q)
     cut = cut_call(spec, shapes, config)
     batch, num_queries, num_heads, dim = q.shape
-    kv_heads = k.shape[2]
+    kv_heads = k.shape[1]
     if num_queries < cut.block_t:  # only a whole block may be larger than what it is cut from
         q = jnp.pad(q, [(0, 0), (0, cut.block_t - num_queries), (0, 0), (0, 0)])
-    if k.shape[1] < cut.block_s:
-        k, v = (jnp.pad(x, [(0, 0), (0, cut.block_s - x.shape[1]), (0, 0), (0, 0)]) for x in (k, v))
-    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    if k.shape[2] < cut.block_s:
+        k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.block_s - x.shape[2]), (0, 0)]) for x in (k, v))
+    q = jnp.swapaxes(q, 1, 2)
     blocks, steps = ceil_div(num_queries, cut.block_t), launch_steps(spec, shapes, cut)
     last_block = ceil_div(k.shape[2], cut.block_s) - 1
 
@@ -286,11 +286,11 @@ def vmem_limit() -> int:
     return chip()[1] * 7 // 8
 
 
-def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
     """Dense prefill, differentiable in q, k and v, or score with spec.mass."""
     if spec.mass:
-        return attend(q, k, v, spec, positions, config)
-    return dense(q, k, v, positions, spec, config)
+        return attend(q, kv.k, kv.v, spec, positions, config)
+    return dense(q, kv.k, kv.v, positions, spec, config)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

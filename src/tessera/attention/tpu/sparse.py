@@ -27,7 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
 from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes, call_shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
 from tessera.attention.tpu.matrix_unit import dot, widen
 from tessera.attention.tpu.prefill_rows import weigh
@@ -268,14 +268,16 @@ def write(refs: Refs, p: int, item: Item, cut: Cut) -> None:
     refs.lse[0, 0, p] = jnp.where(l > 0, (m + jnp.log2(l)) * LN_2, -jnp.inf)
 
 
-def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
+def launch(
+    q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config
+) -> AttentionOut:
     """Attention over the listed tiles only; not differentiable."""
     batch, num_queries, num_heads, head_dim = q.shape
-    kv_heads, shapes = k.shape[2], call_shapes(q, k, selection)
+    shapes, (k, v) = kv.shapes(q, selection), kv[:2]
+    kv_heads = shapes.num_kv_heads
     cut = cut_call(spec, shapes, config)
     lengths = jnp.minimum(positions.kv_len, shapes.num_keys), jnp.minimum(positions.q_len, num_queries)
     positions = Positions(positions.q_start, *lengths)  # what pads the arrays reads as zeros, not as padding
-    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
     if cut.num_keys > k.shape[2]:  # only lengths that are no multiple of 16 are padded: a copy must start at one
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.num_keys - x.shape[2]), (0, 0)]) for x in (k, v))
     lists = pack_lists(selection, cut)

@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gradient import row_gradients
 from tessera.attention.online_softmax import LOG2_E, SoftmaxState, absorb, finish_state, init_state, score_bits
 from tessera.attention.visibility import Range, decode_range
@@ -138,19 +138,18 @@ def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
 dense.defvjp(_forward, _backward)
 
 
-def launch_dense(q, k, v, spec, positions, selection, config) -> AttentionOut:
+def launch_dense(q, kv: KeyValues, spec, positions, selection, config) -> AttentionOut:
     """Dense decode; differentiable in q, k and v."""
-    rows = group_rows(q, k.shape[2])
-    out, lse = dense(rows, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), positions, spec, config)
+    out, lse = dense(group_rows(q, kv.k.shape[1]), kv.k, kv.v, positions, spec, config)
     return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]))
 
 
-def launch_score(q, k, v, spec: AttentionSpec, positions, selection, config: Config) -> AttentionOut:
+def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, config: Config) -> AttentionOut:
     """Dense out and lse, and each key tile's probability mass, in one pass.
 
     Per block: the row sum of each tile and the running maximum it was taken at; both meet lse at the end.
     """
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    k, v = kv.k, kv.v
     rows = group_rows(q, k.shape[1])
     num_keys, num_tiles = k.shape[2], ceil_div(k.shape[2], spec.tile)
     whole = num_keys // spec.tile * spec.tile
@@ -189,9 +188,11 @@ def launch_score(q, k, v, spec: AttentionSpec, positions, selection, config: Con
     return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]), mass)
 
 
-def launch_sparse(q, k, v, spec: AttentionSpec, positions, selection: Selection, config: Config) -> AttentionOut:
+def launch_sparse(
+    q, kv: KeyValues, spec: AttentionSpec, positions, selection: Selection, config: Config
+) -> AttentionOut:
     """Attention over the listed tiles only, a few tiles per step, read from where they lie."""
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    k, v = kv.k, kv.v
     rows = group_rows(q, k.shape[1])
     num_keys = k.shape[2]
     size = min(spec.tile, num_keys)

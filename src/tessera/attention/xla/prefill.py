@@ -22,7 +22,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
 from tessera.attention.online_softmax import (
     LN_2,
     LOG2_E,
@@ -333,16 +333,18 @@ def zero_padding(q: Float[Array, "B T N H"], positions: Positions) -> Float[Arra
     return jnp.where((token < positions.q_len[:, None])[..., None, None], q, 0)
 
 
-def launch_dense(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+def launch_dense(
+    q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
+) -> AttentionOut:
     """Dense prefill; differentiable in q, k and v (out and lse)."""
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    return AttentionOut(*dense(zero_padding(q, positions), k, v, positions, spec, config))
+    return AttentionOut(*dense(zero_padding(q, positions), kv.k, kv.v, positions, spec, config))
 
 
-def launch_score(q, k, v, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
+def launch_score(
+    q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
+) -> AttentionOut:
     """Dense out and lse, and each key tile's probability mass, in one pass; not differentiable."""
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    return AttentionOut(*attend(zero_padding(q, positions), k, v, positions, spec, config))
+    return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config))
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:

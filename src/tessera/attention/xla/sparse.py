@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 from tessera.attention.online_softmax import absorb, finish_state, init_state, raw_scores, sees_any, visible_mask
 from tessera.core.shapes import ceil_div
 
@@ -147,13 +147,14 @@ class Groups(NamedTuple):
         return x[:, : self.num_tiles]
 
 
-def launch(q, k, v, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config) -> AttentionOut:
+def launch(
+    q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config
+) -> AttentionOut:
     """Attention over the listed tiles only; not differentiable."""
     batch, num_queries, num_heads, head_dim = q.shape
-    num_keys, kv_heads = k.shape[1:3]
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    kv_heads, num_keys = kv.k.shape[1:3]
     pad = [(0, 0), (0, 0), (0, max(spec.tile - num_keys, 0)), (0, 0)]  # only a call shorter than one tile is padded
-    k, v = (jnp.pad(x, pad).reshape(batch * kv_heads, -1, head_dim) for x in (k, v))
+    k, v = (jnp.pad(x, pad).reshape(batch * kv_heads, -1, head_dim) for x in (kv.k, kv.v))
     groups, num_tiles = num_heads // kv_heads, ceil_div(num_queries, spec.query_tile)
     rows, total = spec.query_tile * groups, batch * kv_heads
     cut = Groups.of(total, num_tiles, max(STEP_SCORES // (rows * max(config.block_s, spec.tile)), 1))

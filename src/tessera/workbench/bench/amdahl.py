@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float
 
-from tessera.attention.contract import AttentionSpec, Positions, call_shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.models.cache import Cache
 from tessera.runtime.compilation import cut_chunks
 from tessera.runtime.engine import Session
@@ -32,12 +32,10 @@ def attend_layers(
     q: Float[Array, "B T N H"], cache: Cache, positions: Positions, *, spec: AttentionSpec, policy: Policy
 ) -> tuple[Float[Array, "B T N H"], Reads | None]:
     """Run one chunk's attention in every layer of a cache [B,K,S,H]; return the outputs' sum and the keys read."""
-    layers = len(cache.k)
-    shapes = call_shapes(q, jnp.swapaxes(cache.k[0], 1, 2))
-    state, total = policy.init_state(layers, shapes, spec), jnp.zeros_like(q)
-    for layer in range(layers):
-        k, v = (jnp.swapaxes(held[layer], 1, 2) for held in cache)
-        out, state = policy.attend(layer, q, k, v, spec, positions, state)
+    pairs = [KeyValues(k, v) for k, v in zip(*cache)]
+    state, total = policy.init_state(len(pairs), pairs[0].shapes(q), spec), jnp.zeros_like(q)
+    for layer, kv in enumerate(pairs):
+        out, state = policy.attend(layer, q, kv, spec, positions, state)
         total += out
     return total, policy.reads(state)
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.attention.contract import AttentionSpec, Selection
-from tessera.attention.dispatch import attention, call_shapes, choose
+from tessera.attention.contract import AttentionSpec, Selection, call_shapes
+from tessera.attention.dispatch import attention, choose
 from tessera.attention.selection import select_tiles
 from tessera.workbench import measure
 from tessera.workbench.bench import peers

@@ -17,8 +17,8 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from tessera.attention.contract import AttentionSpec, Positions, Selection, call_shapes
-from tessera.attention.dispatch import attention
+from tessera.attention import dispatch
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection
 from tessera.attention.selection import find_marks, keep_largest
 from tessera.core.shapes import ceil_div
 from tessera.generate import Model
@@ -86,15 +86,15 @@ def flat(share: float, minimum: int, longest: int) -> Knots:
     )
 
 
-def scores_newest(q, k, layer, spec, positions):
+def scores_newest(q, kv, layer, spec, positions):
     """Score later tiles higher."""
-    shape = _grid(q, k, spec)
+    shape = _grid(q, kv, spec)
     return jnp.broadcast_to(jnp.arange(1, shape[-1] + 1, dtype=jnp.float32), shape)
 
 
-def scores_random(q, k, layer, spec, positions):
+def scores_random(q, kv, layer, spec, positions):
     """Score tiles by noise that depends only on layer, head, tile and the query tile's position."""
-    batch, heads, num_query_tiles, num_tiles = shape = _grid(q, k, spec)
+    batch, heads, num_query_tiles, num_tiles = shape = _grid(q, kv, spec)
     row = positions.q_start[:, None] + jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
     parts = (row[:, None, :, None], jnp.arange(heads)[:, None, None], jnp.arange(num_tiles), jnp.asarray(layer))
     mixed = jnp.zeros(shape, jnp.uint32)
@@ -106,20 +106,21 @@ def scores_random(q, k, layer, spec, positions):
     return (mixed >> 8).astype(jnp.float32)
 
 
-def scores_mass(q, k, layer, spec, positions):
+def scores_mass(q, kv, layer, spec, positions):
     """Score each tile by its exact attention probability."""
-    return attention(q, k, k, replace(spec, mass=True), **positions._asdict()).mass
+    return dispatch.attend(q, kv, replace(spec, mass=True), **positions._asdict()).mass
 
 
-def scores_estimate(q, k, layer, spec, positions, summary: str, keys: int | None = None):
+def scores_estimate(q, kv, layer, spec, positions, summary: str, keys: int | None = None):
     """Score tiles by attention probability, estimated per block of keys (a tile if None); decode scores each key."""
     keys = spec.tile if keys is None else min(keys, spec.tile)
-    return estimate_mass(q, k, spec, positions, Estimate(keys=keys, summary=summary))
+    return estimate_mass(q, kv.k, spec, positions, Estimate(keys=keys, summary=summary))
 
 
-def _grid(q: Array, k: Array, spec: AttentionSpec) -> tuple[int, int, int, int]:
+def _grid(q: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[int, int, int, int]:
     """[B,K,I,J] of a call."""
-    return q.shape[0], k.shape[2], ceil_div(q.shape[1], spec.query_tile), ceil_div(k.shape[1], spec.tile)
+    batch, heads, num_keys = kv.k.shape[:3]
+    return batch, heads, ceil_div(q.shape[1], spec.query_tile), ceil_div(num_keys, spec.tile)
 
 
 SCORES: Final[Mapping[str, Callable[..., Array]]] = MappingProxyType(
@@ -132,7 +133,7 @@ SCORES: Final[Mapping[str, Callable[..., Array]]] = MappingProxyType(
         "min and max": partial(scores_estimate, summary="minmax"),
     }
 )
-"""Rules that score tiles: (q, k, layer, spec, positions) -> [B,K,I,J], non-negative, higher is better."""
+"""Rules that score tiles: (q, kv, layer, spec, positions) -> [B,K,I,J], non-negative, higher is better."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,29 +164,29 @@ class Matched(Counted):
     def name(self) -> str:
         return "matched"
 
-    def attend(self, layer, q, k, v, spec, positions, state):
+    def attend(self, layer, q, kv, spec, positions, state):
         if spec.window is not None:
             raise ValueError("rivals are for models without a sliding window: this one has it in its configuration")
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
-        where, shapes = positions._asdict(), call_shapes(q, k)
+        where, shapes = positions._asdict(), kv.shapes(q)
         visible = count_visible(spec, positions, shapes)
 
-        def dense(q, k, v):
-            return attention(q, k, v, spec, **where).out, visible
+        def dense(q, kv):
+            return dispatch.attend(q, kv, spec, **where).out, visible
 
-        def sparse(q, k, v):
-            scores = SCORES[self.scores](q, k, layer, spec, positions)
+        def sparse(q, kv):
+            scores = SCORES[self.scores](q, kv, layer, spec, positions)
             selection = self.select(scores, positions, jnp.asarray(self.whole)[layer] if self.whole else None)
-            out = attention(q, k, v, spec, **where, selection=selection).out
+            out = dispatch.attend(q, kv, spec, **where, selection=selection).out
             return out, count_read(selection, spec, positions, shapes)
 
         full = [all(row) for row in self.whole]
         if isinstance(layer, int):
-            out, read = (dense if full and full[layer] else sparse)(q, k, v)
+            out, read = (dense if full and full[layer] else sparse)(q, kv)
         elif any(full):
-            out, read = jax.lax.cond(jnp.asarray(full)[layer], dense, sparse, q, k, v)
+            out, read = jax.lax.cond(jnp.asarray(full)[layer], dense, sparse, q, kv)
         else:
-            out, read = sparse(q, k, v)
+            out, read = sparse(q, kv)
         return out, record_reads(state, layer, read, visible)
 
     def select(self, scores_BKIJ: Array, positions: Positions, whole_K: Bool[Array, " K"] | None = None) -> Selection:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.attention import tuned
-from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.selection import select_tiles
@@ -129,9 +129,8 @@ def ready(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any = Non
     """
     config = tuned.config(kernel, spec, shapes) if config is None else config
 
-    def call(q, k_cache, v_cache, positions, selection):
-        k, v = (jnp.swapaxes(x, 1, 2) for x in (k_cache, v_cache))
-        return kernel.launch(q, k, v, spec, positions, selection, config)
+    def call(q, k, v, positions, selection):
+        return kernel.launch(q, KeyValues(k, v), spec, positions, selection, config)
 
     return jax.jit(call)
 

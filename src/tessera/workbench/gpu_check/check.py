@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.attention import reference
-from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Selection
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection
 from tessera.core.shapes import ceil_div
 
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -23,7 +23,7 @@ ALLOWED = {"out": 2.0, "lse": 1.0, "mass": 8.0}
 def errors(spec: AttentionSpec, q, k, v, positions: Positions, selection: Selection | None, found: AttentionOut):
     """Return the largest error of each part that the answer has; NaN where it holds NaN."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    expected = reference.attend(q, k, v, spec, positions, selection, reference.Config())
+    expected = reference.attend(q, KeyValues.of(k, v), spec, positions, selection, reference.Config())
     size = jnp.linalg.norm(expected.out, axis=-1)
     off = jnp.linalg.norm(found.out.astype(jnp.float32) - expected.out, axis=-1)
     parts = {"out": jnp.max(jnp.where(off == 0, 0.0, off / size))}

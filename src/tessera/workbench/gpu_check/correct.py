@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention import oracle, tuned
-from tessera.attention.contract import TILES, AttentionSpec, Kernel, Positions, Shapes
+from tessera.attention.contract import TILES, AttentionSpec, Kernel, KeyValues, Positions, Shapes
 from tessera.attention.workloads import Workload, tagged
 from tessera.workbench import trials, verify
 from tessera.workbench.evidence import How, What
@@ -194,7 +194,7 @@ def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
     config = tuned.config(kernel, spec, workload.shapes("dense", "bfloat16"))
 
     def loss(q, k, v):
-        return jnp.sum(kernel.launch(q, k, v, spec, positions, None, config).out * d_out)
+        return jnp.sum(kernel.launch(q, KeyValues.of(k, v), spec, positions, None, config).out * d_out)
 
     with calls.machine(kernel):
         found = jax.block_until_ready(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*map(jnp.asarray, call[:3])))

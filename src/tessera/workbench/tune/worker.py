@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import AttentionSpec, Kernel, KeyValues, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.workbench.tune import calls
 
@@ -53,9 +53,8 @@ def program_of(request: dict) -> Program:
         spec, shapes = AttentionSpec(**request["spec"]), Shapes(**request["shapes"])
         config = kernel.Config(**request["config"])
 
-        def step(q, k_cache, v_cache, positions, selection):
-            k, v = (jnp.swapaxes(x, 1, 2) for x in (k_cache, v_cache))
-            return kernel.launch(q, k, v, spec, positions, selection, config)
+        def step(q, k, v, positions, selection):
+            return kernel.launch(q, KeyValues(k, v), spec, positions, selection, config)
 
         start = time.perf_counter()
         compiled = jax.jit(step).lower(*as_cached(calls.draw(spec, shapes, 0))).compile()
