@@ -110,8 +110,11 @@ def test_its_gradient_is_that_of_out_and_lse(monkeypatch, causal, q_start, capab
 
     def gradients(kernel, dtype):
         q, k, v, d_out = (jnp.asarray(x, dtype) for x in (call.q, call.k, call.v, sent[0]))
-        launch = functools.partial(kernel.launch, spec=spec, positions=positions, selection=None, config=None)
-        pull = jax.vjp(lambda *x: launch(*x)._replace(mass=None), q, k, v)[1]
+
+        def attend(q, k, v):
+            return kernel.launch(q, KeyValues.of(k, v), spec, positions, None, None)._replace(mass=None)
+
+        pull = jax.vjp(attend, q, k, v)[1]
         return pull(AttentionOut(d_out, jnp.asarray(sent[1])))
 
     found = gradients(KERNEL, jnp.bfloat16)

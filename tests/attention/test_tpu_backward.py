@@ -48,7 +48,7 @@ def exact(call, d_out, d_lse, spec):
     config = xla_prefill.Config(block_t=64, block_s=64)
 
     def forward(q, k, v):
-        return xla_prefill.launch_dense(q, k, v, spec, positions, None, config)[:2]
+        return xla_prefill.launch_dense(q, KeyValues.of(k, v), spec, positions, None, config)[:2]
 
     results, backward = jax.vjp(forward, *clean[:3])
     return results, backward((jnp.asarray(clean[3]), jnp.asarray(clean[4])))

@@ -10,7 +10,7 @@ import pytest
 from tiny import CONFIG, PLAN, save_tiny
 
 from tessera import generate
-from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.cli.workbench import Eval
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.sparse.baselines import Dense, Window
@@ -193,8 +193,8 @@ def test_a_budget_buys_the_best_tiles():
 def test_the_newest_tiles_are_a_window():
     policy = Matched(scores="newest", keys=((0, 64.0), (512, 64.0)), tile=16, query_tile=16, sinks=1)
     spec = AttentionSpec(tile=16, query_tile=16)
-    q, k = jnp.zeros((1, 16, 2, 16)), jnp.zeros((1, 512, 2, 16))
-    scores = contenders.SCORES["newest"](q, k, 0, spec, None)
+    q, k = jnp.zeros((1, 16, 2, 16)), jnp.zeros((1, 2, 512, 16))
+    scores = contenders.SCORES["newest"](q, KeyValues(k, k), 0, spec, None)
     assert select(policy, scores, 320, rows=16) == [0, 18, 19, 20]
 
 

@@ -1,4 +1,4 @@
-"""The configs a tuner may try: every combination of values that changes what a kernel does with a call."""
+"""The configs a tuner may try: every combination of values that changes how a kernel cuts a call."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,15 +7,15 @@ from typing import Any
 
 
 def distinct(default: Any, axes: Mapping[str, Sequence], cut: Callable[[Any], Hashable]) -> Iterator[Any]:
-    """Configs of the axes' values and the default's own; of those that cut the call alike, the nearest to the default.
+    """Yield configs of the axes' values and the default's own; of configs that cut alike, the nearest to the default.
 
-    So an axis that the call does not feel (a block longer than all keys) stays at the default, and a search that moves
-    one field at a time finds every way to cut.
+    An axis that does not affect the call (a block longer than all keys) therefore stays at the default, and a search
+    that changes one field at a time still finds every way to cut.
 
     Args:
         default: a config (a dataclass).
         axes: field -> values.
-        cut: config -> what the kernel makes of it for the call.
+        cut: config -> how the kernel cuts the call with it.
     """
 
     def nearest_first(name: str) -> list:

@@ -54,9 +54,9 @@ class AttentionSpec:
 
 
 class Selection(NamedTuple):
-    """Key tiles each query tile reads: ids (absolute position // tile), strictly ascending; past count all are ignored.
+    """Key tiles each query tile reads: ids (absolute position // tile), strictly ascending; ids past count are ignored.
 
-    A repeated id weighs once or as often as it stands there, as the kernel has it.
+    Repeated ids are undefined behaviour: a kernel may count the tile once or once per repeat.
     """
 
     tiles: Int32[Array, "B K I C"]
@@ -69,7 +69,7 @@ class KeyValues(NamedTuple):
     Attributes:
         k, v: [B,K,S,H], or with pages the pool [P,K,page,H].
         pages: physical page of each page of a sequence; None: contiguous.
-        k_scale, v_scale: of int8 keys and values, per key; None: they are stored in q's dtype.
+        k_scale, v_scale: scale per key of int8 keys and values; None: keys and values are stored in q's dtype.
     """
 
     k: Float[Array, "B K S H"]
@@ -80,7 +80,7 @@ class KeyValues(NamedTuple):
 
     @classmethod
     def of(cls, k_BSKH: Float[Array, "B S K H"], v_BSKH: Float[Array, "B S K H"]) -> "KeyValues":
-        """The record of token-major arrays, as users pass them."""
+        """Build the record from token-major arrays, as users pass them."""
         return cls(jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2))
 
     def shapes(self, q_BTNH: Float[Array, "B T N H"], selection: "Selection | None" = None) -> "Shapes":
@@ -110,7 +110,7 @@ class AttentionOut(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Where one call's rows and keys stand, per sequence.
+    """Positions and lengths of one call's rows and keys, per sequence.
 
     Attributes:
         q_start: absolute position of the first query row (may be negative: such rows see no key when causal).
@@ -124,7 +124,7 @@ class Positions(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Static sizes and dtype of one call: what `supports` and `cost` look at."""
+    """Static sizes and dtype of one call, as `supports` and `cost` take them."""
 
     batch: int
     num_queries: int
@@ -163,8 +163,8 @@ class Kernel:
         search_space: (spec, shapes) -> iterator of Config, for the tuner.
         cost: (spec, shapes) -> {"flops": float, "bytes": float}.
         executions: (spec, shapes, config) -> how often each named scope of the kernel's body runs in the whole call,
-            with "step" (grid steps) and "hbm_bytes" (bytes between main memory and the chip's own). Turns a schedule
-            into a time without the chip; None where no schedule is read.
+            with "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory). Turns a
+            compiled schedule into a time without the chip; None if no schedule is read.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Chooses a kernel for every attention call, says why, and refuses what none of them can do."""
+"""Choose a kernel for every attention call, explain the choice, and refuse calls that no kernel can run."""
 
 import re
 from typing import NamedTuple
@@ -35,7 +35,7 @@ KERNELS: tuple[Kernel, ...] = (
     *tpu_decode.KERNELS,
     *tpu_prefill.KERNELS,
     *tpu_sparse.KERNELS,
-    *gpu_cudnn.KERNELS,  # before our own dense prefill, but where a record says that ours is faster
+    *gpu_cudnn.KERNELS,  # before our own dense prefill, except where a record says that ours is faster
     *gpu_decode.KERNELS,
     *gpu_sparse.KERNELS,
     *gpu_keys.KERNELS,
@@ -53,7 +53,7 @@ DENSE = AttentionSpec()
 
 
 class Choice(NamedTuple):
-    """One kernel's answer to one call: chosen, or the reason why it is not."""
+    """Verdict on one kernel for one call: chosen, or the reason why not."""
 
     kernel: str
     platform: str
@@ -112,7 +112,7 @@ def attend(
     selection: Selection | None = None,
     backend: str | None = None,
 ) -> AttentionOut:
-    """`attention` on the record that a cache holds: what policies call."""
+    """Run `attention` on the record that a cache holds; policies call this."""
     check(q_BTNH, kv.k, kv.v, "BKSH")
     shapes = kv.shapes(q_BTNH, selection)
     batch, num_queries, num_keys = shapes[:3]
@@ -140,7 +140,7 @@ def explain(
 
     Args:
         spec: the call's spec; the role is score if spec.mass.
-        shapes: the call's shapes (`call_shapes(q, k, selection)` makes them); a capacity makes the role sparse.
+        shapes: the call's shapes (`call_shapes(q, k, selection)` builds them); a capacity makes the role sparse.
         platform: "cpu", "gpu" or "tpu"; None is that of the mesh in use, else JAX's default backend.
         backend: explain a call that names this backend.
     """
@@ -180,7 +180,7 @@ def choose(spec: AttentionSpec, shapes: Shapes, *, platform: str | None = None, 
 
 
 def refusal(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, platform: str, backend: str | None) -> str | None:
-    """Why the kernel does not run the call, None if it can."""
+    """Return why the kernel cannot run the call, None if it can."""
     role, phase = role_of(spec, shapes), "decode" if shapes.num_queries == 1 else "prefill"
     if backend is not None and not is_named(kernel.name, backend):
         return f"{backend=} was asked for"
@@ -203,15 +203,15 @@ def refusal(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, platform: str, 
 
 
 def missing_capability(kernel: Kernel) -> str | None:
-    """What the kernel needs of a GPU that the one here lacks; None if nothing, or if there is none to ask.
+    """Return the compute capability that the kernel needs and this GPU lacks; None if it lacks none, or without a GPU.
 
-    Ours use Hopper's own matrix instruction, which later chips do not have either; cuDNN's needs Ampere.
+    Our kernels use Hopper's own matrix instruction, which later chips lack too; cuDNN's needs Ampere.
     """
     here = gpu_backward.capability()
     if here is None:
         return None
     if kernel in gpu_cudnn.KERNELS:
-        is_number = re.fullmatch(r"\d+\.\d+", here)  # of another maker's GPU it is a name
+        is_number = re.fullmatch(r"\d+\.\d+", here)  # on another vendor's GPU, `here` is a name
         return None if is_number and float(here) >= 8.0 else f"8.0 (Ampere) or later, this GPU has {here}"
     return None if here == "9.0" else f"9.0 (Hopper), this GPU has {here}"
 
@@ -229,7 +229,7 @@ def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
 
 
 def check(q: Array, k: Array, v: Array, layout: str) -> None:
-    """Raise ValueError, naming the value and the rule, unless the arrays fit together; keys lie in `layout`."""
+    """Raise ValueError, naming the value and the rule, unless the arrays fit together; k and v have axes `layout`."""
     for name, array, letters in (("q", q, "BTNH"), ("k", k, layout), ("v", v, layout)):
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{name}.shape={tuple(array.shape)} must have four sizes [{','.join(letters)}], none zero")
@@ -245,7 +245,7 @@ def check(q: Array, k: Array, v: Array, layout: str) -> None:
 
 
 def check_selection(selection: Selection, spec: AttentionSpec, lead: tuple[int, int, int]) -> None:
-    """Raise ValueError unless the selection is int32 [B,K,I,C] and [B,K,I], and no mass is asked of it."""
+    """Raise ValueError unless the selection is int32 [B,K,I,C] and [B,K,I], and spec.mass is off."""
     tiles, count = selection
     if spec.mass:
         raise ValueError("spec.mass=True needs selection=None: mass is measured on a dense pass")

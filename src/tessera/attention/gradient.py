@@ -1,4 +1,4 @@
-"""Gradient of dense decode attention, shared by every kernel of the role: one row, so O(S) memory without blocks."""
+"""Gradient of dense decode attention, shared by every kernel of the role. One row takes O(S) memory without blocks."""
 
 import functools
 from collections.abc import Callable
@@ -42,8 +42,10 @@ def row_gradients(
 
 
 def differentiable(attend: Callable[..., AttentionOut]) -> Callable[..., AttentionOut]:
-    """dense(q, k, v, positions, spec, config), differentiable in q, k and v, of a kernel file's
-    attend("dense", q, kv, spec, positions, None, config) on [B,1,N,H] queries and [B,K,S,H] keys and values."""
+    """Wrap a kernel file's `attend` as dense(q, k, v, positions, spec, config), differentiable in q, k and v.
+
+    It calls attend("dense", q, kv, spec, positions, None, config) on [B,1,N,H] queries and [B,K,S,H] keys and values.
+    """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
     def dense(q, k, v, positions, spec: AttentionSpec, config: Any) -> AttentionOut:

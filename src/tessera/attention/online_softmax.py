@@ -18,7 +18,7 @@ from tessera.attention.contract import AttentionSpec
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 FLOOR = -1e30
-"""Where the running max starts: below every finite score worth weighting, above -inf."""
+"""Initial running max: below every finite score worth weighting, above -inf."""
 
 
 class SoftmaxState(NamedTuple):

@@ -1,10 +1,10 @@
-"""Independent oracles in float64 numpy, written from the contract's text alone: nothing here is shared with a kernel.
+"""Independent oracles in float64 numpy, written only from the contract's text: they share nothing with a kernel.
 
 Tolerance: twice the error of the same-dtype naive path (inputs and weights rounded to the dtype, sums in float32),
 plus a rounding floor: a score of magnitude |z| carries a float32 rounding error of |z| eps32, which the exponential
 turns into a relative error of the weight, and the output is rounded to the dtype once. A kernel that feeds a matrix
-unit folds the scale into q and rounds the product to the dtype, and so does the naive path of its lse and mass; it
-also sums the rounded weights, which moves the sum by half an epsilon at most.
+unit folds the scale into q and rounds the product to the dtype; its naive path for lse and mass does the same. Such a
+kernel also sums the rounded weights, which moves the sum by at most half an epsilon.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class Answer(NamedTuple):
 
 
 def sees(call: Call, b: int, t: int, head: int) -> np.ndarray:
-    """Which of the S keys row t of query head `head` attends to, by the contract's sentence."""
+    """Mark which of the S keys row t of query head `head` attends to, by the contract's rule."""
     num_keys, group = call.k.shape[1], call.q.shape[2] // call.k.shape[2]
     s = np.arange(num_keys)
     p = int(call.q_start[b]) + t
@@ -69,7 +69,7 @@ def scores(call: Call, b: int, t: int, head: int, work: type = np.float64) -> np
 
 
 def attend(call: Call, dtype: str = "float64") -> Answer:
-    """Textbook attention row by row; another dtype gives the naive path in that dtype instead of the truth."""
+    """Compute textbook attention row by row: the truth in float64, the naive path in any other dtype."""
     work = np.float64 if dtype == "float64" else np.float32
     store = DTYPES[dtype]
     batch, num_queries, num_heads, _ = call.q.shape
@@ -102,7 +102,7 @@ def fold(call: Call, dtype: str) -> Call:
 
 
 def tolerance(call: Call, truth: Answer, dtype: str, folded: bool = False) -> Answer:
-    """Largest allowed absolute error of out, lse and mass in this dtype; `folded`: see above."""
+    """Bound the absolute error of out, lse and mass in this dtype; `folded`: the kernel folds the scale into q."""
     naive = attend(call, dtype)
     scored, summed = (fold(call, dtype), EPS[dtype] / 2) if folded else (call, 0.0)
     values = max(

@@ -1,7 +1,7 @@
 """Tensor parallelism of one attention call: every device of a mesh axis named "heads" takes its share of the KV heads.
 
-A Pallas kernel is opaque to the partitioner, so the call says itself how it splits: K and V, and with them G query
-heads each, are independent. Nothing is communicated.
+A Pallas kernel is opaque to the partitioner, so `split` states how the call divides: KV heads, each with its G query
+heads, are independent. Nothing is communicated.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ AXIS = "heads"
 
 
 def num_parts() -> int:
-    """Devices that share the heads of a call traced here: the size of the axis "heads" of the mesh in use, else 1."""
+    """Count the devices that share the heads of the traced call: the size of the mesh's axis "heads", 1 without one."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
 def platform() -> str:
-    """Where a program traced here will run: the platform of the mesh in use, which may be of absent devices."""
+    """Return the platform that the traced program will run on: the mesh's, whose devices may be absent, else JAX's."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
@@ -40,10 +40,10 @@ def local_shapes(shapes: Shapes) -> Shapes:
 
 
 def split(launch: Callable[..., AttentionOut], with_mass: bool) -> Callable[..., AttentionOut]:
-    """launch(q, kv, positions, selection), each device on its heads; itself where there is nothing to split."""
+    """Wrap launch(q, kv, positions, selection) so that each device runs its own heads; on one device, return launch."""
     if num_parts() == 1:
         return launch
     heads, by_head = P(None, None, AXIS), P(None, AXIS)
     out = AttentionOut(heads, heads, by_head if with_mass else None)
-    # Kernels make their outputs from whole blocks: which mesh axes a value varies over is not tracked through them.
+    # check_vma=False: JAX cannot track through a kernel which mesh axes its outputs vary over.
     return jax.shard_map(launch, in_specs=(heads, by_head, P(), by_head), out_specs=out, check_vma=False)

@@ -1,7 +1,7 @@
 """The slow, obvious kernel: one masked softmax over the whole T x S matrix, in float32.
 
 Cost: 4 B N T S H flops and B N T S float32 scores held at once, so it is for small shapes and for reading. It runs
-every role, in prefill and decode, on every platform, and is differentiable as it stands.
+every role, in prefill and decode, on every platform, and JAX differentiates it without a custom rule.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ from jaxtyping import Bool, Float
 from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
 
 AUTOMATIC_SCORES = 2**28
-"""Scores (B N T S) above which it runs only when asked for by name: 1 GiB of float32."""
+"""Scores (B N T S): 1 GiB of float32. Larger calls run it only if they name it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Nothing to choose."""
+    """Empty: there is nothing to tune."""
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """It takes every option."""
+    """Accept every call."""
     return None
 
 
@@ -33,12 +33,12 @@ def num_scores(shapes: Shapes) -> int:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """The only one."""
+    """Return the only config."""
     return Config()
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """The only one."""
+    """Yield the only config."""
     yield Config()
 
 

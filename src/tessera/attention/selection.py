@@ -1,8 +1,8 @@
 """From tile masses to the key tiles each query tile reads: near and sink tiles always, far tiles by a rolling budget.
 
 Choosing the n heaviest of J tiles needs no sort. Non-negative floats order like their bit patterns, so the n-th largest
-mass is found exactly, two bits a pass, in 16 passes over the masses: always as many, since a loop that ends by what it
-finds makes a GPU wait for the host and a mesh for all of its chips. The ids follow in ascending order from running
+mass is found exactly, two bits a pass, in 16 passes over the masses: always 16, since a loop whose end depends on data
+makes a GPU wait for the host and a mesh for all of its chips. The ids follow in ascending order from running
 counts of kept tiles, 32 to a word, by comparing each place in the list with each word: C * J / 32 steps of vector
 work per query tile where a sort, or a look-up per listed tile, is scalar work on a TPU.
 """
@@ -20,13 +20,13 @@ from tessera.attention.contract import AttentionSpec, Selection
 from tessera.core.shapes import ceil_div
 
 SLACK = 1e-3
-"""Tiles by which fraction * visible / tile may exceed an integer and still count as it: float32 rounding, no more."""
+"""Tiles by which fraction * visible / tile may exceed an integer and still round down to it: only float32 rounding."""
 
 OWN = 2**31 - 2
-"""Rank above every mass, the own tiles'; one short of the largest int32, as ranks are counted from 1 in the search."""
+"""Rank of own tiles, above every mass; one below the largest int32, because the search counts ranks from 1."""
 
 ALWAYS = OWN - 1
-"""Rank of local and sink tiles: above every mass, and dropped before the own tiles where the capacity is too small."""
+"""Rank of local and sink tiles: above every mass, below own tiles, so too small a capacity drops these first."""
 
 WORD = 32
 """Marks packed into one unsigned integer."""
@@ -36,14 +36,14 @@ Fraction = float | Sequence[float] | Float[Array, "K"]
 
 
 class Tiles(NamedTuple):
-    """What each query tile may and must list, and how many; tile ids are inclusive, last < first is empty.
+    """Tiles that each query tile may and must list, and how many. Bounds are inclusive; last < first is empty.
 
     Attributes:
         first_visible, last_visible: tiles that hold a key some row of the query tile sees.
-        first_own, last_own: tiles that hold a position of the query tile's own rows (the diagonal), visible ones.
-        first_local: the oldest visible tile that is always listed for being near; local tiles end where own ones begin.
+        first_own, last_own: visible tiles that hold a position of the query tile's own rows (the diagonal).
+        first_local: the oldest visible tile that is always listed because it is near; local tiles end where own begin.
         last_sink: the newest tile that holds a sink.
-        budget: how many tiles the query tile lists, those always listed included; 0 for padding. K' is K where the
+        budget: how many tiles the query tile lists, including those always listed; 0 for padding. K' is K where the
             fraction is per KV head, else 1.
     """
 
@@ -73,23 +73,23 @@ def select_tiles(
     """List each query tile's own, local and sink tiles, and the heaviest far ones (Kascade, arXiv 2512.16391).
 
     Always listed, where visible: the tiles that hold the query tile's own positions, any of the `local` positions
-    before its first row, or any of the first `sinks` positions. Every other visible tile is far. The far budget in
-    keys: k = max(fraction * visible, minimum), where visible counts the keys that the query tile's last valid row
-    sees; the heaviest ceil(k / tile) far tiles, at most all of them. fraction = 1 lists every far tile and fraction = 0
-    none, whatever the minimum. Ties go to the lower id. NaN mass counts as none.
+    before its first row, or any of the first `sinks` positions. Every other visible tile is far. The far budget
+    is k = max(fraction * visible, minimum) keys, where visible counts the keys that the query tile's last valid row
+    sees. It lists the heaviest ceil(k / tile) far tiles, at most all of them. fraction = 1 lists every far tile and
+    fraction = 0 none, regardless of the minimum. Ties go to the lower id. NaN mass counts as none.
 
     Args:
         mass_BKIJ: probability per key tile, as `attention` returns it with spec.mass.
-        spec: the spec the mass was made with (tile, query_tile, causal, window).
+        spec: the spec that the mass was measured with (tile, query_tile, causal, window).
         fraction: share of the visible keys to read from far tiles, from 0 to 1: one number, or [K], one per KV head.
-            Inside jit it may be traced, if `capacity` is given; its range is then the caller's to hold.
-        minimum: fewest keys to read from far tiles, where as many are left.
+            Inside jit it may be traced if `capacity` is given; the caller must then keep it in range.
+        minimum: fewest keys to read from far tiles, if that many are left.
         local: positions before the query tile's first row that are always read, rounded out to whole tiles.
-        sinks: first positions that are always read, rounded out to whole tiles, while a window shows them.
+        sinks: first positions that are always read, rounded out to whole tiles, while a window covers them.
         q_start: absolute position of the first query row per sequence; zeros when None.
         kv_len: valid keys per sequence; J * tile when None.
         q_len: valid query rows per sequence; I * query_tile when None (pass 1 in decode).
-        capacity: C; None is `capacity_for`, which never cuts a budget. A smaller one drops the lightest tiles first,
+        capacity: C; None takes `capacity_for`, which never cuts a budget. A smaller one drops the lightest tiles first,
             local and sink tiles after all far ones, own tiles last.
         pooled: one ranking for all KV heads, by the mass summed over them; counts still follow each head's fraction.
 
@@ -142,7 +142,7 @@ def capacity_for(
     local: int = 0,
     sinks: int = 0,
 ) -> int:
-    """Return the C that no budget exceeds, wherever the query tiles stand among num_keys keys.
+    """Return the C that no budget exceeds, wherever the query tiles lie among num_keys keys.
 
     Raises:
         ValueError: the fraction is traced, or an argument is out of range.
@@ -153,7 +153,7 @@ def capacity_for(
     largest = float(np.max(fraction))
     rows = min(spec.query_tile, num_queries)
     visible = num_keys if spec.window is None else min(num_keys, spec.window)
-    span = num_keys if spec.window is None else visible + rows - 1  # the window of the first row to that of the last
+    span = num_keys if spec.window is None else visible + rows - 1  # from the first row's window to the last row's
     everything = min(ceil_div(num_keys, spec.tile), _span(span, spec.tile))
     if largest >= 1:
         return everything
@@ -204,7 +204,7 @@ def tile_budget(
 
 
 def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, minimum: int) -> Int32[Array, "B K' I"]:
-    """Far tiles that the budget in keys allows, however many there are."""
+    """Return how many far tiles the budget in keys allows, even if fewer exist."""
     share = jnp.atleast_1d(jnp.asarray(fraction, jnp.float32))[:, None]
     tiles = jnp.ceil(visible_BI[:, None].astype(jnp.float32) * (share / spec.tile) - SLACK).astype(jnp.int32)
     tiles = jnp.maximum(tiles, ceil_div(minimum, spec.tile))
@@ -212,7 +212,7 @@ def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, mini
 
 
 def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B K I"]) -> Bool[Array, "B K I J"]:
-    """Mark the `count` largest ranks per row, ties to the lower index; ranks are -1 or more, at least count >= 0."""
+    """Mark the `count` largest ranks per row, ties to the lower index. Ranks are >= -1; `count` or more are >= 0."""
 
     key = (rank_BKIJ + 1).astype(jnp.uint32)
 
@@ -225,7 +225,7 @@ def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B 
             found = jnp.where(enough, probe, found)
         return found
 
-    # The largest number that at least `count` keys reach; all ones where count is 0: then no key does.
+    # The largest number that at least `count` keys reach; where count is 0 it is all ones, which no key reaches.
     threshold = jax.lax.fori_loop(0, 16, refine, jnp.zeros(count_BKI.shape, jnp.uint32))
     threshold = threshold[..., None]
     above, equal = key > threshold, key == threshold
@@ -237,8 +237,8 @@ def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B 
 def find_marks(mark_BKIJ: Bool[Array, "B K I J"], nth_BKIC: Int32[Array, "B K I C"]) -> Int32[Array, "B K I C"]:
     """Return the index of the nth marked entry (from 1) per row: -1 for nth = 0, J - 1 where there are fewer.
 
-    Marks are packed 32 to a word. Of the J / 32 words the nth mark is in the last one that begins before it; a
-    reduction over the words carries that word along, as a TPU looks up ids of its own per element one by one.
+    Marks are packed 32 to a word. The nth mark is in the last of the J / 32 words that begins before it; a
+    reduction over the words carries that word along, because a TPU does per-element look-ups one by one.
     """
     num_tiles = mark_BKIJ.shape[-1]
     num_words = ceil_div(num_tiles, WORD)
@@ -257,7 +257,7 @@ def find_marks(mark_BKIJ: Bool[Array, "B K I J"], nth_BKIC: Int32[Array, "B K I 
 
 
 def _later(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Of two (index, ...) the one with the larger index."""
+    """Return the (index, ...) with the larger index."""
     return tuple(jnp.where(b[0] > a[0], y, x) for x, y in zip(a, b))
 
 

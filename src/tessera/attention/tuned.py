@@ -1,12 +1,13 @@
 """Block sizes that a search found better than a kernel's default: shipped tables, one file per device, one row a line.
 
-A row holds for the calls of its kernel that fall into its bucket. A bucket names measures of a call (`measures`), each
+A row applies to the calls of its kernel that fall into its bucket. A bucket names measures of a call (`measures`), each
 with the value it must have or the [low, high] it must lie in, ends included; measures it does not name do not matter.
-What changes the shape of the work is exact (dtype, head_dim, groups; kv_heads in decode; tile and query_tile where the
-role has them), lengths and batches are intervals around what was searched. Rows are found for causal calls without
-window and cap, and hold for those alone. The first row that holds answers; where none does, the kernel's default.
+Measures that change the shape of the work are exact (dtype, head_dim, groups; kv_heads in decode; tile and query_tile
+where the role has them); lengths and batches are intervals around the searched values. Rows are searched for causal
+calls without window and cap, and apply only to those. The first row that applies is used; if none does, the
+kernel's default is.
 
-Each row points at the record in evidence/ that it rests on: every candidate tried, and its time or error.
+Each row names the record in evidence/ that supports it: every candidate tried, and its time or error.
 """
 
 import functools
@@ -27,7 +28,7 @@ MEASURES = (
     *("dtype", "head_dim", "groups", "kv_heads", "batch", "num_queries", "num_keys"),
     *("tile", "query_tile", "listed"),
 )
-"""What a bucket may name."""
+"""Measures that a bucket may name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,11 @@ class Row:
     """One line of a table.
 
     Attributes:
-        kernel: name in `dispatch.KERNELS`; role and phase are its.
+        kernel: name in `dispatch.KERNELS`, which fixes role and phase.
         bucket: measure -> value, or (low, high).
         config: fields of the kernel's Config.
-        gain: the default's time over this one's; 1 where the default stands, None where the default does not compile.
-        record: file in evidence/, workload and date of the one record (of this kernel) that says so.
+        gain: the default's time over this one's; 1 if the default won, None if the default does not compile.
+        record: file in evidence/, workload and date of the one record (of this kernel) that supports the row.
     """
 
     kernel: str
@@ -58,7 +59,7 @@ class Row:
             raise ValueError(f"record={dict(self.record)} must name file, workload and date")
 
     def holds(self, kernel: str, spec: AttentionSpec, shapes: Shapes) -> bool:
-        """Whether this row answers a call."""
+        """Whether this row applies to a call."""
         plain = spec.causal and spec.window is None and spec.softcap is None
         if kernel != self.kernel or not plain:
             return False
@@ -70,7 +71,7 @@ class Row:
 
 
 def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
-    """What buckets look at; `listed` is the keys that a list has room for, None where there is none."""
+    """Return the measures that buckets test; `listed` is the keys that a list has room for, None without a list."""
     return {
         "dtype": shapes.dtype,
         "head_dim": shapes.head_dim,
@@ -86,7 +87,7 @@ def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
 
 
 def config(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> Any:
-    """The kernel's Config for a call on the device that is traced for: the table's, else the kernel's default.
+    """The kernel's Config for a call on the device being traced for: the table's, else the kernel's default.
 
     Raises:
         ValueError: the table's row does not fit the kernel's Config.
@@ -101,7 +102,7 @@ def built(row: Row, kernel: Kernel) -> Any:
     """The row's config as the kernel's Config.
 
     Raises:
-        ValueError: it has other fields, or values that the kernel refuses.
+        ValueError: its fields are not the Config's, or the kernel refuses a value.
     """
     try:
         return kernel.Config(**row.config)
@@ -110,7 +111,7 @@ def built(row: Row, kernel: Kernel) -> Any:
 
 
 def device() -> str:
-    """The table's name for the device that is traced for: "v6e", "h200", or a CPU's as evidence/ names its files."""
+    """Return the table name of the device being traced for: "v6e", "h200", or a CPU's as in evidence/ file names."""
     on = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if on is None else on.device_kind
     chip = hardware.chip(kind)
@@ -121,7 +122,7 @@ def device() -> str:
 
 @functools.cache
 def this_cpu() -> str:
-    """The name of this host's CPU, looked up once: it reads /proc."""
+    """Return the name of this host's CPU, cached because the look-up reads /proc."""
     return hardware.device_slug()
 
 
@@ -136,7 +137,7 @@ def read(path: Path) -> tuple[Row, ...]:
     """The rows of a table.
 
     Raises:
-        ValueError: a line is no row, by its number.
+        ValueError: a line is not a row; the message gives its number.
     """
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -150,9 +151,9 @@ def read(path: Path) -> tuple[Row, ...]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Put rows into a table; old rows of other kernels, and of other buckets and workloads of the same, stay.
+    """Merge rows into a table. An old row stays unless a new row of its kernel has its bucket or its workload.
 
-    A row whose bucket has changed since replaces the one that was found for its workload before.
+    So a row whose bucket has changed replaces the earlier row of its workload.
     """
     rows = tuple(rows)
     found_anew = {_searched(row) for row in rows}

@@ -1,6 +1,6 @@
-"""Which keys a row sees, by the contract's rule, as ranges computed outside the kernels.
+"""Ranges of keys that a row sees by the contract's rule, computed outside the kernels.
 
-Forms inside a kernel stay where they are: they work on scalars, in units of that kernel's blocks.
+Forms of the rule inside a kernel stay in that kernel: they work on scalars, in units of its blocks.
 """
 
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from tessera.attention.contract import AttentionSpec, Positions
 
 
 class Range(NamedTuple):
-    """Keys [start, stop) that each sequence's row sees; empty, at 0, where it sees none."""
+    """Keys [start, stop) that each sequence's row sees; [0, 0) if it sees none."""
 
     start: Int32[Array, "B"]
     stop: Int32[Array, "B"]
 
 
 def decode_range(spec: AttentionSpec, positions: Positions, num_keys: int) -> Range:
-    """The keys that the one row at q_start sees."""
+    """Return the keys that each sequence's only row, at q_start, sees."""
     stop = jnp.clip(positions.kv_len, 0, num_keys)
     if spec.causal:
         stop = jnp.minimum(stop, positions.q_start + 1)
@@ -34,7 +34,7 @@ def decode_range(spec: AttentionSpec, positions: Positions, num_keys: int) -> Ra
 def row_ranges(
     spec: AttentionSpec, positions: Positions, num_queries: int
 ) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-    """First key and end (exclusive) that each query row sees under a dense pass; end = first for padding rows."""
+    """Return the first key and the end (exclusive) that each query row sees densely; end = first for padding rows."""
     row = jnp.arange(num_queries, dtype=jnp.int32)
     p = positions.q_start[:, None] + row
     kv_len = positions.kv_len[:, None]

@@ -1,4 +1,4 @@
-"""The work of an attention call, whichever kernel does it: flops, and bytes that no kernel can do without."""
+"""Work of an attention call, independent of the kernel: flops, and the bytes that every kernel must move."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 
 
 def sparse_prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Flops of the two products over the listed pairs (tiles whole), bytes of q, out, lse and the listed K and V."""
+    """Flops of the two products over the listed pairs (whole tiles), bytes of q, out, lse and the listed K and V."""
     width = jnp.dtype(shapes.dtype).itemsize
     keys = listed_keys(spec, shapes)
     rows = shapes.batch * shapes.num_heads * shapes.num_queries
@@ -37,7 +37,7 @@ def sparse_prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 
 
 def listed_keys(spec: AttentionSpec, shapes: Shapes) -> float:
-    """Keys of a full list, the mean over query tiles (q_start = S - T): no list holds more tiles than its rows see."""
+    """Mean keys of a full list over query tiles (q_start = S - T); no list holds more tiles than its rows see."""
     start = np.arange(0, shapes.num_queries, spec.query_tile) + shapes.num_keys - shapes.num_queries
     stop = np.clip(start + spec.query_tile, 0, shapes.num_keys) if spec.causal else shapes.num_keys
     first = 0 if spec.window is None else np.maximum(start - spec.window + 1, 0)

@@ -19,20 +19,20 @@ class Budget(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One attention call, everything but the numbers in its arrays.
+    """One attention call: everything except the contents of its arrays.
 
     Attributes:
         name: unique.
         batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim: B, T, S, N, K, H.
-        dtype: of q, k and v where it is timed; tests run every dtype that a kernel claims.
+        dtype: dtype of q, k and v when timed; tests run every dtype that a kernel claims.
         spec: the dense call; the role score adds `mass`.
         fraction: share of the key tiles that the sparse role lists, at random.
-        budget: instead of random lists, what select_tiles lists for random masses under these options: fraction (one
-            per KV head), minimum, local, sinks.
+        budget: options of select_tiles (fraction, one per KV head; minimum, local, sinks), which then lists tiles by
+            random masses; None lists random tiles.
         q_start, kv_len, q_len: per sequence; None is the contract's default (0, S, T).
-        tags: "test" (small: against the oracles), "hopper" (small, in shapes that Hopper takes), "lists" (small, for
-            the role sparse), "tiles" (those of them that the role score takes too), "bench" (timed), "prefill" or
-            "decode".
+        tags: "test" (small, checked against the oracles), "hopper" (small, in shapes that Hopper takes), "lists"
+            (small, for the role sparse), "tiles" (those of "lists" that the role score takes too), "bench" (timed),
+            "prefill" or "decode".
     """
 
     name: str
@@ -90,7 +90,7 @@ class Workload:
 
 
 WORKLOADS: tuple[Workload, ...] = (
-    # Small ones against the oracles: every tile, G of 1, 2, 4 and 8, T and S that divide nothing, ragged batches,
+    # Small, checked against the oracles: every tile, G of 1, 2, 4 and 8, T and S that no block divides, ragged batches,
     # rows before position 0, sequences without keys or rows.
     Workload(
         name="aligned",
@@ -258,7 +258,7 @@ WORKLOADS: tuple[Workload, ...] = (
         q_len=(1, 1, 1, 0),
         tags=("hopper", "decode"),
     ),
-    # Lists as a plan of the real model has them: local tiles and sinks always, per KV head no far tile, all, or some.
+    # Lists as in a plan of the real model: local tiles and sinks always, and per KV head no, all or some far tiles.
     Workload(
         name="heads_16",
         num_queries=40,

@@ -1,6 +1,6 @@
-"""Policies that calibration asks "what if": some heads read next to nothing, or each head has the budget it is handed.
+"""Policies for calibration's what-if questions: some heads read next to nothing, or each head gets a given budget.
 
-Their arrays may be traced, so one compiled program serves every layer and head. They are made inside the jitted call
+Their arrays may be traced, so one compiled program serves every layer and head. They are built inside the jitted call
 and never hashed.
 """
 
@@ -21,12 +21,12 @@ from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.reads import count_read, count_visible, record_reads
 
 GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Budgets a head may get, as fractions of the visible keys; a finer grid changed nothing that text could show."""
+"""Budgets a head may get, as fractions of the visible keys; a finer grid made no measurable difference on text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """What is listed beyond the budget, and how tiles are scored: the fields of a plan that calibration fixes first."""
+    """Tiles listed beyond the budget, and how tiles are scored: the plan fields that calibration fixes first."""
 
     tile: int = 16
     query_tile: int = 32
@@ -41,16 +41,16 @@ class Tiling:
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
     def always(self) -> dict[str, int]:
-        """Arguments of `select_tiles`."""
+        """Return keyword arguments of `select_tiles`."""
         return {"minimum": self.minimum, "local": self.local, "sinks": self.sinks}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalHeads(Counted):
-    """Dense, but for some KV heads, which read only what is always listed.
+    """Dense attention, except that some KV heads read only the tiles always listed.
 
     Attributes:
-        tiling: what is always listed.
+        tiling: which tiles are always listed.
         local_LK: heads that read no far key.
     """
 
@@ -102,9 +102,9 @@ class Budgeted(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class MassRecorder(Policy):
-    """Dense attention that hands out every layer's masses [L,B,K,I,J]; the caller sorts them.
+    """Dense attention that returns every layer's masses [L,B,K,I,J].
 
-    On the host: XLA on CPU takes seconds to compile each layer's sort.
+    The caller sorts them on the host, because XLA on CPU takes seconds to compile each layer's sort.
     """
 
     tiling: Tiling
@@ -127,8 +127,8 @@ class MassRecorder(Policy):
 
 
 def missed_mass(mass_LBKIJ: np.ndarray, spec: AttentionSpec, positions: Positions, tiling: Tiling) -> np.ndarray:
-    """[L,K,F]: probability outside what is always listed and the best far tiles of each budget of GRID, summed over
-    query tiles, rows and query heads."""
+    """Return [L,K,F]: probability outside the tiles always listed and the best far tiles of each budget of GRID, summed
+    over query tiles, rows and query heads."""
     spec, always = tiling.spec(spec), tiling.always()
     shape = mass_LBKIJ.shape[1:]
     near = select_tiles(jnp.zeros(shape), spec, fraction=0.0, **always, **positions._asdict())

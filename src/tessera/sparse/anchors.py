@@ -1,6 +1,6 @@
 """Which layers should score: similarity, importance, the dynamic program, the head map (KASCADE, arXiv 2512.16391).
 
-Pure mathematics on small arrays; `recording.py` gathers the arrays from a running model, `calibrate.py` ties both.
+Pure mathematics on small arrays; `recording.py` gathers the arrays from a running model, `calibrate.py` combines both.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ def default_anchors(num_layers: int) -> int:
 
 
 def captured(mass_KIJ: Float[Array, "K I J"], ids_AKIC: Int32[Array, "A K I C"]) -> Float[Array, "A K K I"]:
-    """Probability that each of this layer's heads puts on each set of keys: [a, theirs, mine, query tile].
+    """Sum the probability that each of this layer's heads puts on each set of keys: [a, theirs, mine, query tile].
 
     Args:
-        mass_KIJ: what each key received from the query tile's rows.
+        mass_KIJ: probability that each key received from the query tile's rows.
         ids_AKIC: C key ids per layer a, KV head and query tile, all different.
     """
     heads = [
@@ -46,10 +46,10 @@ def similarity(
     1 where b finds all it would have chosen itself; 1 also where b has no mass at all (nothing to lose).
 
     Args:
-        mass_KIJ: P_b of the keys that there is a choice of, summed over the query tile's rows.
+        mass_KIJ: P_b of the keys that a layer may choose from, summed over the query tile's rows.
         ids_AKIC: I_a, the keys that each earlier layer's heads choose.
         own_KIC: I_b, the keys that b's heads choose.
-        always_KI: P_b of the keys that every layer reads whatever is chosen; mass_KIJ leaves them out.
+        always_KI: P_b of the keys that every layer reads regardless of its choice; mass_KIJ excludes them.
     """
     own = jnp.take_along_axis(mass_KIJ, own_KIC, axis=-1).sum(-1) + always_KI
     found = captured(mass_KIJ, ids_AKIC) + always_KI
@@ -109,7 +109,7 @@ def best_heads(similarity_LLKK: Float[np.ndarray, "L L K K"]) -> Int32[np.ndarra
 
 
 def mapped(similarity_LLKK: Float[np.ndarray, "L L K K"], heads_LLK: Int32[np.ndarray, "L L K"]) -> np.ndarray:
-    """Similarity of layers [L,L]: each head of b under its head of a, averaged over the heads of b."""
+    """Return similarities of layers [L,L]: each head of b with its mapped head of a, averaged over the heads of b."""
     return np.take_along_axis(np.asarray(similarity_LLKK), heads_LLK[:, :, None, :], axis=2)[:, :, 0].mean(-1)
 
 

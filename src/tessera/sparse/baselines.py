@@ -1,4 +1,4 @@
-"""Policies to compare with: dense, window + sinks, the oracle in which every layer scores itself, cheap scores."""
+"""Baseline policies: dense, window + sinks, an oracle in which every layer scores itself, and cheap scores."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,7 +46,7 @@ class Window(Counted):
     """Every row reads the first `sinks` keys and the last `window` keys, rounded out to whole tiles.
 
     The rounding goes by query tile: a query tile reads every key tile that holds a sink or a key in the window of any
-    of its rows, so a row reads at most query_tile + 2 * tile keys more than asked, and never fewer. Keys keep their
+    of its rows, so a row reads at most query_tile + 2 * tile keys more than requested, and never fewer. Keys keep their
     absolute rotary positions (StreamingLLM, arXiv 2309.17453, renumbers them within its cache).
 
     Attributes:
@@ -105,7 +105,7 @@ class Oracle(Counted):
     Attributes:
         tile, query_tile, local, sinks, fraction, minimum: as in Kascade.
         pooled: one selection for all KV heads.
-        dense: layers that read every key all the same.
+        dense: layers that read every key anyway.
     """
 
     tile: int = 16
@@ -126,11 +126,11 @@ class Oracle(Counted):
         return "oracle"
 
     def score(self, layer: int | Array, q: Array, kv: KeyValues, spec: AttentionSpec, positions: Positions):
-        """Masses of all key tiles, exact."""
+        """Measure the exact masses of all key tiles."""
         return dispatch.attend(q, kv, replace(spec, mass=True), **positions._asdict()).mass
 
     def select(self, mass: Array, spec: AttentionSpec, positions: Positions) -> Selection:
-        """The tiles that the budget takes of these masses, with what is always read."""
+        """Select the tiles always read, and the heaviest others that the budget allows."""
         always = {"local": self.local, "sinks": self.sinks, "pooled": self.pooled}
         budget = {"fraction": self.fraction, "minimum": self.minimum}
         return select_tiles(mass, spec, **budget, **always, **positions._asdict())
@@ -162,11 +162,11 @@ class Oracle(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Cheap(Oracle):
-    """Every layer attends to the tiles that cheap scores of its own rank best (`estimate.py`), or to random ones.
+    """Every layer attends to the tiles that its own cheap scores rank best (`estimate.py`), or to random ones.
 
     Attributes:
         score_keys, score_rows: as in `Estimate`.
-        summary: "mean", "minmax" (Quest), or "random": tiles drawn by layer and query tile, the control.
+        summary: "mean", "minmax" (Quest), or, as the control, "random": tiles drawn at random per layer and query tile.
     """
 
     score_keys: int = 4

@@ -1,4 +1,4 @@
-"""What a sparse attention policy is: the owner of every layer's attention call."""
+"""Interface of a sparse attention policy, which owns every layer's attention call."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,13 +25,13 @@ class Reads(NamedTuple):
 class Policy:
     """Decides, layer by layer, what attention reads. Subclasses are frozen and hashable: they are static under jit.
 
-    `layer` is a Python int when layers are unrolled and a traced int32 under `lax.scan`; a policy honours both.
-    State is an ordinary pytree that lives for one forward call; there is no other memory.
+    `layer` is a Python int when layers are unrolled and a traced int32 under `lax.scan`; a policy supports both.
+    State is an ordinary pytree that lives for one forward call; a policy keeps no other memory.
     """
 
     @property
     def name(self) -> str:
-        """The word users choose the policy by."""
+        """Name by which users choose the policy."""
         raise NotImplementedError
 
     def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> Any:
@@ -49,9 +49,9 @@ class Policy:
         return state
 
     def reads(self, state: Any) -> Reads | None:
-        """What the call read; None when the policy does not count (training)."""
+        """Return how much the call read; None if the policy does not count (training)."""
         return None
 
     def at_length(self, num_tokens: int) -> "Policy":
-        """The policy that serves a request of `num_tokens` in all (prompt and answer): itself unless it says else."""
+        """Return the policy that serves a request of `num_tokens` in total (prompt and answer); by default, itself."""
         return self

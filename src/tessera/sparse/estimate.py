@@ -1,4 +1,4 @@
-"""Cheap scores of key tiles: what a layer chooses by when it neither runs dense nor trusts another layer's choice.
+"""Cheap scores of key tiles, for layers that neither run dense nor reuse another layer's choice.
 
 Keys are averaged in blocks of `keys` and only every `rows`-th query row is scored, counted back from the query tile's
 last valid row (a prompt's last row decides the first token of its answer). So a tile's mass is estimated from
@@ -7,8 +7,8 @@ last valid row (a prompt's last row decides the first token of its answer). So a
     mass[i, j] ~ sum over sampled rows r of query tile i, blocks b of tile j:  exp(z[r,b] - lse[r]),
     z[r,b] = softcap(scale * q[r] . mean of the block's keys),  lse[r] = ln(sum over whole visible blocks exp(z[r,b])).
 
-With keys = 1 the scores are exact; with rows = 1 too, so is the mass, but for blocks that a row sees in part. Only the
-order of the far tiles matters to a selection, and every row of a query tile sees those whole.
+With keys = 1 the scores are exact; with rows = 1 too, so is the mass, except for blocks that a row sees in part. A
+selection depends only on the order of the far tiles, and every row of a query tile sees those whole.
 """
 
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Estimate:
 
     Attributes:
         keys: consecutive keys that share one score; divides the tile.
-        rows: every `rows`-th query row of a query tile is scored, the last valid one among them.
+        rows: every `rows`-th query row of a query tile is scored, including the last valid one.
         summary: "mean" scores a block by its mean key; "minmax" by the largest score any key within the block's
             elementwise bounds could have (Quest, arXiv 2406.10774).
     """
@@ -61,10 +61,10 @@ def estimate_mass(
     positions: Positions,
     how: Estimate,
 ) -> Float[Array, "B K I J"]:
-    """Estimated probability per key tile, summed over a query tile's sampled rows: what `select_tiles` takes.
+    """Estimate the probability per key tile, summed over a query tile's sampled rows, as `select_tiles` takes it.
 
     Work is 2 H N T S / (keys * rows) flops; scratch is one query tile's sums per key tile. A single query row (decode)
-    is scored key by key: averaging would read every key all the same.
+    is scored key by key: averaging would read every key anyway.
     """
     how.check(spec.tile)
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
@@ -89,7 +89,7 @@ def estimate_mass(
 
 
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
-    """Offset in its query tile of every `rows`-th row, counted back from the last of `left_BI` rows; below 0: none."""
+    """Return the query-tile offset of every `rows`-th row, back from the last of `left_BI` rows; negative: no row."""
     from_end = jnp.arange(ceil_div(height, rows), dtype=jnp.int32)[::-1] * rows
     last = jnp.clip(left_BI, 1, height)[..., None] - 1
     return last - from_end
@@ -118,7 +118,7 @@ def _query_tile(
     keys: int,
     per_step: int,
 ) -> Float[Array, "B K J"]:
-    """Mass of one query tile's sampled rows: sums per step at the running maximum, brought to lse at the end."""
+    """Sum the mass of one query tile's sampled rows: per step at the running maximum, rescaled by lse at the end."""
     batch, num_kv_heads, num_rows, groups, head_dim = q.shape
     per_tile = spec.tile // keys
     num_steps = blocks[0].shape[2] // per_step

@@ -1,4 +1,4 @@
-"""Kascade (arXiv 2512.16391): a few anchor layers score all keys; the layers after each read only what it found.
+"""Kascade (arXiv 2512.16391): a few anchor layers score all keys; the layers after an anchor read only what it found.
 
 Anchor layers attend densely and, in the same pass, learn the probability mass of every key tile per query tile and KV
 head; `select_tiles` keeps the best. Reuse layers read those tiles of their own keys and values, through a table that
@@ -27,11 +27,11 @@ from tessera.sparse.reads import count_read, count_visible, init_reads, record_r
 
 
 class KascadeState(NamedTuple):
-    """What passes from layer to layer.
+    """State passed from layer to layer.
 
     Attributes:
-        choice: the source's selection; its masses [B,K,I,J] where each layer has budgets, and selects from them.
-        read: keys that the source's selection reads per KV head [B,K]; zeros where each layer selects.
+        choice: the source's selection; with `budgets`, its masses [B,K,I,J], from which each layer selects.
+        read: keys that the source's selection reads per KV head [B,K]; zeros if each layer selects.
         reads: counts so far.
     """
 
@@ -67,7 +67,7 @@ class Kascade(Policy):
 
     @classmethod
     def from_plan(cls, plan: Plan) -> "Kascade":
-        """The policy a plan describes."""
+        """Build the policy that a plan describes."""
         return cls(**{f.name: getattr(plan, f.name) for f in fields(cls)})
 
     @property
@@ -121,7 +121,7 @@ class Kascade(Policy):
         return state.reads
 
     def map_heads(self, layer: int | Array, per_head: Any) -> Any:
-        """Reorder arrays [B,K,...] of the source to what each of this layer's heads uses."""
+        """Reorder the source's arrays [B,K,...] so that each of this layer's heads gets the source head it uses."""
         if self.heads != "remap":
             return per_head
         head = jnp.asarray(self.head_map, jnp.int32)[layer]
@@ -130,7 +130,7 @@ class Kascade(Policy):
     def select(
         self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes
     ) -> Selection:
-        """The tiles that this layer's budget takes of these masses [B,K,I,J], with what is always read."""
+        """Select the tiles always read, and the heaviest others by mass [B,K,I,J] that this layer's budget allows."""
         fraction, largest = self._budget(layer)
         return select_tiles(
             mass,
@@ -147,7 +147,7 @@ class Kascade(Policy):
     def chosen(
         self, layer: int | Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState
     ) -> Selection:
-        """What a sparse layer reads, from the state after its source (itself, if it is in `own`)."""
+        """Return the tiles that a sparse layer reads, given the state after its source (itself, if it is in `own`)."""
         choice = self.map_heads(layer, state.choice)
         return self.select(layer, choice, spec, positions, shapes) if self.budgets else choice
 
@@ -158,7 +158,7 @@ class Kascade(Policy):
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
     def _budget(self, layer: int | Array) -> tuple[float | Array, float]:
-        """The fraction, or one per KV head, and the largest that static sizes must hold."""
+        """Return the fraction, or one per KV head, and the largest fraction that static sizes must allow for."""
         if not self.budgets:
             return self.fraction, self.fraction
         if isinstance(layer, int):
@@ -170,7 +170,7 @@ class Kascade(Policy):
         return capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=fraction, **always)
 
     def _leave(self, layer, mass, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState):
-        """State after a layer that others reuse, and its selection where there is one for all."""
+        """Store a layer's choice for the layers that reuse it: masses with `budgets`, else one selection for all."""
         if self.budgets:
             return state._replace(choice=mass)
         selection = self.select(layer, mass, spec, positions, shapes)
@@ -194,7 +194,7 @@ class Kascade(Policy):
         return self._sparse(layer, q, kv, spec, positions, state)
 
     def _scores(self, layer, q, kv: KeyValues, spec: AttentionSpec, positions: Positions) -> Array:
-        """Estimated masses; zeros for heads whose budget asks for none or all, where the layer is known beforehand."""
+        """Estimate masses; in a static layer that no layer reuses, heads with budget 0 or 1 need none and get zeros."""
         how = Estimate(keys=self.score_keys, rows=self.score_rows)
         reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
         if not self.budgets or reused or not isinstance(layer, int):

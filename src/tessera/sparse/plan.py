@@ -18,7 +18,7 @@ HEADS = ("remap", "identity", "pooled")
 FIRST_SCHEMA: Mapping[str, Any] = MappingProxyType(
     {"local": 0, "sinks": 0, "own": [], "budgets": [], "score_keys": 1, "score_rows": 1, "promise": {}}
 )
-"""What a plan of schema 1 leaves out: it lists no local tiles and no sinks, and every layer scores or reuses."""
+"""Fields that a plan of schema 1 lacks: it lists no local tiles and no sinks, and every layer scores or reuses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,24 +27,24 @@ class Plan:
 
     Attributes:
         model: fingerprint of the weights the plan was made for.
-        num_layers, num_kv_heads: that model's, so that a misfit is named before anything runs.
-        anchors: layers that read all keys, ascending; layer 0 is one of them or of `own`.
+        num_layers, num_kv_heads: that model's, so that a mismatch is reported before anything runs.
+        anchors: layers that read all keys, ascending; layer 0 is in `anchors` or in `own`.
         own: layers that choose their own tiles by cheap scores (`score_keys`, `score_rows`).
         head_map: [L][K]: the KV head of its source whose choice a layer's KV head uses. A layer in neither `anchors`
-            nor `own` reuses the choice of its source, the last layer before it that is in one of them.
+            nor `own` reuses the choice of its source, the last layer before it in either.
         heads: "remap" (use head_map), "identity" (each head its own), "pooled" (one selection for all heads).
         tile: key positions per tile.
         query_tile: query positions that share a selection.
         local, sinks: keys just before the query tile, and first keys of the sequence, that are always read.
         fraction: share of the visible keys a layer reads beyond those.
-        minimum: keys it reads at least beyond those (all, if fewer are visible).
+        minimum: fewest keys it reads beyond those (all, if fewer are visible).
         budgets: [L][K]: a fraction per layer and KV head instead of `fraction`: 1 reads all, 0 only what is always
-            read; empty for none.
-        score_keys, score_rows: layers in `own` score means of so many keys, for every so many query rows.
+            read; empty to use `fraction`.
+        score_keys, score_rows: layers in `own` score means of `score_keys` keys, for every `score_rows`-th query row.
         crossover_tokens: requests shorter than this run dense, which is faster there.
-        promise: what calibration was asked to keep and what it measured on text that chose nothing; empty if nothing.
+        promise: the target calibration had to keep, and its measurements on text not used to choose; empty without one.
         provenance: where it came from: corpus hash, date, tessera version, device.
-        metrics: what was measured on the way: similarity, importance, recall, density, perplexity, cross-over times.
+        metrics: measurements along the way: similarity, importance, recall, density, perplexity, cross-over times.
     """
 
     model: str
@@ -112,7 +112,7 @@ class Plan:
             raise ValueError(f"plan {str(path)!r} is damaged: {error}; {remake}") from None
 
     def check(self, config: Any, fingerprint: str | None = None) -> None:
-        """Raise ValueError unless the plan fits a model of this config (and, if given, these very weights)."""
+        """Raise ValueError unless the plan fits a model of this config (and, if given, exactly these weights)."""
         remake = "make its own with `tessera calibrate`"
         for name in ("num_layers", "num_kv_heads"):
             mine, theirs = getattr(self, name), getattr(config, name)
@@ -160,7 +160,7 @@ def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_k
 
 
 def check_choice(found: Any) -> None:
-    """Raise ValueError unless the fields that a plan and its policy share make sense one by one."""
+    """Raise ValueError unless each field that a plan and its policy share is valid."""
     AttentionSpec(tile=found.tile, query_tile=found.query_tile)
     check_budget(found.fraction, found.minimum, found.local, found.sinks)
     Estimate(keys=found.score_keys, rows=found.score_rows).check(found.tile if found.own else found.score_keys)
@@ -179,7 +179,7 @@ def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_k
 
 
 def _checked(found: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a plan, of the right types; raises naming the first that is not."""
+    """Return the fields of a plan once their types are checked; the error names the first wrong one."""
     known = {f.name for f in fields(Plan)}
     if unknown := sorted(found.keys() - known):
         raise ValueError(f"unknown fields {unknown}")

@@ -39,7 +39,7 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
 
 
 def policy_for(name: str, config: Any, plan: Plan | None = None, **options: Any) -> Policy:
-    """The policy called `name` for a model of this config.
+    """Build the policy called `name` for a model of this config.
 
     Args:
         name: "dense", "kascade", "window" or "oracle".
@@ -57,7 +57,7 @@ def _tiles(plan: Plan | None) -> dict[str, int]:
 
 
 def _known(policy: type[Policy], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options, if the policy has fields of these names."""
+    """Return the options once it is clear that the policy has fields of these names."""
     names = [f.name for f in fields(policy)]
     if unknown := sorted(options.keys() - names):
         raise ValueError(f"{unknown[0]}={options[unknown[0]]!r} is no option of {policy.__name__}, which has {names}")

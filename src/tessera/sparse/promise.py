@@ -1,10 +1,10 @@
-"""What a plan promised and measured, in words: printed by `tessera calibrate` and `tessera doctor`."""
+"""A plan's promise and measurements in words, printed by `tessera calibrate` and `tessera doctor`."""
 
 from tessera.sparse.plan import Plan
 
 
 def promise_line(plan: Plan) -> str:
-    """One sentence on what a plan keeps."""
+    """Describe in one sentence what a plan keeps."""
     if not plan.promise:
         return "the plan promises nothing: it was made without a target"
     found = plan.promise["measured"]
@@ -20,7 +20,7 @@ def promise_line(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> list[str]:
-    """Lines that say what a plan costs and keeps, dense against plan, for people."""
+    """Describe for people, line by line, what a plan costs and keeps compared with dense."""
     lines = []
     if plan.promise:
         found = plan.promise["measured"]

@@ -1,4 +1,4 @@
-"""Counts, exactly, the keys that a call reads: the density a user sees is realised, not intended."""
+"""Exact counts of the keys that a call reads: the density users see is the realised one, not the intended one."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -41,5 +41,5 @@ def count_read(selection: Selection, spec: AttentionSpec, positions: Positions, 
 
 
 def _accumulator(shapes: Shapes) -> jnp.dtype:
-    """int32 is exact but ends at 2^31 keys; a call over more takes float32 and its rounding."""
+    """Return int32, which is exact, for calls below 2^31 keys, else float32, which rounds."""
     return jnp.int32 if shapes.num_queries * shapes.num_keys < 2**31 else jnp.float32

@@ -1,7 +1,7 @@
-"""Policies that take notes: what calibration and evaluation know of a model's attention comes from them.
+"""Policies that record a model's attention for calibration and evaluation.
 
 Both stream: their state holds sums or minima over one call's query tiles and the last ids of each layer, nothing of
-size T x S; the caller puts calls together.
+size T x S; the caller combines calls.
 """
 
 from dataclasses import dataclass, replace
@@ -22,12 +22,12 @@ from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 
 NUM_KEYS = 64
-"""Keys per head and query tile that two layers are compared by (the paper's k for anchor choice), always-read ones not
-counted: the reference counts its 32 own keys among the 64, and would have none left at query tiles of 64 and 128."""
+"""Keys per head and query tile for comparing two layers (the paper's k for anchor choice), not counting always-read
+ones: the reference counts its 32 own keys among the 64, and would have none left at query tiles of 64 and 128."""
 
 
 class SimilarityState(NamedTuple):
-    """Notes of one call; a and b are layers, K' KV heads (one if pooled).
+    """Record of one call; a and b are layers, K' KV heads (one if pooled).
 
     Attributes:
         ids: [L,B,K',I,C] each layer's heaviest keys.
@@ -48,8 +48,8 @@ class SimilarityState(NamedTuple):
 class SimilarityRecorder(Policy):
     """Measures how well each layer would do with every earlier layer's keys, one key at a time (tile 1).
 
-    Keys that every layer reads whatever is chosen tell nothing about a choice: the query tile's own, the `local` ones
-    before them and the first `sinks`. They are left out of the ranking, and their mass counts as found.
+    Keys that every layer reads regardless of its choice say nothing about that choice: the query tile's own, the
+    `local` ones before them and the first `sinks`. The ranking leaves them out, and their mass counts as found.
 
     Attributes:
         query_tile: query positions pooled into one ranking, after the softmax.
@@ -96,7 +96,7 @@ class SimilarityRecorder(Policy):
         ids = state.ids.at[layer].set(own)
         compare = jax.vmap(similarity, in_axes=(0, 1, 0, 0), out_axes=-1)
         pairs = compare(jnp.where(free, mass, 0.0), ids, own, always)  # [a, head of a, head of b, I, B]
-        counts = (end - first > NUM_KEYS).T  # with fewer, every choice is as good
+        counts = (end - first > NUM_KEYS).T  # with fewer keys, every choice is equally good
         earlier = jnp.arange(len(ids)) <= layer  # later layers have no ids yet
         least = jnp.where(counts, pairs, 1.0).min((-2, -1))
         return out.out, state._replace(
@@ -111,7 +111,7 @@ class SimilarityRecorder(Policy):
         return state._replace(turned=state.turned.at[layer].set(turned), num_tokens=valid.sum(dtype=jnp.int32))
 
     def _choice(self, spec: AttentionSpec, positions: Positions, num_tiles: int) -> tuple[Array, Array]:
-        """[B,I] first key and end (exclusive) of what a query tile chooses from; end <= first if there is none."""
+        """Return the first and end (exclusive) [B,I] of the keys a query tile chooses from; end <= first if none."""
         row = jnp.arange(num_tiles, dtype=jnp.int32) * self.query_tile
         bounds = row_ranges(spec, positions, num_tiles * self.query_tile)
         seen, newest = (bound.reshape(-1, num_tiles, self.query_tile)[..., 0] for bound in bounds)
@@ -120,7 +120,7 @@ class SimilarityRecorder(Policy):
 
 
 class RecallState(NamedTuple):
-    """Notes of one call.
+    """Record of one call.
 
     Attributes:
         policy: the policy's own state.
@@ -142,8 +142,8 @@ class RecallRecorder(Policy):
 
     Attributes:
         policy: a `Kascade`, `Window`, `Oracle` or `Dense`.
-        dense: hand on dense attention's output, so that a layer is judged on what the dense run gives it; else the
-            policy's own, and the run is the policy's.
+        dense: return dense attention's output, so that a layer is judged on the dense run's inputs; else return the
+            policy's own, so that the run is the policy's.
     """
 
     policy: Policy
@@ -155,7 +155,7 @@ class RecallRecorder(Policy):
 
     @property
     def query_tile(self) -> int:
-        """The policy's, so that chunks are cut on it."""
+        """The policy's query tile, so that chunks are cut at its multiples."""
         return getattr(self.policy, "query_tile", 1)
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
@@ -188,10 +188,10 @@ class RecallRecorder(Policy):
     def _listed(
         self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: Any
     ) -> Selection:
-        """The tiles that the layer reads if it is a sparse one, from the policy's state after it.
+        """Return the tiles that the layer reads if it is sparse, given the policy's state after it.
 
         Raises:
-            TypeError: a policy whose choice is not known here.
+            TypeError: the policy is of a kind whose choice is not known here.
         """
         policy, where = self.policy, positions._asdict()
         match policy:

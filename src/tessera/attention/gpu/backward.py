@@ -4,15 +4,15 @@ With p = 2^(bits - lse) recomputed from q, k and lse, and delta = sum(d_out * ou
 
     dp = d_out v^T,  ds = p (dp - delta) softcap'(z),  dq = scale ds k,  dk = scale ds^T q,  dv = p^T d_out.
 
-A block of threads holds its result in registers and sweeps over what it needs, fetched by a third warpgroup: 128 rows
-of one query head over their keys; or 128 keys of one KV head (64, whose columns the two warpgroups share out, where
-128 would not fit their registers) over the rows of all its query heads, so that no partial dk or dv is ever written.
-Nothing is added up in main memory: results are the same from run to run.
+A thread block holds its result in registers and sweeps over its operands, which a third warpgroup fetches: 128 rows of
+one query head sweep over their keys; or 128 keys of one KV head (64, whose columns the two warpgroups divide, where 128
+would not fit their registers) over the rows of all its query heads, so that no partial dk or dv is ever written.
+Nothing accumulates in main memory: results are the same from run to run.
 
-Keys that are padding and rows that see nothing are zeroed before the launch, these rows' cotangents too, and their lse
-is +inf: only the diagonal, the window's edge and kv_len need masks. Work: 7 products per pair, 14 H flops; a kernel
-that adds up dq in main memory, in whatever order, needs 5. Heads that the kernels do not take, and chips other than
-Hopper, get plain JAX: a block of rows against every key, visible or not.
+Before the launch, padding keys, rows that see nothing and these rows' cotangents are zeroed, and these rows' lse is set
+to +inf: only the diagonal, the window's edge and kv_len need masks. Work: 7 products per pair, 14 H flops; a kernel
+that accumulates dq in main memory, in arbitrary order, needs 5. Head dims that the kernels do not support, and chips
+other than Hopper, use plain JAX: a block of rows against every key, visible or not.
 """
 
 import functools
@@ -42,17 +42,17 @@ from tessera.attention.online_softmax import LOG2_E, dot, raw_scores, scale_of, 
 from tessera.core.shapes import ceil_div, round_up
 
 WARPGROUPS = 2
-"""That compute; the next one fetches."""
+"""Warpgroups that compute; the next one fetches."""
 BLOCK = WARPGROUPS * ROWS
 STEP = 64
 """Rows, or keys, of one step of a sweep."""
 STAGES = 2
 HEAD_DIMS = (64, 128)
-"""That fit: dq of 256 columns leaves a warpgroup no registers for scores and the addresses of their operands."""
+"""Head dims that fit: dq of 256 columns leaves a warpgroup no registers for scores and their operands' addresses."""
 SCORES = 1 << 25
 """Most scores that the plain path holds at once, in each of a few arrays: 128 MiB in float32."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-"""Layout in registers of one number per column of a product."""
+"""Register layout of one number per column of a product."""
 
 
 class Cut(NamedTuple):
@@ -65,12 +65,12 @@ class Cut(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether the warpgroups hold the same 64 keys, each half of their columns: a softcap takes 32 registers."""
+        """Whether the warpgroups hold the same 64 keys, each half of the columns: a softcap takes 32 registers."""
         return self.head_dim == 128 and self.spec.softcap is not None
 
     @property
     def keys(self) -> int:
-        """Keys whose dk and dv a block of threads holds."""
+        """Keys whose dk and dv a thread block holds."""
         return ROWS if self.shared else BLOCK
 
 
@@ -89,7 +89,7 @@ class Inputs(NamedTuple):
 
 
 class RowRefs(NamedTuple):
-    """The kernel of dq: shared memory and barriers."""
+    """Output, shared memory and barriers of the dq kernel."""
 
     dq: Any
     q_smem: Any
@@ -102,7 +102,7 @@ class RowRefs(NamedTuple):
 
 
 class KeyRefs(NamedTuple):
-    """The kernel of dk and dv: shared memory and barriers."""
+    """Outputs, shared memory and barriers of the dk and dv kernel."""
 
     dk: Any
     dv: Any
@@ -119,7 +119,7 @@ class KeyRefs(NamedTuple):
 
 
 def weights(s: Array, lse: Array, cut: Cut, mask: Array | None) -> tuple[Array, Array]:
-    """p and p softcap'(z) of scores before scale and cap."""
+    """Compute p and p softcap'(z) from scores before scale and cap."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     t = None if cap is None else tanh(s, scale / cap)
     p = jnp.exp2(s * (scale * LOG2_E) - lse if cap is None else t * (cap * LOG2_E) - lse)
@@ -128,7 +128,7 @@ def weights(s: Array, lse: Array, cut: Cut, mask: Array | None) -> tuple[Array, 
 
 
 def scores_and_dp(q_smem, d_out_smem, k_smem, v_smem) -> tuple[Array, Array]:
-    """q k^T and d_out v^T, one behind the other in the tensor core."""
+    """Compute q k^T and d_out v^T, one right after the other in the tensor core."""
 
     def products(s, dp):
         plgpu.wgmma(s, q_smem, k_smem.transpose((1, 0)))
@@ -150,7 +150,7 @@ def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: Atte
 
 
 def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
-    """[keys, rows]: whether keys from position `start` on are seen by rows from `first` on, were they all there."""
+    """[keys, rows]: whether rows from position `first` on see keys from `start` on, assuming that all exist."""
     key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     mask = row >= per_row(key, row)
@@ -158,14 +158,14 @@ def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> A
 
 
 def sweep(blocks: Blocks, step, carry):
-    """The carry after every block of the range; step(block, carry, masked)."""
+    """Return the carry after every block of the range; step(block, carry, masked)."""
     carry = jax.lax.fori_loop(blocks.start, blocks.whole, functools.partial(step, masked=True), carry)
     carry = jax.lax.fori_loop(blocks.whole, blocks.masked, functools.partial(step, masked=False), carry)
     return jax.lax.fori_loop(blocks.masked, blocks.stop, functools.partial(step, masked=True), carry)
 
 
 def stages_of(free, count: Array, issue) -> None:
-    """issue(c, slot) for c in [0, count), each once its stage has been handed back; then the last ones come back."""
+    """Call issue(c, slot) for c in [0, count), each once its stage has been handed back; then await the last stages."""
 
     def step(c, _):
         slot = jax.lax.rem(c, STAGES)
@@ -186,7 +186,7 @@ def rows_body(*refs, cut: Cut):
     at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK  # the longest first
     first = ins.q_start[b] + at
 
-    def blocks_of():  # worked out where it is needed: registers hold other things
+    def blocks_of():  # computed where needed: registers hold other things
         return key_blocks(first, jnp.minimum(ins.q_len[b] - at, BLOCK), ins.kv_len[b], cut.spec, STEP)
 
     wg = jax.lax.axis_index("warpgroup")
@@ -239,7 +239,7 @@ def keys_body(*refs, cut: Cut):
     h, block, b = (jax.lax.axis_index(name) for name in ("head", "keys", "sequence"))
     at = block * cut.keys
 
-    def blocks_of():  # worked out where it is needed: registers hold other things
+    def blocks_of():  # computed where needed: registers hold other things
         limits = ins.kv_len[b], ins.q_len[b]
         return row_blocks(at, cut.keys, ins.q_start[b], limits, cut.spec, STEP)
 
@@ -288,9 +288,9 @@ def keys_body(*refs, cut: Cut):
             mask = key_mask(s.shape, first, at + own, cut.spec) if masked and cut.spec.causal else None
             p, sloped = weights(s, per_column(mine.lse_smem), cut, mask)
             dv = accumulate(dv, p.astype(cut.dtype), d_out_part)
-            # Only now: beside dk, dv and the scores' 32 registers there is no room for 32 more.
+            # Computed only now: dk, dv and the scores' 32 registers leave no room for 32 more.
             ds = sloped * (scores(mine.v_smem.at[keys], d_out_smem) - per_column(mine.delta_smem))
-            plgpu.commit_smem()  # lse and delta have been read by threads, the next copy over them is asynchronous
+            plgpu.commit_smem()  # threads have read lse and delta; the next copy over them is asynchronous
             dk = accumulate(dk, ds.astype(cut.dtype), q_part)
             plgpu.barrier_arrive(mine.free.at[slot])
             return dk, dv
@@ -299,10 +299,10 @@ def keys_body(*refs, cut: Cut):
             return sweep(blocks, functools.partial(step, g=g), carry)
 
         dk, dv = jax.lax.fori_loop(0, cut.groups, head_rows, (filled((ROWS, width), 0.0),) * 2)
-        plgpu.barrier_arrive(mine.read)  # both have read what is overwritten now
+        plgpu.barrier_arrive(mine.read)  # both warpgroups have read what is overwritten now
         plgpu.barrier_wait(mine.read)
         key = plgpu.broadcasted_iota(jnp.int32, dk.shape, 0, layout=plgpu.Layout.WGMMA) + (at + own)
-        there = key < ins.kv_len[b]  # asked only here: no sum is over keys, and the sweep has no register to spare
+        there = key < ins.kv_len[b]  # checked only here: no sum is over keys, and the sweep has no register to spare
         mine.k_smem[keys, part] = jnp.where(there, dk * scale_of(cut.spec, cut.head_dim), 0.0).astype(cut.dtype)
         mine.v_smem[keys, part] = jnp.where(there, dv, 0.0).astype(cut.dtype)
         plgpu.commit_smem()
@@ -319,7 +319,7 @@ def keys_body(*refs, cut: Cut):
 
 
 def capability() -> str | None:
-    """Compute capability of the GPU here ("9.0"; another maker's is named in another way); None where there is none."""
+    """Return the compute capability of the GPU here ("9.0"; other vendors name theirs otherwise); None without one."""
     if jax.default_backend() != "gpu":
         return None
     return str(getattr(jax.devices()[0], "compute_capability", "none"))
@@ -342,7 +342,7 @@ def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: Att
     delta = jnp.pad(jnp.swapaxes(jnp.where(is_row, delta, 0.0), 1, 2), pad)
     q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0), 1), whole_lines(d_out, 1)
     inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
-    fits = head_dim in HEAD_DIMS and capability() in (None, "9.0")  # where there is no GPU one is compiled for
+    fits = head_dim in HEAD_DIMS and capability() in (None, "9.0")  # without a GPU here, compile for Hopper
     dq, dk, dv = (by_kernels if fits else by_rows)(inputs, cut)
     return dq[:, :num_queries], *(x[:, :, :num_keys] for x in (dk, dv))
 
@@ -377,7 +377,7 @@ def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
         kernel_name="gpu_backward_rows",
         **options,
     )(*inputs)
-    if simulated():  # one machine is simulated at a time: kernels that need nothing of each other must not run together
+    if simulated():  # the simulator runs one machine at a time: independent kernels must not run together
         inputs = inputs._replace(lse=inputs.lse + 0 * dq[0, 0, 0, 0].astype(jnp.float32))
     keys = plgpu.SMEM((cut.keys, head_dim), q.dtype, transforms=line)
     numbers = plgpu.SMEM((STAGES, STEP), jnp.float32)
@@ -405,7 +405,7 @@ def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
 
 
 def by_rows(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
-    """The same in plain JAX: a block of rows of every head against every key, dk and dv added up in float32."""
+    """Compute the same in plain JAX: a block of rows of every head against every key, dk and dv summed in float32."""
     k, v, spec = inputs.k, inputs.v, cut.spec
     batch, kv_heads, num_keys, head_dim = k.shape
     rows = inputs.lse.shape[2]

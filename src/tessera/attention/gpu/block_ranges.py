@@ -1,6 +1,6 @@
 """Which blocks of keys a run of rows sees, and which blocks of rows see a run of keys: in part, or every pair of them.
 
-What a mask can touch stands at the two ends of a range, so a kernel runs masked blocks, plain ones, and masked ones.
+Blocks that a mask can touch are at the two ends of a range: a kernel runs masked blocks, plain ones, and masked ones.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Blocks(NamedTuple):
 
 
 def key_blocks(first: Array, rows: Array, kv_len: Array, spec: AttentionSpec, size: int) -> Blocks:
-    """Blocks of `size` keys for `rows` rows (none if not positive) of which the first stands at position `first`."""
+    """Return the blocks of `size` keys for `rows` rows (none if not positive), the first at position `first`."""
     some, every, start, whole = kv_len, kv_len, 0, 0  # keys before these limits, blocks from these
     if spec.causal:
         some, every = jnp.minimum(kv_len, first + rows), jnp.minimum(kv_len, first + 1)
@@ -35,7 +35,7 @@ def key_blocks(first: Array, rows: Array, kv_len: Array, spec: AttentionSpec, si
 
 
 def row_blocks(key: Array, keys: int, q_start: Array, limits: tuple, spec: AttentionSpec, size: int) -> Blocks:
-    """Blocks of `size` rows for the keys [key, key + keys); limits: kv_len and q_len.
+    """Return the blocks of `size` rows for the keys [key, key + keys); limits: kv_len and q_len.
 
     Rows past q_len count as rows that see every key, and keys past kv_len as seen where any key of the run is.
     """

@@ -1,15 +1,15 @@
 """Dense prefill on NVIDIA GPUs by cuDNN's fused attention, where it can honour the call.
 
 cuDNN masks by length and by a causal diagonal that starts at the first key. So a causal call must be square (T = S),
-and its first row must stand at position 0; since q_start is known only when the program runs, a condition checks it,
-and the rare other call is worked out row block by row block in plain JAX, exact and slow. K and V are cleaned behind
-kv_len first: cuDNN multiplies what lies there by 0, and it may be NaN. That doubles the traffic of a decode step, which
-is all traffic: decode is refused. The function behind `jax.nn.dot_product_attention` is called, as the public one
-rounds lse to the dtype of q.
+and its first row must be at position 0. q_start is known only at run time, so a condition checks it, and plain JAX
+computes the rare other call row block by row block, exact and slow. K and V are zeroed past kv_len first: cuDNN
+multiplies the values there by 0, and they may be NaN. That doubles the traffic of a decode step, which is all traffic:
+decode is refused. The kernel calls the function behind `jax.nn.dot_product_attention`, because the public one rounds
+lse to the dtype of q.
 
-The gradient is not cuDNN's, whose rule drops the cotangent of lse, and beside which the condition would keep the scores
-of the path that it does not take: from q, k, v, out and lse alone it is worked out by our own kernels (`gpu_backward`),
-on chips that these do not run on and for heads that they do not take in plain JAX, a block of rows at a time.
+The gradient does not use cuDNN's rule, which drops the cotangent of lse, and with which the condition would keep the
+scores of the path not taken. Our own kernels (`gpu_backward`) compute it from only q, k, v, out and lse; plain JAX
+does so, a block of rows at a time, on chips and for head dims that they do not support.
 
 Work: 4 H flops per visible (row, key) pair; each array moved once, K and V once more to clean them.
 """
@@ -40,7 +40,7 @@ a GPU has timed both, cuDNN, which is known to be good, comes first."""
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Nothing to choose: cuDNN chooses for itself."""
+    """Empty: cuDNN chooses its own parameters."""
 
 
 def cudnn(q: Array, k: Array, v: Array, kv_len: Array, scale: float, causal: bool) -> tuple[Array, Array]:
@@ -53,7 +53,7 @@ def cudnn(q: Array, k: Array, v: Array, kv_len: Array, scale: float, causal: boo
 
 
 def row_blocks(q: Array, k: Array, v: Array, positions: Positions, scale: float) -> tuple[Array, Array]:
-    """The same for a causal call whose rows may stand anywhere: ROWS rows at a time, float32."""
+    """Compute the same for a causal call whose rows may be at any position: ROWS rows at a time, float32."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, blocks = k.shape[2], -(-num_queries // ROWS)
     key = jnp.arange(k.shape[1])
@@ -91,7 +91,7 @@ def launch(
 
 
 def attend(q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec) -> AttentionOut:
-    """The call, its lengths within the arrays. cuDNN takes keys token-major: cleaning them writes them so."""
+    """Run the call; lengths lie within the arrays. cuDNN takes keys token-major: zeroing them also transposes them."""
     scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
     valid = (jnp.arange(k_BKSH.shape[2]) < positions.kv_len[:, None])[:, None, :, None]
     row = jnp.arange(q_BTNH.shape[1])
@@ -117,7 +117,7 @@ def attend(q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, sp
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def dense(q, k, v, positions: Positions, spec: AttentionSpec) -> AttentionOut:
-    """The call, with a gradient that is linear in memory."""
+    """Run the call, with a gradient that takes linear memory."""
     return attend(q, k, v, positions, spec)
 
 
@@ -135,7 +135,7 @@ dense.defvjp(_forward, _backward)
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call is not cuDNN's."""
+    """None, or why cuDNN does not run this call."""
     if shapes.num_queries == 1:
         return "K and V must be cleaned behind kv_len first, which doubles the traffic of a decode step"
     for name in ("window", "softcap"):
@@ -153,12 +153,12 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """The only one."""
+    """Return the only config."""
     return Config()
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """The only one."""
+    """Yield the only config."""
     yield Config()
 
 
@@ -177,4 +177,4 @@ KERNELS: tuple[Kernel, ...] = (
         cost=work.prefill,
     ),
 )
-"""Another library's kernel behind our contract; it runs on a GPU alone, no simulator knows it."""
+"""Another library's kernel behind our contract. It runs only on a GPU; no simulator supports it."""

@@ -1,16 +1,17 @@
 """Decode attention for Hopper: one query row per sequence, bound by reading the cache, so every byte is read once.
 
-The visible keys of each (sequence, KV head) are cut into `splits` equal runs of blocks, one block of threads each: how
-many is static, where they lie follows from kv_len, so that a short sequence costs what it holds. A warpgroup packs the
-G query heads of its KV head into the 64 rows of one product (the rest are zeros: the tensor core has time to spare),
-keeps `stages` blocks of keys and values on their way by TMA, and refills a buffer as soon as its last product has read
-it. One warpgroup does both: registers and shared memory then allow two or three of them per multiprocessor, and one
-computes while the others wait. Partial results carry their lse; a reduction over the splits, one launch, merges them.
+The visible keys of each (sequence, KV head) are cut into `splits` equal runs of blocks, one thread block each: their
+number is static, their position follows from kv_len, so a short sequence costs only what it holds. A warpgroup packs
+the G query heads of its KV head into the 64 rows of one product (the rest are zeros: the tensor core has time to
+spare), keeps `stages` blocks of keys and values in flight by TMA, and refills a buffer as soon as its last product has
+read it. One warpgroup does both: registers and shared memory then allow two or three of them per multiprocessor, and
+one computes while the others wait. Partial results carry their lse; a reduction over the splits, one launch, merges
+them.
 
 The three roles differ only in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles side by side,
-each copied from where it lies; ids ascend, so what the row sees is one range of a block's columns there too. Score:
-dense, and log2 of each tile's sum of weights (running maximum included) goes to a small array [J, G] per KV head,
-from which the merging launch makes the masses, 2^(that - lse) (`decode_mass`).
+each copied from where it lies; ids ascend, so the row sees one range of a block's columns there too. Score: dense, and
+log2 of each tile's sum of weights (running maximum included) goes to a small array [J, G] per KV head, from which the
+merging launch computes the masses, 2^(that - lse) (`decode_mass`).
 
 Work: 4 H flops per (row, key). Traffic: 2 H bytes-per-element per visible or listed key and KV head.
 """
@@ -51,13 +52,13 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float16")
 MULTIPROCESSORS, REGISTERS, SHARED = 132, 65_536, 233_472
-"""Of an H100 or H200; registers and bytes of shared memory of each multiprocessor."""
+"""Multiprocessors of an H100 or H200; registers and bytes of shared memory of each."""
 UNEVEN_KEYS = 8192
 """Keys per split in a batch: enough pieces to fill the gaps that short sequences leave, too few to cost anything."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
-"""Most registers of a thread by head dim and block_s, as compiled; what is not here spills in some role."""
+"""Most registers of a thread by head dim and block_s, as compiled; other pairs spill in some role."""
 NARROW = 4
-"""Copies per block of a list from which a thread takes up to 200 registers at head dim 64 too."""
+"""Copies per block of a list. From this many on, a thread takes up to 200 registers at head dim 64 too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,8 @@ class Config:
 
     Attributes:
         block_s: keys (listed keys when sparse) per block.
-        stages: blocks of keys and values on their way or in use.
-        splits: runs of blocks per KV head that are computed side by side and merged.
+        stages: blocks of keys and values in flight or in use.
+        splits: runs of blocks per KV head that are computed in parallel and merged.
     """
 
     block_s: int
@@ -98,7 +99,7 @@ class Refs(NamedTuple):
     q_block: Any = None  # [64, H]
     k_block: Any = None  # [stages, block_s, H]
     v_block: Any = None
-    out_block: Any = None  # [64, H] float32, as lse_block: they share the memory of k_block and v_block
+    out_block: Any = None  # [64, H] float32, like lse_block: they share the memory of k_block and v_block
     lse_block: Any = None
     row_block: Any = None  # [2, units, 64] float32
     q_landed: Any = None
@@ -107,7 +108,7 @@ class Refs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What one block of threads computes: one run of blocks of one sequence, of one KV head, for up to 64 rows."""
+    """Work of one thread block: one run of blocks of one sequence, of one KV head, for up to 64 rows."""
 
     split: Any
     sequence: Any
@@ -125,7 +126,7 @@ def name_refs(refs: tuple, role: str) -> Refs:
 
 
 def locate(refs: Refs, cut: Cut) -> Place:
-    """Where this block of threads stands."""
+    """Return the work of this thread block."""
     split, sequence = jax.lax.axis_index("split"), jax.lax.axis_index("sequence")
     head, part = (op(jax.lax.axis_index("head"), jnp.int32(cut.parts)) for op in (jax.lax.div, jax.lax.rem))
     positions = Positions(*(x[sequence] for x in refs.positions))
@@ -134,7 +135,7 @@ def locate(refs: Refs, cut: Cut) -> Place:
 
 
 def starts_of(refs: Refs, cut: Cut, at: Place, block) -> list:
-    """The first key of each unit of a block."""
+    """Return the first key of each unit of a block."""
     return unit_starts(cut, at.run, block, lambda entry: refs.tiles[at.sequence, at.head, 0, entry])
 
 
@@ -157,7 +158,7 @@ def in_bits(z: Array, cut: Cut) -> Array:
 
 
 def blank_values(v_block, lo, hi) -> None:
-    """Zero the rows of a block of values outside [lo, hi): whatever lies there, a weight of 0 times it must be 0."""
+    """Zero the rows of a block of values outside [lo, hi): whatever they hold, 0 times them must be 0."""
     rows, columns = min(v_block.shape[0], ROWS), LINE_BYTES // v_block.dtype.itemsize
     key = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=plgpu.Layout.WGMMA)
     for row in range(0, v_block.shape[0], rows):
@@ -170,13 +171,13 @@ def blank_values(v_block, lo, hi) -> None:
 
 
 def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> tuple:
-    """Add block i of this run to the running softmax, refill its buffer, note its units' sums."""
+    """Add block i of this run to the running softmax, refill its buffer, store its units' sums."""
     m_old, l, acc = carry  # noqa: E741
     run, slot = at.run, jax.lax.rem(i, jnp.int32(config.stages))
     block = run.first + i
     lo, hi = visible_columns(cut, run, block, starts_of(refs, cut, at, block))
     ahead = jnp.minimum(i + config.stages, run.count - 1)
-    ahead = starts_of(refs, cut, at, run.first + ahead)  # long before they are used: ids take a while to come
+    ahead = starts_of(refs, cut, at, run.first + ahead)  # read long before they are used: ids take a while to arrive
 
     plgpu.barrier_wait(refs.k_landed.at[slot])
     y = in_bits(scores(refs.q_block, refs.k_block.at[slot]), cut)
@@ -196,7 +197,7 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     plgpu.barrier_wait(refs.v_landed.at[slot])
     pl.when((lo > 0) | (hi < cut.block_s))(lambda: blank_values(refs.v_block.at[slot], lo, hi))
     acc = accumulate(acc, p.astype(refs.v_block.dtype), refs.v_block.at[slot])
-    # A copy starts behind a barrier of the warpgroup (the compiler's own), so all four warps have read the buffer.
+    # A copy starts behind a warpgroup barrier (the compiler inserts it), so all four warps have read the buffer.
     pl.when(i + config.stages < run.count)(lambda: fetch(refs, at, config, ahead, slot))
     if cut.role == "score":
         plgpu.commit_smem()
@@ -216,7 +217,7 @@ def finish(refs: Refs, cut: Cut, at: Place, state: tuple) -> None:
     refs.out_block[...] = acc * per_row(1.0 / safe, acc)  # acc is 0 where l is
     refs.lse_block[...] = per_row(lse, acc)
     if cut.role == "score":
-        half = jax.lax.rem(at.run.count, jnp.int32(2))  # the last block's sums, in the other, may be on their way
+        half = jax.lax.rem(at.run.count, jnp.int32(2))  # the last block's sums, in the other half, may be in flight
         refs.row_block[half, 0] = lse
     plgpu.commit_smem()
     if cut.role == "score":
@@ -268,7 +269,7 @@ def body(*refs, cut: Cut, config: Config):
 
 
 def call(cut: Cut, config: Config):
-    """The launch: (positions, q, k, v, lists) -> partial out and lse, and with the role score bank and totals."""
+    """Build the launch: (positions, q, k, v, lists) -> partial out and lse, and for the role score bank and totals."""
     shapes, lead = cut.shapes, (cut.shapes.batch, cut.shapes.num_kv_heads)
     out = [jax.ShapeDtypeStruct((cut.splits, *lead, cut.stored_groups, shapes.head_dim), jnp.float32)] * 2
     if cut.role == "score":
@@ -289,7 +290,7 @@ def call(cut: Cut, config: Config):
 
 
 def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """The whole call: partial results, then the merge."""
+    """Run the whole call: partial results, then the merge."""
     shapes = kv.shapes(q, selection)
     cut = cut_call(role, spec, shapes, config)
     # The copy engine moves whole swizzled tiles of 8 rows. A cache in eights and G up to 8 are not copied here.
@@ -311,19 +312,19 @@ dense = differentiable(attend)
 
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """The role's launch."""
+    """Launch the role's kernel."""
     if role == "dense":
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
 
 
 def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """The call cut by this config."""
+    """Cut the call by this config."""
     return Cut(role, spec, shapes, config.block_s, config.splits)
 
 
 def shared_bytes(cut: Cut, config: Config) -> int:
-    """Shared memory of one block of threads: queries; keys and values, or the result; sums of units; barriers."""
+    """Bytes of shared memory of one thread block: queries; keys and values, or the result; sums of units; barriers."""
     head_dim = cut.shapes.head_dim
     buffers = 4 * head_dim * max(config.stages * config.block_s, 2 * ROWS)
     sums = round_up(8 * ROWS * cut.units, 1024) if cut.role == "score" else 0
@@ -331,8 +332,8 @@ def shared_bytes(cut: Cut, config: Config) -> int:
 
 
 def resident(cut: Cut, config: Config) -> int:
-    """Blocks of threads that the chip holds at once."""
-    by_memory = SHARED // (shared_bytes(cut, config) + 1024)  # each is charged a kilobyte by the system
+    """Return how many thread blocks the chip holds at once."""
+    by_memory = SHARED // (shared_bytes(cut, config) + 1024)  # the system takes a kilobyte for each
     registers = THREAD_REGISTERS[cut.shapes.head_dim, config.block_s]
     registers = max(registers, 200) if cut.role == "sparse" and cut.units >= NARROW else registers
     by_registers = REGISTERS // (128 * registers)
@@ -355,7 +356,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Two or three blocks of threads per multiprocessor, each with 64 KB of keys and values on their way or more.
+    """Two or three thread blocks per multiprocessor, each with at least 64 KB of keys and values in flight.
 
     One wave of equal splits for one sequence; more for several, whose lengths differ; none below four blocks of keys.
     """
@@ -370,12 +371,12 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """More and fewer blocks on their way, larger blocks, more and fewer splits; what registers and memory hold."""
+    """Vary blocks in flight, block size and splits around the default, within registers and shared memory."""
     best = default_config(role, spec, shapes)
     splits = (max(best.splits // 2, 1), 2 * best.splits)
     for config in distinct(best, {"block_s": (64, 128), "stages": (2, 3, 4, 6), "splits": splits}, lambda x: x):
         cut = cut_call(role, spec, shapes, config)
-        # Sums of several units and the slots of a third stage: the compiler spills registers (the gates' finding).
+        # With sums of several units and a third stage's slots, the compiler spills registers (found by the gates).
         spills = role == "score" and shapes.head_dim == 256 and cut.units > 1 and config.stages > 2
         fits = shared_bytes(cut, config) <= SHARED_BYTES and not spills
         if fits and (shapes.head_dim, config.block_s) in THREAD_REGISTERS:

@@ -1,9 +1,9 @@
 """Mass of key tiles in Hopper's scoring decode, in the launch that merges the splits: 2^(bank - lse) summed over rows.
 
-bank holds log2 of each unit's sum of exponentials per row, lse is log2 of a row's whole sum. The first blocks of
-threads merge (`split_merge`); each further one takes a few hundred tiles of one KV head. Those cannot wait for the
-others' lse, so each merges it anew from the splits' own, 4 bytes per row and split, while its part of the bank is on
-its way. Where no tile is visible nothing is read. Units that no row sees were never written: told apart by position.
+bank holds log2 of each unit's sum of exponentials per row, lse is log2 of a row's whole sum. The first thread
+blocks merge (`split_merge`); each further one takes a few hundred tiles of one KV head. Those cannot wait for the
+others' lse, so each merges it again from the splits' own, 4 bytes per row and split, while its part of the bank is in
+flight. Where no tile is visible, nothing is read. Units that no row sees were never written: positions exclude them.
 
 Work: one exponential per (row, unit); it is bound by reading the bank once, 4 bytes per row and unit.
 """
@@ -29,9 +29,9 @@ from tessera.core.shapes import ceil_div, round_up
 TILES = ROWS
 """Tiles of one load: the rows of a product's layout."""
 MOST_NUMBERS = 32
-"""Numbers of the bank that are on their way together, for each of a load's tiles: 16 per thread."""
+"""Numbers of the bank that are in flight together, for each of a load's tiles: 16 per thread."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
-"""Layout in registers of one number per column."""
+"""Register layout of one number per column."""
 
 
 class Refs(NamedTuple):
@@ -44,7 +44,7 @@ class Refs(NamedTuple):
     bank: Any  # [B, K, parts, tiles, units per tile, rows]
     merged: Any  # [numbers]
     merged_lse: Any
-    mass: Any  # [B, K, 1, tiles], whole 16 bytes
+    mass: Any  # [B, K, 1, tiles], padded to 16 bytes
 
 
 def merge_and_weigh(
@@ -56,9 +56,9 @@ def merge_and_weigh(
     positions: Positions,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G H"], Float[Array, "B K 1 J"]]:
-    """What `split_merge.merge_splits` returns, and the mass of every tile.
+    """Merge like `split_merge.merge_splits`, and return the mass of every tile too.
 
-    mass = sum over rows and the tile's units of 2^(bank - lse); 0 for tiles that nobody read.
+    mass = sum over rows and the tile's units of 2^(bank - lse); 0 for tiles that no row sees.
 
     Args:
         out, lse: partial results, as `merge_splits` takes them.
@@ -66,8 +66,8 @@ def merge_and_weigh(
             no row sees the unit.
         totals: lse once per row of a product; -inf where the split saw no key.
         cut: the call.
-        positions: where the rows stand.
-        dtype: what to round the merged values to.
+        positions: positions of the rows.
+        dtype: dtype of the merged values.
     """
     flat = [split_merge.flatten(x) for x in (out, lse)]
     rows, size = out.shape[1:], out[0].size
@@ -92,18 +92,18 @@ def merge_and_weigh(
 
 
 def stored_units(cut: Cut) -> int:
-    """Units of the bank: those of every block of keys, and of every piece of tiles."""
+    """Return the bank's number of units: enough for every block of keys and for every piece of tiles."""
     return max(cut.banked, num_pieces(cut) * loads_per_piece(cut) * TILES * cut.per_tile)
 
 
 def loads_per_piece(cut: Cut) -> int:
-    """Loads of 64 tiles of one block of threads."""
+    """Return the loads of 64 tiles per thread block."""
     most = max(MOST_NUMBERS // (cut.parts * cut.per_tile * cut.rows), 1)
     return min(most, ceil_div(cut.tiles, TILES))
 
 
 def num_pieces(cut: Cut) -> int:
-    """Blocks of threads per KV head."""
+    """Return the thread blocks per KV head."""
     return ceil_div(cut.tiles, loads_per_piece(cut) * TILES)
 
 
@@ -123,7 +123,7 @@ def body(*refs, cut: Cut, merging: int):
 
 
 def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
-    """Write the masses of one piece, by way of shared memory: the copy engine leaves out what is past the last tile."""
+    """Write the masses of one piece, by way of shared memory: the copy engine omits those past the last tile."""
     head, piece = (op(index, jnp.int32(num_pieces(cut))) for op in (jax.lax.div, jax.lax.rem))
     sequence, head = (op(head, jnp.int32(cut.shapes.num_kv_heads)) for op in (jax.lax.div, jax.lax.rem))
     run = find_run(cut, 0, Positions(*(x[sequence] for x in refs.positions)))
@@ -163,7 +163,7 @@ def weights(refs: Refs, cut: Cut, at: tuple, run: Run, firsts: list) -> list[Arr
 
     state = (filled((cut.rows,), FLOOR, COLUMN), filled((cut.rows,), 0.0, COLUMN))
     m, total = split_merge.fold(load, refs.totals.shape[0], state, at_once=min(split_merge.AT_ONCE, 256 // cut.rows))
-    lse = jax.lax.broadcast_in_dim(m + jnp.log2(total), bits[0].shape, [1])  # of a row that sees a key, or not used
+    lse = jax.lax.broadcast_in_dim(m + jnp.log2(total), bits[0].shape, [1])  # unused for rows that see no key
     tile, row = (plgpu.broadcasted_iota(jnp.int32, lse.shape, n, layout=plgpu.Layout.WGMMA) for n in (0, 1))
 
     def weight(bits: Array, first, n: int) -> Array:

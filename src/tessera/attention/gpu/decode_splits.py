@@ -1,6 +1,6 @@
-"""Decode with the keys split over blocks of threads: which keys each split reads, in plain arithmetic.
+"""Decode with the keys split over thread blocks: which keys each split reads, in plain arithmetic.
 
-A *unit* is what one copy brings: a whole block of consecutive keys, or a tile where tiles matter (sparse, score) and
+A *unit* is the keys of one copy: a whole block of consecutive keys, or a tile where tiles matter (sparse, score) and
 are smaller. A *block* is one step of a kernel: `units` units side by side.
 """
 
@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 
     @property
     def stored_groups(self) -> int:
-        """Query heads of a KV head as they lie in memory: G, or whole copies of 8 where it is more than one."""
+        """Query heads of a KV head as stored in memory: G, or whole copies of 8 where G exceeds one copy."""
         return self.groups if self.groups <= 8 else round_up(self.groups, 8)
 
     @property
@@ -69,7 +69,7 @@ class Cut(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one split of one sequence's KV head reads: scalars.
+    """Scalars: the keys that one split of one sequence's KV head reads.
 
     Attributes:
         start, stop: keys [start, stop) that the row sees; both 0 if none.
@@ -105,9 +105,9 @@ def find_run(cut: Cut, split, positions: Positions, listed_tiles=0) -> Run:
 
 
 def unit_starts(cut: Cut, run: Run, block, tile_at: Callable) -> list:
-    """The first key of each unit of a block; one past the list's end repeats the list's last.
+    """Return the first key of each unit of a block; units past the list's end repeat its last.
 
-    tile_at gives an entry of the list.
+    tile_at returns an entry of the list.
     """
     if cut.role != "sparse":
         return [block * cut.block_s + i * cut.unit for i in range(cut.units)]

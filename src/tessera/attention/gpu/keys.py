@@ -1,19 +1,19 @@
-"""Sparse prefill attention for Hopper over single keys (tile=1, the paper's granularity): what tiles cost, measured.
+"""Sparse prefill attention for Hopper over single keys (tile=1, the paper's granularity), to measure the cost of tiles.
 
-As gpu_sparse, but nothing can be fetched by TMA, whose copies are eight rows and up: the 128 threads of the fetching
+Like gpu_sparse, but TMA can fetch nothing, since its copies take at least eight rows: the 128 threads of the fetching
 warpgroup copy the listed rows of K and V with cp.async, 16 bytes each, to where the products expect them. Shared
 memory is laid out in [8, 64] pieces of 16-bit numbers, a line of 128 bytes per row, and the 16-byte columns of a line
-are swizzled: column c of row r stands at c ^ (r % 8) (`place_of`; the rule of TMA's and wgmma's 128-byte swizzle).
+are swizzled: column c of row r is stored at c ^ (r % 8) (`place_of`; the rule of TMA's and wgmma's 128-byte swizzle).
 
-A thread waits for its own copies of a block while those of the next `stages - 2` blocks are under way, makes them
+A thread waits for its own copies of a block while those of the next `stages - 2` blocks are in flight, makes them
 visible to the tensor core (a proxy fence) and arrives at the block's barrier. Positions of the keys go into shared
 memory too, for the masks at the ends of a list.
 
-The interpreter cannot run copies by thread: there, plain loads of the listed rows take their place, so it proves the
-barriers and the masks, but not `copy_rows`, which the machine code and the GPU check stand for.
+The interpreter cannot run copies by thread: there, plain loads of the listed rows replace them, so it tests the
+barriers and the masks, but not `copy_rows`, which the machine code and the GPU check cover.
 
-Work: 4 H flops per (row, listed key) pair; L2 traffic: 2 H bytes-per-element per (block of threads, listed key) in
-pieces of one row, H bytes-per-element.
+Work: 4 H flops per (row, listed key) pair; L2 traffic: 2 H bytes-per-element per (thread block, listed key) in pieces
+of one row, H bytes-per-element.
 """
 
 import itertools
@@ -38,20 +38,20 @@ from tessera.attention.gpu.warpgroup import LINE_BYTES, SHARED_BYTES, per_row, s
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
 COPY_BYTES = 16
-"""Of one asynchronous copy by a thread: the most there is."""
+"""Bytes of one asynchronous copy by a thread: the most possible."""
 THREADS = 128
 LEAST_STAGES = 3
 PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
-"""Layout in registers of one number per thread."""
+"""Register layout of one number per thread."""
 LIST = plgpu.Layout.WGMMA.reduce(0)
-"""Layout in registers of one number per column of a product."""
+"""Register layout of one number per column of a product."""
 
 
 def place_of(row, column, columns: int):
-    """Where a 16-byte column of a row of keys stands in swizzled shared memory, in units of 16 bytes.
+    """Return the offset of a 16-byte column of a row of keys in swizzled shared memory, in units of 16 bytes.
 
     Rows lie in groups of 8, each a sequence of pieces [8 rows, 128 bytes] that hold `columns` 16-byte columns; in
-    its line of a piece, column c of row r stands at c ^ (r % 8).
+    its line of a piece, column c of row r is stored at c ^ (r % 8).
     """
     line = LINE_BYTES // COPY_BYTES
     piece = (row // 8) * (columns // line) + column // line
@@ -61,7 +61,7 @@ def place_of(row, column, columns: int):
 def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> None:
     """Start this thread's part of the copies of block_s listed keys and values; write the keys' positions.
 
-    first: entry of the list; those at or past its end are copies of the last one, at the position NEVER.
+    first: entry of the list; those at or past its end copy the last one, with the position NEVER.
     """
     last = read(refs, item, "end") - 1
     if simulated():
@@ -127,7 +127,7 @@ def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> No
 
 
 def wait_for_copies(left: int) -> None:
-    """Wait until at most `left` of this thread's blocks are under way, and show the others to the tensor core."""
+    """Wait until at most `left` of this thread's blocks are in flight; make the others visible to the tensor core."""
 
     @plgpu.inline_mgpu()
     def wait(_):
@@ -139,9 +139,9 @@ def wait_for_copies(left: int) -> None:
 
 
 def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
-    """The fetching warpgroup: every block of the list as stages are handed back, `ahead` of them under way.
+    """Fetch every block of the list as stages are handed back, `ahead` of them in flight.
 
-    Values of a block are handed back when the scores of the next are taken: one more stage than those is in use.
+    Values of a block are handed back when the scores of the next are taken: two stages more than those in flight.
     """
     (item,), ahead = items, cut.stages - 2
     begin, stop = read(refs, item, "begin"), blocks_of(refs, item, cut)[2]
@@ -183,7 +183,7 @@ def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: 
 
 
 def cut_keys(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """The sizes of a launch: one list per block of threads, however few rows it has."""
+    """The sizes of a launch: one list per thread block, however few rows it has."""
     if config.stages < LEAST_STAGES:
         raise ValueError(f"stages={config.stages} must be at least {LEAST_STAGES}")
     return cut_call(spec, shapes, config)._replace(lists=1)
@@ -218,7 +218,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """As many keys under way as shared memory holds."""
+    """Keep as many keys in flight as shared memory holds."""
     return max(search_space(spec, shapes), key=lambda c: (c.rows, c.block_s, c.stages))
 
 

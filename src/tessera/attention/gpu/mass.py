@@ -1,8 +1,8 @@
-"""Mass of key tiles on Hopper, from what a scoring pass left: mass = sum over a query tile's rows of 2^(bits - lse).
+"""Mass of key tiles on Hopper, from a scoring pass's results: mass = sum over a query tile's rows of 2^(bits - lse).
 
 bits [B,N,U,R] holds, per row and unit of keys, log2 of the sum of its exponentials, lse [B,N,R] log2 of the whole sum
-(-inf for rows that see nothing, and for padding). Units that a row does not see were never written: they are told
-apart by position, and where no row of the query tile sees one of a block's 64 units nothing is read.
+(-inf for rows that see nothing, and for padding). Units that a row does not see were never written: positions
+exclude them, and where no row of the query tile sees any of a thread block's 64 units, nothing is read.
 
 Work: one exponential per (row, unit); it is bound by reading bits once, 4 bytes each, straight into the registers of
 the product's layout (eight rows of 32 bytes a load), UNROLLED heads at a time.
@@ -23,9 +23,9 @@ from tessera.attention.gpu.warpgroup import ROWS, filled
 from tessera.core.shapes import ceil_div, round_up
 
 UNITS = ROWS
-"""Units of keys of a block of threads."""
+"""Units of keys per thread block."""
 ALIGNED = 8
-"""Rows at which a load may begin."""
+"""A load may begin at multiples of this many rows."""
 MOST_ROWS = 64
 """Rows of one load."""
 UNROLLED = 4
@@ -51,7 +51,7 @@ def tile_mass(
     cut: Cut,
     rows: int,
 ) -> Float[Array, "B K I U"]:
-    """Mass of every unit for the query tiles of rows [0, rows), which stand `skipped` rows behind the call's first."""
+    """Return the mass of every unit for the query tiles of rows [0, rows), the call's rows from `skipped` on."""
     batch, num_heads, units, _ = bits.shape
     num_tiles = ceil_div(rows, cut.spec.query_tile)
     return plgpu.kernel(
@@ -86,7 +86,7 @@ def body(q_start, kv_len, skipped, bits, lse, mass, *, cut: Cut):
         some = some & ((unit + UNITS) * cut.unit > first + row - spec.window + 1)
 
     def load(n: Array) -> Array:
-        """Probabilities of the n-th load [units, rows]; 0 where a row is not this query tile's or sees no key."""
+        """Return the n-th load's probabilities [units, rows]; 0 where a row is not this query tile's or sees no key."""
         begin = aligned + jax.lax.rem(n, cut.pieces) * cut.width
         at = pl.multiple_of(jnp.minimum(begin, bits.shape[3] - cut.width), ALIGNED)
         query_head = h * cut.groups + jax.lax.div(n, cut.pieces)

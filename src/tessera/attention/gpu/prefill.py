@@ -1,11 +1,11 @@
 """Prefill attention for Hopper: dense, and score (dense plus every key tile's mass) in the same pass.
 
-One block of threads takes 128 query rows of one head against every key they see. Two compute warpgroups hold 64 rows
+One thread block takes 128 query rows of one head against every key they see. Two compute warpgroups hold 64 rows
 each; a third fetches K and V by TMA, `stages` blocks of block_s keys ahead, and gets a stage back once both have read
 it. Heads are the grid's last axis, which runs fastest: those of a group run side by side and read the same K and V,
 which then come from L2.
 
-Blocks that a mask can touch stand at the ends of the range of keys (the window's edge; the diagonal, kv_len): they run
+Blocks that a mask can touch are at the ends of the range of keys (the window's edge; the diagonal, kv_len): they run
 one after another in `masked`. The blocks between run without masks and overlapped: the tensor core takes the scores of
 a block and, behind them, the weighted values of the block before, while the vector units turn those scores into
 weights; and the two warpgroups take turns, so that one's products run under the other's exponentials. Values at or
@@ -43,26 +43,26 @@ from tessera.core.shapes import ceil_div, round_up
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 BITS = 1 << 27
-"""Most numbers that a scoring pass leaves behind at once: 512 MiB."""
+"""Most numbers that a scoring pass writes at once: 512 MiB."""
 
 
 def read_item(refs: Refs, cut: Cut) -> Item:
-    """Which work this block of threads has."""
+    """Return the work of this thread block."""
     n, block, b = (jax.lax.axis_index(name) for name in ("head", "rows", "sequence"))
-    # Causal rows see more keys the later they stand: the longest first, so that short ones fill the last gaps.
+    # Later causal rows see more keys: run the longest first, so that short ones fill the last gaps.
     at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK_T
     return Item(b, n, jax.lax.div(n, cut.groups), at, pl.multiple_of(refs.skipped[0] + at, BLOCK_T))
 
 
 def blocks_of(refs: Refs, item: Item, cut: Cut) -> Blocks:
-    """The key blocks of an item. Worked out where it is needed: registers hold other things."""
+    """Return the key blocks of an item. Computed where needed: registers hold other things."""
     rows = jnp.minimum(refs.q_len[item.b] - item.row, BLOCK_T)
     first = refs.q_start[item.b] + item.row
     return key_blocks(first, rows, refs.kv_len[item.b], cut.spec, cut.config.block_s)
 
 
 def fetch(refs: Refs, item: Item, cut: Cut) -> None:
-    """The fetching warpgroup: every block of the range, K before V, as stages are handed back."""
+    """Run the fetching warpgroup: copy every block of the range, K before V, as stages are handed back."""
     plgpu.set_max_registers(24, action="decrease")
     size, stages, blocks = cut.config.block_s, cut.config.stages, blocks_of(refs, item, cut)
     count = blocks.stop - blocks.start
@@ -83,7 +83,7 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
 
 
 def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
-    """A compute warpgroup: its rows against every block of the range, then out and lse."""
+    """Run a compute warpgroup: its rows against every block of the range, then out and lse."""
     plgpu.set_max_registers(240, action="increase")
     source = refs.q.at[item.b, pl.ds(item.row + wg * ROWS, ROWS), item.n]
     plgpu.copy_gmem_to_smem(source, refs.q_smem.at[wg], refs.q_full.at[wg])
@@ -104,7 +104,7 @@ def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
 
 
 def body(*refs, cut: Cut):
-    """One block of threads."""
+    """Run one thread block."""
     names = [name for name in Refs._fields if name != "bits" or cut.spec.mass]
     refs = Refs(**{"bits": None, **dict(zip(names, refs, strict=True))})
     wg = jax.lax.axis_index("warpgroup")
@@ -154,7 +154,7 @@ def attend(q, k, v, spec: AttentionSpec, positions: Positions, config: Config) -
     batch, num_queries, num_heads, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
     cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype))
-    # Rows are added where S or T is no multiple of 8: zeros, hidden as all are at or past kv_len and q_len.
+    # Where S or T is not a multiple of 8, rows of zeros are added: hidden, like all at or past kv_len and q_len.
     q, k, v = whole_lines(q, 1), whole_lines(k, 2), whole_lines(v, 2)
     rows = q.shape[1]
     if not spec.mass:
@@ -187,7 +187,7 @@ def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cu
 
 
 def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
-    """Rows whose bits are held at once: no more numbers than q has, nor than BITS, nor tiles than a grid."""
+    """Return the rows whose bits are held at once: no more numbers than q has, nor than BITS, nor tiles than a grid."""
     bound = min(BITS, batch * num_queries * num_heads * cut.head_dim) // (batch * num_heads * cut.units)
     bound = min(bound, gpu_mass.MOST_TILES * cut.spec.query_tile)
     whole = math.lcm(BLOCK_T, cut.spec.query_tile)
@@ -196,14 +196,14 @@ def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
 
 
 def natural(lse: Array, num_queries: int) -> Array:
-    """lse [B,T,N] in nats of lse [B,N,rows] in bits."""
+    """Convert lse [B,N,rows] in bits to lse [B,T,N] in nats."""
     return LN_2 * jnp.swapaxes(lse, 1, 2)[:, :num_queries]
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
     """Dense prefill, differentiable in q, k and v, or score with spec.mass."""
     lengths = jnp.minimum(positions.kv_len, kv.k.shape[2]), jnp.minimum(positions.q_len, q.shape[1])
-    positions = Positions(positions.q_start, *lengths)  # what lies behind an array reads as zeros, not as padding
+    positions = Positions(positions.q_start, *lengths)  # beyond an array's end, zeros would pass for keys or rows
     if spec.mass:
         return attend(q, kv.k, kv.v, spec, positions, config)
     return dense(q, kv.k, kv.v, positions, spec, config)
@@ -211,7 +211,7 @@ def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selectio
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Dense prefill; its gradient is two kernels of its own."""
+    """Dense prefill; two separate kernels compute its gradient."""
     return attend(q, k, v, spec, positions, config)
 
 
@@ -249,7 +249,7 @@ def shared_bytes(head_dim: int, config: Config) -> int:
 
 
 def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Whether registers hold the scores of two blocks: not beside 256 columns of values and the tiles' sums."""
+    """Whether registers hold the scores of two blocks: not with 256 columns of values and the tiles' sums."""
     return shapes.head_dim < 256 or not spec.mass
 
 
@@ -263,7 +263,7 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
     orders = ((True, True), (True, False), (False, True))
     for block_s, stages, (overlap, turns) in itertools.product((64, 128), (2, 3), orders):
         config = Config(block_s=block_s, stages=stages, overlap=overlap, turns=turns)
-        # A window's edge on top of 256 sums per row: the compiler spills a register (the gates' finding).
+        # With a window's edge on top of 256 sums per row, the compiler spills a register (found by the gates).
         spills = shapes.head_dim == 256 and spec.window is not None and not (overlap or spec.mass)
         fits = shared_bytes(shapes.head_dim, config) <= SHARED_BYTES and not spills
         if fits and (overlaps(spec, shapes) or not overlap):

@@ -1,7 +1,7 @@
 """The compute warpgroup of dense prefill on Hopper: 64 query rows against the key blocks they see.
 
-Blocks that a mask can touch run one after another (`Rows.masked`); those between overlapped (`Rows.overlapped`), or as
-JAX's own kernel does it, scores, weights and values in turn (`Rows.plain`).
+Blocks that a mask can touch run one after another (`Rows.masked`); those between run overlapped (`Rows.overlapped`),
+or, as in JAX's own kernel, with scores, weights and values in turn (`Rows.plain`).
 """
 
 import functools
@@ -22,9 +22,9 @@ from tessera.attention.online_softmax import LOG2_E, scale_of
 from tessera.core.shapes import round_up
 
 WARPGROUPS = 2
-"""That compute; the next one fetches."""
+"""Warpgroups that compute; the next one fetches."""
 BLOCK_T = WARPGROUPS * ROWS
-"""Rows of a block of threads."""
+"""Rows of a thread block."""
 LINE = LINE_BYTES // 2
 """Numbers of a swizzled line."""
 
@@ -53,7 +53,7 @@ class Config:
 
 
 class Refs(NamedTuple):
-    """What the body sees: main memory, then shared memory and barriers."""
+    """The body's references: main memory, then shared memory and barriers."""
 
     q_start: Any  # [B]
     kv_len: Any
@@ -94,12 +94,12 @@ class Cut(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Units of all keys, and of the rest of the last block of them, in whole blocks of the mass kernel."""
+        """Units of all keys, rounded up to whole key blocks, and those to whole blocks of the mass kernel."""
         return round_up(round_up(self.num_keys, self.config.block_s) // self.unit, gpu_mass.UNITS)
 
 
 class Item(NamedTuple):
-    """One block of threads: sequence, query head, KV head, its first row in this launch and in the whole of q."""
+    """Work of one thread block: sequence, query head, KV head, its first row in this launch and in the whole of q."""
 
     b: Array
     n: Array
@@ -127,13 +127,13 @@ class Rows(NamedTuple):
         return row + (self.refs.q_start[self.item.b] + self.item.row + self.wg * ROWS)
 
     def take_turn(self) -> None:
-        """From one of these to the next, one warpgroup issues products and the other computes weights."""
+        """Wait for the other warpgroup: until the next turn, one issues products and the other computes weights."""
         if self.cut.config.turns:
             plgpu.barrier_arrive(self.refs.turn)
             plgpu.barrier_wait(self.refs.turn)
 
     def masked(self, c: Array, state: tuple) -> tuple:
-        """Block c, of which a row may not see all."""
+        """Absorb block c, of which a row may not see all."""
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         plgpu.barrier_wait(refs.v_full.at[slot])
@@ -146,7 +146,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def plain(self, c: Array, state: tuple) -> tuple:
-        """Block c, which every row sees whole: scores, weights and values in turn."""
+        """Absorb block c, which every row sees whole: scores, weights and values in turn."""
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot], self.take_turn)
@@ -161,7 +161,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def overlapped(self, first: Array, stop: Array, state: tuple) -> tuple:
-        """Blocks [first, stop), at least one, which every row sees whole."""
+        """Absorb blocks [first, stop), at least one, which every row sees whole."""
         refs, wg = self.refs, self.wg
         plgpu.barrier_wait(refs.k_full.at[self.slot(first)])
         s = scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)
@@ -197,12 +197,12 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def weights(self, s: Array, c: Array, m: Array, l: Array) -> tuple:  # noqa: E741
-        """`weigh`, once the scores are there: the keys' stage is free."""
+        """Free the keys' stage, since the scores are computed, and `weigh` them."""
         plgpu.barrier_arrive(self.refs.k_free.at[self.slot(c)])
         return self.weigh(s, c, m, l)
 
     def weigh(self, s: Array, c: Array, m: Array, l: Array, masked: bool = False) -> tuple:  # noqa: E741
-        """One softmax update: new maximum, new sum, factor on what was accumulated, weights of block c."""
+        """One softmax update: new maximum, new sum, factor on the accumulated values, weights of block c."""
         cut = self.cut
         s, factor = in_bits(s, cut)
         s = self.hide(s, c) if masked else s
@@ -232,7 +232,7 @@ class Rows(NamedTuple):
         return jnp.where(seen, s, -jnp.inf)
 
     def clear_values(self, c: Array) -> None:
-        """Zero the values at or past kv_len in a block that reaches past it: the first warpgroup does, all wait."""
+        """Zero the values at or past kv_len in a block that reaches past it: the first warpgroup does so, both wait."""
         refs, size = self.refs, self.cut.config.block_s
         valid = refs.kv_len[self.item.b] - c * size
 
@@ -274,7 +274,7 @@ def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
 
 
 def both_products(q_smem, k_smem, acc, p, v_smem, issued, weights):
-    """acc + p v, and weights(q k^T) = (m, l, alpha, next p) worked out while the tensor core adds."""
+    """Compute acc + p v, and weights(q k^T) = (m, l, alpha, next p) while the tensor core adds."""
     if simulated():
         s = scores(q_smem, k_smem, issued)
         return accumulate(acc, p, v_smem), weights(s)

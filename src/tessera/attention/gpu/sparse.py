@@ -1,10 +1,10 @@
 """Sparse prefill attention for Hopper: each query tile reads only its listed key tiles, in place.
 
-One block of threads takes the rows of a query tile (sparse_rows): two warpgroups compute, the third fetches. TMA
+One thread block takes the rows of a query tile (sparse_rows): two warpgroups compute, the third fetches. TMA
 copies the listed tiles of K and V side by side into shared-memory blocks of block_s keys, `stages` of them ahead, in
 the order of the list; a block's barrier counts its tiles. Compute warpgroups hand a stage back on a second barrier.
 
-Tile ids ascend, so what a mask can touch stands at the ends of a list: the window's edge first; the diagonal, kv_len
+Tile ids ascend, so tiles that a mask can touch are at the ends of a list: the window's edge first; the diagonal, kv_len
 and the end of the list last. The last block may hold fewer tiles: the copy of its last one is repeated and masked.
 Ids past count are never read. Values at or past kv_len may be NaN and 0 * NaN is NaN: in the one block of a list that
 can hold some, the fetching warpgroup zeroes them in shared memory before it announces the block.
@@ -13,7 +13,7 @@ A query tile that is no multiple of 8 tokens is padded to one, and rows are padd
 G query heads and query_tile tokens, 64 * ceil(G * query_tile / 64) rows are computed. G = 1 at query_tile 32 wastes
 half of every product; G = 4 (Llama 3 8B) none.
 
-Work: 4 H flops per (row, listed key) pair; L2 traffic: 2 H bytes-per-element per (block of threads, listed key).
+Work: 4 H flops per (row, listed key) pair; L2 traffic: 2 H bytes-per-element per (thread block, listed key).
 """
 
 import functools
@@ -41,7 +41,7 @@ COLUMNS = 64
 
 
 def key_of(refs: Refs, item: Item, at: Array, cut: Cut) -> tuple[Array, Array]:
-    """Position of the first key of a list's unit, and whether the list holds it (else it is the last one again)."""
+    """Return the position of a list unit's first key, and whether the list holds the unit (else its last repeats)."""
     per_tile, at, end = cut.spec.tile // cut.unit, at + read(refs, item, "begin"), read(refs, item, "end")
     listed = jnp.maximum(jnp.minimum(at, end - 1), 0)
     tile = refs.tiles[item.b, item.h, item.i, jax.lax.div(listed, per_tile)]
@@ -49,14 +49,14 @@ def key_of(refs: Refs, item: Item, at: Array, cut: Cut) -> tuple[Array, Array]:
 
 
 def keys_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple[Array, Array]]:
-    """The units of a block, as `key_of` has them."""
+    """Return the units of a block, as `key_of` returns each."""
     return [key_of(refs, item, block * cut.units + n, cut) for n in range(cut.units)]
 
 
 class Padding(NamedTuple):
     """The last block of a list: whether it holds keys at or past kv_len, and the first row of them.
 
-    (If its units are fewer than a block's, the last one is repeated: those rows are zeroed too.)
+    (If it has fewer units than a block, the last one is repeated: those rows are zeroed too.)
     """
 
     some: Array
@@ -65,7 +65,7 @@ class Padding(NamedTuple):
 
 
 def padding_of(refs: Refs, item: Item, cut: Cut) -> Padding:
-    """The padding of a list."""
+    """Return the padding of a list."""
     stop = blocks_of(refs, item, cut)[2]
     last = read(refs, item, "end") - read(refs, item, "begin") - 1
     kept = read(refs, item, "kv_len") - key_of(refs, item, last, cut)[0]
@@ -73,7 +73,7 @@ def padding_of(refs: Refs, item: Item, cut: Cut) -> Padding:
 
 
 def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
-    """The fetching warpgroup: every block of the lists, K before V, as stages are handed back."""
+    """Fetch every block of the lists, K before V, as stages are handed back."""
     padding = [padding_of(refs, item, cut) for item in items]
 
     def copies(source, target, barrier, units, item):
@@ -105,7 +105,7 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
 
 
 def unseen(item: Item, cut: Cut) -> int:
-    """The barrier of a block that compute warpgroups must not see yet."""
+    """Return the barrier of a block that compute warpgroups must not see yet."""
     return cut.lists * cut.stages + item.lane
 
 
@@ -124,7 +124,7 @@ def clear_values(refs: Refs, item: Item, padded: Padding, cut: Cut) -> None:
 
 
 def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: Cut) -> Array:
-    """Scores [64,X], -inf where a row does not see a key. A limit per row and unit: cheaper than positions per key."""
+    """Set scores [64,X] to -inf where a row does not see a key. Limits per unit are cheaper than positions per key."""
     spec, place = cut.spec, plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
     row = token_of(row_block, cut) + read(refs, item, "first")
     last = jnp.minimum(row if spec.causal else row + NEVER, read(refs, item, "kv_len") - 1)
@@ -151,7 +151,7 @@ def launch(
     """Attention over the listed tiles only; not differentiable."""
     cut = cut_call(spec, kv.shapes(q, selection), config)
     source = sparse_rows.Source("gpu_prefill_sparse", fetch, hide, arrivals=cut.units)
-    # As the model's cache holds them, [B,K,S,H]: no copy, but where S is no multiple of 8.
+    # [B,K,S,H], as the model's cache holds them: copied only where S is not a multiple of 8.
     k, v = (whole_lines(x, 2) for x in (kv.k, kv.v))
     return sparse_rows.launch(q, k, v, positions, selection, cut, source)
 
@@ -177,12 +177,12 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def fits(config: Config, spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Whether it compiles for an H200 with no register spilled and within its shared memory (a sweep says so)."""
+    """Whether the config compiles for an H200 without spills and within its shared memory (found by a sweep)."""
     cut = cut_call(spec, shapes, config)
     if cut.smem_bytes > SHARED_BYTES:
         return False
     if config.rows == 2 * ROWS and config.stages == 3 and shapes.head_dim == 128:
-        return False  # spills two registers with some tiles and groups (the gates' finding)
+        return False  # spills two registers with some tiles and groups (found by the gates)
     columns = cut.row_blocks * (shapes.head_dim + config.block_s)  # of accumulators and scores, half a register each
     plain = spec.tile >= ROWS and (cut.row_blocks == 1 or cut.chunk >= 32)
     most = 256 if spec.window is not None else 384 if plain else 320  # masks and copies of q need registers too

@@ -1,7 +1,7 @@
 """How a sparse prefill call on Hopper is cut: rows of query tiles, blocks of listed keys, and a plan for every list.
 
-XLA works out before the launch which entries of a list some row sees, and which of those every row sees whole: tile
-ids ascend, so each of these is a run, and what is left for masks stands at its ends.
+Before the launch, XLA computes which entries of a list some row sees, and which of those every row sees whole: tile ids
+ascend, so each of these is one run, and the entries that need masks are at its ends.
 """
 
 import math
@@ -17,11 +17,11 @@ from tessera.attention.gpu.warpgroup import LEAST_TOKENS, ROWS
 from tessera.core.shapes import ceil_div, round_up
 
 WARPGROUPS = 2
-"""That compute; the next one fetches."""
+"""Warpgroups that compute; the next one fetches."""
 RESERVED_BYTES = 2048
-"""Shared memory for barriers and alignment, at most."""
+"""Most bytes of shared memory for barriers and alignment."""
 NEVER = 1 << 30
-"""Further than any position."""
+"""Beyond every position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,12 @@ class Cut(NamedTuple):
     """Static sizes of a launch.
 
     Attributes:
-        tokens: of a query tile, padded to a multiple of 8.
+        tokens: tokens of a query tile, padded to a multiple of 8.
         chunk: tokens of one copy of q: they never straddle a head or a 64-row block.
         chunks: copies that hold the G * tokens rows of a query tile.
-        lists: query tiles of a block of threads: 2 where one fits 64 rows and two fit shared memory.
+        lists: query tiles of a thread block: 2 where one fits 64 rows and two fit shared memory.
         row_blocks: 64-row blocks of a compute warpgroup.
-        parts: blocks of threads that share a query tile's list.
+        parts: thread blocks that share a query tile's list.
         unit: keys of one copy of K or V: a tile, or the part of one that fills a block.
         stages: blocks of K and of V in shared memory, per list.
     """
@@ -123,13 +123,13 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 class Plan(NamedTuple):
-    """What a block of threads must know of its list, worked out before the launch.
+    """What a thread block must know about its list, computed before the launch.
 
     Attributes:
-        begin, end: units of the list that some row sees: the others are not read.
-        whole_from, whole_to: units between these every row sees whole.
+        begin, end: units of the list that some row sees; the others are not read.
+        whole_from, whole_to: units [whole_from, whole_to) that every row sees whole.
         first: absolute position of the query tile's first row.
-        rows: of the query tile, padding not counted.
+        rows: rows of the query tile without padding.
         kv_len: valid keys.
     """
 
@@ -143,7 +143,7 @@ class Plan(NamedTuple):
 
 
 def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "B K I 7"]:
-    """The plan of every list; as ids ascend, entries before a limit are counted. Lengths end where the arrays do."""
+    """Plan every list by counting entries before each limit, since ids ascend. Lengths are clipped to the arrays."""
     spec, (tiles, count) = cut.spec, selection
     kv_len, q_len = jnp.minimum(positions.kv_len, cut.num_keys), jnp.minimum(positions.q_len, cut.num_queries)
     listed = jnp.arange(tiles.shape[3]) < count[..., None]
@@ -159,7 +159,7 @@ def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "
     window = NEVER if spec.window is None else spec.window
 
     def units(keys):
-        """Units of the list among the first `keys` positions of their tiles."""
+        """Count units of the list among the first `keys` positions of their tiles."""
         return jnp.sum(jnp.where(listed, jnp.clip(keys // cut.unit, 0, spec.tile // cut.unit), 0), -1)
 
     numbers = Plan(

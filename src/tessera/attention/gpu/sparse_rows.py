@@ -1,9 +1,9 @@
 """The rows of query tiles on Hopper, against blocks of keys that another warpgroup fetches from a list.
 
-What the sparse prefill kernels share: they differ in how a listed key gets into shared memory, and in how the rows
-that do not see it are found. One block of threads is two compute warpgroups and one that fetches. The compute
+The sparse prefill kernels share this module: they differ in how a listed key gets into shared memory, and in how they
+find the rows that do not see it. One thread block is two compute warpgroups and one that fetches. The compute
 warpgroups take the G * query_tile rows (query head, token) of a query tile, or a part of them, in one or two 64-row
-blocks each, and read the same keys. If all rows fit one 64-row block, they take a query tile each, with a list each.
+blocks each, and read the same keys. If all rows fit one 64-row block, each takes its own query tile and list.
 
 Blocks that every row sees whole run the unmasked loop, which keeps the tensor core busy: scores of a block are issued
 before the weighted values of the block before, and turned into weights while those are added up. The others, at both
@@ -40,11 +40,11 @@ from tessera.core.shapes import ceil_div
 
 COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40
 SCRATCH_BYTES = 128
-"""Shared memory for reductions across warps, of which there are none: a row's maximum stays in one warp."""
+"""Bytes for reductions across warps, of which there are none: a row's maximum stays in one warp."""
 
 
 class Refs(NamedTuple):
-    """What the body sees: main memory, then shared memory and barriers."""
+    """The body's references: main memory, then shared memory and barriers."""
 
     plan: Array
     tiles: Array
@@ -66,7 +66,7 @@ class Refs(NamedTuple):
 
 
 class Item(NamedTuple):
-    """What a warpgroup works on: batch row, KV head, query tile, part of it, whether there is one, and which list."""
+    """Work of a warpgroup: batch row, KV head, query tile, part of it, whether there is one, and which list."""
 
     b: Array
     h: Array
@@ -76,14 +76,14 @@ class Item(NamedTuple):
     lane: Array | int
 
     def slot(self, c: Array, cut: Cut) -> Array:
-        """Where block c of the list lies in shared memory."""
+        """Return where block c of the list lies in shared memory."""
         return jax.lax.rem(c, cut.stages) + self.lane * cut.stages
 
 
 def read_item(lane: Array | int, cut: Cut) -> Item:
-    """The work of this block of threads, by list."""
+    """Return this thread block's work on one of its lists."""
     b, h, at = (jax.lax.axis_index(name) for name in ("batch", "head", "rows"))
-    # Lists grow along a causal sequence: the longest first, so that the short ones fill the last gaps.
+    # Lists grow along a causal sequence: run the longest first, so that the short ones fill the last gaps.
     at = jax.lax.axis_size("rows") - 1 - at
     i = jax.lax.div(at, cut.parts) * cut.lists + lane
     return Item(b, h, jnp.minimum(i, cut.num_tiles - 1), jax.lax.rem(at, cut.parts), i < cut.num_tiles, lane)
@@ -95,7 +95,7 @@ def read(refs: Refs, item: Item, name: str) -> Array:
 
 
 def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
-    """Blocks of a list, as limits: where those begin and stop that every row sees whole, and where all of them stop."""
+    """Return block limits of a list: begin and stop of the blocks that every row sees whole, and the stop of all."""
     begin, end, whole_from, whole_to = (read(refs, item, name) for name in Plan._fields[:4])
     end = jnp.where(item.live, end, begin)
     stop, head = (jax.lax.div(jnp.maximum(x - begin, 0) + cut.units - 1, cut.units) for x in (end, whole_from))
@@ -104,7 +104,7 @@ def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
 
 
 def chunk_of(item: Item, row_block: Array, n: int, cut: Cut) -> tuple[Array, Array, Array]:
-    """The n-th chunk of a 64-row block: whether it is one (else padding), its group head, its first token."""
+    """Locate the n-th chunk of a 64-row block: whether it is one (else padding), its query head, its first token."""
     at = row_block * cut.block_chunks + n
     live, at = item.live & (at < cut.chunks), jnp.minimum(at, cut.chunks - 1)
     per_head = cut.tokens // cut.chunk
@@ -118,7 +118,7 @@ def token_of(row_block: Array, cut: Cut) -> Int32[Array, "64"]:
 
 
 def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
-    """A compute warpgroup: its rows against every block of the list, then out and lse."""
+    """Run a compute warpgroup: its rows against every block of the list, then out and lse."""
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     item = read_item(wg if cut.lists == 2 else 0, cut)
     mine = [wg * cut.row_blocks + r for r in range(cut.row_blocks)]
@@ -140,7 +140,7 @@ def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
     some = (whole > head).astype(jnp.int32)
     states = jax.lax.fori_loop(0, some, lambda _, states: rows.unmasked(head, whole, states), states)
     states = jax.lax.fori_loop(whole, stop, rows.masked, states)
-    # Always 0, which only this knows: else the places of all chunks would be kept in registers from the copies of q on.
+    # Always 0, unknown to the compiler: else the places of all chunks would stay in registers from q's copies on.
     zero = jnp.minimum(read(refs, item, "rows"), 0)
     for r, state in enumerate(states):
         write(refs, item, mine[r] + zero, first_block + r + zero, state, cut)
@@ -158,12 +158,12 @@ class Rows(NamedTuple):
     cut: Cut
 
     def masked(self, c: Array, states: tuple) -> tuple:
-        """Block c of the list, of which a row may see none."""
+        """Absorb block c of the list, of which a row may see none."""
         refs, cut = self.refs, self.cut
         slot, states = self.item.slot(c, cut), list(states)
         plgpu.barrier_wait(refs.k_full.at[slot])
         plgpu.barrier_wait(refs.v_full.at[slot])
-        # Always 0, which only this knows: what depends on it is worked out where it is used, not held in registers.
+        # Always 0, unknown to the compiler: values that depend on it are computed at their use, not held in registers.
         zero = jnp.minimum(c, 0)
         for r, (m, l, acc) in enumerate(states):  # noqa: E741
             s = scores(refs.q_smem.at[self.mine[r] + zero], refs.k_smem.at[slot])
@@ -178,7 +178,7 @@ class Rows(NamedTuple):
         return tuple(states)
 
     def unmasked(self, first: Array, stop: Array, states: tuple) -> tuple:
-        """Blocks [first, stop) of the list, at least one, which every row sees whole.
+        """Absorb blocks [first, stop) of the list, at least one, which every row sees whole.
 
         A round is one block of keys and one 64-row block. The tensor core takes the scores of a round and, behind
         them, the weighted values of the round before, while the vector units turn those scores into weights.
@@ -194,7 +194,7 @@ class Rows(NamedTuple):
         return (*states[:-1], (m, l, acc))
 
     def rounds(self, c: Array, states: list, p: Array | None) -> tuple[tuple, Array]:
-        """The rounds of block c; p are the weights of the round before, None if there is none."""
+        """Run the rounds of block c; p holds the weights of the round before, None if there is none."""
         cut, refs = self.cut, self.refs
         slot, last = self.item.slot(c, cut), cut.row_blocks - 1
         plgpu.barrier_wait(refs.k_full.at[slot])
@@ -226,7 +226,7 @@ class Rows(NamedTuple):
 
 
 def overlapped(q_smem, k_smem, acc, p, v_smem, weights):
-    """acc + p v, and weights(q k^T) = (m, l, alpha, next p) worked out while the tensor core adds."""
+    """Compute acc + p v, and weights(q k^T) = (m, l, alpha, next p) while the tensor core adds."""
     if simulated():
         return (lambda out: (accumulate(acc, p, v_smem), out))(weights(scores(q_smem, k_smem)))
     rows = filled((ROWS,), 0.0, ROW)
@@ -247,7 +247,7 @@ def overlapped(q_smem, k_smem, acc, p, v_smem, weights):
 
 
 def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable = lambda s: s) -> tuple[Array, Array, Array, Array]:  # noqa: E741
-    """One softmax update: new maximum, new sum, factor on what was accumulated, weights of these keys."""
+    """One softmax update: new maximum, new sum, factor on the accumulated values, weights of these keys."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     s, factor = (s, scale * LOG2_E) if cap is None else (tanh(s, scale / cap), cap * LOG2_E)
     s = hide(s)
@@ -285,7 +285,7 @@ class Source(NamedTuple):
         fetch: (refs, items, cut): fills every block of every item's list.
         hide: (s, block, row_block, refs, item, cut) -> scores, -inf where a row does not see a key.
         arrivals: how often `fetch` arrives at the barrier of a block of K, or of V.
-        scratch: more of its own after that of `Refs`.
+        scratch: the kernel's additional scratch, after that of `Refs`.
     """
 
     name: str
@@ -296,7 +296,7 @@ class Source(NamedTuple):
 
 
 def body(*refs, source: Source, cut: Cut):
-    """One block of threads."""
+    """Run one thread block."""
     refs, wg = Refs(*refs), jax.lax.axis_index("warpgroup")
 
     @pl.when(wg < WARPGROUPS)
@@ -310,7 +310,7 @@ def body(*refs, source: Source, cut: Cut):
 
 
 def whole_tiles(q: Array, cut: Cut) -> Array:
-    """q [B,T,N,H] whose query tiles begin `tokens` apart, where TMA finds them."""
+    """Pad each query tile of q [B,T,N,H] to `tokens` rows so that TMA can address it."""
     query_tile, (batch, num_queries, *row) = cut.spec.query_tile, q.shape
     if cut.num_tiles == 1 or cut.tokens == query_tile:
         return whole_lines(q, 1)
@@ -321,7 +321,7 @@ def whole_tiles(q: Array, cut: Cut) -> Array:
 
 
 def launch(q, k, v, positions: Positions, selection: Selection, cut: Cut, source: Source) -> AttentionOut:
-    """The whole call: the plan of every list, then one kernel."""
+    """Run the whole call: plan every list, then launch one kernel."""
     batch, num_queries, num_heads, head_dim = q.shape
     length, query_tile = cut.num_tiles * cut.tokens, cut.spec.query_tile
     line, slots, row_blocks = swizzled(q.dtype), cut.lists * cut.stages, WARPGROUPS * cut.row_blocks
@@ -356,7 +356,7 @@ def launch(q, k, v, positions: Positions, selection: Selection, cut: Cut, source
         ),
         kernel_name=source.name,
     )(plan(selection, positions, cut), selection.tiles, whole_tiles(q, cut), k, v)
-    if cut.tokens != query_tile and cut.num_tiles > 1:  # the way back from whole_tiles
+    if cut.tokens != query_tile and cut.num_tiles > 1:  # undo whole_tiles
         out = out.reshape(batch, cut.num_tiles, cut.tokens, num_heads, head_dim)[:, :, :query_tile]
         out = out.reshape(batch, -1, num_heads, head_dim)
         lse = lse.reshape(batch, num_heads, cut.num_tiles, cut.tokens)[..., :query_tile]

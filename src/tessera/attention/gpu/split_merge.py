@@ -1,8 +1,8 @@
 """One launch that merges the partial results of attention whose keys were split: weights 2^lse, in float32.
 
 out = sum_p 2^(lse_p - m) out_p / sum_p 2^(lse_p - m), m = max_p lse_p. The partial results carry their lse in every
-column, so that merging knows no rows: a flat stretch of numbers per block of threads, every load coalesced. XLA would
-take two to five launches, each as long as a small call's attention.
+column, so that merging ignores rows: a flat stretch of numbers per thread block, every load coalesced. XLA would take
+two to five launches, each as long as a small call's attention.
 
 `merge_stretch` and `fold` are the parts, for a kernel that does more in the same launch (`decode_mass`).
 """
@@ -22,10 +22,10 @@ from tessera.attention.online_softmax import FLOOR
 
 THREADS = 128
 STRETCH = 256
-"""Numbers per block of threads, two per thread: many small blocks, as each waits for memory once per AT_ONCE splits.
-Half as many where that leaves no rest."""
+"""Numbers per thread block, two per thread: many small blocks, because each waits for memory once per AT_ONCE splits.
+Half as many where this many would leave a remainder."""
 AT_ONCE = 16
-"""Splits whose loads are on their way together where a thread has two numbers of each."""
+"""Splits whose loads are in flight together where a thread has two numbers of each."""
 
 
 def merge_splits(
@@ -36,7 +36,7 @@ def merge_splits(
     Args:
         out: each split's own softmax-weighted values, float32; 0 where it saw no key.
         lse: log2 of each split's sum of exponentials, in every column of its row; -inf where it saw no key.
-        dtype: what to round the merged values to.
+        dtype: dtype of the merged values.
 
     Returns:
         The merged values, and log2 of the whole sum in every column (float32).
@@ -55,7 +55,7 @@ def merge_splits(
 
 
 def flatten(x: Float[Array, "splits *rows"]) -> Float[Array, "splits size"]:
-    """A split's numbers in a row: a view, or padded where they do not fill whole blocks of threads."""
+    """Flatten each split's numbers: a view, or padded where they do not fill whole thread blocks."""
     x = x.reshape(x.shape[0], -1)
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % THREADS)])
 
@@ -66,12 +66,12 @@ def merged_types(flat: Float[Array, "splits size"], dtype: DTypeLike) -> list[ja
 
 
 def num_stretches(flat: Float[Array, "splits size"]) -> int:
-    """Blocks of threads that merge."""
+    """Return the thread blocks that merge."""
     return flat.shape[1] // stretch_of(flat.shape[1])
 
 
 def stretch_of(size: int) -> int:
-    """Numbers of one block of threads."""
+    """Return the numbers per thread block."""
     return THREADS if size % STRETCH else STRETCH
 
 
@@ -93,8 +93,8 @@ def fold(load: Callable, splits: int, state: tuple, at_once: int = AT_ONCE) -> t
     Args:
         load: split -> (lse, values ...), as many values as the state has weighted sums.
         splits: how many.
-        state: before the first: m is FLOOR, the sums are 0.
-        at_once: splits whose loads are on their way together.
+        state: the state before the first split: m is FLOOR, the sums are 0.
+        at_once: splits whose loads are in flight together.
     """
 
     def absorb(first, count: int, state: tuple) -> tuple:

@@ -1,4 +1,4 @@
-"""Words that every Hopper kernel here is written in: what the interpreter lacks, and how tiles lie in shared memory.
+"""Building blocks of every Hopper kernel: what the interpreter lacks, and how tiles lie in shared memory.
 
 A *warpgroup* is 128 threads that issue one matrix product (wgmma) of 64 rows together. Shared memory that a product
 reads is swizzled in lines of 128 bytes, so that neither the copy engine (TMA) nor the product meets bank conflicts.
@@ -20,14 +20,14 @@ ROWS = 64
 LEAST_TOKENS = 8
 """TMA fills swizzled shared memory eight rows at a time."""
 SHARED_BYTES = 232_448
-"""Shared memory that one block of threads may have on Hopper."""
+"""Bytes of shared memory that one thread block may have on Hopper."""
 LINE_BYTES = 128
-"""A swizzled line of shared memory."""
+"""Bytes of a swizzled line of shared memory."""
 OPERAND = "operand_of_a_product"
-"""What a simulated product reads in person stands under this name."""
+"""Named scope of reads that the simulator must treat as wgmma operand reads."""
 
 ROW = plgpu.Layout.WGMMA.reduce(1)
-"""Layout in registers of one number per row of a product."""
+"""Register layout of one number per row of a product."""
 
 
 def swizzled(dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
@@ -36,12 +36,12 @@ def swizzled(dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
 
 
 def simulated() -> bool:
-    """Whether the kernel that is traced will run in the interpreter, which lacks a few operations."""
+    """Whether the kernel being traced will run in the interpreter, which lacks a few operations."""
     return simulated_by(plgpu.InterpretGPUParams)
 
 
 def whole_lines(x: Array, axis: int) -> Array:
-    """x with a token count along the axis that TMA takes, x itself where it has one. (The interpreter takes any.)"""
+    """Pad x along the axis to a token count that TMA takes; x itself if it has one. (The interpreter takes any.)"""
     missing = -x.shape[axis] % LEAST_TOKENS
     return jnp.pad(x, [(0, missing * (at == axis)) for at in range(x.ndim)]) if missing else x
 
@@ -49,7 +49,7 @@ def whole_lines(x: Array, axis: int) -> Array:
 def scores(q_smem, k_smem, while_busy: Callable[[], None] = lambda: None) -> Array:
     """q k^T of [64,H] queries and [X,H] keys in shared memory, float32 [64,X] in registers.
 
-    while_busy is issued while the tensor core works.
+    while_busy runs while the tensor core works.
     """
 
     def product(acc):
@@ -62,8 +62,8 @@ def scores(q_smem, k_smem, while_busy: Callable[[], None] = lambda: None) -> Arr
 
 def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = lambda: None) -> Array:
     """acc + p v of [64,X] probabilities in registers and [X,H] values in shared memory."""
-    if simulated():  # no product with its left operand in registers, no run_state
-        with jax.named_scope(OPERAND):  # whoever looks for races takes the read for the asynchronous proxy's
+    if simulated():  # lacks products with the left operand in registers, and run_state
+        with jax.named_scope(OPERAND):  # the race check takes this read for the asynchronous proxy's
             v = v_smem[...].astype(jnp.float32)
         acc = acc + jnp.dot(p.astype(jnp.float32), v, precision="highest")
         while_busy()
@@ -77,7 +77,7 @@ def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = la
 
 
 def tanh(x: Array, factor: float) -> Array:
-    """tanh(factor * x), written with exp2: the chip's own has 11 good bits."""
+    """tanh(factor * x), written with exp2: the chip's own instruction has 11 good bits."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * math.log2(math.e) * factor)))
 
 

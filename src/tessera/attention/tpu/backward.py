@@ -4,14 +4,14 @@ With y the scores in bits, p = 2^(y - lse), d = rowsum(d_out * out) - d_lse and 
 dq = scale ds k, dk = scale ds^T q, dv = p^T d_out. Work: 5 products, 10 H flops per visible (row, key) pair; a kernel
 for dq and another for dk and dv would need 7.
 
-Keys come in slabs of block_s. A slab's K and V are fetched once and stay in VMEM beside the float32 sums of its dk and
-dv; one grid step is one row block (block_t tokens x G heads) of a KV head against the chunks of the slab it sees, in a
-loop whose bounds are the mask's: nothing outside it is fetched or computed, and only chunks it touches are masked. dk
-and dv are so summed over rows and heads without leaving the chip. dq is complete after one slab; where there are more,
-its float32 sum goes to HBM and comes back, once per row block and slab.
+Keys come in slabs of block_s. A slab's K and V are fetched once and stay in VMEM with the float32 sums of its dk and
+dv. One grid step runs one row block (block_t tokens x G heads) of a KV head against the chunks of the slab it sees, in
+a loop whose bounds follow the mask: nothing outside the mask is fetched or computed, and only chunks that the mask cuts
+are masked. This sums dk and dv over rows and heads without leaving the chip. With one slab, dq is complete after it;
+with more, its float32 sum goes to HBM and comes back, once per row block and slab.
 
 Scores are held transposed, [keys, tokens] of one head: lse and d are then vectors along lanes, which cost nothing to
-spread over keys, and of the four products of p and ds only dq's needs a transpose, made by a unit that idles here.
+spread over keys, and of the four products of p and ds only dq's needs a transpose, by a unit that is idle here.
 """
 
 import functools
@@ -38,8 +38,8 @@ class Config:
 
     Attributes:
         block_t: query tokens per row block (times G rows).
-        block_s: keys per slab: what fits in VMEM; more slabs mean more traffic of dq.
-        chunk: keys per turn of the loop, at most block_s.
+        block_s: keys per slab, as many as fit in VMEM: more slabs mean more traffic of dq.
+        chunk: keys per loop iteration, at most block_s.
     """
 
     block_t: int
@@ -74,7 +74,7 @@ class Cut(NamedTuple):
 
     @property
     def factor(self) -> float:
-        """What q carries: to bits, or to the argument of tanh."""
+        """The factor folded into q: scores come out in bits, or as the argument of tanh."""
         return self.scale / self.spec.softcap if self.spec.softcap else self.scale * LOG2_E
 
 
@@ -220,7 +220,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
 
 def take_rows(refs: Refs, q_start, kv_len, q_len, i, cut: Cut) -> None:
-    """q, scaled, d_out and d into VMEM, one matrix a head; rows that see nothing may hold anything and become zero."""
+    """Put scaled q, d_out and d into VMEM, one matrix a head; rows that see nothing may hold anything: zero them."""
     token = jax.lax.broadcasted_iota(jnp.int32, (cut.block_t, cut.head_dim), 0) + i * cut.block_t
     seen = token < q_len
     stop = jnp.minimum(kv_len, cut.num_keys)
@@ -251,7 +251,7 @@ def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
     dk, dv = refs.dk_sum[at], refs.dv_sum[at]
     for g in range(cut.groups):
         q, d_out = refs.q_scaled[g], refs.d_rows[g]
-        y = dot(k, q, 1, 1)  # [keys, tokens], as all that follows
+        y = dot(k, q, 1, 1)  # [keys, tokens], like all that follows
         if cut.spec.softcap:
             t = jnp.tanh(y)
             y = t * (cut.spec.softcap * LOG2_E)
@@ -333,7 +333,7 @@ def gradients(
 
     bits, d_lse = by_head(bits, jnp.inf), by_head(d_lse, 0.0)
     d_out = d_out.astype(q.dtype)
-    if num_queries < cut.block_t:  # only a whole block may be larger than what it is cut from
+    if num_queries < cut.block_t:  # only an array shorter than one block needs padding
         q, out, d_out = (jnp.pad(x, [(0, 0), (0, missing), (0, 0), (0, 0)]) for x in (q, out, d_out))
     if num_keys < cut.block_s:
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.block_s - num_keys), (0, 0)]) for x in (k, v))
@@ -348,12 +348,12 @@ def gradients(
 
 
 def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tuple[Array, Array, Array]:
-    """The kernel on head-major arrays: dq (float32 and unscaled if there are more slabs than one), dk, dv."""
+    """Run the kernel on head-major arrays: dq (float32 and unscaled with more than one slab), dk, dv."""
     batch, num_heads, length, dim = q.shape
     kv_heads = k.shape[1]
 
     def row_block(b, slab, i, q_start):
-        """Row blocks that end before the slab point at the first that does not: nothing is fetched for them."""
+        """Map row blocks that end before the slab to the first that does not, so nothing is fetched for them."""
         if not cut.spec.causal or cut.slabs == 1:
             return i
         return jnp.maximum(i, jnp.clip((slab * cut.block_s - q_start[b]) // cut.block_t, 0, cut.blocks - 1))
@@ -396,14 +396,14 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
 
 
 def vmem_bytes() -> int:
-    """VMEM of the chip that is traced for; v6e's where there is none."""
+    """Return the VMEM bytes of the chip being traced for; v6e's if there is none."""
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 128 << 20
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """Row blocks of 512 tokens and up to 4,096 rows, chunks of 512 keys, and slabs that fill half of VMEM.
 
-    By the compiled schedules (LOG.md): shorter blocks or chunks hide less, longer ones waste more above the diagonal.
+    From the compiled schedules (LOG.md): shorter blocks or chunks hide less, longer ones waste more above the diagonal.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
     width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)

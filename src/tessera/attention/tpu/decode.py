@@ -1,13 +1,13 @@
 """Decode attention for TPU: one query row per sequence, bound by reading the cache, so every byte is read once.
 
 K and V stay in HBM. A grid step is one sequence and a few KV heads; it copies blocks of block_s keys of those heads
-into one of two buffers while the other is computed on, as many as the sequence has visible keys (a run-time trip
+into one of two buffers while it computes on the other, as many as hold the sequence's visible keys (a run-time trip
 count), and during its last block fetches the first block of the next sequence: a ragged batch wastes no step and the
-copies never pause. Blocks that the ends of the visible range cut are copied in small units, so that what is moved
-exceeds what is needed by less than a unit at each end.
+copies never pause. Blocks that the ends of the visible range cut are copied in small units, so that the copies exceed
+the visible keys by less than a unit at each end.
 
 The three roles differ only in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each
-head side by side; ids ascend, so what a row sees is again one range [lo, hi) of list positions, and the same mask
+head side by side; ids ascend, so a row again sees one range [lo, hi) of list positions, and the same mask
 serves. Ids stream through SMEM in pieces, this step's and the next one's. Score: dense, and the matrix unit sums each
 tile's weights (split into three bfloat16 parts, exact) into a bank that keeps log2 of the sum, running maximum
 included; after the last block 2^(bank - lse) summed over the G rows is the mass.
@@ -48,7 +48,7 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float32")
 COPY_BYTES = 1 << 20
-"""Of K (and of V) per block: a microsecond or less of any chip's bandwidth, far above a copy's latency."""
+"""Bytes of K (and of V) per block: a microsecond or less of any chip's bandwidth, far above a copy's latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +72,14 @@ class Config:
 
 
 class Refs(NamedTuple):
-    """The kernel's memory: what blocks come through, inputs and outputs, then scratch."""
+    """The kernel's memory: the stream of blocks, inputs and outputs, then scratch."""
 
     stream: Stream
     q: Any  # [1, 1, heads * rows, H]
     out: Any  # [1, 1, 1, heads * rows, H]
     lse: Any  # [1, 1, 1, heads * rows, 128]
     mass: Any  # [1, 1, heads, banks * 128]; score only
-    m: Any  # [heads * rows, 128]: the running maximum, in every lane; as l, the sum
+    m: Any  # [heads * rows, 128]: the running maximum, in every lane; likewise l, the sum
     l: Any  # noqa: E741
     acc: Any  # [heads * rows, H]
     tile_of: Any  # [block_s, 128] one-hot: the tile of each key of a block; score only
@@ -100,7 +100,7 @@ def name_refs(refs: tuple, cut: Cut) -> Refs:
 
 
 def spread(x: Array, width: int) -> Array:
-    """[rows, 128] with equal lanes as [rows, width]; whole registers are only named again."""
+    """Widen [rows, 128] with equal lanes to [rows, width]; whole registers are reused, not copied."""
     return jnp.tile(x, (1, width // LANES)) if width % LANES == 0 else jnp.broadcast_to(x[:, :1], (x.shape[0], width))
 
 
@@ -140,7 +140,7 @@ def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
 
 
 def bank_sums(refs: Refs, cut: Cut, block, p: Array, m: Array) -> None:
-    """Put log2 of each tile's sum of weights, the maximum they were taken at added, into its lane of the bank."""
+    """Put log2 of each tile's sum of weights, plus the maximum they were taken at, into its lane of the bank."""
     sums = product(jnp.concatenate(thirds(p)), refs.tile_of[...], 0)
     rows = cut.heads * cut.rows
     sums = sums[:rows] + (sums[rows : 2 * rows] + sums[2 * rows :])
@@ -244,7 +244,7 @@ def body(*refs, cut: Cut):
 
 
 def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """The whole call: q to rows of heads, one launch, splits merged."""
+    """Run the whole call: turn q into rows of heads, launch once, merge the splits."""
     shapes = kv.shapes(q, selection)
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
     rows = jnp.where(
@@ -275,14 +275,14 @@ dense = differentiable(attend)
 
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """The role's launch."""
+    """Launch the role's kernel."""
     if role == "dense":
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
 
 
 def call(cut: Cut, out_dtype, dtype):
-    """The launch."""
+    """Build the launch."""
     groups, rows = cut.kv_heads // cut.heads, cut.heads * cut.rows
     out = jax.ShapeDtypeStruct(
         (cut.splits, cut.batch, groups, rows, cut.head_dim), out_dtype if cut.splits == 1 else jnp.float32
@@ -340,7 +340,7 @@ def call(cut: Cut, out_dtype, dtype):
 
 
 def chip() -> tuple[int, int]:
-    """Cores that share a launch and bytes of VMEM of the chip that is traced for; v6e's where there is none."""
+    """Return cores that share a launch and bytes of VMEM of the chip being traced for; v6e's if there is none."""
     if not pltpu.is_tpu_device():
         return 1, 128 << 20
     info = pltpu.get_tpu_info()

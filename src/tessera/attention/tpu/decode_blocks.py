@@ -1,8 +1,8 @@
 """Blocks of a decode call: which stretch of the cache, or of a list of tiles, each sequence's one row sees.
 
 Everything a decode kernel must know before it copies a byte, in plain arithmetic: the sizes of blocks and pieces, and
-per sequence the range [lo, hi) of keys, or of positions in a list of tiles laid side by side (ids ascend, so that
-what the row sees is one range there too).
+per sequence the range [lo, hi) of keys, or of positions in a list of tiles laid side by side (ids ascend, so the row
+sees one range there too).
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ SUBLANES = 8
 PACKED = 16
 """Rows of a packed bfloat16 register: every copy starts at a multiple of it."""
 TILES_AT_ONCE = 32
-"""Tiles whose copies start in one straight line of scalar code: four bundles a copy instead of thirteen."""
+"""Tiles whose copies start in straight-line scalar code: four bundles a copy instead of thirteen."""
 PIECE_IDS = 1 << 14
 """Tile ids of one grid step in SMEM, all heads together: with the next step's, double-buffered, 256 KiB of 1 MiB."""
 
@@ -34,7 +34,7 @@ class Cut(NamedTuple):
     A chain is a head group and a split: steps of one chain run in order on one core. `rows` are the G query rows of a
     KV head, padded to whole registers. `unit` keys are the smallest copy. A list is `pieces` x `piece` ids. With
     `lanes` K and V are taken as [B, K, H, S]: the layout a TPU gives [B, K, S, H] where H does not fill its 128 lanes.
-    A copy is then 128 keys at least: lists of smaller tiles become lists of such units, and of which tiles they hold.
+    A copy then takes at least 128 keys: lists of smaller tiles become lists of such units, with a bit per listed tile.
     """
 
     role: str
@@ -126,10 +126,10 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
 
 
 class Ranges(NamedTuple):
-    """Run-time scalars: lo and hi [B * K], what a row sees; the others per chain and step, flat.
+    """Run-time scalars: lo and hi [B * K] bound what a row sees; the others are per chain and step, flat.
 
-    first: the step's first block; count: its blocks; before: blocks of the chain before it (its parity is the buffer);
-    every head sees all of blocks [whole_from, whole_to).
+    first: the step's first block; count: its blocks; before: the chain's blocks before it (the parity picks the
+    buffer); every head sees all of blocks [whole_from, whole_to).
     """
 
     lo: Int32[Array, "..."]
@@ -150,7 +150,7 @@ class Lists(NamedTuple):
 
 
 def list_units(cut: Cut, selection: Selection) -> Lists:
-    """The selection of one row per sequence, several tiles to a unit if need be; no id points outside the cache.
+    """Convert the selection of one row per sequence, several tiles to a unit if need be; no id is outside the cache.
 
     Ids out of range become the last tile's, so ids may repeat: a unit's bits must not add up to more than its tiles.
     """
@@ -172,7 +172,7 @@ def list_units(cut: Cut, selection: Selection) -> Lists:
 
 
 def find_ranges(cut: Cut, positions: Positions, lists: Lists | None) -> Ranges:
-    """What each row sees, in keys or in list positions, and the blocks that hold it."""
+    """Find the range that each row sees, in keys or in list positions, and the blocks that hold it."""
     visible = decode_range(cut.spec, positions, cut.num_keys)
     lo, hi = (jnp.broadcast_to(x[:, None], (cut.batch, cut.kv_heads)) for x in visible)
     if lists is not None:
@@ -207,8 +207,8 @@ def find_ranges(cut: Cut, positions: Positions, lists: Lists | None) -> Ranges:
 def stream_lists(cut: Cut, lists: Lists) -> Array:
     """Ids [groups of heads, steps, 1, 2 * heads * piece]: each step's piece of its lists, then the next step's.
 
-    With several tiles to a unit an entry is the unit's id times 256, and a bit for each tile of it that is listed.
-    Of a paged cache it is the page: the unit's place among all sequences' and heads'.
+    With several tiles to a unit, an entry is the unit's id times 256, plus a bit for each of its tiles that is listed.
+    In a paged cache it is the page: the unit's index among all sequences' and heads'.
     """
     tiles = lists.units if cut.tiles_per_unit == 1 else lists.units * 256 + lists.bits
     if cut.paged:
@@ -221,7 +221,7 @@ def stream_lists(cut: Cut, lists: Lists) -> Array:
 
 
 def merge(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Splits [P, ...] by the weights exp(lse)."""
+    """Merge splits [P, ...] with the weights exp(lse)."""
     if out.shape[0] == 1:
         return out[0], lse[0]
     top = jnp.where(jnp.isneginf(lse).all(0), 0.0, lse.max(0))
@@ -243,7 +243,7 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
     scopes = [f"{name}_{part}" for name in ("lead", "start", "wait") for part in ("whole", "part", *parts)]
     counts = Counter(
         dict.fromkeys([*scopes, "blank", "blank_head", "blank_unit"], 0)
-    )  # none is left out: 0 is an answer
+    )  # list every scope, even those that run 0 times
     first, last = lo // cut.block_s, ceil_div(hi, cut.block_s)
     size = ceil_div(last - first, cut.splits)
     for split in range(cut.splits):
@@ -272,7 +272,7 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
 
 
 def count_scopes(cut: Cut, lo: int, hi: int, width: int) -> dict[str, float]:
-    """`count_blocks`, what runs once per sequence, and the bytes moved (as they lie, lanes that H leaves empty too)."""
+    """Extend `count_blocks` by scopes run once per sequence and bytes moved (as stored, with lanes H leaves empty)."""
     counts = count_blocks(cut, lo, hi)
     sequences = cut.chains * cut.batch
     lanes = cut.head_dim if cut.lanes else round_up(cut.head_dim, LANES)

@@ -1,7 +1,7 @@
-"""How decode kernels bring blocks of the cache on chip: copies of K and V into one of two buffers, and what they leave.
+"""How decode kernels bring blocks of the cache on chip: copy K and V into one of two buffers, zero unseen values.
 
-Blocks that every row sees whole are copied in one piece (keys) or in straight-line runs of tiles, and awaited at once;
-blocks that the end of a range cuts, unit by unit, so that no copy goes past what is needed by more than a unit.
+Blocks that every row sees whole are copied in one piece (keys) or in straight-line runs of tiles, and awaited at once.
+Blocks that the end of a range cuts are copied unit by unit, so that no copy exceeds the range by more than a unit.
 """
 
 import functools
@@ -17,7 +17,7 @@ from tessera.attention.tpu.decode_blocks import Cut, Ranges
 
 
 class Stream(NamedTuple):
-    """Where blocks come from and go to."""
+    """Sources and destinations of blocks."""
 
     ranges: Ranges
     ids: Any  # [1, 1, 1, 2 * heads * piece] in SMEM: this step's and the next one's; sparse only
@@ -29,19 +29,19 @@ class Stream(NamedTuple):
 
 
 def span(stream: Stream, cut: Cut, step, head, block) -> tuple:
-    """Which rows [lo, hi) of a head's block the query row sees."""
+    """Return the rows [lo, hi) of a head's block that the query row sees."""
     index = first_row(cut, step) + head
     lo, hi = (x[index] - block * cut.block_s for x in (stream.ranges.lo, stream.ranges.hi))
     return jnp.clip(lo, 0, cut.block_s), jnp.clip(hi, 0, cut.block_s)
 
 
 def first_row(cut: Cut, step):
-    """Of K and V as [B * K, S, H]: the step's first head."""
+    """Return the index of the step's first head in K and V as [B * K, S, H]."""
     return step // cut.pieces * cut.kv_heads + pl.program_id(0) // cut.splits * cut.heads
 
 
 def first_entry(cut: Cut, step, head, block):
-    """Where a head's list for a block starts in SMEM, in entries as `stream_lists` makes them."""
+    """Return where a head's list for a block starts in SMEM, in entries of `stream_lists`."""
     following = step - pl.program_id(1)
     return (following * cut.heads + head) * cut.piece + block * (cut.block_s // cut.unit) % cut.piece
 
@@ -63,14 +63,14 @@ def is_whole(stream: Stream, cut: Cut, step, block):
 
 
 def part(cut: Cut, *index) -> tuple:
-    """The index of some keys (last) of some heads: keys in rows or in lanes."""
+    """Build the index of some keys (the last argument) of some heads: keys lie in rows or in lanes."""
     return (*index[:-1], slice(None), index[-1]) if cut.lanes else index
 
 
 def copies(stream: Stream, source: tuple, target: tuple, inner: tuple = ()) -> list:
-    """The copies of one stretch of K and V from HBM into a buffer, whose number stands first in target.
+    """Build the copies of one stretch of K and V from HBM into a buffer, whose number comes first in target.
 
-    With `inner`, into that part of the target: constants there cost the scalar unit nothing.
+    With `inner`, copy into that part of the target: constants there cost the scalar unit nothing.
     """
     found = []
     for i, (x, y) in enumerate(((stream.k, stream.k_block), (stream.v, stream.v_block))):
@@ -80,7 +80,7 @@ def copies(stream: Stream, source: tuple, target: tuple, inner: tuple = ()) -> l
 
 
 def await_block(stream: Stream, slot) -> None:
-    """Await a whole block: semaphores count bytes, so one wait stands for all its copies."""
+    """Await a whole block: semaphores count bytes, so one wait covers all its copies."""
     for i, block in enumerate((stream.k_block.at[slot], stream.v_block.at[slot])):
         pltpu.make_async_copy(block, block, stream.copied.at[slot, i]).wait()
 
@@ -186,7 +186,7 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str)
 
 
 def blank_values(stream: Stream, cut: Cut, step, block, slot) -> None:
-    """Zero the values that the row does not see: whatever lies there, its weight is 0 and 0 * NaN is NaN."""
+    """Zero the values that the row does not see: their weight is 0, but they may be NaN, and 0 * NaN is NaN."""
 
     def head_rows(head, _):
         with jax.named_scope("blank_head"):

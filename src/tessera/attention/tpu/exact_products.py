@@ -1,7 +1,7 @@
 """Products of float32 operands on a matrix unit that takes bfloat16, for use inside a kernel.
 
-Every operand is cut into thirds, each exact in bfloat16. Against Precision.HIGHEST, which also takes six products, a
-stationary third enters the unit once and not up to three times: 1,810 bundles against 3,009 for a block of decode.
+Every operand is cut into thirds, each exact in bfloat16. Precision.HIGHEST also takes six products, but here a
+stationary third enters the unit once, not up to three times: 1,810 bundles against 3,009 for a block of decode.
 """
 
 import functools
@@ -22,9 +22,9 @@ def thirds(x: Array) -> list[Array]:
 
 
 def product(a: Array, b: Array, contract_b: int) -> Array:
-    """a b, b's dimension contract_b contracted, in float32: a is rounded to a bfloat16 b, a float32 b taken in thirds.
+    """Multiply a by b over b's dimension contract_b, in float32: round a if b is bfloat16; take a float32 b in thirds.
 
-    Of the nine products of thirds the six that matter; b's thirds enter the matrix unit once each.
+    Only six of the nine products of thirds matter; each of b's thirds enters the matrix unit once.
     """
     dims = (((1,), (contract_b,)), ((), ()))
     dot = functools.partial(jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.float32)

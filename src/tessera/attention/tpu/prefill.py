@@ -2,10 +2,10 @@
 
 One grid step is one KV head's row block (block_t tokens x G query heads, about 2,048 rows) against block_s keys. Key
 blocks that no row can see are neither fetched nor computed; blocks every row sees whole run one straight line of
-block_s / chunk online-softmax updates without masks. A block that the causal diagonal alone touches runs what stands
-before the rows whole, then the corner: one straight line of updates, each for the rows from its keys' positions on, so
-that above the diagonal half of sub_t keys a row are wasted. Blocks that another mask can touch, or rows that do not
-stand at multiples of block_t, run step by step for turn_t tokens at a time.
+block_s / chunk online-softmax updates without masks. A block that only the causal diagonal touches runs the keys
+before the rows unmasked, then the corner: one straight line of updates, each for the rows from its keys' positions on,
+so that above the diagonal half of sub_t keys a row are wasted. Blocks that another mask can touch, or whose rows do not
+start at multiples of block_t, run step by step for turn_t tokens at a time.
 
 Rows live in VMEM as [U, G, sub_t]: U token blocks of sub_t tokens, the G heads of each side by side; the mask of a
 token block is then computed once for all heads. No transpose is left in HBM: q is read head-major, as the fusion that
@@ -74,7 +74,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         take_queries(refs, i, keys.q_len, cut)
         refs.m[...] = jnp.full_like(refs.m, FLOOR)
         refs.acc[...] = jnp.zeros_like(refs.acc)
-        if refs.sums is not None and cut.banks == 1:  # else rows that see no key would find the last row block's
+        if refs.sums is not None and cut.banks == 1:  # else rows that see no key would read the previous row block's
             refs.sums[0] = jnp.zeros(refs.sums.shape[1:], jnp.float32)
 
     if cut.banks > 1:
@@ -122,7 +122,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
 
 def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
-    """The keys of the block that stand before all its rows, block_t at a time: every row sees them."""
+    """Absorb the keys of the block that precede all its rows, block_t at a time: every row sees them."""
     if cut.block_t == cut.block_s:
         return
 
@@ -139,19 +139,19 @@ def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
 
 @jax.named_scope("corner")
 def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
-    """The keys at the rows' own positions, sub_t at a time, each time for the rows from there on."""
+    """Absorb the keys at the rows' own positions, sub_t at a time, each time for the rows from there on."""
     rows, mask = cut.groups * cut.sub_t, own_keys(cut)
     state = load(refs, slice(None), bank)
     for c in range(cut.block_t // cut.sub_t):
         at = pl.ds(pl.multiple_of(keys.first - start + c * cut.sub_t, cut.sub_t), cut.sub_t)
         state = update(refs, slice(c * rows, cut.rows), state, start, at, bank, cut, mask)
         done, state = split(state, rows)
-        if not cut.state_in_vmem:  # else it is there
+        if not cut.state_in_vmem:  # else it is already stored
             store(refs, slice(c * rows, (c + 1) * rows), bank, done)
 
 
 def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
-    """Token block u against a key block that a mask can touch: steps it sees in part, whole, and in part again."""
+    """Run token block u against a key block that a mask can touch: steps seen in part, whole, and in part again."""
     first = keys.first + u * cut.turn_t
     size = cut.turn_t * cut.groups
     rows = pl.ds(pl.multiple_of(u * size, size), size)
@@ -202,7 +202,7 @@ def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positio
     cut = cut_call(spec, shapes, config)
     batch, num_queries, num_heads, dim = q.shape
     kv_heads = k.shape[1]
-    if num_queries < cut.block_t:  # only a whole block may be larger than what it is cut from
+    if num_queries < cut.block_t:  # only an array shorter than one block needs padding
         q = jnp.pad(q, [(0, 0), (0, cut.block_t - num_queries), (0, 0), (0, 0)])
     if k.shape[2] < cut.block_s:
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.block_s - x.shape[2]), (0, 0)]) for x in (k, v))
@@ -267,14 +267,14 @@ def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positio
 
 
 def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
-    """What XLA's scheduler is told."""
+    """Estimate the cost for XLA's scheduler."""
     needed = work.prefill(spec, shapes)
     pairs = needed["flops"] / (4 * shapes.head_dim)
     return pl.CostEstimate(flops=int(needed["flops"]), bytes_accessed=int(needed["bytes"]), transcendentals=int(pairs))
 
 
 def chip() -> tuple[int, int]:
-    """Columns of the matrix unit and bytes of VMEM of the chip that is traced for; v6e's where there is none."""
+    """Return the matrix unit's columns and the bytes of VMEM of the chip being traced for; v6e's if there is none."""
     if not pltpu.is_tpu_device():
         return 256, 128 << 20
     info = pltpu.get_tpu_info()
@@ -282,7 +282,7 @@ def chip() -> tuple[int, int]:
 
 
 def vmem_limit() -> int:
-    """Most of VMEM: the rest is the compiler's."""
+    """Return most of VMEM: the compiler needs the rest."""
     return chip()[1] * 7 // 8
 
 
@@ -295,7 +295,7 @@ def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selectio
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Dense prefill; its gradient is a kernel of its own."""
+    """Dense prefill; a separate kernel computes its gradient."""
     return attend(q, k, v, spec, positions, config)
 
 
@@ -330,15 +330,15 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """2,048 or 4,096 rows against 4,096 keys; fewer rows where their masses would not fit.
 
-    Sizes by the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e;
-    more rows share the cost of a row block's first and last step, which counts where the products are fast. On v7x the
-    state goes through VMEM, which halves what is spilled; v6e loses by it and the 128-wide chips cannot tell.
+    Sizes from the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e;
+    more rows share the cost of a row block's first and last step, which matters where the products are fast. On v7x
+    the state goes through VMEM, which halves the spills; it makes v6e slower and does not affect the 128-wide chips.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
     width, vmem_bytes = chip()
     rows, block_s = (1024, 1024) if shapes.dtype == "float32" else (4096 if width == 256 else 2048, 4096)
     if spec.mass and shapes.head_dim > LANES and vmem_bytes <= 64 << 20:
-        block_s = min(block_s, 2048)  # what the masses spill does not fit beside longer blocks
+        block_s = min(block_s, 2048)  # the masses' spills do not fit next to longer blocks
     if spec.mass:
         while rows > LANES and rows * bank_bytes(spec, shapes) > BANK_BYTES:
             rows //= 2
@@ -353,8 +353,8 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
-    """Tokens of a row block of at most so many rows: a power of two where that makes a corner, which is worth more than
-    the rows (LOG.md)."""
+    """Return the tokens of a row block of at most `rows` rows: a power of two where that allows a corner, which gains
+    more than the rows (LOG.md)."""
     tokens = max(rows // groups, 1)
     return 1 << (tokens.bit_length() - 1) if spec.causal and spec.window is None else tokens
 

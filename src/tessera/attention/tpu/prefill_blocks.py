@@ -17,27 +17,27 @@ from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import ceil_div, round_up
 
 SUB_ROWS = 1024
-"""Rows of a token block at least: fewer leave the matrix unit waiting for each other's results."""
+"""Fewest rows of a token block: with fewer, products in the matrix unit wait for each other's results."""
 CORNER = 256
-"""Tokens of a token block, and keys per update, on the diagonal."""
+"""Diagonal step: tokens per token block, and keys per update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes and where the row sum is made.
+    """Block sizes and where the row sum is computed.
 
     Attributes:
         block_t: query tokens per row block (times G rows); rounded up to whole query tiles when scoring.
         block_s: keys per grid step, a power of two of at least 128.
         chunk: keys per online-softmax update, a power of two of at least 128, at most block_s.
-        step: keys per turn of the loop over a block that a mask can touch, and query tokens that go through it at a
-            time, where the block is no corner of the causal mask: a power of two, at least chunk. Longer is faster per
-            score, shorter wastes less above the diagonal.
+        step: keys per iteration of the loop over a block that a mask can touch, and query tokens that go through it at
+            a time, where the block is not a corner of the causal mask: a power of two, at least chunk. Longer is
+            faster per score, shorter wastes less above the diagonal.
         matrix_sums: row sums (and tile masses) come from extra columns of V: free where the matrix unit has idle ones.
-        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on; what that
-            assumes: prefill_rows).
+        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on;
+            `prefill_rows` states the assumption).
         state_in_vmem: maximum and sums go to VMEM after every update and come back for the next, instead of staying
-            values of one straight line. A block of rows is far more than the registers hold either way: this says when.
+            values of straight-line code. Registers cannot hold a block of rows either way: this decides when it moves.
     """
 
     block_t: int
@@ -60,7 +60,7 @@ class Config:
 class Cut(NamedTuple):
     """One call cut into blocks: everything static the kernel body needs.
 
-    turn_t tokens go through a block that a mask touches at a time; sub_t of them are a token block, whose heads lie
+    turn_t tokens at a time go through a block that a mask touches; sub_t of them are a token block, whose heads lie
     side by side and share a mask.
     """
 
@@ -85,10 +85,10 @@ class Cut(NamedTuple):
 
     @property
     def corner(self) -> bool:
-        """Whether the code has a straight line for the keys at a row block's own positions (tpu_prefill.corner).
+        """Whether straight-line code handles the keys at a row block's own positions (tpu_prefill.corner).
 
-        Short row blocks do without: what stands before them would be taken in pieces as short. So do those that do not
-        divide a key block.
+        Not for short row blocks, which would take the keys before them in equally short pieces, nor for row blocks
+        that do not divide a key block.
         """
         fits = self.block_s % self.block_t == 0 and self.block_t % self.step == 0
         return fits and self.sub_t % LANES == 0 and self.spec.causal and self.spec.window is None
@@ -100,7 +100,7 @@ class Cut(NamedTuple):
 
     @property
     def banks(self) -> int:
-        """Banks of 128 tiles that all keys make; one where no masses are kept."""
+        """Banks of 128 tiles that hold all keys; one where no masses are kept."""
         return ceil_div(self.num_keys, self.bank_keys) if self.spec.mass else 1
 
     @property
@@ -113,7 +113,7 @@ class Cut(NamedTuple):
 
     @property
     def one_hot(self) -> bool:
-        """Whether tile masses come from the matrix unit; narrow tiles always, a lane reduction each would cost more."""
+        """Whether tile masses come from the matrix unit; for narrow tiles always: a lane reduction each costs more."""
         return self.spec.mass and (self.matrix_sums or self.spec.tile < LANES)
 
 
@@ -190,11 +190,11 @@ def is_whole(first, start, kv_len, cut: Cut):
 
 
 def is_diagonal(first, start, kv_len, cut: Cut):
-    """Whether the rows from position `first` on stand a multiple of block_t past `start`, and the keys at their own
-    positions are all there.
+    """Whether the rows' first position, `first`, is a multiple of block_t past `start`, and the keys at the rows' own
+    positions all exist.
 
-    Of a key block that some row needs and not every row sees whole: whether it is keys that all rows see, and then the
-    corner.
+    A key block that some row needs and not every row sees whole then consists of keys that all rows see, followed by
+    the corner.
     """
     return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
 

@@ -1,4 +1,4 @@
-"""What a row block of a TPU prefill leaves behind after its last key: output, lse, and the tile masses of its rows."""
+"""Results of a TPU prefill's row block after its last key: output, lse, and the tile masses of its rows."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ def write(refs: Refs, i, keys: Range, cut: Cut) -> None:
     """out = acc / l, lse = ln 2 (m + log2 l); 0 and -inf for rows that saw nothing; then the masses."""
     m = refs.m[...]
     l = row_sums(refs, m, keys, cut)  # noqa: E741
-    # Padding tokens carry zero queries and see keys: they are told apart here, per token block.
+    # Padding tokens carry zero queries and see keys: they are excluded here, per token block.
     token = jax.lax.broadcasted_iota(jnp.int32, (cut.block_t // cut.sub_t, 1, cut.sub_t, LANES), 2)
     token = token + cut.sub_t * jax.lax.broadcasted_iota(jnp.int32, token.shape, 0) + i * cut.block_t
     token = jnp.broadcast_to(token, (token.shape[0], cut.groups, *token.shape[2:])).reshape(m.shape)
@@ -41,7 +41,7 @@ def row_sums(refs: Refs, m: Array, keys: Range, cut: Cut) -> Array:
 
         @jax.named_scope("sum_bank")
         def add(g, total):
-            x = refs.sums[g] * jnp.exp2(bank_maximum(refs, g) - m)  # from here on every bank counts from the same m
+            x = refs.sums[g] * jnp.exp2(bank_maximum(refs, g) - m)  # from here on every bank is relative to the same m
             refs.sums[g] = x
             return total + x
 

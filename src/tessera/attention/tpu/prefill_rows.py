@@ -1,12 +1,12 @@
-"""Online softmax over rows in registers and VMEM of a TPU: one update, and what is summed beside the values.
+"""Online softmax over rows in registers and VMEM of a TPU: one update, and the sums kept next to the values.
 
 Rows are query tokens x query heads; m and the sums are [R,128] with equal or per-tile lanes, since a TPU register has
 128 lanes whether one is used or all. Scores are in bits (q is scaled by scale * log2 e), so exponentials are exp2.
 
-`half_exp` assumes of a chip, as none was at hand to ask: its exp2 of a bfloat16 is 2^x rounded once, or at least errs
-as often up as down; one that errs one way moves lse by the mean relative error of a weight. Known of v6e and v7x is
-that the compiler makes one instruction of it, vpow.bf16, and of exp(x) the same of x log2 e: its base is 2. XLA's exp2
-elsewhere rounds x ln 2 first, 2^-5 comes out 1.6 % too large and lse with it: simulations do not use it.
+`half_exp` assumes, untested for lack of a chip, that the chip's exp2 of a bfloat16 is 2^x rounded once, or at least
+errs up as often as down; one that errs one way moves lse by the mean relative error of a weight. For v6e and v7x it is
+known that the compiler turns it into one instruction, vpow.bf16, and exp(x) into the same on x log2 e: its base is 2.
+Elsewhere XLA's exp2 rounds x ln 2 first: 2^-5 comes out 1.6 % too large and lse with it, so simulations do not use it.
 """
 
 from typing import NamedTuple
@@ -47,11 +47,11 @@ class Refs(NamedTuple):
 
 
 def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
-    """One chunk of keys from position `start`.
+    """Absorb one chunk of keys from position `start`.
 
     Args:
-        mask: [blocks, 1, sub_t, keys], of the first token blocks among the rows; the others see every key.
-        real: [keys, H], which keys exist, where some may not.
+        mask: [blocks, 1, sub_t, keys], for the first token blocks among the rows; the others see every key.
+        real: [keys, H], which keys exist; None if all do.
     """
     s = dot(q, k, 1)
     if cut.spec.softcap:
@@ -78,7 +78,7 @@ def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
 
 
 def masked(s: Array, mask: Array, groups: int) -> Array:
-    """Scores [rows, keys], those of the first token blocks -inf where their mask says so."""
+    """Set the scores [rows, keys] of the first token blocks to -inf where their mask is false."""
     blocks, _, tokens, keys = mask.shape
     rows = blocks * groups * tokens
     head = jnp.where(mask, s[:rows].reshape(blocks, groups, tokens, keys), -jnp.inf).reshape(rows, keys)
@@ -86,7 +86,7 @@ def masked(s: Array, mask: Array, groups: int) -> Array:
 
 
 def weigh(bits: Array, half: bool) -> Array:
-    """2^bits; with `half` of bfloat16 numbers in bfloat16, in simulation as it is assumed of the chip."""
+    """Compute 2^bits; with `half`, on bfloat16 numbers in bfloat16, simulated as the chip is assumed to do it."""
     if not half:
         return jnp.exp2(bits)
     bits = bits.astype(jnp.bfloat16)
@@ -96,14 +96,14 @@ def weigh(bits: Array, half: bool) -> Array:
 
 
 def add_lanes(sums: Array, p: Array) -> Array:
-    """Row sums kept per lane: one addition a register; the lanes are summed once, at the end."""
+    """Add to row sums per lane: one addition a register; the lanes are summed once, at the end."""
     for at in range(0, p.shape[1], LANES):
         sums = sums + p[:, at : at + LANES].astype(jnp.float32)
     return sums
 
 
 def put_tile_sums(sums: Array, p: Array, start: Array) -> Array:
-    """Masses of tiles of 128 keys: each row sum goes to its tile's lane, which holds nothing yet."""
+    """Store masses of tiles of 128 keys: each row sum goes to its tile's lane, which holds nothing yet."""
     lane = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
     first = whole(start, LANES) & (LANES - 1)
     for c in range(p.shape[1] // LANES):
@@ -113,7 +113,7 @@ def put_tile_sums(sums: Array, p: Array, start: Array) -> Array:
 
 
 def extend(v: Array, start: Array, cut: Cut) -> Array:
-    """V with its extra columns: ones, or one-hot by tile."""
+    """Append the extra columns to V: ones, or one-hot by tile."""
     if not cut.extra:
         return v
     keys = v.shape[0]
@@ -128,8 +128,8 @@ def extend(v: Array, start: Array, cut: Cut) -> Array:
 
 
 def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
-    """Which keys of a chunk from position `start` the turn_t tokens from `first` see, as absorb's mask; and which keys
-    exist at all [chunk,H]."""
+    """Return which keys of a chunk from position `start` the turn_t tokens from `first` see, as absorb's mask; and
+    which keys exist at all [chunk,H]."""
     row = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 0) + first
     key = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 1) + start
     mask = key < kv_len
@@ -142,7 +142,7 @@ def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
 
 
 def own_keys(cut: Cut) -> Array:
-    """The mask of a token block against the keys at its own positions, for absorb."""
+    """Build absorb's mask of a token block against the keys at its own positions."""
     shape = (1, 1, cut.sub_t, cut.sub_t)
     return jax.lax.broadcasted_iota(jnp.int32, shape, 3) <= jax.lax.broadcasted_iota(jnp.int32, shape, 2)
 

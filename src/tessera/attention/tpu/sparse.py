@@ -3,10 +3,10 @@
 One grid step takes a few row blocks (a query tile's tokens x the G heads of one KV head). K and V stay in HBM; the
 listed tiles are copied side by side into one of two buffers of block_s keys while the other is computed on, and the
 first buffer of the next grid step's lists is filled during this step's last one, so lists are read one step ahead.
-They come through SMEM a step at a time: of a million tokens only the longest list counts. One that does not fit, about
-64,000 tiles, is refused; long ones leave room for fewer row blocks in a grid step.
+They come through SMEM a step at a time: even at a million tokens only the longest list counts. A list that does not
+fit, about 64,000 tiles, is refused; long ones leave room for fewer row blocks in a grid step.
 
-Tile ids ascend, so what a mask can touch stands at the ends of a list: the diagonal, kv_len and the end of the list
+Tile ids ascend, so tiles that a mask can touch are at the ends of a list: the diagonal, kv_len and the end of the list
 last, the window's edge first. Buffers between them run one straight line of block_s / chunk online-softmax updates;
 the others run in masked updates of mask_s keys, as many as hold listed tiles. Ids past count are never read.
 
@@ -56,22 +56,22 @@ from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
 VMEM_BYTES = 56 << 20
-"""Of the 64 MiB of a v5p or v7x core."""
+"""Bytes of VMEM to use, of the 64 MiB of a v5p or v7x core."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes and where the row sum is made.
+    """Block sizes and where the row sum is computed.
 
     Attributes:
-        rows: most rows (tokens x G) of a row block; a larger query tile is cut, its parts share the list.
+        rows: most rows (tokens x G) of a row block; a larger query tile is cut into parts that share the list.
         step_rows: rows of a grid step, filled with up to four query tiles that are computed side by side.
         block_s: keys per buffer, rounded down to whole tiles (at least one).
         chunk: keys per unmasked online-softmax update, rounded likewise, at most block_s.
         mask_s: keys per masked update, likewise.
         matrix_sums: row sums come from ones appended to V: free where the matrix unit has idle columns.
-        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on; what that
-            assumes: prefill_rows).
+        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on;
+            `prefill_rows` states the assumption).
     """
 
     rows: int
@@ -109,7 +109,7 @@ def store(refs: Refs, p: int, state: State) -> None:
 
 
 def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | None = None) -> State:
-    """One update: keys k and values v [X,H], those a row does not see masked [R,X]."""
+    """Absorb keys k and values v [X,H]; mask [R,X] is false where a row does not see a key."""
     s = dot(q, k, 1)
     if cut.spec.softcap:
         s = jnp.tanh(s) * (cut.spec.softcap * LOG2_E)
@@ -190,7 +190,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
 
 def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Next, cut: Cut) -> None:
-    """The row blocks of a grid step against their c-th buffers, in `slot`, while the next ones are fetched."""
+    """Run the row blocks of a grid step against their c-th buffers, in `slot`, while fetching the next ones."""
     begin, row_blocks = c * cut.block_tiles, range(cut.items)
     held = [jnp.clip(item.count - begin, 0, cut.block_tiles) for item in items]
     for p in row_blocks:
@@ -277,7 +277,7 @@ def launch(
     kv_heads = shapes.num_kv_heads
     cut = cut_call(spec, shapes, config)
     lengths = jnp.minimum(positions.kv_len, shapes.num_keys), jnp.minimum(positions.q_len, num_queries)
-    positions = Positions(positions.q_start, *lengths)  # what pads the arrays reads as zeros, not as padding
+    positions = Positions(positions.q_start, *lengths)  # beyond an array's end, zeros would pass for keys or rows
     if cut.num_keys > k.shape[2]:  # only lengths that are no multiple of 16 are padded: a copy must start at one
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.num_keys - x.shape[2]), (0, 0)]) for x in (k, v))
     lists = pack_lists(selection, cut)
@@ -377,10 +377,10 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Block sizes by the schedules (LOG.md): how much independent work hides the latency of one softmax update.
+    """Block sizes from the schedules (LOG.md): how much independent work hides the latency of one softmax update.
 
     One update per buffer leaves the fewest dependent steps; a v7x, whose registers spill sooner, does better with short
-    updates. float32 takes six passes of the matrix unit per product, so that little else shows.
+    updates. float32 takes six passes of the matrix unit per product, so little else matters.
     """
     wide = pltpu.get_tpu_info().mxu_column_size >= 2 * LANES if pltpu.is_tpu_device() else True
     newest = pltpu.is_tpu_device() and pltpu.get_tpu_info().generation >= 7

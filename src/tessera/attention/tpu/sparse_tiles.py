@@ -23,9 +23,9 @@ from tessera.core.shapes import ceil_div, round_up
 PACKED = 16
 """Rows of a packed bfloat16 register: row blocks and tile copies start at multiples of it."""
 MOST_ITEMS, COPIES = 4, 256
-"""Row blocks side by side, and tiles they may fetch in one straight line: more only makes the program longer."""
+"""Row blocks side by side, and tiles they may fetch in straight-line code: more only makes the program longer."""
 SMEM_BYTES = 1000 << 10
-"""Most that lists may take of the mebibyte of SMEM that every chip has."""
+"""Most bytes that lists may take of the mebibyte of SMEM that every chip has."""
 NEVER = 1 << 30
 """Position of a key that no row sees."""
 
@@ -88,7 +88,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
 
 
 def list_bytes(capacity: int, block_tiles: int) -> int:
-    """SMEM of one row block's list: this grid step's and the next one's, each with the one that follows on its way."""
+    """Bytes of SMEM for one row block's list: this grid step's and the next one's, each double-buffered."""
     return 2 * 2 * 4 * round_up(1 + round_up(capacity, block_tiles), LANES)
 
 
@@ -114,7 +114,7 @@ class Refs(NamedTuple):
     turn: Array  # SMEM [1]: the buffer that is computed on next
 
     def tiles(self, slot: int) -> tuple[Array, Array]:
-        """K and V of a buffer. Buffers are arrays of their own: no load then waits for a copy into the other."""
+        """Return K and V of a buffer. Buffers are separate arrays, so that no load waits for a copy into the other."""
         return (self.k_odd, self.v_odd) if slot else (self.k_even, self.v_even)
 
 
@@ -175,9 +175,9 @@ def read_item(lists: Array, p: int, step: Array, positions: Positions, cut: Cut)
 
 
 def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
-    """Each list as the kernel reads it: count, then ids, then zeros up to whole buffers, so that no load needs a test.
+    """Pack each list for the kernel: count, then ids, then zeros up to whole buffers, so that no load needs a test.
 
-    Ids are brought into range here: a wild one reads wrong keys, never foreign memory.
+    Ids are clipped into range here: an invalid one reads wrong keys, never memory outside K and V.
     """
     tiles = jnp.clip(selection.tiles, 0, ceil_div(cut.num_keys, cut.spec.tile) - 1)
     tiles = jnp.pad(tiles, [(0, 0)] * 3 + [(0, -tiles.shape[-1] % cut.block_tiles)])
@@ -185,7 +185,7 @@ def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
 
 
 def tile_start(index: Array, cut: Cut) -> Array:
-    """Where a tile is read: a short last one is moved back to fit."""
+    """Return where a tile is read: a short last one is moved back to fit."""
     start = index * cut.spec.tile
     if cut.num_keys % cut.spec.tile:
         start = jnp.minimum(start, cut.num_keys - cut.spec.tile)
@@ -242,7 +242,7 @@ def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cu
 
 
 def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
-    """Wait for as many tiles of K and V: a wait counts bytes, so powers of two of tiles do."""
+    """Wait for `num_tiles` tiles of K and V: a wait counts bytes, so one wait per set bit of the number suffices."""
     for bit in range(cut.block_tiles.bit_length()):
 
         @pl.when((num_tiles >> bit) & 1 == 1)
@@ -272,7 +272,7 @@ def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Arr
 
 
 def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Array, slot: int, item: Item, cut: Cut):
-    """Zero the V rows that hold no valid key: a weight of 0 times NaN is NaN. Keys need none, scores are masked."""
+    """Zero the V rows that hold no valid key: a weight of 0 times NaN is NaN. K may stay: its scores are masked."""
     tile, v_tiles = cut.spec.tile, refs.tiles(slot)[1]
 
     def clear(j, _):
@@ -296,7 +296,7 @@ def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Arra
 
 
 def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
-    """How often each scope runs if every query tile lists `capacity` tiles, the nearest, or all it sees if fewer."""
+    """Count each scope's runs if every query tile lists the nearest `capacity` tiles, or all it sees if fewer."""
     spec, tile = cut.spec, cut.spec.tile
     first = shapes.num_keys - shapes.num_queries + np.arange(cut.num_blocks) * cut.tokens
     last = np.minimum(first + cut.tokens, shapes.num_keys) - 1
@@ -319,7 +319,7 @@ def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
     width, heads = jnp.dtype(shapes.dtype).itemsize, shapes.batch * shapes.num_kv_heads
     lists = 4 * (1 + shapes.capacity) * 2 * len(buffers) * cut.items
     rows = shapes.batch * shapes.num_heads * shapes.num_queries * (2 * shapes.head_dim * width + 4)
-    # What stands once for the even and once for the odd buffer is two pieces of code of which one runs.
+    # Scopes in `either` exist twice, for the even and the odd buffer, and each time one of the two runs: count half.
     once = {
         "step": len(buffers),
         "first": 1,

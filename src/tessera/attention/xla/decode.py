@@ -46,7 +46,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Blocks that stay in a core's second-level cache between their copy and their use."""
+    """Choose blocks that stay in a core's second-level cache between their copy and their use."""
     return Config(block_s=512 if shapes.capacity is not None else 1024)
 
 
@@ -68,7 +68,7 @@ def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, 
 
 
 def take_block(x_BKSH: Array, first: Array, block_s: int) -> tuple[Array, Array]:
-    """Keys [first, first + block_s), moved back to fit where the cache ends earlier, and where they really start."""
+    """Read block_s keys from `first` on, and return their start: a block past the cache's end is moved back to fit."""
     start = jnp.minimum(first, x_BKSH.shape[2] - block_s)
     return jax.lax.dynamic_slice_in_dim(x_BKSH, start, block_s, axis=2), start
 
@@ -76,7 +76,7 @@ def take_block(x_BKSH: Array, first: Array, block_s: int) -> tuple[Array, Array]
 def read_block(
     q_BKGH: Array, k_BKSH: Array, v_BKSH: Array, first: Array, block_s: int, keys: Range | None, spec: AttentionSpec
 ) -> tuple[Float[Array, "B K G P"], Float[Array, "B K P H"], Array]:
-    """Scores in bits, values and start of one block; with a range, other keys score -inf and weigh nothing."""
+    """Read one block: scores in bits, values, start. With a range, other keys score -inf and their values are 0."""
     k, start = take_block(k_BKSH, first, block_s)
     v, _ = take_block(v_BKSH, first, block_s)
     y = score_bits(q_BKGH, k, spec)
@@ -147,7 +147,7 @@ def launch_dense(q, kv: KeyValues, spec, positions, selection, config) -> Attent
 def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, config: Config) -> AttentionOut:
     """Dense out and lse, and each key tile's probability mass, in one pass.
 
-    Per block: the row sum of each tile and the running maximum it was taken at; both meet lse at the end.
+    Each block stores the row sum of each tile and the running maximum it was taken at; lse rescales both at the end.
     """
     k, v = kv.k, kv.v
     rows = group_rows(q, k.shape[1])
@@ -191,7 +191,7 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
 def launch_sparse(
     q, kv: KeyValues, spec: AttentionSpec, positions, selection: Selection, config: Config
 ) -> AttentionOut:
-    """Attention over the listed tiles only, a few tiles per step, read from where they lie."""
+    """Attend to the listed tiles only, a few tiles per step, read in place."""
     k, v = kv.k, kv.v
     rows = group_rows(q, k.shape[1])
     num_keys = k.shape[2]
@@ -205,7 +205,7 @@ def launch_sparse(
     def step(i: Array, state: SoftmaxState) -> SoftmaxState:
         entry = i * per_step + jnp.arange(per_step, dtype=jnp.int32)
         first = jnp.take(tiles, jnp.minimum(entry, capacity - 1), axis=-1) * spec.tile
-        start = jnp.clip(first, 0, num_keys - size)  # a last tile that is short is read from further back
+        start = jnp.clip(first, 0, num_keys - size)  # a short last tile is read from further back
         key = (start[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*start.shape[:2], -1)
         mask = (key >= keys.start[:, None, None]) & (key < keys.stop[:, None, None])
         mask = mask & jnp.repeat(entry < last[..., None], size, axis=-1) & (key >= jnp.repeat(first, size, axis=-1))
@@ -219,7 +219,7 @@ def launch_sparse(
 
 
 def take_tiles(x_BKSH: Array, start_BKP: Int32[Array, "B K P"], size: int) -> Float[Array, "B K P*size H"]:
-    """Each KV head's own tiles, [start, start + size) each, side by side."""
+    """Concatenate each KV head's own tiles, [start, start + size) each."""
     one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
     taken = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(x_BKSH, start_BKP)
     return taken.reshape(*x_BKSH.shape[:2], -1, x_BKSH.shape[3])

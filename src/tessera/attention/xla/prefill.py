@@ -2,7 +2,7 @@
 
 Rows are tokens x G query heads of one KV head, so K and V are never repeated; KV heads of all sequences form one
 axis X = B * K. A step takes block_heads of X, a block of rows and a block of keys, sized so that the scores stay in
-the second-level caches: on CPU the two products are then nearly all the time. A query block visits only the key
+the second-level caches: on CPU the two products then take nearly all the time. A query block visits only the key
 blocks its rows can see (q_start, kv_len and the window make it a run-time trip count) and masks are computed only in
 blocks that a mask can touch. Work is 4 H flops per visible (row, key) pair, memory O(T + S) plus one block.
 
@@ -111,7 +111,7 @@ def unblock_queries(x: Float[Array, "M Y R ..."], like: Float[Array, "B T N H"],
 
 
 class Block(NamedTuple):
-    """One block of rows: where it stands. Y = heads of the group."""
+    """Position of one block of rows. Y = heads of the group."""
 
     x: Int32[Array, ""]
     row: Int32[Array, "Y R"]
@@ -175,7 +175,7 @@ def take_keys(x: Float[Array, "X S H"], block: Block, key_block: Array, plan: Pl
 
 
 def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tuple[Array, Array]:
-    """Which keys each row sees [Y, R, block_s], and which may be touched at all [Y, block_s, 1]."""
+    """Return which keys each row sees [Y, R, block_s], and which are valid at all [Y, block_s, 1]."""
     key = start + jnp.arange(plan.block_s, dtype=jnp.int32)
     kv_len = block.kv_len[:, None, None]
     mask = visible_mask(block.row[:, :, None], key, kv_len, plan.spec) & (key >= key_block * plan.block_s)
@@ -227,7 +227,7 @@ class TileSums(NamedTuple):
 
     @classmethod
     def zeros(cls, num_keys: int, plan: Plan) -> "TileSums":
-        """Nothing seen: blocks never visited keep zero."""
+        """Return the state before any key: blocks never visited keep zero."""
         shape = (num_keys // plan.block_s, plan.heads, plan.rows)
         tiles = plan.block_s // plan.spec.tile
         return cls(jnp.zeros((*shape, tiles), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
@@ -322,13 +322,13 @@ dense.defvjp(_forward, _backward)
 
 
 def add_keys(total: Float[Array, "X S H"], part: Float[Array, "Y P H"], block: Block, start: Array) -> Array:
-    """total with one block of keys of one head group increased by part."""
+    """Add `part` to one block of keys of one head group in `total`."""
     at = (block.x, start, ZERO)
     return jax.lax.dynamic_update_slice(total, jax.lax.dynamic_slice(total, at, part.shape) + part, at)
 
 
 def zero_padding(q: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:
-    """Padding rows may hold anything; as zeros they cannot reach a sum that others share."""
+    """Zero padding rows, which may hold anything, so that they cannot affect sums shared with other rows."""
     token = jnp.arange(q.shape[1], dtype=jnp.int32)
     return jnp.where((token < positions.q_len[:, None])[..., None, None], q, 0)
 

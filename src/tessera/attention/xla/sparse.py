@@ -1,11 +1,11 @@
 """Portable sparse prefill attention: each query tile reads only its listed key tiles, in plain XLA.
 
 One query tile of one KV head is query_tile x G rows against its own list. A step takes several consecutive query tiles
-of one head: their lists are about as long, where one head may list no far tile and the next all (budgets per KV head).
-Tiles come ascending, so those that every row sees whole come first (no window): they are taken several per step without
-a mask; the rest, the diagonal above all, in smaller masked steps, so that rounding the list up to whole steps wastes
-little. A step copies its few K and V tiles to be neighbours (2 H bytes-per-element per key, 1 / rows of the step's
-products) and no more: K and V stay in place. The number of steps is a run-time value. Work is 4 H flops per
+of one head, whose lists are about equally long; one head may list no far tile and the next all (budgets per KV head).
+Tiles ascend, so those that every row sees whole come first (no window): they run several per step without a mask. The
+rest, mainly the diagonal, run in smaller masked steps, so that rounding the list up to whole steps wastes little. A
+step copies only its few K and V tiles side by side (2 H bytes-per-element per key, 1 / rows of the step's products);
+K and V stay in place. The number of steps is a run-time value. Work is 4 H flops per
 (row, listed key) pair.
 """
 
@@ -41,7 +41,7 @@ class Config:
 
 
 class Lists(NamedTuple):
-    """A group of Y query tiles: the KV head (of all sequences' B * K) of each, its rows and what they read."""
+    """A group of Y query tiles: the KV head of each (of all sequences' B * K), its rows and the tiles they read."""
 
     x: Int32[Array, "Y"]
     row: Int32[Array, "Y R"]
@@ -51,7 +51,7 @@ class Lists(NamedTuple):
 
 
 def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
-    """How many entries, from the first, every row sees whole; with a window the first entries may be cut: none."""
+    """Count the leading entries that every row sees whole: 0 with a window, which may cut the first entries."""
     if spec.window is not None:
         return jnp.zeros_like(lists.count)
     stop = jnp.minimum(lists.kv_len, lists.row[:, 0] + 1) if spec.causal else lists.kv_len
@@ -60,15 +60,15 @@ def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
 
 
 def read_tiles(x: Float[Array, "X S H"], lists: Lists, start: Int32[Array, "Y P"], tile: int) -> Array:
-    """The tiles of one step side by side: [Y, P * tile, H]."""
+    """Gather the tiles of one step side by side: [Y, P * tile, H]."""
     key = (start[:, :, None] + jnp.arange(tile, dtype=jnp.int32)).reshape(start.shape[0], -1)
-    return x.at[lists.x[:, None], key].get(mode="clip")  # a list with wild ids reads wrong keys, never foreign memory
+    return x.at[lists.x[:, None], key].get(mode="clip")  # invalid ids read wrong keys, never memory outside x
 
 
 def step_masks(
     lists: Lists, entry: Int32[Array, "P"], num_keys: int, spec: AttentionSpec
 ) -> tuple[Array, Bool[Array, "Y R P"], Bool[Array, "Y P 1"]]:
-    """Where each tile of a masked step is read from [Y, P], which keys each row sees, and which may be touched."""
+    """Return where each tile of a masked step starts [Y, P], which keys each row sees, and which keys are valid."""
     listed = entry < lists.count[:, None]
     first = jnp.where(listed, take_ids(lists, entry), 0) * spec.tile
     start = jnp.minimum(first, num_keys - spec.tile)  # the last tile may be short: it is moved back to fit, masked
@@ -86,9 +86,9 @@ def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
 
 
 def attend_tile(q_tile: Float[Array, "Y R H"], k: Array, v: Array, lists: Lists, spec: AttentionSpec, config: Config):
-    """Running softmax of a group's rows over their listed tiles; k and v are [X,S,H].
+    """Run the online softmax of a group's rows over their listed tiles; k and v are [X,S,H].
 
-    What it makes of a query tile with an empty list means nothing: such a tile does not hold back the others' steps.
+    The state of a query tile with an empty list is meaningless: such a tile does not limit the others' unmasked steps.
     """
     capacity, num_keys = lists.tiles.shape[1], k.shape[1]
     per_step = min(max(config.block_s // spec.tile, 1), capacity)
@@ -113,7 +113,7 @@ def attend_tile(q_tile: Float[Array, "Y R H"], k: Array, v: Array, lists: Lists,
 
 
 class Groups(NamedTuple):
-    """How the query tiles of all X = B * K heads form groups: `heads` heads by `side` consecutive query tiles each."""
+    """Groups of the query tiles of all X = B * K heads: `heads` heads by `side` consecutive query tiles each."""
 
     total: int
     num_tiles: int
@@ -122,7 +122,7 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
-        """Up to `wanted` query tiles of one head, cut with the least padding; several heads only if one has too few."""
+        """Group up to `wanted` query tiles of one head with least padding; several heads only if one has too few."""
         if num_tiles <= wanted:
             heads = next(h for h in range(wanted // num_tiles, 0, -1) if total % h == 0)
             return cls(total, num_tiles, heads, num_tiles)
