@@ -46,8 +46,8 @@ bench: $(VENV)/.core .venv-peers/.done ## measure speed against the peers and th
 	$(BIN)/tessera bench --suite cpu
 	$(BIN)/tessera bench --suite demo
 
-readme: $(VENV)/.core ## render the README's tables and the report page from the stored records
-	$(BIN)/python -m tessera.workbench.report.documents
+readme: $(VENV)/.core ## render the tables of README.md and docs/, and the report page, from the stored records
+	$(BIN)/tessera report --tables
 	$(BIN)/tessera report --out docs/report.html
 
 clean: ## remove what the targets above built

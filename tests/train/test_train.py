@@ -167,7 +167,8 @@ def test_run_leaves_log_picture_checkpoints_and_a_model_that_loads(whole_run):
 
 def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tmp_path):
     """A real SIGKILL, at an arbitrary moment; then again; then to the end."""
-    code = "import sys; from tessera.train import loop, recipes; loop.train(r.TINY, sys.argv[1], save_every_s=0.0)"
+    code = "import sys\nfrom tessera.train import loop, recipes\n"
+    code += "loop.train(recipes.TINY, sys.argv[1], save_every_s=0.0)"
     for steps in (3, 14):
         process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.DEVNULL)
         try:
@@ -194,7 +195,8 @@ def wait_for_steps(path, steps: int, process) -> None:
 
 
 def test_ctrl_c_saves_and_says_how_to_go_on(whole_run, tmp_path):
-    code = "import sys; from tessera.train import loop, recipes; loop.train(r.TINY, sys.argv[1], save_every_s=1e9)"
+    code = "import sys\nfrom tessera.train import loop, recipes\n"
+    code += "loop.train(recipes.TINY, sys.argv[1], save_every_s=1e9)"
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     wait_for_steps(tmp_path / "loss.jsonl", 2, process)
     process.send_signal(signal.SIGINT)

@@ -156,6 +156,6 @@ def test_a_worker_on_the_cpu_is_no_peer_of_an_accelerator(stand, monkeypatch):
 
 
 def test_every_peer_is_named_in_the_docs():
-    text = (HERE.parent / "docs" / "evidence.md").read_text()
+    text = (HERE.parent / "docs" / "speed.md").read_text()
     for name in (peers.TORCH, "transformers", *(peer.kernel for peer in peers.PEERS.values())):
         assert f"| `{name}` |" in text

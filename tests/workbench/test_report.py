@@ -48,7 +48,7 @@ def test_quantities_are_readable(value, unit, shown):
 
 
 def test_speed_table_shows_both_sides_and_where_they_ran():
-    text = report.render("speed", compared())
+    text = report.render("speed", compared(), every_machine=True)
     row = "| AMD EPYC, 2 cores | 1.00 s | torch 2.00 s | 2.00x (1.90 to 2.10) | 20 % | >= 1.5x: met |"
     assert f"| dense prefill of 8,192, float32 {row}" in text
     assert "commit 012345678;" in text
@@ -58,7 +58,7 @@ def test_speed_table_shows_both_sides_and_where_they_ran():
 
 def test_speed_table_keeps_a_run_whose_peer_was_not_there():
     facts = {"skipped": {"torch sdpa": "no environment", "jax splash attention": "needs a TPU"}}
-    text = report.render("speed", [record("ours", [1.0], facts=facts), record("another", [1.0])])
+    text = report.render("speed", [record("ours", [1.0], facts=facts), record("another", [1.0])], every_machine=True)
     rows = [line for line in text.splitlines() if line.startswith("| dense")]
     row = "| AMD EPYC, 2 cores | 1.00 s | left out: torch sdpa, jax splash attention |  |  |  |"
     assert rows == [f"| dense prefill of 8,192, float32 {row}"]
@@ -66,7 +66,7 @@ def test_speed_table_keeps_a_run_whose_peer_was_not_there():
 
 def test_each_machine_has_a_row_and_is_compared_with_itself():
     slower = [on(INTEL, replace(r, median=10 * r.median)) for r in compared()]
-    text = report.render("speed", [*compared(), record("scan", [1.0]), *slower])
+    text = report.render("speed", [*compared(), record("scan", [1.0]), *slower], every_machine=True)
     rows = [line for line in text.splitlines() if " torch " in line]
     assert rows == [
         "| dense prefill of 8,192, float32 | AMD EPYC, 2 cores | 1.00 s | torch 2.00 s | 2.00x (1.90 to 2.10) "
@@ -74,6 +74,38 @@ def test_each_machine_has_a_row_and_is_compared_with_itself():
         "|  | Intel Xeon, 2 cores | 10.0 s | torch 20.0 s | 2.00x (1.90 to 2.10) | 20 % | >= 1.5x: met |",
     ]
     assert "\nIntel Xeon, 2 cores, jax " in text
+
+
+def test_a_page_shows_the_machine_with_most_figures_and_counts_the_others():
+    third = on(AMD | {"cpu": "Other"}, replace(compared()[1], error="killed"))
+    text = report.render("speed", [*(on(INTEL, r) for r in compared()[1:]), *compared(), third])
+    table, sentence, note = text.strip().split("\n\n")
+    assert table.splitlines() == [
+        "| workload | Tessera | against | ratio (95 %) | keys read | target |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| dense prefill of 8,192, float32 | 1.00 s | torch 2.00 s | 2.00x (1.90 to 2.10) | 20 % | >= 1.5x: met |",
+    ]
+    assert sentence.startswith("AMD EPYC, 2 cores, jax ")
+    assert note == "The report (`tessera report`, docs/report.html) also shows 2 other machines."
+    assert "also shows" not in report.render("speed", compared())
+
+
+@pytest.mark.parametrize("newer", [AMD, INTEL])
+def test_a_page_shows_the_newest_machine_of_those_with_as_many_figures(newer):
+    def dated(machine):
+        date = "2030-01-02T00:00:00+00:00" if machine is newer else "2030-01-01T00:00:00+00:00"
+        return [replace(on(machine, r), date=date) for r in compared()]
+
+    text = report.render("headline", [*dated(AMD), *dated(INTEL)])
+    assert f"| faster by | {dated(newer)[0].where.machine} | target |" in text
+    assert "shows 1 other machine." in text
+
+
+def test_a_models_own_times_are_a_table_of_their_own():
+    ours = replace(compared()[1], command="tessera bench --model smollm2")
+    own = replace(ours, what=replace(ours.what, workload="own_model_8192", title="prefill of a model"))
+    assert "prefill of a model" not in report.render("speed", [*compared(), own])
+    assert "| prefill of a model, float32 | 1.00 s | torch | 2.00x" in report.render("own-model", [*compared(), own])
 
 
 def test_memory_shows_every_length_and_its_line():
@@ -91,7 +123,7 @@ def test_memory_shows_every_length_and_its_line():
         )
         for n in (1024, 2048, 4096)
     ]
-    text = report.render("memory", weighed)
+    text = report.render("memory", weighed, every_machine=True)
     assert "| memory | machine | 1,024 tokens | 2,048 tokens | 4,096 tokens | growth |" in text
     assert (
         "| memory of prefill, 2 layers, float32, peak | AMD EPYC, 2 cores | 2.00 MiB | 4.00 MiB | 8.00 MiB "
@@ -99,7 +131,7 @@ def test_memory_shows_every_length_and_its_line():
     ) in text
     failed = on(INTEL, record("", (), workload="prefill_memory", op="memory", title="prefill memory", error="killed"))
     assert "| prefill memory, float32 | Intel Xeon, 2 cores |  |  |  | error: killed |" in report.render(
-        "memory", [*weighed, failed]
+        "memory", [*weighed, failed], every_machine=True
     )
 
 
@@ -209,6 +241,7 @@ def test_every_record_names_code_that_this_history_holds():
 def test_headline_has_a_column_per_machine_and_marks_what_missed():
     missed = [on(INTEL, r) for r in compared()]
     versus = replace(missed[1].comparison, ratio=1.2, met=False)
-    text = report.render("headline", [*compared(), missed[0], replace(missed[1], comparison=versus)])
+    records = [*compared(), missed[0], replace(missed[1], comparison=versus)]
+    text = report.render("headline", records, every_machine=True)
     assert "| faster by | AMD EPYC, 2 cores | Intel Xeon, 2 cores | target |" in text
     assert "| dense prefill of 8,192, float32: ours against torch | 2.00x | **1.20x** | >= 1.5x |" in text

@@ -14,6 +14,7 @@ from matplotlib.text import Text
 from tessera.cli import main as cli
 from tessera.workbench import evidence
 from tessera.workbench.evidence import Comparison, How, What
+from tessera.workbench.report import documents
 from tessera.workbench.report import labels as report_labels
 from tessera.workbench.report import page as report_page
 from tessera.workbench.report import pictures as report_pictures
@@ -38,7 +39,7 @@ def task(policy: str, kind: str, length: int, scores, *, suite="demo", **fields)
 
 def tiled(tile: int, rows: int, suite: str = "study"):
     title = f"tile {tile}, query tile {rows}"
-    facts = {"policy": title, "mean": 0.15, "low": 0.1, "high": 0.2}
+    facts = {"policy": title, "mean": 0.15, "low": 0.1, "high": 0.2, "agreement": 0.9}
     words = {"workload": f"held-out text: {title}", "command": f"tessera eval --suite {suite}", "unit": "nats"}
     return record("eval fidelity", [0.1, 0.2], config={"tile": tile, "query_tile": rows}, facts=facts, **words)
 
@@ -56,7 +57,7 @@ def prefill(kernel: str, tokens: int, seconds: float, **fields):
 
 
 def everything() -> list:
-    candidates = [{"quick_s": t, "config": {}} for t in (0.3, None, 0.2)]
+    candidates = [{"quick_s": t, "config": {}, "error": None if t else "killed"} for t in (0.3, None, 0.2)]
     figures = [
         record("predicted figure", [r], kernel="tpu", workload=f"dense prefill against the peer, {chip}", unit="ratio",
                how=How(check="predicted from the compiler's schedule, not measured"),
@@ -81,7 +82,7 @@ def everything() -> list:
         *(tiled(tile, rows) for tile in (16, 64) for rows in (16, 32)),
         recall("fraction 0.1", [[1.0, 1.0], [0.93, 0.88], [0.4, 0.97]], [1, 2]),
         recall("window 410 + sinks", [[0.9, 0.8], [0.5, 0.6], [0.7, 0.99]], [0, 1, 2]),
-        record("tune", [1.2], unit="gain", facts={"candidates": candidates}),
+        record("tune", [1.2], unit="gain", facts={"candidates": candidates, "default": {}}),
         record("model", (), workload="broken", error="ValueError: <script>no</script>"),
     ]
 
@@ -215,6 +216,21 @@ def test_every_series_of_the_progress_has_its_own_colour_mark_and_width(monkeypa
     for style in ("color", "marker", "linewidth"):
         assert len({getattr(line, f"get_{style}")() for line in lines}) == 10, style
     assert sorted(lines, key=lambda line: -line.get_linewidth()) == lines, "thin ones lie on thick ones"
+
+
+def test_the_page_shows_every_machine_of_the_tables_that_documents_cut_to_one():
+    assert set(report_page.TABLES) == set(documents.MACHINE_TABLES)
+    versus = Comparison(against="<peer>", ratio=0.5, target=">= 1.5", met=False)
+    ours = record(comparison=versus)
+    others = [dataclasses.replace(ours, where=dataclasses.replace(ours.where, device=name)) for name in ("One", "Two")]
+    page = report_page.render(others)
+    title = f"<h2>{report_page.TABLES['speed']}</h2>"
+    table = page[page.index(title) :].partition("</table>")[0]
+    assert "<tr><th>workload</th><th>machine</th>" in table
+    assert "<td>One</td>" in table
+    assert "<tr><td></td><td>Two</td><td>1.05 s</td><td>&lt;peer&gt;</td><td>0.50x</td>" in table
+    assert "&gt;= 1.5x: <b>missed</b></td>" in table
+    assert report_page.TABLES["memory"] not in page, "no record, no table"
 
 
 def test_the_same_records_make_the_same_page():

@@ -11,11 +11,12 @@ from tessera.workbench import evidence, trials, tune, verify
 from tessera.workbench.evidence import What
 from tessera.workbench.report import documents as report
 from tessera.workbench.report.markdown import current
-from tessera.workbench.studies import ablations, blocks, gpu_gates, sweep
+from tessera.workbench.studies import ablations, blocks, figures, gpu_gates, sweep
 from tessera.workbench.tune import ship
 
 AMD = {"device": "cpu", "cpu": "AMD EPYC", "cores": 2}
 INTEL = {"device": "cpu", "cpu": "Intel(R) Xeon(R) Processor", "cores": 2}
+BENCH = "tessera bench --model"
 PLAN = {"tile": 64, "query_tile": 32, "fraction": 0.1}
 
 
@@ -58,7 +59,7 @@ def recall(policy, mean, suite="demo", machine=AMD, error=None):
 
 def lines(name, records):
     """Rows of a table, without header and rule; every one has as many cells as the header."""
-    text = report.render(name, records)
+    text = report.render(name, records, every_machine=True)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1
     assert "commit 012345678;" in text
@@ -94,7 +95,7 @@ def test_a_half_done_demo_on_a_second_machine_leaves_cells_empty_and_shows_its_e
     _, rows = lines("eval", [*demo(), *second])
     assert rows[1] == "|  | Intel Xeon, 2 cores | 100 % (72 to 100 %) |  | 100.0 % |  |  |"
     assert rows[3] == "|  | Intel Xeon, 2 cores | error: MemoryError: a \\| b |  |  |  |  |"
-    assert "\nIntel Xeon, 2 cores, jax " in report.render("eval", [*demo(), *second])
+    assert "\nIntel Xeon, 2 cores, jax " in report.render("eval", [*demo(), *second], every_machine=True)
 
 
 def test_attention_mass_is_a_column_where_a_record_has_it():
@@ -273,7 +274,7 @@ def test_gates_count_configurations_and_cases_and_mark_what_breaks():
     found = [gate_case("gpu_a", "one", 128), gate_case("gpu_a", "one", 168), gate_case("gpu_a", "two", 100)]
     found += [gate_case("gpu_b", "one", 255, (64, 32), ["spilled"]), gate_case("gpu_b", "one", 90)]
     found += [gate_case("gpu_c", "one", 0, broken=["hung"]) | {"kernels": []}]
-    made = [on(AMD, r) for r in gpu_gates.records(found, "python -m tessera.workbench.studies.gpu_gates")]
+    made = [on(AMD, r) for r in gpu_gates.records(found, "tessera study gpu-gates")]
     again = on(INTEL, made[0])  # what a compiler alone decides is counted once
     _, rows = lines("gates", [*made, again])
     assert rows == [
@@ -292,17 +293,121 @@ def test_gates_forget_a_configuration_that_the_last_run_did_not_have():
     assert rows == ["| gpu_a, h200 | 2 | 2 | 2 | 100 | 0 | 100 KiB |"]
 
 
+def real(op, question, policy, density, facts, command="tessera eval --suite real-full"):
+    what = What(op=f"eval real {op}", kernel="plan", workload=f"{question}: {policy}", dtype="float32")
+    facts = facts | {"policy": policy, "of_dense": 8, "mcnemar_p": 1.0}
+    return on(AMD, evidence.make(what, [1.0], command=command, unit="fraction", density=(density,), facts=facts))
+
+
+def needles(policy, kept, density, length=2048, **fields):
+    facts = {"kind": "single", "length": length, "kept": kept, "kept_low": kept - 0.25, "kept_high": kept}
+    return real("task", f"single at {length}", policy, density, facts, **fields)
+
+
+def closeness(domain, policy, mean, density, start=4096, **fields):
+    facts = {"domain": domain, "from": start, "to": 2 * start, "mean": mean, "low": mean / 2, "high": 2 * mean}
+    return real("text", f"{domain}, tokens {start} to {2 * start}", policy, density, facts, **fields)
+
+
+def prefill(kernel, seconds, tokens=8192, command=f"{BENCH} smollm2", date="2030-01-02", machine=AMD):
+    versus = evidence.Comparison(against="dense", ratio=1.5) if kernel == "kascade" else None
+    what = What(op="model", kernel=kernel, workload=f"own_model_{tokens}", dtype="float32", config={"tokens": tokens})
+    density = (0.25,) if versus else (1.0,)
+    made = evidence.make(what, [seconds], command=command, comparison=versus, density=density)
+    return replace(on(machine, made), date=f"{date}T00:00:00+00:00")
+
+
+def chip(name, ratio, met=True):
+    versus = evidence.Comparison(against="dense", ratio=ratio, target=">= 3", met=met)
+    what = What(op="predicted figure", kernel="tpu", workload=f"{figures.KASCADE}, {name}")
+    return on(AMD, evidence.make(what, [ratio], command="tessera study tpu-figures", comparison=versus))
+
+
+def promises():
+    """Records of the README's rows, by row; among them are some that belong in none."""
+    found = [gate_case("gpu_a", "one", 128), gate_case("gpu_a", "two", 168), gate_case("gpu_b", "one", 100)]
+    texts = {"code": 0.02, "reference": 0.04, "help": 0.01}
+    return {
+        "needles": [
+            *(needles("the plan", 1.0, 0.375, **other) for other in ({}, {"length": 4096})),
+            needles("window + sink", 0.5, 0.25),
+            needles("control: nothing far", 0.25, 0.125),
+            *(
+                needles(f"rival {n}", 0.9, 0.5, command="tessera eval --suite real-full --model FOLDER")
+                for n in range(9)
+            ),
+        ],
+        "text": [
+            *(closeness(domain, "the plan", mean, 0.125) for domain, mean in texts.items()),
+            *(closeness(domain, "window + sink", 4 * mean, 0.25) for domain, mean in texts.items()),
+            closeness("code", "the plan", 9.0, 0.5, start=1024),
+        ],
+        "prefill": [
+            record
+            for kernel, seconds in (("dense", 6.0), ("kascade", 4.0))
+            for record in (
+                prefill(kernel, seconds),
+                prefill(kernel, 99.0, tokens=4096),
+                prefill(kernel, 98.0, date="2030-01-01", machine=INTEL),
+                prefill(kernel, 97.0, date="2030-01-03", machine={"device": "TPU v6 lite"}),
+                prefill(
+                    kernel, 96.0, date="2030-01-03", machine={"device": "cpu", "cpu": "X"}, command=f"{BENCH} x.gguf"
+                ),
+            )
+        ],
+        "kascade prefill": [chip("v5e", 3.5), chip("v6e", 4.25)],
+        "gates": [on(AMD, made) for made in gpu_gates.records(found, "tessera study gpu-gates")],
+    }
+
+
+def test_the_readmes_table_has_four_rows_each_from_its_records():
+    _, rows = lines("summary", [record for own in promises().values() for record in own])
+    assert rows == [
+        "| SmolLM2-135M: needles kept of the 8 that dense finds in 2,048 tokens | 100 % (75 to 100), 38 % of keys read "
+        "| window + sink, 50 % (25 to 50), 25 % of keys read; control: nothing far, 25 % (0 to 25), 12 % of keys read "
+        "| measured, [answers](docs/answers.md) |",
+        "| SmolLM2-135M: KL to dense per token, tokens 4,096 to 8,192, the worst of 3 domains (reference) "
+        "| 0.0400 (0.0200 to 0.0800) nats, 12 % of keys read "
+        "| window + sink, 0.160 (0.0800 to 0.320) nats, 25 % of keys read | measured, [answers](docs/answers.md) |",
+        "| SmolLM2-135M: prefill of 8,192 tokens on 2 CPU cores | 4.00 s, 25 % of keys read | dense, 6.00 s: 1.50x "
+        "| measured, [speed](docs/speed.md) |",
+        "| kernels without a chip: TPU prefill of 131,072 tokens; Hopper machine code "
+        "| TPU, predicted: 3.50x to 4.25x as fast (v5e, v6e); Hopper, compiled: 3 of 3 cases pass every gate "
+        "| TPU: our dense kernel on the same chip "
+        "| not run on a chip yet, [TPU](docs/tpu-figures.md), [Hopper](docs/gpu-figures.md) |",
+    ]
+
+
+def test_the_readmes_table_marks_what_missed_and_what_says_nothing():
+    found = promises()
+    found["kascade prefill"].append(chip("v7x", 2.0, met=False))
+    broken = gate_case("gpu_c", "one", 255, (64, 32), ["spilled"])
+    found["gates"] += [on(AMD, made) for made in gpu_gates.records([broken], "tessera study gpu-gates")]
+    plan = found["needles"][0]
+    found["needles"][0] = replace(plan, facts=plan.facts | {"against_control": {"says_nothing": True}})
+    text = report.render("summary", [record for own in found.values() for record in own])
+    assert "in 2,048 tokens (says nothing about the choice of keys) |" in text
+    assert "**2.00x to 4.25x** as fast (v5e, v6e, v7x); Hopper, compiled: **3 of 4** cases" in text
+
+
+@pytest.mark.parametrize("row", ["needles", "text", "prefill", "kascade prefill", "gates"])
+def test_the_readmes_table_is_refused_without_one_of_its_rows(row):
+    kept = [record for name, own in promises().items() if name != row for record in own]
+    with pytest.raises(ValueError, match=f"table 'summary' has no record of {row}"):
+        report.render("summary", kept)
+
+
 def test_the_sweep_counts_what_compiled_per_chip():
     first, second, *_ = kernels = sorted({case["kernel"] for case in sweep.cases(("v5e",))})
     names = [(kernel, "v5e", True) for kernel in kernels] + [(first, "v6e", True), (first, "v6e", False)]
     found = [{"kernel": kernel, "chip": chip, "compiled": compiled} for kernel, chip, compiled in names]
-    every = on(AMD, sweep.report(found, "python -m tessera.workbench.studies.sweep"))
+    every = on(AMD, sweep.report(found, "tessera study tpu-sweep"))
     header, rows = lines("sweep", [every])
     planned = sum(1 for _ in sweep.cases(tuple(sweep.tpu.TOPOLOGIES)))
     assert header == f"| compiled/tried; tried {len(names)} of {planned} planned | v5e | v6e |"
     assert rows[0] == f"| {first} | 1/1 | **1**/2 |"
     assert rows[-1] == f"| all | {len(kernels)}/{len(kernels)} | **1**/2 |"
-    some = on(AMD, sweep.report([found[-2]], "python -m tessera.workbench.studies.sweep"))
+    some = on(AMD, sweep.report([found[-2]], "tessera study tpu-sweep"))
     assert some.what.workload.startswith(first)
     _, rows = lines("sweep", [every, replace(some, date="2999-01-01T00:00:00+00:00")])
     assert rows[0] == f"| {first} | 1/1 | 1/1 |"

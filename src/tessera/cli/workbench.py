@@ -200,14 +200,14 @@ def make_study_plan(make_plan, model, choice):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Render the stored records: one self-contained HTML page, or the tables of the README."""
+    """Render the stored records: one self-contained HTML page, or the tables of README.md and docs/."""
 
     evidence: Path = Path("evidence")
     """Folder of records."""
     out: Path = Path("build/report.html")
     """Page to write."""
     tables: bool = False
-    """Rewrite the tables of README.md and docs/evidence.md in this folder instead."""
+    """Rewrite the tables of README.md and docs/ in this folder instead."""
     check: bool = False
     """With --tables: only report the stale ones."""
     debug: bool = False

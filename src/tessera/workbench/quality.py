@@ -76,7 +76,7 @@ class Variant:
 
 
 CHOSEN = Variant()
-"""The plan that the study varies; docs/evidence.md renders it."""
+"""The plan that the study varies; docs/answers.md shows it."""
 
 DEMO_TARGET = MappingProxyType({"max_kl": 0.05})
 """Divergence that gives every head of layer 1 a budget below 1. Without that layer's choice, no pass key is found."""
@@ -108,7 +108,7 @@ def make_demo_plan(model: Model, **options: Any) -> Plan:
 
 REAL_PLAN = SHIPPED / "smollm2.plan.json"
 REAL_TARGET = MappingProxyType({"max_kl": 0.02, "minimum": 224})
-"""Divergence below that of a window of as many keys, on every domain (docs/evidence.md). At 2,048 tokens a small share
+"""Divergence below that of a window of as many keys, on every domain (docs/answers.md). At 2,048 tokens a small share
 gives a head too few keys: LOG.md says what a minimum changed there."""
 
 

@@ -1,7 +1,7 @@
-"""Renders stored records into the tables of the README and of docs/evidence.md; nothing else writes them.
+"""Render stored records into the tables of the README and of docs/; nothing else writes those tables.
 
-A table stands between `<!-- records:NAME -->` and `<!-- end -->`. `python -m tessera.workbench.report.documents`
-rewrites them all from the files under evidence/; a test fails while one differs from what the records say.
+A table lies between `<!-- records:NAME -->` and `<!-- end -->`. `python -m tessera.workbench.report.documents`
+rewrites all tables from the files under evidence/; a test fails while a table differs from the records.
 """
 
 import argparse
@@ -17,25 +17,31 @@ from tessera.workbench.evidence import Record
 from tessera.workbench.report import real as report_real
 from tessera.workbench.report import tables as report_tables
 from tessera.workbench.report.markdown import (
+    Table,
     current,
     keys_read,
     markdown,
     newest,
+    of_one_machine,
     provenance,
     quantity,
     result_of,
     side_by_side,
     title_of,
 )
+from tessera.workbench.report.summary import summary
 
-PAGES = ("README.md", "docs/evidence.md")
-"""Where rendered tables stand."""
+PAGES = ("README.md", "docs/answers.md", "docs/speed.md", "docs/tpu-figures.md", "docs/gpu-figures.md")
+"""Files that contain rendered tables."""
+
+OWN_MODEL = "own_model_"
+"""Start of the workload names of `tessera bench --model`."""
 
 _BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- end -->)", re.DOTALL)
 
 
-def headline(records: Sequence[Record]) -> str:
-    """The compared measurements in short: a row per workload, a column per machine, targets missed in bold."""
+def headline(records: Sequence[Record]) -> Table:
+    """Summarize the compared measurements: a row per workload, a column per machine, missed targets in bold."""
     chosen = [r for r in records if r.what.op in ("attention", "model") and r.comparison and r.comparison.target]
     machines = sorted({r.where.machine for r in chosen})
     rows: dict[tuple[str, str], dict[str, Record]] = {}
@@ -47,15 +53,25 @@ def headline(records: Sequence[Record]) -> str:
         shown = [_short(found[m].comparison) if m in found else "" for m in machines]
         [target, *_] = {r.comparison.target for r in found.values()}
         lines.append([f"{title}: {sides}", *shown, f"{target}x"])
-    return markdown(["faster by", *machines, "target"], lines) + provenance(chosen) if lines else ""
+    return Table(["faster by", *machines, "target"], lines, chosen)
 
 
 def _short(versus: evidence.Comparison) -> str:
     return f"{versus.ratio:.2f}x" if versus.met else f"**{versus.ratio:.2f}x**"
 
 
-def speed(records: Sequence[Record]) -> str:
-    """Every compared measurement: ours, the other side of the same run, ratio with interval, target."""
+def speed(records: Sequence[Record]) -> Table:
+    """List the compared measurements of the suites."""
+    return _compared([r for r in records if not r.what.workload.startswith(OWN_MODEL)])
+
+
+def own_model(records: Sequence[Record]) -> Table:
+    """List the prefill times of `tessera bench --model`, under the plan and dense."""
+    return _compared([r for r in records if r.what.workload.startswith(OWN_MODEL)])
+
+
+def _compared(records: Sequence[Record]) -> Table:
+    """List every compared measurement: ours, the other side of the same run, ratio with interval, target."""
     by_key = {record.key: record for record in records}
     rows, used = [], []
     for record in records:
@@ -65,7 +81,7 @@ def speed(records: Sequence[Record]) -> str:
         if record.error:
             rows.append([*lead, f"{record.what.kernel} {result_of(record)}".strip(), "", "", "", ""])
             used.append(record)
-        elif record.facts.get("skipped") and record.comparison is None:  # the peer of this workload was not there
+        elif record.facts.get("skipped") and record.comparison is None:  # this workload's peer was not available
             rows.append([*lead, result_of(record), f"left out: {', '.join(record.facts['skipped'])}", "", "", ""])
             used.append(record)
         if record.comparison is None:
@@ -77,14 +93,12 @@ def speed(records: Sequence[Record]) -> str:
         target = f"{versus.target}x: {'met' if versus.met else '**missed**'}" if versus.target else "none"
         rows.append([*lead, result_of(record), shown, f"{versus.ratio:.2f}x{interval}", keys_read(record), target])
         used += [record, other] if other else [record]
-    if not rows:
-        return ""
     header = ["workload", "machine", "Tessera", "against", "ratio (95 %)", "keys read", "target"]
-    return markdown(header, rows) + provenance(used)
+    return Table(header, rows, used)
 
 
-def memory(records: Sequence[Record]) -> str:
-    """Peak memory at every length in one row, and the straight line through it."""
+def memory(records: Sequence[Record]) -> Table:
+    """Show peak memory at every length in one row, and the straight line through it."""
     chosen = [record for record in records if record.what.op == "memory"]
     measured = [record for record in chosen if not record.error]
     lengths = sorted({record.what.config["tokens"] for record in measured})
@@ -99,11 +113,11 @@ def memory(records: Sequence[Record]) -> str:
     ]
     rows += [[title_of(r), r.where.machine, *[""] * len(lengths), result_of(r)] for r in chosen if r.error]
     header = ["memory", "machine", *(f"{n:,} tokens" for n in lengths), "growth"]
-    return markdown(header, rows) + provenance(chosen) if rows else ""
+    return Table(header, rows, chosen)
 
 
 def _growth(found: Mapping[int, Record]) -> str:
-    """The straight line that the run fitted over all its lengths; the record of the longest one holds it."""
+    """Describe the straight line that the run fitted over all its lengths; the longest length's record holds it."""
     facts = found[max(found)].facts
     if "slope_bytes_per_token" not in facts:
         return ""
@@ -111,16 +125,16 @@ def _growth(found: Mapping[int, Record]) -> str:
     return f"{slope} per token; a line fits within {off} of the largest"
 
 
-def costs(records: Sequence[Record]) -> str:
-    """Compile time and start-up: one figure each."""
+def costs(records: Sequence[Record]) -> Table:
+    """Show compile time and start-up, one figure each."""
     chosen = [r for r in records if r.what.op in ("compile", "start")]
     rows = [[title_of(r), r.where.machine, r.what.kernel, result_of(r), _notes(r.facts)] for r in chosen]
     header = ["what", "machine", "how", "median", "also"]
-    return markdown(header, rows) + provenance(chosen) if rows else ""
+    return Table(header, rows, chosen)
 
 
 def _notes(facts: Mapping[str, object]) -> str:
-    """Single numbers and words; the unit at the end of a name is read, lists stay in the record."""
+    """Format single numbers and words. A name's ending gives the unit; lists stay in the record."""
     shown = []
     for name, value in facts.items():
         words = name.removesuffix("_s").replace("_", " ")
@@ -131,8 +145,8 @@ def _notes(facts: Mapping[str, object]) -> str:
     return "; ".join(shown)
 
 
-def quality(records: Sequence[Record]) -> str:
-    """Answers kept: accuracy of each policy per task, with the share of keys read."""
+def quality(records: Sequence[Record]) -> Table:
+    """Show answers kept: accuracy of each policy per task, with the share of keys read."""
     chosen = [r for r in records if r.what.op == "quality"]
     rows = []
     for record in chosen:
@@ -140,11 +154,11 @@ def quality(records: Sequence[Record]) -> str:
         lead = [title_of(record), record.where.machine, _policy(record)]
         rows.append([*lead, result_of(record), trials, keys_read(record)])
     header = ["task", "machine", "policy", "right", "trials", "keys read"]
-    return markdown(header, rows) + provenance(chosen) if rows else ""
+    return Table(header, rows, chosen)
 
 
 def _policy(record: Record) -> str:
-    """The policy and its plan."""
+    """Name the policy and its plan's settings."""
     config = record.what.config
     parts = [
         f"{name.replace('_', ' ')} {config[name]}" for name in ("anchors", "tile", "query_tile") if config.get(name)
@@ -153,7 +167,7 @@ def _policy(record: Record) -> str:
 
 
 def tpu(records: Sequence[Record]) -> str:
-    """What the TPU kernels are held to, predicted: a row per figure, a column per chip."""
+    """Show predictions of the TPU kernels' target figures: a row per figure, a column per chip."""
     chosen = newest(r for r in records if r.what.op == "predicted figure")
     figures: dict[str, dict[str, Record]] = {}
     for record in chosen:
@@ -166,8 +180,8 @@ def tpu(records: Sequence[Record]) -> str:
 
 
 def _family(figures: Sequence[str]) -> Callable[[str], tuple]:
-    """A key that puts figures which differ in their numbers alone together: where the first is, most rows first, and of
-    as many rows the largest tile first."""
+    """Build a sort key that groups figures whose names differ only in numbers, at the place of the first: most rows
+    first, and for equal rows the largest tile first."""
     families = list(dict.fromkeys(re.sub(r"\d+", "", figure) for figure in figures))
 
     def key(figure: str) -> tuple:
@@ -187,7 +201,7 @@ def _held(record: Record | None) -> str:
 
 
 def prediction(records: Sequence[Record]) -> str:
-    """How far predicted times are from measured ones, per chip; what misses its goal in bold."""
+    """Show how far predicted times are from measured ones, per chip, with missed goals in bold."""
     chosen = newest(r for r in records if r.what.op == "prediction")
     rows = []
     for record in chosen:
@@ -195,7 +209,7 @@ def prediction(records: Sequence[Record]) -> str:
         middle, worst = (facts[f"{name}_absolute_error"] for name in ("median", "p90"))
         groups = facts.get("by_head_dim", {})
         worst_by_dim = {dim: found["p90_absolute_error"] for dim, found in groups.items()}
-        by_dim = {dim: found["spearman"] for dim, found in groups.items() if found["points"] > 2}  # no rank of two
+        by_dim = {dim: found["spearman"] for dim, found in groups.items() if found["points"] > 2}  # 2 are too few
         rows.append(
             [
                 title_of(record),
@@ -217,7 +231,7 @@ def prediction(records: Sequence[Record]) -> str:
 
 
 def _fitted(ours: Mapping[str, float], again: Mapping[str, float]) -> str:
-    """The constants that predictions use beside those that the fit finds."""
+    """Show the constants that predictions use next to those that the fit finds."""
     stall, step, share = ([found[name] for found in (ours, again)] for name in ("stall", "step_s", "bandwidth_share"))
     said = [
         f"cycles per bundle {stall[0]:.3f} and {stall[1]:.3f}",
@@ -232,7 +246,7 @@ def _goal(text: str, met: bool) -> str:
 
 
 def steps(records: Sequence[Record]) -> str:
-    """Whole-model steps on a mesh: predicted time, memory, what is communicated."""
+    """Show whole-model steps on a mesh: predicted time, memory per device, and the parts of the time."""
     chosen = newest(r for r in records if r.what.op == "predicted step")
     rows = []
     for record in chosen:
@@ -243,60 +257,79 @@ def steps(records: Sequence[Record]) -> str:
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
 
-TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
+MACHINE_TABLES: Mapping[str, Callable[[Sequence[Record]], Table]] = MappingProxyType(
     {
         "headline": headline,
+        "own-model": own_model,
         "speed": speed,
         "amdahl": report_tables.amdahl,
         "use": report_tables.use,
-        "quality": quality,
         "memory": memory,
         "costs": costs,
-        "tpu": tpu,
-        "prediction": prediction,
-        "steps": steps,
+        "tune": report_tables.tune,
+        "verify": report_tables.verify,
+        "quality": quality,
         "eval": report_tables.policies,
         "granularity": report_tables.granularity,
         "study": report_tables.study,
+    }
+)
+"""Tables of what each machine measured: the pages show one machine, the report page all."""
+
+TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
+    {
+        "summary": summary,
         "real-tasks": report_real.tasks,
         "real-text": report_real.text,
         "real-tiles": report_real.tiles,
         "real-gaps": report_real.gaps,
-        "tune": report_tables.tune,
+        "tpu": tpu,
+        "prediction": prediction,
+        "steps": steps,
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,
+        "sweep": report_tables.sweep,
         "gates": report_tables.gates,
         "rooflines": report_tables.rooflines,
-        "sweep": report_tables.sweep,
-        "verify": report_tables.verify,
     }
 )
+"""Tables that choose their records themselves: of one run, or the newest, where only a compiler decides."""
 
 
-def render(name: str, records: Iterable[Record]) -> str:
-    """The Markdown of one table, from the latest record of each key, machines side by side.
+def render(name: str, records: Iterable[Record], *, every_machine: bool = False) -> str:
+    """Render one table as Markdown from the latest record of each key.
+
+    Args:
+        name: a table of MACHINE_TABLES, drawn for one machine, or of TABLES.
+        records: the stored records.
+        every_machine: draw a table of MACHINE_TABLES for all machines, side by side.
 
     Raises:
         ValueError: no table of that name, or no record for it.
     """
-    if name not in TABLES:
-        raise ValueError(f"table {name!r} must be one of {sorted(TABLES)}")
-    table = TABLES[name](side_by_side(current(records)))
+    shown = side_by_side(current(records))
+    if name in MACHINE_TABLES:
+        draw = MACHINE_TABLES[name]
+        table = str(draw(shown)) if every_machine else of_one_machine(draw, shown)
+    elif name in TABLES:
+        table = TABLES[name](shown)
+    else:
+        raise ValueError(f"table {name!r} must be one of {sorted([*MACHINE_TABLES, *TABLES])}")
     if not table:
         raise ValueError(
             f"table {name!r} has no record: run what measures it first (`tessera bench`, `eval`, `tune`, `verify`, or "
-            "a module of tessera.deviceless)"
+            "a module of tessera.workbench.studies)"
         )
     return table
 
 
 def rewrite(text: str, records: Sequence[Record]) -> str:
-    """The text with every marked table rendered anew."""
+    """Return the text with every marked table rendered again."""
     return _BLOCK.sub(lambda m: m["open"] + "\n" + render(m["name"], records) + "\n" + m["close"], text)
 
 
 def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
-    """Names of the tables in a file that differ from what the records under a folder say, or have no record."""
+    """Names of the tables in a file that differ from the records under a folder, or have no record."""
     text, records = Path(readme).read_text(), evidence.collect(folder)
     wrong = []
     for block in _BLOCK.finditer(text):
@@ -311,7 +344,7 @@ def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrite the tables of the pages in place; `--check` only says which are stale (exit status 1)."""
+    """Rewrite the tables of the pages in place; `--check` only lists the stale ones (exit code 1)."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.report.documents", description=main.__doc__)
     parser.add_argument("pages", nargs="*", default=PAGES)
     parser.add_argument("--evidence", default="evidence")

@@ -1,7 +1,8 @@
-"""How a figure is written: a number with its unit, a row of Markdown, the sentence that says where it comes from."""
+"""Write figures: a number with its unit, a row of Markdown, the sentence that names its source."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from tessera.core.units import quantity
 from tessera.workbench import evidence
@@ -9,7 +10,7 @@ from tessera.workbench.evidence import Key, Record
 
 
 def side_by_side(records: Iterable[Record]) -> list[Record]:
-    """The records with those of one measurement on several machines next to each other."""
+    """Reorder records so that those of one measurement on several machines are adjacent."""
     groups: dict[tuple[Key, str], list[Record]] = {}
     for record in records:
         groups.setdefault((record.key._replace(machine=""), series(record)), []).append(record)
@@ -17,9 +18,9 @@ def side_by_side(records: Iterable[Record]) -> list[Record]:
 
 
 def current(records: Iterable[Record]) -> list[Record]:
-    """The last record of each key in its series. What a compiler alone decides may stand once per machine: `newest`.
+    """Return the last record of each key in its series. Compiler results may appear once per machine, see `newest`.
 
-    A time without an interval replaces none of the same sizes and settings that has one, better or worse.
+    A time without an interval never replaces one with an interval at the same sizes and settings, better or worse.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -28,7 +29,7 @@ def current(records: Iterable[Record]) -> list[Record]:
 
 
 def _without_short(records: Iterable[Record]) -> Iterator[Record]:
-    """The records, less times of too few samples for an interval that come after one of enough, no error between."""
+    """Drop times with too few samples for an interval if an earlier one had enough and no error came in between."""
     full: dict[Key, Record] = {}
     for record in records:
         timed, held = record.unit == "s" and not record.error, full.get(record.key)
@@ -42,7 +43,7 @@ def _without_short(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def series(record: Record) -> str:
-    """What a record is of besides its key, so that it replaces no other: most are of none, which is empty.
+    """Series of a record: records with equal keys from different series do not replace each other. Empty for most.
 
     The suites of `tessera eval` ask some of the same with other settings ("demo", "study", "demo --model FOLDER"),
     `tessera bench` has a suite of tiny sizes, and the methods of `tessera tune` search the same space.
@@ -52,37 +53,86 @@ def series(record: Record) -> str:
 
 
 def is_prediction(record: Record) -> bool:
-    """Whether nothing was timed: the figure comes from a compiler's schedule or a roofline."""
+    """Whether the figure comes from a compiler's schedule or a roofline, and nothing was timed."""
     return "predict" in record.what.op or "not measured" in (record.how.check or "")
 
 
 def newest(records: Iterable[Record]) -> list[Record]:
-    """The newest of each kernel and workload, whatever machine made it: for what a compiler alone decides."""
+    """Return the newest record per kernel and workload from any machine, for results that only a compiler decides."""
     found: dict[tuple[str, str, str], Record] = {}
     for record in sorted(records, key=lambda r: r.date):
         found[record.what.kernel, record.what.workload, record.what.dtype] = record
     return list(found.values())
 
 
+class Table(NamedTuple):
+    """Table whose rows or columns hold the figures of several machines.
+
+    Attributes:
+        header: a title per column; the column "machine" names each row's machine.
+        rows: a text per column.
+        records: the records shown.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    records: Sequence[Record]
+
+    def __str__(self) -> str:
+        return markdown(self.header, self.rows) + provenance(self.records) if self.rows else ""
+
+
+def of_one_machine(draw: Callable[[Sequence[Record]], Table], records: Sequence[Record]) -> str:
+    """Draw a table for one machine: that with most of its figures, among equals the one with the newest.
+
+    The machine's name is left to the provenance, and a last line counts the machines that only the report shows.
+    """
+    figures: dict[str, dict[tuple[Key, str], Record]] = {}
+    for shown in draw(records).records:
+        figures.setdefault(shown.where.machine, {})[shown.key, series(shown)] = shown
+    if not figures:
+        return ""
+
+    def rank(machine: str) -> tuple[int, str]:
+        own = figures[machine].values()
+        return sum(not record.error for record in own), max(record.date for record in own)
+
+    machine = max(figures, key=rank)
+    table = draw([record for record in records if record.where.machine == machine])
+    if "machine" in table.header:
+        place = list(table.header).index("machine")
+        header, *rows = ([*line[:place], *line[place + 1 :]] for line in (table.header, *table.rows))
+        table = table._replace(header=header, rows=rows)
+    if len(figures) == 1:
+        return str(table)
+    others = "1 other machine" if len(figures) == 2 else f"{len(figures) - 1} other machines"
+    return f"{table}\nThe report (`tessera report`, docs/report.html) also shows {others}.\n"
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table. A first cell equal to the one above is left empty, so that what belongs together is seen."""
-    lines, above = [header, ["---"] * len(header)], ""
-    for first, *rest in rows:
-        lines.append(["" if first == above else first, *rest])
-        above = first
+    """Write a Markdown table."""
+    lines = [header, ["---"] * len(header), *joined(rows)]
     return "".join("| " + " | ".join(map(_cell, line)) + " |\n" for line in lines)
 
 
+def joined(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
+    """Empty a first cell that equals the one above, so that rows that belong together are seen."""
+    above = ""
+    for first, *rest in rows:
+        yield ["" if first == above else first, *rest]
+        above = first
+
+
 def _cell(text: str) -> str:
-    """The text of an error may hold what ends a cell or a row."""
+    """Escape a cell's text: an error may hold characters that end a cell or a row."""
     return " ".join(text.replace("|", "\\|").split())
 
 
 def provenance(records: Iterable[Record]) -> str:
-    """Where the records of one table come from, one sentence per machine.
+    """State where the records of one table come from, one sentence per machine.
 
     Raises:
-        ValueError: a record that does not name its commit, date and command.
+        ValueError: a record does not name its commit, date and command.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:

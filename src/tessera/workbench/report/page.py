@@ -1,18 +1,21 @@
-"""One self-contained HTML page of all records: pictures first, then every figure with where it comes from."""
+"""Render all records as one self-contained HTML page: pictures first, then every figure with its source."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from tessera.core import files
 from tessera.core.units import quantity
 from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
 from tessera.workbench.report import real_pictures as report_real_pictures
-from tessera.workbench.report.markdown import current, is_prediction
+from tessera.workbench.report.documents import MACHINE_TABLES
+from tessera.workbench.report.markdown import current, is_prediction, joined, side_by_side
 from tessera.workbench.report.pictures import PICTURES
 
 GROUPS = {
@@ -33,14 +36,31 @@ GROUPS = {
     "roofline figure": "Hopper kernels, rooflines",
     "tpu sweep": "TPU kernels, compiled",
 }
-"""Kinds of records by their op, in the page's order; others follow under their op."""
+"""Headings by the records' op, in the page's order; other ops follow under their own names."""
+
+TABLES = {
+    "headline": "Speed in short, all machines",
+    "own-model": "A model's prefill under its plan, all machines",
+    "speed": "Speed against peers, all machines",
+    "amdahl": "What attention's gain comes to, all machines",
+    "use": "Flops and bandwidth in use, all machines",
+    "memory": "Memory of prefill, all machines",
+    "costs": "Compiling, and starting a process, all machines",
+    "tune": "Block sizes, tuned, all machines",
+    "verify": "Kernels against float64, all machines",
+    "quality": "Pass keys, all machines",
+    "eval": "Policies side by side, all machines",
+    "granularity": "The cost of tiles, all machines",
+    "study": "The cost of the plan's choices, all machines",
+}
+"""Titles of the tables of which the documents show one machine."""
 
 
 def render(records: Iterable[Record]) -> str:
-    """The page.
+    """Render the page.
 
     Raises:
-        ValueError: a record without commit, date or command, by its key: nothing is shown that cannot be traced.
+        ValueError: a record lacks its commit, date or command; the page shows only what can be traced.
     """
     every = list(records)
     for record in every:
@@ -58,19 +78,33 @@ def render(records: Iterable[Record]) -> str:
     ops = list(dict.fromkeys([*GROUPS, *sorted({r.what.op for r in latest})]))
     groups = [{"title": GROUPS.get(op, op), "rows": [row(r) for r in latest if r.what.op == op]} for op in ops]
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["bold"] = bold
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     machines = {r.where.machine for r in every}
-    shown = {"pictures": pictures, "groups": [group for group in groups if group["rows"]]}
+    tables = [table for name in MACHINE_TABLES if (table := every_machine(name, latest))["rows"]]
+    shown = {"pictures": pictures, "tables": tables, "groups": [group for group in groups if group["rows"]]}
     return template.render(records=every, digest=digest(every), machines=machines, **shown)
 
 
+def every_machine(name: str, latest: Sequence[Record]) -> dict[str, Any]:
+    """Draw a table of the documents for all machines."""
+    table = MACHINE_TABLES[name](side_by_side(latest))
+    rows = list(joined(table.rows))
+    return {"title": TABLES.get(name, name), "header": table.header, "rows": rows, "where": sources(table.records)}
+
+
+def bold(text: str) -> Markup:
+    """Escape a cell and turn Markdown's bold into HTML's."""
+    return Markup(re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", str(escape(text))))
+
+
 def digest(records: Iterable[Record]) -> str:
-    """What tells two sets of records apart: a page holds that of the records it was rendered from."""
+    """Hash of a set of records; a page holds the hash of the records it was rendered from."""
     return hashlib.sha256("\n".join(map(evidence.encode, records)).encode()).hexdigest()
 
 
 def sources(records: Sequence[Record]) -> list[str]:
-    """Machine, commits, dates and command of a picture's records, a line per command."""
+    """Machine, commits, dates and command of a picture's records, one line per machine and command."""
     lines: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         lines.setdefault((record.where.machine, record.command.partition(" --only")[0]), []).append(record)
@@ -83,7 +117,7 @@ def sources(records: Sequence[Record]) -> list[str]:
 
 
 def row(record: Record) -> dict[str, Any]:
-    """A line of a table."""
+    """Build a row of a table from a record."""
     versus = record.comparison
     against = ""
     if versus is not None:
@@ -108,10 +142,10 @@ def row(record: Record) -> dict[str, Any]:
 
 
 def write(folder: Path, out: Path) -> int:
-    """Render the records under a folder to a file, and the real model's pictures next to it; the number of records.
+    """Render the records under a folder to a file, with the real model's pictures next to it; return their number.
 
     Raises:
-        ValueError: the folder holds none, or one that cannot be traced.
+        ValueError: the folder holds no records, or one that cannot be traced.
     """
     records = evidence.collect(folder)
     if not records:

@@ -1,4 +1,4 @@
-"""The report's pictures, one function each: records in, an SVG string and the records it shows out, or None."""
+"""Draw the report's pictures: each function takes records and returns an SVG with the records it shows, or None."""
 
 import io
 import math
@@ -40,7 +40,7 @@ STYLE = {
 
 
 class Picture(NamedTuple):
-    """An SVG, what it says in a sentence, and the records behind it."""
+    """A title that says in a sentence what the picture shows, its SVG, and the records behind it."""
 
     title: str
     svg: str
@@ -48,7 +48,7 @@ class Picture(NamedTuple):
 
 
 def drawn(draw: Callable[[Figure], None], size: tuple[float, float]) -> str:
-    """A figure as SVG without a date, so that the same records make the same bytes."""
+    """Draw a figure as SVG without a date, so that the same records give the same bytes."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
@@ -59,7 +59,7 @@ def drawn(draw: Callable[[Figure], None], size: tuple[float, float]) -> str:
 
 
 def roofline(records: Sequence[Record]) -> Picture | None:
-    """Rates over arithmetic intensity under each machine's roof, where a record holds its measured ceilings."""
+    """Plot rates over arithmetic intensity, under each machine's roof if a record holds its measured ceilings."""
     shown = [r for r in records if r.flops and r.bytes and r.flops_per_s and not r.error]
     if not shown:
         return None
@@ -82,10 +82,10 @@ def roofline(records: Sequence[Record]) -> Picture | None:
         names = [name for name in kernels if name in handles]
         figure.legend([handles[n] for n in names], names, loc="outside upper center", ncols=5, fontsize=8,
                       frameon=False)  # fmt: skip
-        figure.draw_without_rendering()  # the places of marks are known from here on
+        figure.draw_without_rendering()  # fixes the positions of the marks
         for axes, machine in zip(figure.axes, machines):
             rated = [r for r in shown if r.where.machine == machine and r.peak_fraction]
-            once = {(r.what.kernel, *_rate(r)): r for r in rated}  # one run of ours may stand beside several peers
+            once = {(r.what.kernel, *_rate(r)): r for r in rated}  # one run of ours may be compared with several peers
             shares = [f"{100 * r.peak_fraction:.0f}" for r in once.values()]
             report_labels.place(axes, [_rate(r) for r in once.values()], shares, [colour[name] for name, *_ in once])
 
@@ -99,7 +99,7 @@ def _rate(record: Record) -> tuple[float, float]:
 
 
 def _draw_roof(axes: Axes, own: Sequence[Record]) -> str:
-    """min(flops per second, bytes per second x flops per byte) of the newest measured ceilings, and words for it."""
+    """Draw the roof of the newest measured ceilings, min(flops/s, bytes/s x flops per byte); return its caption."""
     held = [r for r in own if "ceiling_flops_per_s" in r.facts]
     if not held:
         return "\nno record holds its ceilings"
@@ -112,7 +112,7 @@ def _draw_roof(axes: Axes, own: Sequence[Record]) -> str:
 
 
 def asked(records: Sequence[Record], op: str, suite: str) -> list[Record]:
-    """What one suite of `tessera eval` answered on one machine: the one with most answers, of these the latest."""
+    """Records of one `tessera eval` suite on one machine: the machine with the most records (ties: the latest)."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.what.op == op and series(record) == suite and not record.error:
@@ -121,7 +121,7 @@ def asked(records: Sequence[Record], op: str, suite: str) -> list[Record]:
 
 
 def needles(records: Sequence[Record]) -> Picture | None:
-    """Needle heat map: answers right by length and depth, one panel per policy."""
+    """Draw the needle heat map: correct answers by length and depth, one panel per policy."""
     shown = [r for r in asked(records, "eval task", "demo") if r.facts["kind"] == "single"]
     policies = list(dict.fromkeys(r.facts["policy"] for r in shown))
     lengths = sorted({r.facts["length"] for r in shown})
@@ -142,7 +142,7 @@ def needles(records: Sequence[Record]) -> Picture | None:
             axes.set_yticks(np.arange(len(depths)) + 0.5, [f"{d:.0%}" for d in depths])
             axes.set_title(policy, fontsize=9)
             axes.grid(visible=False)
-        panels[0].invert_yaxis()  # all share one axis, and the start of the text belongs at the top
+        panels[0].invert_yaxis()  # all share one axis; the start of the text goes at the top
         panels[0].set_ylabel("depth of the needle")
         figure.supxlabel("tokens", fontsize=10)
 
@@ -150,7 +150,7 @@ def needles(records: Sequence[Record]) -> Picture | None:
 
 
 def recall(records: Sequence[Record]) -> Picture | None:
-    """Attention mass kept by layer and KV head, a panel per policy; layers that read every key are marked."""
+    """Draw the attention mass kept by layer and KV head, a panel per policy, and mark layers that read every key."""
     shown = asked(records, "eval recall", "demo")
     if not shown:
         return None
@@ -170,7 +170,7 @@ def recall(records: Sequence[Record]) -> Picture | None:
             axes.set_yticks(np.arange(layers) + 0.5, [str(n) for n in range(layers)])
             axes.set_title(record.facts["policy"], fontsize=9)
             axes.grid(visible=False)
-        panels[0].invert_yaxis()  # the first layer at the top; all share one axis
+        panels[0].invert_yaxis()  # all share one axis; the first layer goes at the top
         panels[0].set_ylabel("layer")
         figure.supxlabel("KV head", fontsize=10)
         figure.colorbar(mesh, ax=list(panels), label="attention mass kept")
@@ -181,7 +181,7 @@ def recall(records: Sequence[Record]) -> Picture | None:
 
 
 def quality(records: Sequence[Record]) -> Picture | None:
-    """Mean task score over the share of keys read, per policy, with 95 % intervals."""
+    """Plot mean task score over the share of keys read, per policy, with 95 % intervals."""
     shown = asked(records, "eval task", "demo")
     if not shown:
         return None
@@ -214,7 +214,7 @@ def quality(records: Sequence[Record]) -> Picture | None:
 
 
 def _over_lengths(axes: Axes, own: Sequence[Record], mark: str, colour: str, label: str) -> None:
-    """Scores of one policy on one kind of task over the keys it read."""
+    """Plot the scores of one policy on one kind of task over the keys it read."""
     own = sorted(own, key=lambda r: r.facts["length"])
     density, mean = ([100 * value for value in column] for column in zip(*((r.mean_density, r.median) for r in own)))
     axes.plot(density, mean, mark + "-", color=colour, markersize=3, linewidth=0.8, alpha=0.6)
@@ -224,7 +224,7 @@ def _over_lengths(axes: Axes, own: Sequence[Record], mark: str, colour: str, lab
 
 
 def granularity(records: Sequence[Record]) -> Picture | None:
-    """KL divergence from dense by tile and query tile: what coarser tiles cost."""
+    """Plot KL divergence from dense by tile and query tile, the cost of coarser tiles."""
     shown = [r for r in asked(records, "eval fidelity", "study") if r.facts["policy"].startswith("tile ")]
     if not shown:
         return None
@@ -249,7 +249,7 @@ def granularity(records: Sequence[Record]) -> Picture | None:
 
 
 def tuning(records: Sequence[Record]) -> Picture | None:
-    """Every candidate of each search in the order it was tried, and the best so far."""
+    """Plot every candidate of each search in the order tried, and the best so far."""
     shown = [r for r in records if r.what.op == "tune" and r.facts.get("candidates") and not r.error]
     if not shown:
         return None
@@ -280,7 +280,7 @@ def tuning(records: Sequence[Record]) -> Picture | None:
 
 
 def progress(records: Sequence[Record]) -> Picture | None:
-    """Each compared figure at every date it was made, over its target: a panel per machine, or per chip predicted."""
+    """Plot each compared figure over its target, by the date of its record: a panel per machine or predicted chip."""
     panels: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         if record.comparison and record.comparison.target and not record.error and _target(record):
@@ -298,7 +298,7 @@ def progress(records: Sequence[Record]) -> Picture | None:
         for axes, (where, found) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items()):
             for index, (name, own) in enumerate(found.items()):
                 own = sorted(own, key=lambda r: r.date)
-                thick = 1 - index / len(found)  # what lies below is seen on both sides of what lies above
+                thick = 1 - index / len(found)  # a lower line shows on both sides of the one above it
                 axes.plot([np.datetime64(r.date[:19]) for r in own], [_of_target(r) for r in own],
                           MARKS[index % len(MARKS)] + "-", color=COLOURS[index % len(COLOURS)], label=name,
                           linewidth=1 + 3 * thick, markersize=5 + 5 * thick, markeredgecolor="white",
@@ -314,7 +314,7 @@ def progress(records: Sequence[Record]) -> Picture | None:
 
 
 def predicted(records: Sequence[Record]) -> Picture | None:
-    """Predicted figures against their targets, a bar per chip."""
+    """Plot predicted figures against their targets, a bar per chip."""
     shown = newest(r for r in records if r.what.op == "predicted figure" and r.comparison)
     if not shown:
         return None
@@ -342,7 +342,7 @@ def predicted(records: Sequence[Record]) -> Picture | None:
 
 
 def lengths(records: Sequence[Record]) -> Picture | None:
-    """Time over prompt length, dense and Kascade, with the length from which Kascade is faster; a panel per machine."""
+    """Plot time over prompt length, dense and Kascade, and the length from which Kascade wins; a panel per machine."""
     shown = [r for r in records if r.what.workload.startswith("crossover_") and not r.error]
     if len({r.what.config["tokens"] for r in shown}) < 2:
         return None
@@ -370,9 +370,9 @@ def lengths(records: Sequence[Record]) -> Picture | None:
 
 
 def _mark_crossover(axes: Axes, own: Sequence[Record]) -> str:
-    """A line at the length from which Kascade is faster at every longer one, and the words for it."""
+    """Draw a line at the length from which Kascade stays faster; return its caption."""
     found = [r.facts["crossover_tokens"] for r in own if "crossover_tokens" in r.facts]
-    if not found:  # a run half done
+    if not found:  # an incomplete run
         return ""
     if found[-1] is None:
         return "\nKascade is not faster at the longest"
@@ -381,7 +381,7 @@ def _mark_crossover(axes: Axes, own: Sequence[Record]) -> str:
 
 
 def slots(records: Sequence[Record]) -> Picture | None:
-    """How busy each unit of a TPU core is by the compiler's schedule: a panel per call, a bar per unit and chip."""
+    """Plot how busy the compiler's schedule keeps each TPU core unit: a panel per call, a bar per unit and chip."""
     busy: dict[str, dict[str, Mapping[str, float]]] = {}
     shown = []
     for record in newest(r for r in records if r.what.op == "predicted figure"):
@@ -422,13 +422,13 @@ def slots(records: Sequence[Record]) -> Picture | None:
 
 
 def _shares(busy: Mapping[str, float], units: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Per cent of each unit's slots in use, and those of them that only fill or spill registers."""
+    """Percent of each unit's slots in use, and the percent that only fill or spill registers."""
     moved = {name.partition(":")[0]: share for name, share in busy.items() if ":" in name}
     return [100 * busy.get(u, math.nan) for u in units], [100 * moved.get(u, 0.0) for u in units]
 
 
 def _of_target(record: Record) -> float:
-    """What was reached over the target, or the target over it where less is better: 1 and more is met."""
+    """Result over target, or target over result if less is better; 1 or more meets the target."""
     share = record.comparison.ratio / _target(record)
     return 1 / share if record.comparison.target.startswith("<") else share
 

@@ -1,4 +1,4 @@
-"""The tables of `tessera eval --suite real`: a row per question, a column per contender at the plan's keys."""
+"""Render the tables of `tessera eval --suite real`: a row per question, a column per contender at the plan's keys."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -6,7 +6,7 @@ from tessera.core.units import three
 from tessera.workbench.eval import paired
 from tessera.workbench.eval.contenders import EXACT
 from tessera.workbench.evidence import Record
-from tessera.workbench.report.markdown import markdown, provenance, series
+from tessera.workbench.report.markdown import keys_read, markdown, provenance, series
 
 TEXT, TASK = "eval real text", "eval real task"
 COLUMNS = (
@@ -19,15 +19,15 @@ COLUMNS = (
     "min and max",
     "random tiles",
 )
-"""Contenders that have a column, by title, where a record has them."""
+"""Titles of the contenders that get a column if a record has them."""
 TILES = tuple(f"own choice, tile {tile}" for tile in (1, 16, 32, 64))
 GAPS = ("the plan", "mean keys of 4", "window + sink")
-"""Whose divergence is divided by that of the exact choice."""
+"""Titles of the contenders whose divergence is divided by that of the exact choice."""
 UNTOLD = " (says nothing about the choice of keys)"
 
 
 def answered(records: Iterable[Record], op: str) -> list[Record]:
-    """The records of one run, which is of one commit: of those with most answers, the latest."""
+    """Records of one run at one commit: the run with the most records (ties: the latest)."""
     groups: dict[tuple[str | None, ...], list[Record]] = {}
     for record in records:
         if record.what.op == op and not record.error:
@@ -36,24 +36,24 @@ def answered(records: Iterable[Record], op: str) -> list[Record]:
 
 
 def text(records: Sequence[Record]) -> str:
-    """Divergence from dense on each domain and range of positions."""
+    """Show divergence from dense on each domain and range of positions."""
     return _by_question(answered(records, TEXT), COLUMNS, _divergence, "KL per token, nats (95 %); keys read")
 
 
 def tasks(records: Sequence[Record]) -> str:
-    """Answers kept, of those that dense finds, on each kind and length."""
+    """Show answers kept, of those that dense finds, on each kind and length."""
     return _by_question(answered(records, TASK), COLUMNS, _kept, "kept of dense's answers (95 %); p; keys read")
 
 
 def tiles(records: Sequence[Record]) -> str:
-    """What the tile costs where every layer chooses its own, exactly: text, then needles."""
+    """Show the cost of the tile size when every layer chooses its own tiles exactly: text, then needles."""
     shown = [*answered(records, TEXT), *answered(records, TASK)]
     cell = {TEXT: _divergence, TASK: _kept}
     return _by_question(shown, TILES, lambda r: cell[r.what.op](r), "every layer's own exact choice")
 
 
 def gaps(records: Sequence[Record]) -> str:
-    """How many times the divergence of each layer's own exact choice at as many keys."""
+    """Show divergence as a multiple of that of each layer's own exact choice at as many keys."""
     exact = {_question(r): r for r in answered(records, TEXT) if r.facts["policy"] == EXACT}
     shown = [r for r in answered(records, TEXT) if _question(r) in exact and r.facts["policy"] in GAPS]
     return _by_question(
@@ -70,11 +70,11 @@ def _question(record: Record) -> str:
 
 def _times(record: Record, exact: Record) -> str:
     found = paired.ratio(record.samples, exact.samples)
-    return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f}); {_read(record)}"
+    return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f}); {keys_read(record)}"
 
 
 def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callable[[Record], str], lead: str) -> str:
-    """A row per question, in the order asked; what the control does as well is said in the row's head."""
+    """Format a row per question, in the order asked; the row's head notes if the control does as well."""
     rows: dict[str, dict[str, Record]] = {}
     for record in records:
         rows.setdefault(_question(record), {})[record.facts["policy"]] = record
@@ -89,27 +89,38 @@ def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callab
 
 
 def _head(question: str, found: dict[str, Record]) -> str:
-    """The question, with how many of it dense answers, and whether it says anything about the choice of keys."""
+    """Name the question, how many of its answers dense finds, and whether it says nothing about the choice of keys."""
     dense, plan = found.get("dense"), found.get("the plan")
     if dense is not None and dense.what.op == TASK:
         outcomes = [one for document in dense.facts["found"] for one in document]
         question += f" (dense {sum(outcomes)}/{len(outcomes)})"
-    told = plan is None or not plan.facts.get("against_control", {}).get("says_nothing", False)
-    return question if told else question + UNTOLD
+    return question if plan is None else question + untold(plan)
+
+
+def untold(plan: Record) -> str:
+    """Words for a question that the control answers as well as the plan, else none."""
+    return UNTOLD if plan.facts.get("against_control", {}).get("says_nothing", False) else ""
 
 
 def _divergence(record: Record) -> str:
+    return f"{divergence(record)}; {keys_read(record)}"
+
+
+def divergence(record: Record) -> str:
+    """Mean KL per token and its interval."""
     facts = record.facts
-    return f"{three(facts['mean'])} ({three(facts['low'])} to {three(facts['high'])}); {_read(record)}"
+    return f"{three(facts['mean'])} ({three(facts['low'])} to {three(facts['high'])})"
 
 
 def _kept(record: Record) -> str:
+    p = "" if record.facts.get("kept") is None else f"; {record.facts['mcnemar_p']:.2g}"
+    return f"{kept(record)}{p}; {keys_read(record)}"
+
+
+def kept(record: Record) -> str:
+    """Share of dense's answers that a policy keeps, and its interval."""
     facts = record.facts
     if facts.get("kept") is None:
-        return f"dense finds none; {_read(record)}"
+        return "dense finds none"
     low, high = (100 * facts[f"kept_{end}"] for end in ("low", "high"))
-    return f"{100 * facts['kept']:.0f} % ({low:.0f} to {high:.0f}); {facts['mcnemar_p']:.2g}; {_read(record)}"
-
-
-def _read(record: Record) -> str:
-    return f"{100 * record.mean_density:.0f} %"
+    return f"{100 * facts['kept']:.0f} % ({low:.0f} to {high:.0f})"

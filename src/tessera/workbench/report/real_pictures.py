@@ -1,4 +1,4 @@
-"""The pictures of `tessera eval --suite real`: closeness to dense and answers kept, over the share of keys read."""
+"""Draw the pictures of `tessera eval --suite real`: closeness to dense and answers kept over the share of keys read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -38,7 +38,7 @@ Point = tuple[float, float, float, float]
 
 
 def real_text(records: Sequence[Record]) -> Picture | None:
-    """Divergence from dense over keys read, mean of the domains: a panel per range of positions."""
+    """Plot divergence from dense over keys read, mean of the domains: a panel per range of positions."""
     shown = [r for r in answered(records, TEXT) if r.what.kernel in LOOKS]
     if not shown:
         return None
@@ -63,7 +63,7 @@ def real_text(records: Sequence[Record]) -> Picture | None:
 
 
 def real_needles(records: Sequence[Record]) -> Picture | None:
-    """Needles kept, of those that dense finds, over keys read: a panel per length."""
+    """Plot needles kept, of those that dense finds, over keys read: a panel per length."""
     shown = [r for r in answered(records, TASK) if r.what.kernel in LOOKS and r.facts["kind"] == "single"]
     shown = [r for r in shown if r.facts.get("kept") is not None]
     if not shown:
@@ -93,7 +93,7 @@ def _size(panels: int) -> tuple[float, float]:
 def _panels(
     figure: Figure, panels: Sequence[Mapping[tuple[str, str], Point]], titles: Sequence[str], label: str, *, log: bool
 ) -> None:
-    """Two panels a row, one legend; a family's budgets are joined by a line."""
+    """Draw two panels per row with one legend; a line joins a family's budgets."""
     axes_of = figure.subplots(-(-len(panels) // 2), min(2, len(panels)), sharey=True, squeeze=False).flat
     for axes, panel, title in zip(axes_of, panels, titles):
         for name in LOOKS:
@@ -118,13 +118,13 @@ def _panels(
 
 
 def _line(axes: Axes, name: str, points: Sequence[Point]) -> None:
-    """One family's points with their intervals; the plan's large and on top."""
+    """Draw one family's points with their intervals; the plan's are larger and on top."""
     (colour, mark), main = LOOKS[name], name == "plan"
     read, value, low, high = np.transpose(points)
     if len(points) == 1 and name not in (
         "plan",
         "control",
-    ):  # at the plan's keys, as others are: next to them, not over them
+    ):  # other families are at the plan's keys too: shift so that marks do not overlap
         read = read + 0.003 * (list(LOOKS).index(name) - len(LOOKS) / 2)
     spread = np.maximum([value - low, high - value], 0)
     axes.errorbar(
@@ -147,4 +147,4 @@ def _line(axes: Axes, name: str, points: Sequence[Point]) -> None:
 PICTURES: Final[Mapping[str, Callable[[Sequence[Record]], Picture | None]]] = MappingProxyType(
     {"real-kl": real_text, "real-needles": real_needles}
 )
-"""Pictures that also have a file each, by its name."""
+"""Pictures that are also written to a file each, by file name."""

@@ -1,4 +1,4 @@
-"""The tables of what was asked, searched, compiled and verified: answers, plans, block sizes, gates, sweep, oracle."""
+"""Render tables of evaluation, tuning, compilation, verification: answers, plans, block sizes, gates, sweep, oracle."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,20 +6,20 @@ from typing import Any
 
 from tessera.core.units import quantity, three
 from tessera.workbench.evidence import Record
-from tessera.workbench.report.markdown import markdown, newest, provenance, result_of, series, title_of
+from tessera.workbench.report.markdown import Table, markdown, newest, provenance, result_of, series, title_of
 
 HELD_OUT = "held-out text"
-"""The question that closeness to dense answers."""
+"""Question whose records hold the closeness to dense."""
 MASS = "attention mass"
-"""The question that the recall of a policy's selections answers."""
+"""Question whose records hold the recall of a policy's selections."""
 PASS_KEY = "single"
-"""The kind of task that the study of a plan's choices asks."""
+"""Kind of task in the study of a plan's choices."""
 
 
-def policies(records: Sequence[Record]) -> str:
-    """Policies side by side on every kind of task at the longest length, and how close they are to dense.
+def policies(records: Sequence[Record]) -> Table:
+    """Compare policies on every kind of task at the longest length, and show how close they are to dense.
 
-    The column of the attention mass kept is there if a record has it.
+    The column for the attention mass kept appears if a record has it.
     """
     chosen = _evaluated(records, "demo")
     longest = max((length for _, length in map(_kind, chosen) if length), default=0)
@@ -37,11 +37,11 @@ def policies(records: Sequence[Record]) -> str:
     header = [f"policy, tasks of {longest:,} tokens", "machine", *(kind.replace("_", " ") for kind in kinds)]
     header += ["keys read", *(["attention mass kept (95 %)"] if has_mass else [])]
     header += ["KL per token, nats (95 %)", "same best guess"]
-    return markdown(header, rows) + provenance(used) if rows else ""
+    return Table(header, rows, used)
 
 
-def granularity(records: Sequence[Record]) -> str:
-    """What tiles cost: a row per keys of a tile, a column per queries of one; KL per token and pass keys found."""
+def granularity(records: Sequence[Record]) -> Table:
+    """Show the cost of tiles by keys (rows) and queries (columns) per tile: KL per token and pass keys found."""
     chosen = [r for r in _evaluated(records, "study") if _tiles(r)]
     columns = sorted({_tiles(r)[1] for r in chosen})
     cells: dict[tuple[int, str], dict[int, list[Record]]] = {}
@@ -53,11 +53,11 @@ def granularity(records: Sequence[Record]) -> str:
         for (keys, machine), found in sorted(cells.items())
     ]
     header = ["KL per token, nats (95 %); pass keys: keys per tile", "machine", *(f"{n} queries" for n in columns)]
-    return markdown(header, rows) + provenance(chosen) if rows else ""
+    return Table(header, rows, chosen)
 
 
-def study(records: Sequence[Record]) -> str:
-    """The plan with one choice other than its tiles changed; the plan as it is first."""
+def study(records: Sequence[Record]) -> Table:
+    """Show the plan with one choice changed, other than its tiles; the unchanged plan comes first."""
     chosen = _evaluated(records, "study")
     plain = {
         f"tile {r.what.config['tile']}, query tile {r.what.config['query_tile']}": "the plan as it is"
@@ -76,19 +76,19 @@ def study(records: Sequence[Record]) -> str:
         shown = plain.get(policy, policy)
         rows.append([shown, machine, _divergence(fidelity), perplexity, found, _mean_density(own)])
     header = ["plan", "machine", "KL per token, nats (95 %)", "perplexity (dense)", "pass keys (95 %)", "keys read"]
-    return markdown(header, rows) + provenance(used) if rows else ""
+    return Table(header, rows, used)
 
 
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
-    """What `tessera eval` asked of the shipped model in a suite, each policy of one plan alone: that of its newest
-    record. What was asked of a plan before it is not this row's, and its cell is empty until it is asked again."""
+    """Select the `tessera eval` records of the shipped model in a suite, for each policy only those with the newest
+    record's plan. A question that only an earlier plan answered leaves its cell empty until it is asked again."""
     asked = [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
     newest_of = {lead: max(own, key=lambda r: r.date) for lead, own in _by_policy(asked).items()}
     return [r for r in asked if r.what.config == newest_of[_policy(r), r.where.machine].what.config]
 
 
 def _policy(record: Record) -> str:
-    """The policy as `tessera eval` titles it; an error record has it in its workload too."""
+    """Policy title that `tessera eval` puts in the workload, also of error records."""
     return record.what.workload.partition(": ")[2]
 
 
@@ -99,7 +99,7 @@ def _kind(record: Record) -> tuple[str, int | None]:
 
 
 def _tiles(record: Record) -> tuple[int, int] | None:
-    """(keys, queries) of a tile, where these are what the study changed."""
+    """(keys, queries) of a tile if the study changed them, else None."""
     if not _policy(record).startswith("tile "):
         return None
     tile, query_tile = _policy(record).split(", ")
@@ -107,7 +107,7 @@ def _tiles(record: Record) -> tuple[int, int] | None:
 
 
 def _by_policy(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Records by policy and machine, the machines of one policy next to each other."""
+    """Group records by policy and machine, with the machines of one policy next to each other."""
     groups: dict[str, dict[tuple[str, str], list[Record]]] = {}
     for record in records:
         lead = (_policy(record), record.where.machine)
@@ -144,7 +144,7 @@ def _divergence(record: Record | None) -> str:
 
 
 def _mass(record: Record | None) -> str:
-    """Recall over sparse layers; it is near 1, so with one digit more than scores."""
+    """Format recall over sparse layers, with one digit more than scores, since it is near 1."""
     if not _good(record):
         return _failed(record)
     mean, low, high = (f"{100 * record.facts[name]:.1f}" for name in ("mean", "low", "high"))
@@ -152,7 +152,7 @@ def _mass(record: Record | None) -> str:
 
 
 def _closeness(records: Iterable[Record]) -> str:
-    """One cell of the granularity: closeness, then pass keys; what is missing is left out."""
+    """Format one cell of the granularity table: closeness, then pass keys, without those that are missing."""
     asked = {_kind(r)[0]: r for r in records}
     keys = asked.get(PASS_KEY)
     found = _found(keys) if _good(keys) else _failed(keys)
@@ -164,8 +164,8 @@ def _mean_density(tasks: Sequence[Record]) -> str:
     return f"{100 * sum(read) / len(read):.1f} %" if read else ""
 
 
-def amdahl(records: Sequence[Record]) -> str:
-    """The measured gain of a sparse prefill beside what Amdahl's law makes of attention's share and its own gain."""
+def amdahl(records: Sequence[Record]) -> Table:
+    """Show a sparse prefill's measured gain next to Amdahl's law, from attention's share and attention's own gain."""
     chosen = [r for r in records if "attention_gain" in r.facts and r.comparison and not r.error]
     rows = []
     for record in chosen:
@@ -175,22 +175,22 @@ def amdahl(records: Sequence[Record]) -> str:
         parts = [quantity(facts["attention_share"], "fraction"), f"{facts['attention_gain']:.2f}x"]
         rows.append([title_of(record), record.where.machine, *parts, law, f"{versus.ratio:.2f}x{interval}"])
     header = ["workload", "machine", "attention's share of dense", "attention alone gains", "so by Amdahl's law"]
-    return markdown([*header, "measured (95 %)"], rows) + provenance(chosen) if rows else ""
+    return Table([*header, "measured (95 %)"], rows, chosen)
 
 
-def use(records: Sequence[Record]) -> str:
-    """How much of the machine each call of a whole model used: a row per call and side, a column per machine."""
+def use(records: Sequence[Record]) -> Table:
+    """Show how much of the machine each whole-model call used: a row per call and side, a column per machine."""
     chosen = [r for r in records if "mfu" in r.facts and not r.error]
     machines = sorted({r.where.machine for r in chosen})
     calls: dict[tuple[str, str], dict[str, Record]] = {}
     for record in chosen:
         calls.setdefault((title_of(record), record.what.kernel), {})[record.where.machine] = record
     rows = [[*lead, *(_used(found.get(machine)) for machine in machines)] for lead, found in calls.items()]
-    return markdown(["flops; bandwidth in use", "", *machines], rows) + provenance(chosen) if rows else ""
+    return Table(["flops; bandwidth in use", "", *machines], rows, chosen)
 
 
 def _used(record: Record | None) -> str:
-    """Shares of the measured ceilings, and of the data sheet's where there is one."""
+    """Format shares of the measured ceilings, and of the data sheet's if there is one."""
     if record is None:
         return ""
     pairs = [(record.facts.get(f"mfu{end}"), record.facts.get(f"bandwidth_share{end}")) for end in ("", "_nominal")]
@@ -198,8 +198,8 @@ def _used(record: Record | None) -> str:
     return f"{measured} (data sheet: {nominal})" if nominal else measured
 
 
-def tune(records: Sequence[Record]) -> str:
-    """Block sizes found by measuring: what came of each search, and how well its cheap stages foretold it."""
+def tune(records: Sequence[Record]) -> Table:
+    """Show block sizes found by measuring: each search's result, and how well its cheap stages predicted it."""
     chosen = [r for r in records if r.what.op == "tune"]
     rows = []
     for record in chosen:
@@ -224,11 +224,11 @@ def tune(records: Sequence[Record]) -> str:
         )
     header = ["workload", "machine", "kernel", "default", "best", "search", "gain (95 %)", "candidates"]
     header += ["rank correlation: model and quick", "model and final", "quick and final"]
-    return markdown(header, rows) + provenance(chosen) if rows else ""
+    return Table(header, rows, chosen)
 
 
 def _best(record: Record) -> str:
-    """What is shipped: the settings that differ from the default's, or the default, and what it held against."""
+    """Describe what ships: the settings that differ from the default's, or the default and the refused settings."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)
@@ -236,7 +236,7 @@ def _best(record: Record) -> str:
 
 
 def _interval(facts: Mapping[str, Any]) -> str:
-    """The interval of the gain; where the default stands it is that of what was refused, and no gain's."""
+    """Format the gain's interval; empty if the default is kept, since the interval is then the refused settings'."""
     if facts.get("interval") is None or "refused" in facts:
         return ""
     low, high = facts["interval"]
@@ -244,13 +244,13 @@ def _interval(facts: Mapping[str, Any]) -> str:
 
 
 def _settings(config: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> str:
-    """Names and values, of a configuration or of what differs from the default's."""
+    """Format a configuration's names and values, given a default only those that differ from it."""
     default = default or {}
     return ", ".join(f"{name} {value}" for name, value in config.items() if default.get(name, default) != value)
 
 
 def blocks(records: Sequence[Record]) -> str:
-    """Block sizes of the TPU kernels, chosen by predicted time: a row per call, a column per chip."""
+    """Show block sizes of the TPU kernels, chosen by predicted time: a row per call, a column per chip."""
     chosen = newest(r for r in records if r.what.op == "block sizes")
     calls: dict[tuple[str, str], dict[str, Record]] = {}
     for record in chosen:
@@ -262,7 +262,7 @@ def blocks(records: Sequence[Record]) -> str:
 
 
 def _chosen_blocks(record: Record | None) -> str:
-    """Predicted time, gain over the default, and what differs from it."""
+    """Format predicted time, gain over the default, and the settings that differ from it."""
     if record is None or record.error:
         return _failed(record)
     default = record.facts["default"].get("config", {})
@@ -273,7 +273,7 @@ def _chosen_blocks(record: Record | None) -> str:
 
 
 def choices(records: Sequence[Record]) -> str:
-    """What each choice of the TPU prefill kernel is worth: a row per choice undone, a column per chip."""
+    """Show what each choice of the TPU prefill kernel is worth: a row per choice undone, a column per chip."""
     chosen = newest(r for r in records if r.what.op == "kernel choice")
     found = {(r.facts["choice"], r.facts["chip"]): r for r in chosen}
     chips = sorted({chip for _, chip in found})
@@ -283,7 +283,7 @@ def choices(records: Sequence[Record]) -> str:
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
-    """How much longer the call and the cycles of its main loop take; of the kernel as it is, the milliseconds."""
+    """Format how much longer the call and its main loop's cycles take; for the unchanged kernel, time and cycles."""
     record = found.get((name, chip))
     if record is None or record.error:
         return _failed(record)
@@ -294,18 +294,11 @@ def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> st
 
 
 def gates(records: Sequence[Record]) -> str:
-    """What the Hopper kernels' machine code holds, over all their configurations; what breaks a gate in bold."""
-    chosen = newest(r for r in records if r.what.op == "gpu gates")
-    groups: dict[tuple[str, str], list[Record]] = {}
-    for record in chosen:
-        groups.setdefault((record.what.kernel, record.what.workload.rpartition(", ")[2]), []).append(record)
-    rows = []
-    groups = {key: last_run(own) for key, own in groups.items()}
-    chosen = [record for own in groups.values() for record in own]
-    for (kernel, chip), own in sorted(groups.items()):
-        cases = sum(r.facts.get("cases", 0) for r in own)
-        planned = max((r.facts.get("planned", 0) for r in own), default=0)
-        passed = sum(round(r.median * r.facts["cases"]) for r in own if not r.error)
+    """Show passed gates, registers, spills and shared memory over all Hopper configurations, failures in bold."""
+    rows, chosen = [], []
+    for (kernel, chip), own in gated(records).items():
+        chosen += own
+        passed, cases, planned = gate_counts(own)
         reports = [report for r in own for *_, found in r.facts.get("reports", ()) for report in found]
         spilled = max((sum(report["spill_bytes"]) for report in reports), default=None)
         shared = max((report["shared_bytes"] for report in reports), default=None)
@@ -333,9 +326,24 @@ def gates(records: Sequence[Record]) -> str:
     return markdown(header, rows) + provenance(chosen) if rows else ""
 
 
+def gated(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Group the gates' records of each kernel's last run by kernel and chip, in their order."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in newest(r for r in records if r.what.op == "gpu gates"):
+        groups.setdefault((record.what.kernel, record.what.workload.rpartition(", ")[2]), []).append(record)
+    return {lead: last_run(own) for lead, own in sorted(groups.items())}
+
+
+def gate_counts(own: Sequence[Record]) -> tuple[int, int, int]:
+    """Count the cases of one kernel that passed every gate, that were tried, and that were planned."""
+    passed = sum(round(r.median * r.facts["cases"]) for r in own if not r.error)
+    planned = max((r.facts.get("planned", 0) for r in own), default=0)
+    return passed, sum(r.facts.get("cases", 0) for r in own), planned
+
+
 def last_run(records: Sequence[Record]) -> list[Record]:
-    """Of a kernel's records, newest first, as many as hold the cases that the newest says were tried: a configuration
-    that left the search space stays in the file, not in the table."""
+    """Return a kernel's newest records, as many as hold the number of cases that the newest says were tried. So a
+    configuration that left the search space stays in the file but not in the table."""
     ordered = sorted(records, key=lambda r: r.date, reverse=True)
     left, kept = ordered[0].facts.get("tried", math.inf), []
     for record in ordered:
@@ -347,7 +355,7 @@ def last_run(records: Sequence[Record]) -> list[Record]:
 
 
 def rooflines(records: Sequence[Record]) -> str:
-    """What the Hopper kernels are held to, and each at its roofline; a target beyond it in bold."""
+    """Show the Hopper kernels' target figures, each with its roofline; a target beyond the roofline is in bold."""
     chosen = newest(r for r in records if r.what.op == "roofline figure")
     rows = []
     for record in chosen:
@@ -368,7 +376,7 @@ def rooflines(records: Sequence[Record]) -> str:
 
 
 def _machine_code(record: Record) -> str:
-    """The most registers and spilled bytes of the figure's calls; a call that breaks a gate in bold."""
+    """Format the most registers and spilled bytes of the figure's calls, with broken gates in bold."""
     calls = [call for call in record.facts.values() if isinstance(call, Mapping) and call.get("registers")]
     if not calls:
         return ""
@@ -382,9 +390,9 @@ def _share(good: int, of: int) -> str:
 
 
 def sweep(records: Sequence[Record]) -> str:
-    """How many of the cases compiled: a row per TPU kernel, a column per chip; what did not in bold.
+    """Show how many cases compiled: a row per TPU kernel, a column per chip; counts with failures in bold.
 
-    A sweep of some kernels replaces their rows in the last one of all.
+    A sweep of some kernels replaces only their rows of the last full sweep.
     """
     chosen = sorted(newest(r for r in records if r.what.op == "tpu sweep" and not r.error), key=lambda r: r.date)
     if not chosen:
@@ -414,8 +422,8 @@ def _compiled(pairs: Sequence[Sequence[int]]) -> str:
     return f"{_share(good, tried)}/{tried:,}" if tried else ""
 
 
-def verify(records: Sequence[Record]) -> str:
-    """Every kernel against the float64 oracle: errors in units of the tolerance, at most 1, and what failed."""
+def verify(records: Sequence[Record]) -> Table:
+    """Show every kernel against the float64 oracle: errors in units of the tolerance, at most 1, and failures."""
     chosen = [r for r in records if r.what.op == "verify"]
     rows = []
     for record in chosen:
@@ -429,11 +437,11 @@ def verify(records: Sequence[Record]) -> str:
             [kernel, record.what.dtype, record.where.machine, trials, elements, *figures, _trials_failed(record)]
         )
     header = ["kernel", "dtype", "machine", "trials", "elements", "median error / tolerance", "worst", "failures"]
-    return markdown(header, rows) + provenance(chosen) if rows else ""
+    return Table(header, rows, chosen)
 
 
 def _trials_failed(record: Record) -> str:
-    """How many trials failed, and the first of them in words; an error names every one with its seed."""
+    """Format the number of failed trials and the first one's error; the record's error names each with its seed."""
     if record.error is None:
         return "0"
     count = record.error.count(f"--seed {record.facts['seed']}: ") if "seed" in record.facts else 1

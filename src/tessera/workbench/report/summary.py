@@ -1,0 +1,133 @@
+"""Render the README's table: answers, closeness and speed of one real model, and the kernels without a chip."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tessera.workbench.eval.contenders import CONTROL, PLAN, WINDOW
+from tessera.workbench.evidence import Record
+from tessera.workbench.report import real, tables
+from tessera.workbench.report.markdown import keys_read, markdown, newest, provenance, result_of
+from tessera.workbench.studies import figures
+
+NEEDLE_TOKENS, TEXT_TOKENS, PREFILL_TOKENS = 2048, (4096, 8192), 8192
+"""Length of the needles' documents, range of positions of the text, length of the timed prompt."""
+BENCH = "tessera bench --model smollm2"
+"""Command of the prefill times."""
+
+Row = tuple[list[str], list[Record]]
+
+
+def summary(records: Sequence[Record]) -> str:
+    """Render four rows: needles kept, closeness to dense, prefill time, and kernels compiled without a chip.
+
+    Raises:
+        ValueError: a row has no record.
+    """
+    rows, used = zip(*(draw(records) for draw in (_needles, _closeness, _prefill, _kernels)))
+    header = ["what", "Kascade (95 %)", "for comparison (95 %)", "where from"]
+    return markdown(header, rows) + provenance(record for own in used for record in own)
+
+
+def _needles(records: Sequence[Record]) -> Row:
+    """Compare the plan with its control and a window of as many keys on needles."""
+    asked = {
+        r.facts["policy"]: r
+        for r in real.answered(_of_smollm2(records), real.TASK)
+        if (r.facts["kind"], r.facts["length"]) == ("single", NEEDLE_TOKENS)
+    }
+    plan, control, window = (_held(asked.get(name), f"needles under {name}") for name in (PLAN, CONTROL, WINDOW))
+    what = f"needles kept of the {plan.facts['of_dense']} that dense finds in {NEEDLE_TOKENS:,} tokens"
+    rivals = ((WINDOW, window), (CONTROL, control))
+    row = [
+        f"SmolLM2-135M: {what}{real.untold(plan)}",
+        _with_keys(real.kept(plan), plan),
+        "; ".join(f"{name}, {_with_keys(real.kept(found), found)}" for name, found in rivals),
+        "measured, [answers](docs/answers.md)",
+    ]
+    return row, [plan, control, window]
+
+
+def _closeness(records: Sequence[Record]) -> Row:
+    """Compare the plan with a window of as many keys on the domain of text where the plan is farthest from dense."""
+    found = [
+        r for r in real.answered(_of_smollm2(records), real.TEXT) if (r.facts["from"], r.facts["to"]) == TEXT_TOKENS
+    ]
+    plans = [r for r in found if r.facts["policy"] == PLAN]
+    plan = _held(max(plans, key=lambda r: r.facts["mean"], default=None), f"text under {PLAN}")
+    domain = plan.facts["domain"]
+    windows = {r.facts["domain"]: r for r in found if r.facts["policy"] == WINDOW}
+    window = _held(windows.get(domain), f"{domain} under {WINDOW}")
+    low, high = TEXT_TOKENS
+    row = [
+        f"SmolLM2-135M: KL to dense per token, tokens {low:,} to {high:,}, the worst of {len(plans)} domains ({domain})"
+        f"{real.untold(plan)}",
+        _with_keys(f"{real.divergence(plan)} nats", plan),
+        f"{WINDOW}, {_with_keys(f'{real.divergence(window)} nats', window)}",
+        "measured, [answers](docs/answers.md)",
+    ]
+    return row, [plan, window]
+
+
+def _prefill(records: Sequence[Record]) -> Row:
+    """Compare the plan's prefill time with dense's in the newest run on a CPU."""
+    timed = [
+        r
+        for r in records
+        if r.command.startswith(BENCH) and r.where.device == "cpu" and r.what.config.get("tokens") == PREFILL_TOKENS
+    ]
+    compared = [r for r in timed if r.comparison and not r.error]
+    plan = _held(max(compared, key=lambda r: r.date, default=None), f"prefill of {PREFILL_TOKENS:,} tokens")
+    versus = plan.comparison
+    others = {r.key: r for r in timed if not r.error}
+    dense = _held(others.get(plan.key._replace(kernel=versus.against)), f"prefill under {versus.against}")
+    interval = f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})" if versus.interval else ""
+    row = [
+        f"SmolLM2-135M: prefill of {PREFILL_TOKENS:,} tokens on {plan.where.cores} CPU cores",
+        _with_keys(result_of(plan), plan),
+        f"{versus.against}, {result_of(dense)}: {versus.ratio:.2f}x{interval}",
+        "measured, [speed](docs/speed.md)",
+    ]
+    return row, [plan, dense]
+
+
+def _kernels(records: Sequence[Record]) -> Row:
+    """Show the range of predicted TPU gains over the chips, and how many Hopper cases pass every gate."""
+    lead = f"{figures.KASCADE}, "
+    predicted = [
+        r
+        for r in newest(r for r in records if r.what.op == "predicted figure")
+        if r.what.workload.startswith(lead) and r.comparison
+    ]
+    _held(predicted, figures.KASCADE)
+    chips = sorted(r.what.workload.removeprefix(lead) for r in predicted)
+    least, most = (pick(r.comparison.ratio for r in predicted) for pick in (min, max))
+    gain = _bold_unless(f"{least:.2f}x to {most:.2f}x", all(r.comparison.met is not False for r in predicted))
+    gated = _held(tables.gated(records), "gates of the Hopper kernels")
+    passed, tried, planned = map(sum, zip(*map(tables.gate_counts, gated.values())))
+    cases = _bold_unless(f"{passed:,} of {max(tried, planned):,}", passed == max(tried, planned))
+    row = [
+        f"kernels without a chip: TPU prefill of {figures.LONG:,} tokens; Hopper machine code",
+        f"TPU, predicted: {gain} as fast ({', '.join(chips)}); Hopper, compiled: {cases} cases pass every gate",
+        "TPU: our dense kernel on the same chip",
+        "not run on a chip yet, [TPU](docs/tpu-figures.md), [Hopper](docs/gpu-figures.md)",
+    ]
+    return row, [*predicted, *(record for own in gated.values() for record in own)]
+
+
+def _of_smollm2(records: Iterable[Record]) -> list[Record]:
+    """Records of the real suites' own model: those of another model name it in their command."""
+    return [r for r in records if "--model" not in r.command]
+
+
+def _with_keys(text: str, record: Record) -> str:
+    return f"{text}, {keys_read(record)} of keys read"
+
+
+def _bold_unless(text: str, met: bool) -> str:
+    return text if met else f"**{text}**"
+
+
+def _held(found: Any, what: str) -> Any:
+    if not found:
+        raise ValueError(f"table 'summary' has no record of {what}")
+    return found
