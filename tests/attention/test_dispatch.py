@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from tessera.attention import reference
-from tessera.attention.contract import AttentionSpec, Selection, Shapes, call_shapes
-from tessera.attention.dispatch import KERNELS, attention, choose, explain
+from tessera.attention.contract import AttentionSpec, KeyValues, Selection, Shapes, call_shapes
+from tessera.attention.dispatch import KERNELS, attend, attention, choose, explain
 
 SPEC = AttentionSpec(tile=16, query_tile=8)
 SHAPES = Shapes(1, 128, 128, 4, 2, 16, None, "float32")
@@ -168,3 +168,12 @@ def test_costs_and_search_spaces_are_usable(kernel):
     assert price["bytes"] > 0
     assert isinstance(kernel.default_config(spec, shapes), kernel.Config)
     assert all(isinstance(c, kernel.Config) for c in kernel.search_space(spec, shapes))
+
+
+@pytest.mark.parametrize("extra", ["pages", "k_scale"])
+def test_pages_and_scales_are_refused_with_a_reason(extra):
+    q, keys = jnp.zeros((1, 4, 2, 16)), jnp.zeros((3, 2, 16, 16), jnp.float32 if extra == "pages" else jnp.int8)
+    fields = {"pages": jnp.zeros((1, 2), jnp.int32)} if extra == "pages" else {"k_scale": jnp.ones((3, 16, 2))}
+    kind = "paged" if extra == "pages" else "scaled"
+    with pytest.raises(ValueError, match=f"it reads contiguous keys in the queries' dtype, the call's are {kind}"):
+        attend(q, KeyValues(keys, keys, **fields))

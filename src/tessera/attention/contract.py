@@ -84,13 +84,11 @@ class KeyValues(NamedTuple):
         return cls(jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2))
 
     def shapes(self, q_BTNH: Float[Array, "B T N H"], selection: "Selection | None" = None) -> "Shapes":
-        """The static sizes and dtype of a call with these queries."""
-        batch, num_queries, num_heads, head_dim = q_BTNH.shape
+        """Return the static sizes and dtype of a call with these queries."""
         num_kv_heads, num_keys = self.k.shape[1:3]
         if self.pages is not None:
             num_keys *= self.pages.shape[1]
-        capacity = None if selection is None else selection.tiles.shape[-1]
-        sizes = Shapes(batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, capacity, str(q_BTNH.dtype))
+        sizes = _shapes(q_BTNH, num_keys, num_kv_heads, selection)
         return sizes._replace(paged=self.pages is not None, scaled=self.k_scale is not None)
 
 
@@ -139,9 +137,13 @@ class Shapes(NamedTuple):
 
 
 def call_shapes(q_BTNH: Array, k_BSKH: Array, selection: Selection | None = None) -> Shapes:
-    """The static sizes and dtype of a call on token-major arrays, as users pass them."""
-    batch, num_queries, num_heads, head_dim = q_BTNH.shape
+    """Return the static sizes and dtype of a call on token-major arrays, as users pass them."""
     num_keys, num_kv_heads = k_BSKH.shape[1:3]
+    return _shapes(q_BTNH, num_keys, num_kv_heads, selection)
+
+
+def _shapes(q_BTNH: Array, num_keys: int, num_kv_heads: int, selection: Selection | None) -> Shapes:
+    batch, num_queries, num_heads, head_dim = q_BTNH.shape
     capacity = None if selection is None else selection.tiles.shape[-1]
     return Shapes(batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, capacity, str(q_BTNH.dtype))
 

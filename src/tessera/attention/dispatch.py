@@ -113,8 +113,10 @@ def attend(
     backend: str | None = None,
 ) -> AttentionOut:
     """Run `attention` on the record that a cache holds; policies call this."""
-    check(q_BTNH, kv.k, kv.v, "BKSH")
     shapes = kv.shapes(q_BTNH, selection)
+    if shapes.paged or shapes.scaled:
+        choose(spec, shapes, backend=backend)  # every kernel refuses them; the rules below are for plain arrays
+    check(q_BTNH, kv.k, kv.v, "BKSH")
     batch, num_queries, num_keys = shapes[:3]
     if selection is not None:
         check_selection(selection, spec, (batch, shapes.num_kv_heads, ceil_div(num_queries, spec.query_tile)))

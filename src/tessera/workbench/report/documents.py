@@ -1,6 +1,6 @@
 """Render stored records into the tables of the README and of docs/; nothing else writes those tables.
 
-A table lies between `<!-- records:NAME -->` and `<!-- end -->`. `python -m tessera.workbench.report.documents`
+A table lies between `<!-- records:NAME -->` and `<!-- end -->`. `tessera report --tables`
 rewrites all tables from the files under evidence/; a test fails while a table differs from the records.
 """
 
@@ -345,7 +345,7 @@ def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrite the tables of the pages in place; `--check` only lists the stale ones (exit code 1)."""
-    parser = argparse.ArgumentParser(prog="python -m tessera.workbench.report.documents", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="tessera report --tables", description=main.__doc__)
     parser.add_argument("pages", nargs="*", default=PAGES)
     parser.add_argument("--evidence", default="evidence")
     parser.add_argument("--check", action="store_true")
@@ -359,7 +359,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path in map(Path, options.pages):
         path.write_text(rewrite(path.read_text(), records))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
