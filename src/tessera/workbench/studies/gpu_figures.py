@@ -3,7 +3,7 @@
     tessera study gpu-figures      # compiles its calls, appends the records to evidence/
 
 The roofline is max(flops / rate, bytes / bandwidth, exponentials / rate) of the work, at ceilings that others measured
-(`deviceless/gpu/inspection.py`, `CEILINGS`): our kernels may be much slower. A ratio compares two calls at their rooflines, so it bounds
+(`inspection.CEILINGS`): our kernels may be much slower. A ratio compares two calls at their rooflines, so it bounds
 the gain over a dense kernel that reaches its own. Measured records replace these once `scripts/gpu_check.sh` has run on
 an H200.
 """
