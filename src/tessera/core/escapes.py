@@ -8,3 +8,8 @@ def escaped(text: object, limit: int | None = 80) -> str:
     """
     line = " ".join(str(text).split())[:limit]
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)[:limit]
+
+
+def quoted(value: object, limit: int = 80) -> str:
+    """Return a value as Python writes it, escaped."""
+    return escaped(repr(value), limit)
