@@ -123,7 +123,25 @@ def test_a_cache_that_does_not_fit_is_refused_before_anything_is_compiled(model)
 
 
 def test_unknown_folder(capsys, tmp_path):
-    assert "is not a folder" in refuse(capsys, "generate", "x", "--model", str(tmp_path / "nothing"))
+    assert "does not exist" in refuse(capsys, "generate", "x", "--model", str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize(
+    "name", ["missing.gguf", "MISSING/x.gguf", "a/b.GGUF", "./a/b", "../a", "~/no/model", "/no/model", "a/b/c", "a/b/"]
+)
+def test_a_path_that_does_not_exist_is_not_sought_on_the_hub(capsys, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    line = refuse(capsys, "generate", "x", "--model", name)
+    assert f"model {name!r} does not exist: pass a Hugging Face folder, a GGUF file, a hub id" in line
+
+
+def test_a_model_that_is_no_file_or_that_has_no_home(capsys):
+    assert "is neither a folder nor a file" in refuse(capsys, "generate", "x", "--model", "/dev/null")
+    assert "names no user's folder" in refuse(capsys, "generate", "x", "--model", "~no-such-user/model")
+
+
+def test_errors_hold_no_control_characters(capsys, tmp_path):
+    assert "\\x1b[2J" in refuse(capsys, "generate", "x", "--model", "m", "--file", str(tmp_path / "\x1b[2J"))
 
 
 def test_unreachable_hub_model(capsys):

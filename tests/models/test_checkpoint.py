@@ -322,7 +322,7 @@ def test_broken_config_files_are_refused(folder, text, named):
 def test_unknown_models_are_refused_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for name in (str(tmp_path / "nowhere"), "nowhere", "no such/model"):
-        with pytest.raises(ValueError, match="is not a folder") as error:
+        with pytest.raises(ValueError, match="does not exist") as error:
             resolve(name)
         assert name in str(error.value)
     with pytest.raises(ValueError, match="'owner/absent-model' is neither a folder here nor reachable") as error:

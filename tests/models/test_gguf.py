@@ -213,7 +213,7 @@ def test_peak_memory_is_the_model_and_less_than_one_tensor(tmp_path):
         ({"llama.block_count": None}, "block_count=None"),
         ({"llama.block_count": 2}, "model.layers.1"),
         ({"llama.context_length": 2**32 - 1}, "context_length"),
-        ({"llama.embedding_length": 2**31}, "metadata calls for"),
+        ({"llama.embedding_length": 2**30}, "metadata calls for"),
         ({"llama.vocab_size": 65}, "vocab_size=65"),
         ({"tokenizer.ggml.eos_token_id": 64}, "eos_token_id=64"),
         ({"split.count": 3}, "split.count"),

@@ -19,6 +19,7 @@ from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch
 from tessera.cli.study import Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
+from tessera.core.escapes import escaped
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
 DESCRIPTION = "LLaMA-family models at long context in JAX: attention reads only the key tiles that matter."
@@ -380,12 +381,12 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         if command.debug:
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {escaped(error, None)}", file=sys.stderr)
         return 2
     except RuntimeError as error:  # from the device, or a bug of ours
         if command.debug:
             raise
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        said = f"{type(error).__name__}: {escaped(error, 500)}"
         print(f"error: {said} (--debug shows where)", file=sys.stderr)
         return 2
 

@@ -87,11 +87,12 @@ class Worker:
         finally:
             if timer is not None:
                 timer.cancel()
-        if line and not late.is_set():
+        whole = line.endswith("\n")  # a worker that is killed may leave half a line
+        if whole and not late.is_set():
             return line
         answered = self._answered
         status = self.close()
-        if line:  # the reply arrived just at the limit
+        if whole:  # the reply arrived just at the limit
             return line
         raise Ended(status, late.is_set(), answered, self._errors.text())
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from tessera.core.escapes import escaped, quoted
 from tessera.core.files import finish_swap, replace_folder, write_text
 from tessera.models.config import ModelConfig
 from tessera.models.families import parse_config, render_config
@@ -55,6 +56,8 @@ Tensor = tuple[jax.Array, int | None]
 """An array, or one layer of a stacked array."""
 
 
+HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+"""Anything else is a path, and so is a name that ends in .gguf: a typo in a path must not go to the hub."""
 RETRY = "correct config.json, or download the model again"
 
 
@@ -68,16 +71,20 @@ def resolve(name: str | os.PathLike) -> Path:
         ValueError: there is no such folder or file, the named model was not fetched yet, or the hub has no such model
             or cannot be reached.
     """
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"model {quoted(str(name))} names no user's folder: pass its whole path") from error
     finish_swap(path)
     if path.is_dir() or path.is_file():
         return path
     name = str(name)
     if name in MODELS:
         return fetched(name)
-    if path.exists() or not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+    if path.exists() or name.lower().endswith(".gguf") or not re.fullmatch(HUB_ID, name):
+        problem = "is neither a folder nor a file" if path.exists() else "does not exist"
         raise ValueError(
-            f"model {name!r} is not a folder: pass a Hugging Face folder, a GGUF file, a hub id like 'owner/name', or "
+            f"model {name!r} {problem}: pass a Hugging Face folder, a GGUF file, a hub id like 'owner/name', or "
             f"{' or '.join(map(repr, MODELS))}"
         )
     from huggingface_hub import snapshot_download
@@ -238,6 +245,10 @@ def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfi
     is_gguf = source.is_file()
     caller = "metadata" if is_gguf else "config.json"
     retry = "download the model again" if is_gguf else RETRY
+    if config.num_layers > len(stored):  # before a list is made of as many layers as it claims
+        raise ValueError(
+            f"{source} holds {len(stored)} tensors, but its {caller} calls for {config.num_layers} layers: {retry}"
+        )
     expected = expected_shapes(config)
     if missing := sorted(expected.keys() - stored.keys()):
         raise ValueError(f"{source} lacks {_some(missing)}, which its {caller} calls for: {retry}")
@@ -312,4 +323,4 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(f"{name:.80}" for name in names[:3]) + more
+    return ", ".join(escaped(name) for name in names[:3]) + more

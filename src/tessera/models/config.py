@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+MAX_SIZE = 2**31 - 1
+"""Maximum of every size and position: on devices they are int32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:

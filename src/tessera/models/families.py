@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from tessera.models.config import ModelConfig, Rope
+from tessera.core.escapes import escaped, quoted
+from tessera.models.config import MAX_SIZE, ModelConfig, Rope
 
 Raw = Mapping[str, Any]
 
@@ -53,6 +54,11 @@ HARMLESS_KEYS = frozenset(
     "begin_suppress_tokens exponential_decay_length_penalty".split()
 )
 
+MAX_REAL = 2.0**127
+"""Bound of every other number: float32 holds it."""
+MAX_LAYERS = 1 << 16
+"""Maximum layers: ten times what the largest models have. A list of 2 ** 31 would fill the memory."""
+
 ROPE_KINDS = MappingProxyType(
     {
         "default": frozenset(),
@@ -76,7 +82,7 @@ def _llama(raw: Raw) -> dict[str, Any]:
 
 def _mistral(raw: Raw) -> dict[str, Any]:
     # transformers' own default: a Mistral config without the key has a window of 4,096 tokens
-    return {"window": raw.get("sliding_window", 4096)}
+    return {"window": _window(raw)}
 
 
 def _qwen2(raw: Raw) -> dict[str, Any]:
@@ -90,16 +96,22 @@ def _qwen3(raw: Raw) -> dict[str, Any]:
 
 def _qwen_window(raw: Raw) -> int | None:
     """Return the window. Qwen slides in layers from max_window_layers on; only all layers or none are supported."""
-    if not raw.get("use_sliding_window") or raw.get("sliding_window", 4096) is None:
+    if not raw.get("use_sliding_window") or (window := _window(raw)) is None:
         return None
-    first, layers = raw.get("max_window_layers", 28), raw["num_hidden_layers"]
-    kinds = raw.get("layer_types") or ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if len(set(kinds)) > 1:
+    first, layers = raw.get("max_window_layers", 28), _positive(raw, "num_hidden_layers", limit=MAX_LAYERS)
+    if not isinstance(first, int):
+        raise ValueError(f"max_window_layers={quoted(first)} must be an integer in config.json")
+    kinds = _layer_types(raw) or {"sliding_attention" if i >= first else "full_attention" for i in range(layers)}
+    if len(kinds) > 1:
         raise ValueError(
             f"use_sliding_window=true with max_window_layers={first} of {layers} layers mixes full and sliding layers, "
             f"which is not supported: all layers slide (max_window_layers=0) or none (use_sliding_window=false)"
         )
-    return raw.get("sliding_window", 4096) if kinds[0] == "sliding_attention" else None
+    return window if kinds == {"sliding_attention"} else None
+
+
+def _window(raw: Raw) -> int | None:
+    return None if raw.get("sliding_window", 4096) is None else _positive(raw, "sliding_window", 4096)
 
 
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
@@ -135,31 +147,30 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
         ValueError: a key is missing or not supported; the message names the first and its value.
     """
     kind = raw.get("model_type")
-    if kind not in FAMILIES:
-        raise ValueError(f"model_type={kind!r} is not supported: it must be one of {', '.join(FAMILIES)}")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"model_type={quoted(kind)} is not supported: it must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     _refuse_unsupported(raw, family)
     heads, hidden = _positive(raw, "num_attention_heads"), _positive(raw, "hidden_size")
     max_positions = _positive(raw, "max_position_embeddings", family.max_positions)
     switches = family.switches(raw)
     _check_layer_types(raw, switches.get("window"))
-    eos = generation.get("eos_token_id")
-    eos = raw.get("eos_token_id") if eos is None else eos
+    eos = raw if generation.get("eos_token_id") is None else generation
     return ModelConfig(
         family=kind,
         vocab_size=_positive(raw, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=_positive(raw, "intermediate_size"),
-        num_layers=_positive(raw, "num_hidden_layers"),
+        num_layers=_positive(raw, "num_hidden_layers", limit=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=_positive(raw, "num_key_value_heads", heads),
         head_dim=_positive(raw, "head_dim", family.head_dim or hidden // heads),
         max_positions=max_positions,
         rope=parse_rope(raw, max_positions),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        norm_eps=_real("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        bos_id=_first(raw.get("bos_token_id")),
-        eos_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        bos_id=next(iter(_token_ids(raw, "bos_token_id")), None),
+        eos_ids=_token_ids(eos, "eos_token_id"),
         dtype=_dtype(raw),
         **switches,
     )
@@ -171,31 +182,45 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
     Raises:
         ValueError: the kind or a parameter is not supported; the message names it.
     """
-    values = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(values, Mapping):
+        raise ValueError(f"rope_scaling={quoted(values)} must be a JSON object")
+    values = dict(values)
     legacy = values.pop("type", None)
     kind = values.pop("rope_type", legacy) or "default"
-    if kind not in ROPE_KINDS:
-        raise ValueError(f"rope_type={kind!r} is not supported: it must be one of {', '.join(ROPE_KINDS)}")
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
+        raise ValueError(f"rope_type={quoted(kind)} is not supported: it must be one of {', '.join(ROPE_KINDS)}")
     partial = values.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor={partial} is not supported: the whole head must rotate (1.0)")
+        raise ValueError(f"partial_rotary_factor={escaped(partial)} is not supported: the whole head must rotate (1.0)")
     theta = values.pop("rope_theta", raw.get("rope_theta"))
-    theta = 10000.0 if theta is None else float(theta)
+    theta = 10000.0 if theta is None else _real("rope_theta", theta)
     if unknown := {key: value for key, value in values.items() if key not in ROPE_KINDS[kind] and value is not None}:
         allowed = ", ".join(sorted(ROPE_KINDS[kind])) or "no parameters"
-        raise ValueError(f"rope parameters {unknown} are not supported: rope_type={kind!r} takes {allowed}")
+        raise ValueError(
+            f"rope parameters {escaped(unknown, 200)} are not supported: rope_type={kind!r} takes {allowed}"
+        )
     if kind == "default":
         return Rope(theta=theta)
     inner = values.pop("original_max_position_embeddings", None)
     values = {key: value for key, value in values.items() if value is not None}
     if kind in ("llama3", "yarn"):
-        original = raw.get("original_max_position_embeddings") or inner or max_positions
-        values["original_max_positions"] = int(original)
+        outer = raw.get("original_max_position_embeddings")
+        original = _positive(
+            {"original_max_position_embeddings": outer or inner or max_positions}, "original_max_position_embeddings"
+        )
+        values["original_max_positions"] = original
         if kind == "yarn":
             values.setdefault("factor", max_positions / original)
     required = {"factor"} | ({"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set())
     if missing := sorted(required - values.keys()):
         raise ValueError(f"rope_type={kind!r} needs {' and '.join(missing)}, got {values}")
+    for key, value in values.items():
+        if key == "truncate" and not isinstance(value, bool):
+            raise ValueError(f"truncate={quoted(value)} must be true or false")
+        # transformers takes a zero mscale as none
+        if key != "truncate" and not (key.startswith("mscale") and value == 0):
+            _real(key, value)
     return Rope(kind=kind, theta=theta, **values)
 
 
@@ -251,40 +276,63 @@ def _render_rope(rope: Rope) -> dict[str, Any] | None:
 def _refuse_unsupported(raw: Raw, family: Family) -> None:
     architectures = raw.get("architectures") or [family.architecture]
     if architectures != [family.architecture]:
-        raise ValueError(f"architectures={architectures} is not supported: it must be {[family.architecture]}")
+        raise ValueError(f"architectures={escaped(architectures)} is not supported: it must be {[family.architecture]}")
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
-            raise ValueError(f"{key} is set ({raw[key]}), but quantised weights are not supported: load the original")
+            raise ValueError(
+                f"{key} is set ({escaped(raw[key])}), but quantised weights are not supported: load the original"
+            )
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError(f"hidden_act={raw['hidden_act']!r} is not supported: it must be 'silu'")
+        raise ValueError(f"hidden_act={quoted(raw['hidden_act'])} is not supported: it must be 'silu'")
     if raw.get("pretraining_tp", 1) not in (None, 1):
-        raise ValueError(f"pretraining_tp={raw['pretraining_tp']} is not supported: it must be 1")
+        raise ValueError(f"pretraining_tp={escaped(raw['pretraining_tp'])} is not supported: it must be 1")
     known = COMMON_KEYS | HARMLESS_KEYS | {*family.keys}
     for key, value in raw.items():
         if key not in known and not key.startswith(("_", "unsloth")) and value not in (None, False, "", [], {}):
             raise ValueError(
-                f"{key}={value!r} is not supported for model_type={raw['model_type']!r}: remove it from config.json "
-                f"only if you know that it does not change the model"
+                f"{escaped(key)}={quoted(value)} is not supported for model_type={raw['model_type']!r}: "
+                f"remove it from config.json only if you know that it does not change the model"
             )
 
 
 def _check_layer_types(raw: Raw, window: int | None) -> None:
     wanted = "full_attention" if window is None else "sliding_attention"
-    kinds = set(raw.get("layer_types") or [wanted])
+    kinds = _layer_types(raw) or {wanted}
     if kinds != {wanted}:
-        raise ValueError(f"layer_types={sorted(kinds)} is not supported: all layers must be {wanted!r} ({window=})")
+        raise ValueError(
+            f"layer_types={escaped(sorted(kinds))} is not supported: all layers must be {wanted!r} ({window=})"
+        )
 
 
-def _positive(raw: Raw, key: str, default: int | None = None) -> int:
+def _layer_types(raw: Raw) -> set[str]:
+    kinds = raw.get("layer_types") or []
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError(f"layer_types={quoted(kinds)} must be a list of texts in config.json")
+    return set(kinds)
+
+
+def _positive(raw: Raw, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
     value = raw.get(key)
     value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key}={value!r} must be a positive integer in config.json")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+        raise ValueError(f"{key}={quoted(value)} must be a positive integer of at most {limit} in config.json")
     return value
 
 
-def _first(value: int | list[int] | None) -> int | None:
-    return value[0] if isinstance(value, list) and value else None if isinstance(value, list) else value
+def _real(key: str, value: Any) -> float:
+    """Return a positive number that float32 holds."""
+    if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < MAX_REAL:
+        raise ValueError(f"{key}={quoted(value)} must be a positive number in config.json")
+    return float(value)
+
+
+def _token_ids(raw: Raw, key: str) -> tuple[int, ...]:
+    """Return one token id, several or none."""
+    value = raw.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int and token <= MAX_SIZE for token in ids):
+        raise ValueError(f"{key}={quoted(value)} must be a token id of at most {MAX_SIZE}, or a list of them")
+    return tuple(ids)
 
 
 def _dtype(raw: Raw) -> str:

@@ -15,6 +15,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from tessera.core.escapes import quoted
+
 MAGIC = b"GGUF"
 
 
@@ -308,9 +310,10 @@ def _read_tensor_entry(header: _Header, name: str, alignment: int) -> GgufTensor
 
 def _refuse_parts(path: Path, metadata: Mapping[str, Any]) -> None:
     parts = metadata.get("split.count", 1)
-    if parts not in (0, 1):
+    if not isinstance(parts, int) or parts not in (0, 1):
         raise ValueError(
-            f"{path} is one of {parts} parts of a model (split.count): join them with `llama-gguf-split --merge` first"
+            f"{path} is one of {quoted(parts)} parts of a model (split.count): join them with "
+            f"`llama-gguf-split --merge` first"
         )
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tessera.models.config import ModelConfig, Rope
+from tessera.core.escapes import escaped, quoted
+from tessera.models.config import MAX_SIZE, ModelConfig, Rope
 from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
 from tessera.models.weights import LAYER, OUTER, layer_name
 
@@ -60,8 +61,6 @@ HARMLESS_KEYS = {
 }
 """Keys that change nothing at these values (None: at any value)."""
 
-MAX_POSITIONS = 2**31 - 1
-"""Positions are int32."""
 FACTOR_TOLERANCE = 1e-5
 """Maximum relative error of rope_freqs.weight against Llama 3's factors; the converters' float32 error is near 1e-6."""
 
@@ -96,7 +95,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     family = "mistral" if architecture.family == "llama" and window else architecture.family
     biases = {w.needs: f"blk.0.{w.gguf}" in tensors for w in LAYER if w.name in ("q_bias", "o_bias", "gate_bias")}
     bos, eos = meta.token_id("bos"), [meta.token_id(role) for role in ("eos", "eot")]
-    return ModelConfig(
+    fields = dict(
         family=family,
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -105,7 +104,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=meta.positive("attention.head_count_kv", heads),
         head_dim=head_dim,
-        max_positions=(max_positions := meta.positive("context_length", limit=MAX_POSITIONS)),
+        max_positions=(max_positions := meta.positive("context_length")),
         rope=_rope(meta, head_dim, max_positions),
         norm_eps=meta.real("attention.layer_norm_rms_epsilon"),
         window=window,
@@ -116,6 +115,10 @@ def gguf_config(file: GgufFile) -> ModelConfig:
         eos_ids=tuple(dict.fromkeys(token for token in eos if token is not None)),
         dtype=_dtype(tensors),
     )
+    try:
+        return ModelConfig(**fields)
+    except ValueError as error:
+        raise ValueError(f"{file.path} has sizes that do not fit each other: {error}") from error
 
 
 def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
@@ -145,17 +148,18 @@ class _Metadata:
         self.architecture = file.metadata.get("general.architecture")
         if not isinstance(self.architecture, str) or self.architecture not in ARCHITECTURES:
             raise ValueError(
-                f"{file.path} has general.architecture={self.architecture!r:.80}, which is not supported: it must be "
+                f"{file.path} has general.architecture={quoted(self.architecture)}, which is not supported: it must be "
                 f"one of {', '.join(ARCHITECTURES)}"
             )
         prefix = self.architecture + "."
         self.values = {key.removeprefix(prefix): v for key, v in file.metadata.items() if key.startswith(prefix)}
 
     def error(self, key: str, value: Any, problem: str) -> ValueError:
-        return ValueError(f"{self.file.path} has {self.architecture}.{key}={value!r:.80}: {problem}")
+        value = quoted(value)
+        return ValueError(f"{self.file.path} has {self.architecture}.{escaped(key)}={value}: {problem}")
 
-    def positive(self, key: str, *default: int | None, limit: int = 2**63) -> int | None:
-        """Read a positive integer, or a per-layer list whose values are all equal."""
+    def positive(self, key: str, *default: int | None) -> int | None:
+        """Read a positive int32, or a per-layer list whose values are all equal."""
         value = self.values.get(key)
         if value is None and default:
             return default[0]
@@ -163,8 +167,8 @@ class _Metadata:
             value = value[0].item()
         if isinstance(value, np.ndarray):
             raise self.error(key, value, "layers that differ in it are not supported")
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
-            raise self.error(key, value, "it must be a positive integer" + (f" of at most {limit}" * (limit < 2**63)))
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SIZE:
+            raise self.error(key, value, f"it must be a positive integer of at most {MAX_SIZE}")
         return value
 
     def real(self, key: str, *default: float | None) -> float | None:
@@ -188,7 +192,7 @@ class _Metadata:
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < rows:
-            raise ValueError(f"{self.file.path} has {key}={value!r:.80}, which is not one of its {rows} tokens")
+            raise ValueError(f"{self.file.path} has {key}={quoted(value)}, which is not one of its {rows} tokens")
         return value
 
     def refuse_unknown(self) -> None:
@@ -212,7 +216,7 @@ def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
     factor = meta.real("rope.scaling.factor", meta.real("rope.scale_linear", None))
     # llama.cpp's own default: a factor without a type is linear
     kind = meta.values.get("rope.scaling.type", "none" if factor is None else "linear")
-    if kind not in ("none", "linear", "yarn"):
+    if not isinstance(kind, str) or kind not in ("none", "linear", "yarn"):
         raise meta.error("rope.scaling.type", kind, "it is not supported: it must be one of none, linear, yarn")
     factors = meta.file.tensors.get(ROPE_FACTORS)
     if kind != "none" and factor is None:

@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from tessera.core.escapes import escaped, quoted
 from tessera.models.gguf_file import GgufFile
 from tessera.models.tokenizer import Tokenizer
 
@@ -52,11 +53,11 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
     """
     meta = file.metadata
     kind = meta.get("tokenizer.ggml.model")
-    if kind is None or kind in ("none", "no_vocab"):
+    if kind is None or (isinstance(kind, str) and kind in ("none", "no_vocab")):
         return None
-    if kind not in ("gpt2", "llama"):
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
         raise ValueError(
-            f"{file.path} has tokenizer.ggml.model={kind!r:.80}, which is not supported: it must be gpt2 (byte-level "
+            f"{file.path} has tokenizer.ggml.model={quoted(kind)}, which is not supported: it must be gpt2 (byte-level "
             f"BPE) or llama (SentencePiece)"
         )
     try:
@@ -82,7 +83,7 @@ class _Vocabulary:
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if len(self.ids) != count:
             again = next(token for i, token in enumerate(self.tokens) if self.ids[token] != i)
-            raise ValueError(f"tokenizer.ggml.tokens holds {again!r:.80} twice")
+            raise ValueError(f"tokenizer.ggml.tokens holds {quoted(again)} twice")
         self.types = self.numbers("tokenizer.ggml.token_type", count, np.integer)
         self.has_types = self.types is not None
         if self.types is None:
@@ -100,7 +101,7 @@ class _Vocabulary:
         if value is None and default:
             return default[0]
         if not isinstance(value, kind):
-            raise ValueError(f"{key}={value!r:.80} must be of type {kind.__name__}")
+            raise ValueError(f"{key}={quoted(value)} must be of type {kind.__name__}")
         return value
 
     def numbers(self, key: str, count: int, kind: type) -> np.ndarray | None:
@@ -126,7 +127,7 @@ def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
     """Build a tokenizer of GPT-2's kind: bytes as printable characters, merged within the pre-tokenizer's pieces."""
     if vocab.pre not in PATTERNS:
         raise ValueError(
-            f"tokenizer.ggml.pre={vocab.pre!r:.80} is not supported: it must be one of {', '.join(PATTERNS)}"
+            f"tokenizer.ggml.pre={quoted(vocab.pre)} is not supported: it must be one of {', '.join(PATTERNS)}"
         )
     if "tokenizer.ggml.pre" not in vocab.meta:
         logger.warning("the file does not say how its tokenizer cuts text (tokenizer.ggml.pre): cut as llama.cpp does")
@@ -134,7 +135,7 @@ def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
     for merge in vocab.typed("tokenizer.ggml.merges", list):
         left, gap, right = merge.partition(" ")
         if not (left and gap and right):
-            raise ValueError(f"tokenizer.ggml.merges holds {merge!r:.80}, which is not two pieces")
+            raise ValueError(f"tokenizer.ggml.merges holds {quoted(merge)}, which is not two pieces")
         merges.append((left, right))
     backend = _build(vocab.used(), merges, ignore_merges=vocab.pre == "llama-bpe")
     if vocab.pre == "qwen2":
@@ -196,12 +197,14 @@ def _merges(vocab: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
 def _build(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options: Any) -> tokenizers.Tokenizer:
     for left, right in merges:  # the library's own error would not be a readable sentence
         if not (left in ids and right in ids and left + right in ids):
-            raise ValueError(f"the merge of {left!r:.80} and {right!r:.80} names pieces that are not in the vocabulary")
+            raise ValueError(
+                f"the merge of {quoted(left)} and {quoted(right)} names pieces that are not in the vocabulary"
+            )
     options = {key: value for key, value in options.items() if value is not None}
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=dict(ids), merges=list(merges), **options))
     except Exception as error:  # the library has no narrower class
-        raise ValueError(f"the library refused its vocabulary ({error})") from error
+        raise ValueError(f"the library refused its vocabulary ({escaped(error, 300)})") from error
 
 
 def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool) -> dict[str, str]:
@@ -236,4 +239,6 @@ def _surround(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int
             special_tokens=[(token, ids[token]) for token in dict.fromkeys([*before, *after])],
         )
     except Exception as error:  # the library has no narrower class
-        raise ValueError(f"the library refused its special tokens {[*before, *after]!r:.80} ({error})") from error
+        raise ValueError(
+            f"the library refused its special tokens {escaped([*before, *after])} ({escaped(error)})"
+        ) from error

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from tessera.core.escapes import escaped, quoted
+
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 EXPONENTS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
@@ -60,7 +62,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
             raise ValueError(f"{folder / shard} is missing, but {INDEX} lists it: download the shard again")
         stored |= read_header(folder / shard)
     if lost := sorted(set(weight_map) - set(stored)):
-        raise ValueError(f"{index} lists {lost[0]}, which no shard holds: download the model again")
+        raise ValueError(f"{index} lists {escaped(lost[0])}, which no shard holds: download the model again")
     return stored
 
 
@@ -81,13 +83,18 @@ def read_header(path: Path) -> dict[str, Stored]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            stored[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} has a broken safetensors header ({error!r}): download it again") from error
+            dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if not isinstance(dtype, str) or not all(type(number) is int for number in (*shape, start, end)):
+                raise ValueError(f"tensor {escaped(name)} has values of another type")
+            if not 0 <= start <= end:
+                raise ValueError(f"tensor {escaped(name)} ends before it starts")
+            stored[name] = Stored(path, dtype, shape, 8 + length + start, end - start)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = quoted(error, 300)
+        raise ValueError(f"{path} has a broken safetensors header ({reason}): download it again") from error
     need = max((tensor.offset + tensor.num_bytes for tensor in stored.values()), default=0)
     if need > size:
-        raise ValueError(f"{path} is cut short: it has {size} bytes of {need}: download it again")
+        raise ValueError(f"{path} is cut short: it has {size} bytes of {escaped(need)}: download it again")
     return stored
 
 
@@ -99,12 +106,12 @@ def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
     """
     if tensor.shape != shape:
         raise ValueError(
-            f"{name} in {tensor.path} has shape {tensor.shape}, but config.json calls for {shape}: "
+            f"{name} in {tensor.path} has shape {escaped(tensor.shape)}, but config.json calls for {shape}: "
             f"correct config.json, or download the model again"
         )
     if tensor.dtype not in DTYPES:
         raise ValueError(
-            f"{name} in {tensor.path} is {tensor.dtype}: weights must be {', '.join(DTYPES)}, not quantised"
+            f"{name} in {tensor.path} is {escaped(tensor.dtype)}: weights must be {', '.join(DTYPES)}, not quantised"
         )
     num_bytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[tensor.dtype].itemsize
     if tensor.num_bytes != num_bytes or tensor.offset < 8:
@@ -162,7 +169,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")

@@ -4,17 +4,16 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
 import tokenizers
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
+from tessera.core.escapes import escaped
 from tessera.core.files import replace_folder, write_text
+from tessera.models.chat_template import Renderer
+from tessera.models.tensor_file import read_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE})
@@ -65,6 +64,7 @@ class Tokenizer:
     specials: Mapping[str, str] = field(default_factory=dict)
     chat_template: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    _renderer: Renderer = field(default_factory=Renderer, init=False, repr=False, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -126,15 +126,13 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ValueError("this checkpoint has no chat template: pass plain text, or add a chat_template.jinja file")
-        try:  # a round trip through JSON strips anything with methods: templates are other people's code
-            data = json.loads(json.dumps({"messages": messages, "tools": None, "documents": None, **variables}))
-        except TypeError as error:
+        data = {"messages": messages, "tools": None, "documents": None, **variables}
+        try:  # the template, other people's code, sees what survives JSON: nothing with methods
+            size = len(json.dumps(data))
+        except (TypeError, RecursionError) as error:
             raise ValueError(f"chat messages must be plain JSON data: {error}") from error
         data = {**self.specials, "add_generation_prompt": add_generation_prompt, **data}
-        try:
-            return _environment().from_string(self.chat_template).render(**data)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template refused the conversation: {error}") from error
+        return self._renderer.render(self.chat_template, data, size)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
@@ -226,7 +224,7 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library has no narrower class
-        raise ValueError(f"{path} is not a readable tokenizer ({error}): download it again") from error
+        raise ValueError(f"{path} is not a readable tokenizer ({escaped(error, 300)}): download it again") from error
     backend.no_truncation()
     backend.no_padding()
     settings = _read_json(folder / "tokenizer_config.json")
@@ -270,50 +268,19 @@ def _byte_characters() -> list[str]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
+    return read_json(path) if path.is_file() else {}
 
 
-def _read_template(folder: Path, inline: str | list | None) -> str | None:
+def _read_template(folder: Path, inline: Any) -> str | None:
     """Read the chat template; the file wins over tokenizer_config.json, which may hold several named templates."""
     path = folder / TEMPLATE_FILE
     if path.is_file():
         return path.read_text(encoding="utf-8")
     if isinstance(inline, list):
-        named = {entry["name"]: entry["template"] for entry in inline}
-        return named.get("default")
+        named = {str(entry.get("name")): entry.get("template") for entry in inline if isinstance(entry, Mapping)}
+        inline = named.get("default")
+    if not isinstance(inline, str | None):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'} has a chat_template that is no text: write it to {TEMPLATE_FILE}"
+        )
     return inline
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Build the sandbox that chat templates are written for: transformers' switches, filters and functions."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training tools; here its body is rendered unchanged."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # jinja's own filter escapes for HTML, which would change the prompt
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,75 @@
+"""Render chat templates in a worker process: a template is a stranger's program, and it may never end."""
+
+import signal
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from tessera.core.child import Ended, Worker
+from tessera.core.escapes import escaped
+
+WORKER = Path(__file__).with_name("template_worker.py")
+
+LIMIT_S = 10.0
+"""Maximum seconds of a rendering, plus one for each MILLION characters of the conversation: templates take
+milliseconds, and on a busy machine a conversation of a million tokens takes seconds to cross the pipe."""
+MILLION = 1_000_000
+READY_S = 60.0
+"""Maximum seconds until the worker is ready. It takes 0.2 s on an idle machine."""
+FREE_CHARACTERS = 1 << 20
+"""Maximum characters that a template writes, beyond GROWTH times those of the conversation as JSON."""
+GROWTH = 4
+LONGEST_REASON = 300
+
+
+class Renderer:
+    """Worker process that renders templates: starts at the first one, ends with this object or with the program."""
+
+    def __init__(self):
+        self._worker = Worker([sys.executable, "-P", str(WORKER)], ready_s=READY_S)
+        self._lock = threading.Lock()
+        weakref.finalize(self, self._worker.close)
+
+    def __reduce__(self):
+        return Renderer, ()  # a copy of a tokenizer starts another process
+
+    def render(self, template: str, variables: Mapping[str, Any], size: int = 0) -> str:
+        """Render a template.
+
+        Args:
+            template: jinja source.
+            variables: what it sees, plain JSON data.
+            size: characters of the conversation as JSON, which bound the time and what a template may write.
+
+        Raises:
+            ValueError: the template is wrong, fails, or takes too long, too much memory or too many characters.
+        """
+        limit_s = LIMIT_S + size // MILLION
+        request = {"template": template, "variables": variables, "limit_s": limit_s}
+        request["limit_characters"] = FREE_CHARACTERS + GROWTH * size
+        with self._lock, ExitStack() as stack:
+            stack.push(self._worker)  # after Ctrl-C, kill it: its answer must not be taken for the next one's
+            try:
+                reply = self._worker.ask(request, limit_s)
+            except Ended as ended:
+                raise _refusal(_reason(ended, limit_s)) from ended
+            stack.pop_all()
+        if "error" in reply:
+            raise _refusal(reply["error"])
+        return reply["text"]
+
+
+def _reason(ended: Ended, limit_s: float) -> str:
+    if ended.late or ended.status == -signal.SIGALRM:
+        return f"it takes longer than {limit_s:g} s"
+    if "MemoryError" in ended.said:
+        return "it needs more memory than it may have"
+    return f"its process ended with status {ended.status}: {ended.said}"
+
+
+def _refusal(reason: str) -> ValueError:
+    return ValueError(f"the chat template refused the conversation: {escaped(reason, LONGEST_REASON)}")

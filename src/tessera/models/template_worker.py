@@ -1,0 +1,111 @@
+"""Render chat templates, which are other people's code, in a separate process that may be killed.
+
+Reads JSON requests {"template", "variables", "limit_s", "limit_characters"} from standard input, one per line, and
+answers each with a line of JSON on standard output: {"text"} or {"error"}. Run as a file it imports only jinja2 and the
+standard library, and starts in about 0.2 s.
+"""
+
+import contextlib
+import json
+import math
+import resource
+import signal
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY_BYTES = 1 << 30
+"""Limit of this process's address space. A conversation of 20 million characters needs half of it."""
+
+
+class Refusal(Exception):
+    """A template failed; the text says why."""
+
+
+def main() -> int:
+    """Answer requests until there are no more."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent that ignores it would pass that on
+    limit_memory()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        # Should the parent be killed meanwhile, this alarm ends the process: no Python thread could, as a single power
+        # of two large numbers holds the interpreter for hours.
+        signal.alarm(math.ceil(request.pop("limit_s")) + 1)
+        try:
+            reply = {"text": render(**request)}
+        except Refusal as error:
+            reply = {"error": str(error)[:1000]}
+        signal.alarm(0)
+        print(json.dumps(reply), flush=True)
+    return 0
+
+
+def limit_memory() -> None:
+    """Limit the address space. A system that cannot (macOS) leaves only the limits of time and of output."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
+
+
+def render(template: str, variables: Mapping[str, Any], limit_characters: int) -> str:
+    """Render one template.
+
+    Raises:
+        Refusal: the template is wrong, failed, or writes more than `limit_characters`.
+    """
+    try:
+        pieces, count = [], 0
+        for piece in environment().from_string(template).generate(**variables):
+            pieces.append(piece)
+            if (count := count + len(piece)) > limit_characters:
+                raise jinja2.TemplateError(f"it writes more than {limit_characters:,} characters")
+        text = "".join(pieces)
+        text.encode()  # a lone surrogate has no bytes to tokenise
+        return text
+    except jinja2.TemplateError as error:
+        raise Refusal(error) from error
+    except MemoryError as error:
+        raise Refusal(f"it needs more than {MEMORY_BYTES >> 30} GiB of memory") from error
+    except Exception as error:  # a template calls functions with any argument, so any error may come back
+        raise Refusal(f"{type(error).__name__}: {error}") from error
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Build the sandbox that chat templates are written for: transformers' switches, filters and functions."""
+    found = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
+    )
+    found.filters["tojson"] = tojson
+    found.globals["raise_exception"] = raise_exception
+    found.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return found
+
+
+class Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training tools; here its body is rendered unchanged."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def raise_exception(message: str) -> None:
+    """Refuse the conversation, in the template's words."""
+    raise jinja2.TemplateError(message)
+
+
+def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    """Write JSON as it is; jinja's own filter escapes for HTML, which would change the prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
