@@ -39,6 +39,25 @@ PLAN = Plan(
     crossover_tokens=100,
 )
 
+PROMISE = {
+    "max_kl": 0.02,
+    "judged_tokens": [400, 512],
+    "fresh": True,
+    "held": True,
+    "measured": {
+        "text_kl": 0.0124, "text_loss": 1.714, "text_loss_dense": 1.704, "text_kept": 0.9897, "probes_kl": 0.01851,
+        "probes_kept": 0.9832, "asked": 9, "found_dense": 8, "found": 7, "density": 0.2175, "tokens": 1476,
+    },
+}  # fmt: skip
+"""What a plan was asked for and measured, as calibration writes it."""
+
+
+def promising(folder: Path) -> Path:
+    """Give the plan in a model's folder this promise; return the plan's path."""
+    path = folder / "plan.json"
+    replace(Plan.load(path), promise=PROMISE).save(path)
+    return path
+
 
 def random_params(config: ModelConfig, seed: int = 1) -> Params:
     """Draw weights as init_params scales them, by numpy: compiling the generators takes longer than the tests."""

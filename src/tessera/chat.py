@@ -20,6 +20,7 @@ from tessera.generate import Interrupted, Model
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Request, Session
 from tessera.runtime.sampling import Sampling
+from tessera.sparse.promise import promise_note
 
 COMMANDS = MappingProxyType(
     {
@@ -178,12 +179,9 @@ def _turn(chat: Chat, text: str, remarks: Any, interactive: bool) -> bool:
     if reply.dropped_turns:
         remarks.print(f"The oldest {reply.dropped_turns} turns were forgotten: the context is full.", style="yellow")
     if interactive:
-        g = reply.generation
-        remarks.print(
-            f"({g.prompt_tokens} tokens, {reply.reused_tokens} of them from the cache; {len(g.tokens)} new at "
-            f"{g.decode_tokens_per_s:.1f}/s; {g.density:.0%} of keys read)",
-            style="dim",
-        )
+        note = promise_note(chat.model.plan)
+        parts = [f"{reply.reused_tokens} tokens from the cache", reply.generation.usage(), *([note] if note else [])]
+        remarks.print(f"({'; '.join(parts)})", style="dim")
     return True
 
 

@@ -14,9 +14,10 @@ from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import explain
 from tessera.core.files import SHIPPED
 from tessera.core.memory import available_bytes, format_bytes
+from tessera.models.config import ModelConfig
 from tessera.runtime.compilation import cache_folder
 from tessera.sparse.plan import Plan
-from tessera.sparse.promise import promise_line
+from tessera.sparse.promise import promise_line, summary
 
 PACKAGES = (
     "tessera-attention jax jaxlib jaxtyping numpy scipy safetensors tokenizers jinja2 huggingface_hub gguf tyro rich "
@@ -34,10 +35,16 @@ CALLS = (
 """Role, phase, spec, query rows and selection capacity of the calls a model makes, at 16,384 keys."""
 
 
-def examine() -> dict[str, Any]:
-    """Collect the report as plain data; `problems` lists what keeps tessera from working, one sentence each."""
+def examine(plan: Path | None = None, config: ModelConfig | None = None) -> dict[str, Any]:
+    """Collect the report as plain data; `problems` lists what keeps tessera from working, one sentence each.
+
+    Args:
+        plan: a plan file to report on.
+        config: of the model that the plan must fit.
+    """
     problems: list[str] = []
-    return {
+    asked = {} if plan is None else {"plan": _plan(plan, config, problems)}
+    return asked | {
         "versions": _versions(problems),
         "devices": _devices(problems),
         "kernels": _kernels(problems),
@@ -76,6 +83,8 @@ def print_report(found: dict[str, Any]) -> None:
         kernels.append((call["role"], call["phase"], call["dtype"], call["kernel"] or "none", reasons))
     table("Kernels, best first", ("role", "phase", "dtype", "runs", "why not the others"), kernels)
     table("Shipped plans", ("plan", "what it promised and measured"), list(found["plans"].items()))
+    if "plan" in found:
+        table("Plan", ("file", "what it promised and measured"), [(found["plan"]["path"], found["plan"]["summary"])])
     caches = [(c["what"], c["path"], f"{c['files']} files, {format_bytes(c['bytes'])}") for c in found["caches"]]
     table("Caches", ("what", "folder", "size"), caches)
     console.print(f"pip check: {found['pip_check']}", markup=False, highlight=False)
@@ -129,6 +138,18 @@ def _plans(problems: list[str]) -> dict[str, str]:
         except ValueError as error:
             problems.append(str(error))
     return found
+
+
+def _plan(path: Path, config: ModelConfig | None, problems: list[str]) -> dict[str, Any]:
+    """Return what the plan of this file promised and measured."""
+    try:
+        plan = Plan.load(path)
+        if config is not None:
+            plan.check(config)
+    except (ValueError, FileNotFoundError) as error:
+        problems.append(str(error))
+        return {"path": str(path), "summary": "see the problems", "promise": None}
+    return {"path": str(path), "summary": "\n".join(summary(plan)), "promise": dict(plan.promise)}
 
 
 def _caches(problems: list[str]) -> list[dict[str, Any]]:

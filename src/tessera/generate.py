@@ -196,6 +196,8 @@ class Model:
         found = find_plan(attention, self.plan if plan is None else plan, self.source)
         if found is not None and found is not self.plan:
             found.check(self.config, fingerprint(self.params, self.config))
+            if not options:  # the promise is of the plan as it is
+                logger.info("%s", promise_line(found))
         return replace(self, policy=policy_for(attention, self.config, found, **options), plan=found)
 
     @property

@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from tiny import save_tiny
 
 import tessera
 from tessera.attention.contract import AttentionSpec, Positions
@@ -16,11 +17,13 @@ from tessera.calibration.search import (
     PROBE_WEIGHT,
     Fixed,
     Judge,
+    Kept,
     Localised,
     Target,
     WithBudgets,
     choose_budgets,
     measure_damage,
+    measure_missed,
     policy_of,
     probes_of,
     run,
@@ -29,7 +32,7 @@ from tessera.core.files import DEMO_MODEL, Notebook, read_lines
 from tessera.sparse.ablation import GRID, MassRecorder, Tiling, missed_mass
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
-from tessera.sparse.promise import summary
+from tessera.sparse.promise import promise_line, summary
 from tessera.workbench.quality import calibration_texts
 
 TILING = Tiling(tile=16, query_tile=32, local=32, sinks=16)
@@ -213,6 +216,84 @@ def test_a_plan_holds_what_it_promises_on_windows_that_chose_nothing(model, wind
     model.with_attention("kascade", plan)
 
 
+@pytest.mark.parametrize(("num_windows", "grown_on", "judged_on"), [(8, 6, 7), (4, 3, 3)])
+def test_the_promise_is_of_text_that_chose_nothing(tmp_path, monkeypatch, num_windows, grown_on, judged_on):
+    """Each window starts with its own tokens: the judges say which they saw, and the last one made the promise."""
+    model = replace(tessera.load(save_tiny(tmp_path)), tokenizer=None)
+    rows = [np.random.default_rng(i).integers(0, 256, 512 - 16 * i).tolist() for i in range(num_windows)]
+    seen, judge = [], Judge.__call__
+
+    def recorded(self, *what):
+        kept = judge(self, *what)
+        starts = [probe.tokens[:8].tolist() for probe in self.probes]
+        seen.append(([next(i for i, row in enumerate(rows) if row[:8] == start) for start in starts], kept))
+        return kept
+
+    monkeypatch.setattr(Judge, "__call__", recorded)
+    plan = calibrate(model, rows, max_kl=9.0, crossover=0, progress=False, minimum=0, local=0, sinks=0)
+    order = [windows for i, (windows, _) in enumerate(seen) if i == 0 or windows != seen[i - 1][0]]
+    chose = [[0, math.ceil((num_windows - num_windows // 4) / 2)], [0]]
+    assert order == [*chose, [grown_on], *([[judged_on]] if judged_on != grown_on else [])]
+    assert plan.promise["measured"] == seen[-1][1].metrics()
+    assert plan.promise["judged_tokens"] == [512 - 16 * judged_on]
+    assert plan.promise["fresh"] == (judged_on != grown_on)
+    assert plan.promise["held"] == Target(max_kl=9.0).holds(seen[-1][1])
+    said = promise_line(plan)
+    assert f"{512 - 16 * judged_on} tokens" in said
+    assert ("new text" if judged_on != grown_on else "the text that set its budget") in said
+    run_on = {0, chose[0][1], grown_on, judged_on}
+    assert plan.provenance["corpus_tokens"] == sum(512 - 16 * i for i in run_on)
+    assert plan.provenance["corpus_tokens"] < sum(map(len, rows))
+
+
+def test_a_search_with_a_query_tile_that_does_not_divide_a_chunk(model, windows):
+    """Nothing is missed where all is read."""
+    tiling, probes = replace(TILING, query_tile=48), probes_of(model, windows[:1], 1024, 1)
+    missed = measure_missed(model, probes, tiling, Report(shown=False).each)
+    np.testing.assert_allclose(missed[..., -1], 0, atol=1e-6)
+    assert missed[..., 0].min() > 0
+
+
+KEPT = Kept(
+    text_kl=0.01, text_loss=2.0, text_loss_dense=1.99, text_kept=0.99, probes_kl=0.01, probes_kept=0.99, asked=9,
+    found_dense=9, found=9, density=0.3, tokens=100,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("target", "changes", "holds"),
+    [
+        ({"keep": 0.98}, {}, True),
+        ({"keep": 0.99}, {}, True),
+        ({"keep": 0.98}, {"text_kept": 0.97}, False),
+        ({"keep": 0.98}, {"probes_kept": 0.97}, False),
+        ({"keep": 0.98}, {"text_kl": 9.0, "probes_kl": 9.0}, True),
+        ({"max_kl": 0.02}, {}, True),
+        ({"max_kl": 0.01}, {}, True),
+        ({"max_kl": 0.02}, {"text_kl": 0.03}, False),
+        ({"max_kl": 0.02}, {"probes_kl": 0.03}, False),
+        ({"max_kl": 0.02}, {"text_kept": 0.1, "probes_kept": 0.1}, True),
+        ({"keep": 0.98, "max_kl": 0.02}, {}, True),
+        ({"keep": 0.98, "max_kl": 0.02}, {"text_kept": 0.97}, False),
+        ({"keep": 0.98, "max_kl": 0.02}, {"probes_kl": 0.03}, False),
+        ({"keep": 0.98}, {"text_kept": math.nan}, False),
+        ({"keep": 0.98}, {"probes_kept": math.nan}, False),
+        ({"max_kl": 0.02}, {"text_kl": math.nan}, False),
+        ({"max_kl": 0.02}, {"probes_kl": math.nan}, False),
+    ],
+)
+def test_a_target_holds_on_text_and_on_answers(target, changes, holds):
+    assert Target(**target).holds(replace(KEPT, **changes)) == holds
+
+
+def test_a_held_out_window_too_short_for_its_facts_is_named_before_the_search(tmp_path, monkeypatch):
+    model = replace(tessera.load(save_tiny(tmp_path)), tokenizer=None)
+    rows = [np.arange(size) % 256 for size in (512, 512, 512, 160)]
+    monkeypatch.setattr(Judge, "__call__", lambda *_: pytest.fail("a judge ran before the windows were checked"))
+    with pytest.raises(ValueError, match="window of 160 tokens is too short"):
+        calibrate(model, rows, keep=0.9, crossover=0, progress=False)
+
+
 def test_a_notebook_of_something_else_is_written_afresh(tmp_path):
     path = tmp_path / "notes"
     assert Notebook(path, {"a": 1}).keep("x", lambda: 0.1) == 0.1
@@ -230,7 +311,9 @@ def test_a_notebook_of_something_else_is_written_afresh(tmp_path):
     [
         ({"keep": 1.0}, "keep=1.0 must be above 0 and below 1"),
         ({"max_kl": 0.0}, "max_kl=0.0 must be above 0"),
-        ({"keep": 0.9, "anchors": 3}, "anchors=3 is for plans without a target"),
+        ({"max_kl": math.inf}, "max_kl=inf must be above 0 and finite"),
+        ({"keep": 0.9, "anchors": 3}, "anchors=3 must not stand with keep or max_kl: drop it, or drop keep and max_kl"),
+        ({"max_kl": 1.0, "fraction": 0.7, "heads": "pooled"}, "fraction=0.7, heads='pooled' must not stand with keep"),
     ],
 )
 def test_targets_that_make_no_sense_are_named(model, windows, options, message):

@@ -205,6 +205,8 @@ def test_no_plan(capsys, folder):
         ({"tile": 24}, "tile=24 must be one of"),
         ({"anchors": [1]}, "anchors=[1] must ascend from 0"),
         ({"fraction": 1.5}, "fraction=1.5"),
+        ({"query_tile": 1024}, "query_tile=1024 does not fit this model's context of 512"),
+        ({"promise": {"keep": 0.9}}, "promise lacks measured"),
     ],
 )
 def test_plans_that_do_not_fit(capsys, folder, change, words):
@@ -269,6 +271,65 @@ def test_unknown_dtype():
 )
 def test_bad_command_lines(capsys, good, arguments, words):
     assert words in refuse(capsys, *(str(good) if word == "MODEL" else word for word in arguments))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("calibrate --fraction 0.7 --heads pooled --max-kl 0.1", "fraction=0.7, heads='pooled' must not stand with"),
+        ("calibrate --fraction 0.1", "fraction=0.1 must not stand with keep or max_kl: drop it, or pass anchors"),
+        ("calibrate --max-kl inf", "max_kl=inf must be above 0 and finite"),
+        ("calibrate --local 1000000000000", "local=1000000000000 must be below 2,147,483,648"),
+        ("calibrate --query-tile 1000000000", "query_tile=1000000000 must be from 1 to 1,048,576"),
+        ("calibrate --query-tile 1024", "query_tile=1024 does not fit the context of 512"),
+        ("bench --gate", "--gate must not stand beside --model"),
+        ("bench --only decode --suite cpu", "--suite, --only must not stand beside --model"),
+        ("bench --resume --peer-python python", "--resume, --peer-python must not stand beside --model"),
+        ("bench --compare a.jsonl b.jsonl", "--compare must not stand beside --model"),
+    ],
+)
+def test_flags_that_would_be_ignored_or_overflow_are_refused(capsys, good, tmp_path, monkeypatch, flags, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some words " * 400)
+    command, *rest = flags.split()
+    text = ["--text", "text.txt"] if command == "calibrate" else []
+    assert words in refuse(capsys, command, "--model", str(good), *text, *rest)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--compare a.jsonl b.jsonl --gate --suite smoke", "--suite, --gate must not stand beside --compare"),
+        ("--plan plan.json", "--plan plan.json needs --model"),
+    ],
+)
+def test_bench_flags_that_say_two_things_are_refused(capsys, flags, words):
+    assert words in refuse(capsys, "bench", *flags.split())
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json", "model.gguf", "notes.txt"]
+)
+def test_calibrate_overwrites_nothing_but_a_plan(capsys, folder, name):
+    path = folder / name
+    if name == "notes.txt":
+        path.write_text("mine")
+    if name == "generation_config.json":
+        path.unlink()
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    line = refuse(capsys, "calibrate", "--model", str(folder), "--text", __file__, "--out", str(path))
+    assert f"--out {path}" in line
+    assert "name another file" in line
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_calibrate_does_not_overwrite_its_gguf(capsys, tmp_path):
+    path, before = tmp_path / "ok.gguf", b"GGUF and the weights"
+    path.write_bytes(before)
+    line = refuse(capsys, "calibrate", "--model", str(path), "--text", __file__, "--out", str(path))
+    assert f"--out {path} is a model's file" in line
+    assert path.read_bytes() == before
 
 
 def test_calibration_without_a_tokenizer(capsys, tmp_path):

@@ -11,10 +11,11 @@ import typing
 from dataclasses import replace
 
 import pytest
-from tiny import CONFIG, save_tiny
+from tiny import CONFIG, PROMISE, promising, save_tiny
 
 import tessera
 from tessera.cli import main as cli
+from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES
 
 MODEL = ["--model", "--attention", "--plan", "--dtype", "--debug"]
@@ -30,7 +31,7 @@ FLAGS = {
     "convert": ["--dtype", "--debug"],
     "train": "--out --recipe --save-every-s --until --text --base --steps --length --batch --rate --debug".split(),
     "demo": "--out --debug".split(),
-    "doctor": "--json --debug".split(),
+    "doctor": "--plan --model --json --debug".split(),
     "bench": "--suite --only --resume --out --peer-python --model --plan --gate --compare --debug".split(),
     "verify": "--kernel --simulate --configs --random --seed --out --debug".split(),
     "tune": (
@@ -82,7 +83,9 @@ def test_choices_are_those_of_the_library():
     from tessera.workbench.tune import METHODS
 
     def choices(kind: type, name: str) -> tuple:
-        return typing.get_args(typing.get_type_hints(kind)[name])
+        found = typing.get_type_hints(kind)[name]
+        literals = typing.get_args(found) if type(None) in typing.get_args(found) else (found,)
+        return tuple(value for literal in literals for value in typing.get_args(literal))
 
     assert typing.get_args(cli.Attention) == tuple(POLICIES)
     assert choices(cli.Calibrate, "tile") == TILES
@@ -206,6 +209,106 @@ def test_doctor_prints_tables(capsys):
     out = capsys.readouterr().out
     for words in ("Versions", "Devices", "Kernels, best first", "Caches", "pip check"):
         assert words in out
+
+
+@pytest.fixture
+def promised(tmp_path):
+    """A tiny model whose plan holds a promise."""
+    folder = save_tiny(tmp_path / "promised")
+    return folder, promising(folder)
+
+
+LINE = (
+    "the plan was asked for max_kl 0.02; on new text (400 and 512 tokens) it reads 22% of keys and keeps 99.0% of "
+    "dense's probability (KL 0.012; planted answers 98.3%, KL 0.019); it keeps 7 of 8 planted answers"
+)
+
+
+def test_loading_a_plan_shows_its_promise(promised, caplog):
+    folder, path = promised
+    caplog.set_level("INFO", logger="tessera")
+    model = tessera.load(folder, attention="kascade")
+    assert [record.getMessage() for record in caplog.records] == [LINE]
+    caplog.clear()
+    model.with_attention("window").with_attention("kascade")
+    dense = tessera.load(folder)
+    assert LINE not in caplog.text
+    dense.with_attention("kascade", path)
+    assert [record.getMessage() for record in caplog.records if "plan" in record.getMessage()] == [LINE]
+
+
+def test_generate_reports_what_it_used_and_the_promise(promised, capsys):
+    folder, _ = promised
+    command = ["generate", "x" * 150, "--model", str(folder), "--max-new-tokens", "2"]
+    assert cli.main([*command, "--attention", "kascade", "--json"]) == 0
+    shown = capsys.readouterr()
+    density = json.loads(shown.out)["density"]
+    usage = shown.err.splitlines()[-1]
+    assert re.fullmatch(r"\(151 tokens; 2 new at [0-9.]+ tokens/s; .*\)", usage)
+    assert f"{density:.0%} of keys read; plan asked for max_kl 0.02, measured max_kl 0.01851" in usage
+
+
+@pytest.mark.parametrize("flag", ["--plan", "--model"])
+def test_doctor_reports_a_plan(promised, flag, capsys, monkeypatch):
+    folder, path = promised
+    monkeypatch.setenv("COLUMNS", "400")
+    given = [flag, str(path if flag == "--plan" else folder)]
+    cli.main(["doctor", *given])
+    out = capsys.readouterr().out
+    assert LINE in out
+    assert "dense 1.7040, plan 1.7140" in out
+    cli.main(["doctor", *given, "--json"])
+    found = json.loads(capsys.readouterr().out)["plan"]
+    assert found["path"] == str(path)
+    assert found["promise"] == PROMISE
+    assert found["summary"].startswith(LINE)
+
+
+def test_doctor_names_what_is_wrong_with_a_plan(promised, capsys):
+    _, path = promised
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"promise": {"keep": 0.9}}))
+    assert cli.main(["doctor", "--plan", str(path), "--json"]) == 1
+    assert any("promise lacks measured" in problem for problem in json.loads(capsys.readouterr().out)["problems"])
+
+
+def test_doctor_shows_the_shipped_promises(capsys):
+    cli.main(["doctor", "--json"])
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert plans["smollm2.plan.json"] == (
+        "the plan was asked for max_kl 0.02; on the text that set its budget (at most 8,192 tokens) it reads 22% of "
+        "keys and keeps 99.0% of dense's probability (KL 0.012; planted answers 98.3%, KL 0.019); it promises nothing "
+        "about answers, as dense finds only 2 of 9 planted ones"
+    )
+    assert "as dense finds none of 18 planted ones" in plans["model/plan.json"]
+
+
+@pytest.mark.parametrize("target", ["--anchors 2 --fraction 0.2", "--max-kl 9", "--keep 0.01"])
+def test_calibrate_prints_what_dense_and_the_plan_lose(folder, tmp_path, capsys, target):
+    text, out = tmp_path / "text.txt", tmp_path / "plan.json"
+    text.write_text("".join(f"line {i}: {i * i}\n" for i in range(300)))
+    arguments = ["--text", str(text), "--model", str(folder), "--out", str(out), "--crossover", "0", *target.split()]
+    assert cli.main(["calibrate", *arguments, "--max-tokens", "1024", "--minimum", "16"]) == 0
+    shown, plan = capsys.readouterr().out, json.loads(out.read_text())
+    if "anchors" in target:
+        number, stored = r"held-out perplexity: dense ([0-9.]+), plan ([0-9.]+);", plan["metrics"]
+        names = ("perplexity_dense", "perplexity_kascade")
+    else:
+        number, stored = r"loss per token +dense ([0-9.]+), plan ([0-9.]+) ", plan["promise"]["measured"]
+        names = ("text_loss_dense", "text_loss")
+        assert "warning: dense finds fewer than 5 planted answers" in shown
+    [pair] = re.findall(number, shown)
+    assert [float(value) for value in pair] == [stored[name] for name in names]
+    assert stored[names[0]] != stored[names[1]]
+
+
+def test_convert_carries_the_plan(promised, tmp_path, capsys):
+    folder, path = promised
+    assert cli.main(["convert", str(folder), str(tmp_path / "out")]) == 0
+    assert tessera.load(tmp_path / "out", attention="kascade").plan == Plan.load(path)
+    replace(Plan.load(path), model="0123").save(path)
+    assert cli.main(["convert", str(folder), str(tmp_path / "bare")]) == 0
+    assert f"{path} is left out: the plan is of another model" in capsys.readouterr().err
+    assert not (tmp_path / "bare" / "plan.json").exists()
 
 
 def test_calibrate_writes_a_plan_that_generate_finds(folder, tmp_path, capsys):

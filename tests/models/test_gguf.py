@@ -459,6 +459,14 @@ def test_commands_take_a_file(tiny, tmp_path, capsys):
     assert capsys.readouterr().out == from_file
     assert main(["convert", str(path), str(tmp_path / "out")]) == 0
     assert same(tessera.load(tmp_path / "out").params, tessera.load(folder).params)
+    converted, source = tessera.load(tmp_path / "out"), tessera.load(path)
+    ids = [fingerprint(model.params, model.config) for model in (converted, source)]
+    assert ids[0] == ids[1]
+    if plan_path(path).is_file():
+        plan_path(path).unlink()
+    replace(PLAN, model=ids[0]).save(plan_path(path))
+    assert main(["convert", str(path), str(tmp_path / "planned")]) == 0
+    assert tessera.load(tmp_path / "planned", attention="kascade").plan == replace(PLAN, model=ids[0])
     path.write_bytes(path.read_bytes()[:500])
     assert main(["convert", str(path), str(tmp_path / "out2")]) == 2
     assert not (tmp_path / "out2").exists()

@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 import pytest
+from tiny import PROMISE
 
 from tessera.models.config import ModelConfig
 from tessera.sparse.baselines import Dense, Oracle, Window
@@ -20,6 +21,8 @@ PLAN = Plan(
     model="abc", num_layers=3, num_kv_heads=2, anchors=(0, 1), head_map=((0, 1), (0, 1), (1, 1)), tile=16,
     crossover_tokens=100, provenance={"corpus": "x"}, metrics={"recall": [1.0, 1.0, 0.9]},
 )  # fmt: skip
+
+MEASURED = PROMISE["measured"]
 
 
 def written(tmp_path, **changes):
@@ -114,6 +117,27 @@ def test_a_truncated_plan_is_refused_at_every_length(tmp_path):
         ({"budgets": [["all", 1]] * 3}, "list of numbers"),
         ({"score_keys": 0}, "keys=0 and rows=1 must be at least 1"),
         ({"promise": None}, "promise is missing"),
+        ({"promise": {"keep": 0.9}}, "promise lacks measured"),
+        ({"promise": PROMISE | {"measured": {}}}, "measured in the promise lacks asked"),
+        ({"promise": PROMISE | {"measured": None}}, "measured=None in the promise"),
+        ({"promise": PROMISE | {"max_kl": None}}, "max_kl=None in the promise must be a number"),
+        ({"promise": PROMISE | {"max_kl": "0.02"}}, "max_kl='0.02' in the promise must be a number"),
+        ({"promise": PROMISE | {"max_kl": True}}, "max_kl=True in the promise must be a number"),
+        ({"promise": PROMISE | {"keep": float("nan")}}, "keep=nan in the promise must be a number"),
+        ({"promise": PROMISE | {"colour": "red"}}, r"promise has unknown fields \['colour'\]"),
+        ({"promise": PROMISE | {"judged_tokens": []}}, r"judged_tokens=\[\] in the promise must be a list"),
+        ({"promise": PROMISE | {"fresh": 1}}, "fresh=1 in the promise must be true or false"),
+        ({"promise": PROMISE | {"held": "yes"}}, "held='yes' in the promise must be true or false"),
+        ({"promise": {"judged_tokens": [512], "measured": MEASURED}}, "promise lacks keep or max_kl"),
+        ({"promise": {"keep": 0.9, "measured": MEASURED}}, "promise lacks judged_tokens"),
+        ({"promise": {"keep": 0.9, "measured": MEASURED, "window_tokens": "many"}}, "window_tokens='many'"),
+        ({"promise": PROMISE | {"measured": MEASURED | {"density": None}}}, "density=None in the promise"),
+        ({"promise": PROMISE | {"measured": MEASURED | {"found": 1.5}}}, "found=1.5 in the promise must be an integer"),
+        ({"promise": PROMISE | {"measured": MEASURED | {"x": 1}}}, r"measured in the promise has unknown fields"),
+        ({"local": 2**40}, "local=1099511627776 must be below 2,147,483,648"),
+        ({"sinks": 2**31}, "sinks=2147483648 must be below"),
+        ({"minimum": 2**31}, "minimum=2147483648 must be below"),
+        ({"query_tile": 10**9}, "query_tile=1000000000 must be from 1 to 1,048,576"),
         ({"crossover_tokens": -1}, "crossover_tokens=-1"),
         ({"num_layers": True}, "num_layers=True has the wrong type"),
         ({"colour": "red"}, r"unknown fields \['colour'\]"),
@@ -135,6 +159,8 @@ def test_a_plan_of_another_model_is_refused():
         PLAN.check(replace(CONFIG, num_kv_heads=4))
     with pytest.raises(ValueError, match="tile=128 does not fit this model's context of 64"):
         replace(PLAN, tile=128).check(replace(CONFIG, max_positions=64))
+    with pytest.raises(ValueError, match="query_tile=512 does not fit this model's context of 256"):
+        replace(PLAN, query_tile=512).check(CONFIG)
 
 
 def test_policies_by_name():

@@ -19,6 +19,9 @@ from jaxtyping import Float, Int32
 TILES = (1, 16, 32, 64, 128)
 """Key tile sizes. 1 is the paper's own granularity: reference and portable path only."""
 
+MAX_QUERY_TILE = 2**20
+"""Rows of the longest context; chunks of a prompt are padded to whole query tiles."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -45,8 +48,8 @@ class AttentionSpec:
     def __post_init__(self):
         if self.tile not in TILES:
             raise ValueError(f"tile={self.tile} must be one of {TILES}")
-        if self.query_tile < 1:
-            raise ValueError(f"query_tile={self.query_tile} must be at least 1")
+        if not 1 <= self.query_tile <= MAX_QUERY_TILE:
+            raise ValueError(f"query_tile={self.query_tile} must be from 1 to {MAX_QUERY_TILE:,}")
         if self.window is not None and (self.window < 1 or not self.causal):
             raise ValueError(f"window={self.window} must be at least 1 and needs causal=True, got causal={self.causal}")
         if self.softcap is not None and not self.softcap > 0:

@@ -293,3 +293,5 @@ def check_budget(fraction: Fraction, minimum: int, local: int = 0, sinks: int = 
     for name, keys in (("minimum", minimum), ("local", local), ("sinks", sinks)):
         if keys < 0:
             raise ValueError(f"{name}={keys} must be at least 0 keys")
+        if keys >= 2**31:
+            raise ValueError(f"{name}={keys} must be below {2**31:,} keys: positions are int32")

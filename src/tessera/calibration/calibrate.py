@@ -47,7 +47,7 @@ from tessera.models.cache import init_cache
 from tessera.models.checkpoint import fingerprint
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
-from tessera.runtime.corpus import Corpus, read_corpus
+from tessera.runtime.corpus import MAX_WINDOW, Corpus, read_corpus
 from tessera.sparse.ablation import Tiling
 from tessera.sparse.anchors import best_heads, choose_anchors, default_anchors, head_table, mapped
 from tessera.sparse.contract import Policy
@@ -58,8 +58,8 @@ from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorde
 CHUNK = 512
 """Rows per call. A recorder holds rows / query_tile masses over all keys, the output head rows x vocabulary scores."""
 
-HELD_OUT_WINDOWS, HELD_OUT_STEP = 2, 0.03
-"""Windows that judge the plan's promise, and the increment of the mean budget while they miss the target."""
+HELD_OUT_STEP = 0.03
+"""Increment of the mean budget while the first held-out window misses the target."""
 
 
 def calibrate(
@@ -73,9 +73,9 @@ def calibrate(
     query_tile: int = 32,
     local: int = 64,
     sinks: int = 16,
-    fraction: float = 0.1,
+    fraction: float | None = None,
     minimum: int = 128,
-    heads: str = "remap",
+    heads: str | None = None,
     crossover: int | None = None,
     max_tokens: int = 65536,
     progress: bool = True,
@@ -92,9 +92,9 @@ def calibrate(
         anchors: without a target, the number of anchors (None: the paper's proportion, 5 of 32 layers, at least 2) or
             the layers themselves.
         tile, query_tile, local, sinks, minimum: fields of the plan; see `Plan`.
-        fraction, heads: without a target, fields of the plan.
+        fraction, heads: without a target, fields of the plan: 0.1 and "remap" if not given.
         crossover: requests below this many tokens run dense; None measures it here.
-        max_tokens: maximum number of tokens to run, sampled evenly from the text.
+        max_tokens: maximum number of tokens to take, sampled evenly from the text; a search runs a part of them.
         progress: show a progress bar on standard error.
         notes: with a target, a file that records each measurement; the same call resumes from it after a Ctrl-C, a
             kill or a plan that could not be saved. Delete it once the plan is saved.
@@ -107,22 +107,20 @@ def calibrate(
         ValueError, FileNotFoundError: an argument, the text or the weights are unusable; the message says why.
         KeyboardInterrupt: Ctrl-C; the message says how far calibration got. No plan is written.
     """
+    target = _target(keep, max_kl, anchors=anchors, fraction=fraction, heads=heads)
+    fraction, heads = 0.1 if fraction is None else fraction, heads or "remap"
     check_budget(fraction, minimum, local, sinks)
-    if anchors is not None and (keep is not None or max_kl is not None):
-        raise ValueError(f"{anchors=} is for plans without a target: drop it, or drop keep and max_kl")
-    target = None if keep is None and max_kl is None else Target(keep=keep, max_kl=max_kl)
     AttentionSpec(tile=tile, query_tile=query_tile)
     for name, value, least in (("crossover", crossover or 0, 0), ("max_tokens", max_tokens, 1)):
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")
     if heads not in HEADS:
         raise ValueError(f"{heads=} must be one of {HEADS}")
-    if tile > model.config.max_positions:
-        raise ValueError(f"{tile=} does not fit the context of {model.config.max_positions}: choose a smaller one")
+    always = {"tile": tile, "query_tile": query_tile, "local": local, "sinks": sinks}
+    _check_fit(model.config, tile=tile, query_tile=query_tile)
     count = _check_anchors(anchors, model.config.num_layers)
     corpus = read_corpus(model, texts, max_tokens)
     report, notebook = Report(progress), Notebook()
-    always = {"tile": tile, "query_tile": query_tile, "local": local, "sinks": sinks}
     try:
         with report:
             if target is not None:
@@ -142,7 +140,7 @@ def calibrate(
         model=fingerprint(model.params, model.config),
         num_layers=model.config.num_layers,
         num_kv_heads=model.config.num_kv_heads,
-        provenance=provenance(corpus),
+        provenance=provenance(corpus, found.pop("tokens")),
         **found,
         **asdict(replace(policy, crossover_tokens=crossover)),
     )
@@ -156,40 +154,68 @@ def find_anchors(
     notes = record_similarity(model, corpus.windows, heads=fixed["heads"], report=report, **always)
     chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
     policy = Kascade(anchors=chosen, head_map=_head_map(notes.heads, chosen, model.config), **fixed)
-    return policy, {"metrics": notes.metrics() | measure_policy(model, policy, corpus.held_out, report)}
+    metrics = notes.metrics() | measure_policy(model, policy, corpus.held_out, report)
+    return policy, {"metrics": metrics, "tokens": corpus.num_tokens}
 
 
 def search_policy(
     model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: "Report", notebook: Notebook
 ) -> tuple[Kascade, dict[str, Any]]:
-    """Find the policy that reads least and meets the target on held-out windows -> policy, the plan's promise, metrics.
+    """Find the policy that reads least and meets the target -> policy, the plan's promise and metrics, tokens run.
 
-    While the held-out windows miss the target, the mean budget grows by HELD_OUT_STEP.
+    While the first held-out window misses the target, the mean budget grows by HELD_OUT_STEP. The promise is what the
+    policy keeps of a second one; if there is none, of the first, and the promise says that this set the budget.
     """
-    context = len(max((*corpus.windows, *corpus.held_out), key=len))
-    short, long = (min(length, context) for length in (SHORT, LONG))
     windows = corpus.windows[:: ceil_div(len(corpus.windows), 2)]
-    damage = measure_damage(model, probes_of(model, windows, short, 0), tiling, report.each, notebook)
-    chosen_on = probes_of(model, windows[:1], long, 1)
+    ablated, chosen_on = probes_of(model, windows, SHORT, 0), probes_of(model, windows[:1], LONG, 1)
+    held_out = probes_of(model, corpus.held_out[:2], MAX_WINDOW, 2)  # a window too short for its facts is named first
+    damage = measure_damage(model, ablated, tiling, report.each, notebook)
     missed = notebook.keep("missed mass", lambda: measure_missed(model, chosen_on, tiling, report.each).tolist())
     missed = np.asarray(missed)
     tried = search(damage, missed, Judge(model, chosen_on), tiling, target, report.each, notebook)
-    mean, judge = tried[-1].mean, Judge(model, probes_of(model, corpus.held_out[:HELD_OUT_WINDOWS], context, 2))
+    mean, judge = tried[-1].mean, Judge(model, held_out[:1])
     for _ in report.each("held-out text", range(round((1 - mean) / HELD_OUT_STEP) + 1)):
         policy = policy_of(choose_budgets(damage, missed, mean), tiling)
         kept = judge.noted(notebook, f"held-out text, mean budget {mean}", Fixed(policy))
         if target.holds(kept) or mean >= 1:
             break
         mean = min(mean + HELD_OUT_STEP, 1.0)
+    fresh = held_out[1:]
+    if fresh:
+        kept = Judge(model, fresh).noted(notebook, "new text", Fixed(policy))
+    promise = {
+        **{name: value for name, value in asdict(target).items() if value is not None},
+        "judged_tokens": [len(probe.tokens) for probe in fresh or held_out],
+        "fresh": bool(fresh),
+        "held": target.holds(kept),
+        "measured": kept.metrics(),
+    }
     metrics = {
         "damage": _rounded(damage),
         "tried": [{"mean_budget": _rounded(one.mean), **one.kept.metrics()} for one in tried],
     }
-    asked = {name: value for name, value in asdict(target).items() if value is not None}
-    return policy, {
-        "promise": {**asked, "window_tokens": context, "measured": kept.metrics()},
-        "metrics": metrics,
-    }
+    run = [*chosen_on, *ablated[1:], *held_out]  # the first ablated window is the start of the one that chooses
+    return policy, {"promise": promise, "metrics": metrics, "tokens": sum(len(probe.tokens) for probe in run)}
+
+
+def _target(keep: float | None, max_kl: float | None, **without: Any) -> Target | None:
+    """Return the target, if any; refuse arguments that only plans without a target take."""
+    if keep is None and max_kl is None:
+        return None
+    if given := {name: value for name, value in without.items() if value is not None}:
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        way = "drop keep and max_kl" if "anchors" in given else "pass anchors instead of a target"
+        raise ValueError(
+            f"{said} must not stand with keep or max_kl: drop {'it' if len(given) == 1 else 'them'}, or {way}"
+        )
+    return Target(keep=keep, max_kl=max_kl)
+
+
+def _check_fit(config: ModelConfig, **sizes: int) -> None:
+    """Raise ValueError if a tile is longer than the context."""
+    for name, size in sizes.items():
+        if size > config.max_positions:
+            raise ValueError(f"{name}={size} does not fit the context of {config.max_positions}: choose a smaller one")
 
 
 def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int | tuple[int, ...]:
@@ -223,12 +249,12 @@ def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> di
     }
 
 
-def provenance(corpus: Corpus) -> dict[str, Any]:
-    """Describe where a plan comes from: corpus, date, versions, device."""
+def provenance(corpus: Corpus, tokens_run: int) -> dict[str, Any]:
+    """Describe where a plan comes from: corpus, the tokens of it that were run, date, versions, device."""
     return {
         "corpus": corpus.source,
         "corpus_sha256": corpus.sha256,
-        "corpus_tokens": corpus.num_tokens,
+        "corpus_tokens": tokens_run,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "tessera": importlib.metadata.version("tessera-attention"),
         "jax": jax.__version__,

@@ -62,13 +62,13 @@ class Target:
     def __post_init__(self):
         if self.keep is not None and not 0 < self.keep < 1:
             raise ValueError(f"keep={self.keep} must be above 0 and below 1, such as 0.99")
-        if self.max_kl is not None and not self.max_kl > 0:
-            raise ValueError(f"max_kl={self.max_kl} must be above 0, such as 0.02")
+        if self.max_kl is not None and not 0 < self.max_kl < math.inf:
+            raise ValueError(f"max_kl={self.max_kl} must be above 0 and finite, such as 0.02")
 
     def holds(self, kept: "Kept") -> bool:
         """Return whether the measured losses meet the target."""
-        by_loss = self.keep is None or min(kept.text_kept, kept.probes_kept) >= self.keep
-        return by_loss and (self.max_kl is None or max(kept.text_kl, kept.probes_kl) <= self.max_kl)
+        by_loss = self.keep is None or all(share >= self.keep for share in (kept.text_kept, kept.probes_kept))
+        return by_loss and (self.max_kl is None or all(kl <= self.max_kl for kl in (kept.text_kl, kept.probes_kl)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +114,12 @@ def _run(params, cache, tokens_BT, q_start_B, q_len_B, array, *, config: ModelCo
 
 
 def run(model: Any, tokens: np.ndarray, make: Callable[[Any], Policy], array: Any = None) -> tuple[np.ndarray, list]:
-    """Run a window in chunks -> hidden states [W,D], the policy's notes of each chunk.
+    """Run a window in chunks of whole query tiles -> hidden states [W,D], the policy's notes of each chunk.
 
     Args:
         make: array -> policy; static under jit, so a policy that takes no array must be hashable.
     """
-    rows = min(CHUNK, round_up(len(tokens), 64))
+    rows = round_up(min(CHUNK, round_up(len(tokens), 64)), getattr(make(array), "query_tile", 1))
     stacked = not isinstance(model.params.layers, tuple)
     size = round_up(len(tokens), rows)
     cache = init_cache(model.config, 1, size, dtype=model.params.embed.dtype, stacked=stacked)
@@ -321,9 +321,9 @@ def search(
 
 
 def probes_of(model: Any, windows: Sequence[np.ndarray], length: int, seed: int) -> list[Probe]:
-    """Cut the windows to `length` tokens and plant facts in them."""
-    facts = 4 if length <= SHORT else 8
-    return [plant(model, window[:length], (seed, index), facts) for index, window in enumerate(windows)]
+    """Cut the windows to `length` tokens and plant facts in them, four in short ones and eight in others."""
+    cut = [window[:length] for window in windows]
+    return [plant(model, row, (seed, index), 4 if len(row) <= SHORT else 8) for index, row in enumerate(cut)]
 
 
 def policy_of(budgets_LK: np.ndarray, tiling: Tiling) -> Kascade:

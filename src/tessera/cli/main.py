@@ -15,8 +15,9 @@ from typing import Annotated, Literal, Union
 
 import tyro
 
+from tessera.cli.calibrate import Calibrate
 from tessera.cli.inspect import Inspect
-from tessera.cli.model_commands import Convert, Fetch
+from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.study import Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
 from tessera.core.escapes import escaped
@@ -97,6 +98,7 @@ class Generate(ModelFlags, SamplingFlags):
         """Print each prompt's continuation on standard output."""
         from tessera.generate import Interrupted
         from tessera.runtime.sampling import Sampling
+        from tessera.sparse.promise import promise_note
 
         Sampling(**self.values())  # raises before a model is read
         prompts = self.read_prompts()
@@ -120,6 +122,9 @@ class Generate(ModelFlags, SamplingFlags):
             print()
         else:
             self.show(results)
+        if note := promise_note(model.plan):
+            for result in results:
+                print(f"({result.usage()}; {note})", file=sys.stderr)
         if status:
             print("interrupted", file=sys.stderr)
         return status
@@ -165,84 +170,6 @@ class Chat(ModelFlags, SamplingFlags):
         interactive = sys.stdin.isatty()
         good = converse(chat, typed_lines(), interactive=interactive)
         return 0 if good or interactive else 2  # an interactive user saw the error and continued
-
-
-@dataclass(frozen=True, kw_only=True)
-class Calibrate:
-    """Find what each layer and head of a model must read, on some text, and write the Kascade plan.
-
-    After an interruption, the same command resumes.
-    """
-
-    text: Path
-    """Text file, or folder of text files."""
-    model: str | None = None
-    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
-    out: Path = Path("plan.json")
-    """File for the plan; plan.json in the model's folder, or x.plan.json next to x.gguf, is found without --plan."""
-    keep: float | None = None
-    """Keep at least this share of the probability that dense gives the right next token, on held-out text and on facts
-    planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
-    max_kl: float | None = None
-    """Keep KL(dense || plan) per token at or below this, on the same text and facts."""
-    anchors: int | None = None
-    """Set no target: use Kascade's own recipe with this many layers that score all keys (the paper: 5 of 32)."""
-    tile: Literal[1, 16, 32, 64, 128] = 16
-    """Keys per tile."""
-    query_tile: int = 32
-    """Queries that share a selection."""
-    local: int = 64
-    """Keys just before a query tile, always read."""
-    sinks: int = 16
-    """First keys, always read."""
-    fraction: float = 0.1
-    """With --anchors: share of the visible keys that reuse layers read, besides local keys and sinks."""
-    minimum: int = 128
-    """Fewest keys that a choosing layer reads, besides local keys and sinks."""
-    heads: Literal["remap", "identity", "pooled"] = "remap"
-    """With --anchors: the selection that a head uses: a mapped head's, its own, or one for all heads."""
-    crossover: int | None = None
-    """Tokens below which requests run dense; measured if not given."""
-    max_tokens: int = 65536
-    """Maximum number of tokens to run, spread evenly over the text."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the weights; the checkpoint's own if not given."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Write the plan and print what it keeps."""
-        from tessera.calibration.calibrate import calibrate
-        from tessera.generate import load
-        from tessera.sparse.promise import summary
-
-        if not self.out.parent.is_dir():
-            raise FileNotFoundError(f"the folder {self.out.parent} for --out does not exist: create it")
-        if self.out.is_dir():
-            raise ValueError(f"--out {self.out} is a folder: name a file in it, such as {self.out / 'plan.json'}")
-        notes = self.out.with_name(f"{self.out.name}.partial")
-        plan = calibrate(
-            load(named_model(self.model), dtype=self.dtype),
-            self.text,
-            keep=0.99 if (self.keep, self.max_kl, self.anchors) == (None, None, None) else self.keep,
-            max_kl=self.max_kl,
-            anchors=self.anchors,
-            tile=self.tile,
-            query_tile=self.query_tile,
-            local=self.local,
-            sinks=self.sinks,
-            fraction=self.fraction,
-            minimum=self.minimum,
-            heads=self.heads,
-            crossover=self.crossover,
-            max_tokens=self.max_tokens,
-            notes=notes,
-        )
-        plan.save(self.out)
-        notes.unlink(missing_ok=True)
-        dense_below = f"requests below {plan.crossover_tokens:,} tokens run dense"
-        print(f"{self.out}: {dense_below}", *summary(plan), sep="\n")
-        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,6 +244,10 @@ class Demo:
 class Doctor:
     """Inspect this installation: versions, devices, kernels and why they run, caches, memory."""
 
+    plan: Path | None = None
+    """Also report what this plan promised and measured."""
+    model: str | None = None
+    """Also report what the plan of this model promised and measured, if it fits."""
     json: bool = False
     """Print JSON."""
     debug: bool = False
@@ -326,12 +257,25 @@ class Doctor:
         """Print the report; return 1 if anything is wrong."""
         from tessera import doctor
 
-        found = doctor.examine()
+        found = doctor.examine(self.plan) if self.model is None else doctor.examine(*self.plan_of_model())
         if self.json:
             print(json.dumps(found, indent=1))
         else:
             doctor.print_report(found)
         return 1 if found["problems"] else 0
+
+    def plan_of_model(self):
+        """Return the plan file of --model (or --plan) and the config that it must fit."""
+        from tessera.generate import locate_plan, plan_path
+        from tessera.models.checkpoint import read_config, resolve
+
+        source = resolve(self.model)
+        plan = self.plan or locate_plan(source)
+        if plan is None:
+            raise FileNotFoundError(
+                f"--model {self.model} has no plan at {plan_path(source)}: make one with `tessera calibrate`"
+            )
+        return plan, read_config(source)
 
 
 COMMANDS = MappingProxyType(
@@ -424,20 +368,6 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert it first") from None
-
-
-def named_model(name: str | None) -> str | Path:
-    """Return the model that --model names. An empty name (a script's unset variable) is an error, not the default."""
-    return shipped_model() if name is None else name
-
-
-def shipped_model() -> Path:
-    """Return the folder of the demo checkpoint that comes with the package."""
-    from tessera.core.files import DEMO_MODEL
-
-    if not (DEMO_MODEL / "config.json").is_file():
-        raise FileNotFoundError(f"the shipped demo model is missing at {DEMO_MODEL}: reinstall, or pass --model")
-    return DEMO_MODEL
 
 
 if __name__ == "__main__":

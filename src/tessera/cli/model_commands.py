@@ -1,5 +1,7 @@
-"""Commands that bring models in: fetch a real one, convert a GGUF file to a Hugging Face folder."""
+"""Commands that bring models in: fetch a real one, convert a GGUF file to a Hugging Face folder. Also --model's
+default."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,7 +28,7 @@ class Fetch:
 
 @dataclass(frozen=True, kw_only=True)
 class Convert:
-    """Write a GGUF file, or any model that loads, as a Hugging Face folder with full-precision weights."""
+    """Write a GGUF file, or any model that loads, as a Hugging Face folder with full-precision weights and its plan."""
 
     model: Annotated[str, tyro.conf.Positional]
     """GGUF file, Hugging Face folder, hub id, or the name of a fetched model."""
@@ -42,8 +44,42 @@ class Convert:
         from tessera.generate import load, save
         from tessera.models.weights import num_parameters
 
-        model = load(self.model, dtype=self.dtype)
+        model = with_its_plan(load(self.model, dtype=self.dtype))
         save(model, self.out)
         config = model.config
         print(f"{self.out}: {config.family}, {num_parameters(config) / 1e6:.0f}M parameters in {config.dtype}")
         return 0
+
+
+def with_its_plan(model):
+    """Return the model with the plan that comes with its weights, if any; say so if that plan is of no use."""
+    from dataclasses import replace
+
+    from tessera.generate import locate_plan
+    from tessera.models.checkpoint import fingerprint
+    from tessera.sparse.plan import Plan
+
+    path = locate_plan(model.source)
+    if path is None:
+        return model
+    try:
+        plan = Plan.load(path)
+        plan.check(model.config, fingerprint(model.params, model.config))
+    except ValueError as error:
+        print(f"{path} is left out: {error}", file=sys.stderr)
+        return model
+    return replace(model, plan=plan)
+
+
+def named_model(name: str | None) -> str | Path:
+    """Return the model that --model names. An empty name (a script's unset variable) is an error, not the default."""
+    return shipped_model() if name is None else name
+
+
+def shipped_model() -> Path:
+    """Return the folder of the demo checkpoint that comes with the package."""
+    from tessera.core.files import DEMO_MODEL
+
+    if not (DEMO_MODEL / "config.json").is_file():
+        raise FileNotFoundError(f"the shipped demo model is missing at {DEMO_MODEL}: reinstall, or pass --model")
+    return DEMO_MODEL

@@ -12,16 +12,17 @@ import tyro
 class Bench:
     """Measure a suite against its peers and append the records; or compare two files of records."""
 
-    suite: Literal["cpu", "demo", "smoke"] = "cpu"
-    """"cpu" measures speed, "demo" the shipped model's answers; "smoke" checks in seconds that everything runs."""
+    suite: Literal["cpu", "demo", "smoke"] | None = None
+    """"cpu" (if not given) measures speed, "demo" the shipped model's answers; "smoke" checks in seconds that
+    everything runs."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Case to run; may be repeated; all cases if not given."""
     resume: bool = False
     """Skip cases that already have a record of this commit."""
     out: Path | None = None
     """File to append to; evidence/<device>.jsonl if not given."""
-    peer_python: Path = Path(".venv-peers/bin/python")
-    """Interpreter of the environment with torch and transformers (make peers)."""
+    peer_python: Path | None = None
+    """Interpreter of the environment with torch and transformers; .venv-peers/bin/python (make peers) if not given."""
     model: str | None = None
     """Time this model's prefill (folder, hub id or GGUF file) over lengths, dense and with its plan; runs no suite."""
     plan: Path | None = None
@@ -42,6 +43,7 @@ class Bench:
         from tessera.workbench import bench
 
         if self.model is not None:
+            self.refuse_beside("model", "suite", "only", "resume", "peer_python", "gate", "compare")
             from tessera.workbench.bench import own_model
 
             plan = "" if self.plan is None else f" --plan {self.plan.name}"
@@ -50,13 +52,21 @@ class Bench:
         if self.plan is not None:
             raise ValueError(f"--plan {self.plan} needs --model: whose plan is it?")
         if self.compare is not None:
+            self.refuse_beside("compare", "suite", "only", "resume", "out", "peer_python", "gate")
             return bench.compare_files(*self.compare)
-        options = {"peer_python": self.peer_python, "only": self.only}
+        suite, peers = self.suite or "cpu", self.peer_python or Path(".venv-peers/bin/python")
+        options = {"peer_python": peers, "only": self.only}
         if self.gate:
             if self.resume or self.out is not None:
                 raise ValueError("--gate keeps no records: drop --resume and --out")
-            return bench.gate(self.suite, **options)
-        return bench.run(self.suite, out=self.out, resume=self.resume, **options)
+            return bench.gate(suite, **options)
+        return bench.run(suite, out=self.out, resume=self.resume, **options)
+
+    def refuse_beside(self, flag: str, *names: str) -> None:
+        """Raise ValueError if one of these flags was given: beside this one, it would be ignored."""
+        if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]:
+            said = "it" if len(given) == 1 else "them"
+            raise ValueError(f"{', '.join(given)} must not stand beside --{flag}, which ignores {said}: drop {said}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,6 +225,12 @@ def save_folder(
             extra(new)
 
 
+def is_model_file(name: str) -> bool:
+    """Return whether a file of this name holds weights, a config or a tokenizer."""
+    configs = {"config.json", "generation_config.json", INDEX, *TOKENIZER_FILES}
+    return name in configs or name.endswith((".safetensors", ".gguf"))
+
+
 def fingerprint(params: Params, config: ModelConfig) -> str:
     """Return a short id of these weights: the same for either layout and for float32 or bfloat16 in memory.
 

@@ -1,5 +1,6 @@
 """One prompt's answer as it grows: tokens, text in whole characters, stop strings, and final statistics."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,11 @@ class Generation:
     decode_tokens_per_s: float
     density: float
     layer_density: tuple[float, ...]
+
+    def usage(self) -> str:
+        """Say in a few words what the answer cost: tokens, decode rate, keys read."""
+        rate = "" if math.isnan(self.decode_tokens_per_s) else f" at {self.decode_tokens_per_s:.1f} tokens/s"
+        return f"{self.prompt_tokens} tokens; {len(self.tokens)} new{rate}; {self.density:.0%} of keys read"
 
 
 class Answer:

@@ -1,6 +1,7 @@
 """The plan: what calibration found out about one model, as a file that can be read, checked and moved."""
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -19,6 +20,10 @@ FIRST_SCHEMA: Mapping[str, Any] = MappingProxyType(
     {"local": 0, "sinks": 0, "own": [], "budgets": [], "score_keys": 1, "score_rows": 1, "promise": {}}
 )
 """Fields that a plan of schema 1 lacks: it lists no local tiles and no sinks, and every layer scores or reuses."""
+
+MEASURED = ("text_kl", "text_loss", "text_loss_dense", "text_kept", "probes_kl", "probes_kept", "density")
+COUNTED = ("asked", "found_dense", "found", "tokens")
+"""Numbers and counts that a promise holds as measured; `calibration.search.Kept` says what they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +47,9 @@ class Plan:
             read; empty to use `fraction`.
         score_keys, score_rows: layers in `own` score means of `score_keys` keys, for every `score_rows`-th query row.
         crossover_tokens: requests shorter than this run dense, which is faster there.
-        promise: the target calibration had to keep, and its measurements on text not used to choose; empty without one.
+        promise: empty, or what calibration was asked for (`keep`, `max_kl`), what it measured (MEASURED, COUNTED), the
+            lengths of the windows that it measured on (`judged_tokens`), whether they set no budget (`fresh`) and meet
+            the target (`held`). Earlier plans hold `window_tokens` instead, the length of the longest window of any.
         provenance: where it came from: corpus hash, date, tessera version, device.
         metrics: measurements along the way: similarity, importance, recall, density, perplexity, cross-over times.
     """
@@ -74,6 +81,7 @@ class Plan:
         for name in ("head_map", "budgets"):
             object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
         check_choice(self)
+        check_promise(self.promise)
         if self.crossover_tokens < 0:
             raise ValueError(f"crossover_tokens={self.crossover_tokens} must be at least 0")
         check_head_map(self.head_map, self.num_layers, self.num_kv_heads)
@@ -122,10 +130,12 @@ class Plan:
             raise ValueError(
                 f"the plan is of another model: it was made for {self.model!r}, this model is {fingerprint!r}; {remake}"
             )
-        if self.tile > config.max_positions:
-            raise ValueError(
-                f"the plan's tile={self.tile} does not fit this model's context of {config.max_positions}; {remake}"
-            )
+        for name in ("tile", "query_tile"):
+            size = getattr(self, name)
+            if size > config.max_positions:
+                raise ValueError(
+                    f"the plan's {name}={size} does not fit this model's context of {config.max_positions}; {remake}"
+                )
 
 
 def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
@@ -166,6 +176,38 @@ def check_choice(found: Any) -> None:
     Estimate(keys=found.score_keys, rows=found.score_rows).check(found.tile if found.own else found.score_keys)
     if found.heads not in HEADS:
         raise ValueError(f"heads={found.heads!r} must be one of {HEADS}")
+
+
+def check_promise(promise: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a promise is empty, or says what was asked for, what was measured, and on what."""
+    if not promise:
+        return
+    optional = {"keep", "max_kl", "judged_tokens", "window_tokens", "fresh", "held"}
+    _check_names("promise", promise, {"measured"}, optional)
+    for either in (("keep", "max_kl"), ("judged_tokens", "window_tokens")):
+        if not promise.keys() & set(either):
+            raise ValueError(f"promise lacks {' or '.join(either)}")
+    measured, judged = promise["measured"], promise.get("judged_tokens", [1])
+    if not isinstance(measured, Mapping):
+        raise ValueError(f"{measured=} in the promise must hold what was measured by name")
+    _check_names("measured in the promise", measured, {*MEASURED, *COUNTED})
+    for name, value in {**promise, **measured}.items():
+        if name in ("keep", "max_kl", *MEASURED) and (type(value) not in (int, float) or not math.isfinite(value)):
+            raise ValueError(f"{name}={value!r} in the promise must be a number")
+        if name in ("window_tokens", *COUNTED) and (type(value) is not int or value < 0):
+            raise ValueError(f"{name}={value!r} in the promise must be an integer, at least 0")
+        if name in ("fresh", "held") and not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} in the promise must be true or false")
+    if not isinstance(judged, list | tuple) or not judged or any(type(size) is not int or size < 1 for size in judged):
+        raise ValueError(f"judged_tokens={judged!r} in the promise must be a list of window lengths")
+
+
+def _check_names(what: str, found: Mapping[str, Any], needed: set[str], optional: set[str] = frozenset()) -> None:
+    """Raise ValueError if a name is missing or unknown."""
+    if missing := sorted(needed - found.keys()):
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
+    if unknown := sorted(found.keys() - needed - optional):
+        raise ValueError(f"{what} has unknown fields {unknown}")
 
 
 def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_kv_heads: int) -> None:

@@ -1,6 +1,9 @@
-"""A plan's promise and measurements in words, printed by `tessera calibrate` and `tessera doctor`."""
+"""A plan's promise and measurements in words, printed when a plan is made, loaded, used or examined."""
 
 from tessera.sparse.plan import Plan
+
+FEWEST_ANSWERS = 5
+"""Planted answers that dense must find; of fewer, the share that a plan keeps says nothing."""
 
 
 def promise_line(plan: Plan) -> str:
@@ -8,30 +11,49 @@ def promise_line(plan: Plan) -> str:
     if not plan.promise:
         return "the plan promises nothing: it was made without a target"
     found = plan.promise["measured"]
-    asked = ", ".join(f"{name} {plan.promise[name]:g}" for name in ("keep", "max_kl") if name in plan.promise)
-    planted = f"{found['found']} of {found['found_dense']} planted answers"
-    if not found["found_dense"]:
-        planted = f"none of {found['asked']} planted answers, as dense finds none"
+    verdict = "" if plan.promise.get("held", True) else ", which misses the target"
     return (
-        f"the plan was asked for {asked}; it reads {found['density']:.0%} of keys at {plan.promise['window_tokens']:,} "
-        f"tokens and keeps {found['text_kept']:.1%} of dense's probability on new text (KL {found['text_kl']:.3f}) "
-        f"and {planted}"
+        f"the plan was asked for {_asked(plan)}; on {_judged(plan)} it reads {found['density']:.0%} of keys and keeps "
+        f"{found['text_kept']:.1%} of dense's probability (KL {found['text_kl']:.3f}; planted answers "
+        f"{found['probes_kept']:.1%}, KL {found['probes_kl']:.3f}){verdict}; {_answers(plan)}"
     )
+
+
+def promise_note(plan: Plan | None) -> str:
+    """Say in a few words what a plan promised and measured; empty without a plan or a promise."""
+    if plan is None or not plan.promise:
+        return ""
+    found = plan.promise["measured"]
+    measured = {
+        "keep": min(found["text_kept"], found["probes_kept"]),
+        "max_kl": max(found["text_kl"], found["probes_kl"]),
+    }
+    named = ", ".join(f"{name} {measured[name]:.4g}" for name in measured if name in plan.promise)
+    return f"plan asked for {_asked(plan)}, measured {named}"
+
+
+def promises_answers(plan: Plan) -> bool:
+    """Return whether dense found enough planted answers to judge the plan by."""
+    return plan.promise["measured"]["found_dense"] >= FEWEST_ANSWERS
 
 
 def summary(plan: Plan) -> list[str]:
     """Describe for people, line by line, what a plan costs and keeps compared with dense."""
-    lines = []
+    lines = [promise_line(plan)]
     if plan.promise:
         found = plan.promise["measured"]
         lines += [
-            promise_line(plan),
             f"  keys read           dense 100 %, plan {found['density']:.1%}",
             f"  loss per token      dense {found['text_loss_dense']:.4f}, plan {found['text_loss']:.4f} "
             f"({found['text_kept']:.2%} of the probability kept, KL {found['text_kl']:.4f})",
             f"  planted answers     dense {found['found_dense']} of {found['asked']}, plan keeps {found['found']} of "
             f"those ({found['probes_kept']:.2%} of the probability, KL {found['probes_kl']:.4f})",
         ]
+        if not promises_answers(plan):
+            lines.append(
+                f"warning: dense finds fewer than {FEWEST_ANSWERS} planted answers, so the plan promises nothing about "
+                "answers: judge them with `tessera eval --suite real`"
+            )
     elif "perplexity_kascade" in plan.metrics:
         dense, ours = (plan.metrics[f"perplexity_{name}"] for name in ("dense", "kascade"))
         lines.append(f"held-out perplexity: dense {dense:g}, plan {ours:g}; anchors {list(plan.anchors)}")
@@ -49,3 +71,23 @@ def summary(plan: Plan) -> list[str]:
             f"({dense_ms / ours_ms:.2f}x): runs {runs}"
         )
     return lines
+
+
+def _asked(plan: Plan) -> str:
+    return ", ".join(f"{name} {plan.promise[name]:g}" for name in ("keep", "max_kl") if name in plan.promise)
+
+
+def _judged(plan: Plan) -> str:
+    """Name the text that judged the plan, and its windows."""
+    text = "new text" if plan.promise.get("fresh") else "the text that set its budget"
+    if "judged_tokens" not in plan.promise:  # an earlier plan stored the longest window of any, judged or not
+        return f"{text} (at most {plan.promise['window_tokens']:,} tokens)"
+    return f"{text} ({' and '.join(f'{size:,}' for size in plan.promise['judged_tokens'])} tokens)"
+
+
+def _answers(plan: Plan) -> str:
+    found = plan.promise["measured"]
+    if promises_answers(plan):
+        return f"it keeps {found['found']} of {found['found_dense']} planted answers"
+    dense = f"only {found['found_dense']}" if found["found_dense"] else "none"
+    return f"it promises nothing about answers, as dense finds {dense} of {found['asked']} planted ones"

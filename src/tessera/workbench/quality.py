@@ -133,7 +133,7 @@ def without_choice(plan: Plan) -> Plan:
     """Return the plan with no choice: heads read all, or only own tiles, local tiles and sinks, which are always
     read."""
     budgets = tuple(tuple(float(budget >= 1) for budget in row) for row in plan.budgets)
-    return replace(plan, fraction=0.0, minimum=0, budgets=budgets)
+    return replace(plan, fraction=0.0, minimum=0, budgets=budgets, promise={})
 
 
 def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:

@@ -1,0 +1,102 @@
+"""The flags of `tessera calibrate`. Heavy imports wait until it runs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tessera.cli.model_commands import named_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Find what each layer and head of a model must read, on some text, and write the Kascade plan.
+
+    After an interruption, the same command resumes.
+    """
+
+    text: Path
+    """Text file, or folder of text files."""
+    model: str | None = None
+    """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
+    out: Path = Path("plan.json")
+    """File for the plan; plan.json in the model's folder, or x.plan.json next to x.gguf, is found without --plan."""
+    keep: float | None = None
+    """Keep at least this share of the probability that dense gives the right next token, on held-out text and on facts
+    planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
+    max_kl: float | None = None
+    """Keep KL(dense || plan) per token at or below this, on the same text and facts."""
+    anchors: int | None = None
+    """Set no target: use Kascade's own recipe with this many layers that score all keys (the paper: 5 of 32)."""
+    tile: Literal[1, 16, 32, 64, 128] = 16
+    """Keys per tile."""
+    query_tile: int = 32
+    """Queries that share a selection."""
+    local: int = 64
+    """Keys just before a query tile, always read."""
+    sinks: int = 16
+    """First keys, always read."""
+    fraction: float | None = None
+    """With --anchors: share of the visible keys that reuse layers read, besides local keys and sinks; 0.1 if not
+    given."""
+    minimum: int = 128
+    """Fewest keys that a choosing layer reads, besides local keys and sinks."""
+    heads: Literal["remap", "identity", "pooled"] | None = None
+    """With --anchors: the selection that a head uses: a mapped head's, its own, or one for all heads; "remap" if not
+    given."""
+    crossover: int | None = None
+    """Tokens below which requests run dense; measured if not given."""
+    max_tokens: int = 65536
+    """Maximum number of tokens to take, spread evenly over the text."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Dtype of the weights; the checkpoint's own if not given."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Write the plan and print what it keeps."""
+        from tessera.calibration.calibrate import calibrate
+        from tessera.generate import load
+        from tessera.sparse.promise import summary
+
+        check_out(self.out)
+        notes = self.out.with_name(f"{self.out.name}.partial")
+        plan = calibrate(
+            load(named_model(self.model), dtype=self.dtype),
+            self.text,
+            keep=0.99 if (self.keep, self.max_kl, self.anchors) == (None, None, None) else self.keep,
+            max_kl=self.max_kl,
+            anchors=self.anchors,
+            tile=self.tile,
+            query_tile=self.query_tile,
+            local=self.local,
+            sinks=self.sinks,
+            fraction=self.fraction,
+            minimum=self.minimum,
+            heads=self.heads,
+            crossover=self.crossover,
+            max_tokens=self.max_tokens,
+            notes=notes,
+        )
+        plan.save(self.out)
+        notes.unlink(missing_ok=True)
+        dense_below = f"requests below {plan.crossover_tokens:,} tokens run dense"
+        print(f"{self.out}: {dense_below}", *summary(plan), sep="\n")
+        return 0
+
+
+def check_out(path: Path) -> None:
+    """Refuse a path where a plan cannot be written, or would replace something else."""
+    from tessera.models.checkpoint import is_model_file
+    from tessera.sparse.plan import Plan
+
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} for --out does not exist: create it")
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder: name a file in it, such as {path / 'plan.json'}")
+    if is_model_file(path.name):
+        raise ValueError(f"--out {path} is a model's file, not a plan: name another file, such as plan.json")
+    if path.exists():
+        try:
+            Plan.load(path)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"--out {path} exists and is not a plan: name another file, or delete it") from error
