@@ -20,7 +20,7 @@ from tessera.workbench import evidence
 from tessera.workbench.eval import contenders, paired, probes, real, texts
 from tessera.workbench.eval.contenders import Matched
 from tessera.workbench.eval.trials import Runner, run_trials
-from tessera.workbench.quality import REAL_PLAN
+from tessera.workbench.plans import REAL_PLAN
 from tessera.workbench.report import real as report_real
 from tessera.workbench.report import real_pictures as report_real_pictures
 from tessera.workbench.report.page import write

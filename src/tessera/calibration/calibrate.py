@@ -28,11 +28,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.attention.selection import check_budget
 from tessera.calibration.crossover import measure_crossover
+from tessera.calibration.retrieval import Probe
 from tessera.calibration.search import (
     LONG,
     SHORT,
     Fixed,
     Judge,
+    Kept,
     Target,
     choose_budgets,
     measure_damage,
@@ -183,19 +185,24 @@ def search_policy(
     fresh = held_out[1:]
     if fresh:
         kept = Judge(model, fresh).noted(notebook, "new text", Fixed(policy))
-    promise = {
-        **{name: value for name, value in asdict(target).items() if value is not None},
-        "judged_tokens": [len(probe.tokens) for probe in fresh or held_out],
-        "fresh": bool(fresh),
-        "held": target.holds(kept),
-        "measured": kept.metrics(),
-    }
+    promise = promise_of(target, fresh or held_out, kept, fresh=bool(fresh))
     metrics = {
         "damage": _rounded(damage),
         "tried": [{"mean_budget": _rounded(one.mean), **one.kept.metrics()} for one in tried],
     }
     run = [*chosen_on, *ablated[1:], *held_out]  # the first ablated window is the start of the one that chooses
     return policy, {"promise": promise, "metrics": metrics, "tokens": sum(len(probe.tokens) for probe in run)}
+
+
+def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
+    """Return the plan's promise: the target, the windows that judged it, whether they set no budget, what it keeps."""
+    return {
+        **{name: value for name, value in asdict(target).items() if value is not None},
+        "judged_tokens": [len(probe.tokens) for probe in judged],
+        "fresh": fresh,
+        "held": target.holds(kept),
+        "measured": kept.metrics(),
+    }
 
 
 def _target(keep: float | None, max_kl: float | None, **without: Any) -> Target | None:

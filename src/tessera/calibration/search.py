@@ -187,11 +187,14 @@ def compare_rows(model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.nda
 
 
 class Judge:
-    """Compares policies with dense on the probes' windows; runs dense once, when built."""
+    """Compares policies with dense on the probes' windows; runs dense once, when built.
 
-    def __init__(self, model: Any, probes: Sequence[Probe]):
-        self.model, self.probes = model, probes
-        self.dense = [run(model, probe.tokens, Fixed(Dense()))[0] for probe in probes]
+    `each` iterates over the windows and shows progress; by default, none is shown.
+    """
+
+    def __init__(self, model: Any, probes: Sequence[Probe], each: Callable = lambda stage, items: items):
+        self.model, self.probes, self.each = model, probes, each
+        self.dense = [run(model, probe.tokens, Fixed(Dense()))[0] for probe in each("dense", probes)]
         if not all(np.isfinite(hidden).all() for hidden in self.dense):
             raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
 
@@ -203,7 +206,7 @@ class Judge:
         """Measure what the policy keeps of dense on all windows."""
         text, answers, found, found_dense = [], [], 0, 0
         read = visible = 0.0
-        for probe, dense in zip(self.probes, self.dense):
+        for probe, dense in zip(self.each("plan", self.probes), self.dense):
             hidden, notes = run(self.model, probe.tokens, make, array)
             for state in notes:
                 reads = make(array).reads(state)

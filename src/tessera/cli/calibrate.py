@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tessera.cli.model_commands import named_model
+
+if TYPE_CHECKING:
+    from tessera.sparse.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,8 @@ class Calibrate:
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     out: Path = Path("plan.json")
     """File for the plan; plan.json in the model's folder, or x.plan.json next to x.gguf, is found without --plan."""
+    plan: Path | None = None
+    """Search nothing: measure this plan's promise and cross-over again, on this text and device."""
     keep: float | None = None
     """Keep at least this share of the probability that dense gives the right next token, on held-out text and on facts
     planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
@@ -54,14 +59,45 @@ class Calibrate:
 
     def run(self) -> int:
         """Write the plan and print what it keeps."""
-        from tessera.calibration.calibrate import calibrate
         from tessera.generate import load
         from tessera.sparse.promise import summary
 
         check_out(self.out)
+        given = self.given_plan()
         notes = self.out.with_name(f"{self.out.name}.partial")
-        plan = calibrate(
-            load(named_model(self.model), dtype=self.dtype),
+        model = load(named_model(self.model), dtype=self.dtype)
+        plan = self.search(model, notes) if given is None else self.measure_again(model, given)
+        plan.save(self.out)
+        notes.unlink(missing_ok=True)
+        dense_below = f"requests below {plan.crossover_tokens:,} tokens run dense"
+        print(f"{self.out}: {dense_below}", *summary(plan), sep="\n")
+        return 0
+
+    def given_plan(self) -> "Plan | None":
+        """Read --plan; refuse flags that would make another."""
+        from tessera.sparse.plan import Plan
+
+        if self.plan is None:
+            return None
+        shaping = ("keep", "max_kl", "anchors", "tile", "query_tile", "local", "sinks", "fraction", "minimum", "heads")
+        standard = Calibrate(text=self.text)
+        if given := [name for name in shaping if getattr(self, name) != getattr(standard, name)]:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(f"{flags} would make another plan, but --plan measures {self.plan} as it is: drop either")
+        return Plan.load(self.plan)
+
+    def measure_again(self, model: Any, plan: "Plan") -> "Plan":
+        """Measure the given plan on the text and device."""
+        from tessera.calibration.remeasure import measure_again
+
+        return measure_again(model, plan, self.text, crossover=self.crossover, max_tokens=self.max_tokens)
+
+    def search(self, model: Any, notes: Path) -> "Plan":
+        """Find a plan; `notes` records each measurement, so that the same command resumes."""
+        from tessera.calibration.calibrate import calibrate
+
+        return calibrate(
+            model,
             self.text,
             keep=0.99 if (self.keep, self.max_kl, self.anchors) == (None, None, None) else self.keep,
             max_kl=self.max_kl,
@@ -77,11 +113,6 @@ class Calibrate:
             max_tokens=self.max_tokens,
             notes=notes,
         )
-        plan.save(self.out)
-        notes.unlink(missing_ok=True)
-        dense_below = f"requests below {plan.crossover_tokens:,} tokens run dense"
-        print(f"{self.out}: {dense_below}", *summary(plan), sep="\n")
-        return 0
 
 
 def check_out(path: Path) -> None:

@@ -1,24 +1,16 @@
-"""Pass keys found under a policy, and the plans that the package ships.
-
-`python -m tessera.workbench.quality [demo | smollm2]` makes the plans; `tessera eval --suite study` varies Kascade's
-own recipe on the demo model.
-"""
+"""Pass keys found under a policy, and the demo model's plans by Kascade's own recipe, which `eval --suite study`
+varies."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from tessera.calibration.calibrate import calibrate
-from tessera.core.files import DEMO_MODEL, SHIPPED
-from tessera.generate import Model, load
-from tessera.models.fetch import fetch
+from tessera.generate import Model
 from tessera.sparse.plan import Plan
-from tessera.sparse.promise import summary
 from tessera.train.data import Split, Task, library_calibration, passkey_task
 
 
@@ -78,9 +70,6 @@ class Variant:
 CHOSEN = Variant()
 """The plan that the study varies; docs/answers.md shows it."""
 
-DEMO_TARGET = MappingProxyType({"max_kl": 0.05})
-"""Divergence that gives every head of layer 1 a budget below 1. Without that layer's choice, no pass key is found."""
-
 
 def calibration_texts(length: int, num_texts: int = 12) -> list[list[int]]:
     """Return token lists for calibration: library text that no test uses, every second one hiding a pass key."""
@@ -100,35 +89,6 @@ def make_plan(model: Model, variant: Variant = CHOSEN, **options: Any) -> Plan:
     return calibrate(model, rows, max_tokens=sum(map(len, rows)), **asdict(variant), **options)
 
 
-def make_demo_plan(model: Model, **options: Any) -> Plan:
-    """Build the plan that the demo model ships with: budgets searched on `calibration_texts`."""
-    rows = calibration_texts(model.config.max_positions)
-    return calibrate(model, rows, max_tokens=sum(map(len, rows)), **DEMO_TARGET, **options)
-
-
-REAL_PLAN = SHIPPED / "smollm2.plan.json"
-REAL_TARGET = MappingProxyType({"max_kl": 0.02, "minimum": 224})
-"""Divergence below that of a window of as many keys, on every domain (docs/answers.md). At 2,048 tokens a small share
-gives a head too few keys: LOG.md says what a minimum changed there."""
-
-
-def make_real_plan(model: Model, **options: Any) -> Plan:
-    """Calibrate SmolLM2 on library text that no test and no evaluation uses."""
-    text = bytes(library_calibration().astype(np.uint8)).decode("utf-8", "replace")
-    return calibrate(model, [text], **REAL_TARGET, **options)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Write a shipped plan, "demo" (default) or "smollm2". It measures cross-overs, so nothing else should run."""
-    if list(argv) == ["smollm2"]:
-        path, plan = REAL_PLAN, make_real_plan(load(fetch("smollm2")))
-    else:
-        path, plan = DEMO_MODEL / "plan.json", make_demo_plan(load(DEMO_MODEL))
-    plan.save(path)
-    print(path.name, *summary(plan), sep="\n")
-    return 0
-
-
 def without_choice(plan: Plan) -> Plan:
     """Return the plan with no choice: heads read all, or only own tiles, local tiles and sinks, which are always
     read."""
@@ -141,7 +101,3 @@ def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     share, square = right / trials, z * z / trials
     middle, half = share + square / 2, z * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
     return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

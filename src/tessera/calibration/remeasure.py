@@ -1,0 +1,58 @@
+"""Measure a plan again: its promise on text that chose nothing of it, its cross-over on this device."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from tessera.calibration.calibrate import Report, promise_of
+from tessera.calibration.crossover import measure_crossover
+from tessera.calibration.search import Fixed, Judge, Target, probes_of
+from tessera.models.checkpoint import fingerprint
+from tessera.runtime.corpus import MAX_WINDOW, read_corpus
+from tessera.sparse.kascade import Kascade
+from tessera.sparse.plan import Plan
+
+SEED = 3
+"""Of the planted facts: not one that `calibrate` plants by."""
+
+
+def measure_again(
+    model: Any,
+    plan: Plan,
+    texts: str | os.PathLike | Sequence[str | Sequence[int]],
+    *,
+    crossover: int | None = None,
+    max_tokens: int = 65536,
+    progress: bool = True,
+) -> Plan:
+    """Measure what a plan keeps of dense on every window of a text; the plan's choice stays as it is.
+
+    Args:
+        model, texts, crossover, max_tokens, progress: as in `calibrate`.
+        plan: a plan of this model, made with a target.
+
+    Returns:
+        the plan with a new promise and cross-over; `fresh` says that the text is not the one that it was made from.
+
+    Raises:
+        ValueError, FileNotFoundError: the plan has no target or is of another model, or the text is unusable.
+    """
+    plan.check(model.config, fingerprint(model.params, model.config))
+    if not plan.promise:
+        raise ValueError("the plan has no target to measure: make one with keep or max_kl")
+    target = Target(**{name: plan.promise[name] for name in ("keep", "max_kl") if name in plan.promise})
+    corpus = read_corpus(model, texts, max_tokens)
+    probes = probes_of(model, [*corpus.windows, *corpus.held_out], MAX_WINDOW, SEED)
+    policy, metrics = replace(Kascade.from_plan(plan), crossover_tokens=0), dict(plan.metrics)
+    with Report(progress) as report:
+        kept = Judge(model, probes, report.each)(Fixed(policy))
+        if crossover is None:
+            crossover, metrics["crossover"] = measure_crossover(model, policy, report)
+    fresh = corpus.sha256 != plan.provenance.get("corpus_sha256")
+    return replace(
+        plan,
+        promise=promise_of(target, probes, kept, fresh=fresh),
+        crossover_tokens=crossover,
+        metrics=metrics,
+    )

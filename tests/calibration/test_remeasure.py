@@ -1,0 +1,70 @@
+"""A plan measured again: its choice stays, and its promise is of the text given."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import tessera
+from tessera.calibration.calibrate import calibrate
+from tessera.calibration.remeasure import measure_again
+from tests.tiny import save_tiny
+
+
+def rows(seed, count=3):
+    return [np.random.default_rng((seed, i)).integers(0, 256, 512 - 16 * i).tolist() for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return replace(tessera.load(save_tiny(tmp_path_factory.mktemp("model"))), tokenizer=None)
+
+
+@pytest.fixture(scope="module")
+def plan(model):
+    options = {"max_kl": 9.0, "crossover": 7, "progress": False, "minimum": 0, "local": 0, "sinks": 0}
+    return calibrate(model, rows(0), **options)
+
+
+def reading(plan, budget):
+    """The plan with the same budget for every head."""
+    return replace(
+        plan, anchors=(), own=tuple(range(plan.num_layers)), budgets=[[budget] * plan.num_kv_heads] * plan.num_layers
+    )
+
+
+def test_the_choice_stays_and_every_window_judges(model, plan):
+    found = measure_again(model, plan, rows(1), crossover=9, progress=False)
+    assert replace(found, promise=plan.promise, crossover_tokens=7) == plan
+    assert found.promise["judged_tokens"] == [512, 496, 480]
+    assert found.promise["max_kl"] == 9.0
+    assert found.promise["fresh"]
+    assert not measure_again(model, plan, rows(0), crossover=0, progress=False).promise["fresh"]
+
+
+def test_the_promise_is_what_the_plan_keeps(model, plan):
+    """A plan that reads all keeps all; one that reads least misses a target it is held to."""
+    whole, least = (
+        measure_again(model, replace(reading(plan, budget), promise=plan.promise | {"max_kl": 1e-4}), rows(1),
+                      crossover=0, progress=False).promise
+        for budget in (1.0, 0.0)
+    )  # fmt: skip
+    assert whole["measured"]["density"] == 1
+    assert whole["measured"]["text_kl"] < 1e-5
+    assert whole["held"]
+    assert least["measured"]["density"] < 0.5
+    assert least["measured"]["text_kl"] > 1e-4
+    assert not least["held"]
+
+
+def test_the_crossover_is_measured(model, plan):
+    found = measure_again(model, plan, rows(1), progress=False)
+    assert found.metrics["crossover"]["tokens"] == [512]
+    assert found.crossover_tokens in (512, 513)
+
+
+def test_refusals(model, plan):
+    with pytest.raises(ValueError, match="the plan has no target to measure"):
+        measure_again(model, replace(plan, promise={}), rows(1))
+    with pytest.raises(ValueError, match="the plan is of another model"):
+        measure_again(model, replace(plan, model="0123"), rows(1))
