@@ -400,6 +400,35 @@ def test_another_plan_is_asked_again_and_dense_is_not(model, records, tmp_path, 
     assert all(r.what.config["fraction"] == 0.5 for r in new if r.facts["policy"] == "the plan")
 
 
+def test_other_plans_stand_beside_the_plan(records, small_suite, model, tmp_path):
+    """The plan itself measures the same again; a plan that reads all keys is dense."""
+    both = tmp_path / "both.jsonl"
+    both.write_bytes(records.read_bytes())
+    before, plan = len(evidence.read(both)), Plan.load(f"{model.source}/plan.json")
+    others = {"same": plan, "all": dataclasses.replace(plan, fraction=1.0)}
+    real.run(model, plan, text=TEXT, out=both, resume=True, others=others)
+    found = evidence.read(both)
+    new = {(r.facts["policy"], r.what.workload.partition(":")[0]): r for r in found[before:]}
+    asked = ("text, tokens 0 to 512", "text, tokens 512 to 1,024", "single at 1024")
+    assert set(new) == {(contenders.OTHER + name, question) for name in others for question in asked}
+    for record in found[:before]:
+        question = record.what.workload.partition(":")[0]
+        if record.facts["policy"] == "the plan" and question in asked[:2]:
+            assert new["other plan: same", question].samples == record.samples
+            assert max(new["other plan: all", question].samples) < 1e-5 < max(record.samples)
+    table = report_real.others(found)
+    assert "| the plan | other plan: same | other plan: all |" in table.splitlines()[0]
+    assert report_real.others(found[:before]) == ""
+
+
+def test_rivals_need_a_real_suite_and_a_plan(model, tmp_path):
+    with pytest.raises(ValueError, match="--rival is for --suite real"):
+        Eval(suite="demo", rival=(tmp_path / "x.json",)).run()
+    bare = save_tiny(tmp_path / "bare", plan=False)
+    with pytest.raises(ValueError, match="--rival needs a plan to stand beside"):
+        Eval(suite="real", model=str(bare), rival=(tmp_path / "x.json",)).run()
+
+
 def test_a_run_cut_short_has_whole_comparisons(records):
     asked = [r.facts["policy"] for r in evidence.read(records)]
     everyone = ["dense", contenders.CONTROL, "the plan", contenders.WINDOW]

@@ -147,6 +147,8 @@ class Eval:
     real suites, SmolLM2, which is fetched."""
     plan: Path | None = None
     """Kascade plan; the one that comes with the weights if not given. The real suites also run without one."""
+    rival: tuple[Path, ...] = ()
+    """Other plans of the model, which the real suites judge beside it."""
     suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
     """"demo" compares policies, "study" the plan's choices, "smoke" checks in a minute that everything runs; "real"
     compares a plan with rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
@@ -165,7 +167,10 @@ class Eval:
         given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # records hold no paths of this machine
         words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
         asked = {"text": text, "out": self.out, "resume": self.resume, "suite": self.suite}
+        words += [f" --rival {' '.join(path.name for path in self.rival)}"] if self.rival else []
         asked["command"] = f"tessera eval --suite {self.suite}" + "".join(words)
+        if self.rival and not self.suite.startswith("real"):
+            raise ValueError("--rival is for --suite real and real-full: drop it, or choose one of them")
         return self.run_real(**asked) if self.suite.startswith("real") else self.run_shipped(**asked)
 
     def run_real(self, **asked) -> int:
@@ -176,11 +181,15 @@ class Eval:
 
         model = load(fetch("smollm2") if self.model is None else self.model)
         path = self.plan or locate_plan(model.source)
+        if path is None and self.rival:
+            raise ValueError("--rival needs a plan to stand beside: pass --plan too")
         if path is None:
             name = plan_path(model.source).name
             print(f"no plan as {name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr)
             return real.run(model, None, **asked)
-        return real.run(model, model.with_attention("kascade", path).plan, **asked)
+        plan, *others = (model.with_attention("kascade", one).plan for one in (path, *self.rival))
+        names = [one.name.removesuffix(".json").removesuffix(".plan") for one in self.rival]
+        return real.run(model, plan, others=dict(zip(names, others, strict=True)), **asked)
 
     def run_shipped(self, **asked) -> int:
         """Run a suite on the shipped model, or on the one that --model names."""

@@ -38,6 +38,8 @@ CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole head
 WINDOW = "window + sink"
 EXACT = "own choice, tile 16"
 """Every layer chooses by its own exact probabilities; shows what a plan could reach with as many keys."""
+OTHER = "other plan: "
+"""Start of the title of another plan of the same model; its file's name follows."""
 FRONTIER = (WINDOW, EXACT, "mean keys of 4")
 """Rules that run at the frontier's budgets."""
 MAIN = (EXACT, NEAR, WINDOW, "mean keys of 4")
@@ -251,8 +253,9 @@ def contenders(
     only: Sequence[str] = (),
     shares: Sequence[float] = (),
     scales: Sequence[float] = (),
+    others: Mapping[str, Plan] = MappingProxyType({}),
 ) -> Iterator[Contender]:
-    """Yield dense, control and plan, then the rivals at the plan's keys, then all at the frontier's budgets.
+    """Yield dense, control and plan, other plans, the rivals at the plan's keys, and all at the frontier's budgets.
 
     Without a plan the rivals run only at the frontier's budgets, or at a quarter of the keys if there are none.
 
@@ -263,12 +266,15 @@ def contenders(
         only: names of the rivals that run; empty for all.
         shares: the frontier's budgets, as shares of the visible keys.
         scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
+        others: other plans of the model by name, each with its own budget.
     """
     yield Contender(name="dense", title="dense", policy=Dense())
     query_tile = 32 if plan is None else plan.query_tile
     if plan is not None:
         yield Contender(name="control", title=CONTROL, policy=plan_policy(model, without_choice(plan)))
         yield Contender(name="plan", title=PLAN, policy=plan_policy(model, plan))
+        for name, other in others.items():
+            yield Contender(name="other plan", title=OTHER + name, policy=plan_policy(model, other), brief=True)
         whole = whole_heads(plan)
         own = {"whole": whole, "tile": plan.tile, "query_tile": query_tile}
         near = Matched(scores="newest", keys=left_for_others(keys, whole), **own)

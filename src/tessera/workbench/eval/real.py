@@ -32,6 +32,7 @@ from tessera.workbench.eval.contenders import CONTROL, PLAN, WINDOW, Contender, 
 from tessera.workbench.eval.trials import ROWS, run_trials
 from tessera.workbench.evidence import How, Record, What
 
+NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
 SURE = 0.05
 """Largest p at which a difference from the control counts as more than chance."""
 
@@ -322,7 +323,7 @@ def _plain(config: Mapping[str, Any]) -> str:
 
 def run(
     model: Model, plan: Plan | None, *, suite: str = "real", text: str | None = None, out: Path | None = None,
-    resume: bool = False, command: str = "tessera eval --suite real",
+    resume: bool = False, command: str = "tessera eval --suite real", others: Mapping[str, Plan] = NO_PLANS,
 ) -> int:  # fmt: skip
     """Run the suite and append each record as soon as it is measured; Ctrl-C loses only the running job.
 
@@ -333,6 +334,7 @@ def run(
         text: replaces the three domains and the documents' filler.
         out: file of records; evidence/real-<device>.jsonl if None.
         resume: skip what this command has already recorded in the file at this commit.
+        others: other plans of the model by name, judged beside the plan.
 
     Raises:
         ValueError: unknown suite, no tokenizer, or a context too short.
@@ -347,7 +349,7 @@ def run(
     material = Material.of(model, sizes, text)
     window = next(iter(material.windows.values()))[0]
     keys = () if plan is None else profile(model, plan_policy(model, plan), window)
-    budgets = {"only": sizes.rivals, "shares": sizes.shares, "scales": sizes.scales}
+    budgets = {"only": sizes.rivals, "shares": sizes.shares, "scales": sizes.scales, "others": others}
     entries = list(contenders(model, plan, keys, sizes.lengths[-1], **budgets))
     announce(in_order(model, entries, material, sizes, ledger))
     return 0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tessera.core.units import three
 from tessera.workbench.eval import paired
-from tessera.workbench.eval.contenders import EXACT
+from tessera.workbench.eval.contenders import EXACT, OTHER, PLAN, WINDOW
 from tessera.workbench.evidence import Record
 from tessera.workbench.report.markdown import keys_read, markdown, provenance, series
 
@@ -62,6 +62,16 @@ def gaps(records: Sequence[Record]) -> str:
         lambda r: _divergence(r) if r.facts["policy"] == EXACT else _times(r, exact[_question(r)]),
         "KL per token, nats (95 %), and how many times that (95 %); keys read",
     )
+
+
+def others(records: Iterable[Record]) -> str:
+    """Show other plans beside the plan, of the run that judged most of them: text, then needles."""
+    beside = {(series(r), r.code.commit) for r in records if str(r.facts.get("policy", "")).startswith(OTHER)}
+    run = [r for r in records if (series(r), r.code.commit) in beside]
+    shown, cell = [*answered(run, TEXT), *answered(run, TASK)], {TEXT: _divergence, TASK: _kept}
+    titles = list(dict.fromkeys(r.facts["policy"] for r in shown if r.facts["policy"].startswith(OTHER)))
+    lead = "KL per token, nats (95 %), or answers kept of dense's (95 %); keys read"
+    return _by_question(shown, (PLAN, *titles, WINDOW), lambda r: cell[r.what.op](r), lead)
 
 
 def _question(record: Record) -> str:
