@@ -153,7 +153,7 @@ class Eval:
     """"demo" compares policies, "study" the plan's choices, "smoke" checks in a minute that everything runs; "real"
     compares a plan with rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
     text: Path | None = None
-    """Text to hide tasks in and to measure fidelity on; held-out library text if not given."""
+    """Text file, or folder of them, to hide tasks in and to measure fidelity on; held-out library text if not given."""
     out: Path | None = None
     """File to append to; evidence/eval-<device>.jsonl (real suites: real-<device>.jsonl) if not given."""
     resume: bool = False
@@ -163,7 +163,9 @@ class Eval:
 
     def run(self) -> int:
         """Run the suite and append its records."""
-        text = None if self.text is None else self.text.read_text(encoding="utf-8")
+        from tessera.runtime.corpus import read_text
+
+        text = None if self.text is None else read_text(self.text)
         given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # records hold no paths of this machine
         words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
         asked = {"text": text, "out": self.out, "resume": self.resume, "suite": self.suite}

@@ -283,6 +283,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "real-text": report_real.text,
         "real-tiles": report_real.tiles,
         "real-gaps": report_real.gaps,
+        "real-weights": report_real.weights,
         "real-others": report_real.others,
         "tpu": tpu,
         "prediction": prediction,

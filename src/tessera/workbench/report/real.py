@@ -6,7 +6,7 @@ from tessera.core.units import three
 from tessera.workbench.eval import paired
 from tessera.workbench.eval.contenders import EXACT, OTHER, PLAN, WINDOW
 from tessera.workbench.evidence import Record
-from tessera.workbench.report.markdown import keys_read, markdown, provenance, series
+from tessera.workbench.report.markdown import keys_read, markdown, newest, provenance, series
 
 TEXT, TASK = "eval real text", "eval real task"
 COLUMNS = (
@@ -23,6 +23,12 @@ COLUMNS = (
 TILES = tuple(f"own choice, tile {tile}" for tile in (1, 16, 32, 64))
 GAPS = ("the plan", "mean keys of 4", "window + sink")
 """Titles of the contenders whose divergence is divided by that of the exact choice."""
+PEERS = {
+    "transformers": "transformers, on the converted folder",
+    "llama_cpp_exact": "llama.cpp, on the same weights in F32",
+    "llama_cpp_own": "llama.cpp, on the file itself",
+}
+"""What a GGUF file's logits are compared with, by workload."""
 UNTOLD = " (says nothing about the choice of keys)"
 
 
@@ -72,6 +78,26 @@ def others(records: Iterable[Record]) -> str:
     titles = list(dict.fromkeys(r.facts["policy"] for r in shown if r.facts["policy"].startswith(OTHER)))
     lead = "KL per token, nats (95 %), or answers kept of dense's (95 %); keys read"
     return _by_question(shown, (PLAN, *titles, WINDOW), lambda r: cell[r.what.op](r), lead)
+
+
+def weights(records: Iterable[Record]) -> str:
+    """Show that a GGUF file is read right: logits against transformers, best tokens against llama.cpp."""
+    found = {r.what.workload: r for r in newest(r for r in records if r.what.op == "gguf fidelity" and not r.error)}
+    rows = []
+    for name, peer in PEERS.items():
+        if name not in found:
+            continue
+        facts = found[name].facts
+        if name == "transformers":
+            rows.append([peer, f"{facts['max_error']:.1e} of the range", f"{100 * facts['same_best']:.0f} %", "", ""])
+            continue
+        error, moved = facts["max_log_probability_error"], facts["its_own_rounding"] / 2
+        margins = ", ".join(three(margin) for margin in facts["our_margins_where_not"])
+        same = f"{facts['same_best']} of {facts['prefixes']}"
+        rounds = f"{three(moved)} nats" if name == "llama_cpp_own" else ""
+        rows.append([peer, f"{three(error)} nats" if error > 0.01 else f"{error:.1e} nats", same, margins, rounds])
+    header = ("peer", "largest difference", "same best token", "our margins where not, nats", "its own rounding")
+    return markdown(header, rows) + provenance(found.values()) if rows else ""
 
 
 def _question(record: Record) -> str:
