@@ -244,6 +244,16 @@ def test_rivals_read_as_many_keys_as_the_plan(model, budgets):
         np.testing.assert_allclose(share[0], shares["the plan"][0], atol=0.06, err_msg=title)
 
 
+def test_without_whole_heads_no_rival_is_the_window_under_another_name(model):
+    plan = Plan.load(f"{model.source}/plan.json")
+    layers = tuple(range(plan.num_layers))
+    bare = dataclasses.replace(plan, anchors=(), own=layers, head_map=((0, 1),) * len(layers))
+    for one, expected in ((plan, True), (bare, False)):
+        titles = [c.title for c in contenders.contenders(model, one, ((0, 1.0), (2048, 500.0)), 2048)]
+        assert (contenders.NEAR in titles) == expected
+        assert len(set(titles)) == len(titles)
+
+
 def test_the_control_reads_what_the_plan_reads_without_choosing(model):
     plan = dataclasses.replace(Plan.load(f"{model.source}/plan.json"), local=32, sinks=16)
     rows = np.arange(512)

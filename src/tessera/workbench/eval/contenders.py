@@ -278,7 +278,9 @@ def contenders(
         whole = whole_heads(plan)
         own = {"whole": whole, "tile": plan.tile, "query_tile": query_tile}
         near = Matched(scores="newest", keys=left_for_others(keys, whole), **own)
-        rivals = [Contender(name=NEAR, title=NEAR, policy=near), *rules(keys, query_tile)]
+        rivals = [*rules(keys, query_tile)]
+        if np.any(whole):  # else it is the window
+            rivals.append(Contender(name=NEAR, title=NEAR, policy=near))
         rivals.sort(key=lambda rival: MAIN.index(rival.name) if rival.name in MAIN else len(MAIN))
         for rival in rivals:
             if not only or rival.name in only:

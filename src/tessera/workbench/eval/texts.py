@@ -60,6 +60,8 @@ def windows_of(ids: np.ndarray, count: int, size: int) -> list[np.ndarray]:
         ValueError: the text is too short for them.
     """
     if len(ids) < count * size:
-        raise ValueError(f"the text has {len(ids)} tokens: {count} windows of {size} need {count * size}: pass longer text")
+        raise ValueError(
+            f"the text has {len(ids)} tokens: {count} windows of {size} need {count * size}: pass longer text"
+        )
     starts = np.linspace(0, len(ids) - size, count).astype(int)
     return [ids[start : start + size] for start in starts]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tessera.core.units import three
 from tessera.workbench.eval import paired
-from tessera.workbench.eval.contenders import EXACT, OTHER, PLAN, WINDOW
+from tessera.workbench.eval.contenders import EXACT, NEAR, OTHER, PLAN, WINDOW
 from tessera.workbench.evidence import Record
 from tessera.workbench.report.markdown import keys_read, markdown, newest, provenance, series
 
@@ -12,7 +12,7 @@ TEXT, TASK = "eval real text", "eval real task"
 COLUMNS = (
     "the plan",
     "control: nothing far",
-    "the plan's whole heads + window",
+    NEAR,
     "window + sink",
     EXACT,
     "mean keys of 4",
@@ -33,12 +33,16 @@ UNTOLD = " (says nothing about the choice of keys)"
 
 
 def answered(records: Iterable[Record], op: str) -> list[Record]:
-    """Records of one run at one commit: the run with the most records (ties: the latest)."""
+    """Records of one run at one commit: the run with the most records (ties: the latest).
+
+    Without whole heads, a plan's whole heads beside a window are the window: such records are left out.
+    """
     groups: dict[tuple[str | None, ...], list[Record]] = {}
     for record in records:
         if record.what.op == op and not record.error:
             groups.setdefault((record.where.machine, series(record), record.code.commit), []).append(record)
-    return max(groups.values(), key=lambda own: (len(own), max(r.date for r in own)), default=[])
+    run = max(groups.values(), key=lambda own: (len(own), max(r.date for r in own)), default=[])
+    return [r for r in run if r.facts["policy"] != NEAR or any(map(any, r.what.config["whole"]))]
 
 
 def text(records: Sequence[Record]) -> str:
