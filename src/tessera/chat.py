@@ -114,7 +114,7 @@ class Chat:
             if len(messages) <= kept + 1:
                 raise ValueError(
                     f"the message makes {len(tokens)} tokens but the model's context of {limit} leaves "
-                    f"{limit - room} beside the answer: shorten it"
+                    f"{limit - room}, as {room} are reserved for the answer: shorten it"
                 )
             messages, dropped = messages[:kept] + messages[kept + 2 :], dropped + 1
 

@@ -16,7 +16,7 @@ REFUSED = [
       for value in (0, "nan", "inf", 1e10)),
     *((f"--fraction {value}", f"--fraction {float(value)} must be above 0 and at most 1") for value in (0, 2, "nan")),
     ("--phase decode --queries 5",
-     "--queries 5 must not stand beside --phase decode, which has one query row: drop it"),
+     "--queries 5 cannot be used with --phase decode, which has one query row: drop it"),
 ]  # fmt: skip
 
 
@@ -39,14 +39,14 @@ def test_impossible_sizes_are_refused(flags, words, more, capsys, monkeypatch):
 
 def test_flags_of_a_call_are_refused_beside_a_model(capsys, monkeypatch):
     said = refusal("--model llama-3.1-8b --window 5 --head-dim 64 --picture a.svg", capsys, monkeypatch)
-    assert "--head-dim, --window, --picture must not stand beside --model" in said
+    assert "--head-dim, --window, --picture cannot be used with --model" in said
 
 
 @pytest.mark.parametrize("chip", ["", " --chip h200"])
 @pytest.mark.parametrize("flags", ["--mesh 3", "--attention dense", "--mesh 3, --attention dense"])
 def test_flags_of_a_model_are_refused_without_one(flags, chip, capsys, monkeypatch):
     said = refusal(flags.replace(",", "") + chip, capsys, monkeypatch)
-    assert f"{flags} must stand beside --model, whose step it describes: name a model, or drop it" in said
+    assert f"{flags} needs --model, whose step it describes: name a model, or drop it" in said
 
 
 CONFIGS = [

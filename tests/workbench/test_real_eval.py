@@ -410,7 +410,7 @@ def test_another_plan_is_asked_again_and_dense_is_not(model, records, tmp_path, 
     assert all(r.what.config["fraction"] == 0.5 for r in new if r.facts["policy"] == "the plan")
 
 
-def test_other_plans_stand_beside_the_plan(records, small_suite, model, tmp_path):
+def test_other_plans_are_compared_with_the_plan(records, small_suite, model, tmp_path):
     """The plan itself measures the same again; a plan that reads all keys is dense."""
     both = tmp_path / "both.jsonl"
     both.write_bytes(records.read_bytes())
@@ -435,7 +435,7 @@ def test_rivals_need_a_real_suite_and_a_plan(model, tmp_path):
     with pytest.raises(ValueError, match="--rival is for --suite real"):
         Eval(suite="demo", rival=(tmp_path / "x.json",)).run()
     bare = save_tiny(tmp_path / "bare", plan=False)
-    with pytest.raises(ValueError, match="--rival needs a plan to stand beside"):
+    with pytest.raises(ValueError, match="--rival needs a plan to compare with"):
         Eval(suite="real", model=str(bare), rival=(tmp_path / "x.json",)).run()
 
 

@@ -119,7 +119,7 @@ class Inspect:
             raise ValueError(f"--queries {self.queries} must be at most --length {self.length}: raise --length")
         if self.phase == "decode" and self.queries not in (None, 1):
             raise ValueError(
-                f"--queries {self.queries} must not stand beside --phase decode, which has one query row: drop it"
+                f"--queries {self.queries} cannot be used with --phase decode, which has one query row: drop it"
             )
         if not 0 < self.fraction <= 1:  # refuses NaN too, as below
             raise ValueError(f"--fraction {self.fraction} must be above 0 and at most 1")
@@ -130,10 +130,10 @@ class Inspect:
         given = [n for n in (MODEL_ONLY if self.model is None else CALL_ONLY) if getattr(self, n) != defaults[n]]
         if given and self.model is None:
             said = ", ".join(f"--{n} {getattr(self, n)}" for n in given)
-            raise ValueError(f"{said} must stand beside --model, whose step it describes: name a model, or drop it")
+            raise ValueError(f"{said} needs --model, whose step it describes: name a model, or drop it")
         if given:
             said = ", ".join(f"--{n.replace('_', '-')}" for n in given)
-            raise ValueError(f"{said} must not stand beside --model: they describe a single call")
+            raise ValueError(f"{said} cannot be used with --model: they describe a single call")
         if self.picture is not None:
             self.check_picture()
 

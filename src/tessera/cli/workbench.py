@@ -43,7 +43,7 @@ class Bench:
         from tessera.workbench import bench
 
         if self.model is not None:
-            self.refuse_beside("model", "suite", "only", "resume", "peer_python", "gate", "compare")
+            self.refuse_with("model", "suite", "only", "resume", "peer_python", "gate", "compare")
             from tessera.workbench.bench import own_model
 
             plan = "" if self.plan is None else f" --plan {self.plan.name}"
@@ -52,7 +52,7 @@ class Bench:
         if self.plan is not None:
             raise ValueError(f"--plan {self.plan} needs --model: whose plan is it?")
         if self.compare is not None:
-            self.refuse_beside("compare", "suite", "only", "resume", "out", "peer_python", "gate")
+            self.refuse_with("compare", "suite", "only", "resume", "out", "peer_python", "gate")
             return bench.compare_files(*self.compare)
         suite, peers = self.suite or "cpu", self.peer_python or Path(".venv-peers/bin/python")
         options = {"peer_python": peers, "only": self.only}
@@ -62,11 +62,11 @@ class Bench:
             return bench.gate(suite, **options)
         return bench.run(suite, out=self.out, resume=self.resume, **options)
 
-    def refuse_beside(self, flag: str, *names: str) -> None:
-        """Raise ValueError if one of these flags was given: beside this one, it would be ignored."""
+    def refuse_with(self, flag: str, *names: str) -> None:
+        """Raise ValueError if one of these flags was given, which `flag` would make useless."""
         if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]:
             said = "it" if len(given) == 1 else "them"
-            raise ValueError(f"{', '.join(given)} must not stand beside --{flag}, which ignores {said}: drop {said}")
+            raise ValueError(f"{', '.join(given)} cannot be used with --{flag}, which ignores {said}: drop {said}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class Eval:
     plan: Path | None = None
     """Kascade plan; the one that comes with the weights if not given. The real suites also run without one."""
     rival: tuple[Path, ...] = ()
-    """Other plans of the model, which the real suites judge beside it."""
+    """More plans of the model; the real suites compare them with it."""
     suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
     """"demo" compares policies, "study" the plan's choices, "smoke" checks in a minute that everything runs; "real"
     compares a plan with rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
@@ -184,7 +184,7 @@ class Eval:
         model = load(fetch("smollm2") if self.model is None else self.model)
         path = self.plan or locate_plan(model.source)
         if path is None and self.rival:
-            raise ValueError("--rival needs a plan to stand beside: pass --plan too")
+            raise ValueError("--rival needs a plan to compare with: pass --plan too")
         if path is None:
             name = plan_path(model.source).name
             print(f"no plan as {name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr)

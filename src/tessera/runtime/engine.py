@@ -185,13 +185,13 @@ class Session:
 
     def warm(self) -> int:
         """Run every program for this cache size once, on empty sequences; return how many."""
-        nobody = np.zeros(self.batch, np.int32)
+        no_rows = np.zeros(self.batch, np.int32)
         last = np.zeros((self.batch, self.config.hidden_size), self.dtype)
         sizes = [size for size in self.sizes if size <= self.num_keys]
         for size in sizes:
-            last, _ = self._chunk(last, np.zeros((self.batch, size), np.int32), 0, nobody)
+            last, _ = self._chunk(last, np.zeros((self.batch, size), np.int32), 0, no_rows)
         out = read_head(self.params, last)
-        self.decode(jnp.argmax(out, axis=-1).astype(jnp.int32), nobody, nobody.astype(bool))
+        self.decode(jnp.argmax(out, axis=-1).astype(jnp.int32), no_rows, no_rows.astype(bool))
         jax.block_until_ready(self.cache)
         return len(sizes) + 2
 

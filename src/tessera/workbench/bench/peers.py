@@ -90,7 +90,7 @@ def not_for_tokamax(platform: str, shapes: Shapes) -> str:
     if platform not in ("tpu", "gpu"):
         return f"needs a TPU or a GPU, this is a {platform.upper()}"
     # Tokamax pins a typeguard version that keeps the command `tessera` from starting.
-    missing = "not installed: `pip install tokamax` in an environment of its own (docs/speed.md)"
+    missing = "not installed: `pip install tokamax` in a separate environment (docs/speed.md)"
     return "" if find_spec("tokamax") else missing
 
 

@@ -334,7 +334,7 @@ def run(
         text: replaces the three domains and the documents' filler.
         out: file of records; evidence/real-<device>.jsonl if None.
         resume: skip what this command has already recorded in the file at this commit.
-        others: other plans of the model by name, judged beside the plan.
+        others: more plans of the model by name, to compare the plan with.
 
     Raises:
         ValueError: unknown suite, no tokenizer, or a context too short.

@@ -35,7 +35,7 @@ UNTOLD = " (says nothing about the choice of keys)"
 def answered(records: Iterable[Record], op: str) -> list[Record]:
     """Records of one run at one commit: the run with the most records (ties: the latest).
 
-    Without whole heads, a plan's whole heads beside a window are the window: such records are left out.
+    A plan without whole heads has no "whole heads + window" rival other than the window: its records are left out.
     """
     groups: dict[tuple[str | None, ...], list[Record]] = {}
     for record in records:
@@ -75,9 +75,9 @@ def gaps(records: Sequence[Record]) -> str:
 
 
 def others(records: Iterable[Record]) -> str:
-    """Show other plans beside the plan, of the run that judged most of them: text, then needles."""
-    beside = {(series(r), r.code.commit) for r in records if str(r.facts.get("policy", "")).startswith(OTHER)}
-    run = [r for r in records if (series(r), r.code.commit) in beside]
+    """Compare other plans with the plan, on text, then needles, in the run that judged most of them."""
+    runs = {(series(r), r.code.commit) for r in records if str(r.facts.get("policy", "")).startswith(OTHER)}
+    run = [r for r in records if (series(r), r.code.commit) in runs]
     shown, cell = [*answered(run, TEXT), *answered(run, TASK)], {TEXT: _divergence, TASK: _kept}
     titles = list(dict.fromkeys(r.facts["policy"] for r in shown if r.facts["policy"].startswith(OTHER)))
     lead = "KL per token, nats (95 %), or answers kept of dense's (95 %); keys read"
