@@ -1,6 +1,8 @@
 """`tessera eval --suite real`: trials are what generation does, rivals read as many keys, statistics are right."""
 
 import dataclasses
+import json
+from pathlib import Path
 from types import MappingProxyType
 
 import jax
@@ -28,6 +30,7 @@ from tessera.workbench.report.page import write
 TEXT = "".join(f"line {i} of some filler, which says nothing that matters.\n" for i in range(400))
 FILLER = probes.Filler.of(byte_tokenizer(), TEXT)
 LENGTH = 1024
+EVIDENCE = Path(__file__).parents[2] / "evidence"
 
 
 @pytest.fixture(scope="module")
@@ -490,6 +493,16 @@ def test_what_cannot_run_is_refused(model):
         real.run(short, None)
     with pytest.raises(ValueError, match="has no tokenizer"):
         real.run(dataclasses.replace(model, tokenizer=None), None)
+
+
+def test_the_published_tables_judge_the_shipped_plan():
+    stored = [r for path in EVIDENCE.glob("real-*.jsonl") for r in evidence.read(path)]
+    shipped = Kascade.from_plan(dataclasses.replace(Plan.load(REAL_PLAN), crossover_tokens=0))
+    for op in (report_real.TEXT, report_real.TASK):
+        judged = [r for r in report_real.answered(stored, op) if r.facts["policy"] == contenders.PLAN]
+        assert len(judged) >= 12
+        for record in judged:
+            assert record.what.config == json.loads(json.dumps(dataclasses.asdict(shipped)))
 
 
 def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
