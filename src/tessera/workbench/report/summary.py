@@ -9,8 +9,8 @@ from tessera.workbench.report import real, tables
 from tessera.workbench.report.markdown import keys_read, markdown, newest, provenance, result_of
 from tessera.workbench.studies import figures
 
-NEEDLE_TOKENS, TEXT_TOKENS, PREFILL_TOKENS = 2048, (4096, 8192), 8192
-"""Length of the needles' documents, range of positions of the text, length of the timed prompt."""
+NEEDLE_TOKENS, TEXT_TOKENS, PREFILL_TOKENS = (2048, 4096, 8192), (4096, 8192), 8192
+"""Lengths of the needles' documents, range of positions of the text, length of the timed prompt."""
 BENCH = "tessera bench --model smollm2"
 """Command of the prefill times."""
 
@@ -29,22 +29,24 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def _needles(records: Sequence[Record]) -> Row:
-    """Compare the plan with its control and a window of as many keys on needles."""
+    """Show the needles that the plan keeps at every length, and its control and a window at the shortest."""
     asked = {
-        r.facts["policy"]: r
+        (r.facts["policy"], r.facts["length"]): r
         for r in real.answered(_of_smollm2(records), real.TASK)
-        if (r.facts["kind"], r.facts["length"]) == ("single", NEEDLE_TOKENS)
+        if r.facts["kind"] == "single" and r.facts["length"] in NEEDLE_TOKENS
     }
-    plan, control, window = (_held(asked.get(name), f"needles under {name}") for name in (PLAN, CONTROL, WINDOW))
-    what = f"needles kept of the {plan.facts['of_dense']} that dense finds in {NEEDLE_TOKENS:,} tokens"
-    rivals = ((WINDOW, window), (CONTROL, control))
+    least = NEEDLE_TOKENS[0]
+    names = (PLAN, CONTROL, WINDOW)
+    plan, control, window = (_held(asked.get((name, least)), f"needles under {name}") for name in names)
+    plans = [asked[PLAN, length] for length in NEEDLE_TOKENS if (PLAN, length) in asked]
     row = [
-        f"SmolLM2-135M: {what}{real.untold(plan)}",
-        _with_keys(real.kept(plan), plan),
-        "; ".join(f"{name}, {_with_keys(real.kept(found), found)}" for name, found in rivals),
+        f"SmolLM2-135M: needles kept, of those that dense finds{real.untold(plan)}",
+        "; ".join(f"{r.facts['length']:,} tokens: {_with_keys(real.kept(r), r)}" for r in plans),
+        f"{least:,} tokens: "
+        + "; ".join(f"{name}, {_with_keys(real.kept(r), r)}" for name, r in ((WINDOW, window), (CONTROL, control))),
         "measured, [answers](docs/answers.md)",
     ]
-    return row, [plan, control, window]
+    return row, [*plans, control, window]
 
 
 def _closeness(records: Sequence[Record]) -> Row:
