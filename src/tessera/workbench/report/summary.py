@@ -11,6 +11,8 @@ from tessera.workbench.studies import figures
 
 NEEDLE_TOKENS, TEXT_TOKENS, PREFILL_TOKENS = (2048, 4096, 8192), (4096, 8192), 8192
 """Lengths of the needles' documents, range of positions of the text, length of the timed prompt."""
+KEPT_GOAL = 0.95
+"""Share of the needles that a plan should keep; less is bold."""
 BENCH = "tessera bench --model smollm2"
 """Command of the prefill times."""
 
@@ -41,7 +43,10 @@ def _needles(records: Sequence[Record]) -> Row:
     plans = [asked[PLAN, length] for length in NEEDLE_TOKENS if (PLAN, length) in asked]
     row = [
         f"SmolLM2-135M: needles kept, of those that dense finds{real.untold(plan)}",
-        "; ".join(f"{r.facts['length']:,} tokens: {_with_keys(real.kept(r), r)}" for r in plans),
+        "; ".join(
+            f"{r.facts['length']:,} tokens: {_bold_unless(_with_keys(real.kept(r), r), r.facts['kept'] >= KEPT_GOAL)}"
+            for r in plans
+        ),
         f"{least:,} tokens: "
         + "; ".join(f"{name}, {_with_keys(real.kept(r), r)}" for name, r in ((WINDOW, window), (CONTROL, control))),
         "measured, [answers](docs/answers.md)",
