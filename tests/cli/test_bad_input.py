@@ -206,7 +206,7 @@ def test_no_plan(capsys, folder):
         ({"anchors": [1]}, "anchors=[1] must ascend from 0"),
         ({"fraction": 1.5}, "fraction=1.5"),
         ({"query_tile": 1024}, "query_tile=1024 does not fit this model's context of 512"),
-        ({"promise": {"keep": 0.9}}, "promise lacks measured"),
+        ({"promise": {"keep": 0.9}}, "promise lacks fresh, held, judged_tokens, measured"),
     ],
 )
 def test_plans_that_do_not_fit(capsys, folder, change, words):

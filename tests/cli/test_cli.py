@@ -268,18 +268,21 @@ def test_doctor_names_what_is_wrong_with_a_plan(promised, capsys):
     _, path = promised
     path.write_text(json.dumps(json.loads(path.read_text()) | {"promise": {"keep": 0.9}}))
     assert cli.main(["doctor", "--plan", str(path), "--json"]) == 1
-    assert any("promise lacks measured" in problem for problem in json.loads(capsys.readouterr().out)["problems"])
+    assert any(
+        "promise lacks fresh, held, judged_tokens, measured" in problem
+        for problem in json.loads(capsys.readouterr().out)["problems"]
+    )
 
 
 def test_doctor_shows_the_shipped_promises(capsys):
     cli.main(["doctor", "--json"])
     plans = json.loads(capsys.readouterr().out)["plans"]
     assert plans["smollm2.plan.json"] == (
-        "the plan was asked for max_kl 0.02; on the text that set its budget (at most 8,192 tokens) it reads 22% of "
-        "keys and keeps 99.0% of dense's probability (KL 0.012; planted answers 98.3%, KL 0.019); it promises nothing "
-        "about answers, as dense finds only 2 of 9 planted ones"
+        "the plan was asked for max_kl 0.02; on new text (3 windows of 8,192 tokens) it reads 20% of keys and keeps "
+        "98.3% of dense's probability (KL 0.014; planted answers 97.3%, KL 0.045), which misses the target; it keeps "
+        "12 of 13 planted answers"
     )
-    assert "as dense finds none of 18 planted ones" in plans["model/plan.json"]
+    assert "as dense finds none of 27 planted ones" in plans["model/plan.json"]
 
 
 @pytest.mark.parametrize("target", ["--anchors 2 --fraction 0.2", "--max-kl 9", "--keep 0.01"])

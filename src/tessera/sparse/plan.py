@@ -49,7 +49,7 @@ class Plan:
         crossover_tokens: requests shorter than this run dense, which is faster there.
         promise: empty, or what calibration was asked for (`keep`, `max_kl`), what it measured (MEASURED, COUNTED), the
             lengths of the windows that it measured on (`judged_tokens`), whether they set no budget (`fresh`) and meet
-            the target (`held`). Earlier plans hold `window_tokens` instead, the length of the longest window of any.
+            the target (`held`).
         provenance: where it came from: corpus hash, date, tessera version, device.
         metrics: measurements along the way: similarity, importance, recall, density, perplexity, cross-over times.
     """
@@ -182,19 +182,17 @@ def check_promise(promise: Mapping[str, Any]) -> None:
     """Raise ValueError unless a promise is empty, or says what was asked for, what was measured, and on what."""
     if not promise:
         return
-    optional = {"keep", "max_kl", "judged_tokens", "window_tokens", "fresh", "held"}
-    _check_names("promise", promise, {"measured"}, optional)
-    for either in (("keep", "max_kl"), ("judged_tokens", "window_tokens")):
-        if not promise.keys() & set(either):
-            raise ValueError(f"promise lacks {' or '.join(either)}")
-    measured, judged = promise["measured"], promise.get("judged_tokens", [1])
+    _check_names("promise", promise, {"measured", "judged_tokens", "fresh", "held"}, {"keep", "max_kl"})
+    if not promise.keys() & {"keep", "max_kl"}:
+        raise ValueError("promise lacks keep or max_kl")
+    measured, judged = promise["measured"], promise["judged_tokens"]
     if not isinstance(measured, Mapping):
         raise ValueError(f"{measured=} in the promise must hold what was measured by name")
     _check_names("measured in the promise", measured, {*MEASURED, *COUNTED})
     for name, value in {**promise, **measured}.items():
         if name in ("keep", "max_kl", *MEASURED) and (type(value) not in (int, float) or not math.isfinite(value)):
             raise ValueError(f"{name}={value!r} in the promise must be a number")
-        if name in ("window_tokens", *COUNTED) and (type(value) is not int or value < 0):
+        if name in COUNTED and (type(value) is not int or value < 0):
             raise ValueError(f"{name}={value!r} in the promise must be an integer, at least 0")
         if name in ("fresh", "held") and not isinstance(value, bool):
             raise ValueError(f"{name}={value!r} in the promise must be true or false")

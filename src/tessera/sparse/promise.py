@@ -11,7 +11,7 @@ def promise_line(plan: Plan) -> str:
     if not plan.promise:
         return "the plan promises nothing: it was made without a target"
     found = plan.promise["measured"]
-    verdict = "" if plan.promise.get("held", True) else ", which misses the target"
+    verdict = "" if plan.promise["held"] else ", which misses the target"
     return (
         f"the plan was asked for {_asked(plan)}; on {_judged(plan)} it reads {found['density']:.0%} of keys and keeps "
         f"{found['text_kept']:.1%} of dense's probability (KL {found['text_kl']:.3f}; planted answers "
@@ -79,10 +79,11 @@ def _asked(plan: Plan) -> str:
 
 def _judged(plan: Plan) -> str:
     """Name the text that judged the plan, and its windows."""
-    text = "new text" if plan.promise.get("fresh") else "the text that set its budget"
-    if "judged_tokens" not in plan.promise:  # an earlier plan stored the longest window of any, judged or not
-        return f"{text} (at most {plan.promise['window_tokens']:,} tokens)"
-    return f"{text} ({' and '.join(f'{size:,}' for size in plan.promise['judged_tokens'])} tokens)"
+    text = "new text" if plan.promise["fresh"] else "the text that set its budget"
+    sizes = plan.promise["judged_tokens"]
+    if len(sizes) > 2 and len(set(sizes)) == 1:
+        return f"{text} ({len(sizes)} windows of {sizes[0]:,} tokens)"
+    return f"{text} ({' and '.join(f'{size:,}' for size in sizes)} tokens)"
 
 
 def _answers(plan: Plan) -> str:
