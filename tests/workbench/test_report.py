@@ -56,6 +56,19 @@ def test_speed_table_shows_both_sides_and_where_they_ran():
     assert "\nAMD EPYC, 2 cores, jax " in text
 
 
+def test_studies_of_before_name_the_command_of_today():
+    """Each is a study that exists."""
+    from tessera.cli.study import KINDS
+    from tessera.workbench.report.markdown import RENAMED, repeat_with
+
+    [record, *_] = compared()
+    for old, new in RENAMED.items():
+        found = repeat_with(replace(record, command=f"python -m tessera.deviceless.{old}, and --report"))
+        assert found == f"tessera study {new}, and --report"
+        assert new in KINDS
+    assert repeat_with(record) == record.command
+
+
 def test_speed_table_keeps_a_run_whose_peer_was_not_there():
     facts = {"skipped": {"torch sdpa": "no environment", "jax splash attention": "needs a TPU"}}
     text = report.render("speed", [record("ours", [1.0], facts=facts), record("another", [1.0])], every_machine=True)

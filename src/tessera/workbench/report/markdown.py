@@ -145,11 +145,31 @@ def provenance(records: Iterable[Record]) -> str:
         commits = sorted({record.code.name for record in group})
         dates = sorted({record.date[:10] for record in group})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        commands = sorted({re.sub(r" --(only|kernel) \S+", "", record.command) for record in group})
+        commands = sorted({re.sub(r" --(only|kernel) \S+", "", repeat_with(record)) for record in group})
         lines.append(
             f"{place}; commit {', '.join(commits)}; {when}; repeat with {', '.join(f'`{c}`' for c in commands)}."
         )
     return "\n" + "\n".join(lines) + "\n" if lines else ""
+
+
+RENAMED = {
+    "sweep": "tpu-sweep",
+    "figures": "tpu-figures",
+    "ablations": "tpu-ablations",
+    "blocks": "tpu-blocks",
+    "gpu_gates": "gpu-gates",
+    "gpu_figures": "gpu-figures",
+}
+"""Studies of `tessera study` by the module that ran them before, which records of that time name."""
+
+
+def repeat_with(record: Record) -> str:
+    """The command that makes the record today."""
+    return re.sub(
+        r"python -m tessera\.deviceless\.(\w+)",
+        lambda found: f"tessera study {RENAMED.get(found[1], found[1])}",
+        record.command,
+    )
 
 
 def title_of(record: Record) -> str:

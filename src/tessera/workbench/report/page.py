@@ -15,7 +15,7 @@ from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
 from tessera.workbench.report import real_pictures as report_real_pictures
 from tessera.workbench.report.documents import MACHINE_TABLES
-from tessera.workbench.report.markdown import current, is_prediction, joined, side_by_side
+from tessera.workbench.report.markdown import current, is_prediction, joined, repeat_with, side_by_side
 from tessera.workbench.report.pictures import PICTURES
 
 GROUPS = {
@@ -137,7 +137,7 @@ def row(record: Record) -> dict[str, Any]:
         "against": against,
         "missed": versus is not None and versus.met is False,
         "where": f"{record.where.machine}; {record.code.name}; {record.date[:16]}",
-        "command": record.command,
+        "command": repeat_with(record),
     }
 
 
