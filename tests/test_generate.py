@@ -133,6 +133,7 @@ def test_the_old_cache_is_gone_after_a_step(model):
 
 def test_below_the_cross_over_kascade_is_dense_and_says_so(model, caplog):
     kascade = model.with_attention("kascade")
+    caplog.clear()  # a promise is shown when a plan is taken
     with caplog.at_level("INFO", logger="tessera"):
         [short] = kascade.generate([prompt(20)], max_new_tokens=4)
     assert [record.getMessage() for record in caplog.records] == ["23 tokens, below the cross-over: kascade runs dense"]

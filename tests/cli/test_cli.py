@@ -24,8 +24,8 @@ FLAGS = {
     "generate": MODEL + SAMPLING + ["--file", "--max-new-tokens", "--stop", "--chat", "--tokens", "--stream", "--json"],
     "chat": MODEL + SAMPLING + ["--system", "--max-new-tokens"],
     "calibrate": (
-        "--text --model --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction --minimum "
-        "--heads --crossover --max-tokens --dtype --debug"
+        "--text --model --plan --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction "
+        "--minimum --heads --crossover --max-tokens --dtype --debug"
     ).split(),
     "fetch": ["--debug"],
     "convert": ["--dtype", "--debug"],
@@ -38,7 +38,7 @@ FLAGS = {
         "--workload --role --method --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "
         "--table --debug"
     ).split(),
-    "eval": "--model --plan --suite --text --out --resume --debug".split(),
+    "eval": "--model --plan --rival --suite --text --out --resume --debug".split(),
     "report": "--evidence --out --tables --check --debug".split(),
     "inspect": (
         "--chip --role --phase --batch --length --queries --heads --kv-heads --head-dim --dtype --tile --query-tile "
@@ -282,7 +282,7 @@ def test_doctor_shows_the_shipped_promises(capsys):
         "98.3% of dense's probability (KL 0.014; planted answers 97.3%, KL 0.045), which misses the target; it keeps "
         "12 of 13 planted answers"
     )
-    assert "as dense finds none of 27 planted ones" in plans["model/plan.json"]
+    assert "as dense finds only 3 of 36 planted ones" in plans["model/plan.json"]
 
 
 @pytest.mark.parametrize("target", ["--anchors 2 --fraction 0.2", "--max-kl 9", "--keep 0.01"])

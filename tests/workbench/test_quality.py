@@ -46,4 +46,6 @@ def test_the_shipped_plan_is_the_one_that_kascade_finds_and_says_what_it_promise
     assert plan.budgets
     assert plan.own == tuple(range(plan.num_layers))
     measured, asked = plan.promise["measured"], plan.promise["max_kl"]
-    assert max(measured["text_kl"], measured["probes_kl"]) <= asked
+    assert measured["text_kl"] <= asked
+    assert plan.promise["fresh"]
+    assert plan.promise["held"] == (max(measured["text_kl"], measured["probes_kl"]) <= asked)

@@ -17,9 +17,9 @@ from tessera.generate import Model, load
 from tessera.models.fetch import fetch
 from tessera.sparse.plan import Plan
 from tessera.sparse.promise import summary
-from tessera.train.data import library_calibration
+from tessera.train.data import library_calibration, library_corpus
 from tessera.workbench.eval.texts import DOMAINS, windows_of
-from tessera.workbench.quality import calibration_texts
+from tessera.workbench.quality import calibration_texts, with_pass_keys
 
 DEMO_TARGET = MappingProxyType({"max_kl": 0.05})
 """Divergence that gives every head of layer 1 a budget below 1. Without that layer's choice, no pass key is found."""
@@ -43,7 +43,12 @@ def search_smollm2(model: Model) -> Plan:
     return calibrate(model, [text], **REAL_TARGET, crossover=0)
 
 
-def judging_texts(model: Model) -> list[list[int]]:
+def judge_demo(model: Model) -> list[list[int]]:
+    """Return held-out library text as `calibration_texts` has it, of other files."""
+    return with_pass_keys(library_corpus().held_out, model.config.max_positions, 4, seed=7)
+
+
+def judge_smollm2(model: Model) -> list[list[int]]:
     """Return a window of the model's context from each domain of the evaluation."""
     size = model.config.max_positions
     return [windows_of(np.asarray(model.tokenizer.encode(text())), 1, size)[0].tolist() for text in DOMAINS.values()]
@@ -53,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
     """Write a shipped plan."""
     name, *again = argv
     if name == "smollm2":
-        path, search, model = REAL_PLAN, search_smollm2, load(fetch("smollm2"))
+        path, search, judge, model = REAL_PLAN, search_smollm2, judge_smollm2, load(fetch("smollm2"))
     else:
-        path, search, model = DEMO_MODEL / "plan.json", search_demo, load(DEMO_MODEL)
-    plan = measure_again(model, Plan.load(path) if again else search(model), judging_texts(model))
+        path, search, judge, model = DEMO_MODEL / "plan.json", search_demo, judge_demo, load(DEMO_MODEL)
+    plan = measure_again(model, Plan.load(path) if again else search(model), judge(model))
     plan.save(path)
     print(path.name, *summary(plan), sep="\n")
     return 0

@@ -73,8 +73,12 @@ CHOSEN = Variant()
 
 def calibration_texts(length: int, num_texts: int = 12) -> list[list[int]]:
     """Return token lists for calibration: library text that no test uses, every second one hiding a pass key."""
-    text, rng = library_calibration(), np.random.default_rng(99)
-    rows = []
+    return with_pass_keys(library_calibration(), length, num_texts, seed=99)
+
+
+def with_pass_keys(text: np.ndarray, length: int, num_texts: int, seed: int) -> list[list[int]]:
+    """Cut random windows from a text; every second one hides a pass key and ends with its answer."""
+    rng, rows = np.random.default_rng(seed), []
     for index in range(num_texts):
         start = int(rng.integers(0, len(text) - length))
         task = passkey_task(rng, length, source=Split(text, text))
