@@ -27,9 +27,11 @@ from jax.experimental import pallas as pl
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks, row_blocks
 from tessera.attention.gpu.warpgroup import (
+    HOPPER,
     ROW,
     ROWS,
     accumulate,
+    capability,
     filled,
     per_row,
     scores,
@@ -318,13 +320,6 @@ def keys_body(*refs, cut: Cut):
         plgpu.wait_smem_to_gmem(0)
 
 
-def capability() -> str | None:
-    """Return the compute capability of the GPU here ("9.0"; other vendors name theirs otherwise); None without one."""
-    if jax.default_backend() != "gpu":
-        return None
-    return str(getattr(jax.devices()[0], "compute_capability", "none"))
-
-
 def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions):
     """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v."""
     num_queries, num_heads, head_dim = q.shape[1:]
@@ -342,7 +337,8 @@ def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: Att
     delta = jnp.pad(jnp.swapaxes(jnp.where(is_row, delta, 0.0), 1, 2), pad)
     q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0), 1), whole_lines(d_out, 1)
     inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
-    fits = head_dim in HEAD_DIMS and capability() in (None, "9.0")  # without a GPU here, compile for Hopper
+    here = capability()
+    fits = head_dim in HEAD_DIMS and (here is None or HOPPER.includes(here))  # without a GPU here, compile for Hopper
     dq, dk, dv = (by_kernels if fits else by_rows)(inputs, cut)
     return dq[:, :num_queries], *(x[:, :, :num_keys] for x in (dk, dv))
 

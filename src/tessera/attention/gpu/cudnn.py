@@ -26,9 +26,11 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Float
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.kernel import Capability, Kernel
 
+AMPERE = Capability(name="8.0 (Ampere) or later", least=8.0)
 DTYPES = ("bfloat16", "float16")
 ROWS = 128
 """Rows of a block of the plain path: its scores are B N 128 S numbers."""
@@ -144,8 +146,6 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if spec.causal and shapes.num_queries != shapes.num_keys:
         sizes = f"{shapes.num_queries} queries, {shapes.num_keys} keys"
         return f"its causal diagonal starts at the first key: the call must be square, it has {sizes}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
     if shapes.head_dim > 128 or shapes.head_dim % 8:
         return f"head_dim={shapes.head_dim} is not a multiple of 8 up to 128"
     record = BEATEN.get((shapes.head_dim, spec.causal))
@@ -175,6 +175,8 @@ KERNELS: tuple[Kernel, ...] = (
         default_config=default_config,
         search_space=search_space,
         cost=work.prefill,
+        capability=AMPERE,
+        library="cuDNN",
     ),
 )
-"""Another library's kernel behind our contract. It runs only on a GPU; no simulator supports it."""
+"""Another library's kernel behind our contract."""

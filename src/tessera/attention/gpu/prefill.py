@@ -31,12 +31,13 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import mass as gpu_mass
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks
 from tessera.attention.gpu.prefill_rows import BLOCK_T, WARPGROUPS, Config, Cut, Item, Refs, Rows
-from tessera.attention.gpu.warpgroup import ROW, ROWS, SHARED_BYTES, filled, swizzled, whole_lines
+from tessera.attention.gpu.warpgroup import HOPPER, ROW, ROWS, SHARED_BYTES, filled, swizzled, whole_lines
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import FLOOR, LN_2
 from tessera.core.shapes import ceil_div, round_up
 
@@ -232,8 +233,6 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why this call cannot run here."""
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
     if role == "score" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: a number per row and tile is written"
     tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
@@ -283,6 +282,7 @@ def _kernel(role: str) -> Kernel:
         default_config=default_config,
         search_space=search_space,
         cost=work.prefill,
+        capability=HOPPER,
     )
 
 

@@ -13,8 +13,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from tessera.attention.kernel import Capability
 from tessera.attention.simulation import simulated_by
 
+HOPPER = Capability(name="9.0 (Hopper)", least=9.0, most=9.0)
+"""Later chips lack wgmma, Hopper's matrix instruction, too."""
 ROWS = 64
 """Rows of one warpgroup's product."""
 LEAST_TOKENS = 8
@@ -33,6 +36,13 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 def swizzled(dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Transforms of a [..., rows, columns] tile in shared memory that products read."""
     return plgpu.TilingTransform((8, LINE_BYTES // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(LINE_BYTES)
+
+
+def capability() -> str | None:
+    """Return the compute capability of the GPU here ("9.0"; other vendors name theirs otherwise); None without one."""
+    if jax.default_backend() != "gpu":
+        return None
+    return str(getattr(jax.devices()[0], "compute_capability", "none"))
 
 
 def simulated() -> bool:

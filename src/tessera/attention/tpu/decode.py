@@ -28,8 +28,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
 from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Shapes
 from tessera.attention.gradient import differentiable
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.attention.tpu.decode_blocks import (
     LANES,
@@ -349,10 +350,6 @@ def chip() -> tuple[int, int]:
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why this call cannot run here."""
-    if shapes.num_queries != 1:
-        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} is more than 256"
     if role != "dense" and spec.tile < 16:

@@ -29,7 +29,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
 from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.tpu.prefill_blocks import (

@@ -16,8 +16,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gradient import row_gradients
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import LOG2_E, SoftmaxState, absorb, finish_state, init_state, score_bits
 from tessera.attention.visibility import Range, decode_range
 from tessera.core.shapes import ceil_div, round_up
@@ -34,15 +35,6 @@ class Config:
     def __post_init__(self):
         if self.block_s < 1:
             raise ValueError(f"block_s={self.block_s} must be at least 1")
-
-
-def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
-    if shapes.num_queries != 1:
-        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
-    return None
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -232,7 +224,6 @@ def _kernel(role: str, launch) -> Kernel:
         role=role,
         phase="decode",
         dtypes=DTYPES,
-        supports=functools.partial(supports, role),
         launch=launch,
         Config=Config,
         default_config=default_config,

@@ -22,7 +22,8 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import (
     LN_2,
     LOG2_E,
@@ -347,17 +348,6 @@ def launch_score(
     return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config))
 
 
-def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
-    if shapes.dtype not in DTYPES:
-        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
-    if spec.mass != (role == "score"):
-        return f"mass={spec.mass} asks for another role than {role}"
-    if shapes.capacity is not None:
-        return f"capacity={shapes.capacity}: a selection asks for another role than {role}"
-    return None
-
-
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """256 rows against 256 keys: little waste above the diagonal, and within noise of larger blocks (LOG.md)."""
     return Config(block_t=max(256 * shapes.num_kv_heads // shapes.num_heads, 1), block_s=256)
@@ -378,7 +368,6 @@ def _kernel(role: str, launch) -> Kernel:
         role=role,
         phase="prefill",
         dtypes=DTYPES,
-        supports=functools.partial(supports, role),
         launch=launch,
         Config=Config,
         default_config=default_config,
