@@ -320,8 +320,10 @@ def keys_body(*refs, cut: Cut):
         plgpu.wait_smem_to_gmem(0)
 
 
-def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions):
-    """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v."""
+def gradients(
+    q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions, config=None
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v. That call's config is unused."""
     num_queries, num_heads, head_dim = q.shape[1:]
     kv_heads, num_keys = k.shape[1:3]
     cut = Cut(spec, num_heads // kv_heads, head_dim, str(q.dtype))

@@ -28,6 +28,7 @@ from jaxtyping import Float
 from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import Capability, Kernel
 
 AMPERE = Capability(name="8.0 (Ampere) or later", least=8.0)
@@ -89,10 +90,12 @@ def launch(
 ) -> AttentionOut:
     """out = softmax(scale q k^T) v and its lse over the visible keys, both differentiable in q, k and v."""
     lengths = jnp.clip(positions.kv_len, 0, kv.k.shape[2]), jnp.clip(positions.q_len, 0, q_BTNH.shape[1])
-    return dense(q_BTNH, kv.k, kv.v, Positions(positions.q_start, *lengths), spec)
+    return dense(q_BTNH, kv.k, kv.v, Positions(positions.q_start, *lengths), spec, config)
 
 
-def attend(q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec) -> AttentionOut:
+def attend(
+    q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec, config: Config
+) -> AttentionOut:
     """Run the call; lengths lie within the arrays. cuDNN takes keys token-major: zeroing them also transposes them."""
     scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
     valid = (jnp.arange(k_BKSH.shape[2]) < positions.kv_len[:, None])[:, None, :, None]
@@ -117,23 +120,8 @@ def attend(q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, sp
     return AttentionOut(jnp.where(alive[:, :, None, None], out, 0), lse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def dense(q, k, v, positions: Positions, spec: AttentionSpec) -> AttentionOut:
-    """Run the call, with a gradient that takes linear memory."""
-    return attend(q, k, v, positions, spec)
-
-
-def _forward(q, k, v, positions, spec):
-    result = attend(q, k, v, positions, spec)
-    return result, (q, k, v, positions, result)
-
-
-def _backward(spec: AttentionSpec, saved, cotangents: AttentionOut):
-    q, k, v, positions, result = saved
-    return *gpu_backward.gradients(q, k, v, result, cotangents, spec, positions), None
-
-
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend, gpu_backward.gradients)
+"""The call, with a gradient that takes linear memory."""
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:

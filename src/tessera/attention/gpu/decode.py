@@ -47,7 +47,7 @@ from tessera.attention.gpu.warpgroup import (
     tanh,
     whole_lines,
 )
-from tessera.attention.gradient import differentiable
+from tessera.attention.gradient import differentiable_decode
 from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div, round_up
@@ -309,7 +309,7 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     return AttentionOut(out.reshape(q.shape), LN_2 * lse[..., 0].reshape(q.shape[:3]), mass)
 
 
-dense = differentiable(attend)
+dense = differentiable_decode(attend)
 """Dense decode, differentiable in q, k and v."""
 
 

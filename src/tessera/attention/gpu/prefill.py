@@ -37,6 +37,7 @@ from tessera.attention.gpu import mass as gpu_mass
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks
 from tessera.attention.gpu.prefill_rows import BLOCK_T, WARPGROUPS, Config, Cut, Item, Refs, Rows
 from tessera.attention.gpu.warpgroup import HOPPER, ROW, ROWS, SHARED_BYTES, filled, swizzled, whole_lines
+from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import FLOOR, LN_2
 from tessera.core.shapes import ceil_div, round_up
@@ -150,7 +151,7 @@ def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut)
     )(*positions, skipped, q, k, v)
 
 
-def attend(q, k, v, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
+def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
     """Attention of [B,T,N,H] queries to [B,K,S,H] keys and values."""
     batch, num_queries, num_heads, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -206,27 +207,12 @@ def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selectio
     lengths = jnp.minimum(positions.kv_len, kv.k.shape[2]), jnp.minimum(positions.q_len, q.shape[1])
     positions = Positions(positions.q_start, *lengths)  # beyond an array's end, zeros would pass for keys or rows
     if spec.mass:
-        return attend(q, kv.k, kv.v, spec, positions, config)
+        return attend(q, kv.k, kv.v, positions, spec, config)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Dense prefill; two separate kernels compute its gradient."""
-    return attend(q, k, v, spec, positions, config)
-
-
-def _forward(q, k, v, positions, spec, config):
-    result = attend(q, k, v, spec, positions, config)
-    return result, (q, k, v, positions, result)
-
-
-def _backward(spec: AttentionSpec, config: Config, saved, cotangents: AttentionOut):
-    q, k, v, positions, result = saved
-    return *gpu_backward.gradients(q, k, v, result, cotangents, spec, positions), None
-
-
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend, gpu_backward.gradients)
+"""Dense prefill; two separate kernels compute its gradient."""
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:

@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tessera.attention import work
 from tessera.attention.config_space import distinct
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Shapes
-from tessera.attention.gradient import differentiable
+from tessera.attention.gradient import differentiable_decode
 from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.attention.tpu.decode_blocks import (
@@ -271,7 +271,7 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     return AttentionOut(out, lse, mass[0].reshape(*shape[:2], 1, -1)[..., :tiles])
 
 
-dense = differentiable(attend)
+dense = differentiable_decode(attend)
 """Dense decode, differentiable in q, k and v."""
 
 

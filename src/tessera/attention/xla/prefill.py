@@ -23,6 +23,7 @@ from jaxtyping import Float, Int32
 
 from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
+from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import (
     LN_2,
@@ -257,24 +258,13 @@ def unblock_mass(mass: Float[Array, "M Y I J"], like: Float[Array, "B T N H"], n
     return mass[:, :, : ceil_div(num_queries, plan.spec.query_tile), : ceil_div(num_keys, plan.spec.tile)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> tuple[Array, Array]:
-    """Dense attention, differentiable in q, k and v."""
-    return attend(q, k, v, positions, spec, config)[:2]
-
-
-def _forward(q, k, v, positions, spec, config):
-    out, lse, _ = attend(q, k, v, positions, spec, config)
-    return (out, lse), (q, k, v, positions, out, lse)
-
-
-def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
+def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Positions, config: Config):
     """Recompute scores block by block; with p = 2^(y - lse), d = rowsum(do out) - dlse, ds = p (do v^T - d) scale:
 
     dq = ds k, dk = ds^T q, dv = p^T do. Scores are computed transposed, [keys, rows]: then only dq contracts over
     the leading axis of its left operand, which costs XLA on CPU up to twice the plain product.
     """
-    q, k, v, positions, out, lse = saved
+    out, lse, _ = result
     kv_heads, num_keys = k.shape[1:3]
     plan = plan_blocks(spec, config, q, k)
     num_blocks = ceil_div(q.shape[1], plan.block_t)
@@ -316,10 +306,11 @@ def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
     indices = jnp.arange(blocks[0].shape[0], dtype=jnp.int32)
     (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), (indices, *blocks))
     dk, dv = (x.reshape(k.shape).astype(k.dtype) for x in (dk, dv))
-    return unblock_queries(dq, q, plan), dk, dv, None
+    return unblock_queries(dq, q, plan), dk, dv
 
 
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend, gradients)
+"""Dense attention, differentiable in q, k and v."""
 
 
 def add_keys(total: Float[Array, "X S H"], part: Float[Array, "Y P H"], block: Block, start: Array) -> Array:
