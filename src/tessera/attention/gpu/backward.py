@@ -27,9 +27,12 @@ from jax.experimental import pallas as pl
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks, row_blocks
 from tessera.attention.gpu.warpgroup import (
+    COMPUTE_REGISTERS,
+    FETCH_REGISTERS,
     HOPPER,
     ROW,
     ROWS,
+    WARPGROUPS,
     accumulate,
     capability,
     filled,
@@ -43,8 +46,6 @@ from tessera.attention.gpu.warpgroup import (
 from tessera.attention.online_softmax import LOG2_E, dot, raw_scores, scale_of, visible_mask
 from tessera.core.shapes import ceil_div, round_up
 
-WARPGROUPS = 2
-"""Warpgroups that compute; the next one fetches."""
 BLOCK = WARPGROUPS * ROWS
 STEP = 64
 """Rows, or keys, of one step of a sweep."""
@@ -195,7 +196,7 @@ def rows_body(*refs, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
         blocks = blocks_of()
 
         def issue(c, slot):
@@ -208,7 +209,7 @@ def rows_body(*refs, cut: Cut):
 
     @pl.when(wg < WARPGROUPS)
     def compute():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         blocks = blocks_of()
         rows = pl.ds(at + wg * ROWS, ROWS)
         q_smem, d_out_smem = mine.q_smem.at[wg], mine.d_out_smem.at[wg]
@@ -249,7 +250,7 @@ def keys_body(*refs, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
         blocks = blocks_of()
         count = blocks.stop - blocks.start
         for source, target in ((ins.k, mine.k_smem), (ins.v, mine.v_smem)):
@@ -267,7 +268,7 @@ def keys_body(*refs, cut: Cut):
 
     @pl.when(wg < WARPGROUPS)
     def compute():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         blocks = blocks_of()
         count = blocks.stop - blocks.start
         width = cut.head_dim // 2 if cut.shared else cut.head_dim

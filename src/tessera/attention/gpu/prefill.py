@@ -35,8 +35,19 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import mass as gpu_mass
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks
-from tessera.attention.gpu.prefill_rows import BLOCK_T, WARPGROUPS, Config, Cut, Item, Refs, Rows
-from tessera.attention.gpu.warpgroup import HOPPER, ROW, ROWS, SHARED_BYTES, filled, swizzled, whole_lines
+from tessera.attention.gpu.prefill_rows import BLOCK_T, Config, Cut, Item, Refs, Rows
+from tessera.attention.gpu.warpgroup import (
+    COMPUTE_REGISTERS,
+    FETCH_REGISTERS,
+    HOPPER,
+    ROW,
+    ROWS,
+    SHARED_BYTES,
+    WARPGROUPS,
+    filled,
+    swizzled,
+    whole_lines,
+)
 from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import FLOOR, LN_2
@@ -65,7 +76,7 @@ def blocks_of(refs: Refs, item: Item, cut: Cut) -> Blocks:
 
 def fetch(refs: Refs, item: Item, cut: Cut) -> None:
     """Run the fetching warpgroup: copy every block of the range, K before V, as stages are handed back."""
-    plgpu.set_max_registers(24, action="decrease")
+    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
     size, stages, blocks = cut.config.block_s, cut.config.stages, blocks_of(refs, item, cut)
     count = blocks.stop - blocks.start
     both = ((refs.k, refs.k_smem, refs.k_full, refs.k_free), (refs.v, refs.v_smem, refs.v_full, refs.v_free))
@@ -86,7 +97,7 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
 
 def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
     """Run a compute warpgroup: its rows against every block of the range, then out and lse."""
-    plgpu.set_max_registers(240, action="increase")
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     source = refs.q.at[item.b, pl.ds(item.row + wg * ROWS, ROWS), item.n]
     plgpu.copy_gmem_to_smem(source, refs.q_smem.at[wg], refs.q_full.at[wg])
     blocks = blocks_of(refs, item, cut)
