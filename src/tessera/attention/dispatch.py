@@ -139,9 +139,13 @@ def explain(
         backend: explain a call that names this backend.
     """
     platform = parallel.platform() if platform is None else platform
+    where = {"platform": platform, "capability": warpgroup.capability() if platform == "gpu" else None}
     choices, found = [], None
     for kernel in KERNELS:
-        reason = refusal(kernel, spec, shapes, platform, backend)
+        if backend is not None and not kernel.is_named(backend):
+            reason = f"{backend=} was asked for"
+        else:
+            reason = kernel.refusal(spec, shapes, **where, automatic=backend is None)
         if reason is None and found is not None:
             reason = f"{found} comes first"
         elif reason is None:
@@ -173,14 +177,6 @@ def choose(spec: AttentionSpec, shapes: Shapes, *, platform: str | None = None, 
     same_role = [(k, c) for k, c in wanted if k.role == role] or wanted
     reasons = "; ".join(f"{c.kernel}: {c.reason}" for _, c in same_role)
     raise ValueError(f"{asked} can run this call ({reasons})" if backend is None else f"{asked} cannot run: {reasons}")
-
-
-def refusal(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, platform: str, backend: str | None) -> str | None:
-    """Return why the kernel cannot run the call here, None if it can."""
-    if backend is not None and not kernel.is_named(backend):
-        return f"{backend=} was asked for"
-    here = warpgroup.capability() if platform == "gpu" else None
-    return kernel.refusal(spec, shapes, platform=platform, capability=here, automatic=backend is None)
 
 
 def check(q: Array, k: Array, v: Array, layout: str) -> None:
