@@ -204,7 +204,7 @@ def masked_runs(first, last, kv_len, spec: AttentionSpec, step_of: Callable, xp)
 
     [begin, full_begin) and [full_stop, stop) need a mask, [full_begin, full_stop) do not. step_of(position, up) is the
     number of whole steps of the block below a position, with `up` of any; xp is jax.numpy in a kernel, numpy in the
-    prediction.
+    prediction. `last` may be below `first` (no rows) only where kv_len is 0.
     """
     stop = full_stop = kv_len
     if spec.causal:
