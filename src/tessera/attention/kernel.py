@@ -1,8 +1,9 @@
-"""The record of a kernel: what it is, which calls it refuses and why, its blocks, its cost."""
+"""The record of a kernel: what it is, which calls it refuses and why; the configs that its tuner may try."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from tessera.attention.contract import AttentionOut, AttentionSpec, Shapes
@@ -124,3 +125,28 @@ def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
     if shapes.capacity is not None:
         return "sparse"
     return "score" if spec.mass else "dense"
+
+
+def distinct(default: Any, axes: Mapping[str, Sequence], cut: Callable[[Any], Hashable]) -> Iterator[Any]:
+    """Yield configs of the axes' values and the default's own; of configs that cut alike, the nearest to the default.
+
+    An axis that does not affect the call (a block longer than all keys) therefore stays at the default, and a search
+    that changes one field at a time still finds every way to cut.
+
+    Args:
+        default: a config (a dataclass).
+        axes: field -> values.
+        cut: config -> how the kernel cuts the call with it.
+    """
+
+    def nearest_first(name: str) -> list:
+        own = getattr(default, name)
+        return sorted({own, *axes[name]}, key=lambda value: abs(value - own))
+
+    seen = set()
+    for values in product(*map(nearest_first, axes)):
+        config = replace(default, **dict(zip(axes, values, strict=True)))
+        made = cut(config)
+        if made not in seen:
+            seen.add(made)
+            yield config

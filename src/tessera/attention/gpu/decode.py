@@ -28,7 +28,6 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention import work
-from tessera.attention.config_space import distinct
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu.decode_mass import merge_and_weigh, stored_units
 from tessera.attention.gpu.decode_splits import Cut, Run, find_run, unit_starts, visible_columns
@@ -48,7 +47,7 @@ from tessera.attention.gpu.warpgroup import (
     whole_lines,
 )
 from tessera.attention.gradient import differentiable_decode
-from tessera.attention.kernel import Kernel
+from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div, round_up
 

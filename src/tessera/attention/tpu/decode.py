@@ -27,10 +27,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
-from tessera.attention.config_space import distinct
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Shapes
 from tessera.attention.gradient import differentiable_decode
-from tessera.attention.kernel import Kernel
+from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.attention.tpu.decode_blocks import (
     LANES,

@@ -26,9 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
-from tessera.attention.config_space import distinct
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
-from tessera.attention.kernel import Kernel
+from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
 from tessera.attention.tpu.matrix_unit import dot, widen
 from tessera.attention.tpu.prefill_rows import weigh
