@@ -154,7 +154,7 @@ def test_its_gradient_keeps_nothing_of_the_size_of_the_scores(monkeypatch, causa
     ],
 )
 def test_what_it_cannot_honour_is_refused_with_the_reason(spec, shapes, reason):
-    assert reason in KERNEL.supports(spec, shapes)
+    assert reason in KERNEL.refusal(spec, shapes)
 
 
 def chosen(spec, shapes) -> str:
@@ -164,8 +164,8 @@ def chosen(spec, shapes) -> str:
 def test_cudnn_comes_first_until_a_record_says_otherwise(monkeypatch):
     assert chosen(AttentionSpec(), SHAPES) == "gpu_cudnn_dense"
     monkeypatch.setattr(gpu_cudnn, "BEATEN", {(128, True): "1.1 times as fast in evidence/gpu-x.jsonl"})
-    assert "our own kernel is faster here: 1.1" in KERNEL.supports(AttentionSpec(), SHAPES)
-    assert KERNEL.supports(AttentionSpec(causal=False), SHAPES) is None
+    assert "our own kernel is faster here: 1.1" in KERNEL.refusal(AttentionSpec(), SHAPES)
+    assert KERNEL.refusal(AttentionSpec(causal=False), SHAPES) is None
 
 
 class Device:

@@ -305,13 +305,13 @@ def test_the_default_fills_the_chip(role, head_dim, batch):
         ("dense", {"num_queries": 2}, "one query row"),
         ("dense", {"dtype": "float32"}, "float32"),
         ("score", {"tile": 1}, "tile=1"),
-        ("sparse", {"tile": 1}, "tile=1"),
+        ("sparse", {"tile": 1, "capacity": 205}, "tile=1"),
     ],
 )
 def test_refusals(role, change, reason):
     change = dict(change)
     spec = AttentionSpec(tile=change.pop("tile", 64), mass=role == "score")
-    assert reason in KERNELS[role].supports(spec, LLAMA._replace(**change))
+    assert reason in KERNELS[role].refusal(spec, LLAMA._replace(**change))
 
 
 @pytest.mark.parametrize("change", [{"block_s": 96}, {"stages": 0}, {"splits": 0}])

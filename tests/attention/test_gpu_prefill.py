@@ -233,9 +233,9 @@ def lse_gradients(call, d_lse):
 
 def test_what_it_cannot_do_is_refused():
     shapes = Shapes(1, 64, 64, 2, 1, 96, None, "bfloat16")
-    assert "head_dim=96" in DENSE.supports(AttentionSpec(), shapes)
-    assert "tile=1" in SCORE.supports(AttentionSpec(tile=1, mass=True), shapes._replace(head_dim=64))
-    assert "float32" in DENSE.supports(AttentionSpec(), shapes._replace(head_dim=64, dtype="float32"))
+    assert "head_dim=96" in DENSE.refusal(AttentionSpec(), shapes)
+    assert "tile=1" in SCORE.refusal(AttentionSpec(tile=1, mass=True), shapes._replace(head_dim=64))
+    assert "float32" in DENSE.refusal(AttentionSpec(), shapes._replace(head_dim=64, dtype="float32"))
     with pytest.raises(ValueError, match="block_s=96"):
         prefill_rows.Config(block_s=96)
 

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from tessera.attention import oracle
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel
+from tessera.attention.contract import AttentionOut, AttentionSpec
+from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import Workload
 from tessera.core import hardware
 from tessera.workbench import evidence, trials

@@ -26,9 +26,12 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Float
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gradient import differentiable
+from tessera.attention.kernel import Capability, Kernel
 
+AMPERE = Capability(name="8.0 (Ampere) or later", least=8.0)
 DTYPES = ("bfloat16", "float16")
 ROWS = 128
 """Rows of a block of the plain path: its scores are B N 128 S numbers."""
@@ -87,10 +90,12 @@ def launch(
 ) -> AttentionOut:
     """out = softmax(scale q k^T) v and its lse over the visible keys, both differentiable in q, k and v."""
     lengths = jnp.clip(positions.kv_len, 0, kv.k.shape[2]), jnp.clip(positions.q_len, 0, q_BTNH.shape[1])
-    return dense(q_BTNH, kv.k, kv.v, Positions(positions.q_start, *lengths), spec)
+    return dense(q_BTNH, kv.k, kv.v, Positions(positions.q_start, *lengths), spec, config)
 
 
-def attend(q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec) -> AttentionOut:
+def attend(
+    q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec, config: Config
+) -> AttentionOut:
     """Run the call; lengths lie within the arrays. cuDNN takes keys token-major: zeroing them also transposes them."""
     scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
     valid = (jnp.arange(k_BKSH.shape[2]) < positions.kv_len[:, None])[:, None, :, None]
@@ -115,23 +120,8 @@ def attend(q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, sp
     return AttentionOut(jnp.where(alive[:, :, None, None], out, 0), lse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def dense(q, k, v, positions: Positions, spec: AttentionSpec) -> AttentionOut:
-    """Run the call, with a gradient that takes linear memory."""
-    return attend(q, k, v, positions, spec)
-
-
-def _forward(q, k, v, positions, spec):
-    result = attend(q, k, v, positions, spec)
-    return result, (q, k, v, positions, result)
-
-
-def _backward(spec: AttentionSpec, saved, cotangents: AttentionOut):
-    q, k, v, positions, result = saved
-    return *gpu_backward.gradients(q, k, v, result, cotangents, spec, positions), None
-
-
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend, gpu_backward.gradients)
+"""The call, with a gradient that takes linear memory."""
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
@@ -144,8 +134,6 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     if spec.causal and shapes.num_queries != shapes.num_keys:
         sizes = f"{shapes.num_queries} queries, {shapes.num_keys} keys"
         return f"its causal diagonal starts at the first key: the call must be square, it has {sizes}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
     if shapes.head_dim > 128 or shapes.head_dim % 8:
         return f"head_dim={shapes.head_dim} is not a multiple of 8 up to 128"
     record = BEATEN.get((shapes.head_dim, spec.causal))
@@ -175,6 +163,8 @@ KERNELS: tuple[Kernel, ...] = (
         default_config=default_config,
         search_space=search_space,
         cost=work.prefill,
+        capability=AMPERE,
+        library="cuDNN",
     ),
 )
-"""Another library's kernel behind our contract. It runs only on a GPU; no simulator supports it."""
+"""Another library's kernel behind our contract."""

@@ -13,11 +13,9 @@ from jax import Array
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
-from tessera.attention.gpu.warpgroup import LEAST_TOKENS, ROWS
+from tessera.attention.gpu.warpgroup import LEAST_TOKENS, ROWS, WARPGROUPS
 from tessera.core.shapes import ceil_div, round_up
 
-WARPGROUPS = 2
-"""Warpgroups that compute; the next one fetches."""
 RESERVED_BYTES = 2048
 """Most bytes of shared memory for barriers and alignment."""
 NEVER = 1 << 30

@@ -22,15 +22,18 @@ from jax.experimental import pallas as pl
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionOut, Positions, Selection
-from tessera.attention.gpu.sparse_blocks import WARPGROUPS, Cut, Plan, plan
+from tessera.attention.gpu.sparse_blocks import Cut, Plan, plan
 from tessera.attention.gpu.warpgroup import (
+    LIST_COMPUTE_REGISTERS,
+    LIST_FETCH_REGISTERS,
     ROW,
     ROWS,
+    WARPGROUPS,
     accumulate,
+    both_products,
     filled,
     per_row,
     scores,
-    simulated,
     swizzled,
     tanh,
     whole_lines,
@@ -38,7 +41,6 @@ from tessera.attention.gpu.warpgroup import (
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div
 
-COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40
 SCRATCH_BYTES = 128
 """Bytes for reductions across warps, of which there are none: a row's maximum stays in one warp."""
 
@@ -119,7 +121,7 @@ def token_of(row_block: Array, cut: Cut) -> Int32[Array, "64"]:
 
 def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
     """Run a compute warpgroup: its rows against every block of the list, then out and lse."""
-    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    plgpu.set_max_registers(LIST_COMPUTE_REGISTERS, action="increase")
     item = read_item(wg if cut.lists == 2 else 0, cut)
     mine = [wg * cut.row_blocks + r for r in range(cut.row_blocks)]
     first_block = item.part * (WARPGROUPS * cut.row_blocks) + (0 if cut.lists == 2 else mine[0])
@@ -212,7 +214,7 @@ class Rows(NamedTuple):
                 before, v_slot = (r - 1, slot) if r else (last, self.item.slot(c - 1, cut))
                 if before == 0:
                     plgpu.barrier_wait(refs.v_full.at[v_slot])
-                acc, (m, l, alpha, weight) = overlapped(  # noqa: E741
+                acc, (m, l, alpha, weight) = both_products(  # noqa: E741
                     q_smem, k_smem, states[before][2], p, refs.v_smem.at[v_slot], weights
                 )
                 states[before] = (*states[before][:2], acc)
@@ -223,27 +225,6 @@ class Rows(NamedTuple):
             # Rounded only now: until here the tensor core reads the registers that these would be put in.
             p = jax.lax.optimization_barrier(weight.astype(cut.dtype))
         return tuple(states), p
-
-
-def overlapped(q_smem, k_smem, acc, p, v_smem, weights):
-    """Compute acc + p v, and weights(q k^T) = (m, l, alpha, next p) while the tensor core adds."""
-    if simulated():
-        return (lambda out: (accumulate(acc, p, v_smem), out))(weights(scores(q_smem, k_smem)))
-    rows = filled((ROWS,), 0.0, ROW)
-
-    def products(refs):
-        acc_ref, *out_refs = refs
-
-        def product(s_ref):
-            plgpu.wgmma(s_ref, q_smem, k_smem.transpose((1, 0)))
-            plgpu.wgmma(acc_ref, p, v_smem)
-            for ref, value in zip(out_refs, weights(plgpu.wgmma_accumulator_load(s_ref, wait_n=1)), strict=True):
-                ref[...] = value
-
-        pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
-
-    acc, *out = pl.run_state(products)((plgpu.ACC.init(acc), rows, rows, rows, filled(p.shape, 0.0)))
-    return acc, out
 
 
 def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable = lambda s: s) -> tuple[Array, Array, Array, Array]:  # noqa: E741
@@ -305,7 +286,7 @@ def body(*refs, source: Source, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch_keys():
-        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(LIST_FETCH_REGISTERS, action="decrease")
         source.fetch(refs, [read_item(lane, cut) for lane in range(cut.lists)], cut)
 
 

@@ -27,9 +27,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
-from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Shapes
-from tessera.attention.gradient import differentiable
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Shapes
+from tessera.attention.gradient import differentiable_decode
+from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.attention.tpu.decode_blocks import (
     LANES,
@@ -270,7 +270,7 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     return AttentionOut(out, lse, mass[0].reshape(*shape[:2], 1, -1)[..., :tiles])
 
 
-dense = differentiable(attend)
+dense = differentiable_decode(attend)
 """Dense decode, differentiable in q, k and v."""
 
 
@@ -349,10 +349,6 @@ def chip() -> tuple[int, int]:
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why this call cannot run here."""
-    if shapes.num_queries != 1:
-        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} is more than 256"
     if role != "dense" and spec.tile < 16:

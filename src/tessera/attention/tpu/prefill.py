@@ -28,8 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
-from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
+from tessera.attention.gradient import differentiable
+from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.tpu.prefill_blocks import (
@@ -196,7 +197,7 @@ def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
             refs.q_scaled[at : at + cut.sub_t] = x.astype(refs.q_scaled.dtype)
 
 
-def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
+def attend(q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
     """Run the kernel on [B,T,N,H] queries and [B,K,S,H] keys and values."""
     shapes = KeyValues(k, v).shapes(q)
     cut = cut_call(spec, shapes, config)
@@ -289,28 +290,18 @@ def vmem_limit() -> int:
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
     """Dense prefill, differentiable in q, k and v, or score with spec.mass."""
     if spec.mass:
-        return attend(q, kv.k, kv.v, spec, positions, config)
+        return attend(q, kv.k, kv.v, positions, spec, config)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Dense prefill; a separate kernel computes its gradient."""
-    return attend(q, k, v, spec, positions, config)
+def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec, positions, config) -> tuple:
+    """dq, dk and dv by a separate kernel, which has blocks of its own."""
+    (out, lse, _), (d_out, d_lse, _) = result, cotangents
+    return tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions)
 
 
-def _forward(q, k, v, positions, spec, config):
-    result = attend(q, k, v, spec, positions, config)
-    return result, (q, k, v, positions, result)
-
-
-def _backward(spec: AttentionSpec, config: Config, saved, cotangents: AttentionOut):
-    q, k, v, positions, result = saved
-    d_out, d_lse, _ = cotangents
-    return *tpu_backward.gradients(q, k, v, result.out, result.lse, d_out, d_lse, spec, positions), None
-
-
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend, gradients)
+"""Dense prefill, differentiable in q, k and v."""
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:

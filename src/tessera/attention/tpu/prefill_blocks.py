@@ -4,7 +4,7 @@ Everything the kernel must know before it computes a score, in plain arithmetic 
 share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -199,26 +199,31 @@ def is_diagonal(first, start, kv_len, cut: Cut):
     return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
 
 
-def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
-    """Steps of the key block from `start` that a token block from position `first` needs, in three runs:
+def masked_runs(first, last, kv_len, spec: AttentionSpec, step_of: Callable, xp) -> tuple:
+    """Steps of a key block that rows at positions `first` to `last` need, in three runs:
 
-    [begin, full_begin) and [full_stop, stop) need a mask, [full_begin, full_stop) do not. xp is jax.numpy in the
-    kernel, numpy in the prediction.
+    [begin, full_begin) and [full_stop, stop) need a mask, [full_begin, full_stop) do not. step_of(position, up) is the
+    number of whole steps of the block below a position, with `up` of any; xp is jax.numpy in a kernel, numpy in the
+    prediction. `last` may be below `first` (no rows) only where kv_len is 0.
     """
-    last = first + cut.turn_t - 1
+    stop = full_stop = kv_len
+    if spec.causal:
+        stop, full_stop = xp.minimum(kv_len, last + 1), xp.minimum(kv_len, first + 1)
+    stop, full_stop = step_of(stop, True), step_of(full_stop, False)
+    begin = full_begin = 0
+    if spec.window is not None:
+        begin = xp.minimum(step_of(first - spec.window + 1, False), stop)
+        full_begin = xp.clip(step_of(last - spec.window + 1, True), begin, stop)
+    return begin, full_begin, xp.maximum(full_stop, full_begin), stop
+
+
+def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
+    """Return `masked_runs` of the key block from `start` for the token block from position `first`."""
 
     def step_of(position, up: bool):
         return whole(xp.clip(position - start, 0, cut.block_s) + (cut.step - 1 if up else 0), cut.step)
 
-    stop = full_stop = kv_len
-    if cut.spec.causal:
-        stop, full_stop = xp.minimum(kv_len, last + 1), xp.minimum(kv_len, first + 1)
-    stop, full_stop = step_of(stop, True), step_of(full_stop, False)
-    begin = full_begin = 0
-    if cut.spec.window is not None:
-        begin = xp.minimum(step_of(first - cut.spec.window + 1, False), stop)
-        full_begin = xp.clip(step_of(last - cut.spec.window + 1, True), begin, stop)
-    return begin, full_begin, xp.maximum(full_stop, full_begin), stop
+    return masked_runs(first, first + cut.turn_t - 1, kv_len, cut.spec, step_of, xp)
 
 
 def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:

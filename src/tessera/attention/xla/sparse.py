@@ -19,7 +19,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import absorb, finish_state, init_state, raw_scores, sees_any, visible_mask
 from tessera.core.shapes import ceil_div
 
@@ -189,17 +190,6 @@ def launch(
     return AttentionOut(by_token(out), by_token(lse))
 
 
-def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
-    if shapes.dtype not in DTYPES:
-        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
-    if shapes.capacity is None:
-        return "capacity=None: the call has no selection, the role is sparse"
-    if spec.mass:
-        return "mass=True asks for another role than sparse"
-    return None
-
-
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """Four tiles of 128 keys per unmasked step, one per masked step."""
     return Config(block_s=512, mask_s=128)
@@ -219,7 +209,6 @@ KERNELS = (
         role="sparse",
         phase="prefill",
         dtypes=DTYPES,
-        supports=supports,
         launch=launch,
         Config=Config,
         default_config=default_config,

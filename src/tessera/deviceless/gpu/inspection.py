@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
-from tessera.attention.dispatch import KERNELS, choose, refusal
-from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.dispatch import KERNELS, choose
+from tessera.attention.kernel import Kernel
 from tessera.core import hardware
 from tessera.core.memory import format_bytes
 from tessera.core.units import quantity
@@ -153,13 +153,13 @@ def overfull(chip: str, held: int) -> tpu.CompileError | None:
 
 
 def first_of_ours(spec: AttentionSpec, shapes: Shapes) -> Kernel:
-    """Return the first kernel that takes the call, except cuDNN's, which compiles only on a GPU.
+    """Return the first kernel that takes the call and compiles without a GPU.
 
     Raises:
         ValueError: no kernel takes it, with the reasons.
     """
     for kernel in KERNELS:
-        if kernel not in gpu_cudnn.KERNELS and refusal(kernel, spec, shapes, "gpu", None) is None:
+        if kernel.simulable and kernel.refusal(spec, shapes, platform="gpu", automatic=True) is None:
             return kernel
     return choose(spec, shapes, platform="gpu")
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
-from tessera.attention.dispatch import KERNELS, choose, refusal, role_of
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.dispatch import KERNELS, choose
+from tessera.attention.kernel import Kernel, role_of
 from tessera.core.memory import format_bytes
 from tessera.core.shapes import ceil_div
 from tessera.deviceless import programs
@@ -133,7 +134,7 @@ def refusals(spec: AttentionSpec, shapes: Shapes, kernels: Iterable[Kernel]) -> 
     """Map each kernel of the call's role and phase to the reason it cannot take the call; empty if one can."""
     role, decodes = role_of(spec, shapes), shapes.num_queries == 1
     own = [k for k in kernels if k.role == role and (decodes or k.phase != "decode")]
-    reasons = {kernel.name: refusal(kernel, spec, shapes, kernel.platform, None) for kernel in own}
+    reasons = {kernel.name: kernel.refusal(spec, shapes) for kernel in own}
     return {} if None in reasons.values() else reasons
 
 

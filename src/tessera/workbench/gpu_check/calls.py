@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from tessera.attention import tuned
-from tessera.attention.contract import AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
-from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.kernel import Kernel
 from tessera.attention.selection import select_tiles
 from tessera.core.shapes import ceil_div
 from tessera.workbench import trials
@@ -98,7 +98,7 @@ def gpu_kernels(session: Session, phase: str | None = None) -> Iterator[Kernel]:
     """Yield the NVIDIA GPU kernels; in a dry run only the first of each role and phase, and those for single keys."""
     found = [kernel for kernel in KERNELS if kernel.platform == "gpu"]
     if session.dry:
-        found = [kernel for kernel in found if kernel not in gpu_cudnn.KERNELS]
+        found = [kernel for kernel in found if kernel.simulable]
         first = {(kernel.role, kernel.phase): kernel for kernel in reversed(found)}
         found = [kernel for kernel in found if kernel in first.values() or takes_single_keys(kernel)]
     yield from (kernel for kernel in found if phase in (None, kernel.phase))
@@ -108,7 +108,7 @@ def takes_single_keys(kernel: Kernel) -> bool:
     """Return whether the kernel reads the keys of a sparse prefill call one by one (tile 1)."""
     spec = AttentionSpec(tile=1, causal=False)
     sparse = kernel.role == "sparse" and kernel.phase == "prefill"
-    return sparse and kernel.supports(spec, Shapes(1, 128, 256, 1, 1, 128, 64, "bfloat16")) is None
+    return sparse and kernel.refusal(spec, Shapes(1, 128, 256, 1, 1, 128, 64, "bfloat16")) is None
 
 
 def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
@@ -117,7 +117,7 @@ def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[Atten
         if tile == 1 and setting.keys > MOST_SINGLE_KEYS:
             continue
         spec, shapes = setting.call(kernel.role, tile, query_tile)
-        if kernel.supports(spec, shapes) is None:
+        if kernel.refusal(spec, shapes) is None:
             return spec, shapes
     return None
 

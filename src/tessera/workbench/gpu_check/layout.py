@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.workbench.evidence import How
 from tessera.workbench.gpu_check import calls
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection
+from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Selection
+from tessera.attention.kernel import Kernel
 from tessera.workbench import measure, trials
 from tessera.workbench.evidence import Comparison, How, What
 from tessera.workbench.gpu_check import calls, check, clock, peers

@@ -20,8 +20,9 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tessera.attention import tuned
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import choose
+from tessera.attention.kernel import Kernel
 from tessera.core import files
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import inspection, predict

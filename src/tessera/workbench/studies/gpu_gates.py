@@ -17,9 +17,10 @@ from itertools import cycle, product
 from types import MappingProxyType
 from typing import Any
 
-from tessera.attention.contract import TILES, AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import TILES, AttentionSpec, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import prefill as gpu_prefill
+from tessera.attention.kernel import Kernel
 from tessera.core import files
 from tessera.deviceless import programs
 from tessera.deviceless.gpu import compiler as gpu
@@ -136,7 +137,7 @@ def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
 
 def taken(case: Mapping[str, Any]) -> bool:
     """Return whether the case's kernel takes the call."""
-    return kernel_of(case).supports(*call(case)) is None
+    return kernel_of(case).refusal(*call(case)) is None
 
 
 def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -195,7 +196,7 @@ def first_cases() -> Iterator[dict[str, Any]]:
         case = {"kernel": kernel.name, "head_dim": 128, "dtype": kernel.dtypes[0], "query_tile": 32}
         case |= {"mask": "causal", "group": GROUPS[0], "config": None}
         tiles = ({**case, "tile": tile} for tile in reversed(TILES))
-        yield next(c for c in tiles if kernel.supports(*call(c)) is None)
+        yield next(c for c in tiles if kernel.refusal(*call(c)) is None)
 
 
 def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -204,7 +205,7 @@ def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for head_dim, _ in product(HEAD_DIMS, range(2)):
         case = {**first, "head_dim": head_dim, "dtype": next(dtypes), "mask": next(masks)}
         wanted = ({**case, "tile": next(tiles)} for _ in TILES)
-        case = next((c for c in wanted if kernel_of(c).supports(*call(c)) is None), None)
+        case = next((c for c in wanted if kernel_of(c).refusal(*call(c)) is None), None)
         if case is not None:
             yield case
 

@@ -12,8 +12,9 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-from tessera.attention.contract import AttentionSpec, Kernel
+from tessera.attention.contract import AttentionSpec
 from tessera.attention.dispatch import KERNELS
+from tessera.attention.kernel import Kernel
 from tessera.core import files
 from tessera.deviceless import programs
 from tessera.deviceless.tpu import compiler as tpu
@@ -92,7 +93,7 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
         fraction=0.1,
         queries=2048 if case["length"] == LONG else None,
     )
-    reason = kernel.supports(spec, shapes)
+    reason = kernel.refusal(spec, shapes)
     if reason is not None:
         raise ValueError(reason)
     return tpu.attention_program(kernel.name, spec, shapes)

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import choose
+from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import WORKLOADS, Workload
 from tessera.core import files, hardware
 from tessera.workbench import measure

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tessera.attention.contract import AttentionSpec, Kernel, KeyValues, Shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Shapes
 from tessera.attention.dispatch import KERNELS
+from tessera.attention.kernel import Kernel
 from tessera.workbench.tune import calls
 
 
