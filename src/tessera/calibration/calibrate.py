@@ -14,25 +14,21 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.contract import AttentionSpec
 from tessera.attention.selection import check_budget
 from tessera.calibration.crossover import measure_crossover
 from tessera.calibration.retrieval import Probe
 from tessera.calibration.search import (
     LONG,
     SHORT,
-    Fixed,
     Judge,
     Kept,
     Target,
@@ -44,21 +40,17 @@ from tessera.calibration.search import (
     search,
 )
 from tessera.core.files import Notebook, sources
-from tessera.core.shapes import ceil_div, round_up
-from tessera.models.cache import init_cache
+from tessera.core.shapes import ceil_div
 from tessera.models.checkpoint import fingerprint
 from tessera.models.config import ModelConfig
-from tessera.models.decoder import forward, logits
 from tessera.runtime.corpus import MAX_WINDOW, Corpus, read_corpus
+from tessera.runtime.score import predicting, run_whole, run_window, score_rows
 from tessera.sparse.ablation import Tiling
 from tessera.sparse.anchors import best_heads, choose_anchors, default_anchors, head_table, mapped
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import HEADS, Plan, check_anchors
 from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
-
-CHUNK = 512
-"""Rows per call. A recorder holds rows / query_tile masses over all keys, the output head rows x vocabulary scores."""
 
 HELD_OUT_STEP = 0.03
 """Increment of the mean budget while the first held-out window misses the target."""
@@ -178,13 +170,13 @@ def search_policy(
     mean, judge = tried[-1].mean, Judge(model, held_out[:1])
     for _ in report.each("held-out text", range(round((1 - mean) / HELD_OUT_STEP) + 1)):
         policy = policy_of(choose_budgets(damage, missed, mean), tiling)
-        kept = judge.noted(notebook, f"held-out text, mean budget {mean}", Fixed(policy))
+        kept = judge.noted(notebook, f"held-out text, mean budget {mean}", policy)
         if target.holds(kept) or mean >= 1:
             break
         mean = min(mean + HELD_OUT_STEP, 1.0)
     fresh = held_out[1:]
     if fresh:
-        kept = Judge(model, fresh).noted(notebook, "new text", Fixed(policy))
+        kept = Judge(model, fresh).noted(notebook, "new text", policy)
     promise = promise_of(target, fresh or held_out, kept, fresh=bool(fresh))
     metrics = {
         "damage": _rounded(damage),
@@ -293,52 +285,23 @@ class Report:
             self.bar.advance(task)
 
 
-@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
-def run_chunk(params, cache, tokens_BT, q_start_B, q_len_B, *, config: ModelConfig, policy: Policy):
-    """Run one chunk under a policy -> hidden states, cache, the policy's notes."""
-    positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
-    return forward(params, tokens_BT, cache, positions, config=config, policy=policy)
-
-
-@jax.jit
-def negative_log_likelihood(params, hidden_BTD: Array, next_BT: Array, num_valid: Array) -> Array:
-    """Sum -ln p(next token) over the first num_valid rows, in nats."""
-    scores = logits(params, hidden_BTD)
-    picked = jnp.take_along_axis(scores, next_BT[..., None], axis=-1)[..., 0]
-    loss = jax.nn.logsumexp(scores, axis=-1) - picked
-    return jnp.where(jnp.arange(loss.shape[1]) < num_valid, loss, 0.0).sum()
-
-
-def run_window(model: Any, window: np.ndarray, policy: Policy, num_keys: int) -> Iterator[tuple[Any, float]]:
-    """Run one window in chunks; yield each chunk's (notes, sum of -ln p of the tokens it predicts)."""
-    rows = round_up(min(CHUNK, num_keys), getattr(policy, "query_tile", 1))
-    stacked = not isinstance(model.params.layers, tuple)
-    size = round_up(num_keys, rows)
-    cache = init_cache(model.config, 1, size, dtype=model.params.embed.dtype, stacked=stacked)
-    for start in range(0, len(window), rows):
-        tokens = np.zeros((1, rows), np.int32)
-        targets = np.zeros((1, rows), np.int32)
-        piece, answer = window[start : start + rows], window[start + 1 : start + 1 + rows]
-        tokens[0, : len(piece)], targets[0, : len(answer)] = piece, answer
-        where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
-        hidden, cache, state = run_chunk(model.params, cache, tokens, *where, config=model.config, policy=policy)
-        loss = negative_log_likelihood(model.params, hidden, targets, np.int32(len(answer)))
-        yield jax.device_get(state), float(loss)
-
-
 def attention_mass(model: Any, window: np.ndarray, recorder: RecallRecorder, num_keys: int) -> tuple[np.ndarray, float]:
     """Run one window -> attention mass [2,L,K] on the keys the policy reads and on all keys, sum of -ln p."""
-    mass, total_loss = np.zeros((2, model.config.num_layers, model.config.num_kv_heads)), 0.0
-    for notes, loss in run_window(model, window, recorder, num_keys):
-        mass += np.asarray((notes.held, notes.total), np.float64)
-        total_loss += loss
-    return mass, total_loss
+    hidden, notes = run_whole(model, window, recorder, num_keys=num_keys)
+    mass = np.sum([(own.held, own.total) for own in notes], axis=0, dtype=np.float64)
+    return mass, text_loss(model, hidden, window)
+
+
+def text_loss(model: Any, hidden: np.ndarray, window: np.ndarray) -> float:
+    """Return the sum of -ln p over the predicted tokens of a window, in nats."""
+    return float(score_rows(model, hidden, window, predicting(window)).loss.sum(dtype=np.float64))
 
 
 def perplexity(model: Any, windows: Sequence[np.ndarray], policy: Policy) -> float:
     """Return exp of the mean -ln p over all predicted tokens of the windows."""
     longest = max(len(window) for window in windows)
-    total = sum(loss for window in windows for _, loss in run_window(model, window, policy, longest))
+    runs = ((run_whole(model, window, policy, num_keys=longest)[0], window) for window in windows)
+    total = sum(text_loss(model, hidden, window) for hidden, window in runs)
     return math.exp(total / sum(len(window) - 1 for window in windows))
 
 
@@ -386,7 +349,8 @@ def record_similarity(
     turned, num_tokens, minima = 0.0, 0, []
     for window in report.each("similarity", windows):
         least = None
-        for state, _ in run_window(model, window, recorder, longest):
+        for chunk in run_window(model, window, recorder, num_keys=longest):
+            state = jax.device_get(chunk.notes)
             turned = turned + np.asarray(state.turned, np.float64)
             num_tokens += int(state.num_tokens)
             if state.num_tiles:
@@ -413,11 +377,11 @@ def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], r
         found, loss = attention_mass(model, window, RecallRecorder(policy=policy, dense=True), longest)
         mass, dense_loss = mass + found.sum(-1), dense_loss + loss
     for window in report.each("perplexity", windows):
-        for notes, loss in run_window(model, window, policy, longest):
-            counted = policy.reads(notes)
+        hidden, notes = run_whole(model, window, policy, num_keys=longest)
+        sparse_loss += text_loss(model, hidden, window)
+        for counted in map(policy.reads, notes):
             read = read + np.asarray(counted.read, np.float64).sum(1)
             visible = visible + np.asarray(counted.visible, np.float64).sum(1)
-            sparse_loss += loss
     num_predicted = sum(len(window) - 1 for window in windows)
     return {
         "recall": _rounded(mass[0] / mass[1]),
