@@ -11,7 +11,8 @@ from tiny import save_tiny
 
 import tessera
 from tessera.attention.contract import AttentionSpec, Positions
-from tessera.calibration.calibrate import Report, calibrate
+from tessera.calibration.calibrate import calibrate
+from tessera.calibration.report import Report
 from tessera.calibration.retrieval import CUE, PASSAGE, plant
 from tessera.calibration.search import (
     PROBE_WEIGHT,

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tessera.calibration.calibrate import Report, promise_of
 from tessera.calibration.crossover import measure_crossover
-from tessera.calibration.search import Judge, Target, probes_of
+from tessera.calibration.report import Report
+from tessera.calibration.search import Judge, Target, probes_of, promise_of
 from tessera.models.checkpoint import fingerprint
 from tessera.runtime.corpus import MAX_WINDOW, read_corpus
 from tessera.sparse.kascade import Kascade

@@ -20,8 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention.contract import AttentionSpec, Positions
+from tessera.calibration.report import Report
 from tessera.calibration.retrieval import Probe, plant
 from tessera.core.files import Notebook
+from tessera.core.shapes import ceil_div
+from tessera.core.units import rounded
+from tessera.runtime.corpus import MAX_WINDOW, Corpus
 from tessera.runtime.score import Compared, PolicyOf, compare_rows, make_policy, run_whole
 from tessera.sparse.ablation import GRID, Budgeted, LocalHeads, MassRecorder, Tiling, missed_mass
 from tessera.sparse.baselines import Dense
@@ -37,6 +41,8 @@ SHORT, LONG = 512, 4096
 NO_NOTEBOOK = Notebook()
 STEPS = 5
 """Prices tried: resolves the mean budget to 1/32."""
+HELD_OUT_STEP = 0.03
+"""Increment of the mean budget while the first held-out window misses the target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +98,52 @@ class Kept:
 
     def metrics(self) -> dict[str, float | int]:
         """Return the fields for the plan's metrics, rounded to four significant digits."""
-        return {
-            name: value if isinstance(value, int) else float(f"{value:.4g}") for name, value in asdict(self).items()
-        }
+        return {name: value if isinstance(value, int) else rounded(value) for name, value in asdict(self).items()}
+
+
+def search_policy(
+    model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: Report, notebook: Notebook
+) -> tuple[Kascade, dict[str, Any]]:
+    """Find the policy that reads least and meets the target -> policy, the plan's promise and metrics, tokens run.
+
+    While the first held-out window misses the target, the mean budget grows by HELD_OUT_STEP. The promise is what the
+    policy keeps of a second one; if there is none, of the first, and the promise says that this set the budget.
+    """
+    windows = corpus.windows[:: ceil_div(len(corpus.windows), 2)]
+    ablated, chosen_on = probes_of(model, windows, SHORT, 0), probes_of(model, windows[:1], LONG, 1)
+    held_out = probes_of(model, corpus.held_out[:2], MAX_WINDOW, 2)  # a window too short for its facts is named first
+    damage = measure_damage(model, ablated, tiling, report.each, notebook)
+    missed = notebook.keep("missed mass", lambda: measure_missed(model, chosen_on, tiling, report.each).tolist())
+    missed = np.asarray(missed)
+    tried = search(damage, missed, Judge(model, chosen_on), tiling, target, report.each, notebook)
+    mean, judge = tried[-1].mean, Judge(model, held_out[:1])
+    for _ in report.each("held-out text", range(round((1 - mean) / HELD_OUT_STEP) + 1)):
+        policy = policy_of(choose_budgets(damage, missed, mean), tiling)
+        kept = judge.noted(notebook, f"held-out text, mean budget {mean}", policy)
+        if target.holds(kept) or mean >= 1:
+            break
+        mean = min(mean + HELD_OUT_STEP, 1.0)
+    fresh = held_out[1:]
+    if fresh:
+        kept = Judge(model, fresh).noted(notebook, "new text", policy)
+    promise = promise_of(target, fresh or held_out, kept, fresh=bool(fresh))
+    metrics = {
+        "damage": rounded(damage),
+        "tried": [{"mean_budget": rounded(one.mean), **one.kept.metrics()} for one in tried],
+    }
+    run = [*chosen_on, *ablated[1:], *held_out]  # the first ablated window is the start of the one that chooses
+    return policy, {"promise": promise, "metrics": metrics, "tokens": sum(len(probe.tokens) for probe in run)}
+
+
+def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
+    """Return the plan's promise: the target, the windows that judged it, whether they set no budget, what it keeps."""
+    return {
+        **{name: value for name, value in asdict(target).items() if value is not None},
+        "judged_tokens": [len(probe.tokens) for probe in judged],
+        "fresh": fresh,
+        "held": target.holds(kept),
+        "measured": kept.metrics(),
+    }
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tessera.calibration.calibrate import attention_mass
+from tessera.calibration.similarity import attention_mass
 from tessera.generate import Model
 from tessera.runtime.score import compare_rows, predicting, run_whole
 from tessera.sparse.baselines import Dense
@@ -100,5 +100,6 @@ def recall(model: Model, policy: Policy, windows: Sequence[np.ndarray]) -> Recal
         windows: pieces of text, token ids.
     """
     recorder, longest = RecallRecorder(policy=policy), max(map(len, windows))
-    mass = np.stack([attention_mass(model, window, recorder, longest)[0] for window in windows])
+    runs = (run_whole(model, window, recorder, num_keys=longest) for window in windows)
+    mass = np.stack([attention_mass(notes) for _, notes in runs])
     return Recall(per_head=mass[:, 0] / mass[:, 1], sparse_layers=recorder.sparse_layers(model.config.num_layers))
