@@ -20,6 +20,7 @@ from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import Workload
 from tessera.core import hardware
 from tessera.workbench import evidence, trials
+from tessera.workbench.errors import plain
 
 QUANTILES: Final = (0.5, 0.9, 0.99, 1.0)
 
@@ -172,8 +173,7 @@ def attempt(trial: Trial) -> Outcome:
     try:
         result = trials.run(kernel, call, trial.dtype, trial.config)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        said = (str(error).splitlines() or [""])[0]
-        return Outcome(trial, np.zeros(0), (f"{type(error).__name__}: {said}",))
+        return Outcome(trial, np.zeros(0), (plain(error),))
     truth = oracle.attend(call)
     allowed = oracle.tolerance(call, truth, trial.dtype, folded=kernel.platform == "tpu")
     return Outcome(trial, *compare(result, truth, allowed, kernel.role))

@@ -27,7 +27,8 @@ from rich.console import Console
 from tessera.core import hardware
 from tessera.workbench import evidence
 from tessera.workbench.bench import answers, attention, compare, model
-from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
+from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, compiled_anew
+from tessera.workbench.errors import plain
 from tessera.workbench.evidence import Record, What
 from tessera.workbench.report.markdown import series
 

@@ -23,13 +23,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tessera.core import hardware
 from tessera.generate import Model
 from tessera.runtime.compilation import forget_programs
+from tessera.runtime.score import CHUNK
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
 from tessera.workbench import evidence
 from tessera.workbench.eval import paired, probes, texts
 from tessera.workbench.eval.closeness import BLOCK, Pass, closeness, run_text
 from tessera.workbench.eval.contenders import CONTROL, PLAN, WINDOW, Contender, contenders, plan_policy, profile
-from tessera.workbench.eval.trials import ROWS, run_trials
+from tessera.workbench.eval.trials import run_trials
 from tessera.workbench.evidence import How, Record, What
 
 NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
@@ -203,7 +204,7 @@ def judge_text(
     records = []
     for low, high in ranges(sizes):
         own = blocks[:, low // BLOCK : high // BLOCK].reshape(-1, 4)
-        read, visible = counts[:, :, low // ROWS : high // ROWS].sum((0, 2))
+        read, visible = counts[:, :, low // CHUNK : high // CHUNK].sum((0, 2))
         middle = paired.mean(own[:, 0])
         question = f"{domain}, tokens {low:,} to {high:,}"
         names = ("loss_dense", "loss", "agreement")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from tessera.attention import tuned
-from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.kernel import Kernel
 from tessera.attention.selection import select_tiles
@@ -123,21 +123,16 @@ def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[Atten
 
 
 def ready(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any = None) -> Callable[..., Any]:
-    """Jit the kernel: (q, K and V as the model caches them [B,K,S,H], positions, selection) -> AttentionOut.
+    """Jit the kernel: (q, keys and values, positions, selection) -> AttentionOut.
 
     Uses the kernel's tuned blocks if no config is given.
     """
     config = tuned.config(kernel, spec, shapes) if config is None else config
 
-    def call(q, k, v, positions, selection):
-        return kernel.launch(q, KeyValues(k, v), spec, positions, selection, config)
+    def call(q, kv, positions, selection):
+        return kernel.launch(q, kv, spec, positions, selection, config)
 
     return jax.jit(call)
-
-
-def as_cached(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lay out keys and values [B,S,K,H] as the model's cache: [B,K,S,H]."""
-    return tuple(jnp.swapaxes(x, 1, 2) for x in (k, v))
 
 
 def machine(kernel: Kernel) -> contextlib.AbstractContextManager:

@@ -12,10 +12,8 @@ import collections
 import functools
 import json
 import os
-import platform
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +28,7 @@ from jaxlib.mlir import ir
 
 from tessera.core import files
 from tessera.workbench import evidence
+from tessera.workbench.errors import plain
 from tessera.workbench.evidence import How, Record, What
 from tessera.workbench.gpu_check.supervisor import IDLE_S, NOTE_SUFFIX, RESTART, Unwritable, writing
 
@@ -144,11 +143,11 @@ class Session:
             SystemExit: the process may be damaged; the parent starts a fresh one.
         """
         if isinstance(error, REFUSALS) or type(error) is RuntimeError and device_works():
-            self.add(what, (), error=plain(error))
+            self.add(what, (), error=plain(error, whole=True))
             return
         fault = "does not fit" if FULL.search(str(error)) else "crashed"  # a fresh process holds no memory
         fault = "no room on the disk" if FULL_DISK.search(str(error)) else fault
-        self.add(what, (), error=f"{fault}: {plain(error)}")
+        self.add(what, (), error=f"{fault}: {plain(error, whole=True)}")
         self._notes = []
         self._write_note()
         raise SystemExit(RESTART)
@@ -198,7 +197,7 @@ class Session:
             if note.get("what"):
                 self.piece = note["piece"]
                 error = note.get("end") or f"{CUT} everything ended in the middle of it"
-                self.add(What(**note["what"]), (), error=plain(error))
+                self.add(What(**note["what"]), (), error=plain(error, whole=True))
         self._write_note()
 
 
@@ -230,15 +229,6 @@ def say(text: str) -> None:
 
 def _key(what: What) -> tuple[str, str, str, str]:
     return what.op, what.kernel, what.workload, what.dtype
-
-
-def plain(error: BaseException | str) -> str:
-    """Return an error's first 600 characters on one line, without names from this machine."""
-    said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    text = " ".join(said.split())
-    for name in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir(), platform.node()):
-        text = text.replace(name, "...") if len(name) > 3 else text
-    return text[:600]
 
 
 @functools.cache
