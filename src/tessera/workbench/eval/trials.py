@@ -22,7 +22,7 @@ from tessera.models.cache import Cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward
 from tessera.runtime.compilation import CHUNK_UNIT
-from tessera.runtime.engine import allocate, read_head
+from tessera.runtime.step import allocate, read_head
 from tessera.sparse.contract import Policy, Reads
 from tessera.workbench.eval.probes import ROOM, Document, Question
 
