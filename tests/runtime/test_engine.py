@@ -7,19 +7,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, PLAN, random_params
+from tiny import CONFIG as TINY
+from tiny import PLAN, random_params
 
+from tessera.core import memory
 from tessera.generate import Model
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
 from tessera.runtime.requests import End, Event, Failure, Held, Request, Token
 from tessera.runtime.sampling import Sampling
+from tessera.runtime.step import cache_bytes, chunk_bytes
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
+CONFIG = replace(TINY, tie_embeddings=False, max_positions=256)
 POLICIES = {"dense": Dense(), "kascade": Kascade.from_plan(PLAN)}
-SIZES, NUM_KEYS = (64,), 256  # one chunk size and one cache size: few programs
+SIZES, NUM_KEYS = (64,), 256  # one chunk size and one cache size, so that the tests share a few programs
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +141,10 @@ def test_cancelling_one_of_a_joint_prefill_leaves_the_other(model):
 
 
 def test_scores_that_are_not_finite_fail_one_request(model):
-    """Token 7's embedding is NaN, so only prompts with a 7 fail; the row that held NaN serves the next request."""
-    config = replace(CONFIG, tie_embeddings=False)
-    params = random_params(config)
-    params.embed[7] = np.nan
-    broken = replace(model, config=config, params=jax.tree.map(jnp.asarray, params))
+    """Token 7's embedding is NaN, so a prompt that ends with it fails; the row that held NaN serves the next one."""
+    broken = replace(model, params=replace(model.params, embed=model.params.embed.at[7].set(jnp.nan)))
     good = [replace(r, prompt=[token if token != 7 else 8 for token in r.prompt]) for r in MIXTURE]
-    bad = replace(good[1], prompt=[*good[1].prompt[:60], 7, *good[1].prompt[61:]])
+    bad = replace(good[1], prompt=[*good[1].prompt[:-1], 7])
     engine = engine_of(broken)
     kept, failed = engine.submit(good[0]), engine.submit(bad)  # one prefill for both
     later = engine.submit(good[2])
@@ -161,26 +162,30 @@ def test_scores_that_are_not_finite_fail_one_request(model):
         list(engine.drain())
 
 
-def test_a_request_without_memory_fails_alone(model):
-    huge = replace(model, config=replace(CONFIG, max_positions=2**40))
-    engine = engine_of(huge)
+def test_a_request_without_memory_fails_alone(model, monkeypatch):
+    """When the sub-batch opens, and later, when a row is copied for the prefill."""
+    engine = engine_of(model)
+    large = replace(MIXTURE[0], prompt=prompt(250))
     for midway in (False, True):
-        kept = engine.submit(MIXTURE[0])
-        events = steps(engine, 4) if midway else []
-        failed = engine.submit(replace(MIXTURE[1], max_new_tokens=10**12))
+        kept = engine.submit(MIXTURE[2])
+        events = steps(engine, 2) if midway else []
+        failed = engine.submit(large)
+        rows = 1 if midway else 2
+        needed = cache_bytes(CONFIG, rows, NUM_KEYS, 4) + chunk_bytes(CONFIG, rows, len(large.prompt), 4)
+        monkeypatch.setattr(memory, "available_bytes", lambda device, needed=needed: needed - 1)
         while engine.busy:
             events += engine.step()
         [failure] = [event for event in events if isinstance(event, Failure)]
         assert failure.id == failed
         assert isinstance(failure.error, MemoryError)
-        check_same(ends(events)[kept], alone(model, MIXTURE[0]))
+        check_same(ends(events)[kept], alone(model, MIXTURE[2]))
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"prompt": []}, "the prompt is an empty token list"),
-        ({"prompt": [1] * 513}, "the prompt has 513 tokens but the model's context is 512"),
+        ({"prompt": [1] * 257}, "the prompt has 257 tokens but the model's context is 256"),
         ({"prompt": [1, 264]}, "the prompt holds token 264, outside the model's vocabulary of 264"),
         ({"prompt": [-1]}, "the prompt holds token -1"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
@@ -202,8 +207,8 @@ def test_a_stop_text_needs_a_tokenizer(model):
 
 def test_the_shortest_and_the_longest_prompts(model):
     """One token, a full context, and an answer that the context ends: the last token is never fed back."""
-    engine = engine_of(model, num_keys=512)
-    lengths = {1: 4, 512: 1, 510: 3}
+    engine = engine_of(model)
+    lengths = {1: 4, 256: 1, 254: 3}
     for length in lengths:
         engine.submit(Request(prompt=prompt(length), max_new_tokens=4))
     found = {end.generation.prompt_tokens: len(end.generation.tokens) for end in engine.drain()}
@@ -264,7 +269,7 @@ def test_a_held_prefix_is_prefilled_once_and_counted_in_every_answer(model):
 
 
 def test_nothing_compiles_after_warm_up(model):
-    engine = engine_of(model, "kascade", slots=3)
+    engine = engine_of(model, "kascade")
     engine.warm([request.sampling for request in MIXTURE])
     compiled = []
 

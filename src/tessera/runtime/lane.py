@@ -101,7 +101,7 @@ class Lane:
         kept = list(tokens[: self.session.align(len(tokens))])
         if not kept:
             return Held(0, ())
-        self._make_room(len(kept), len(kept))
+        self._make_room(len(kept) + 1, len(kept))
         part = self.session if self.session.batch == 1 else self.session.row(row)
         _, reads = part.prefill([kept])
         if part is not self.session:
@@ -137,13 +137,14 @@ class Lane:
         alive = [t for t in self.slots if t is not None and t.open and 0 < t.chosen < t.answer.limit]
         if not alive:
             return
-        # A row that is not alive writes a key, too. The last place is never reused: see `_reusable`.
+        # A row that is not alive writes a key, too: in the last place, which `_kept` never counts.
         position = np.full(self.session.batch, self.session.num_keys - 1, np.int32)
         flags = np.zeros(self.session.batch, bool)
         for ticket in alive:
             position[ticket.row], flags[ticket.row] = ticket.answer.prompt_tokens + ticket.chosen - 1, True
         scores, reads = self.session.decode(self._token, position, flags)
-        choice = pick(scores, self._seen, self.slots)
+        joined = [ticket if ticket is not None and ticket.chosen else None for ticket in self.slots]
+        choice = pick(scores, self._seen, joined)
         self._token, self._seen = choice.token, choice.seen
         self._note(choice, reads, [(ticket.row, ticket) for ticket in alive])
 
@@ -165,7 +166,7 @@ class Lane:
         else:
             self._place(run.session, choice, tickets[0].row)
         for ticket in tickets:
-            self._kept[ticket.row] = ticket.request.prompt
+            self._kept[ticket.row] = ticket.request.prompt[: self.session.num_keys - 1]
         self._note(choice, run.reads, list(enumerate(tickets)))
 
     def _place(self, part: Session, choice: Choice, row: int) -> None:
@@ -215,7 +216,7 @@ class Lane:
 
     def _reusable(self, row: int, ticket: Ticket) -> int:
         """Count the prompt's tokens whose keys this row holds, in whole chunks and at least one token short of it."""
-        prompt, kept = ticket.request.prompt, self._kept[row][: self.session.num_keys - 1]
+        prompt, kept = ticket.request.prompt, self._kept[row]
         limit = min(len(kept), len(prompt) - 1)
         if ticket.request.held is not None:
             limit = min(limit, ticket.request.held.num_tokens)
