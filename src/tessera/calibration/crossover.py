@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tessera.runtime.engine import Session
+from tessera.runtime.step import Session
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade

@@ -20,7 +20,7 @@ from tessera.core.shapes import ceil_div
 from tessera.models.checkpoint import fingerprint, load_params
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
-from tessera.runtime.engine import Session, prefill_chunk
+from tessera.runtime.step import Session, prefill_chunk
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.plan import Plan

@@ -17,7 +17,7 @@ from tessera.core.shapes import round_up
 from tessera.generate import Model
 from tessera.runtime import score
 from tessera.runtime.compilation import CHUNK_UNIT
-from tessera.runtime.engine import read_head
+from tessera.runtime.step import read_head
 from tessera.sparse.contract import Policy, Reads
 from tessera.workbench.eval.probes import ROOM, Document, Question
 
