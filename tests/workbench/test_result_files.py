@@ -12,7 +12,7 @@ from tessera.core import files
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.workbench import campaign, evidence
 from tessera.workbench.report import documents as report
-from tessera.workbench.studies import ablations, blocks, figures, gpu_gates, sweep, validation
+from tessera.workbench.studies import blocks, figures, gpu_gates, sweep, validation
 
 LINES = [{"a": 1}, {"b": "é", "c": [1, 2]}]
 CODE = {"commit": "0" * 40, "dirty": False, "landed": None}
@@ -22,7 +22,6 @@ OTHER = {"commit": "1" * 40, "dirty": False, "landed": None}
 NAMES = {
     sweep: "tpu-sweep",
     figures: "tpu-figures",
-    ablations: "tpu-ablations",
     blocks: "tpu-blocks",
     validation: "tpu-validation",
     gpu_gates: "gpu-gates",
@@ -158,7 +157,7 @@ def test_figures_compile_again_what_failed_and_what_another_commit_made(tmp_path
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("command", [sweep, gpu_gates, validation, ablations])
+@pytest.mark.parametrize("command", [sweep, gpu_gates, validation])
 def test_a_report_of_nothing_is_refused_in_a_sentence(command, tmp_path, capsys):
     assert study(command, "--report", "--out", tmp_path / "none.jsonl") == 2
     assert "none.jsonl has no lines" in capsys.readouterr().err

@@ -61,26 +61,6 @@ class TpuFigures:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TpuAblations:
-    """Undo one choice of the TPU prefill kernel at a time and predict what it was worth."""
-
-    chip: Chips = ()
-    """Only these chips."""
-    out: Path = Path("build/tpu-ablations.jsonl")
-    """File of finished cases."""
-    limit_s: float = 600.0
-    """Seconds after which a compile is killed."""
-    report: bool = False
-    """Append the records of the last commit's cases to evidence/."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Compile what this commit has not compiled, or report."""
-        return _module("ablations").study(self)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TpuBlocks:
     """Search block sizes of the TPU kernels by predicted time."""
 
@@ -185,7 +165,6 @@ class GpuFigures:
 KINDS = {
     "tpu-sweep": TpuSweep,
     "tpu-figures": TpuFigures,
-    "tpu-ablations": TpuAblations,
     "tpu-blocks": TpuBlocks,
     "tpu-validation": TpuValidation,
     "gpu-gates": GpuGates,
