@@ -27,7 +27,7 @@ KERNELS: tuple[Kernel, ...] = (
     *tpu_decode.KERNELS,
     *tpu_prefill.KERNELS,
     *tpu_sparse.KERNELS,
-    *gpu_cudnn.KERNELS,  # before our own dense prefill, except where a record says that ours is faster
+    *gpu_cudnn.KERNELS,  # known to be good: before our own dense prefill until a GPU has timed both
     *gpu_decode.KERNELS,
     *gpu_sparse.KERNELS,
     *gpu_keys.KERNELS,

@@ -17,7 +17,6 @@ Work: 4 H flops per visible (row, key) pair; each array moved once, K and V once
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +34,6 @@ AMPERE = Capability(name="8.0 (Ampere) or later", least=8.0)
 DTYPES = ("bfloat16", "float16")
 ROWS = 128
 """Rows of a block of the plain path: its scores are B N 128 S numbers."""
-
-BEATEN = MappingProxyType({})
-"""(head_dim, causal) -> the stored record that says our own kernel is faster there. There is no such record yet: until
-a GPU has timed both, cuDNN, which is known to be good, comes first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +131,7 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
         return f"its causal diagonal starts at the first key: the call must be square, it has {sizes}"
     if shapes.head_dim > 128 or shapes.head_dim % 8:
         return f"head_dim={shapes.head_dim} is not a multiple of 8 up to 128"
-    record = BEATEN.get((shapes.head_dim, spec.causal))
-    return None if record is None else f"our own kernel is faster here: {record}"
+    return None
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
