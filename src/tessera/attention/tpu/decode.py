@@ -43,7 +43,7 @@ from tessera.attention.tpu.decode_blocks import (
     stream_lists,
 )
 from tessera.attention.tpu.decode_copies import Stream, blank_values, is_whole, listed_keys, move_keys, move_tiles, span
-from tessera.attention.tpu.exact_products import product, thirds
+from tessera.attention.tpu.matrix_unit import product, thirds
 from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float32")

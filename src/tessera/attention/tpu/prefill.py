@@ -48,8 +48,7 @@ from tessera.attention.tpu.prefill_blocks import (
     step_ranges,
     whole,
 )
-from tessera.attention.tpu.prefill_result import write
-from tessera.attention.tpu.prefill_rows import Refs, Rows, absorb, load, own_keys, split, store, visible
+from tessera.attention.tpu.prefill_rows import Refs, Rows, absorb, load, own_keys, split, store, visible, write_results
 from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
@@ -119,7 +118,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
     @pl.when(j == pl.num_programs(3) - 1)
     @jax.named_scope("last")
     def last_step():
-        write(refs, i, keys, cut)
+        write_results(refs, i, keys, cut)
 
 
 def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
