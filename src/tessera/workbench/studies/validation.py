@@ -35,6 +35,8 @@ WHERE = "the Tokamax repository's folder tokamax/data/autotuning"
 CALIBRATION = ("v5p", "v6e")
 """Chips whose times the constants are fitted on. v7x is only compared."""
 FITTED = " and ".join(CALIBRATION)
+MEDIAN_GOAL, P90_GOAL, RANK_GOAL = 0.05, 0.12, 0.99
+"""Goals: median and 90th percentile of |predicted / measured - 1| at most, rank correlation at least."""
 BIG_BLOCK = 4 << 20
 """Scores per block. Above it, the compiler takes minutes."""
 FOLDERS = MappingProxyType({"v5p": "tpu_v5", "v6e": "tpu_v6_lite", "v7x": "tpu7x"})
