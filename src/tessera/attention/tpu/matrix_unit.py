@@ -37,12 +37,12 @@ def product(a: Array, b: Array, contract_b: int) -> Array:
     block of decode.
     """
     dims = (((1,), (contract_b,)), ((), ()))
-    dot = functools.partial(jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.float32)
+    multiply = functools.partial(jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.float32)
     if b.dtype == jnp.bfloat16:
-        return dot(a.astype(jnp.bfloat16), b)
+        return multiply(a.astype(jnp.bfloat16), b)
     rows, a_parts, total = a.shape[0], thirds(a), 0.0
     for i, part in reversed(list(enumerate(thirds(b)))):  # small ones first
-        y = dot(jnp.concatenate(a_parts[: 3 - i]).astype(jnp.bfloat16), part.astype(jnp.bfloat16))
+        y = multiply(jnp.concatenate(a_parts[: 3 - i]).astype(jnp.bfloat16), part.astype(jnp.bfloat16))
         for j in reversed(range(3 - i)):
             total = total + y[j * rows : (j + 1) * rows]
     return total
