@@ -16,7 +16,7 @@ from tessera.workbench.studies import ablations, blocks
 
 [DENSE] = (kernel for kernel in tpu_prefill.KERNELS if kernel.role == "dense")
 CONFIG = tpu_prefill.Config(block_t=64, block_s=512, chunk=128, step=256, matrix_sums=False)
-ROWS = Workload(  # blocks that every row sees whole, four updates each, then the diagonal
+ROWS = Workload(  # blocks that every row sees in full, four updates each, then the diagonal
     name="ablations",
     num_queries=64,
     num_keys=2080,

@@ -255,7 +255,7 @@ def _blocks(name: str, tensor: GgufTensor) -> Iterator[np.ndarray]:
             count = min(step, num_rows - start)
             raw = np.fromfile(file, np.uint8, count * row_bytes)
             if raw.size != count * row_bytes:
-                raise ValueError(f"{tensor.path} was cut while {name} was read from it: download it again")
+                raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
             with np.errstate(all="ignore"):  # infinite scales are refused below
                 values = gguf.dequantize(raw.reshape(1, -1), kind).reshape(count, width)
             if not np.isfinite(values).all():

@@ -145,7 +145,7 @@ class Engine:
                         raise event.error
 
     def hold(self, tokens: Sequence[int]) -> Held:
-        """Prefill the whole chunks of a prefix under the engine's policy; requests with `held` start behind it.
+        """Prefill the whole chunks of a prefix under the engine's policy; requests with `held` start after it.
 
         Its row is free: a request with another prefix may take it, and `held` then saves nothing.
         """

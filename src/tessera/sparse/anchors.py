@@ -109,7 +109,7 @@ def best_heads(similarity_LLKK: Float[np.ndarray, "L L K K"]) -> Int32[np.ndarra
 
 
 def mapped(similarity_LLKK: Float[np.ndarray, "L L K K"], heads_LLK: Int32[np.ndarray, "L L K"]) -> np.ndarray:
-    """Return similarities of layers [L,L]: each head of b with its mapped head of a, averaged over the heads of b."""
+    """Return layer similarities [L,L], (a, b): each head of b with its mapped head of a, averaged over b's heads."""
     return np.take_along_axis(np.asarray(similarity_LLKK), heads_LLK[:, :, None, :], axis=2)[:, :, 0].mean(-1)
 
 

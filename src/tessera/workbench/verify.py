@@ -94,7 +94,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Errors of one trial over their tolerance, per compared element, and what else is wrong with it."""
+    """Result of one trial: each compared element's error divided by its tolerance, and faults of any other kind."""
 
     trial: Trial
     errors: np.ndarray

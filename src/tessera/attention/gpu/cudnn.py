@@ -127,10 +127,10 @@ dense = differentiable(attend, gpu_backward.gradients)
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why cuDNN does not run this call."""
     if shapes.num_queries == 1:
-        return "K and V must be cleaned behind kv_len first, which doubles the traffic of a decode step"
+        return "K and V past kv_len must be zeroed first, which doubles the traffic of a decode step"
     for name in ("window", "softcap"):
         if getattr(spec, name) is not None:
-            return f"cuDNN's fused attention has no {name} of this kind, the call has {name}={getattr(spec, name)}"
+            return f"cuDNN's fused attention does not support a {name}, the call has {name}={getattr(spec, name)}"
     if spec.causal and shapes.num_queries != shapes.num_keys:
         sizes = f"{shapes.num_queries} queries, {shapes.num_keys} keys"
         return f"its causal diagonal starts at the first key: the call must be square, it has {sizes}"

@@ -114,7 +114,7 @@ def run(
                 if not only:  # equal shares of time; the next case inherits what one leaves unused
                     stand.ends = begin + sizes.suite_s * number / len(cases)
                 if name in done:
-                    console.print(f"{name}: recorded before")
+                    console.print(f"{name}: already recorded")
                     continue
                 records = _run_case(stand, name)
                 evidence.append(out, records)

@@ -192,12 +192,12 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
 def records(
     found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
 ) -> list[evidence.Record]:
-    """Build one record per chip, one over those that the constants are fitted on, with the fit repeated, and one over
-    all: predicted / measured of every point, and how far off they are. A record without points of all its chips is left
-    out.
+    """Build one record per chip, one over the chips that the constants were fitted on (it repeats the fit) and one over
+    all chips. Each holds predicted / measured of its points and a summary of their errors. A record that lacks points
+    of one of its chips is left out.
 
-    `planned` holds the points of each chip with timings at hand; the facts count them and the compiled ones, and those
-    with big blocks of both.
+    `planned` holds all points of each chip whose timings are available; the facts count planned and compiled points,
+    and in both those with big blocks.
     """
     made = []
     for name, chips in (*((chip, (chip,)) for chip in FOLDERS), (FITTED, CALIBRATION), ("all", tuple(FOLDERS))):
