@@ -137,7 +137,7 @@ def test_a_path_that_does_not_exist_is_not_sought_on_the_hub(capsys, monkeypatch
 
 def test_a_model_that_is_no_file_or_that_has_no_home(capsys):
     assert "is neither a folder nor a file" in refuse(capsys, "generate", "x", "--model", "/dev/null")
-    assert "names no user's folder" in refuse(capsys, "generate", "x", "--model", "~no-such-user/model")
+    assert "names no user's home folder" in refuse(capsys, "generate", "x", "--model", "~no-such-user/model")
 
 
 def test_errors_hold_no_control_characters(capsys, tmp_path):

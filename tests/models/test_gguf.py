@@ -305,7 +305,7 @@ HOSTILE = {
     "texts longer than the file": ({"entries": [entry("a", 9, struct.pack("<IQQ", 8, 1, HUGE))]}, "ends inside"),
     "a list of lists": ({"entries": [entry("a", 9, struct.pack("<IQ", 9, 1) * 1000)]}, "list of lists"),
     "unknown metadata type": ({"entries": [entry("a", 99, b"")]}, "unknown type 99"),
-    "a truth value of 2": ({"entries": [entry("a", 7, b"\x02")]}, "truth value"),
+    "a boolean of 2": ({"entries": [entry("a", 7, b"\x02")]}, "boolean"),
     "a key twice": ({"entries": [entry("a", 0, b"1")] * 2}, "twice"),
     "a key that is not UTF-8": ({"entries": [struct.pack("<Q", 1) + b"\xff"]}, "UTF-8"),
     "texts that are not UTF-8": ({"entries": [entry("a", 9, struct.pack("<IQQ", 8, 1, 1) + b"\xff")]}, "UTF-8"),

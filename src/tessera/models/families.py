@@ -257,7 +257,7 @@ def render_config(config: ModelConfig, dtype: str, pad_id: int | None = None) ->
     if "use_sliding_window" in family.keys:
         raw |= {"use_sliding_window": config.window is not None, "max_window_layers": 0 if config.window else 28}
     if (again := parse_config(raw)) != (config := replace(config, dtype=dtype)):
-        raise ValueError(f"a {config.family} config cannot say {config}: Hugging Face would read {again}")
+        raise ValueError(f"a {config.family} config cannot express {config}: Hugging Face would read {again}")
     return raw
 
 

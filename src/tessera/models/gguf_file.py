@@ -126,7 +126,7 @@ class _Header:
             raise self.error(f"it ends inside {what} ({self.size} bytes)")
         data = self._file.read(count)
         if len(data) != count:
-            raise self.error(f"it was cut while it was read, inside {what}")
+            raise self.error(f"it was truncated while being read, inside {what}")
         return data
 
     def number(self, code: str, what: str) -> int:
@@ -178,7 +178,7 @@ class _Header:
         dtype = np.dtype(SCALARS[kind])
         data = np.frombuffer(self.take(count * dtype.itemsize, what), np.uint8 if kind == 7 else dtype)
         if kind == 7 and np.any(data > 1):
-            raise self.error(f"{what} holds a truth value that is neither 0 nor 1")
+            raise self.error(f"{what} holds a boolean that is neither 0 nor 1")
         return data.view(dtype)
 
 

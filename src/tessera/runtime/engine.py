@@ -161,7 +161,7 @@ class Engine:
             joins: also the programs of requests that join while others decode.
         """
         if self.busy:
-            raise ValueError("requests are open: warm the engine before they are submitted")
+            raise ValueError("requests are open: warm the engine before submitting any")
         found: set[Method] = set()  # of every mixture
         for sampling in samplings:
             found |= {sampling.method} | {method | sampling.method for method in found}

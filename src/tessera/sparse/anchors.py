@@ -1,6 +1,6 @@
 """Which layers should score: similarity, importance, the dynamic program, the head map (KASCADE, arXiv 2512.16391).
 
-Pure mathematics on small arrays; `recording.py` gathers the arrays from a running model, `calibrate.py` combines both.
+Pure mathematics on small arrays; `recording.py` gathers the arrays from a running model, `similarity.py` combines both.
 """
 
 from collections.abc import Sequence

@@ -43,7 +43,7 @@ def one_key(call: oracle.Call) -> oracle.Call:
 
 
 def no_key(call: oracle.Call) -> oracle.Call:
-    """Keep nothing but padding: every row gives 0, lse -inf."""
+    """Make every key padding: each row's output is 0 and its lse -inf."""
     return call._replace(
         k=np.full_like(call.k, np.nan), v=np.full_like(call.v, np.nan), kv_len=np.zeros_like(call.kv_len)
     )

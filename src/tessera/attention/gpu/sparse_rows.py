@@ -160,7 +160,7 @@ class Rows(NamedTuple):
     cut: Cut
 
     def masked(self, c: Array, states: tuple) -> tuple:
-        """Absorb block c of the list, of which a row may see none."""
+        """Absorb block c of the list under the mask: a row may see none of it."""
         refs, cut = self.refs, self.cut
         slot, states = self.item.slot(c, cut), list(states)
         plgpu.barrier_wait(refs.k_full.at[slot])
@@ -182,8 +182,9 @@ class Rows(NamedTuple):
     def unmasked(self, first: Array, stop: Array, states: tuple) -> tuple:
         """Absorb blocks [first, stop) of the list, at least one, which every row sees in full.
 
-        A round is one block of keys and one 64-row block. The tensor core takes the scores of a round and, behind
-        them, the weighted values of the round before, while the vector units turn those scores into weights.
+        A round is one block of keys and one 64-row block. The tensor core takes the scores of a round and,
+        queued after them, the weighted values of the round before, while the vector units turn those scores into
+        weights.
         """
         cut = self.cut
         carry = self.rounds(first, list(states), None)

@@ -7,7 +7,7 @@ blocks its rows can see (q_start, kv_len and the window make it a run-time trip 
 blocks that a mask can touch. Work is 4 H flops per visible (row, key) pair, memory O(T + S) plus one block.
 
 Scoring keeps each tile's sum per row and the running maximum it was taken at, and weighs them by 2^(m - lse) after
-the last block: dense attention and every tile's mass in one pass (KASCADE.md, fused anchor).
+the last block: dense attention and every tile's mass in one pass.
 """
 
 import functools

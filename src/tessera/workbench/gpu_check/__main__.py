@@ -72,9 +72,7 @@ def run(options: argparse.Namespace) -> int:
         options.out = Path(tempfile.mkdtemp(prefix="tessera-gpu-check-")) / "dry.jsonl"
     found = None if options.dry else device()
     if not options.dry and found is None:
-        print(
-            "error: no NVIDIA GPU that jax can use is here; --dry runs everything in the interpreter", file=sys.stderr
-        )
+        print("error: jax finds no NVIDIA GPU here; --dry runs everything in the interpreter", file=sys.stderr)
         return 2
     out = options.out or Path("evidence") / f"gpu-{found}.jsonl"
     since = len(evidence.read(out)) if out.exists() else 0

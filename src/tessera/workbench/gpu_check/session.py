@@ -69,7 +69,7 @@ class Session:
     """Appends records, knows what is left to do and when to stop.
 
     Attributes:
-        first: run only a little of every piece, since the time may run out before the whole of any.
+        first: run only a little of every piece, since time may run out before any of them is complete.
         retry: run what failed before.
     """
 

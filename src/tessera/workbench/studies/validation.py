@@ -5,9 +5,9 @@ compiles the same kernel with the same blocks, predicts its time and compares th
 environment, and the timings: the wheel in it has only v7x's, the Tokamax repository's folder tokamax/data/autotuning
 has those of all chips. Compiling all of it takes hours on two cores, so it resumes where it stopped.
 
-    make peers-tpu TIMINGS=FOLDER                                                    # all chips, and the report
-    tessera study tpu-validation collect --chip v6e --timings FOLDER      # one chip
-    tessera study tpu-validation report --timings FOLDER
+    make peers-tpu TIMINGS=FOLDER                                   # all chips, and the report
+    tessera study tpu-validation --chip v6e --timings FOLDER        # one chip
+    tessera study tpu-validation --report --timings FOLDER
 """
 
 import json
