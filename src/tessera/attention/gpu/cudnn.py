@@ -4,8 +4,8 @@ cuDNN masks by length and by a causal diagonal that starts at the first key. So 
 and its first row must be at position 0. q_start is known only at run time, so a condition checks it, and plain JAX
 computes the rare other call in blocks of rows, exact and slow. K and V are zeroed past kv_len first: cuDNN
 multiplies the values there by 0, and they may be NaN. That would double the time of a decode step, which is all
-traffic: decode is refused. The kernel calls the function behind `jax.nn.dot_product_attention`, because the public one rounds
-lse to the dtype of q.
+traffic: decode is refused. The kernel calls the function behind `jax.nn.dot_product_attention`, because the public one
+rounds lse to the dtype of q.
 
 The gradient does not use cuDNN's rule, which drops the cotangent of lse, and with which the condition would keep the
 scores of the path not taken. Our own kernels (`gpu_backward`) compute it from only q, k, v, out and lse; plain JAX
