@@ -127,7 +127,7 @@ dense = differentiable(attend, gpu_backward.gradients)
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why cuDNN does not run this call."""
     if shapes.num_queries == 1:
-        return "K and V past kv_len must be zeroed first, which doubles a decode step's traffic"
+        return "K and V past kv_len must be zeroed first, which doubles the traffic of a decode step"
     for name in ("window", "softcap"):
         if getattr(spec, name) is not None:
             return f"cuDNN's fused attention does not support a {name}, the call has {name}={getattr(spec, name)}"
