@@ -144,5 +144,5 @@ def test_lines_are_answered_until_exit(model, capsys):
     assert shown.out == f"{answer}\n" * 2
     assert len(chat.messages) == 2
     assert converse(chat, ["/help\n", "\n", "hello\n", "/exit\n"], interactive=False)
-    for words in ("/reset", "/nonsense is no command", "makes 603 tokens", "forgotten"):
+    for words in ("/reset", "/nonsense is not a command", "makes 603 tokens", "forgotten"):
         assert words in shown.err

@@ -127,7 +127,7 @@ def converse(chat: Chat, lines: Iterable[str], *, interactive: bool) -> bool:
             remarks.print("The conversation is forgotten.", style="dim")
         elif text.startswith("/"):
             if text != "/help":
-                remarks.print(f"error: {text.split()[0]} is no command", style="red", markup=False)
+                remarks.print(f"error: {text.split()[0]} is not a command", style="red", markup=False)
                 good = False
             remarks.print("\n".join(f"{name:8}{what}" for name, what in COMMANDS.items()), markup=False)
         elif text:

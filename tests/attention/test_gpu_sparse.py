@@ -119,7 +119,7 @@ def test_padding_is_cleared(monkeypatch):
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 37)])
 @pytest.mark.parametrize("tile", [1, 16, 128])
 def test_plan_is_what_the_rows_see(tile, causal, window):
-    """Units that some row sees, and that all rows see whole, against every pair of row and key."""
+    """Units that some row sees, and that all rows see in full, against every pair of row and key."""
     rng = np.random.default_rng(3)
     spec = AttentionSpec(tile=tile, query_tile=24, causal=causal, window=window)
     shapes = Shapes(4, 60, 700, 4, 1, 64, 9, "bfloat16")

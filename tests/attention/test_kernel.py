@@ -67,7 +67,7 @@ def test_an_automatic_limit_binds_only_calls_that_name_no_kernel():
     kernel = replace(KERNEL, automatic_limit=4 * 8 * 8)
     assert kernel.refusal(SPEC, SHAPES, automatic=True) is None
     longer = SHAPES._replace(num_keys=9)
-    reason = "it would hold 288 scores, more than 256; name backend='some_family' to run it all the same"
+    reason = "it would hold 288 scores, more than 256; name backend='some_family' to run it anyway"
     assert kernel.refusal(SPEC, longer, automatic=True) == reason
     assert kernel.refusal(SPEC, longer) is None
 

@@ -20,7 +20,7 @@ from tessera.workbench.studies import blocks
 
 KERNELS = {kernel.role: kernel for kernel in (*tpu_prefill.KERNELS, *tpu_sparse.KERNELS)}
 SPARSE = KERNELS["sparse"]
-ROWS = Workload(  # a key block that all rows see whole, and one that the diagonal crosses
+ROWS = Workload(  # a key block that all rows see in full, and one that the diagonal crosses
     name="tpu_rows",
     num_queries=544,
     num_keys=4640,

@@ -150,7 +150,7 @@ def test_a_worker_on_the_cpu_is_no_peer_of_an_accelerator(stand, monkeypatch):
     assert present.peer_refusal == ""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert present.peer_refusal == "their worker computes on the CPU, Tessera on a TPU"
-    with pytest.raises(ValueError, match="there is no transformers to compare with: their worker"):
+    with pytest.raises(ValueError, match="transformers cannot be compared with: their worker"):
         list(bench.CASES["peer_model"].run(present))
     present.close()
 

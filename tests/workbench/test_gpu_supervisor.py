@@ -148,7 +148,7 @@ def test_the_script_is_stopped_like_by_ctrl_c(number, tmp_path):
         assert parent.poll() is None
         time.sleep(0.1)
     parent.send_signal(number)
-    assert parent.communicate()[1] == "interrupted: run again, it goes on where it stopped\n"
+    assert parent.communicate()[1] == "interrupted: the same command resumes where it stopped\n"
     assert parent.returncode == 130
     assert not out.with_suffix(".now").exists()
 

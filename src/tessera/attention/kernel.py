@@ -114,7 +114,7 @@ class Kernel:
             return f"it reads contiguous keys in the queries' dtype, the call's are {layout}"
         if shapes.dtype not in self.dtypes:
             return f"dtype {shapes.dtype} is not one of {', '.join(self.dtypes)}"
-        limit, way_out = self.automatic_limit, f"name backend={self.family!r} to run it all the same"
+        limit, way_out = self.automatic_limit, f"name backend={self.family!r} to run it anyway"
         if automatic and limit is not None and shapes.num_scores > limit:
             return f"it would hold {shapes.num_scores} scores, more than {limit}; {way_out}"
         return None if self.supports is None else self.supports(spec, shapes)

@@ -103,7 +103,7 @@ def calibrate(
             if crossover is None:
                 crossover, found["metrics"]["crossover"] = measure_crossover(model, policy, report)
     except KeyboardInterrupt:
-        going_on = "; the same command goes on from here" if notebook.path is not None else ""
+        going_on = "; the same command resumes from here" if notebook.path is not None else ""
         raise KeyboardInterrupt(f"calibration stopped during {report.stage}; no plan was written{going_on}") from None
     return Plan(
         model=fingerprint(model.params, model.config),
@@ -123,7 +123,7 @@ def _target(keep: float | None, max_kl: float | None, **without: Any) -> Target 
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         way = "drop keep and max_kl" if "anchors" in given else "pass anchors instead of a target"
         raise ValueError(
-            f"{said} must not stand with keep or max_kl: drop {'it' if len(given) == 1 else 'them'}, or {way}"
+            f"{said} cannot be combined with keep or max_kl: drop {'it' if len(given) == 1 else 'them'}, or {way}"
         )
     return Target(keep=keep, max_kl=max_kl)
 

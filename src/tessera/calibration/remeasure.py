@@ -1,4 +1,4 @@
-"""Measure a plan again: its promise on text that chose nothing of it, its cross-over on this device."""
+"""Measure a plan again: its promise on a given text, its cross-over on this device."""
 
 import os
 from collections.abc import Sequence

@@ -136,7 +136,7 @@ def search_policy(
 
 
 def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
-    """Return the plan's promise: the target, the windows that judged it, whether they set no budget, what it keeps."""
+    """Return the plan's promise: target, judging windows, whether these are fresh (set no budget), what it keeps."""
     return {
         **{name: value for name, value in asdict(target).items() if value is not None},
         "judged_tokens": [len(probe.tokens) for probe in judged],

@@ -98,7 +98,9 @@ def record_similarity(
     if not np.isfinite(turned).all():
         raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
     if not minima:
-        raise ValueError(f"no text is long enough to choose from more than {NUM_KEYS} keys that are not read anyway")
+        raise ValueError(
+            f"no text is long enough: it must have more than {NUM_KEYS} keys to choose from besides those always read"
+        )
     similarity = np.mean(minima, axis=0)
     own = np.broadcast_to(np.arange(similarity.shape[-1]), similarity.shape[:3])
     table = best_heads(similarity) if heads == "remap" else own

@@ -23,11 +23,11 @@ class TpuSweep:
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
-    """Added to the compiler's own."""
+    """Added to the niceness of the compiler's process."""
     list: bool = False
     """Print what is left and exit."""
     report: bool = False
-    """Append one record of the last commit's cases to evidence/."""
+    """Append one record to evidence/, of the cases that the newest commit in the file compiled."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -129,15 +129,15 @@ class GpuGates:
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
-    """Added to the compiler's own."""
+    """Added to the niceness of the compiler's process."""
     most: int | None = None
-    """Stop after this many."""
+    """Stop after this many cases."""
     list: bool = False
     """Print what is left and exit."""
     report: bool = False
     """Append a record per kernel and configuration to evidence/."""
     also: tuple[str, ...] = ()
-    """Commits whose lines count too, because nothing that is compiled has changed since."""
+    """Further commits whose lines count, because no compiled code has changed since."""
     debug: bool = False
     """Show the traceback of an error."""
 

@@ -181,7 +181,7 @@ def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int],
 
 
 def shared(lists: Sequence[Sequence[int]]) -> int:
-    """Count the tokens that all lists begin with."""
+    """Return the length of the prefix that all lists share."""
     columns = zip(*lists)
     return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, lists)))
 

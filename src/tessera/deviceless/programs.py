@@ -45,7 +45,7 @@ def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[s
     if not kernel.simulable:
         kind = attrgetter("platform", "role", "phase")
         ours = next(k for k in KERNELS if k.simulable and kind(k) == kind(kernel))
-        raise ValueError(f"kernel {kernel.name} is compiled by {kernel.library}, on a GPU alone: take {ours.name}")
+        raise ValueError(f"kernel {kernel.name} is compiled by {kernel.library}, only on a GPU: name {ours.name}")
     reason = kernel.refusal(spec, shapes)
     if reason is not None:
         raise ValueError(f"kernel {kernel.name} does not support this call: {reason}")

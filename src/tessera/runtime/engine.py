@@ -145,7 +145,7 @@ class Engine:
                         raise event.error
 
     def hold(self, tokens: Sequence[int]) -> Held:
-        """Prefill the whole chunks of a prefix under the engine's policy; requests with `held` start behind it.
+        """Prefill the whole chunks of a prefix under the engine's policy; requests with `held` start after it.
 
         Its row is free: a request with another prefix may take it, and `held` then saves nothing.
         """
@@ -161,7 +161,7 @@ class Engine:
             joins: also the programs of requests that join while others decode.
         """
         if self.busy:
-            raise ValueError("requests are open: warm the engine before they are submitted")
+            raise ValueError("requests are open: warm the engine before submitting any")
         found: set[Method] = set()  # of every mixture
         for sampling in samplings:
             found |= {sampling.method} | {method | sampling.method for method in found}

@@ -3,7 +3,7 @@
 A request joins by a prefill, chunk by chunk while other rows decode. If all rows join at once, one prefill of the
 whole batch fills the cache in place. Otherwise a prefill of batch 1 fills a copy of the row, which then replaces it: in
 place, each chunk would compute and write every row. A row that is free keeps the keys that prefill wrote, and a later
-prompt with the same prefix starts behind them. The keys that decode wrote are never reused: under a sparse policy they
+prompt with the same prefix starts after them. The keys that decode wrote are never reused: under a sparse policy they
 differ from those of a prefill (see `chat`).
 """
 

@@ -74,7 +74,7 @@ class End(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A request failed; others go on."""
+    """A request failed; the others continue."""
 
     id: int
     error: Exception

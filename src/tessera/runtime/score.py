@@ -1,6 +1,6 @@
 """Run a text through the decoder in chunks of whole query tiles, and judge its rows.
 
-A window runs under a policy with a cache of its own; every chunk gives its hidden states and the policy's notes: its
+Each window runs under a policy with a separate cache. Each chunk yields its hidden states and the policy's notes, its
 final state, from which `policy.reads` counts keys. The output head then judges rows in blocks of ROWS, so its memory is
 ROWS x vocabulary. For row t, with p under dense, p' under the policy, and x the token after t,
 

@@ -1,4 +1,4 @@
-"""Describe an error in a record: on one line, without names from this machine."""
+"""Describe an error as records store it: on one line, without names from this machine."""
 
 import os
 import platform

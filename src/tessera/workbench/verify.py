@@ -43,7 +43,7 @@ def one_key(call: oracle.Call) -> oracle.Call:
 
 
 def no_key(call: oracle.Call) -> oracle.Call:
-    """Keep nothing but padding: every row gives 0, lse -inf."""
+    """Make every key padding: each row's output is 0 and its lse -inf."""
     return call._replace(
         k=np.full_like(call.k, np.nan), v=np.full_like(call.v, np.nan), kv_len=np.zeros_like(call.kv_len)
     )
@@ -94,7 +94,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Errors of one trial over their tolerance, per compared element, and what else is wrong with it."""
+    """Result of one trial: each compared element's error divided by its tolerance, and faults of any other kind."""
 
     trial: Trial
     errors: np.ndarray

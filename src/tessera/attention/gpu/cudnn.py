@@ -2,16 +2,16 @@
 
 cuDNN masks by length and by a causal diagonal that starts at the first key. So a causal call must be square (T = S),
 and its first row must be at position 0. q_start is known only at run time, so a condition checks it, and plain JAX
-computes the rare other call row block by row block, exact and slow. K and V are zeroed past kv_len first: cuDNN
-multiplies the values there by 0, and they may be NaN. That doubles the traffic of a decode step, which is all traffic:
-decode is refused. The kernel calls the function behind `jax.nn.dot_product_attention`, because the public one rounds
-lse to the dtype of q.
+computes the rare other call in blocks of rows, exact and slow. K and V are zeroed past kv_len first: cuDNN
+multiplies the values there by 0, and they may be NaN. That would double the time of a decode step, which is all
+traffic: decode is refused. The kernel calls the function behind `jax.nn.dot_product_attention`, because the public one
+rounds lse to the dtype of q.
 
 The gradient does not use cuDNN's rule, which drops the cotangent of lse, and with which the condition would keep the
 scores of the path not taken. Our own kernels (`gpu_backward`) compute it from only q, k, v, out and lse; plain JAX
 does so, a block of rows at a time, on chips and for head dims that they do not support.
 
-Work: 4 H flops per visible (row, key) pair; each array moved once, K and V once more to clean them.
+Work: 4 H flops per visible (row, key) pair; each array moved once, K and V once more to zero them.
 """
 
 import functools
@@ -122,10 +122,10 @@ dense = differentiable(attend, gpu_backward.gradients)
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why cuDNN does not run this call."""
     if shapes.num_queries == 1:
-        return "K and V must be cleaned behind kv_len first, which doubles the traffic of a decode step"
+        return "K and V past kv_len must be zeroed first, which doubles the traffic of a decode step"
     for name in ("window", "softcap"):
         if getattr(spec, name) is not None:
-            return f"cuDNN's fused attention has no {name} of this kind, the call has {name}={getattr(spec, name)}"
+            return f"cuDNN's fused attention does not support a {name}, the call has {name}={getattr(spec, name)}"
     if spec.causal and shapes.num_queries != shapes.num_keys:
         sizes = f"{shapes.num_queries} queries, {shapes.num_keys} keys"
         return f"its causal diagonal starts at the first key: the call must be square, it has {sizes}"

@@ -348,7 +348,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     if role != "dense" and spec.tile < 16:
         return f"tile={spec.tile}: copies and sums take tiles of 16 keys and more"
     if role == "sparse" and shapes.head_dim == 256 and spec.tile < 64:
-        return f"tile={spec.tile}: beside 256 sums per row no registers are left for several copies per block"
+        return f"tile={spec.tile}: at head_dim=256 the output sums leave no registers for several copies per block"
     return None
 
 

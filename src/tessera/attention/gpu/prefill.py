@@ -7,7 +7,7 @@ which then come from L2.
 
 Blocks that a mask can touch are at the ends of the range of keys (the window's edge; the diagonal, kv_len): they run
 one after another in `masked`. The blocks between run without masks and overlapped: the tensor core takes the scores of
-a block and, behind them, the weighted values of the block before, while the vector units turn those scores into
+a block and, queued after them, the weighted values of the block before, while the vector units turn those scores into
 weights; and the two warpgroups take turns, so that one's products run under the other's exponentials. Values at or
 past kv_len may be NaN and 0 * NaN is NaN: in the one block that can hold some they are zeroed in shared memory.
 
@@ -200,7 +200,7 @@ def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cu
 
 
 def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
-    """Return the rows whose bits are held at once: no more numbers than q has, nor than BITS, nor tiles than a grid."""
+    """Return rows per chunk: its bits are at most q's size and at most BITS, its query tiles at most MOST_TILES."""
     bound = min(BITS, batch * num_queries * num_heads * cut.head_dim) // (batch * num_heads * cut.units)
     bound = min(bound, gpu_mass.MOST_TILES * cut.spec.query_tile)
     whole = math.lcm(BLOCK_T, cut.spec.query_tile)

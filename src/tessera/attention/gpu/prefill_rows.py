@@ -141,7 +141,7 @@ class Rows(NamedTuple):
             plgpu.barrier_wait(self.refs.turn)
 
     def masked(self, c: Array, state: tuple) -> tuple:
-        """Absorb block c, of which a row may not see all."""
+        """Absorb block c under the mask: some rows may see only part of it."""
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         plgpu.barrier_wait(refs.v_full.at[slot])
@@ -154,7 +154,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def plain(self, c: Array, state: tuple) -> tuple:
-        """Absorb block c, which every row sees whole: scores, weights and values in turn."""
+        """Absorb block c, which every row sees in full: scores, weights and values in turn."""
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot], self.take_turn)
@@ -169,7 +169,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def overlapped(self, first: Array, stop: Array, state: tuple) -> tuple:
-        """Absorb blocks [first, stop), at least one, which every row sees whole."""
+        """Absorb blocks [first, stop), at least one, which every row sees in full."""
         refs, wg = self.refs, self.wg
         plgpu.barrier_wait(refs.k_full.at[self.slot(first)])
         s = scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)

@@ -9,7 +9,7 @@ and the end of the list last. The last block may hold fewer tiles: the copy of i
 Ids past count are never read. Values at or past kv_len may be NaN and 0 * NaN is NaN: in the one block of a list that
 can hold some, the fetching warpgroup zeroes them in shared memory before it announces the block.
 
-A query tile that is no multiple of 8 tokens is padded to one, and rows are padded to whole 64-row products: with
+A query tile that is not a multiple of 8 tokens is padded to one, and rows are padded to whole 64-row products: with
 G query heads and query_tile tokens, 64 * ceil(G * query_tile / 64) rows are computed. G = 1 at query_tile 32 wastes
 half of every product; G = 4 (Llama 3 8B) none.
 

@@ -5,7 +5,7 @@ find the rows that do not see it. One thread block is two compute warpgroups and
 warpgroups take the G * query_tile rows (query head, token) of a query tile, or a part of them, in one or two 64-row
 blocks each, and read the same keys. If all rows fit one 64-row block, each takes its own query tile and list.
 
-Blocks that every row sees whole run the unmasked loop, which keeps the tensor core busy: scores of a block are issued
+Blocks that every row sees in full run the unmasked loop, which keeps the tensor core busy: scores of a block are issued
 before the weighted values of the block before, and turned into weights while those are added up. The others, at both
 ends of a list, run a plain masked loop.
 """
@@ -97,7 +97,7 @@ def read(refs: Refs, item: Item, name: str) -> Array:
 
 
 def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
-    """Return block limits of a list: begin and stop of the blocks that every row sees whole, and the stop of all."""
+    """Return block indices in a list: begin and stop of those that every row sees in full, and the list's stop."""
     begin, end, whole_from, whole_to = (read(refs, item, name) for name in Plan._fields[:4])
     end = jnp.where(item.live, end, begin)
     stop, head = (jax.lax.div(jnp.maximum(x - begin, 0) + cut.units - 1, cut.units) for x in (end, whole_from))
@@ -160,7 +160,7 @@ class Rows(NamedTuple):
     cut: Cut
 
     def masked(self, c: Array, states: tuple) -> tuple:
-        """Absorb block c of the list, of which a row may see none."""
+        """Absorb block c of the list under the mask: a row may see none of it."""
         refs, cut = self.refs, self.cut
         slot, states = self.item.slot(c, cut), list(states)
         plgpu.barrier_wait(refs.k_full.at[slot])
@@ -180,10 +180,11 @@ class Rows(NamedTuple):
         return tuple(states)
 
     def unmasked(self, first: Array, stop: Array, states: tuple) -> tuple:
-        """Absorb blocks [first, stop) of the list, at least one, which every row sees whole.
+        """Absorb blocks [first, stop) of the list, at least one, which every row sees in full.
 
-        A round is one block of keys and one 64-row block. The tensor core takes the scores of a round and, behind
-        them, the weighted values of the round before, while the vector units turn those scores into weights.
+        A round is one block of keys and one 64-row block. The tensor core takes the scores of a round and,
+        queued after them, the weighted values of the round before, while the vector units turn those scores into
+        weights.
         """
         cut = self.cut
         carry = self.rounds(first, list(states), None)

@@ -1,16 +1,16 @@
 """Decode attention for TPU: one query row per sequence, bound by reading the cache, so every byte is read once.
 
-K and V stay in HBM. A grid step is one sequence and a few KV heads; it copies blocks of block_s keys of those heads
-into one of two buffers while it computes on the other, as many as hold the sequence's visible keys (a run-time trip
-count), and during its last block fetches the first block of the next sequence: a ragged batch wastes no step and the
+K and V stay in HBM. A grid step is one sequence and a few KV heads. It loops over the blocks of block_s keys that hold
+the sequence's visible keys (a run-time trip count), copies one block into one of two buffers while it computes on the
+other, and during its last block fetches the first block of the next sequence: a ragged batch wastes no step and the
 copies never pause. Blocks that the ends of the visible range cut are copied in small units, so that the copies exceed
 the visible keys by less than a unit at each end.
 
 The three roles differ only in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each
 head side by side; ids ascend, so a row again sees one range [lo, hi) of list positions, and the same mask
 serves. Ids stream through SMEM in pieces, this step's and the next one's. Score: dense, and the matrix unit sums each
-tile's weights (split into three bfloat16 parts, exact) into a bank that keeps log2 of the sum, running maximum
-included; after the last block 2^(bank - lse) summed over the G rows is the mass.
+tile's weights (split exactly into three bfloat16 parts) into a bank, which keeps log2 of the sum plus the running
+maximum; after the last block 2^(bank - lse) summed over the G rows is the mass.
 
 Work: 4 H flops per (row, key). Traffic: 2 H bytes-per-element per visible or listed key and KV head.
 """

@@ -1,7 +1,7 @@
 """Prefill attention for TPU: dense, and score (dense plus every key tile's mass) in the same pass.
 
 One grid step is one KV head's row block (block_t tokens x G query heads, about 2,048 rows) against block_s keys. Key
-blocks that no row can see are neither fetched nor computed; blocks every row sees whole run one straight line of
+blocks that no row can see are neither fetched nor computed; blocks every row sees in full run one straight line of
 block_s / chunk online-softmax updates without masks. A block that only the causal diagonal touches runs the keys
 before the rows unmasked, then the corner: one straight line of updates, each for the rows from its keys' positions on,
 so that above the diagonal half of sub_t keys a row are wasted. Blocks that another mask can touch, or whose rows do not
@@ -294,7 +294,7 @@ def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selectio
 
 
 def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec, positions, config) -> tuple:
-    """dq, dk and dv by a separate kernel, which has blocks of its own."""
+    """dq, dk and dv by a separate kernel with separate block sizes."""
     (out, lse, _), (d_out, d_lse, _) = result, cotangents
     return tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions)
 

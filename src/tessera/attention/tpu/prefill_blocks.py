@@ -30,14 +30,14 @@ class Config:
         block_t: query tokens per row block (times G rows); rounded up to whole query tiles when scoring.
         block_s: keys per grid step, a power of two of at least 128.
         chunk: keys per online-softmax update, a power of two of at least 128, at most block_s.
-        step: keys per iteration of the loop over a block that a mask can touch, and query tokens that go through it at
-            a time, where the block is not a corner of the causal mask: a power of two, at least chunk. Longer is
-            faster per score, shorter wastes less above the diagonal.
+        step: keys, and query tokens, per iteration of the loop over a block that a mask may cut (outside the corner of
+            the causal mask): a power of two, at least chunk. Longer is faster per score, shorter wastes less above
+            the diagonal.
         matrix_sums: row sums (and tile masses) come from extra columns of V: free where the matrix unit has idle ones.
         half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on;
             `prefill_rows` states the assumption).
-        state_in_vmem: maximum and sums go to VMEM after every update and come back for the next, instead of staying
-            values of straight-line code. Registers cannot hold a block of rows either way: this decides when it moves.
+        state_in_vmem: store maximum and sums to VMEM after every update and load them for the next, instead of keeping
+            them as values of straight-line code. Registers cannot hold a block of rows, so they spill otherwise.
     """
 
     block_t: int
@@ -85,7 +85,7 @@ class Cut(NamedTuple):
 
     @property
     def corner(self) -> bool:
-        """Whether straight-line code handles the keys at a row block's own positions (tpu_prefill.corner).
+        """Whether straight-line code handles the keys at a row block's own positions (`prefill.corner`).
 
         Not for short row blocks, which would take the keys before them in equally short pieces, nor for row blocks
         that do not divide a key block.
@@ -193,7 +193,7 @@ def is_diagonal(first, start, kv_len, cut: Cut):
     """Whether the rows' first position, `first`, is a multiple of block_t past `start`, and the keys at the rows' own
     positions all exist.
 
-    A key block that some row needs and not every row sees whole then consists of keys that all rows see, followed by
+    A key block that some row needs and not every row sees in full then consists of keys that all rows see, followed by
     the corner.
     """
     return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)

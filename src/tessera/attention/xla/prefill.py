@@ -7,7 +7,7 @@ blocks its rows can see (q_start, kv_len and the window make it a run-time trip 
 blocks that a mask can touch. Work is 4 H flops per visible (row, key) pair, memory O(T + S) plus one block.
 
 Scoring keeps each tile's sum per row and the running maximum it was taken at, and weighs them by 2^(m - lse) after
-the last block: dense attention and every tile's mass in one pass (KASCADE.md, fused anchor).
+the last block: dense attention and every tile's mass in one pass.
 """
 
 import functools
@@ -138,7 +138,7 @@ def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num
 def key_ranges(first: Array, mine: Positions, num_keys: int, plan: Plan) -> tuple[Array, Array, Array, Array]:
     """Key blocks that rows first.. of all heads of the group need: (start, full_start, full_stop, stop).
 
-    Blocks in [full_start, full_stop) are seen whole by every row of every sequence that sees anything; the rest of
+    Blocks in [full_start, full_stop) are seen in full by every row of every sequence that sees anything; the rest of
     [start, stop) needs a mask. Sequences that see nothing here do not count: their rows are not valid.
     """
     row, last = mine.q_start + first, mine.q_start + jnp.minimum(first + plan.block_t, mine.q_len) - 1

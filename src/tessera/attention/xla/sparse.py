@@ -2,7 +2,7 @@
 
 One query tile of one KV head is query_tile x G rows against its own list. A step takes several consecutive query tiles
 of one head, whose lists are about equally long; one head may list no far tile and the next all (budgets per KV head).
-Tiles ascend, so those that every row sees whole come first (no window): they run several per step without a mask. The
+Tiles ascend, so those that every row sees in full come first (no window): they run several per step without a mask. The
 rest, mainly the diagonal, run in smaller masked steps, so that rounding the list up to whole steps wastes little. A
 step copies only its few K and V tiles side by side (2 H bytes-per-element per key, 1 / rows of the step's products);
 K and V stay in place. The number of steps is a run-time value. Work is 4 H flops per
@@ -52,7 +52,7 @@ class Lists(NamedTuple):
 
 
 def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
-    """Count the leading entries that every row sees whole: 0 with a window, which may cut the first entries."""
+    """Count the leading entries that every row sees in full: 0 with a window, which may cut the first entries."""
     if spec.window is not None:
         return jnp.zeros_like(lists.count)
     stop = jnp.minimum(lists.kv_len, lists.row[:, 0] + 1) if spec.causal else lists.kv_len

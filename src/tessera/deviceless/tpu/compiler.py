@@ -57,7 +57,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning(
         "VMEM",
         r"(?i)\bvmem\b",
-        "the vector memory of a core is full: blocks are held twice (double buffering), beside scratch and spills",
+        "the vector memory of a core is full: blocks are held twice (double buffering), next to scratch and spills",
         "take smaller blocks, or raise vmem_limit_bytes if the chip has more",
     ),
     Meaning(

@@ -221,7 +221,9 @@ def print_table(result: Inspection) -> None:
         share = count * bundles / total if total else 0.0
         console.print(f"  {share:6.1%} {name}: {count:,.0f} x {bundles:,} cycles", markup=False, highlight=False)
     if p.assumed:
-        console.print(f"  counted once per step, for want of a better figure: {', '.join(p.assumed)}", markup=False)
+        console.print(
+            f"  counted once per step, because their real count is unknown: {', '.join(p.assumed)}", markup=False
+        )
 
 
 def picture(result: Inspection, path: Path) -> None:

@@ -258,7 +258,7 @@ def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
     """
     ids = np.asarray(model.tokenizer.encode(hay.text[: 40 * sizes.windows * sizes.window_tokens]), np.int32)
     if len(ids) < sizes.window_tokens:
-        raise ValueError(f"the text has {len(ids)} tokens: a window needs {sizes.window_tokens}: pass longer text")
+        raise ValueError(f"the text has {len(ids)} tokens, a window needs {sizes.window_tokens}: pass longer text")
     starts = np.linspace(0, len(ids) - sizes.window_tokens, sizes.windows).astype(int)
     return [ids[start : start + sizes.window_tokens] for start in starts]
 

@@ -49,7 +49,7 @@ class Sizes:
         brief: documents for all rivals except the exact choice, and for all at the frontier.
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
-        scales: the plan's budgets at the frontier, as factors of its own.
+        scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
     """
 
     lengths: tuple[int, ...]
@@ -173,7 +173,7 @@ class Material:
         return cls(windows=windows, filler=probes.Filler.of(model.tokenizer, domains.get("reference", text)))
 
     def dense(self, model: Model, domain: str) -> list[Pass]:
-        """Run a domain's windows under dense, the first time only."""
+        """Run a domain's windows under dense; later calls return the stored passes."""
         if domain not in self.held:
             self.held[domain] = [run_text(model, Dense(), window) for window in self.windows[domain]]
         return self.held[domain]

@@ -173,7 +173,7 @@ def compare(kernel: Kernel, case: Case) -> dict:
 
 
 def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
-    """Yield those workloads that the kernel takes: ragged, with window and cap, not causal, with heads of 256."""
+    """Yield the Hopper prefill workloads, and one with heads of 256, whose dense call the kernel supports."""
     found = [DRY["prefill"]] if dry else tagged("hopper", "prefill")
     wide = [] if dry else [replace(w, name=f"{w.name}_{WIDE}", head_dim=WIDE) for w in found[:1]]
     for w in (*found, *wide):

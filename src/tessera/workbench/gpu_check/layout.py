@@ -66,7 +66,7 @@ def first_of(tile: int, blocks: int, rows: int) -> int:
 
 
 def strangers(tile: int, out: np.ndarray, values: np.ndarray, blocks: int) -> list[str]:
-    """Describe the rows of out [2 H, H] that differ from their slot's row of the listed values [length, H]."""
+    """Describe each row of out [2 H, H] that is not exactly the value row of the slot it asked for."""
     rows, head_dim = out.shape
     said = []
     for row in range(rows):

@@ -3,9 +3,8 @@
 An item is done once these very sources made a record of it without an error. Items without a record run first. Failed
 items run again after everything else; those that hung, crashed or did not fit into memory run only once more. While an
 item runs, a note on disk names it and its time limit: the parent (`supervisor.py`) ends a process that exceeds the
-limit, and the next process turns the note into the item's error record. A note without an end comes from a run that
-ended whole, parent included: the machine was taken away, or this item brings it down. The first such end does not
-count.
+limit, and the next process turns the note into the item's error record. A note without an end means that parent and
+child died together: the machine was taken away, or this item brings it down. The first such end does not count.
 """
 
 import collections
@@ -70,7 +69,7 @@ class Session:
     """Appends records, knows what is left to do and when to stop.
 
     Attributes:
-        first: run only a little of every piece, since the time may run out before the whole of any.
+        first: run only a little of every piece, since time may run out before any of them is complete.
         retry: run what failed before.
     """
 
@@ -264,6 +263,6 @@ def until_late(session: Session, items: Sequence[Any], seconds: float) -> Iterat
     """Yield the items while at least `seconds` are left; print how many are left for the next run."""
     for number, item in enumerate(items):
         if session.seconds_left < seconds:
-            say(f"{session.piece}: {len(items) - number} left for the next run: the time is up")
+            say(f"{session.piece}: {len(items) - number} left for the next run: out of time")
             return
         yield item

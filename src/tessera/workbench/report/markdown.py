@@ -116,7 +116,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def joined(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
-    """Empty a first cell that equals the one above, so that rows that belong together are seen."""
+    """Empty a first cell that equals the one above, so that related rows read as a group."""
     above = ""
     for first, *rest in rows:
         yield ["" if first == above else first, *rest]

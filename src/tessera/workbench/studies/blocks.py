@@ -241,7 +241,7 @@ def run(chip: str, name: str, found: list[dict], options: Any) -> None:
 
 
 def lines_of(found: list[dict], chip: str, name: str) -> list[dict]:
-    """Return one case's candidates on one chip, in the order tried, of the code that made the last of them."""
+    """Return one case's candidates on one chip, in the order tried, keeping only those of the last one's commit."""
     own = [line for line in found if (line["chip"], line["case"]) == (chip, name)]
     return campaign.of_last_code(own, lambda line: json.dumps(line["config"]))
 

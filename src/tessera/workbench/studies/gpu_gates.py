@@ -148,8 +148,8 @@ def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases that only the plainest mask gets: a single sequence, other groups and odd sizes with default
-    blocks, and batches of decode, with more and fewer splits too."""
+    """Yield the cases compiled only under the plainest mask: with default blocks a single sequence, other groups and
+    odd sizes; for decode also batches, with more and fewer splits."""
     yield {**case, "batch": 1}
     groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
     yield from filter(taken, ({**case, "group": group} for group in groups))

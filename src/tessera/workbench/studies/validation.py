@@ -5,9 +5,9 @@ compiles the same kernel with the same blocks, predicts its time and compares th
 environment, and the timings: the wheel in it has only v7x's, the Tokamax repository's folder tokamax/data/autotuning
 has those of all chips. Compiling all of it takes hours on two cores, so it resumes where it stopped.
 
-    make peers-tpu TIMINGS=FOLDER                                                    # all chips, and the report
-    tessera study tpu-validation collect --chip v6e --timings FOLDER      # one chip
-    tessera study tpu-validation report --timings FOLDER
+    make peers-tpu TIMINGS=FOLDER                                   # all chips, and the report
+    tessera study tpu-validation --chip v6e --timings FOLDER        # one chip
+    tessera study tpu-validation --report --timings FOLDER
 """
 
 import json
@@ -194,12 +194,12 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
 def records(
     found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
 ) -> list[evidence.Record]:
-    """Build one record per chip, one over those that the constants are fitted on, with the fit repeated, and one over
-    all: predicted / measured of every point, and how far off they are. A record without points of all its chips is left
-    out.
+    """Build one record per chip, one over the chips that the constants were fitted on (it repeats the fit) and one over
+    all chips. Each holds predicted / measured of its points and a summary of their errors. A record that lacks points
+    of one of its chips is left out.
 
-    `planned` holds the points of each chip with timings at hand; the facts count them and the compiled ones, and those
-    with big blocks of both.
+    `planned` holds all points of each chip whose timings are available; the facts count planned and compiled points,
+    and in both those with big blocks.
     """
     made = []
     for name, chips in (*((chip, (chip,)) for chip in FOLDERS), (FITTED, CALIBRATION), ("all", tuple(FOLDERS))):
