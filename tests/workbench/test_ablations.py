@@ -11,7 +11,7 @@ from tessera.attention import oracle
 from tessera.attention.contract import AttentionSpec
 from tessera.attention.tpu import prefill as tpu_prefill
 from tessera.attention.workloads import Workload
-from tessera.deviceless.tpu import inspection
+from tessera.deviceless import inspection
 from tessera.workbench.studies import ablations, blocks
 
 [DENSE] = (kernel for kernel in tpu_prefill.KERNELS if kernel.role == "dense")

@@ -26,9 +26,10 @@ from tessera.attention.tpu import prefill_rows
 from tessera.attention.tpu.prefill_blocks import Cut
 from tessera.attention.tpu.prefill_rows import Rows
 from tessera.core import files
-from tessera.deviceless import programs
+from tessera.deviceless import inspection, programs
+from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection, predict
+from tessera.deviceless.tpu import predict
 from tessera.workbench import campaign, evidence
 
 COMMAND = "tessera study tpu-ablations, and --report"
@@ -153,7 +154,7 @@ def compile_one(chip: str, choice: str, limit_s: float) -> dict[str, Any]:
     spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=AttentionSpec(), fraction=1.0, **CALL)
     kernel = programs.kernel_named("tpu_prefill_dense")
     made = {"kernel": kernel.name, "spec": asdict(spec), "shapes": shapes._asdict()}
-    program = tpu.factory_program("tessera.workbench.studies.ablations:attention_without", choice=choice, **made)
+    program = factory_program("tessera.workbench.studies.ablations:attention_without", choice=choice, **made)
     found = tpu.compile_for(chip, program, limit_s=limit_s)
     line = {"chip": chip, "choice": choice, "error": str(found.error) if found.error else None}
     if found.error:
