@@ -17,8 +17,8 @@ from tessera.attention.gpu.split_merge import merge_splits
 from tessera.attention.visibility import decode_range
 from tessera.attention.workloads import Workload
 from tessera.deviceless import programs
+from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.gpu import compiler as gpu
-from tessera.deviceless.tpu import compiler as tpu
 
 KERNELS = {kernel.role: kernel for kernel in gpu_decode.KERNELS}
 LENGTHS = (300, 0, 1, 63, 64, 65, 128)
@@ -271,7 +271,7 @@ def launches(program: str) -> list[str]:
 def test_scoring_takes_two_launches(change, tile):
     """The kernel, and the merge, which also writes the masses: XLA adds no launch of its own."""
     shapes = LLAMA._replace(**change)
-    program = tpu.factory_program(f"{__name__}:layer", shapes=list(shapes), tile=tile)
+    program = factory_program(f"{__name__}:layer", shapes=list(shapes), tile=tile)
     found = gpu.compile_for("h200", program, paths=list(map(str, Path(__file__).parents[:2])))
     assert found.error is None
     assert launches(found.program) == ["gpu_decode_score", "gpu_merge_mass"]

@@ -17,8 +17,8 @@ from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import block_ranges, prefill_rows
 from tessera.attention.gpu import prefill as gpu_prefill
 from tessera.attention.workloads import Workload
+from tessera.deviceless.compiler import attention_program
 from tessera.deviceless.gpu import compiler as gpu
-from tessera.deviceless.tpu import compiler as tpu
 
 DENSE, SCORE = gpu_prefill.KERNELS
 LONG = Workload(
@@ -126,7 +126,7 @@ def test_odd_lengths_lower_for_hopper(kernel, num_queries, num_keys):
     """Every one of them; the last scores in chunks."""
     spec = AttentionSpec(tile=16, query_tile=32, mass=kernel is SCORE)
     shapes = Shapes(2, num_queries, num_keys, 4, 1, 128, None, "bfloat16")
-    assert gpu.lower(tpu.attention_program(kernel.name, spec, shapes)) is None
+    assert gpu.lower(attention_program(kernel.name, spec, shapes)) is None
 
 
 def dense_call(num_queries, num_keys, head_dim, softcap=None):

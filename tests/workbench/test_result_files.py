@@ -9,6 +9,7 @@ import pytest
 from tessera.attention import tuned
 from tessera.cli import main as cli
 from tessera.core import files
+from tessera.deviceless.compiler import out_of_time
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.workbench import campaign, evidence
 from tessera.workbench.report import documents as report
@@ -78,7 +79,7 @@ def test_what_other_code_made_and_what_ran_out_of_time_is_to_do_again(command, t
     path = tmp_path / "out.jsonl"
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     made = list(itertools.islice(sweep.cases(("v5e",)) if command is sweep else gpu_gates.cases(), 6))
-    late = str(tpu.out_of_time("ended", 300.0))
+    late = str(out_of_time("ended", 300.0))
     ends = [CODE, {}, OTHER, {**CODE, "dirty": True}, {**CODE, "error": late}, {**CODE, "error": "VMEM: full"}]
     path.write_text("".join(json.dumps(case | end) + "\n" for case, end in zip(made, ends)))
     assert study(command, "--list", "--out", path) == 0
@@ -88,7 +89,7 @@ def test_what_other_code_made_and_what_ran_out_of_time_is_to_do_again(command, t
 
 def test_a_report_holds_the_last_code_alone_and_says_what_was_planned_and_ran_out_of_time():
     first, second, third, *_ = (case | {"compiled": True, "error": None} for case in sweep.cases(("v5e",)))
-    late = {"compiled": False, "error": str(tpu.out_of_time("ended", 300.0))}
+    late = {"compiled": False, "error": str(out_of_time("ended", 300.0))}
     lines = [first | OTHER, second | OTHER, third | OTHER, first | CODE | late, second | CODE | late, first | CODE]
     made = sweep.report(campaign.of_last_code(lines, sweep.identity), sweep.COMMAND)
     assert made.code == evidence.Code(**CODE)

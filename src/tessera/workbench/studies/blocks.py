@@ -24,8 +24,10 @@ from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import choose
 from tessera.attention.kernel import Kernel
 from tessera.core import files
+from tessera.deviceless import inspection
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection, predict
+from tessera.deviceless.tpu import inspection as tpu_inspection
+from tessera.deviceless.tpu import predict
 from tessera.workbench import campaign, evidence
 
 ANY = 1 << 20
@@ -192,7 +194,7 @@ def search(
 def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     """Compile one config and predict its time."""
     spec, shapes = case.call()
-    found = inspection.inspect_call(chip, spec, shapes, kernel=kernel, config=config, limit_s=limit_s)
+    found = tpu_inspection.inspect_call(chip, spec, shapes, kernel=kernel, config=config, limit_s=limit_s)
     line = {"config": dict(config), "compile_s": round(found.compile_s, 1)}
     if not found.compiled:
         return {**line, "error": str(found.error)}

@@ -22,12 +22,11 @@ from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import prefill as gpu_prefill
 from tessera.attention.kernel import Kernel
 from tessera.core import files
-from tessera.deviceless import programs
+from tessera.deviceless import inspection, programs
+from tessera.deviceless.compiler import attention_program, factory_program
 from tessera.deviceless.gpu import compiler as gpu
 from tessera.deviceless.gpu import sass
 from tessera.deviceless.gpu.gates import WATCHED, broken_program, gpu_kernels
-from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection
 from tessera.workbench import campaign, evidence
 
 COMMAND = "tessera study gpu-gates; tessera study gpu-gates --report"
@@ -92,10 +91,10 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
     """Return the program to compile."""
     spec, shapes = call(case)
     if case["kernel"] == GRADIENT:
-        return tpu.factory_program(
+        return factory_program(
             "tessera.deviceless.programs:gpu_gradient_call", spec=asdict(spec), shapes=shapes._asdict()
         )
-    return tpu.attention_program(case["kernel"], spec, shapes, case["config"])
+    return attention_program(case["kernel"], spec, shapes, case["config"])
 
 
 def cases() -> Iterator[dict[str, Any]]:

@@ -24,6 +24,7 @@ import scipy.optimize
 
 from tessera.core import files
 from tessera.deviceless import hlo
+from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict, schedule
 from tessera.workbench import campaign, evidence
@@ -100,7 +101,7 @@ def collect(chip: str, timings: Path, out: Path, limit_s: float, most: int | Non
 def compile_point(point: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """Compile a point and return it with what its schedule says."""
     names = ("q", "k", "v", "is_causal", "return_residuals", "config")
-    program = tpu.factory_program("tokamax_splash:forward", **{name: point[name] for name in names})
+    program = factory_program("tokamax_splash:forward", **{name: point[name] for name in names})
     paths = [str(Path("peers").resolve())]
     compiled = tpu.compile_for(
         point["chip"], program, python=str(PEER_PYTHON), paths=paths, limit_s=limit_s, niceness=15
@@ -167,7 +168,7 @@ def prediction(point: Mapping[str, Any], overheads: predict.Overheads) -> predic
     names = ("name", "opcode", "bytes", "cycles")
     operations = tuple(hlo.Operation(**dict(zip(names, values))) for values in point["operations"])
     compiled = tpu.Compiled(
-        chip=point["chip"], error=None, compile_s=0, memory={}, cost={}, schedules=(kernel,), operations=operations
+        chip=point["chip"], error=None, compile_s=0, memory={}, schedules=(kernel,), operations=operations
     )
     return predict.predict(compiled, executions(point), overheads)
 
