@@ -87,7 +87,7 @@ class Inspection(inspection.Inspection):
             share = count * bundles / total if total else 0.0
             yield f"{share:6.1%} {name}: {count:,.0f} x {bundles:,} cycles", None
         if assumed := self.prediction.assumed:
-            yield f"counted once per step, for want of a better figure: {', '.join(assumed)}", None
+            yield f"counted once per step, because their real count is unknown: {', '.join(assumed)}", None
 
     def mark(self, roof: Any, intensity: float) -> str:
         if self.predicted_ms is None:
