@@ -31,11 +31,11 @@ peers: .venv-peers/.done ## build the environment of the libraries we compare wi
 	$(BIN)/python tests/golden/check_gguf.py
 
 # The wheel has v7x's timings alone: TIMINGS=FOLDER names the Tokamax repository's folder tokamax/data/autotuning.
-peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict Tokamax's TPU kernel at its timings, TIMINGS=its repository's tokamax/data/autotuning (hours; goes on where it stopped)
+peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict Tokamax's TPU kernel at its timings, TIMINGS=its repository's tokamax/data/autotuning (hours; resumes where it stopped)
 	for chip in v5p v6e v7x; do $(BIN)/tessera study tpu-validation --chip $$chip $(if $(TIMINGS),--timings $(TIMINGS)) || exit 1; done
 	$(BIN)/tessera study tpu-validation --report $(if $(TIMINGS),--timings $(TIMINGS))
 
-gates: $(VENV)/.dev ## every configuration of the Hopper kernels: machine code, then the simulator (hours; goes on where it stopped)
+gates: $(VENV)/.dev ## every configuration of the Hopper kernels: machine code, then the simulator (hours; resumes where it stopped)
 	$(BIN)/tessera study gpu-gates
 	$(BIN)/tessera verify --simulate --kernel gpu_ --configs all
 

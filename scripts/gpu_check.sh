@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything there is to find out on a machine with a Hopper GPU: environment, correctness, timing, tuning.
-#   scripts/gpu_check.sh                 all pieces, as far as seven minutes go; again: goes on where it stopped
+#   scripts/gpu_check.sh                 all pieces, as far as seven minutes go; again: resumes where it stopped
 #   scripts/gpu_check.sh env correct     pieces
 #   scripts/gpu_check.sh --dry           all of it in the interpreter, on any machine
 # Needs Python 3.12 with jax and numpy (PYTHON names another one than python3); nothing is installed.

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from tessera.attention.contract import Kernel
+from tessera.attention.kernel import Kernel
 from tessera.workbench.trials import (
     catalogue,
     compiled,

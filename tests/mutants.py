@@ -73,7 +73,7 @@ def workload(kernel, kind):
     spec = AttentionSpec(tile=32, query_tile=32)
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 64, "dtype": "bfloat16"}
     base = Workload(name="mutant", spec=spec, fraction=0.9, **heads, **sizes)
-    if kernel.supports(base.role_spec(kernel.role), base.shapes(kernel.role)) is not None:
+    if kernel.refusal(base.role_spec(kernel.role), base.shapes(kernel.role)) is not None:
         base = replace(base, spec=replace(spec, tile=1), fraction=0.05 if kind == "list" else 0.9)
     return replace(base, spec=replace(base.spec, causal=False), kv_len=None) if kind == "list" else base
 

@@ -47,7 +47,9 @@ def test_a_second_turn_reuses_the_cache_and_answers_the_same(model):
 
 def keys_and_values(chat: Chat, num_keys: int) -> list[np.ndarray]:
     """Return the cache's first `num_keys` positions, layer by layer."""
-    return [np.asarray(array)[0, :, :num_keys] for array in (*chat._session.cache.k, *chat._session.cache.v)]
+    [lane] = chat._engine.lanes.values()
+    cache = lane.session.cache
+    return [np.asarray(array)[0, :, :num_keys] for array in (*cache.k, *cache.v)]
 
 
 def test_under_kascade_later_turns_equal_cold_runs():
@@ -142,5 +144,5 @@ def test_lines_are_answered_until_exit(model, capsys):
     assert shown.out == f"{answer}\n" * 2
     assert len(chat.messages) == 2
     assert converse(chat, ["/help\n", "\n", "hello\n", "/exit\n"], interactive=False)
-    for words in ("/reset", "/nonsense is no command", "makes 603 tokens", "forgotten"):
+    for words in ("/reset", "/nonsense is not a command", "makes 603 tokens", "forgotten"):
         assert words in shown.err

@@ -18,10 +18,10 @@ from tiny import CONFIG, save_tiny
 import tessera
 from tessera.generate import Interrupted
 from tessera.models.tokenizer import byte_tokenizer
-from tessera.runtime.answers import Answer
+from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks, forget_programs
-from tessera.runtime.engine import Request, Session, cache_bytes, decode_token, prefill_chunk, respond
-from tessera.runtime.sampling import Sampling
+from tessera.runtime.requests import Request
+from tessera.runtime.step import Session, cache_bytes, decode_token, prefill_chunk
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -174,14 +174,12 @@ def test_running_ahead_of_the_host_changes_nothing(model, lag):
     free = [model.generate([tokens], max_new_tokens=8)[0].tokens for tokens in prompts]
     eos = (free[2][2],)  # ends the third answer early, and maybe others
 
-    def run(lag: int) -> list[Answer]:
-        answers = [Answer(len(p), limit, eos, (), model.tokenizer) for p, limit in zip(prompts, limits)]
-        session = model.session(model.policy, batch=3, num_keys=48)
-        request = Request(
-            indices=[0, 1, 2], prompts=prompts, answers=answers, seeds=np.zeros(3, np.uint32), sampling=Sampling()
-        )
-        assert respond(session, request, lag=lag)
-        return [replace(a.generation(0.0), ttft_s=0.0, decode_tokens_per_s=0.0) for a in answers]
+    def run(lag: int) -> list[Generation]:
+        engine = replace(model, config=replace(CONFIG, eos_ids=eos)).engine(lag=lag)
+        for tokens, limit in zip(prompts, limits):
+            engine.submit(Request(prompt=tokens, max_new_tokens=limit))
+        ends = sorted(engine.drain())
+        return [replace(end.generation, ttft_s=0.0, decode_tokens_per_s=0.0) for end in ends]
 
     assert run(lag) == run(0)
     assert run(0)[2].finish_reason == "stop"

@@ -1,4 +1,4 @@
-"""A conversation with one model. The KV cache outlives each turn: the next one reuses the keys that prefill wrote.
+"""A conversation with one model. Its engine outlives each turn: the next one reuses the keys that prefill wrote.
 
 A turn gives the same result as a cold run of the whole conversation. Under a sparse policy, decode writes different
 keys than prefill: a decode row ranks the tiles by its own scores, a prefill row by those of its whole query tile (the
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
 from tessera.generate import Interrupted, Model
 from tessera.runtime.answers import Generation
-from tessera.runtime.engine import Request, Session
+from tessera.runtime.engine import Engine
+from tessera.runtime.requests import Request
 from tessera.runtime.sampling import Sampling
 from tessera.sparse.promise import promise_note
 
@@ -47,7 +46,7 @@ class Reply:
 
 
 class Chat:
-    """Messages so far, and a cache that holds their keys and values."""
+    """Messages so far, and an engine that holds their keys and values."""
 
     def __init__(
         self, model: Model, sampling: Sampling, *, max_new_tokens: int, system: str | None = None, seed: int = 0
@@ -61,13 +60,12 @@ class Chat:
         self.model, self.sampling, self.max_new_tokens, self.seed = model, sampling, max_new_tokens, seed
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[dict[str, str]] = list(self._opening)
-        self._session: Session | None = None
-        self._prefilled: list[int] = []  # tokens whose keys and values prefill wrote to the cache
+        self._engine: Engine | None = None
 
     def reset(self) -> None:
         """Forget everything but the system message."""
         self.messages = list(self._opening)
-        self._session, self._prefilled = None, []
+        self._engine = None
 
     def ask(self, text: str, stream: Callable[[str], Any] | None = None) -> Reply:
         """Send a message and return the reply.
@@ -81,27 +79,19 @@ class Chat:
         if not text.strip():
             raise ValueError("the message is empty: say something, or /help")
         messages, tokens, dropped = self._fit([*self.messages, {"role": "user", "content": text}])
-        answer = self.model.open_answer(tokens, self.max_new_tokens)
-        session, reused = self._prepare(tokens, answer.num_keys)
-        request = Request(
-            indices=[0],
-            prompts=[tokens],
-            answers=[answer],
-            seeds=np.array([self.seed], np.uint32),
-            sampling=self.sampling,
-            stream=None if stream is None else lambda _, piece: stream(piece),
-        )
-        self._session, self._prefilled = None, []  # an interrupted call may leave the cache donated
+        request = Request(prompt=tokens, max_new_tokens=self.max_new_tokens, sampling=self.sampling, seed=self.seed)
+        engine = self.model.engine(slots=1) if self._engine is None else self._engine
+        self._engine = None  # an interrupted call may leave the cache donated
+        id = engine.submit(request, started_s=started_s)
         try:
-            self.model.respond(session, request, reused)
+            [end] = engine.drain(stream and (lambda _, piece: stream(piece)))
         except KeyboardInterrupt:
-            generation = answer.generation(started_s)
+            generation = engine.cancel(id)
             self.messages = [*messages, {"role": "assistant", "content": generation.text}]
             raise Interrupted([generation]) from None
-        self._session, self._prefilled = session, tokens
-        generation = answer.generation(started_s)
-        self.messages = [*messages, {"role": "assistant", "content": generation.text}]
-        return Reply(generation=generation, reused_tokens=reused, dropped_turns=dropped)
+        self._engine = engine
+        self.messages = [*messages, {"role": "assistant", "content": end.generation.text}]
+        return Reply(generation=end.generation, reused_tokens=end.reused_tokens, dropped_turns=dropped)
 
     def _fit(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int], int]:
         """Drop the oldest turns until prompt and answer fit the context."""
@@ -117,19 +107,6 @@ class Chat:
                     f"{limit - room}, as {room} are reserved for the answer: shorten it"
                 )
             messages, dropped = messages[:kept] + messages[kept + 2 :], dropped + 1
-
-    def _prepare(self, tokens: list[int], num_keys: int) -> tuple[Session, int]:
-        """Return a session with room for `num_keys`, and how many of its keys the new prompt can reuse."""
-        policy = self.model.policy.at_length(num_keys)
-        session = self._session
-        if session is None or session.policy != policy:  # another policy's keys differ above the first layers
-            self.model.require_room(1, num_keys, len(tokens))
-            self.model.announce(policy, num_keys)
-            return self.model.session(policy, batch=1, num_keys=num_keys), 0
-        pairs = zip(self._prefilled, tokens)
-        common = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self._prefilled), len(tokens)))
-        session.reserve(num_keys)
-        return session, session.align(min(common, len(tokens) - 1))
 
 
 def converse(chat: Chat, lines: Iterable[str], *, interactive: bool) -> bool:
@@ -150,7 +127,7 @@ def converse(chat: Chat, lines: Iterable[str], *, interactive: bool) -> bool:
             remarks.print("The conversation is forgotten.", style="dim")
         elif text.startswith("/"):
             if text != "/help":
-                remarks.print(f"error: {text.split()[0]} is no command", style="red", markup=False)
+                remarks.print(f"error: {text.split()[0]} is not a command", style="red", markup=False)
                 good = False
             remarks.print("\n".join(f"{name:8}{what}" for name, what in COMMANDS.items()), markup=False)
         elif text:

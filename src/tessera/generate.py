@@ -22,10 +22,13 @@ from tessera.models.fetch import MODELS
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
 from tessera.models.weights import num_parameters
-from tessera.runtime.answers import Answer, Generation
+from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
-from tessera.runtime.engine import Request, Session, cache_bytes, chunk_bytes, respond, score_tokens
-from tessera.runtime.sampling import Sampling, check_seeds, choose
+from tessera.runtime.engine import Engine
+from tessera.runtime.lane import warm_choices
+from tessera.runtime.requests import Request, check_tokens
+from tessera.runtime.sampling import Sampling, check_seeds
+from tessera.runtime.step import Session, explain_not_finite, score_tokens
 from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES, policy_for
@@ -82,7 +85,7 @@ class Model:
                 f"tokens_BT has shape {tokens.shape} and dtype {tokens.dtype}: pass integers [B,T], not empty"
             )
         for index, row in enumerate(tokens):
-            self._check(row, f"tokens_BT[{index}]")
+            check_tokens(row, self.config, f"tokens_BT[{index}]")
         batch, length = tokens.shape
         size = capacity_bucket(length)
         num_bytes = 4 * batch * size * self.config.vocab_size
@@ -136,30 +139,26 @@ class Model:
         tokens = self.encode_prompts(prompts)
         seeds = check_seeds(seed, len(tokens))
         self._need_tokenizer(stream is not None, "stream")
-        answers = [self.open_answer(prompt, max_new_tokens, stop) for prompt in tokens]
-        groups: dict[Policy, list[int]] = {}  # a prompt's own length selects its policy, not the batch's
-        for index, answer in enumerate(answers):
-            groups.setdefault(self.policy.at_length(answer.num_keys), []).append(index)
-        for policy, members in groups.items():  # groups run one after another
-            group = [answers[i] for i in members]
-            longest, rows = max(a.num_keys for a in group), max(a.prompt_tokens for a in group)
-            self.require_room(len(group), longest, rows)
-            self.announce(policy, longest)
+        self._need_tokenizer(bool(stop), "stop")
+        requests = [
+            Request(
+                prompt=prompt,
+                max_new_tokens=max_new_tokens,
+                stop=(stop,) if isinstance(stop, str) else tuple(stop),
+                sampling=sampling,
+                seed=int(own),
+            )
+            for prompt, own in zip(tokens, seeds)
+        ]
+        engine = self.engine()
+        ids = [engine.submit(request, started_s=started_s) for request in requests]
+        found: dict[int, Generation] = {}
         try:
-            for policy, members in groups.items():
-                request = Request(
-                    indices=members,
-                    prompts=[tokens[i] for i in members],
-                    answers=[answers[i] for i in members],
-                    seeds=seeds[members],
-                    sampling=sampling,
-                    stream=stream,
-                )
-                num_keys = max(answer.num_keys for answer in request.answers)
-                self.respond(self.session(policy, batch=len(members), num_keys=num_keys), request)
+            for end in engine.drain(stream and (lambda id, piece: stream(ids.index(id), piece))):
+                found[end.id] = end.generation
         except KeyboardInterrupt:
-            raise Interrupted([answer.generation(started_s) for answer in answers]) from None
-        return [answer.generation(started_s) for answer in answers]
+            raise Interrupted([found.get(id) or engine.cancel(id) for id in ids]) from None
+        return [found[id] for id in ids]
 
     def warmup(
         self, *, max_tokens: int | None = None, batch: int = 1, progress: Callable[[str], Any] | None = None, **sampling
@@ -184,11 +183,7 @@ class Model:
                     progress(f"{policy.name} attention, {size} keys, batch {batch}")
                 count += self.session(policy, batch=batch, num_keys=size).warm()
             shortest = size + 1
-        scores = jnp.zeros((batch, self.config.vocab_size), jnp.float32)
-        seen = np.zeros(scores.shape, bool) if values.method.penalised else None
-        seeds, numbers = np.zeros(batch, np.uint32), values.values(self.config.vocab_size)
-        jax.block_until_ready(choose(scores, seen, seeds, np.int32(0), numbers, method=values.method))
-        return count + 1
+        return count + warm_choices([values.method], batch, self.config.vocab_size)
 
     def with_attention(self, attention: str, plan: Plan | str | os.PathLike | None = None, **options: Any) -> "Model":
         """Return the same weights under another policy; `options` set its fields, e.g. fraction=0.05."""
@@ -205,11 +200,6 @@ class Model:
         """Device that holds the weights."""
         return next(iter(self.params.embed.devices()))
 
-    def announce(self, policy: Policy, num_keys: int) -> None:
-        """Log if a request runs under a policy other than the requested one."""
-        if policy != self.policy:
-            logger.info("%d tokens, below the cross-over: %s runs %s", num_keys, self.policy.name, policy.name)
-
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Encode the prompts as token lists and check each: not empty, in the vocabulary, within the context."""
         single = isinstance(prompts, str)
@@ -220,40 +210,13 @@ class Model:
             raise ValueError("prompts is an empty list: pass at least one prompt")
         return [self._encode(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
 
-    def open_answer(self, prompt: Sequence[int], max_new_tokens: int, stop: str | Sequence[str] = ()) -> Answer:
-        """Create an empty answer to a checked prompt, limited by max_new_tokens and the room left in the context."""
-        if max_new_tokens < 1:
-            raise ValueError(f"{max_new_tokens=} must be at least 1")
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        self._need_tokenizer(bool(stop), "stop")
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"{stop=} must hold texts that are not empty")
-        room = self.config.max_positions - len(prompt) + 1  # the last token is never fed back
-        return Answer(len(prompt), min(max_new_tokens, room), self.config.eos_ids, stop, self.tokenizer)
+    def engine(self, **options: Any) -> Engine:
+        """Return an engine that continues prompts under the policy; see `Engine` for slots, num_keys, sizes, lag."""
+        return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, **options)
 
     def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:
         """Allocate an empty cache for `batch` sequences of up to `num_keys` keys."""
         return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys)
-
-    def require_room(self, batch: int, num_keys: int, num_rows: int) -> None:
-        """Raise MemoryError unless a cache of `num_keys` keys and one chunk of a `num_rows`-token prompt fit."""
-        itemsize = self.params.embed.dtype.itemsize
-        activations = chunk_bytes(self.config, batch, num_rows, itemsize)
-        require(
-            cache_bytes(self.config, batch, num_keys, itemsize) + activations,
-            self.device,
-            f"a cache for {batch} sequences of {num_keys} tokens",
-            "pass fewer or shorter prompts per call, or a smaller max_new_tokens",
-        )
-
-    def respond(self, session: Session, request: Request, start: int = 0) -> None:
-        """Prefill from `start` on and decode until every answer is complete.
-
-        Raises:
-            ValueError: the scores are not finite; the message names the weights to blame.
-        """
-        if not respond(session, request, start):
-            raise ValueError(explain_not_finite(self.params))
 
     def _encode(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, str):
@@ -262,24 +225,11 @@ class Model:
                 raise ValueError(f"{name} is empty: pass some text")
             tokens = self.tokenizer.encode(prompt)
         else:
-            if not len(prompt):
-                raise ValueError(f"{name} is an empty token list: pass at least one token")
             if not all(isinstance(token, int | np.integer) for token in prompt):
                 raise ValueError(f"{name} must be a text or a list of integers, got {prompt!r:.80}")
             tokens = [int(token) for token in prompt]
-        self._check(tokens, name)
+        check_tokens(tokens, self.config, name)
         return tokens
-
-    def _check(self, tokens: Sequence[int], name: str) -> None:
-        limit, vocab_size = self.config.max_positions, self.config.vocab_size
-        if len(tokens) > limit:
-            raise ValueError(
-                f"{name} has {len(tokens)} tokens but the model's context is {limit}: shorten it by "
-                f"{len(tokens) - limit} tokens, or use a model with a longer context"
-            )
-        wrong = next((token for token in tokens if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"{name} holds token {wrong}, outside the model's vocabulary of {vocab_size} (ids from 0)")
 
     def _need_tokenizer(self, wanted: bool, what: str) -> None:
         if wanted and self.tokenizer is None:
@@ -375,13 +325,3 @@ def shipped_plan(source: str | os.PathLike) -> Path | None:
     names = {Path(model.member).name: name for name, model in MODELS.items()}
     name = names.get(Path(source).name)
     return None if name is None else SHIPPED / f"{name}{GGUF_PLAN_SUFFIX}"
-
-
-def explain_not_finite(params: Params) -> str:
-    """Explain in one sentence why scores are not finite: which weights are to blame, if any."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    broken = [jax.tree_util.keystr(path) for path, leaf in leaves if not bool(jnp.isfinite(leaf).all())]
-    if broken:
-        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        return f"the model's scores are not finite: its weights params{broken[0]}{more} hold NaN or inf; reload them"
-    return "the model's scores are not finite although its weights are: load it with dtype='float32'"

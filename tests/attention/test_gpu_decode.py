@@ -17,8 +17,8 @@ from tessera.attention.gpu.split_merge import merge_splits
 from tessera.attention.visibility import decode_range
 from tessera.attention.workloads import Workload
 from tessera.deviceless import programs
+from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.gpu import compiler as gpu
-from tessera.deviceless.tpu import compiler as tpu
 
 KERNELS = {kernel.role: kernel for kernel in gpu_decode.KERNELS}
 LENGTHS = (300, 0, 1, 63, 64, 65, 128)
@@ -271,7 +271,7 @@ def launches(program: str) -> list[str]:
 def test_scoring_takes_two_launches(change, tile):
     """The kernel, and the merge, which also writes the masses: XLA adds no launch of its own."""
     shapes = LLAMA._replace(**change)
-    program = tpu.factory_program(f"{__name__}:layer", shapes=list(shapes), tile=tile)
+    program = factory_program(f"{__name__}:layer", shapes=list(shapes), tile=tile)
     found = gpu.compile_for("h200", program, paths=list(map(str, Path(__file__).parents[:2])))
     assert found.error is None
     assert launches(found.program) == ["gpu_decode_score", "gpu_merge_mass"]
@@ -305,13 +305,13 @@ def test_the_default_fills_the_chip(role, head_dim, batch):
         ("dense", {"num_queries": 2}, "one query row"),
         ("dense", {"dtype": "float32"}, "float32"),
         ("score", {"tile": 1}, "tile=1"),
-        ("sparse", {"tile": 1}, "tile=1"),
+        ("sparse", {"tile": 1, "capacity": 205}, "tile=1"),
     ],
 )
 def test_refusals(role, change, reason):
     change = dict(change)
     spec = AttentionSpec(tile=change.pop("tile", 64), mass=role == "score")
-    assert reason in KERNELS[role].supports(spec, LLAMA._replace(**change))
+    assert reason in KERNELS[role].refusal(spec, LLAMA._replace(**change))
 
 
 @pytest.mark.parametrize("change", [{"block_s": 96}, {"stages": 0}, {"splits": 0}])

@@ -17,8 +17,8 @@ from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import block_ranges, prefill_rows
 from tessera.attention.gpu import prefill as gpu_prefill
 from tessera.attention.workloads import Workload
+from tessera.deviceless.compiler import attention_program
 from tessera.deviceless.gpu import compiler as gpu
-from tessera.deviceless.tpu import compiler as tpu
 
 DENSE, SCORE = gpu_prefill.KERNELS
 LONG = Workload(
@@ -126,7 +126,7 @@ def test_odd_lengths_lower_for_hopper(kernel, num_queries, num_keys):
     """Every one of them; the last scores in chunks."""
     spec = AttentionSpec(tile=16, query_tile=32, mass=kernel is SCORE)
     shapes = Shapes(2, num_queries, num_keys, 4, 1, 128, None, "bfloat16")
-    assert gpu.lower(tpu.attention_program(kernel.name, spec, shapes)) is None
+    assert gpu.lower(attention_program(kernel.name, spec, shapes)) is None
 
 
 def dense_call(num_queries, num_keys, head_dim, softcap=None):
@@ -233,9 +233,9 @@ def lse_gradients(call, d_lse):
 
 def test_what_it_cannot_do_is_refused():
     shapes = Shapes(1, 64, 64, 2, 1, 96, None, "bfloat16")
-    assert "head_dim=96" in DENSE.supports(AttentionSpec(), shapes)
-    assert "tile=1" in SCORE.supports(AttentionSpec(tile=1, mass=True), shapes._replace(head_dim=64))
-    assert "float32" in DENSE.supports(AttentionSpec(), shapes._replace(head_dim=64, dtype="float32"))
+    assert "head_dim=96" in DENSE.refusal(AttentionSpec(), shapes)
+    assert "tile=1" in SCORE.refusal(AttentionSpec(tile=1, mass=True), shapes._replace(head_dim=64))
+    assert "float32" in DENSE.refusal(AttentionSpec(), shapes._replace(head_dim=64, dtype="float32"))
     with pytest.raises(ValueError, match="block_s=96"):
         prefill_rows.Config(block_s=96)
 

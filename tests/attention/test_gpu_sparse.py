@@ -15,9 +15,9 @@ from tessera.attention.gpu import sparse as gpu_sparse
 from tessera.attention.gpu import sparse_blocks
 from tessera.attention.gpu.sparse_blocks import Config
 from tessera.attention.gpu.warpgroup import SHARED_BYTES
+from tessera.deviceless.compiler import attention_program
 from tessera.deviceless.gpu import compiler as gpu
 from tessera.deviceless.gpu import gates, sass
-from tessera.deviceless.tpu import compiler as tpu
 
 (SPARSE,), (KEYS,) = gpu_sparse.KERNELS, gpu_keys.KERNELS
 TILE, QUERY_TILE, NUM_KEYS, KV_LEN = 16, 32, 400, 391
@@ -119,7 +119,7 @@ def test_padding_is_cleared(monkeypatch):
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 37)])
 @pytest.mark.parametrize("tile", [1, 16, 128])
 def test_plan_is_what_the_rows_see(tile, causal, window):
-    """Units that some row sees, and that all rows see whole, against every pair of row and key."""
+    """Units that some row sees, and that all rows see in full, against every pair of row and key."""
     rng = np.random.default_rng(3)
     spec = AttentionSpec(tile=tile, query_tile=24, causal=causal, window=window)
     shapes = Shapes(4, 60, 700, 4, 1, 64, 9, "bfloat16")
@@ -180,14 +180,14 @@ def test_odd_lengths_lower_for_hopper(kernel, tile, causal):
 def test_odd_query_tiles_lower_for_hopper(kernel, tile, query_tile):
     """Several of them or one that is longer than the call; the copy engine wants each to begin at a multiple of 8."""
     spec, shapes = AttentionSpec(tile=tile, query_tile=query_tile), Shapes(1, 50, 208, 4, 1, 128, 5, "bfloat16")
-    assert gpu.lower(tpu.attention_program(kernel.name, spec, shapes)) is None
+    assert gpu.lower(attention_program(kernel.name, spec, shapes)) is None
 
 
 def test_softcap_is_not_the_chips_own_tanh(monkeypatch):
     """MUFU.TANH has 11 good bits; of exp2 and a quotient there are as many as a float32 holds."""
     monkeypatch.setattr(sass, "WIDE", ("MUFU",))
     spec, shapes = AttentionSpec(tile=64, query_tile=32, softcap=30.0), Shapes(1, 1024, 1024, 4, 1, 128, 5, "bfloat16")
-    found = gpu.compile_for("h200", tpu.attention_program(SPARSE.name, spec, shapes))
+    found = gpu.compile_for("h200", attention_program(SPARSE.name, spec, shapes))
     assert found.error is None, found.error
     assert gates.broken_program(found.kernels) == []
     [report] = found.kernels
@@ -209,7 +209,7 @@ def test_search_spaces_fit_shared_memory(head_dim, groups):
     ("kernel", "changes", "said"),
     [
         (SPARSE, {"head_dim": 96}, "head_dim=96"),
-        (SPARSE, {"dtype": "float32"}, "dtype=float32"),
+        (SPARSE, {"dtype": "float32"}, "dtype float32"),
         (SPARSE, {"tile": 1}, "tile=1"),
         (SPARSE, {"head_dim": 256, "window": 64}, "registers"),
         (SPARSE, {"scale": -1.0}, "scale=-1.0"),
@@ -221,4 +221,4 @@ def test_refusals_name_the_value(kernel, changes, said):
     shapes = Shapes(1, 64, 256, 4, 1, 128, 4, "bfloat16")
     shapes = shapes._replace(**{name: value for name, value in changes.items() if name in Shapes._fields})
     spec = AttentionSpec(**{"tile": 64} | {n: value for n, value in changes.items() if n not in Shapes._fields})
-    assert said in kernel.supports(spec, shapes)
+    assert said in kernel.refusal(spec, shapes)

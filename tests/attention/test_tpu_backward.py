@@ -13,6 +13,7 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.xla import prefill as xla_prefill
+from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict
 
@@ -158,9 +159,7 @@ def test_executions_count_every_turn_of_a_small_call():
 )
 def test_compiles_and_keeps_the_matrix_unit_busy(chip, length, dim, dtype):
     """One of each; every scope of the schedule has its count, and no array around the kernel is copied."""
-    program = tpu.factory_program(
-        "tessera.deviceless.programs:tpu_gradient_call", length=length, head_dim=dim, dtype=dtype
-    )
+    program = factory_program("tessera.deviceless.programs:tpu_gradient_call", length=length, head_dim=dim, dtype=dtype)
     found = tpu.compile_for(chip, program, paths=[str(Path(__file__).parents[1])], limit_s=200)
     assert found.error is None
     assert not predict.predict(found, found.executions).assumed

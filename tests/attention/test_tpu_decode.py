@@ -227,11 +227,11 @@ def test_every_visible_block_is_visited_once(role):
 @pytest.mark.parametrize(("change", "reason"), [({"head_dim": 320}, "256"), ({"num_queries": 2}, "one query row")])
 def test_refusals(change, reason):
     spec, shapes = long_call("dense", 128, 128)
-    assert reason in KERNELS["dense"].supports(spec, shapes._replace(**change))
+    assert reason in KERNELS["dense"].refusal(spec, shapes._replace(**change))
 
 
 def test_single_keys_are_refused():
     for role in ("score", "sparse"):
         spec, shapes = long_call(role, 128, 1)
-        assert "tile=1" in KERNELS[role].supports(spec, shapes)
-    assert KERNELS["dense"].supports(*long_call("dense", 128, 1)) is None
+        assert "tile=1" in KERNELS[role].refusal(spec, shapes)
+    assert KERNELS["dense"].refusal(*long_call("dense", 128, 1)) is None

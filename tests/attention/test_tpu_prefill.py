@@ -20,7 +20,7 @@ from tessera.workbench.studies import blocks
 
 KERNELS = {kernel.role: kernel for kernel in (*tpu_prefill.KERNELS, *tpu_sparse.KERNELS)}
 SPARSE = KERNELS["sparse"]
-ROWS = Workload(  # a key block that all rows see whole, and one that the diagonal crosses
+ROWS = Workload(  # a key block that all rows see in full, and one that the diagonal crosses
     name="tpu_rows",
     num_queries=544,
     num_keys=4640,
@@ -190,7 +190,7 @@ def prefill(num_keys: int, tile: int, fraction: float, query_tile: int = 32) -> 
 def test_lists_of_a_million_tokens_fit_scalar_memory(tile, fraction):
     """As `launch` packs them: this step's and the next one's, both double-buffered, of one mebibyte."""
     spec, shapes = prefill(1 << 20, tile, fraction)
-    assert SPARSE.supports(spec, shapes) is None
+    assert SPARSE.refusal(spec, shapes) is None
     tiles, count = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, 8, 64, shapes.capacity), (1, 8, 64)))
     for config in (SPARSE.default_config(spec, shapes), *SPARSE.search_space(spec, shapes)):
         cut = sparse_tiles.cut_call(spec, shapes, config)
@@ -202,5 +202,5 @@ def test_lists_of_a_million_tokens_fit_scalar_memory(tile, fraction):
 
 
 def test_a_list_that_cannot_fit_is_refused():
-    assert "SMEM" in SPARSE.supports(*prefill(1 << 20, 16, 1.0))
-    assert SPARSE.supports(*prefill(1 << 20, 32, 1.0)) is None
+    assert "SMEM" in SPARSE.refusal(*prefill(1 << 20, 16, 1.0))
+    assert SPARSE.refusal(*prefill(1 << 20, 32, 1.0)) is None

@@ -10,7 +10,8 @@ import jax
 import pytest
 
 from tessera.attention import contract, dispatch, tuned
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.core import hardware
 from tessera.deviceless import programs
 from tessera.workbench import evidence
@@ -62,7 +63,7 @@ def test_a_shipped_row_stands_on_its_record_and_answers_its_call(found, monkeypa
     if device.startswith("cpu-"):  # whichever CPU this is
         monkeypatch.setattr(tuned, "device", lambda: device)
     with nullcontext() if device.startswith("cpu-") else blocks.on_chip(device):
-        assert kernel.supports(spec, shapes) is None
+        assert kernel.refusal(spec, shapes) is None
         assert dispatch.choose(spec, shapes).name == row.kernel
         assert tuned.config(kernel, spec, shapes) == kernel.Config(**row.config)
 

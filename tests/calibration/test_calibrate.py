@@ -10,15 +10,18 @@ import numpy as np
 import pytest
 
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, call_shapes
-from tessera.calibration import calibrate as module
-from tessera.calibration.calibrate import Notes, Report, calibrate, perplexity, record_similarity, run_chunk, run_window
+from tessera.calibration.calibrate import calibrate
 from tessera.calibration.crossover import find_crossover, measure_crossover
+from tessera.calibration.report import Report
+from tessera.calibration.similarity import Notes, record_similarity, text_loss
 from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.models.weights import init_params
+from tessera.runtime import score
 from tessera.runtime.corpus import read_corpus, read_text
+from tessera.runtime.score import run_chunk, run_whole
 from tessera.sparse.anchors import choose_anchors
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
@@ -102,7 +105,7 @@ def test_the_metrics_say_what_the_plan_keeps(plan, model, rows):
     assert np.all(recall[~anchors] > density[~anchors] + 0.1)  # the chosen keys hold more than their share
     assert np.all(density[~anchors] < 0.6)
     bad = replace(Kascade.from_plan(plan), anchors=(0, 1, 3))
-    (worse, _), *_ = run_window(model, np.asarray(rows[3], np.int32), RecallRecorder(policy=bad, dense=True), 384)
+    _, [worse] = run_whole(model, np.asarray(rows[3], np.int32), RecallRecorder(policy=bad, dense=True))
     assert np.mean(worse.held / worse.total) < np.mean(recall)
     assert plan.metrics["perplexity_dense"] > 1
     assert plan.metrics["perplexity_kascade"] == pytest.approx(plan.metrics["perplexity_dense"], rel=0.05)
@@ -173,7 +176,7 @@ def test_similarity_is_its_definition(model, rows):
     """sim(a, b) from full probabilities: pool rows and heads of a group, rank what is not read anyway, 64 best keys."""
     window, local, sinks = np.asarray(rows[0][:320], np.int32), 24, 5
     recorder = SimilarityRecorder(query_tile=16, local=local, sinks=sinks)
-    ((state, _),) = run_window(model, window, recorder, 320)
+    _, [state] = run_whole(model, window, recorder)
     mass = full_mass(model, window)
     counted = [tile for tile in range(20) if len(range(320)[chosen_from(tile, local, sinks)]) > NUM_KEYS]
     assert int(state.num_tiles) == len(counted)
@@ -263,7 +266,8 @@ def test_perplexity_is_that_of_the_logits(model, rows):
     hidden, _, _ = forward(model.params, window[None], None, where, config=CONFIG, policy=Dense())
     log_p = np.asarray(jax.nn.log_softmax(logits(model.params, hidden)[0, :-1].astype(jnp.float32)), np.float64)
     expected = np.exp(-log_p[np.arange(199), window[1:]].mean())
-    assert perplexity(model, [window], Dense()) == pytest.approx(expected, rel=1e-4)
+    hidden, _ = run_whole(model, window, Dense())
+    assert np.exp(text_loss(model, hidden, window) / 199) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_recorder_streams(model):
@@ -298,7 +302,7 @@ def test_ctrl_c_says_how_far_it_came_and_writes_nothing(model, rows, monkeypatch
             raise KeyboardInterrupt
         return run_chunk(*args, **kwargs)
 
-    monkeypatch.setattr(module, "run_chunk", interrupted)
+    monkeypatch.setattr(score, "run_chunk", interrupted)
     with pytest.raises(KeyboardInterrupt, match="stopped during similarity.*no plan was written"):
         calibrate(model, rows, anchors=3, query_tile=16, tile=16, progress=True)
     assert "similarity" in capsys.readouterr().err
@@ -346,7 +350,7 @@ def test_bad_texts_are_named(model, tmp_path):
 
 def test_a_text_that_is_read_whole_anyway_is_named(model):
     short = [np.arange(150).tolist()] * 2
-    with pytest.raises(ValueError, match="choose from more than 64 keys that are not read anyway"):
+    with pytest.raises(ValueError, match="more than 64 keys to choose from besides those always read"):
         calibrate(model, short, local=64, sinks=16, progress=False)
 
 
@@ -400,11 +404,11 @@ def test_windows_of_any_length_run_in_chunks(model, rows):
     """The recorder's sums do not depend on where a window is cut."""
     window = np.asarray(rows[0][:300], np.int32)
     recorder = SimilarityRecorder(query_tile=16)
-    whole = [state for state, _ in run_window(model, window, recorder, 300)]
+    _, whole = run_whole(model, window, recorder)
     assert len(whole) == 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK", 64)
-        parts = [state for state, _ in run_window(model, window, recorder, 300)]
+        patch.setattr(score, "CHUNK", 64)
+        _, parts = run_whole(model, window, recorder)
     assert len(parts) == 5
     np.testing.assert_allclose(np.min([p.least for p in parts], axis=0), whole[0].least, rtol=1e-5)
     assert sum(int(p.num_tokens) for p in parts) == 300

@@ -11,11 +11,11 @@ from tiny import save_tiny
 
 import tessera
 from tessera.attention.contract import AttentionSpec, Positions
-from tessera.calibration.calibrate import Report, calibrate
+from tessera.calibration.calibrate import calibrate
+from tessera.calibration.report import Report
 from tessera.calibration.retrieval import CUE, PASSAGE, plant
 from tessera.calibration.search import (
     PROBE_WEIGHT,
-    Fixed,
     Judge,
     Kept,
     Localised,
@@ -26,9 +26,9 @@ from tessera.calibration.search import (
     measure_missed,
     policy_of,
     probes_of,
-    run,
 )
 from tessera.core.files import DEMO_MODEL, Notebook, read_lines
+from tessera.runtime.score import run_whole
 from tessera.sparse.ablation import GRID, MassRecorder, Tiling, missed_mass
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
@@ -103,18 +103,18 @@ def test_missed_mass_is_that_of_the_best_tiles_within_the_budget(model, windows)
 
 
 def test_recorded_masses_are_those_of_the_score_kernel(model, windows):
-    _, notes = run(model, windows[0][:512], Fixed(MassRecorder(tiling=TILING)))
+    _, notes = run_whole(model, windows[0][:512], MassRecorder(tiling=TILING))
     for mass in notes:  # every row of every query head hands out a probability of 1
         np.testing.assert_allclose(mass.sum((3, 4)), mass.shape[3] * 32 * model.config.groups, rtol=1e-4)
 
 
 def test_localising_no_head_is_dense_and_all_heads_is_budget_zero(model, windows):
     tokens, shape = windows[0][:512], (model.config.num_layers, model.config.num_kv_heads)
-    dense, _ = run(model, tokens, Fixed(Dense()))
-    none, _ = run(model, tokens, Localised(TILING), np.zeros(shape, bool))
+    dense, _ = run_whole(model, tokens, Dense())
+    none, _ = run_whole(model, tokens, Localised(TILING), np.zeros(shape, bool))
     np.testing.assert_allclose(none, dense, atol=1e-4)
-    every, _ = run(model, tokens, Localised(TILING), np.ones(shape, bool))
-    nothing, _ = run(model, tokens, WithBudgets(TILING), np.zeros(shape, np.float32))
+    every, _ = run_whole(model, tokens, Localised(TILING), np.ones(shape, bool))
+    nothing, _ = run_whole(model, tokens, WithBudgets(TILING), np.zeros(shape, np.float32))
     np.testing.assert_allclose(every, nothing, atol=2e-3)
     assert np.abs(every - dense).max() > 0.1
 
@@ -124,10 +124,10 @@ def test_the_plan_runs_as_the_search_tried_it(model, windows):
     budgets = np.full((model.config.num_layers, model.config.num_kv_heads), 0.1, np.float32)
     budgets[0], budgets[2, 0], budgets[3, 1], budgets[4] = 1.0, 0.0, 1.0, 0.0
     tokens = windows[1][:768]
-    traced, notes = run(model, tokens, WithBudgets(TILING), budgets)
+    traced, notes = run_whole(model, tokens, WithBudgets(TILING), budgets)
     policy = policy_of(budgets, TILING)
     assert policy.anchors == (0,)
-    static, fixed_notes = run(model, tokens, Fixed(policy))
+    static, fixed_notes = run_whole(model, tokens, policy)
     np.testing.assert_allclose(static, traced, atol=2e-3)
     for ours, theirs in zip(notes, fixed_notes):
         np.testing.assert_array_equal(ours.read, policy.reads(theirs).read)
@@ -194,7 +194,7 @@ def test_a_plan_holds_what_it_promises_on_windows_that_chose_nothing(model, wind
 
     monkeypatch.setattr(Judge, "__call__", counted)
     calibrated = partial(calibrate, model, rows, **options, crossover=0, progress=False, local=32, notes=notes)
-    with pytest.raises(KeyboardInterrupt, match="stopped during ablation.*the same command goes on from here"):
+    with pytest.raises(KeyboardInterrupt, match="stopped during ablation.*the same command resumes from here"):
         calibrated()
     with notes.open("a") as file:
         file.write('{"name": "a line that a kill cut sho')
@@ -312,8 +312,14 @@ def test_a_notebook_of_something_else_is_written_afresh(tmp_path):
         ({"keep": 1.0}, "keep=1.0 must be above 0 and below 1"),
         ({"max_kl": 0.0}, "max_kl=0.0 must be above 0"),
         ({"max_kl": math.inf}, "max_kl=inf must be above 0 and finite"),
-        ({"keep": 0.9, "anchors": 3}, "anchors=3 must not stand with keep or max_kl: drop it, or drop keep and max_kl"),
-        ({"max_kl": 1.0, "fraction": 0.7, "heads": "pooled"}, "fraction=0.7, heads='pooled' must not stand with keep"),
+        (
+            {"keep": 0.9, "anchors": 3},
+            "anchors=3 cannot be combined with keep or max_kl: drop it, or drop keep and max_kl",
+        ),
+        (
+            {"max_kl": 1.0, "fraction": 0.7, "heads": "pooled"},
+            "fraction=0.7, heads='pooled' cannot be combined with keep",
+        ),
     ],
 )
 def test_targets_that_make_no_sense_are_named(model, windows, options, message):

@@ -137,7 +137,7 @@ def test_a_path_that_does_not_exist_is_not_sought_on_the_hub(capsys, monkeypatch
 
 def test_a_model_that_is_no_file_or_that_has_no_home(capsys):
     assert "is neither a folder nor a file" in refuse(capsys, "generate", "x", "--model", "/dev/null")
-    assert "names no user's folder" in refuse(capsys, "generate", "x", "--model", "~no-such-user/model")
+    assert "names no user's home folder" in refuse(capsys, "generate", "x", "--model", "~no-such-user/model")
 
 
 def test_errors_hold_no_control_characters(capsys, tmp_path):
@@ -264,7 +264,7 @@ def test_unknown_dtype():
         (["calibrate", "--text", "x", "--crossover", "-1", "--model", "MODEL"], "crossover=-1 must be at least 0"),
         (["calibrate", "--text", "x", "--max-tokens", "0", "--model", "MODEL"], "max_tokens=0 must be at least 1"),
         (["generate", "x", "--model", ""], "is not a model folder: it has no config.json"),
-        (["train", "--out", __file__, "--recipe", "tiny"], "is no folder that can be written to"),
+        (["train", "--out", __file__, "--recipe", "tiny"], "is not a writable folder"),
         (["train", "--out", "no", "--recipe", "tiny", "--until", "-3"], "until=-3 must be at least 0"),
         (["train", "--out", "no", "--text", __file__, "--rate", "nan"], "rate=nan must be a positive number"),
     ],
@@ -276,8 +276,11 @@ def test_bad_command_lines(capsys, good, arguments, words):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("calibrate --fraction 0.7 --heads pooled --max-kl 0.1", "fraction=0.7, heads='pooled' must not stand with"),
-        ("calibrate --fraction 0.1", "fraction=0.1 must not stand with keep or max_kl: drop it, or pass anchors"),
+        (
+            "calibrate --fraction 0.7 --heads pooled --max-kl 0.1",
+            "fraction=0.7, heads='pooled' cannot be combined with",
+        ),
+        ("calibrate --fraction 0.1", "fraction=0.1 cannot be combined with keep or max_kl: drop it, or pass anchors"),
         ("calibrate --max-kl inf", "max_kl=inf must be above 0 and finite"),
         ("calibrate --local 1000000000000", "local=1000000000000 must be below 2,147,483,648"),
         ("calibrate --query-tile 1000000000", "query_tile=1000000000 must be from 1 to 1,048,576"),

@@ -105,7 +105,7 @@ def test_exit_status_says_whether_answers_agree(outcome):
 def test_a_place_for_the_results_that_cannot_be_is_refused_before_any_work(tmp_path, monkeypatch, place):
     (tmp_path / "file").write_text("mine")
     monkeypatch.setattr(run, "load_models", lambda folder: pytest.fail("work began"))
-    with pytest.raises(ValueError, match=f"--out .*/{place} is no folder that can be written to"):
+    with pytest.raises(ValueError, match=f"--out .*/{place} is not a writable folder"):
         run.run(tmp_path / place)
     assert (tmp_path / "file").read_text() == "mine"
 

@@ -11,10 +11,11 @@ import pytest
 
 from tessera.attention.contract import AttentionSpec
 from tessera.cli import inspect as flags
-from tessera.deviceless import hlo, steps
-from tessera.deviceless.process import Process
+from tessera.deviceless import hlo, inspection, steps
+from tessera.deviceless.compiler import Process, attention_program, factory_program
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection, predict, schedule
+from tessera.deviceless.tpu import inspection as tpu_inspection
+from tessera.deviceless.tpu import predict, schedule
 from tessera.workbench import evidence
 from tessera.workbench.studies import sweep
 
@@ -23,7 +24,7 @@ KIB = 1024
 
 
 def compiled(chip: str, subject: str, limit_s: float = 120.0, **kwargs) -> tpu.Compiled:
-    program = tpu.factory_program(f"deviceless_subjects:{subject}", **kwargs)
+    program = factory_program(f"deviceless_subjects:{subject}", **kwargs)
     return tpu.compile_for(chip, program, paths=[str(HERE)], limit_s=limit_s)
 
 
@@ -65,9 +66,7 @@ def test_files_that_do_not_belong_together_are_refused():
 
 
 def test_prediction_is_executions_times_bundles_over_the_clock():
-    found = tpu.Compiled(
-        chip="v5p", error=None, compile_s=0.0, memory={}, cost={}, schedules=(little(),), operations=()
-    )
+    found = tpu.Compiled(chip="v5p", error=None, compile_s=0.0, memory={}, schedules=(little(),), operations=())
     counts = {"step": 4, "double": 1000, "turn": 50_000, "hbm_bytes": 2765e3}
     got = predict.predict(found, counts)
     cycles = 11 + 4 * 85 + 1000 * 3 + 50_000 * 4
@@ -86,9 +85,7 @@ def test_prediction_is_executions_times_bundles_over_the_clock():
 
 
 def test_scopes_nobody_counted_run_once_per_step_and_are_named():
-    found = tpu.Compiled(
-        chip="v6e", error=None, compile_s=0.0, memory={}, cost={}, schedules=(little(),), operations=()
-    )
+    found = tpu.Compiled(chip="v6e", error=None, compile_s=0.0, memory={}, schedules=(little(),), operations=())
     got = predict.predict(found, {"little/step": 10, "little/double": 10})
     assert got.assumed == ("little/turn",)
     assert got.compute_ms == pytest.approx(1e3 * (11 + 10 * (85 + 3 + 4)) / 1.75e9)
@@ -213,13 +210,13 @@ def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
 
 
 def test_a_compiler_goes_on_after_a_program_that_takes_too_long_and_one_that_is_wrong():
-    good = tpu.attention_program("tpu_decode_dense", *inspection.call(
+    good = attention_program("tpu_decode_dense", *inspection.call(
         role="dense", phase="decode", batch=1, length=512, heads=2, kv_heads=1, head_dim=128, dtype="bfloat16",
         spec=AttentionSpec(), fraction=1.0,
     ))  # fmt: skip
     with tpu.Compiler(paths=[str(HERE)]) as compiler:
-        late = compiler.compile("v6e", tpu.factory_program("deviceless_subjects:slow"), limit_s=3.0)
-        wrong = compiler.compile("v5e", tpu.factory_program("json:nothing"))
+        late = compiler.compile("v6e", factory_program("deviceless_subjects:slow"), limit_s=3.0)
+        wrong = compiler.compile("v5e", factory_program("json:nothing"))
         found = compiler.compile("v5p", good)
         again = compiler.compile("v6e", good)
     assert (late.error.kind, wrong.error.kind) == ("time", "program")
@@ -263,18 +260,18 @@ def test_inspect_prints_one_json_object(kernel, capsys):
 def test_what_xla_alone_computes_is_not_predicted_and_says_why(capsys, tmp_path):
     call = {"role": "score", "phase": "prefill", "batch": 1, "length": 256, "heads": 2, "kv_heads": 1, "head_dim": 128}
     spec, shapes = inspection.call(**call, dtype="float16", spec=AttentionSpec(), fraction=1.0)
-    result = inspection.inspect_call("v6e", spec, shapes)
+    result = tpu_inspection.inspect_call("v6e", spec, shapes)
     reason = "dtype float16 is not one of float32, bfloat16"
     out = result.json()
     assert out["refused"] == {"tpu_prefill_score": reason}
     assert out["predicted_ms"] is out["predicted_tflops"] is out["percent_of_peak"] is None
     assert out["bound_by"] == "not predicted: no Pallas kernel in it"
-    inspection.print_table(result)
+    result.print_table()
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert reason in shown
-    assert f"roofline at least {inspection.roofline(result)[2]:.3g} ms" in shown
+    assert f"roofline at least {result.least_ms:.3g} ms" in shown
     pytest.importorskip("matplotlib")
-    inspection.picture(result, tmp_path / "roofline.svg")
+    result.picture(tmp_path / "roofline.svg")
     flags.Inspect(evidence=tmp_path / "found.jsonl").record("call", result.kernel, "a call", result)
     [record] = evidence.read(tmp_path / "found.jsonl")
     assert (record.samples, record.error, record.facts["refused"]) == ((), out["bound_by"], out["refused"])
@@ -283,15 +280,13 @@ def test_what_xla_alone_computes_is_not_predicted_and_says_why(capsys, tmp_path)
 def test_the_table_has_the_roofline_without_a_picture(capsys):
     work = {"flops": 918e12, "moved_bytes": 1638e9, "predicted_ms": 2000.0, "percent_of_peak": 50.0}  # a second of each
     sizes = dict.fromkeys(("steps", "bundles_per_step", "cycles_per_step", "spill_slots", "hbm_bytes", "vmem_bytes"), 1)
-    found = tpu.Compiled(
-        chip="v6e", error=None, compile_s=0.0, memory={}, cost={}, schedules=(little(),), operations=()
-    )
-    result = inspection.Inspection(
+    found = tpu.Compiled(chip="v6e", error=None, compile_s=0.0, memory={}, schedules=(little(),), operations=())
+    result = tpu_inspection.Inspection(
         compiled=True, chip="v6e", **work, **sizes, smem_bytes=1, predicted_tflops=459.0, bound_by="MXU", compile_s=1.0,
         prediction=predict.predict(found, {}),
     )  # fmt: skip
-    assert inspection.roofline(result) == pytest.approx((560.4, 560.4, 1000.0), rel=1e-3)
-    inspection.print_table(result)
+    assert (*result.intensities(), result.least_ms) == pytest.approx((560.4, 560.4, 1000.0), rel=1e-3)
+    result.print_table()
     shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "roofline 50.0 % of peak; 560 flops per byte, the peak bounds from 560" in shown
 

@@ -7,12 +7,11 @@ import pytest
 
 from tessera.attention.contract import AttentionSpec
 from tessera.cli import main as cli
-from tessera.deviceless import hlo
+from tessera.deviceless import hlo, inspection
+from tessera.deviceless.compiler import CompileError
 from tessera.deviceless.gpu import compiler as gpu
 from tessera.deviceless.gpu import inspection as gpu_inspection
 from tessera.deviceless.gpu import sass
-from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection
 
 REPORT = sass.Report(
     kernel="k", registers=168, spill_bytes=(0, 0), stack_bytes=0, shared_bytes=1024, barriers=2, instructions={},
@@ -84,7 +83,7 @@ def test_a_score_in_chunks_counts_the_blocks_of_every_chunk():
     ("ms", "words"), [(4.8e-6, "0.00480 us"), (0.012, "12.0 us"), (1.5, "1.50 ms"), (2e3, "2.00 s")]
 )
 def test_the_roofline_is_told_in_a_unit_that_shows_it(ms, words, capsys):
-    gpu_inspection.print_table(replace(FOUND, roofline_ms=ms))
+    replace(FOUND, roofline_ms=ms).print_table()
     assert f"{words}, bound by main memory" in capsys.readouterr().out
 
 
@@ -93,11 +92,11 @@ def test_the_roofline_is_told_in_a_unit_that_shows_it(ms, words, capsys):
 ])  # fmt: skip
 def test_what_the_dispatcher_takes_on_a_gpu_is_said(head_dim, window, name, capsys, monkeypatch):
     """cuDNN's kernel is compiled on a GPU alone: what is inspected is the next one."""
-    refused = tpu.CompileError("program", "not today", "nothing", "nothing")
+    refused = CompileError("program", "not today", "nothing", "nothing")
     monkeypatch.setattr(gpu, "compile_for", lambda *_, **__: gpu.Compiled(chip="h200", error=refused, compile_s=0.0))
     flags = f"inspect --chip h200 --length 1024 --head-dim {head_dim} --json"
     assert cli.main(flags.split() + ([] if window is None else ["--window", str(window)])) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["dispatched"] == name
-    gpu_inspection.print_table(replace(FOUND, dispatched=name))
+    replace(FOUND, dispatched=name).print_table()
     assert ("such a call takes gpu_cudnn_dense" in capsys.readouterr().out) == (name == "gpu_cudnn_dense")

@@ -8,6 +8,7 @@ import pytest
 from tessera.attention import work
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.deviceless import model_inspection, steps
+from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict
 from tessera.models.weights import num_parameters
@@ -210,7 +211,7 @@ def test_what_has_no_estimate_is_refused_and_not_free(old, new, words):
 
 def test_choosing_tiles_compiles_for_a_tpu_to_nothing_without_an_estimate():
     sizes = {"length": 16384, "kv_heads": 1, "tile": 128, "query_tile": 128, "fraction": 0.1}
-    program = tpu.factory_program("tessera.deviceless.programs:selection_call", **sizes)
+    program = factory_program("tessera.deviceless.programs:selection_call", **sizes)
     found = tpu.compile_for("v6e", program)
     assert found.error is None, found.error
     assert 0.0 < figures.xla_ms(found.program, "v6e") < 1.0

@@ -305,7 +305,7 @@ HOSTILE = {
     "texts longer than the file": ({"entries": [entry("a", 9, struct.pack("<IQQ", 8, 1, HUGE))]}, "ends inside"),
     "a list of lists": ({"entries": [entry("a", 9, struct.pack("<IQ", 9, 1) * 1000)]}, "list of lists"),
     "unknown metadata type": ({"entries": [entry("a", 99, b"")]}, "unknown type 99"),
-    "a truth value of 2": ({"entries": [entry("a", 7, b"\x02")]}, "truth value"),
+    "a boolean of 2": ({"entries": [entry("a", 7, b"\x02")]}, "boolean"),
     "a key twice": ({"entries": [entry("a", 0, b"1")] * 2}, "twice"),
     "a key that is not UTF-8": ({"entries": [struct.pack("<Q", 1) + b"\xff"]}, "UTF-8"),
     "texts that are not UTF-8": ({"entries": [entry("a", 9, struct.pack("<IQQ", 8, 1, 1) + b"\xff")]}, "UTF-8"),
@@ -402,7 +402,7 @@ def test_cut_between_the_header_and_the_weights(tmp_path):
     config, stored = read_config(path), read_gguf(path)
     path.write_bytes(data[:-64])
     name, last = max(stored.tensors.items(), key=lambda item: item[1].offset)
-    with pytest.raises(ValueError, match="was cut while"):
+    with pytest.raises(ValueError, match="was truncated while"):
         read_gguf_tensor(name, last, np.empty(last.shape, np.float32))
     with pytest.raises(ValueError, match="cut short"):
         load_params(path, config)

@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tessera.runtime.engine import seen_tokens
-from tessera.runtime.sampling import Sampling, check_seeds, choose, distribution
+from tessera.runtime.sampling import Sampling, check_seeds, choose, distribution, seen_tokens
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sampling.npz"
 NUM_CASES = 8

@@ -179,7 +179,7 @@ def test_policy_errors():
         policy_for("sparse", CONFIG)
     with pytest.raises(ValueError, match="needs a plan"):
         policy_for("kascade", CONFIG)
-    with pytest.raises(ValueError, match="windows=3 is no option of Window"):
+    with pytest.raises(ValueError, match="windows=3 is not an option of Window"):
         policy_for("window", CONFIG, windows=3)
     with pytest.raises(ValueError, match="another model"):
         policy_for("kascade", replace(CONFIG, num_layers=4), PLAN)

@@ -202,7 +202,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(whole_run, tmp_path):
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert "run the same command again to go on" in errors
+    assert "the same command resumes there" in errors
     done = len(losses.read_losses(tmp_path / "loss.jsonl"))
     assert train.checkpoints(tmp_path)[-1].name == f"checkpoint-{done:08d}.safetensors"
     assert without_clock(tmp_path) == without_clock(whole_run[0])[:done]

@@ -15,7 +15,7 @@ from tessera.attention.contract import AttentionSpec, Selection
 from tessera.calibration.crossover import find_crossover
 from tessera.core import files, hardware
 from tessera.models.weights import init_params
-from tessera.runtime.engine import Session
+from tessera.runtime.step import Session
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan

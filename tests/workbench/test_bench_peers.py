@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tessera.attention.contract import Shapes
+from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.workbench import bench, evidence, measure
 from tessera.workbench.bench import attention as cases
@@ -63,7 +64,7 @@ def test_splash_takes_blocks_of_512_or_what_divides_the_length(length, grid):
 
 
 def test_splash_compiles_for_a_tpu_that_is_not_here():
-    program = tpu.factory_program("deviceless_subjects:splash", length=512, dtype="float32")
+    program = factory_program("deviceless_subjects:splash", length=512, dtype="float32")
     assert tpu.compile_for("v5e", program, paths=[str(HERE)], limit_s=120.0).error is None
 
 
@@ -150,7 +151,7 @@ def test_a_worker_on_the_cpu_is_no_peer_of_an_accelerator(stand, monkeypatch):
     assert present.peer_refusal == ""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert present.peer_refusal == "their worker computes on the CPU, Tessera on a TPU"
-    with pytest.raises(ValueError, match="there is no transformers to compare with: their worker"):
+    with pytest.raises(ValueError, match="transformers cannot be compared with: their worker"):
         list(bench.CASES["peer_model"].run(present))
     present.close()
 

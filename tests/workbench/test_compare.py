@@ -184,7 +184,7 @@ def test_the_command_compares_files_and_says_regression_by_its_status(tmp_path, 
 
 def test_a_gate_holds_a_fresh_run_against_the_stored_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="nothing to hold against"):
+    with pytest.raises(ValueError, match="nothing to compare with"):
         bench.gate("smoke")
     stored = f"evidence/{hardware.device_slug()}.jsonl"
     evidence.append(stored, run(0.1, suite="cpu"))

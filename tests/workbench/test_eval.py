@@ -11,15 +11,16 @@ from tiny import PLAN, save_tiny
 
 from tessera import generate
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, call_shapes
-from tessera.calibration import calibrate
+from tessera.runtime import score
+from tessera.runtime.score import run_whole
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
-from tessera.sparse.recording import RecallRecorder
+from tessera.sparse.recording import RecallRecorder, SimilarityRecorder
 from tessera.workbench import eval as evaluation
 from tessera.workbench import evidence
 from tessera.workbench.eval import tasks
-from tessera.workbench.eval.fidelity import fidelity, last_hidden, recall
+from tessera.workbench.eval.fidelity import fidelity, recall
 
 TEXT = "".join(f"line {i} of some filler, which says nothing that matters.\n" for i in range(400))
 BYTES = tasks.Hay(text=TEXT, count=lambda text: len(text.encode()) + 1)
@@ -191,12 +192,12 @@ def listed_keys(selections, heads, length):
 
 @pytest.mark.parametrize("name", ["window", "kascade"])
 def test_recall_is_the_softmax_on_the_keys_read_per_head(model, monkeypatch, name):
-    monkeypatch.setattr(calibrate, "CHUNK", 64)  # several chunks, the last one cut short
+    monkeypatch.setattr(score, "CHUNK", 64)  # several chunks, the last one cut short
     length = 201
     window = np.random.default_rng(2).integers(0, 256, length).astype(np.int32)
     kascade = Kascade.from_plan(dataclasses.replace(PLAN, crossover_tokens=0))
     policy = Window(window=20, sinks=5, tile=16, query_tile=16) if name == "window" else kascade
-    states = [state for state, _ in calibrate.run_window(model, window, Tap(policy=policy), length)]
+    _, states = run_whole(model, window, Tap(policy=policy))
     q = np.concatenate([state.q for state in states], 1)[:, :length].astype(float)
     k = np.swapaxes(states[-1].k, 1, 2)[:, :length].astype(float)
     if name == "window":
@@ -217,9 +218,9 @@ def test_recall_is_the_softmax_on_the_keys_read_per_head(model, monkeypatch, nam
 def test_to_record_recall_changes_nothing_in_the_run(model):
     window = np.random.default_rng(3).integers(0, 256, 300).astype(np.int32)
     policy = Kascade.from_plan(dataclasses.replace(PLAN, crossover_tokens=0))
-    ours, plain, dense = (last_hidden(model, p, window) for p in (RecallRecorder(policy=policy), policy, Dense()))
-    np.testing.assert_allclose(ours[:300], plain[:300], atol=1e-5)
-    assert np.abs(plain[:300] - dense[:300]).max() > 1e-3
+    ours, plain, dense = (run_whole(model, window, p)[0] for p in (RecallRecorder(policy=policy), policy, Dense()))
+    np.testing.assert_allclose(ours, plain, atol=1e-5)
+    assert np.abs(plain - dense).max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -266,8 +267,8 @@ def test_half_the_keys_of_uniform_attention_hold_half_its_mass(policy):
 
 
 def test_a_policy_whose_reads_are_unknown_has_no_recall(model):
-    with pytest.raises(TypeError, match="what it reads is not known here"):
-        recall(model, calibrate.SimilarityRecorder(query_tile=16), [np.zeros(32, np.int32)])
+    with pytest.raises(TypeError, match="the keys that it reads are unknown here"):
+        recall(model, SimilarityRecorder(query_tile=16), [np.zeros(32, np.int32)])
 
 
 def test_a_suite_records_every_policy_and_resumes(model, tmp_path, monkeypatch):

@@ -16,19 +16,18 @@ import pytest
 from tessera.attention.contract import AttentionSpec
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.core import hardware
-from tessera.deviceless import hlo
+from tessera.deviceless import hlo, inspection
+from tessera.deviceless.compiler import attention_program, factory_program
 from tessera.deviceless.gpu import compiler as gpu
 from tessera.deviceless.gpu import gates, sass
 from tessera.deviceless.gpu import inspection as gpu_inspection
-from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection
 from tessera.workbench.studies import gpu_figures, gpu_gates
 
 HERE = Path(__file__).parents[1]
 
 
 def compiled(subject: str, limit_s: float = 120.0, **kwargs) -> gpu.Compiled:
-    program = tpu.factory_program(f"gpu_subjects:{subject}", **kwargs)
+    program = factory_program(f"gpu_subjects:{subject}", **kwargs)
     return gpu.compile_for("h200", program, paths=[str(HERE)], limit_s=limit_s)
 
 
@@ -164,7 +163,7 @@ def test_an_error_of_the_program_is_a_result_too():
 
 
 def test_one_process_compiles_one_program_after_another():
-    programs = [tpu.factory_program(f"gpu_subjects:{name}") for name in ("product", "slow", "odd_rows", "product")]
+    programs = [factory_program(f"gpu_subjects:{name}") for name in ("product", "slow", "odd_rows", "product")]
     with gpu.Compiler("h200", paths=[str(HERE)]) as compiler:
         first, slow, refused, again = (compiler.compile(p, limit_s=60 if p is not programs[1] else 3) for p in programs)
     assert slow.error.kind == "time"
@@ -213,7 +212,7 @@ def test_the_fast_subset_holds_every_kernel():
 def test_kernels_lower_for_cuda_with_the_jax_that_is_here(kernel):
     """Every head dim and mask of each kernel; no compiler is needed."""
     for case in gpu_gates.spread_cases(FIRST[kernel]):
-        error = gpu.lower(tpu.attention_program(kernel, *gpu_gates.call(case)))
+        error = gpu.lower(attention_program(kernel, *gpu_gates.call(case)))
         assert error is None, f"{gpu_gates.identity(case)}: {error}"
 
 
@@ -236,7 +235,7 @@ def test_scoring_in_chunks_launches_each_kernel_once_a_chunk(compiler):
         role="score", phase="prefill", batch=1, length=65536, heads=32, kv_heads=8, head_dim=128, dtype="bfloat16",
         spec=AttentionSpec(tile=128, query_tile=128), fraction=0.1,
     )  # fmt: skip
-    found = compiler.compile(tpu.attention_program("gpu_prefill_score", spec, shapes, None))
+    found = compiler.compile(attention_program("gpu_prefill_score", spec, shapes, None))
     launches = hlo.kernel_launches(found.program)
     assert launches["gpu_prefill_score"] == launches["gpu_tile_mass"] > 1
 

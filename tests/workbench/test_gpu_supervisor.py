@@ -148,7 +148,7 @@ def test_the_script_is_stopped_like_by_ctrl_c(number, tmp_path):
         assert parent.poll() is None
         time.sleep(0.1)
     parent.send_signal(number)
-    assert parent.communicate()[1] == "interrupted: run again, it goes on where it stopped\n"
+    assert parent.communicate()[1] == "interrupted: the same command resumes where it stopped\n"
     assert parent.returncode == 130
     assert not out.with_suffix(".now").exists()
 
@@ -175,7 +175,7 @@ def test_what_cannot_be_written_is_one_line_with_the_free_space(tmp_path, capsys
     assert program.main(["--dry", "--out", str(tmp_path / "file" / "x.jsonl")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert all(line.startswith("error: ") and " are free in " in line and "run again" in line for line in lines)
+    assert all(line.startswith("error: ") and " are free in " in line and "resumes where it stopped" in line for line in lines)
 
 
 def test_an_item_without_room_on_the_disk_is_tried_by_every_run(tmp_path):

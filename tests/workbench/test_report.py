@@ -69,6 +69,15 @@ def test_studies_of_before_name_the_command_of_today():
     assert repeat_with(record) == record.command
 
 
+def test_a_deleted_study_names_the_commit_that_holds_its_code():
+    from tessera.workbench.report.markdown import DELETED, repeat_with
+
+    [record, *_] = compared()
+    for name in DELETED:
+        command = f"python -m tessera.deviceless.{name}, and --report"
+        assert repeat_with(replace(record, command=command)) == f"git checkout 012345678; {command}"
+
+
 def test_speed_table_keeps_a_run_whose_peer_was_not_there():
     facts = {"skipped": {"torch sdpa": "no environment", "jax splash attention": "needs a TPU"}}
     text = report.render("speed", [record("ours", [1.0], facts=facts), record("another", [1.0])], every_machine=True)

@@ -11,7 +11,7 @@ from tessera.workbench import evidence, trials, tune, verify
 from tessera.workbench.evidence import What
 from tessera.workbench.report import documents as report
 from tessera.workbench.report.markdown import current
-from tessera.workbench.studies import ablations, blocks, figures, gpu_gates, sweep
+from tessera.workbench.studies import blocks, figures, gpu_gates, sweep
 from tessera.workbench.tune import ship
 
 AMD = {"device": "cpu", "cpu": "AMD EPYC", "cores": 2}
@@ -248,15 +248,18 @@ def test_tuned_blocks_of_tpus_have_a_column_per_chip_and_the_newest_stands():
     assert rows == [f"| {kernel.name} | decode dense | {changed} | 2.00 ms, default |"]
 
 
-def choice(name, chip, ms, cycles):
-    line = {"chip": chip, "choice": name, "ms": ms, "full": {"cycles": cycles}}
-    return line | {"error": None if ms else "VMEM: it is full"}
+def choice(name, chip, samples, cycles, **result):
+    """A record as stored; the study that made them is deleted."""
+    what = What(op="kernel choice", kernel="tpu_prefill_dense", workload=f"{name}, {chip}", dtype="bfloat16")
+    facts = {"chip": chip, "choice": name, "full": {"cycles": cycles}}
+    return on(AMD, evidence.make(what, samples, command="study", facts=facts, **result))
 
 
 def test_choices_undone_show_how_much_longer_the_call_and_its_main_loop_take():
-    found = [choice(ablations.AS_IT_IS, "v5e", 10.0, 1000), choice("prefetch", "v5e", 12.5, 1000)]
-    found += [choice(ablations.AS_IT_IS, "v6e", 4.0, 500), choice("prefetch", "v6e", None, 0)]
-    header, rows = lines("choices", [on(AMD, r) for r in ablations.records(found)])
+    slower = evidence.Comparison(against="as it is", ratio=0.8)
+    found = [choice("as it is", "v5e", [10e-3], 1000), choice("prefetch", "v5e", [12.5e-3], 1000, comparison=slower)]
+    found += [choice("as it is", "v6e", [4e-3], 500), choice("prefetch", "v6e", [], 0, error="VMEM: it is full")]
+    header, rows = lines("choices", found)
     assert header == "| undone, predicted | v5e | v6e |"
     assert rows == [
         "| as it is | 10.0 ms; 1,000 cycles | 4.00 ms; 500 cycles |",

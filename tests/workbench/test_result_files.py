@@ -9,10 +9,11 @@ import pytest
 from tessera.attention import tuned
 from tessera.cli import main as cli
 from tessera.core import files
+from tessera.deviceless.compiler import out_of_time
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.workbench import campaign, evidence
 from tessera.workbench.report import documents as report
-from tessera.workbench.studies import ablations, blocks, figures, gpu_gates, sweep, validation
+from tessera.workbench.studies import blocks, figures, gpu_gates, sweep, validation
 
 LINES = [{"a": 1}, {"b": "é", "c": [1, 2]}]
 CODE = {"commit": "0" * 40, "dirty": False, "landed": None}
@@ -22,7 +23,6 @@ OTHER = {"commit": "1" * 40, "dirty": False, "landed": None}
 NAMES = {
     sweep: "tpu-sweep",
     figures: "tpu-figures",
-    ablations: "tpu-ablations",
     blocks: "tpu-blocks",
     validation: "tpu-validation",
     gpu_gates: "gpu-gates",
@@ -79,7 +79,7 @@ def test_what_other_code_made_and_what_ran_out_of_time_is_to_do_again(command, t
     path = tmp_path / "out.jsonl"
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     made = list(itertools.islice(sweep.cases(("v5e",)) if command is sweep else gpu_gates.cases(), 6))
-    late = str(tpu.out_of_time("ended", 300.0))
+    late = str(out_of_time("ended", 300.0))
     ends = [CODE, {}, OTHER, {**CODE, "dirty": True}, {**CODE, "error": late}, {**CODE, "error": "VMEM: full"}]
     path.write_text("".join(json.dumps(case | end) + "\n" for case, end in zip(made, ends)))
     assert study(command, "--list", "--out", path) == 0
@@ -89,7 +89,7 @@ def test_what_other_code_made_and_what_ran_out_of_time_is_to_do_again(command, t
 
 def test_a_report_holds_the_last_code_alone_and_says_what_was_planned_and_ran_out_of_time():
     first, second, third, *_ = (case | {"compiled": True, "error": None} for case in sweep.cases(("v5e",)))
-    late = {"compiled": False, "error": str(tpu.out_of_time("ended", 300.0))}
+    late = {"compiled": False, "error": str(out_of_time("ended", 300.0))}
     lines = [first | OTHER, second | OTHER, third | OTHER, first | CODE | late, second | CODE | late, first | CODE]
     made = sweep.report(campaign.of_last_code(lines, sweep.identity), sweep.COMMAND)
     assert made.code == evidence.Code(**CODE)
@@ -158,7 +158,7 @@ def test_figures_compile_again_what_failed_and_what_another_commit_made(tmp_path
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
-@pytest.mark.parametrize("command", [sweep, gpu_gates, validation, ablations])
+@pytest.mark.parametrize("command", [sweep, gpu_gates, validation])
 def test_a_report_of_nothing_is_refused_in_a_sentence(command, tmp_path, capsys):
     assert study(command, "--report", "--out", tmp_path / "none.jsonl") == 2
     assert "none.jsonl has no lines" in capsys.readouterr().err

@@ -8,9 +8,8 @@ Scores are z = softcap(scale * q.k), softcap(z) = c * tanh(z / c); out = softmax
 A row that sees no key gives out = 0, lse = -inf and zero gradient. Keys at or past kv_len may hold anything, NaN too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -125,7 +124,7 @@ class Positions(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Static sizes and dtype of one call, as `supports` and `cost` take them."""
+    """Static sizes and dtype of one call, as a kernel's `refusal` and `cost` take them."""
 
     batch: int
     num_queries: int
@@ -138,6 +137,11 @@ class Shapes(NamedTuple):
     paged: bool = False
     scaled: bool = False
 
+    @property
+    def num_scores(self) -> int:
+        """Entries of the whole score matrix: B N T S."""
+        return self.batch * self.num_heads * self.num_queries * self.num_keys
+
 
 def call_shapes(q_BTNH: Array, k_BSKH: Array, selection: Selection | None = None) -> Shapes:
     """Return the static sizes and dtype of a call on token-major arrays, as users pass them."""
@@ -149,38 +153,3 @@ def _shapes(q_BTNH: Array, num_keys: int, num_kv_heads: int, selection: Selectio
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
     capacity = None if selection is None else selection.tiles.shape[-1]
     return Shapes(batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim, capacity, str(q_BTNH.dtype))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """One implementation of one role on one platform.
-
-    Attributes:
-        name: unique, e.g. "xla_prefill_dense".
-        platform: "any", "cpu", "tpu" or "gpu".
-        role: "dense", "score" or "sparse".
-        phase: "prefill" or "decode" (one query row per sequence).
-        dtypes: names of the q/k/v dtypes it takes.
-        supports: (spec, shapes) -> None if it can run, else the reason why not.
-        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; jit-able.
-        Config: frozen dataclass of block sizes.
-        default_config: (spec, shapes) -> Config.
-        search_space: (spec, shapes) -> iterator of Config, for the tuner.
-        cost: (spec, shapes) -> {"flops": float, "bytes": float}.
-        executions: (spec, shapes, config) -> how often each named scope of the kernel's body runs in the whole call,
-            with "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory). Turns a
-            compiled schedule into a time without the chip; None if no schedule is read.
-    """
-
-    name: str
-    platform: str
-    role: str
-    phase: str
-    dtypes: tuple[str, ...]
-    supports: Callable[[AttentionSpec, Shapes], str | None]
-    launch: Callable[..., AttentionOut]
-    Config: type
-    default_config: Callable[[AttentionSpec, Shapes], Any]
-    search_space: Callable[[AttentionSpec, Shapes], Iterator[Any]]
-    cost: Callable[[AttentionSpec, Shapes], Mapping[str, float]]
-    executions: Callable[[AttentionSpec, Shapes, Any], Mapping[str, float]] | None = None

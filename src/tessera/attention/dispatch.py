@@ -1,6 +1,5 @@
 """Choose a kernel for every attention call, explain the choice, and refuse calls that no kernel can run."""
 
-import re
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,21 +7,14 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention import parallel, reference, tuned
-from tessera.attention.contract import (
-    AttentionOut,
-    AttentionSpec,
-    Kernel,
-    KeyValues,
-    Positions,
-    Selection,
-    Shapes,
-)
-from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.gpu import decode as gpu_decode
 from tessera.attention.gpu import keys as gpu_keys
 from tessera.attention.gpu import prefill as gpu_prefill
 from tessera.attention.gpu import sparse as gpu_sparse
+from tessera.attention.gpu import warpgroup
+from tessera.attention.kernel import Kernel, role_of
 from tessera.attention.tpu import decode as tpu_decode
 from tessera.attention.tpu import prefill as tpu_prefill
 from tessera.attention.tpu import sparse as tpu_sparse
@@ -35,7 +27,7 @@ KERNELS: tuple[Kernel, ...] = (
     *tpu_decode.KERNELS,
     *tpu_prefill.KERNELS,
     *tpu_sparse.KERNELS,
-    *gpu_cudnn.KERNELS,  # before our own dense prefill, except where a record says that ours is faster
+    *gpu_cudnn.KERNELS,  # known to be good: before our own dense prefill until a GPU has timed both
     *gpu_decode.KERNELS,
     *gpu_sparse.KERNELS,
     *gpu_keys.KERNELS,
@@ -147,9 +139,13 @@ def explain(
         backend: explain a call that names this backend.
     """
     platform = parallel.platform() if platform is None else platform
+    where = {"platform": platform, "capability": warpgroup.capability() if platform == "gpu" else None}
     choices, found = [], None
     for kernel in KERNELS:
-        reason = refusal(kernel, spec, shapes, platform, backend)
+        if backend is not None and not kernel.is_named(backend):
+            reason = f"{backend=} was asked for"
+        else:
+            reason = kernel.refusal(spec, shapes, **where, automatic=backend is None)
         if reason is None and found is not None:
             reason = f"{found} comes first"
         elif reason is None:
@@ -165,69 +161,22 @@ def choose(spec: AttentionSpec, shapes: Shapes, *, platform: str | None = None, 
         ValueError: none can run, or the named backend cannot, with the reasons.
     """
     choices = explain(spec, shapes, platform=platform, backend=backend)
-    for kernel, choice in zip(KERNELS, choices, strict=True):
+    tried = list(zip(KERNELS, choices, strict=True))
+    for kernel, choice in tried:
         if choice.chosen:
             return kernel
+    role = role_of(spec, shapes)
     if backend is None:
-        wanted, asked = [c for c in choices if c.kernel.endswith(role_of(spec, shapes))], "no kernel"
+        wanted, asked = [(k, c) for k, c in tried if k.role == role], "no kernel"
     else:
-        wanted, asked = [c for c in choices if is_named(c.kernel, backend)], f"{backend=}"
+        wanted, asked = [(k, c) for k, c in tried if k.is_named(backend)], f"{backend=}"
     if not wanted:
         names = ", ".join(kernel.name for kernel in KERNELS)
         raise ValueError(f"{backend=} must be one of {names}, or None for the first that can run")
     # A family ("reference") also holds kernels of other roles: their refusals would only hide the one that matters.
-    same_role = [c for c in wanted if c.kernel.endswith(role_of(spec, shapes))] or wanted
-    reasons = "; ".join(f"{c.kernel}: {c.reason}" for c in same_role)
+    same_role = [(k, c) for k, c in wanted if k.role == role] or wanted
+    reasons = "; ".join(f"{c.kernel}: {c.reason}" for _, c in same_role)
     raise ValueError(f"{asked} can run this call ({reasons})" if backend is None else f"{asked} cannot run: {reasons}")
-
-
-def refusal(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, platform: str, backend: str | None) -> str | None:
-    """Return why the kernel cannot run the call, None if it can."""
-    role, phase = role_of(spec, shapes), "decode" if shapes.num_queries == 1 else "prefill"
-    if backend is not None and not is_named(kernel.name, backend):
-        return f"{backend=} was asked for"
-    if kernel.role != role:
-        return f"its role is {kernel.role}, the call's is {role}"
-    if kernel.platform not in ("any", platform):
-        return f"it runs on {kernel.platform}, this is {platform}"
-    if kernel.platform == "gpu" and (capability := missing_capability(kernel)):
-        return f"it needs compute capability {capability}"
-    if kernel.phase == "decode" and phase == "prefill":
-        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
-    if shapes.paged or shapes.scaled:
-        return f"it reads contiguous keys in the queries' dtype, the call's are {'paged' if shapes.paged else 'scaled'}"
-    if shapes.dtype not in kernel.dtypes:
-        return f"dtype {shapes.dtype} is not one of {', '.join(kernel.dtypes)}"
-    if backend is None and kernel in reference.KERNELS and reference.num_scores(shapes) > reference.AUTOMATIC_SCORES:
-        scores, limit = reference.num_scores(shapes), reference.AUTOMATIC_SCORES
-        return f"it would hold {scores} scores, more than {limit}; name backend='reference' to run it all the same"
-    return kernel.supports(spec, shapes)
-
-
-def missing_capability(kernel: Kernel) -> str | None:
-    """Return the compute capability that the kernel needs and this GPU lacks; None if it lacks none, or without a GPU.
-
-    Our kernels use Hopper's own matrix instruction, which later chips lack too; cuDNN's needs Ampere.
-    """
-    here = gpu_backward.capability()
-    if here is None:
-        return None
-    if kernel in gpu_cudnn.KERNELS:
-        is_number = re.fullmatch(r"\d+\.\d+", here)  # on another vendor's GPU, `here` is a name
-        return None if is_number and float(here) >= 8.0 else f"8.0 (Ampere) or later, this GPU has {here}"
-    return None if here == "9.0" else f"9.0 (Hopper), this GPU has {here}"
-
-
-def is_named(kernel: str, backend: str) -> bool:
-    """Whether the backend is the kernel's name, or its family: the name without the role."""
-    return backend in (kernel, kernel.rpartition("_")[0])
-
-
-def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
-    """The role of a call: sparse with a selection, score with spec.mass, else dense."""
-    if shapes.capacity is not None:
-        return "sparse"
-    return "score" if spec.mass else "dense"
 
 
 def check(q: Array, k: Array, v: Array, layout: str) -> None:

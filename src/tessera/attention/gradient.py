@@ -1,4 +1,4 @@
-"""Gradient of dense decode attention, shared by every kernel of the role. One row takes O(S) memory without blocks."""
+"""Gradients of dense attention: the rule that wraps every kernel, and decode's own, O(S) memory without blocks."""
 
 import functools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions
 from tessera.attention.online_softmax import LOG2_E, scale_of, score_bits
 from tessera.attention.visibility import decode_range
 
@@ -41,28 +41,45 @@ def row_gradients(
     return dq, dk, dv
 
 
-def differentiable(attend: Callable[..., AttentionOut]) -> Callable[..., AttentionOut]:
-    """Wrap a kernel file's `attend` as dense(q, k, v, positions, spec, config), differentiable in q, k and v.
+def differentiable(attend: Callable[..., Any], gradients: Callable[..., tuple[Array, Array, Array]]) -> Callable:
+    """Return dense(q, k, v, positions, spec, config): `attend` with this gradient, which keeps only inputs and result.
 
-    It calls attend("dense", q, kv, spec, positions, None, config) on [B,1,N,H] queries and [B,K,S,H] keys and values.
+    Args:
+        attend: (q, k, v, positions, spec, config) -> result: `AttentionOut`, or arrays for the caller to lay out.
+        gradients: (q, k, v, result, cotangents, spec, positions, config) -> dq, dk, dv.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-    def dense(q, k, v, positions, spec: AttentionSpec, config: Any) -> AttentionOut:
-        return attend("dense", q, KeyValues(k, v), spec, positions, None, config)
+    def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Any):
+        return attend(q, k, v, positions, spec, config)
 
     def forward(q, k, v, positions, spec, config):
-        result = dense(q, k, v, positions, spec, config)
+        result = attend(q, k, v, positions, spec, config)
         return result, (q, k, v, positions, result)
 
     def backward(spec: AttentionSpec, config: Any, saved, cotangents):
         q, k, v, positions, result = saved
+        return *gradients(q, k, v, result, cotangents, spec, positions, config), None
+
+    dense.defvjp(forward, backward)
+    return dense
+
+
+def differentiable_decode(attend: Callable[..., AttentionOut]) -> Callable[..., AttentionOut]:
+    """Return dense(q, k, v, positions, spec, config) of a decode kernel's `attend`, differentiable in q, k and v.
+
+    It calls attend("dense", q, kv, spec, positions, None, config) on [B,1,N,H] queries and [B,K,S,H] keys and values.
+    """
+
+    def dense(q, k, v, positions, spec: AttentionSpec, config: Any) -> AttentionOut:
+        return attend("dense", q, KeyValues(k, v), spec, positions, None, config)
+
+    def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions, config: Any):
         start, stop = (x[:, None] for x in decode_range(spec, positions, k.shape[2]))
         key = jnp.arange(k.shape[2], dtype=jnp.int32)
         shape = (q.shape[0], k.shape[1], -1)
         rows = [(x.out.reshape(*shape, q.shape[3]), x.lse.reshape(shape)) for x in (result, cotangents)]
         dq, dk, dv = row_gradients(q.reshape(rows[0][0].shape), k, v, (key >= start) & (key < stop), *rows, spec)
-        return dq.reshape(q.shape), dk, dv, None
+        return dq.reshape(q.shape), dk, dv
 
-    dense.defvjp(forward, backward)
-    return dense
+    return differentiable(dense, gradients)

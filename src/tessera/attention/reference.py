@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
+from tessera.attention.kernel import Kernel
 
 AUTOMATIC_SCORES = 2**28
 """Scores (B N T S): 1 GiB of float32. Larger calls run it only if they name it."""
@@ -20,16 +21,6 @@ AUTOMATIC_SCORES = 2**28
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Empty: there is nothing to tune."""
-
-
-def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """Accept every call."""
-    return None
-
-
-def num_scores(shapes: Shapes) -> int:
-    """Entries of the score matrix it would build: B N T S."""
-    return shapes.batch * shapes.num_heads * shapes.num_queries * shapes.num_keys
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -44,7 +35,7 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
 
 def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
     """Two products over the whole matrix; the scores are written and read once."""
-    scores = float(num_scores(shapes))
+    scores = float(shapes.num_scores)
     return {"flops": 4.0 * scores * shapes.head_dim, "bytes": 8.0 * scores}
 
 
@@ -127,12 +118,12 @@ def _kernel(role: str) -> Kernel:
         role=role,
         phase="prefill",
         dtypes=("float32", "bfloat16", "float16"),
-        supports=supports,
         launch=attend,
         Config=Config,
         default_config=default_config,
         search_space=search_space,
         cost=cost,
+        automatic_limit=AUTOMATIC_SCORES,
     )
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import jax
 
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.core import files, hardware
 
 TABLES = Path(__file__).with_name("tables")

@@ -1,67 +1,34 @@
 """Calibration: run a model over text, find the keys each layer must read, and build the plan with its evidence.
 
 With a target (`keep` or `max_kl`), `search.py` finds the plan that reads least and still meets the target: it ablates
-every KV head on text and planted facts, and held-out windows judge the result. Without a target, the paper's recipe
-finds anchor layers by similarity, in four passes over windows of text: similarity and importance (which layers can
-share a selection, head by head), recall (the attention mass the plan keeps), perplexity (dense against Kascade, on
-held-out text), and prefill time over lengths (this device's cross-over). Windows run in chunks, so memory is that of a
-prefill.
+every KV head on text and planted facts, and held-out windows judge the result. Without a target, `similarity.py` runs
+the paper's recipe, which finds anchor layers by similarity. `crossover.py` times prefill over lengths on this device.
+Windows run in chunks, so memory is that of a prefill.
 """
 
 import datetime
 import importlib.metadata
-import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.contract import AttentionSpec
 from tessera.attention.selection import check_budget
 from tessera.calibration.crossover import measure_crossover
-from tessera.calibration.retrieval import Probe
-from tessera.calibration.search import (
-    LONG,
-    SHORT,
-    Fixed,
-    Judge,
-    Kept,
-    Target,
-    choose_budgets,
-    measure_damage,
-    measure_missed,
-    policy_of,
-    probes_of,
-    search,
-)
+from tessera.calibration.report import Report
+from tessera.calibration.search import Target, search_policy
+from tessera.calibration.similarity import find_anchors
 from tessera.core.files import Notebook, sources
-from tessera.core.shapes import ceil_div, round_up
-from tessera.models.cache import init_cache
 from tessera.models.checkpoint import fingerprint
 from tessera.models.config import ModelConfig
-from tessera.models.decoder import forward, logits
-from tessera.runtime.corpus import MAX_WINDOW, Corpus, read_corpus
+from tessera.runtime.corpus import Corpus, read_corpus
 from tessera.sparse.ablation import Tiling
-from tessera.sparse.anchors import best_heads, choose_anchors, default_anchors, head_table, mapped
-from tessera.sparse.contract import Policy
-from tessera.sparse.kascade import Kascade
+from tessera.sparse.anchors import default_anchors
 from tessera.sparse.plan import HEADS, Plan, check_anchors
-from tessera.sparse.recording import NUM_KEYS, RecallRecorder, SimilarityRecorder
-
-CHUNK = 512
-"""Rows per call. A recorder holds rows / query_tile masses over all keys, the output head rows x vocabulary scores."""
-
-HELD_OUT_STEP = 0.03
-"""Increment of the mean budget while the first held-out window misses the target."""
 
 
 def calibrate(
@@ -136,7 +103,7 @@ def calibrate(
             if crossover is None:
                 crossover, found["metrics"]["crossover"] = measure_crossover(model, policy, report)
     except KeyboardInterrupt:
-        going_on = "; the same command goes on from here" if notebook.path is not None else ""
+        going_on = "; the same command resumes from here" if notebook.path is not None else ""
         raise KeyboardInterrupt(f"calibration stopped during {report.stage}; no plan was written{going_on}") from None
     return Plan(
         model=fingerprint(model.params, model.config),
@@ -148,63 +115,6 @@ def calibrate(
     )
 
 
-def find_anchors(
-    model: Any, corpus: Corpus, count: int | tuple[int, ...], fixed: dict[str, Any], report: "Report"
-) -> tuple[Kascade, dict[str, Any]]:
-    """Run the paper's recipe: choose anchors and the head map by similarity -> the policy, the plan's metrics."""
-    always = {name: fixed[name] for name in ("query_tile", "local", "sinks")}
-    notes = record_similarity(model, corpus.windows, heads=fixed["heads"], report=report, **always)
-    chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
-    policy = Kascade(anchors=chosen, head_map=_head_map(notes.heads, chosen, model.config), **fixed)
-    metrics = notes.metrics() | measure_policy(model, policy, corpus.held_out, report)
-    return policy, {"metrics": metrics, "tokens": corpus.num_tokens}
-
-
-def search_policy(
-    model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: "Report", notebook: Notebook
-) -> tuple[Kascade, dict[str, Any]]:
-    """Find the policy that reads least and meets the target -> policy, the plan's promise and metrics, tokens run.
-
-    While the first held-out window misses the target, the mean budget grows by HELD_OUT_STEP. The promise is what the
-    policy keeps of a second one; if there is none, of the first, and the promise says that this set the budget.
-    """
-    windows = corpus.windows[:: ceil_div(len(corpus.windows), 2)]
-    ablated, chosen_on = probes_of(model, windows, SHORT, 0), probes_of(model, windows[:1], LONG, 1)
-    held_out = probes_of(model, corpus.held_out[:2], MAX_WINDOW, 2)  # a window too short for its facts is named first
-    damage = measure_damage(model, ablated, tiling, report.each, notebook)
-    missed = notebook.keep("missed mass", lambda: measure_missed(model, chosen_on, tiling, report.each).tolist())
-    missed = np.asarray(missed)
-    tried = search(damage, missed, Judge(model, chosen_on), tiling, target, report.each, notebook)
-    mean, judge = tried[-1].mean, Judge(model, held_out[:1])
-    for _ in report.each("held-out text", range(round((1 - mean) / HELD_OUT_STEP) + 1)):
-        policy = policy_of(choose_budgets(damage, missed, mean), tiling)
-        kept = judge.noted(notebook, f"held-out text, mean budget {mean}", Fixed(policy))
-        if target.holds(kept) or mean >= 1:
-            break
-        mean = min(mean + HELD_OUT_STEP, 1.0)
-    fresh = held_out[1:]
-    if fresh:
-        kept = Judge(model, fresh).noted(notebook, "new text", Fixed(policy))
-    promise = promise_of(target, fresh or held_out, kept, fresh=bool(fresh))
-    metrics = {
-        "damage": _rounded(damage),
-        "tried": [{"mean_budget": _rounded(one.mean), **one.kept.metrics()} for one in tried],
-    }
-    run = [*chosen_on, *ablated[1:], *held_out]  # the first ablated window is the start of the one that chooses
-    return policy, {"promise": promise, "metrics": metrics, "tokens": sum(len(probe.tokens) for probe in run)}
-
-
-def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
-    """Return the plan's promise: the target, the windows that judged it, whether they set no budget, what it keeps."""
-    return {
-        **{name: value for name, value in asdict(target).items() if value is not None},
-        "judged_tokens": [len(probe.tokens) for probe in judged],
-        "fresh": fresh,
-        "held": target.holds(kept),
-        "measured": kept.metrics(),
-    }
-
-
 def _target(keep: float | None, max_kl: float | None, **without: Any) -> Target | None:
     """Return the target, if any; refuse arguments that only plans without a target take."""
     if keep is None and max_kl is None:
@@ -213,7 +123,7 @@ def _target(keep: float | None, max_kl: float | None, **without: Any) -> Target 
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         way = "drop keep and max_kl" if "anchors" in given else "pass anchors instead of a target"
         raise ValueError(
-            f"{said} must not stand with keep or max_kl: drop {'it' if len(given) == 1 else 'them'}, or {way}"
+            f"{said} cannot be combined with keep or max_kl: drop {'it' if len(given) == 1 else 'them'}, or {way}"
         )
     return Target(keep=keep, max_kl=max_kl)
 
@@ -235,13 +145,6 @@ def _check_anchors(anchors: int | Sequence[int] | None, num_layers: int) -> int 
     if not 1 <= anchors <= num_layers:
         raise ValueError(f"{anchors=} must be from 1 to {num_layers}, the model's layers, or a list of layers")
     return anchors
-
-
-def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConfig) -> tuple[tuple[int, ...], ...]:
-    """Build the plan's head map. A recorder that pooled all heads has one column; each head then maps to itself."""
-    if heads_LLK.shape[-1] == config.num_kv_heads:
-        return head_table(heads_LLK, anchors)
-    return (tuple(range(config.num_kv_heads)),) * config.num_layers
 
 
 def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> dict[str, Any]:
@@ -267,169 +170,3 @@ def provenance(corpus: Corpus, tokens_run: int) -> dict[str, Any]:
         "jax": jax.__version__,
         "device": jax.devices()[0].device_kind,
     }
-
-
-class Report:
-    """Progress bar with one line per pass; `stage` names the current pass, for the message after Ctrl-C."""
-
-    def __init__(self, shown: bool):
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self.bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
-        self.stage = "reading"
-
-    def __enter__(self) -> "Report":
-        self.bar.start()
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        self.bar.stop()
-
-    def each(self, stage: str, items: Sequence[Any]) -> Iterator[Any]:
-        """Iterate over the items and advance the bar."""
-        self.stage = stage
-        task = self.bar.add_task(stage, total=len(items))
-        for item in items:
-            yield item
-            self.bar.advance(task)
-
-
-@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
-def run_chunk(params, cache, tokens_BT, q_start_B, q_len_B, *, config: ModelConfig, policy: Policy):
-    """Run one chunk under a policy -> hidden states, cache, the policy's notes."""
-    positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
-    return forward(params, tokens_BT, cache, positions, config=config, policy=policy)
-
-
-@jax.jit
-def negative_log_likelihood(params, hidden_BTD: Array, next_BT: Array, num_valid: Array) -> Array:
-    """Sum -ln p(next token) over the first num_valid rows, in nats."""
-    scores = logits(params, hidden_BTD)
-    picked = jnp.take_along_axis(scores, next_BT[..., None], axis=-1)[..., 0]
-    loss = jax.nn.logsumexp(scores, axis=-1) - picked
-    return jnp.where(jnp.arange(loss.shape[1]) < num_valid, loss, 0.0).sum()
-
-
-def run_window(model: Any, window: np.ndarray, policy: Policy, num_keys: int) -> Iterator[tuple[Any, float]]:
-    """Run one window in chunks; yield each chunk's (notes, sum of -ln p of the tokens it predicts)."""
-    rows = round_up(min(CHUNK, num_keys), getattr(policy, "query_tile", 1))
-    stacked = not isinstance(model.params.layers, tuple)
-    size = round_up(num_keys, rows)
-    cache = init_cache(model.config, 1, size, dtype=model.params.embed.dtype, stacked=stacked)
-    for start in range(0, len(window), rows):
-        tokens = np.zeros((1, rows), np.int32)
-        targets = np.zeros((1, rows), np.int32)
-        piece, answer = window[start : start + rows], window[start + 1 : start + 1 + rows]
-        tokens[0, : len(piece)], targets[0, : len(answer)] = piece, answer
-        where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
-        hidden, cache, state = run_chunk(model.params, cache, tokens, *where, config=model.config, policy=policy)
-        loss = negative_log_likelihood(model.params, hidden, targets, np.int32(len(answer)))
-        yield jax.device_get(state), float(loss)
-
-
-def attention_mass(model: Any, window: np.ndarray, recorder: RecallRecorder, num_keys: int) -> tuple[np.ndarray, float]:
-    """Run one window -> attention mass [2,L,K] on the keys the policy reads and on all keys, sum of -ln p."""
-    mass, total_loss = np.zeros((2, model.config.num_layers, model.config.num_kv_heads)), 0.0
-    for notes, loss in run_window(model, window, recorder, num_keys):
-        mass += np.asarray((notes.held, notes.total), np.float64)
-        total_loss += loss
-    return mass, total_loss
-
-
-def perplexity(model: Any, windows: Sequence[np.ndarray], policy: Policy) -> float:
-    """Return exp of the mean -ln p over all predicted tokens of the windows."""
-    longest = max(len(window) for window in windows)
-    total = sum(loss for window in windows for _, loss in run_window(model, window, policy, longest))
-    return math.exp(total / sum(len(window) - 1 for window in windows))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Notes:
-    """Results of the similarity pass, for layers a and b.
-
-    Attributes:
-        heads: [L,L,K'] the head of a that each head of b would use.
-        similarity: [L,L] sim(a, b): minimum over a window's query tiles, mean over windows and heads.
-        importance: [L] mean of 1 - cos of the residual stream around the attention block.
-    """
-
-    heads: np.ndarray
-    similarity: np.ndarray
-    importance: np.ndarray
-
-    @property
-    def score(self) -> np.ndarray:
-        """S[a][b] = importance of b times similarity(a, b), [L,L]."""
-        return self.importance * self.similarity
-
-    def metrics(self) -> dict[str, Any]:
-        """Return the pass's entries in the plan's metrics."""
-        return {
-            "similarity": _rounded(np.triu(self.similarity)),
-            "importance": _rounded(self.importance),
-            "similarity_keys": NUM_KEYS,
-        }
-
-
-def record_similarity(
-    model: Any,
-    windows: Sequence[np.ndarray],
-    query_tile: int,
-    heads: str,
-    report: Report,
-    *,
-    local: int = 0,
-    sinks: int = 0,
-) -> Notes:
-    """Measure the similarity of all pairs of layers and heads, and each layer's importance, over the windows."""
-    recorder = SimilarityRecorder(query_tile=query_tile, local=local, sinks=sinks, pooled=heads == "pooled")
-    longest = max(len(window) for window in windows)
-    turned, num_tokens, minima = 0.0, 0, []
-    for window in report.each("similarity", windows):
-        least = None
-        for state, _ in run_window(model, window, recorder, longest):
-            turned = turned + np.asarray(state.turned, np.float64)
-            num_tokens += int(state.num_tokens)
-            if state.num_tiles:
-                minimum = np.asarray(state.least, np.float64)
-                least = minimum if least is None else np.minimum(least, minimum)
-        if least is not None:
-            minima.append(least)
-    if not np.isfinite(turned).all():
-        raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
-    if not minima:
-        raise ValueError(f"no text is long enough to choose from more than {NUM_KEYS} keys that are not read anyway")
-    similarity = np.mean(minima, axis=0)
-    own = np.broadcast_to(np.arange(similarity.shape[-1]), similarity.shape[:3])
-    table = best_heads(similarity) if heads == "remap" else own
-    return Notes(heads=table, similarity=mapped(similarity, table), importance=turned / num_tokens)
-
-
-def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], report: Report) -> dict[str, Any]:
-    """Measure recall of attention mass and density per layer, and dense and sparse perplexity, on held-out windows."""
-    longest = max(len(window) for window in windows)
-    mass, read, visible = 0.0, 0.0, 0.0
-    dense_loss = sparse_loss = 0.0
-    for window in report.each("recall", windows):
-        found, loss = attention_mass(model, window, RecallRecorder(policy=policy, dense=True), longest)
-        mass, dense_loss = mass + found.sum(-1), dense_loss + loss
-    for window in report.each("perplexity", windows):
-        for notes, loss in run_window(model, window, policy, longest):
-            counted = policy.reads(notes)
-            read = read + np.asarray(counted.read, np.float64).sum(1)
-            visible = visible + np.asarray(counted.visible, np.float64).sum(1)
-            sparse_loss += loss
-    num_predicted = sum(len(window) - 1 for window in windows)
-    return {
-        "recall": _rounded(mass[0] / mass[1]),
-        "density": _rounded(read / visible),
-        "held_out_tokens": num_predicted,
-        "perplexity_dense": _rounded(math.exp(dense_loss / num_predicted)),
-        "perplexity_kascade": _rounded(math.exp(sparse_loss / num_predicted)),
-    }
-
-
-def _rounded(value: Any) -> Any:
-    """Round to four significant digits: people read plans too."""
-    if isinstance(value, np.ndarray):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.4g}")

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tessera.runtime.engine import Session
+from tessera.runtime.step import Session
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
@@ -56,7 +56,7 @@ def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, di
     if found is None:
         logger.warning(
             "Kascade was not faster than dense up to %d tokens on this device: the plan runs every request dense; "
-            "pass crossover=0 to run it all the same",
+            "pass crossover=0 to run Kascade anyway",
             times["tokens"][-1],
         )
     return found or context + 1, times

@@ -1,13 +1,13 @@
-"""Measure a plan again: its promise on text that chose nothing of it, its cross-over on this device."""
+"""Measure a plan again: its promise on a given text, its cross-over on this device."""
 
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from tessera.calibration.calibrate import Report, promise_of
 from tessera.calibration.crossover import measure_crossover
-from tessera.calibration.search import Fixed, Judge, Target, probes_of
+from tessera.calibration.report import Report
+from tessera.calibration.search import Judge, Target, probes_of, promise_of
 from tessera.models.checkpoint import fingerprint
 from tessera.runtime.corpus import MAX_WINDOW, read_corpus
 from tessera.sparse.kascade import Kascade
@@ -46,7 +46,7 @@ def measure_again(
     probes = probes_of(model, [*corpus.windows, *corpus.held_out], MAX_WINDOW, SEED)
     policy, metrics = replace(Kascade.from_plan(plan), crossover_tokens=0), dict(plan.metrics)
     with Report(progress) as report:
-        kept = Judge(model, probes, report.each)(Fixed(policy))
+        kept = Judge(model, probes, report.each)(policy)
         if crossover is None:
             crossover, metrics["crossover"] = measure_crossover(model, policy, report)
     fresh = corpus.sha256 != plan.provenance.get("corpus_sha256")

@@ -16,25 +16,22 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention.contract import AttentionSpec, Positions
+from tessera.calibration.report import Report
 from tessera.calibration.retrieval import Probe, plant
 from tessera.core.files import Notebook
-from tessera.core.shapes import round_up
-from tessera.models.cache import init_cache
-from tessera.models.config import ModelConfig
-from tessera.models.decoder import forward, logits
+from tessera.core.shapes import ceil_div
+from tessera.core.units import rounded
+from tessera.runtime.corpus import MAX_WINDOW, Corpus
+from tessera.runtime.score import Compared, PolicyOf, compare_rows, make_policy, run_whole
 from tessera.sparse.ablation import GRID, Budgeted, LocalHeads, MassRecorder, Tiling, missed_mass
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 
-CHUNK = 512
-ROWS = 256
-"""Rows of logits compared at a time: with a large vocabulary, more would not fit in memory."""
 STRIDE = 4
 """Step between compared rows of text; adjacent rows are nearly redundant."""
 PROBE_WEIGHT = 1.0
@@ -44,6 +41,8 @@ SHORT, LONG = 512, 4096
 NO_NOTEBOOK = Notebook()
 STEPS = 5
 """Prices tried: resolves the mean budget to 1/32."""
+HELD_OUT_STEP = 0.03
+"""Increment of the mean budget while the first held-out window misses the target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,55 +98,57 @@ class Kept:
 
     def metrics(self) -> dict[str, float | int]:
         """Return the fields for the plan's metrics, rounded to four significant digits."""
-        return {
-            name: value if isinstance(value, int) else float(f"{value:.4g}") for name, value in asdict(self).items()
-        }
+        return {name: value if isinstance(value, int) else rounded(value) for name, value in asdict(self).items()}
 
 
-@partial(jax.jit, static_argnames=("config", "make"), donate_argnames="cache")
-def _run(params, cache, tokens_BT, q_start_B, q_len_B, array, *, config: ModelConfig, make: Callable[[Any], Policy]):
-    """Run one chunk under the policy `make(array)`, with a traced array -> hidden, cache, the policy's notes."""
-    positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
-    policy = make(array)
-    hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
-    return hidden, cache, state
+def search_policy(
+    model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: Report, notebook: Notebook
+) -> tuple[Kascade, dict[str, Any]]:
+    """Find the policy that reads least and meets the target -> policy, the plan's promise and metrics, tokens run.
 
-
-def run(model: Any, tokens: np.ndarray, make: Callable[[Any], Policy], array: Any = None) -> tuple[np.ndarray, list]:
-    """Run a window in chunks of whole query tiles -> hidden states [W,D], the policy's notes of each chunk.
-
-    Args:
-        make: array -> policy; static under jit, so a policy that takes no array must be hashable.
+    While the first held-out window misses the target, the mean budget grows by HELD_OUT_STEP. The promise is what the
+    policy keeps of a second one; if there is none, of the first, and the promise says that this set the budget.
     """
-    rows = round_up(min(CHUNK, round_up(len(tokens), 64)), getattr(make(array), "query_tile", 1))
-    stacked = not isinstance(model.params.layers, tuple)
-    size = round_up(len(tokens), rows)
-    cache = init_cache(model.config, 1, size, dtype=model.params.embed.dtype, stacked=stacked)
-    hidden, notes = [], []
-    for start in range(0, len(tokens), rows):
-        piece = tokens[start : start + rows]
-        chunk = np.zeros((1, rows), np.int32)
-        chunk[0, : len(piece)] = piece
-        where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
-        out, cache, state = _run(model.params, cache, chunk, *where, array, config=model.config, make=make)
-        hidden.append(np.asarray(out[0, : len(piece)]))
-        notes.append(jax.device_get(state))
-    return np.concatenate(hidden), notes
+    windows = corpus.windows[:: ceil_div(len(corpus.windows), 2)]
+    ablated, chosen_on = probes_of(model, windows, SHORT, 0), probes_of(model, windows[:1], LONG, 1)
+    held_out = probes_of(model, corpus.held_out[:2], MAX_WINDOW, 2)  # a window too short for its facts is named first
+    damage = measure_damage(model, ablated, tiling, report.each, notebook)
+    missed = notebook.keep("missed mass", lambda: measure_missed(model, chosen_on, tiling, report.each).tolist())
+    missed = np.asarray(missed)
+    tried = search(damage, missed, Judge(model, chosen_on), tiling, target, report.each, notebook)
+    mean, judge = tried[-1].mean, Judge(model, held_out[:1])
+    for _ in report.each("held-out text", range(round((1 - mean) / HELD_OUT_STEP) + 1)):
+        policy = policy_of(choose_budgets(damage, missed, mean), tiling)
+        kept = judge.noted(notebook, f"held-out text, mean budget {mean}", policy)
+        if target.holds(kept) or mean >= 1:
+            break
+        mean = min(mean + HELD_OUT_STEP, 1.0)
+    fresh = held_out[1:]
+    if fresh:
+        kept = Judge(model, fresh).noted(notebook, "new text", policy)
+    promise = promise_of(target, fresh or held_out, kept, fresh=bool(fresh))
+    metrics = {
+        "damage": rounded(damage),
+        "tried": [{"mean_budget": rounded(one.mean), **one.kept.metrics()} for one in tried],
+    }
+    run = [*chosen_on, *ablated[1:], *held_out]  # the first ablated window is the start of the one that chooses
+    return policy, {"promise": promise, "metrics": metrics, "tokens": sum(len(probe.tokens) for probe in run)}
 
 
-@dataclass(frozen=True)
-class Fixed:
-    """A `make` that ignores its array."""
-
-    policy: Policy
-
-    def __call__(self, array: Any) -> Policy:
-        return self.policy
+def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
+    """Return the plan's promise: target, judging windows, whether these are fresh (set no budget), what it keeps."""
+    return {
+        **{name: value for name, value in asdict(target).items() if value is not None},
+        "judged_tokens": [len(probe.tokens) for probe in judged],
+        "fresh": fresh,
+        "held": target.holds(kept),
+        "measured": kept.metrics(),
+    }
 
 
 @dataclass(frozen=True)
 class Localised:
-    """A `make` for a mask [L,K] of heads that read only the always-listed keys."""
+    """Makes a policy from a mask [L,K] of heads that read only the always-listed keys."""
 
     tiling: Tiling
 
@@ -157,33 +158,12 @@ class Localised:
 
 @dataclass(frozen=True)
 class WithBudgets:
-    """A `make` for budgets [L,K]."""
+    """Makes a policy from budgets [L,K]."""
 
     tiling: Tiling
 
     def __call__(self, array: Any) -> Policy:
         return Budgeted(tiling=self.tiling, budgets_LK=array)
-
-
-@jax.jit
-def _compare(params, dense, ours, targets):
-    """Return per row: KL, -ln p of the target under dense and ours, whether ours and whether dense picks the target."""
-    pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, ours)]
-    kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
-    losses = [-jnp.take_along_axis(x, targets[:, None], -1)[:, 0] for x in pair]
-    return jnp.stack([kl, *losses, *(x.argmax(-1) == targets for x in reversed(pair))])
-
-
-def compare_rows(model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return [5, rows]: KL, dense loss, our loss, whether ours and whether dense gets the next token right."""
-    found = []
-    for first in range(0, len(rows), ROWS):
-        part = rows[first : first + ROWS]
-        padded = np.pad(part, (0, ROWS - len(part)), mode="edge")
-        found.append(
-            np.asarray(_compare(model.params, dense[padded], ours[padded], tokens[padded + 1]))[:, : len(part)]
-        )
-    return np.concatenate(found, axis=1)
 
 
 class Judge:
@@ -194,45 +174,42 @@ class Judge:
 
     def __init__(self, model: Any, probes: Sequence[Probe], each: Callable = lambda stage, items: items):
         self.model, self.probes, self.each = model, probes, each
-        self.dense = [run(model, probe.tokens, Fixed(Dense()))[0] for probe in each("dense", probes)]
+        self.dense = [run_whole(model, probe.tokens, Dense())[0] for probe in each("dense", probes)]
         if not all(np.isfinite(hidden).all() for hidden in self.dense):
             raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
 
-    def noted(self, notebook: Notebook, name: str, make: Callable[[Any], Policy], array: Any = None) -> Kept:
+    def noted(self, notebook: Notebook, name: str, policy: PolicyOf, array: Any = None) -> Kept:
         """Call the judge, unless the notebook already holds the result under this name."""
-        return Kept(**notebook.keep(name, lambda: asdict(self(make, array))))
+        return Kept(**notebook.keep(name, lambda: asdict(self(policy, array))))
 
-    def __call__(self, make: Callable[[Any], Policy], array: Any = None) -> Kept:
+    def __call__(self, policy: PolicyOf, array: Any = None) -> Kept:
         """Measure what the policy keeps of dense on all windows."""
         text, answers, found, found_dense = [], [], 0, 0
-        read = visible = 0.0
+        read, visible, count_reads = 0.0, 0.0, make_policy(policy, array).reads
         for probe, dense in zip(self.each("plan", self.probes), self.dense):
-            hidden, notes = run(self.model, probe.tokens, make, array)
-            for state in notes:
-                reads = make(array).reads(state)
+            hidden, notes = run_whole(self.model, probe.tokens, policy, array)
+            for reads in map(count_reads, notes):
                 read, visible = read + float(reads.read.sum()), visible + float(reads.visible.sum())
-            rows = np.arange(STRIDE - 1, probe.text_end - 1, STRIDE)
-            text.append(compare_rows(self.model, dense, hidden, probe.tokens, rows))
-            rows = np.concatenate([np.arange(a - 1, b - 1) for a, b in probe.answers])
-            judged = compare_rows(self.model, dense, hidden, probe.tokens, rows)
-            answers.append(judged)
+            compare = partial(compare_rows, self.model, dense, hidden, probe.tokens)
+            text.append(compare(np.arange(STRIDE - 1, probe.text_end - 1, STRIDE)))
+            answers.append(compare(np.concatenate([np.arange(a - 1, b - 1) for a, b in probe.answers])))
             sizes = np.cumsum([b - a for a, b in probe.answers])[:-1]
-            for ours, theirs in zip(np.split(judged[3], sizes), np.split(judged[4], sizes)):
+            for ours, theirs in zip(*(np.split(x, sizes) for x in (answers[-1].right, answers[-1].right_dense))):
                 found_dense += bool(theirs.all())
                 found += bool(theirs.all() and ours.all())
-        text, answers = np.concatenate(text, axis=1), np.concatenate(answers, axis=1)
+        text, answers = (Compared(*map(np.concatenate, zip(*parts))) for parts in (text, answers))
         return Kept(
-            text_kl=float(text[0].mean()),
-            text_loss=float(text[2].mean()),
-            text_loss_dense=float(text[1].mean()),
-            text_kept=math.exp(float((text[1] - text[2]).mean())),
-            probes_kl=float(answers[0].mean()),
-            probes_kept=math.exp(float((answers[1] - answers[2]).mean())),
+            text_kl=float(text.kl.mean()),
+            text_loss=float(text.loss.mean()),
+            text_loss_dense=float(text.loss_dense.mean()),
+            text_kept=math.exp(float((text.loss_dense - text.loss).mean())),
+            probes_kl=float(answers.kl.mean()),
+            probes_kept=math.exp(float((answers.loss_dense - answers.loss).mean())),
             asked=sum(len(probe.answers) for probe in self.probes),
             found_dense=found_dense,
             found=found,
             density=read / visible,
-            tokens=text.shape[1],
+            tokens=len(text.kl),
         )
 
 
@@ -241,11 +218,11 @@ def measure_damage(
 ) -> np.ndarray:
     """Measure D[L,K]: KL on text plus the weighted loss on answers when one head reads only the always-listed keys."""
     judge, shape = Judge(model, probes), (model.config.num_layers, model.config.num_kv_heads)
-    damage, make = np.zeros(shape), Localised(tiling)
+    damage, local = np.zeros(shape), Localised(tiling)
     for layer, head in each("ablation", list(np.ndindex(*shape))):
         mask = np.zeros(shape, bool)
         mask[layer, head] = True
-        kept = judge.noted(notebook, f"without layer {layer} head {head}", make, mask)
+        kept = judge.noted(notebook, f"without layer {layer} head {head}", local, mask)
         damage[layer, head] = max(kept.text_kl, 0.0) + PROBE_WEIGHT * max(-math.log(kept.probes_kept), 0.0)
     return damage
 
@@ -255,7 +232,7 @@ def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Ca
     missing = total = 0.0
     for probe in each("missed mass", probes):
         start = 0
-        for mass in run(model, probe.tokens, Fixed(MassRecorder(tiling=tiling)))[1]:
+        for mass in run_whole(model, probe.tokens, MassRecorder(tiling=tiling))[1]:
             rows = min(mass.shape[3] * tiling.query_tile, len(probe.tokens) - start)
             where = Positions(*(jnp.asarray([x], jnp.int32) for x in (start, start + rows, rows)))
             missing = missing + missed_mass(mass, AttentionSpec(window=model.config.window), where, tiling)

@@ -78,14 +78,15 @@ class Inspect:
         if self.model is not None:
             return self.run_model()
         from tessera.attention.contract import AttentionSpec
+        from tessera.deviceless import inspection
         from tessera.deviceless.gpu import inspection as gpu_inspection
-        from tessera.deviceless.tpu import inspection
+        from tessera.deviceless.tpu import inspection as tpu_inspection
 
         names = ("role", "phase", "batch", "length", "queries", "heads", "kv_heads", "head_dim", "dtype", "fraction")
         spec = AttentionSpec(tile=self.tile, query_tile=self.query_tile, window=self.window, softcap=self.softcap)
         spec, shapes = inspection.call(spec=spec, **{name: getattr(self, name) for name in names})
         config = None if self.config is None else self.sizes()
-        chips = gpu_inspection if self.chip == "h200" else inspection
+        chips = gpu_inspection if self.chip == "h200" else tpu_inspection
         result = chips.inspect_call(self.chip, spec, shapes, kernel=self.kernel, config=config, limit_s=self.limit_s)
         if self.evidence is not None:
             kernel = result.kernel if self.config is None else f"{result.kernel} {self.config}"
@@ -95,9 +96,9 @@ class Inspect:
         if self.json:
             print(json.dumps(result.json()))
         else:
-            chips.print_table(result)
+            result.print_table()
         if self.picture is not None and result.compiled:
-            chips.picture(result, self.picture)
+            result.picture(self.picture)
         return 0 if result.compiled and not getattr(result, "gates", None) else 1
 
     def sizes(self) -> dict:

@@ -205,7 +205,7 @@ class Train:
         from tessera.train.recipes import RECIPES
 
         if self.text is None and self.base is not None:
-            raise ValueError(f"--base {self.base} needs --text: what should it be trained on?")
+            raise ValueError(f"--base {self.base} needs --text, the text to train on")
         recipe = RECIPES[self.recipe] if self.text is None else self.own_recipe()
         train(recipe, self.out, save_every_s=self.save_every_s, until=self.until)
         return 0

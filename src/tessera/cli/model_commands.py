@@ -1,4 +1,4 @@
-"""Commands that bring models in: fetch a real one, convert a GGUF file to a Hugging Face folder. Also --model's
+"""Commands that obtain models: fetch a real one, convert a GGUF file to a Hugging Face folder. Also --model's
 default."""
 
 import sys

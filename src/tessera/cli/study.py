@@ -23,11 +23,11 @@ class TpuSweep:
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
-    """Added to the compiler's own."""
+    """Added to the niceness of the compiler's process."""
     list: bool = False
     """Print what is left and exit."""
     report: bool = False
-    """Append one record of the last commit's cases to evidence/."""
+    """Append one record to evidence/, of the cases that the newest commit in the file compiled."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -58,26 +58,6 @@ class TpuFigures:
     def run(self) -> int:
         """Compile what is missing, or report."""
         return _module("figures").study(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TpuAblations:
-    """Undo one choice of the TPU prefill kernel at a time and predict what it was worth."""
-
-    chip: Chips = ()
-    """Only these chips."""
-    out: Path = Path("build/tpu-ablations.jsonl")
-    """File of finished cases."""
-    limit_s: float = 600.0
-    """Seconds after which a compile is killed."""
-    report: bool = False
-    """Append the records of the last commit's cases to evidence/."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Compile what this commit has not compiled, or report."""
-        return _module("ablations").study(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,15 +129,15 @@ class GpuGates:
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
-    """Added to the compiler's own."""
+    """Added to the niceness of the compiler's process."""
     most: int | None = None
-    """Stop after this many."""
+    """Stop after this many cases."""
     list: bool = False
     """Print what is left and exit."""
     report: bool = False
     """Append a record per kernel and configuration to evidence/."""
     also: tuple[str, ...] = ()
-    """Commits whose lines count too, because nothing that is compiled has changed since."""
+    """Further commits whose lines count, because no compiled code has changed since."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -185,7 +165,6 @@ class GpuFigures:
 KINDS = {
     "tpu-sweep": TpuSweep,
     "tpu-figures": TpuFigures,
-    "tpu-ablations": TpuAblations,
     "tpu-blocks": TpuBlocks,
     "tpu-validation": TpuValidation,
     "gpu-gates": GpuGates,

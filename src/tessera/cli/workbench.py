@@ -50,7 +50,7 @@ class Bench:
             command = f"tessera bench --model {Path(self.model).name}{plan}"
             return own_model.run(self.model, self.plan, out=self.out, command=command)
         if self.plan is not None:
-            raise ValueError(f"--plan {self.plan} needs --model: whose plan is it?")
+            raise ValueError(f"--plan {self.plan} needs --model, the model that the plan was made for")
         if self.compare is not None:
             self.refuse_with("compare", "suite", "only", "resume", "out", "peer_python", "gate")
             return bench.compare_files(*self.compare)
@@ -148,7 +148,7 @@ class Eval:
     plan: Path | None = None
     """Kascade plan; the one that comes with the weights if not given. The real suites also run without one."""
     rival: tuple[Path, ...] = ()
-    """More plans of the model; the real suites compare them with it."""
+    """Further plans of the model, which the real suites compare with --plan."""
     suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
     """"demo" compares policies, "study" the plan's choices, "smoke" checks in a minute that everything runs; "real"
     compares a plan with rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
@@ -187,7 +187,7 @@ class Eval:
             raise ValueError("--rival needs a plan to compare with: pass --plan too")
         if path is None:
             name = plan_path(model.source).name
-            print(f"no plan as {name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr)
+            print(f"found no plan {name}: rivals run at a quarter of the keys, and no plan is judged", file=sys.stderr)
             return real.run(model, None, **asked)
         plan, *others = (model.with_attention("kascade", one).plan for one in (path, *self.rival))
         names = [one.name.removesuffix(".json").removesuffix(".plan") for one in self.rival]

@@ -1,8 +1,8 @@
-"""Text of strangers for the terminal: one line, no control characters."""
+"""Make untrusted text safe for the terminal: one line, no control characters."""
 
 
 def escaped(text: object, limit: int | None = 80) -> str:
-    r"""Return a text on one line, cut at `limit` characters, with what is not printable as escapes.
+    r"""Return a text on one line, cut at `limit` characters, with escapes for what is not printable.
 
     A raw "\x1b[2J" in a name clears the terminal that the error message is printed on.
     """

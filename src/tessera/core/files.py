@@ -55,7 +55,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Read the values of a file of JSON lines (none if there is no file), without a last line that a kill cut short.
+    """Read the values of a file of JSON lines (none if the file is missing), without a last line that a kill cut short.
 
     Raises:
         ValueError: any other line is not JSON; the message gives its number.

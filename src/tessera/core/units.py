@@ -1,4 +1,7 @@
-"""Format quantities for people: scaled, with their units."""
+"""Format quantities for people: scaled, with their units, or rounded."""
+
+from collections.abc import Iterable
+from typing import Any
 
 
 def quantity(value: float, unit: str) -> str:
@@ -24,3 +27,10 @@ def three(value: float) -> str:
         return "0"
     digits = max(0, 2 - int(f"{abs(value):e}".split("e")[1]))
     return f"{value:,.{digits}f}"
+
+
+def rounded(value: Any) -> Any:
+    """Round a number, or an array as nested lists, to four significant digits: people read plans too."""
+    if isinstance(value, Iterable):
+        return [rounded(item) for item in value]
+    return float(f"{value:.4g}")

@@ -15,7 +15,7 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.core.shapes import ceil_div
 from tessera.demo.pictures import Anchor
 from tessera.generate import Model
-from tessera.models.decoder import forward
+from tessera.runtime import score
 from tessera.runtime.answers import Generation
 from tessera.sparse.kascade import Kascade
 from tessera.train.data import library_corpus
@@ -178,24 +178,21 @@ class ReadMap(NamedTuple):
 def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
     """Run the prompt once with a policy that also keeps the selection of every layer that chooses."""
     tracing = _Tracing(**vars(model.policy))
-    length = len(tokens)
-    positions = Positions(*(jnp.full(1, n, jnp.int32) for n in (0, length, length)))
-    run = jax.jit(partial(forward, config=model.config, policy=tracing))
-    _, _, state = run(model.params, jnp.asarray([tokens], jnp.int32), None, positions)
-    reads = tracing.reads(state)
-    densities = (np.asarray(reads.read)[:, 0] / np.asarray(reads.visible)[:, 0]).tolist()
+    _, notes = score.run_whole(model, np.asarray(tokens), tracing)
+    read, visible = (np.sum([count[:, 0] for count in counts], 0) for counts in zip(*map(tracing.reads, notes)))
+    chosen = jax.tree.map(lambda *parts: np.concatenate(parts, axis=2), *(seen for _, seen in notes))  # query tiles
     scored = [layer for layer in range(model.config.num_layers) if tracing.chooses(layer)]
-    shape = (ceil_div(length, tracing.query_tile), ceil_div(length, tracing.tile))
+    shape = (ceil_div(len(tokens), tracing.query_tile), ceil_div(len(tokens), tracing.tile))
     anchors = [
-        Anchor(layer=layer, heads_BY=_count_heads(chosen, shape, tracing), num_heads=model.config.num_kv_heads)
-        for layer, chosen in zip(scored, state[1])
+        Anchor(layer=layer, heads_BY=_count_heads(choice, shape, tracing), num_heads=model.config.num_kv_heads)
+        for layer, choice in zip(scored, chosen)
     ]
-    return ReadMap(densities, anchors)
+    return ReadMap((read / visible).tolist(), anchors)
 
 
 def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarray:
     """Count the KV heads that list each tile, [I,J]; -1 where the tile lies in the query tile's future."""
-    tiles, count = np.asarray(selection.tiles)[0], np.asarray(selection.count)[0]
+    tiles, count = selection.tiles[0], selection.count[0, :, : shape[0]]  # less the last chunk's padding
     heads = np.zeros(shape, np.int32)
     for head, row in np.ndindex(*count.shape):
         heads[row, tiles[head, row, : count[head, row]]] += 1

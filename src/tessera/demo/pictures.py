@@ -13,24 +13,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-DENSE, KASCADE, OWN, INK, GRID = "#1f4e79", "#c8590a", "#4f7f4f", "#1a1a1a", "#d9d9d9"
+from tessera.workbench.report.pictures import GRID, INK, STYLE
 
-_STYLE = {
-    "font.size": 11,
-    "font.family": "DejaVu Sans",
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.hashsalt": "tessera",
-    "svg.fonttype": "path",
-}
+DENSE, KASCADE, OWN = "#1f4e79", "#c8590a", "#4f7f4f"
+
+_STYLE = STYLE | {"font.size": 11, "xtick.color": INK, "ytick.color": INK}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,13 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import jax
-import numpy as np
-
 from tessera.generate import Model
 from tessera.runtime.answers import Generation
-from tessera.runtime.engine import Request
-from tessera.runtime.sampling import Sampling
+from tessera.runtime.compilation import chunk_sizes
+from tessera.runtime.requests import Held, Request
 from tessera.sparse.plan import Plan
 from tessera.workbench.eval.contenders import plan_policy
 from tessera.workbench.quality import without_choice
@@ -151,33 +148,25 @@ def policies(dense: Model, plan: Plan | None = None) -> dict[str, Model]:
 
 
 class Reader:
-    """One policy's session, whose cache keeps the document after the first prompt."""
+    """One policy's engine, whose cache keeps the document after the first prompt."""
 
     def __init__(self, model: Model, *, num_keys: int):
-        self.model, self.reads, self.held = model, [], []
-        self.session = model.session(model.policy, batch=1, num_keys=num_keys)
-        sizes = self.session.sizes
-        self.session.sizes = (next((size for size in sizes if size <= CHUNK), sizes[-1]),)
+        one_size = chunk_sizes(getattr(model.policy, "query_tile", 1), CHUNK)[:1]
+        self.engine = model.engine(slots=1, num_keys=num_keys, sizes=one_size)
+        self.held = Held(0, ())
 
     def hold(self, tokens: Sequence[int]) -> None:
         """Prefill the whole chunks of a prefix that all later prompts share."""
-        self.held = list(tokens[: self.session.align(len(tokens))])
-        if self.held:
-            _, self.reads = self.session.prefill([self.held])
-            jax.block_until_ready(self.session.cache)
+        self.held = self.engine.hold(tokens)
 
     def answer(
         self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), *, started_s: float | None = None
     ) -> Generation:
         """Answer a prompt that begins with the held tokens; its keys read include those of their prefill."""
-        started_s = time.perf_counter() if started_s is None else started_s
-        answer = self.model.open_answer(tokens, max_new_tokens, stop)
-        for read_LB, visible_LB in self.reads:
-            answer.count(np.asarray(read_LB, np.float64)[:, 0], np.asarray(visible_LB, np.float64)[:, 0])
-        seeds = np.zeros(1, np.uint32)
-        request = Request(indices=[0], prompts=[tokens], answers=[answer], seeds=seeds, sampling=Sampling())
-        self.model.respond(self.session, request, len(self.held))
-        return answer.generation(started_s)
+        request = Request(prompt=tokens, max_new_tokens=max_new_tokens, stop=tuple(stop), held=self.held)
+        self.engine.submit(request, started_s=started_s)
+        [end] = self.engine.drain()
+        return end.generation
 
 
 def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int], list[list[int]]]:
@@ -192,7 +181,7 @@ def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int],
 
 
 def shared(lists: Sequence[Sequence[int]]) -> int:
-    """Count the tokens that all lists begin with."""
+    """Return the length of the prefix that all lists share."""
     columns = zip(*lists)
     return next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, lists)))
 
@@ -208,7 +197,7 @@ def read(models: Mapping[str, Model], settings: Settings, progress: Callable[[st
     started_s = time.perf_counter()
     readers = {name: Reader(model, num_keys=max(longest, CHUNK)) for name, model in models.items()}
     with ThreadPoolExecutor() as pool:  # XLA compiles one program on little more than one core
-        list(pool.map(lambda reader: reader.session.warm(), readers.values()))
+        list(pool.map(lambda reader: reader.engine.warm(), readers.values()))
     compile_s = time.perf_counter() - started_s
     sides = {}
     for name, reader in readers.items():

@@ -137,7 +137,7 @@ def run_real(out: Path, settings: reading.Settings, console: Console) -> int:
     (out / "lengths.svg").unlink(missing_ok=True)  # left by an earlier run of the embedded model
     body = {"lead": lead(), "origin": origin(), **reading_report.page_data(found, kascade)}
     (out / "index.html").write_text(page.render(body, "reading.html"), encoding="utf-8")
-    console.print("How to go on:")
+    console.print("Next steps:")
     for command, words in reading_report.NEXT:
         console.print(f"  {command}  ({words})", highlight=False, markup=False, soft_wrap=True)
     finish(out, console)
@@ -161,7 +161,7 @@ def make_folder(out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
-        raise ValueError(f"--out {out} is no folder that can be written to ({error.strerror}): name another") from error
+        raise ValueError(f"--out {out} is not a writable folder ({error.strerror}): name another") from error
 
 
 def publish(out: str | os.PathLike = "build/demo", folder: str = "evidence", picture: str = "docs/demo.svg") -> None:

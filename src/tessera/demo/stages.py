@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 class Stages:
-    """Print a line when a stage begins, with the seconds so far, so that a quiet minute has its reason above it."""
+    """Print a line when a stage begins, with the seconds so far, so that the line above a long silence explains it."""
 
     def __init__(self, console: Console):
         self.console, self.started_s = console, time.perf_counter()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -9,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from tessera.attention import tuned
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.gpu import backward as gpu_backward
-from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.kernel import Kernel
 from tessera.attention.selection import select_tiles
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.core.shapes import ceil_div
@@ -41,9 +42,11 @@ def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[s
     """
     if kernel.platform not in ("any", platform):
         raise ValueError(f"kernel {kernel.name} runs on {kernel.platform}, this chip is a {platform}: name another")
-    if kernel in gpu_cudnn.KERNELS:
-        raise ValueError(f"kernel {kernel.name} is compiled by cuDNN, on a GPU alone: take gpu_prefill_dense")
-    reason = kernel.supports(spec, shapes)
+    if not kernel.simulable:
+        kind = attrgetter("platform", "role", "phase")
+        ours = next(k for k in KERNELS if k.simulable and kind(k) == kind(kernel))
+        raise ValueError(f"kernel {kernel.name} is compiled by {kernel.library}, only on a GPU: name {ours.name}")
+    reason = kernel.refusal(spec, shapes)
     if reason is not None:
         raise ValueError(f"kernel {kernel.name} does not support this call: {reason}")
     if config is None:
@@ -71,7 +74,7 @@ def attention_call(
     program). K and V arrive head-major, as the cache stores them. out is returned as the projection reads it.
     """
     found, spec, shapes = kernel_named(kernel), AttentionSpec(**spec), Shapes(**shapes)
-    reason = found.supports(spec, shapes)
+    reason = found.refusal(spec, shapes)
     if reason is not None:
         raise ValueError(f"{kernel} does not support this call: {reason}")
     settings = tuned.config(found, spec, shapes) if config is None else found.Config(**config)

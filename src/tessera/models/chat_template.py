@@ -1,4 +1,4 @@
-"""Render chat templates in a worker process: a template is a stranger's program, and it may never end."""
+"""Render chat templates in a worker process: a template is an untrusted program that may never end."""
 
 import signal
 import sys

@@ -74,7 +74,7 @@ def resolve(name: str | os.PathLike) -> Path:
     try:
         path = Path(name).expanduser()
     except RuntimeError as error:
-        raise ValueError(f"model {quoted(str(name))} names no user's folder: pass its whole path") from error
+        raise ValueError(f"model {quoted(str(name))} names no user's home folder: pass the full path") from error
     finish_swap(path)
     if path.is_dir() or path.is_file():
         return path

@@ -105,7 +105,7 @@ def _qwen_window(raw: Raw) -> int | None:
     if len(kinds) > 1:
         raise ValueError(
             f"use_sliding_window=true with max_window_layers={first} of {layers} layers mixes full and sliding layers, "
-            f"which is not supported: all layers slide (max_window_layers=0) or none (use_sliding_window=false)"
+            f"which is not supported: set max_window_layers=0 (all slide) or use_sliding_window=false (none)"
         )
     return window if kinds == {"sliding_attention"} else None
 
@@ -257,7 +257,7 @@ def render_config(config: ModelConfig, dtype: str, pad_id: int | None = None) ->
     if "use_sliding_window" in family.keys:
         raw |= {"use_sliding_window": config.window is not None, "max_window_layers": 0 if config.window else 28}
     if (again := parse_config(raw)) != (config := replace(config, dtype=dtype)):
-        raise ValueError(f"a {config.family} config cannot say {config}: Hugging Face would read {again}")
+        raise ValueError(f"a {config.family} config cannot express {config}: Hugging Face would read {again}")
     return raw
 
 

@@ -126,7 +126,7 @@ class _Header:
             raise self.error(f"it ends inside {what} ({self.size} bytes)")
         data = self._file.read(count)
         if len(data) != count:
-            raise self.error(f"it was cut while it was read, inside {what}")
+            raise self.error(f"it was truncated while being read, inside {what}")
         return data
 
     def number(self, code: str, what: str) -> int:
@@ -178,7 +178,7 @@ class _Header:
         dtype = np.dtype(SCALARS[kind])
         data = np.frombuffer(self.take(count * dtype.itemsize, what), np.uint8 if kind == 7 else dtype)
         if kind == 7 and np.any(data > 1):
-            raise self.error(f"{what} holds a truth value that is neither 0 nor 1")
+            raise self.error(f"{what} holds a boolean that is neither 0 nor 1")
         return data.view(dtype)
 
 
@@ -255,7 +255,7 @@ def _blocks(name: str, tensor: GgufTensor) -> Iterator[np.ndarray]:
             count = min(step, num_rows - start)
             raw = np.fromfile(file, np.uint8, count * row_bytes)
             if raw.size != count * row_bytes:
-                raise ValueError(f"{tensor.path} was cut while {name} was read from it: download it again")
+                raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
             with np.errstate(all="ignore"):  # infinite scales are refused below
                 values = gguf.dequantize(raw.reshape(1, -1), kind).reshape(count, width)
             if not np.isfinite(values).all():

@@ -130,7 +130,7 @@ def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
             f"tokenizer.ggml.pre={quoted(vocab.pre)} is not supported: it must be one of {', '.join(PATTERNS)}"
         )
     if "tokenizer.ggml.pre" not in vocab.meta:
-        logger.warning("the file does not say how its tokenizer cuts text (tokenizer.ggml.pre): cut as llama.cpp does")
+        logger.warning("the file does not name its pre-tokenizer (tokenizer.ggml.pre): using llama.cpp's default")
     merges = []
     for merge in vocab.typed("tokenizer.ggml.merges", list):
         left, gap, right = merge.partition(" ")
@@ -154,7 +154,7 @@ def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
     Unknown characters become their bytes if the vocabulary has all byte pieces.
     """
     if vocab.meta.get("tokenizer.ggml.precompiled_charsmap") is not None:
-        raise ValueError("tokenizer.ggml.precompiled_charsmap (a normalisation of its own) is not supported")
+        raise ValueError("tokenizer.ggml.precompiled_charsmap (a custom normalisation) is not supported")
     scores = vocab.numbers("tokenizer.ggml.scores", len(vocab.tokens), np.floating)
     if scores is None or not np.isfinite(scores).all():
         raise ValueError("tokenizer.ggml.scores must hold a finite score for each token")
@@ -183,7 +183,7 @@ def _merges(vocab: _Vocabulary, scores: np.ndarray) -> list[tuple[str, str]]:
         token: i for i, token in enumerate(vocab.tokens) if vocab.types[i] not in (UNKNOWN, CONTROL, UNUSED, BYTE)
     }
     if sum(len(piece) ** 2 for piece in pieces) > MAX_SPLIT_WORK:
-        raise ValueError("its pieces are too long to be words")
+        raise ValueError("the vocabulary's pieces are too long")
     found = []
     for piece, index in pieces.items():
         halves = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))

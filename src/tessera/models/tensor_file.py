@@ -85,7 +85,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         for name, entry in header.items():
             dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
             if not isinstance(dtype, str) or not all(type(number) is int for number in (*shape, start, end)):
-                raise ValueError(f"tensor {escaped(name)} has values of another type")
+                raise ValueError(f"tensor {escaped(name)} needs a string dtype and integer sizes and offsets")
             if not 0 <= start <= end:
                 raise ValueError(f"tensor {escaped(name)} ends before it starts")
             stored[name] = Stored(path, dtype, shape, 8 + length + start, end - start)

@@ -281,6 +281,6 @@ def _read_template(folder: Path, inline: Any) -> str | None:
         inline = named.get("default")
     if not isinstance(inline, str | None):
         raise ValueError(
-            f"{folder / 'tokenizer_config.json'} has a chat_template that is no text: write it to {TEMPLATE_FILE}"
+            f"{folder / 'tokenizer_config.json'} has a chat_template that is not text: write it to {TEMPLATE_FILE}"
         )
     return inline

@@ -25,6 +25,14 @@ class Method:
     filtered: bool = False
     penalised: bool = False
 
+    def __or__(self, other: "Method") -> "Method":
+        """Return the steps that either needs."""
+        return Method(
+            draw=self.draw or other.draw,
+            filtered=self.filtered or other.filtered,
+            penalised=self.penalised or other.penalised,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -68,13 +76,13 @@ class Sampling:
 
 
 class Values(NamedTuple):
-    """Sampling parameters as arguments of the jitted program."""
+    """Sampling parameters as arguments of the jitted program: scalars, or one value per sequence [B]."""
 
-    temperature: Float[np.ndarray, ""]
-    top_k: Int32[np.ndarray, ""]
-    top_p: Float[np.ndarray, ""]
-    min_p: Float[np.ndarray, ""]
-    penalty: Float[np.ndarray, ""]
+    temperature: Float[np.ndarray, "#B"]
+    top_k: Int32[np.ndarray, "#B"]
+    top_p: Float[np.ndarray, "#B"]
+    min_p: Float[np.ndarray, "#B"]
+    penalty: Float[np.ndarray, "#B"]
 
 
 class Choice(NamedTuple):
@@ -96,18 +104,24 @@ def choose(
     logits_BV: Float[Array, "B V"],
     seen_BV: Bool[Array, "B V"] | None,
     seeds_B: UInt32[Array, "B"],
-    step: Int32[Array, ""],
+    step: Int32[Array, "#B"],
     values: Values,
     *,
     method: Method,
 ) -> Choice:
-    """Choose one token per sequence; a draw depends only on that sequence's seed and logits and the step."""
+    """Choose one token per sequence; a draw depends only on that sequence's seed, logits and step.
+
+    Sequences of different sampling run in one call: `method` holds every step that one of them needs, and a sequence
+    whose values are neutral there (temperature 0 takes the best token) gets the token that it would get alone.
+    """
     z_BV = distribution(logits_BV, seen_BV, values, method=method)
+    token_B = jnp.argmax(z_BV, axis=-1).astype(jnp.int32)
     if method.draw:
-        keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds_B)
-        token_B = jax.vmap(jax.random.categorical)(keys, z_BV).astype(jnp.int32)
-    else:
-        token_B = jnp.argmax(z_BV, axis=-1).astype(jnp.int32)
+        keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(
+            seeds_B, jnp.broadcast_to(step, token_B.shape)
+        )
+        drawn_B = jax.vmap(jax.random.categorical)(keys, z_BV).astype(jnp.int32)
+        token_B = jnp.where(values.temperature > 0, drawn_B, token_B)
     chosen = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
     logprob_B = chosen - jax.nn.logsumexp(logits_BV, axis=-1)
     if method.penalised:
@@ -120,28 +134,36 @@ def distribution(
 ) -> Float[Array, "B V"]:
     """Return the scores to sample from: penalised, divided by the temperature, -inf where filtered out."""
     z_BV = logits_BV
+    values = Values(*(jnp.broadcast_to(value, z_BV.shape[:1])[:, None] for value in values))
     if method.penalised:
         penalised = jnp.where(z_BV < 0, z_BV * values.penalty, z_BV / values.penalty)
         z_BV = jnp.where(seen_BV, penalised, z_BV)
     if method.draw:
-        z_BV = z_BV / values.temperature
+        z_BV = z_BV / jnp.where(values.temperature > 0, values.temperature, 1)
     if method.filtered:
-        z_BV = jnp.where(z_BV >= threshold(z_BV, values)[:, None], z_BV, -jnp.inf)
+        z_BV = jnp.where(z_BV >= threshold(z_BV, values), z_BV, -jnp.inf)
     return z_BV
 
 
-def threshold(z_BV: Float[Array, "B V"], values: Values) -> Float[Array, "B"]:
-    """Return the lowest score that survives top-k, then top-p over the survivors, then min-p."""
+def threshold(z_BV: Float[Array, "B V"], values: Values) -> Float[Array, "B 1"]:
+    """Return the lowest score that survives top-k, then top-p over the survivors, then min-p; values are [B,1]."""
     ascending = jnp.sort(z_BV, axis=-1)
     vocab_size = z_BV.shape[-1]
-    kth_B = jax.lax.dynamic_index_in_dim(ascending, vocab_size - values.top_k, axis=1, keepdims=False)
-    kept = jnp.where(ascending >= kth_B[:, None], ascending, -jnp.inf)
+    kth_B1 = jnp.take_along_axis(ascending, vocab_size - values.top_k, axis=-1)
+    kept = jnp.where(ascending >= kth_B1, ascending, -jnp.inf)
     cumulative = jnp.cumsum(jax.nn.softmax(kept, axis=-1), axis=-1)
-    removed = jnp.sum(cumulative <= 1 - values.top_p, axis=-1)  # a prefix, since cumulative ascends
-    first = jnp.minimum(removed, vocab_size - 1)[:, None]
-    nucleus_B = jnp.take_along_axis(ascending, first, axis=-1)[:, 0]
-    relative_B = ascending[:, -1] + jnp.log(values.min_p)
-    return jnp.maximum(jnp.maximum(kth_B, nucleus_B), relative_B)
+    removed = jnp.sum(cumulative <= 1 - values.top_p, axis=-1, keepdims=True)  # a prefix, since cumulative ascends
+    nucleus_B1 = jnp.take_along_axis(ascending, jnp.minimum(removed, vocab_size - 1), axis=-1)
+    relative_B1 = ascending[:, -1:] + jnp.log(values.min_p)
+    return jnp.maximum(jnp.maximum(kth_B1, nucleus_B1), relative_B1)
+
+
+def seen_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[np.ndarray, "B V"]:
+    """Mark the tokens that each prompt contains."""
+    seen = np.zeros((len(prompts), vocab_size), bool)
+    for row, prompt in zip(seen, prompts):
+        row[np.asarray(prompt)] = True
+    return seen
 
 
 def check_seeds(seed: int | Sequence[int], batch: int) -> UInt32[np.ndarray, "B"]:

@@ -1,6 +1,6 @@
 """Which layers should score: similarity, importance, the dynamic program, the head map (KASCADE, arXiv 2512.16391).
 
-Pure mathematics on small arrays; `recording.py` gathers the arrays from a running model, `calibrate.py` combines both.
+Pure mathematics on small arrays; `recording.py` gathers the arrays from a running model, `similarity.py` combines both.
 """
 
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def best_heads(similarity_LLKK: Float[np.ndarray, "L L K K"]) -> Int32[np.ndarra
 
 
 def mapped(similarity_LLKK: Float[np.ndarray, "L L K K"], heads_LLK: Int32[np.ndarray, "L L K"]) -> np.ndarray:
-    """Return similarities of layers [L,L]: each head of b with its mapped head of a, averaged over the heads of b."""
+    """Return layer similarities [L,L], (a, b): each head of b with its mapped head of a, averaged over b's heads."""
     return np.take_along_axis(np.asarray(similarity_LLKK), heads_LLK[:, :, None, :], axis=2)[:, :, 0].mean(-1)
 
 

@@ -8,7 +8,7 @@ last valid row (a prompt's last row decides the first token of its answer). So a
     z[r,b] = softcap(scale * q[r] . mean of the block's keys),  lse[r] = ln(sum over whole visible blocks exp(z[r,b])).
 
 With keys = 1 the scores are exact; with rows = 1 too, so is the mass, except for blocks that a row sees in part. A
-selection depends only on the order of the far tiles, and every row of a query tile sees those whole.
+selection depends only on the order of the far tiles, and every row of a query tile sees those in full.
 """
 
 from dataclasses import dataclass

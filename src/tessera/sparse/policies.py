@@ -60,5 +60,7 @@ def _known(policy: type[Policy], options: Mapping[str, Any]) -> Mapping[str, Any
     """Return the options once it is clear that the policy has fields of these names."""
     names = [f.name for f in fields(policy)]
     if unknown := sorted(options.keys() - names):
-        raise ValueError(f"{unknown[0]}={options[unknown[0]]!r} is no option of {policy.__name__}, which has {names}")
+        raise ValueError(
+            f"{unknown[0]}={options[unknown[0]]!r} is not an option of {policy.__name__}, which has {names}"
+        )
     return options

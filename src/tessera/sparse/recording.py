@@ -1,7 +1,7 @@
 """Policies that record a model's attention for calibration and evaluation.
 
-Both stream: their state holds sums or minima over one call's query tiles and the last ids of each layer, nothing of
-size T x S; the caller combines calls.
+Both policies stream: their state holds sums or minima over one call's query tiles and the keys that each layer listed
+last, nothing of size T x S; the caller combines calls.
 """
 
 from dataclasses import dataclass, replace
@@ -203,4 +203,4 @@ class RecallRecorder(Policy):
                 return policy.select(positions, shapes)
             case Dense():
                 return select_tiles(mass, spec, fraction=1.0, **where)
-        raise TypeError(f"recall of {policy.name!r}: what it reads is not known here")
+        raise TypeError(f"recall of {policy.name!r}: the keys that it reads are unknown here")

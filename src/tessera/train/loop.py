@@ -258,7 +258,7 @@ def train(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"{folder} is no folder that can be written to ({error.strerror}): name another") from error
+        raise ValueError(f"{folder} is not a writable folder ({error.strerror}): name another") from error
     found = checkpoints(folder)
     state, step = load_checkpoint(found[-1], recipe) if found else (init_state(recipe), 0)
     state = jax.device_put(state, spread())
@@ -287,7 +287,7 @@ def train(
     if lines and installed("matplotlib"):
         draw_losses(lines, folder / "loss.svg", f"recipe {recipe.name!r}: {num_parameters(recipe.config):,} parameters")
     if stopped:
-        message = f"stopped at step {step} of {recipe.steps}; run the same command again to go on"
+        message = f"stopped at step {step} of {recipe.steps}; the same command resumes there"
         console.print(message, highlight=False)
         raise KeyboardInterrupt(message)
     save_folder(folder / "model", state.params, replace(recipe.config, dtype="float32"), tokenizer)

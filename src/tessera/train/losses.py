@@ -32,7 +32,7 @@ def read_losses(path: Path) -> list[dict[str, Any]]:
 
 
 def open_log(path: Path, step: int):
-    """Open a loss log for appending after `step`; drop the lines that a killed run wrote past it, or half wrote.
+    """Open a loss log for appending after `step`; drop the lines that a killed run wrote past it or left incomplete.
 
     Raises:
         ValueError: the log ends before `step`, so it does not belong to the checkpoint.

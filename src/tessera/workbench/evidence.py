@@ -331,13 +331,13 @@ def _checked(record: Record) -> Record:
     single += (record.flops_per_s, record.bytes_per_s)
     for number in (*record.samples, *(record.density or ()), *(x for x in single if x is not None)):
         if not _fits(number, float):
-            raise ValueError(f"{number!r:.40} stands where a finite number must")
+            raise ValueError(f"{number!r:.40} must be a finite number")
     if record.error is None and (not record.samples or record.median is None):
         raise ValueError("it has neither samples with their median nor an error")
     if record.samples and record.median is not None:
         median = statistics.median(record.samples)
         if not math.isclose(record.median, median, rel_tol=1e-9):
-            raise ValueError(f"median={record.median} must be that of its samples, {median}")
+            raise ValueError(f"median={record.median} must be the median of its samples, {median}")
     return record
 
 

@@ -1,6 +1,6 @@
 """Makes the plans that the package ships: `python -m tessera.workbench.plans {demo | smollm2} [again]`.
 
-"again" keeps the shipped plan and measures its promise and cross-over anew. Cross-overs are timed, so nothing else
+"again" keeps the shipped plan and measures its promise and cross-over again. Cross-overs are timed, so nothing else
 should run.
 """
 

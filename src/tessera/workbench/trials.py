@@ -14,19 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention import oracle
-from tessera.attention.contract import (
-    AttentionOut,
-    AttentionSpec,
-    Kernel,
-    KeyValues,
-    Positions,
-    Selection,
-    Shapes,
-    call_shapes,
-)
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes, call_shapes
 from tessera.attention.dispatch import KERNELS
-from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.gpu.warpgroup import OPERAND
+from tessera.attention.kernel import Kernel
 from tessera.attention.selection import select_tiles
 from tessera.attention.tpu.matrix_unit import LANES
 from tessera.attention.workloads import Workload, tagged
@@ -270,7 +261,7 @@ def kernels(role: str | None = None, phase: str | None = None, *, simulate: bool
     """Return the kernels that run here, with `simulate` absent chips' too; prefill kernels also take decode calls."""
     platforms = ("any", jax.default_backend(), *(("tpu", "gpu") if simulate else ()))
     found = [k for k in KERNELS if k.platform in platforms and role in (None, k.role)]
-    found = [k for k in found if k not in gpu_cudnn.KERNELS or not is_simulated(k)]  # no simulator supports cuDNN
+    found = [k for k in found if k.simulable or not is_simulated(k)]
     return [k for k in found if phase != "prefill" or k.phase == "prefill"]
 
 
@@ -295,6 +286,6 @@ def taken(kernel: Kernel, workload: Workload, dtype: str | None = None) -> Workl
         for tile in (workload.spec.tile, max(workload.spec.tile, 16), 1):
             spec = dataclasses.replace(workload.spec, tile=tile)
             w = dataclasses.replace(workload, spec=spec, head_dim=head_dim)
-            if kernel.supports(w.role_spec(kernel.role), w.shapes(kernel.role, dtype)) is None:
+            if kernel.refusal(w.role_spec(kernel.role), w.shapes(kernel.role, dtype)) is None:
                 return w
     return None

@@ -15,10 +15,12 @@ import jax
 import numpy as np
 
 from tessera.attention import oracle
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel
+from tessera.attention.contract import AttentionOut, AttentionSpec
+from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import Workload
 from tessera.core import hardware
 from tessera.workbench import evidence, trials
+from tessera.workbench.errors import plain
 
 QUANTILES: Final = (0.5, 0.9, 0.99, 1.0)
 
@@ -41,7 +43,7 @@ def one_key(call: oracle.Call) -> oracle.Call:
 
 
 def no_key(call: oracle.Call) -> oracle.Call:
-    """Keep nothing but padding: every row gives 0, lse -inf."""
+    """Make every key padding: each row's output is 0 and its lse -inf."""
     return call._replace(
         k=np.full_like(call.k, np.nan), v=np.full_like(call.v, np.nan), kv_len=np.zeros_like(call.kv_len)
     )
@@ -92,7 +94,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Errors of one trial over their tolerance, per compared element, and what else is wrong with it."""
+    """Result of one trial: each compared element's error divided by its tolerance, and faults of any other kind."""
 
     trial: Trial
     errors: np.ndarray
@@ -171,8 +173,7 @@ def attempt(trial: Trial) -> Outcome:
     try:
         result = trials.run(kernel, call, trial.dtype, trial.config)
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        said = (str(error).splitlines() or [""])[0]
-        return Outcome(trial, np.zeros(0), (f"{type(error).__name__}: {said}",))
+        return Outcome(trial, np.zeros(0), (plain(error),))
     truth = oracle.attend(call)
     allowed = oracle.tolerance(call, truth, trial.dtype, folded=kernel.platform == "tpu")
     return Outcome(trial, *compare(result, truth, allowed, kernel.role))

@@ -27,9 +27,14 @@ from jax.experimental import pallas as pl
 from tessera.attention.contract import AttentionOut, AttentionSpec, Positions
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks, row_blocks
 from tessera.attention.gpu.warpgroup import (
+    COMPUTE_REGISTERS,
+    FETCH_REGISTERS,
+    HOPPER,
     ROW,
     ROWS,
+    WARPGROUPS,
     accumulate,
+    capability,
     filled,
     per_row,
     scores,
@@ -41,8 +46,6 @@ from tessera.attention.gpu.warpgroup import (
 from tessera.attention.online_softmax import LOG2_E, dot, raw_scores, scale_of, visible_mask
 from tessera.core.shapes import ceil_div, round_up
 
-WARPGROUPS = 2
-"""Warpgroups that compute; the next one fetches."""
 BLOCK = WARPGROUPS * ROWS
 STEP = 64
 """Rows, or keys, of one step of a sweep."""
@@ -193,7 +196,7 @@ def rows_body(*refs, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
         blocks = blocks_of()
 
         def issue(c, slot):
@@ -206,7 +209,7 @@ def rows_body(*refs, cut: Cut):
 
     @pl.when(wg < WARPGROUPS)
     def compute():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         blocks = blocks_of()
         rows = pl.ds(at + wg * ROWS, ROWS)
         q_smem, d_out_smem = mine.q_smem.at[wg], mine.d_out_smem.at[wg]
@@ -247,7 +250,7 @@ def keys_body(*refs, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch():
-        plgpu.set_max_registers(24, action="decrease")
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
         blocks = blocks_of()
         count = blocks.stop - blocks.start
         for source, target in ((ins.k, mine.k_smem), (ins.v, mine.v_smem)):
@@ -265,7 +268,7 @@ def keys_body(*refs, cut: Cut):
 
     @pl.when(wg < WARPGROUPS)
     def compute():
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         blocks = blocks_of()
         count = blocks.stop - blocks.start
         width = cut.head_dim // 2 if cut.shared else cut.head_dim
@@ -318,15 +321,10 @@ def keys_body(*refs, cut: Cut):
         plgpu.wait_smem_to_gmem(0)
 
 
-def capability() -> str | None:
-    """Return the compute capability of the GPU here ("9.0"; other vendors name theirs otherwise); None without one."""
-    if jax.default_backend() != "gpu":
-        return None
-    return str(getattr(jax.devices()[0], "compute_capability", "none"))
-
-
-def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions):
-    """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v."""
+def gradients(
+    q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions, config=None
+) -> tuple[Array, Array, Array]:
+    """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v. That call's config is unused."""
     num_queries, num_heads, head_dim = q.shape[1:]
     kv_heads, num_keys = k.shape[1:3]
     cut = Cut(spec, num_heads // kv_heads, head_dim, str(q.dtype))
@@ -342,7 +340,8 @@ def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: Att
     delta = jnp.pad(jnp.swapaxes(jnp.where(is_row, delta, 0.0), 1, 2), pad)
     q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0), 1), whole_lines(d_out, 1)
     inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
-    fits = head_dim in HEAD_DIMS and capability() in (None, "9.0")  # without a GPU here, compile for Hopper
+    here = capability()
+    fits = head_dim in HEAD_DIMS and (here is None or HOPPER.includes(here))  # without a GPU here, compile for Hopper
     dq, dk, dv = (by_kernels if fits else by_rows)(inputs, cut)
     return dq[:, :num_queries], *(x[:, :, :num_keys] for x in (dk, dv))
 

@@ -37,7 +37,7 @@ def key_blocks(first: Array, rows: Array, kv_len: Array, spec: AttentionSpec, si
 def row_blocks(key: Array, keys: int, q_start: Array, limits: tuple, spec: AttentionSpec, size: int) -> Blocks:
     """Return the blocks of `size` rows for the keys [key, key + keys); limits: kv_len and q_len.
 
-    Rows past q_len count as rows that see every key, and keys past kv_len as seen where any key of the run is.
+    Rows past q_len count as seeing every key; keys past kv_len count as seen by rows that see another key of the run.
     """
     kv_len, q_len = limits
     start, whole, masked = 0, 0, up(q_len, size)

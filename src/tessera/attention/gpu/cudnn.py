@@ -2,22 +2,21 @@
 
 cuDNN masks by length and by a causal diagonal that starts at the first key. So a causal call must be square (T = S),
 and its first row must be at position 0. q_start is known only at run time, so a condition checks it, and plain JAX
-computes the rare other call row block by row block, exact and slow. K and V are zeroed past kv_len first: cuDNN
-multiplies the values there by 0, and they may be NaN. That doubles the traffic of a decode step, which is all traffic:
-decode is refused. The kernel calls the function behind `jax.nn.dot_product_attention`, because the public one rounds
-lse to the dtype of q.
+computes the rare other call in blocks of rows, exact and slow. K and V are zeroed past kv_len first: cuDNN
+multiplies the values there by 0, and they may be NaN. That would double the time of a decode step, which is all
+traffic: decode is refused. The kernel calls the function behind `jax.nn.dot_product_attention`, because the public one
+rounds lse to the dtype of q.
 
 The gradient does not use cuDNN's rule, which drops the cotangent of lse, and with which the condition would keep the
 scores of the path not taken. Our own kernels (`gpu_backward`) compute it from only q, k, v, out and lse; plain JAX
 does so, a block of rows at a time, on chips and for head dims that they do not support.
 
-Work: 4 H flops per visible (row, key) pair; each array moved once, K and V once more to clean them.
+Work: 4 H flops per visible (row, key) pair; each array moved once, K and V once more to zero them.
 """
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +25,15 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 from jaxtyping import Float
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gradient import differentiable
+from tessera.attention.kernel import Capability, Kernel
 
+AMPERE = Capability(name="8.0 (Ampere) or later", least=8.0)
 DTYPES = ("bfloat16", "float16")
 ROWS = 128
 """Rows of a block of the plain path: its scores are B N 128 S numbers."""
-
-BEATEN = MappingProxyType({})
-"""(head_dim, causal) -> the stored record that says our own kernel is faster there. There is no such record yet: until
-a GPU has timed both, cuDNN, which is known to be good, comes first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +85,12 @@ def launch(
 ) -> AttentionOut:
     """out = softmax(scale q k^T) v and its lse over the visible keys, both differentiable in q, k and v."""
     lengths = jnp.clip(positions.kv_len, 0, kv.k.shape[2]), jnp.clip(positions.q_len, 0, q_BTNH.shape[1])
-    return dense(q_BTNH, kv.k, kv.v, Positions(positions.q_start, *lengths), spec)
+    return dense(q_BTNH, kv.k, kv.v, Positions(positions.q_start, *lengths), spec, config)
 
 
-def attend(q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec) -> AttentionOut:
+def attend(
+    q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec, config: Config
+) -> AttentionOut:
     """Run the call; lengths lie within the arrays. cuDNN takes keys token-major: zeroing them also transposes them."""
     scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
     valid = (jnp.arange(k_BKSH.shape[2]) < positions.kv_len[:, None])[:, None, :, None]
@@ -115,41 +115,23 @@ def attend(q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, sp
     return AttentionOut(jnp.where(alive[:, :, None, None], out, 0), lse)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def dense(q, k, v, positions: Positions, spec: AttentionSpec) -> AttentionOut:
-    """Run the call, with a gradient that takes linear memory."""
-    return attend(q, k, v, positions, spec)
-
-
-def _forward(q, k, v, positions, spec):
-    result = attend(q, k, v, positions, spec)
-    return result, (q, k, v, positions, result)
-
-
-def _backward(spec: AttentionSpec, saved, cotangents: AttentionOut):
-    q, k, v, positions, result = saved
-    return *gpu_backward.gradients(q, k, v, result, cotangents, spec, positions), None
-
-
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend, gpu_backward.gradients)
+"""The call, with a gradient that takes linear memory."""
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why cuDNN does not run this call."""
     if shapes.num_queries == 1:
-        return "K and V must be cleaned behind kv_len first, which doubles the traffic of a decode step"
+        return "K and V past kv_len must be zeroed first, which doubles the traffic of a decode step"
     for name in ("window", "softcap"):
         if getattr(spec, name) is not None:
-            return f"cuDNN's fused attention has no {name} of this kind, the call has {name}={getattr(spec, name)}"
+            return f"cuDNN's fused attention does not support a {name}, the call has {name}={getattr(spec, name)}"
     if spec.causal and shapes.num_queries != shapes.num_keys:
         sizes = f"{shapes.num_queries} queries, {shapes.num_keys} keys"
         return f"its causal diagonal starts at the first key: the call must be square, it has {sizes}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
     if shapes.head_dim > 128 or shapes.head_dim % 8:
         return f"head_dim={shapes.head_dim} is not a multiple of 8 up to 128"
-    record = BEATEN.get((shapes.head_dim, spec.causal))
-    return None if record is None else f"our own kernel is faster here: {record}"
+    return None
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -175,6 +157,8 @@ KERNELS: tuple[Kernel, ...] = (
         default_config=default_config,
         search_space=search_space,
         cost=work.prefill,
+        capability=AMPERE,
+        library="cuDNN",
     ),
 )
-"""Another library's kernel behind our contract. It runs only on a GPU; no simulator supports it."""
+"""Another library's kernel behind our contract."""

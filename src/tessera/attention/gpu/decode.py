@@ -28,12 +28,12 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention import work
-from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu.decode_mass import merge_and_weigh, stored_units
 from tessera.attention.gpu.decode_splits import Cut, Run, find_run, unit_starts, visible_columns
 from tessera.attention.gpu.split_merge import merge_splits
 from tessera.attention.gpu.warpgroup import (
+    HOPPER,
     LINE_BYTES,
     ROW,
     ROWS,
@@ -46,7 +46,8 @@ from tessera.attention.gpu.warpgroup import (
     tanh,
     whole_lines,
 )
-from tessera.attention.gradient import differentiable
+from tessera.attention.gradient import differentiable_decode
+from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div, round_up
 
@@ -307,7 +308,7 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     return AttentionOut(out.reshape(q.shape), LN_2 * lse[..., 0].reshape(q.shape[:3]), mass)
 
 
-dense = differentiable(attend)
+dense = differentiable_decode(attend)
 """Dense decode, differentiable in q, k and v."""
 
 
@@ -342,16 +343,12 @@ def resident(cut: Cut, config: Config) -> int:
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why this call cannot run here."""
-    if shapes.num_queries != 1:
-        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
     if shapes.head_dim not in (64, 128, 256):
         return f"head_dim={shapes.head_dim} is not 64, 128 or 256: products take whole swizzled lines of shared memory"
     if role != "dense" and spec.tile < 16:
         return f"tile={spec.tile}: copies and sums take tiles of 16 keys and more"
     if role == "sparse" and shapes.head_dim == 256 and spec.tile < 64:
-        return f"tile={spec.tile}: beside 256 sums per row no registers are left for several copies per block"
+        return f"tile={spec.tile}: at head_dim=256 the output sums leave no registers for several copies per block"
     return None
 
 
@@ -396,6 +393,7 @@ def _kernel(role: str) -> Kernel:
         default_config=functools.partial(default_config, role),
         search_space=functools.partial(search_space, role),
         cost=functools.partial(work.decode, role),
+        capability=HOPPER,
     )
 
 

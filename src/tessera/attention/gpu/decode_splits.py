@@ -37,12 +37,12 @@ class Cut(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows of a product that hold query heads, in whole copies."""
+        """Rows of a product that hold query heads: a multiple of 8, the heads of one copy."""
         return min(round_up(self.groups, 8), ROWS)
 
     @property
     def stored_groups(self) -> int:
-        """Query heads of a KV head as stored in memory: G, or whole copies of 8 where G exceeds one copy."""
+        """Query heads of a KV head as stored in memory: G, rounded up to a multiple of 8 if it exceeds 8."""
         return self.groups if self.groups <= 8 else round_up(self.groups, 8)
 
     @property

@@ -29,11 +29,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import sparse_rows
 from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
 from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
-from tessera.attention.gpu.warpgroup import LINE_BYTES, SHARED_BYTES, per_row, simulated, swizzled
+from tessera.attention.gpu.warpgroup import HOPPER, LINE_BYTES, SHARED_BYTES, per_row, simulated, swizzled
+from tessera.attention.kernel import Kernel
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
@@ -201,12 +202,6 @@ def launch(
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why this call cannot run here."""
-    if shapes.dtype not in DTYPES:
-        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
-    if shapes.capacity is None:
-        return "capacity=None: the call has no selection, the role is sparse"
-    if spec.mass:
-        return "mass=True asks for another role than sparse"
     if spec.tile != 1:
         return f"tile={spec.tile}: single keys only, tiles have a faster kernel"
     if shapes.head_dim not in HEAD_DIMS:
@@ -244,5 +239,6 @@ KERNELS = (
         default_config=default_config,
         search_space=search_space,
         cost=work.sparse_prefill,
+        capability=HOPPER,
     ),
 )

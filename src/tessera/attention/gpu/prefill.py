@@ -7,7 +7,7 @@ which then come from L2.
 
 Blocks that a mask can touch are at the ends of the range of keys (the window's edge; the diagonal, kv_len): they run
 one after another in `masked`. The blocks between run without masks and overlapped: the tensor core takes the scores of
-a block and, behind them, the weighted values of the block before, while the vector units turn those scores into
+a block and, queued after them, the weighted values of the block before, while the vector units turn those scores into
 weights; and the two warpgroups take turns, so that one's products run under the other's exponentials. Values at or
 past kv_len may be NaN and 0 * NaN is NaN: in the one block that can hold some they are zeroed in shared memory.
 
@@ -31,12 +31,25 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import mass as gpu_mass
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks
-from tessera.attention.gpu.prefill_rows import BLOCK_T, WARPGROUPS, Config, Cut, Item, Refs, Rows
-from tessera.attention.gpu.warpgroup import ROW, ROWS, SHARED_BYTES, filled, swizzled, whole_lines
+from tessera.attention.gpu.prefill_rows import BLOCK_T, Config, Cut, Item, Refs, Rows
+from tessera.attention.gpu.warpgroup import (
+    COMPUTE_REGISTERS,
+    FETCH_REGISTERS,
+    HOPPER,
+    ROW,
+    ROWS,
+    SHARED_BYTES,
+    WARPGROUPS,
+    filled,
+    swizzled,
+    whole_lines,
+)
+from tessera.attention.gradient import differentiable
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import FLOOR, LN_2
 from tessera.core.shapes import ceil_div, round_up
 
@@ -63,7 +76,7 @@ def blocks_of(refs: Refs, item: Item, cut: Cut) -> Blocks:
 
 def fetch(refs: Refs, item: Item, cut: Cut) -> None:
     """Run the fetching warpgroup: copy every block of the range, K before V, as stages are handed back."""
-    plgpu.set_max_registers(24, action="decrease")
+    plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
     size, stages, blocks = cut.config.block_s, cut.config.stages, blocks_of(refs, item, cut)
     count = blocks.stop - blocks.start
     both = ((refs.k, refs.k_smem, refs.k_full, refs.k_free), (refs.v, refs.v_smem, refs.v_full, refs.v_free))
@@ -84,7 +97,7 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
 
 def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
     """Run a compute warpgroup: its rows against every block of the range, then out and lse."""
-    plgpu.set_max_registers(240, action="increase")
+    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     source = refs.q.at[item.b, pl.ds(item.row + wg * ROWS, ROWS), item.n]
     plgpu.copy_gmem_to_smem(source, refs.q_smem.at[wg], refs.q_full.at[wg])
     blocks = blocks_of(refs, item, cut)
@@ -149,7 +162,7 @@ def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut)
     )(*positions, skipped, q, k, v)
 
 
-def attend(q, k, v, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
+def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
     """Attention of [B,T,N,H] queries to [B,K,S,H] keys and values."""
     batch, num_queries, num_heads, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -187,7 +200,7 @@ def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cu
 
 
 def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
-    """Return the rows whose bits are held at once: no more numbers than q has, nor than BITS, nor tiles than a grid."""
+    """Return rows per chunk: its bits are at most q's size and at most BITS, its query tiles at most MOST_TILES."""
     bound = min(BITS, batch * num_queries * num_heads * cut.head_dim) // (batch * num_heads * cut.units)
     bound = min(bound, gpu_mass.MOST_TILES * cut.spec.query_tile)
     whole = math.lcm(BLOCK_T, cut.spec.query_tile)
@@ -205,35 +218,18 @@ def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selectio
     lengths = jnp.minimum(positions.kv_len, kv.k.shape[2]), jnp.minimum(positions.q_len, q.shape[1])
     positions = Positions(positions.q_start, *lengths)  # beyond an array's end, zeros would pass for keys or rows
     if spec.mass:
-        return attend(q, kv.k, kv.v, spec, positions, config)
+        return attend(q, kv.k, kv.v, positions, spec, config)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Dense prefill; two separate kernels compute its gradient."""
-    return attend(q, k, v, spec, positions, config)
-
-
-def _forward(q, k, v, positions, spec, config):
-    result = attend(q, k, v, spec, positions, config)
-    return result, (q, k, v, positions, result)
-
-
-def _backward(spec: AttentionSpec, config: Config, saved, cotangents: AttentionOut):
-    q, k, v, positions, result = saved
-    return *gpu_backward.gradients(q, k, v, result, cotangents, spec, positions), None
-
-
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend, gpu_backward.gradients)
+"""Dense prefill; two separate kernels compute its gradient."""
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why this call cannot run here."""
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
     if role == "score" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: a number per row and tile is written"
     tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
@@ -283,6 +279,7 @@ def _kernel(role: str) -> Kernel:
         default_config=default_config,
         search_space=search_space,
         cost=work.prefill,
+        capability=HOPPER,
     )
 
 

@@ -17,12 +17,20 @@ from jax.experimental import pallas as pl
 
 from tessera.attention.contract import AttentionSpec
 from tessera.attention.gpu import mass as gpu_mass
-from tessera.attention.gpu.warpgroup import LINE_BYTES, ROW, ROWS, accumulate, filled, per_row, scores, simulated, tanh
+from tessera.attention.gpu.warpgroup import (
+    LINE_BYTES,
+    ROW,
+    ROWS,
+    WARPGROUPS,
+    accumulate,
+    both_products,
+    per_row,
+    scores,
+    tanh,
+)
 from tessera.attention.online_softmax import LOG2_E, scale_of
 from tessera.core.shapes import round_up
 
-WARPGROUPS = 2
-"""Warpgroups that compute; the next one fetches."""
 BLOCK_T = WARPGROUPS * ROWS
 """Rows of a thread block."""
 LINE = LINE_BYTES // 2
@@ -133,7 +141,7 @@ class Rows(NamedTuple):
             plgpu.barrier_wait(self.refs.turn)
 
     def masked(self, c: Array, state: tuple) -> tuple:
-        """Absorb block c, of which a row may not see all."""
+        """Absorb block c under the mask: some rows may see only part of it."""
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         plgpu.barrier_wait(refs.v_full.at[slot])
@@ -146,7 +154,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def plain(self, c: Array, state: tuple) -> tuple:
-        """Absorb block c, which every row sees whole: scores, weights and values in turn."""
+        """Absorb block c, which every row sees in full: scores, weights and values in turn."""
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot], self.take_turn)
@@ -161,7 +169,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def overlapped(self, first: Array, stop: Array, state: tuple) -> tuple:
-        """Absorb blocks [first, stop), at least one, which every row sees whole."""
+        """Absorb blocks [first, stop), at least one, which every row sees in full."""
         refs, wg = self.refs, self.wg
         plgpu.barrier_wait(refs.k_full.at[self.slot(first)])
         s = scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)
@@ -179,7 +187,7 @@ class Rows(NamedTuple):
                 return self.weights(s, c, m, l)
 
             acc, (m, l, alpha, p) = both_products(  # noqa: E741
-                refs.q_smem.at[wg], refs.k_smem.at[slot], acc, p, refs.v_smem.at[before], self.take_turn, weights
+                refs.q_smem.at[wg], refs.k_smem.at[slot], acc, p, refs.v_smem.at[before], weights, self.take_turn
             )
             plgpu.barrier_arrive(refs.v_free.at[before])
             acc = acc * per_row(alpha, acc)
@@ -271,26 +279,3 @@ def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
     if cap is not None:
         return tanh(s, scale / cap), cap * LOG2_E
     return (s, scale * LOG2_E) if scale > 0 else (s * (scale * LOG2_E), 1.0)
-
-
-def both_products(q_smem, k_smem, acc, p, v_smem, issued, weights):
-    """Compute acc + p v, and weights(q k^T) = (m, l, alpha, next p) while the tensor core adds."""
-    if simulated():
-        s = scores(q_smem, k_smem, issued)
-        return accumulate(acc, p, v_smem), weights(s)
-    rows = filled((ROWS,), 0.0, ROW)
-
-    def products(refs):
-        acc_ref, *out_refs = refs
-
-        def product(s_ref):
-            plgpu.wgmma(s_ref, q_smem, k_smem.transpose((1, 0)))
-            plgpu.wgmma(acc_ref, p, v_smem)
-            issued()
-            for ref, value in zip(out_refs, weights(plgpu.wgmma_accumulator_load(s_ref, wait_n=1)), strict=True):
-                ref[...] = value
-
-        pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
-
-    acc, *out = pl.run_state(products)((plgpu.ACC.init(acc), rows, rows, rows, filled(p.shape, 0.0)))
-    return acc, out

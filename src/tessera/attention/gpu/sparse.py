@@ -9,7 +9,7 @@ and the end of the list last. The last block may hold fewer tiles: the copy of i
 Ids past count are never read. Values at or past kv_len may be NaN and 0 * NaN is NaN: in the one block of a list that
 can hold some, the fetching warpgroup zeroes them in shared memory before it announces the block.
 
-A query tile that is no multiple of 8 tokens is padded to one, and rows are padded to whole 64-row products: with
+A query tile that is not a multiple of 8 tokens is padded to one, and rows are padded to whole 64-row products: with
 G query heads and query_tile tokens, 64 * ceil(G * query_tile / 64) rows are computed. G = 1 at query_tile 32 wastes
 half of every product; G = 4 (Llama 3 8B) none.
 
@@ -28,11 +28,12 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import sparse_rows
 from tessera.attention.gpu.sparse_blocks import NEVER, Config, Cut, cut_call
 from tessera.attention.gpu.sparse_rows import Item, Refs, blocks_of, read, token_of
-from tessera.attention.gpu.warpgroup import ROWS, SHARED_BYTES, per_row, whole_lines
+from tessera.attention.gpu.warpgroup import HOPPER, ROWS, SHARED_BYTES, per_row, whole_lines
+from tessera.attention.kernel import Kernel
 
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
@@ -158,12 +159,6 @@ def launch(
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why this call cannot run here."""
-    if shapes.dtype not in DTYPES:
-        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
-    if shapes.capacity is None:
-        return "capacity=None: the call has no selection, the role is sparse"
-    if spec.mass:
-        return "mass=True asks for another role than sparse"
     if spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: smaller ones are not worth a copy each"
     if shapes.head_dim not in HEAD_DIMS:
@@ -216,5 +211,6 @@ KERNELS = (
         default_config=default_config,
         search_space=search_space,
         cost=work.sparse_prefill,
+        capability=HOPPER,
     ),
 )

@@ -1,7 +1,7 @@
 """How a sparse prefill call on Hopper is cut: rows of query tiles, blocks of listed keys, and a plan for every list.
 
-Before the launch, XLA computes which entries of a list some row sees, and which of those every row sees whole: tile ids
-ascend, so each of these is one run, and the entries that need masks are at its ends.
+Before the launch, XLA computes which entries of a list some row sees, and which of those every row sees in full: tile
+ids ascend, so each of these is one run, and the entries that need masks are at its ends.
 """
 
 import math
@@ -13,11 +13,9 @@ from jax import Array
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
-from tessera.attention.gpu.warpgroup import LEAST_TOKENS, ROWS
+from tessera.attention.gpu.warpgroup import LEAST_TOKENS, ROWS, WARPGROUPS
 from tessera.core.shapes import ceil_div, round_up
 
-WARPGROUPS = 2
-"""Warpgroups that compute; the next one fetches."""
 RESERVED_BYTES = 2048
 """Most bytes of shared memory for barriers and alignment."""
 NEVER = 1 << 30
@@ -127,7 +125,7 @@ class Plan(NamedTuple):
 
     Attributes:
         begin, end: units of the list that some row sees; the others are not read.
-        whole_from, whole_to: units [whole_from, whole_to) that every row sees whole.
+        whole_from, whole_to: units [whole_from, whole_to) that every row sees in full.
         first: absolute position of the query tile's first row.
         rows: rows of the query tile without padding.
         kv_len: valid keys.

@@ -5,7 +5,7 @@ find the rows that do not see it. One thread block is two compute warpgroups and
 warpgroups take the G * query_tile rows (query head, token) of a query tile, or a part of them, in one or two 64-row
 blocks each, and read the same keys. If all rows fit one 64-row block, each takes its own query tile and list.
 
-Blocks that every row sees whole run the unmasked loop, which keeps the tensor core busy: scores of a block are issued
+Blocks that every row sees in full run the unmasked loop, which keeps the tensor core busy: scores of a block are issued
 before the weighted values of the block before, and turned into weights while those are added up. The others, at both
 ends of a list, run a plain masked loop.
 """
@@ -22,15 +22,18 @@ from jax.experimental import pallas as pl
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionOut, Positions, Selection
-from tessera.attention.gpu.sparse_blocks import WARPGROUPS, Cut, Plan, plan
+from tessera.attention.gpu.sparse_blocks import Cut, Plan, plan
 from tessera.attention.gpu.warpgroup import (
+    LIST_COMPUTE_REGISTERS,
+    LIST_FETCH_REGISTERS,
     ROW,
     ROWS,
+    WARPGROUPS,
     accumulate,
+    both_products,
     filled,
     per_row,
     scores,
-    simulated,
     swizzled,
     tanh,
     whole_lines,
@@ -38,7 +41,6 @@ from tessera.attention.gpu.warpgroup import (
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div
 
-COMPUTE_REGISTERS, FETCH_REGISTERS = 232, 40
 SCRATCH_BYTES = 128
 """Bytes for reductions across warps, of which there are none: a row's maximum stays in one warp."""
 
@@ -95,7 +97,7 @@ def read(refs: Refs, item: Item, name: str) -> Array:
 
 
 def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
-    """Return block limits of a list: begin and stop of the blocks that every row sees whole, and the stop of all."""
+    """Return block indices in a list: begin and stop of those that every row sees in full, and the list's stop."""
     begin, end, whole_from, whole_to = (read(refs, item, name) for name in Plan._fields[:4])
     end = jnp.where(item.live, end, begin)
     stop, head = (jax.lax.div(jnp.maximum(x - begin, 0) + cut.units - 1, cut.units) for x in (end, whole_from))
@@ -119,7 +121,7 @@ def token_of(row_block: Array, cut: Cut) -> Int32[Array, "64"]:
 
 def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
     """Run a compute warpgroup: its rows against every block of the list, then out and lse."""
-    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    plgpu.set_max_registers(LIST_COMPUTE_REGISTERS, action="increase")
     item = read_item(wg if cut.lists == 2 else 0, cut)
     mine = [wg * cut.row_blocks + r for r in range(cut.row_blocks)]
     first_block = item.part * (WARPGROUPS * cut.row_blocks) + (0 if cut.lists == 2 else mine[0])
@@ -158,7 +160,7 @@ class Rows(NamedTuple):
     cut: Cut
 
     def masked(self, c: Array, states: tuple) -> tuple:
-        """Absorb block c of the list, of which a row may see none."""
+        """Absorb block c of the list under the mask: a row may see none of it."""
         refs, cut = self.refs, self.cut
         slot, states = self.item.slot(c, cut), list(states)
         plgpu.barrier_wait(refs.k_full.at[slot])
@@ -178,10 +180,11 @@ class Rows(NamedTuple):
         return tuple(states)
 
     def unmasked(self, first: Array, stop: Array, states: tuple) -> tuple:
-        """Absorb blocks [first, stop) of the list, at least one, which every row sees whole.
+        """Absorb blocks [first, stop) of the list, at least one, which every row sees in full.
 
-        A round is one block of keys and one 64-row block. The tensor core takes the scores of a round and, behind
-        them, the weighted values of the round before, while the vector units turn those scores into weights.
+        A round is one block of keys and one 64-row block. The tensor core takes the scores of a round and,
+        queued after them, the weighted values of the round before, while the vector units turn those scores into
+        weights.
         """
         cut = self.cut
         carry = self.rounds(first, list(states), None)
@@ -212,7 +215,7 @@ class Rows(NamedTuple):
                 before, v_slot = (r - 1, slot) if r else (last, self.item.slot(c - 1, cut))
                 if before == 0:
                     plgpu.barrier_wait(refs.v_full.at[v_slot])
-                acc, (m, l, alpha, weight) = overlapped(  # noqa: E741
+                acc, (m, l, alpha, weight) = both_products(  # noqa: E741
                     q_smem, k_smem, states[before][2], p, refs.v_smem.at[v_slot], weights
                 )
                 states[before] = (*states[before][:2], acc)
@@ -223,27 +226,6 @@ class Rows(NamedTuple):
             # Rounded only now: until here the tensor core reads the registers that these would be put in.
             p = jax.lax.optimization_barrier(weight.astype(cut.dtype))
         return tuple(states), p
-
-
-def overlapped(q_smem, k_smem, acc, p, v_smem, weights):
-    """Compute acc + p v, and weights(q k^T) = (m, l, alpha, next p) while the tensor core adds."""
-    if simulated():
-        return (lambda out: (accumulate(acc, p, v_smem), out))(weights(scores(q_smem, k_smem)))
-    rows = filled((ROWS,), 0.0, ROW)
-
-    def products(refs):
-        acc_ref, *out_refs = refs
-
-        def product(s_ref):
-            plgpu.wgmma(s_ref, q_smem, k_smem.transpose((1, 0)))
-            plgpu.wgmma(acc_ref, p, v_smem)
-            for ref, value in zip(out_refs, weights(plgpu.wgmma_accumulator_load(s_ref, wait_n=1)), strict=True):
-                ref[...] = value
-
-        pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
-
-    acc, *out = pl.run_state(products)((plgpu.ACC.init(acc), rows, rows, rows, filled(p.shape, 0.0)))
-    return acc, out
 
 
 def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable = lambda s: s) -> tuple[Array, Array, Array, Array]:  # noqa: E741
@@ -305,7 +287,7 @@ def body(*refs, source: Source, cut: Cut):
 
     @pl.when(wg == WARPGROUPS)
     def fetch_keys():
-        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+        plgpu.set_max_registers(LIST_FETCH_REGISTERS, action="decrease")
         source.fetch(refs, [read_item(lane, cut) for lane in range(cut.lists)], cut)
 
 

@@ -13,10 +13,19 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from tessera.attention.kernel import Capability
 from tessera.attention.simulation import simulated_by
 
+HOPPER = Capability(name="9.0 (Hopper)", least=9.0, most=9.0)
+"""Later chips lack wgmma, Hopper's matrix instruction, too."""
 ROWS = 64
 """Rows of one warpgroup's product."""
+WARPGROUPS = 2
+"""Warpgroups of a thread block that compute; in the prefill kernels the next one fetches."""
+FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
+"""Registers per thread of a warpgroup that fetches ranges, and of each of the two that compute: 504 in all."""
+LIST_FETCH_REGISTERS, LIST_COMPUTE_REGISTERS = 40, 232
+"""The same where the fetching warpgroup reads lists and computes addresses."""
 LEAST_TOKENS = 8
 """TMA fills swizzled shared memory eight rows at a time."""
 SHARED_BYTES = 232_448
@@ -33,6 +42,13 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 def swizzled(dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Transforms of a [..., rows, columns] tile in shared memory that products read."""
     return plgpu.TilingTransform((8, LINE_BYTES // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(LINE_BYTES)
+
+
+def capability() -> str | None:
+    """Return the compute capability of the GPU here ("9.0"; other vendors name theirs otherwise); None without one."""
+    if jax.default_backend() != "gpu":
+        return None
+    return str(getattr(jax.devices()[0], "compute_capability", "none"))
 
 
 def simulated() -> bool:
@@ -74,6 +90,32 @@ def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = la
         while_busy()
 
     return pl.run_state(product)(plgpu.ACC.init(acc))
+
+
+def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Callable[[], None] = lambda: None):
+    """Compute acc + p v, and weights(q k^T) = (m, l, alpha, next p) while the tensor core adds.
+
+    issued runs once both products are the tensor core's.
+    """
+    if simulated():
+        s = scores(q_smem, k_smem, issued)
+        return accumulate(acc, p, v_smem), weights(s)
+    rows = filled((ROWS,), 0.0, ROW)
+
+    def products(refs):
+        acc_ref, *out_refs = refs
+
+        def product(s_ref):
+            plgpu.wgmma(s_ref, q_smem, k_smem.transpose((1, 0)))
+            plgpu.wgmma(acc_ref, p, v_smem)
+            issued()
+            for ref, value in zip(out_refs, weights(plgpu.wgmma_accumulator_load(s_ref, wait_n=1)), strict=True):
+                ref[...] = value
+
+        pl.run_scoped(product, plgpu.ACC((q_smem.shape[0], k_smem.shape[0]), jnp.float32))
+
+    acc, *out = pl.run_state(products)((plgpu.ACC.init(acc), rows, rows, rows, filled(p.shape, 0.0)))
+    return acc, out
 
 
 def tanh(x: Array, factor: float) -> Array:

@@ -29,6 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.online_softmax import LOG2_E
 from tessera.attention.tpu.matrix_unit import LANES
+from tessera.attention.tpu.prefill_blocks import masked_runs
 from tessera.core.shapes import ceil_div, round_up
 
 
@@ -128,15 +129,7 @@ def chunk_range(first, last, kv_len, base, cut: Cut, xp=jnp) -> Range:
     def chunk_of(position, up: bool):
         return (xp.clip(position - base, 0, cut.block_s) + (cut.chunk - 1 if up else 0)) // cut.chunk
 
-    stop = full_stop = kv_len
-    if cut.spec.causal:
-        stop, full_stop = xp.minimum(kv_len, last + 1), xp.minimum(kv_len, first + 1)
-    stop, full_stop = chunk_of(stop, True), chunk_of(full_stop, False)
-    begin = full_begin = 0 * stop
-    if cut.spec.window is not None:
-        begin = xp.minimum(chunk_of(first - cut.spec.window + 1, False), stop)
-        full_begin = xp.clip(chunk_of(last - cut.spec.window + 1, True), begin, stop)
-    return Range(begin, full_begin, xp.clip(full_stop, full_begin, stop), stop)
+    return Range(*masked_runs(first, last, kv_len, cut.spec, chunk_of, xp))
 
 
 def range_of(b, slab, i, positions: Positions, cut: Cut) -> Range:

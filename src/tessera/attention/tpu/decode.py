@@ -1,16 +1,16 @@
 """Decode attention for TPU: one query row per sequence, bound by reading the cache, so every byte is read once.
 
-K and V stay in HBM. A grid step is one sequence and a few KV heads; it copies blocks of block_s keys of those heads
-into one of two buffers while it computes on the other, as many as hold the sequence's visible keys (a run-time trip
-count), and during its last block fetches the first block of the next sequence: a ragged batch wastes no step and the
+K and V stay in HBM. A grid step is one sequence and a few KV heads. It loops over the blocks of block_s keys that hold
+the sequence's visible keys (a run-time trip count), copies one block into one of two buffers while it computes on the
+other, and during its last block fetches the first block of the next sequence: a ragged batch wastes no step and the
 copies never pause. Blocks that the ends of the visible range cut are copied in small units, so that the copies exceed
 the visible keys by less than a unit at each end.
 
 The three roles differ only in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each
 head side by side; ids ascend, so a row again sees one range [lo, hi) of list positions, and the same mask
 serves. Ids stream through SMEM in pieces, this step's and the next one's. Score: dense, and the matrix unit sums each
-tile's weights (split into three bfloat16 parts, exact) into a bank that keeps log2 of the sum, running maximum
-included; after the last block 2^(bank - lse) summed over the G rows is the mass.
+tile's weights (split exactly into three bfloat16 parts) into a bank, which keeps log2 of the sum plus the running
+maximum; after the last block 2^(bank - lse) summed over the G rows is the mass.
 
 Work: 4 H flops per (row, key). Traffic: 2 H bytes-per-element per visible or listed key and KV head.
 """
@@ -27,9 +27,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
-from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Shapes
-from tessera.attention.gradient import differentiable
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Shapes
+from tessera.attention.gradient import differentiable_decode
+from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.attention.tpu.decode_blocks import (
     LANES,
@@ -43,7 +43,7 @@ from tessera.attention.tpu.decode_blocks import (
     stream_lists,
 )
 from tessera.attention.tpu.decode_copies import Stream, blank_values, is_whole, listed_keys, move_keys, move_tiles, span
-from tessera.attention.tpu.exact_products import product, thirds
+from tessera.attention.tpu.matrix_unit import product, thirds
 from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float32")
@@ -270,7 +270,7 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     return AttentionOut(out, lse, mass[0].reshape(*shape[:2], 1, -1)[..., :tiles])
 
 
-dense = differentiable(attend)
+dense = differentiable_decode(attend)
 """Dense decode, differentiable in q, k and v."""
 
 
@@ -349,10 +349,6 @@ def chip() -> tuple[int, int]:
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why this call cannot run here."""
-    if shapes.num_queries != 1:
-        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} is more than 256"
     if role != "dense" and spec.tile < 16:

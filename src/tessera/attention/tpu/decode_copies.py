@@ -1,6 +1,6 @@
 """How decode kernels bring blocks of the cache on chip: copy K and V into one of two buffers, zero unseen values.
 
-Blocks that every row sees whole are copied in one piece (keys) or in straight-line runs of tiles, and awaited at once.
+Blocks that every row sees in full are copied in one piece (keys) or in straight-line runs of tiles, with one wait.
 Blocks that the end of a range cuts are copied unit by unit, so that no copy exceeds the range by more than a unit.
 """
 
@@ -192,7 +192,7 @@ def blank_values(stream: Stream, cut: Cut, step, block, slot) -> None:
         with jax.named_scope("blank_head"):
             lo, hi = span(stream, cut, step, head, block)
             start = (lo + cut.unit - 1) // cut.unit
-            stop = jnp.maximum(hi // cut.unit, start)  # units [start, stop) are seen whole
+            stop = jnp.maximum(hi // cut.unit, start)  # units [start, stop) are seen in full
 
             def unit(i, _):
                 with jax.named_scope("blank_unit"):

@@ -1,7 +1,7 @@
 """Prefill attention for TPU: dense, and score (dense plus every key tile's mass) in the same pass.
 
 One grid step is one KV head's row block (block_t tokens x G query heads, about 2,048 rows) against block_s keys. Key
-blocks that no row can see are neither fetched nor computed; blocks every row sees whole run one straight line of
+blocks that no row can see are neither fetched nor computed; blocks every row sees in full run one straight line of
 block_s / chunk online-softmax updates without masks. A block that only the causal diagonal touches runs the keys
 before the rows unmasked, then the corner: one straight line of updates, each for the rows from its keys' positions on,
 so that above the diagonal half of sub_t keys a row are wasted. Blocks that another mask can touch, or whose rows do not
@@ -28,8 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
-from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
+from tessera.attention.gradient import differentiable
+from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.tpu import backward as tpu_backward
 from tessera.attention.tpu.prefill_blocks import (
@@ -47,8 +48,7 @@ from tessera.attention.tpu.prefill_blocks import (
     step_ranges,
     whole,
 )
-from tessera.attention.tpu.prefill_result import write
-from tessera.attention.tpu.prefill_rows import Refs, Rows, absorb, load, own_keys, split, store, visible
+from tessera.attention.tpu.prefill_rows import Refs, Rows, absorb, load, own_keys, split, store, visible, write_results
 from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
@@ -118,7 +118,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
     @pl.when(j == pl.num_programs(3) - 1)
     @jax.named_scope("last")
     def last_step():
-        write(refs, i, keys, cut)
+        write_results(refs, i, keys, cut)
 
 
 def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
@@ -196,7 +196,7 @@ def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
             refs.q_scaled[at : at + cut.sub_t] = x.astype(refs.q_scaled.dtype)
 
 
-def attend(q: Array, k: Array, v: Array, spec: AttentionSpec, positions: Positions, config: Config) -> AttentionOut:
+def attend(q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
     """Run the kernel on [B,T,N,H] queries and [B,K,S,H] keys and values."""
     shapes = KeyValues(k, v).shapes(q)
     cut = cut_call(spec, shapes, config)
@@ -289,28 +289,18 @@ def vmem_limit() -> int:
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
     """Dense prefill, differentiable in q, k and v, or score with spec.mass."""
     if spec.mass:
-        return attend(q, kv.k, kv.v, spec, positions, config)
+        return attend(q, kv.k, kv.v, positions, spec, config)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Dense prefill; a separate kernel computes its gradient."""
-    return attend(q, k, v, spec, positions, config)
+def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec, positions, config) -> tuple:
+    """dq, dk and dv by a separate kernel with separate block sizes."""
+    (out, lse, _), (d_out, d_lse, _) = result, cotangents
+    return tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions)
 
 
-def _forward(q, k, v, positions, spec, config):
-    result = attend(q, k, v, spec, positions, config)
-    return result, (q, k, v, positions, result)
-
-
-def _backward(spec: AttentionSpec, config: Config, saved, cotangents: AttentionOut):
-    q, k, v, positions, result = saved
-    d_out, d_lse, _ = cotangents
-    return *tpu_backward.gradients(q, k, v, result.out, result.lse, d_out, d_lse, spec, positions), None
-
-
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend, gradients)
+"""Dense prefill, differentiable in q, k and v."""
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:

@@ -4,7 +4,7 @@ Everything the kernel must know before it computes a score, in plain arithmetic 
 share.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,14 +30,14 @@ class Config:
         block_t: query tokens per row block (times G rows); rounded up to whole query tiles when scoring.
         block_s: keys per grid step, a power of two of at least 128.
         chunk: keys per online-softmax update, a power of two of at least 128, at most block_s.
-        step: keys per iteration of the loop over a block that a mask can touch, and query tokens that go through it at
-            a time, where the block is not a corner of the causal mask: a power of two, at least chunk. Longer is
-            faster per score, shorter wastes less above the diagonal.
+        step: keys, and query tokens, per iteration of the loop over a block that a mask may cut (outside the corner of
+            the causal mask): a power of two, at least chunk. Longer is faster per score, shorter wastes less above
+            the diagonal.
         matrix_sums: row sums (and tile masses) come from extra columns of V: free where the matrix unit has idle ones.
         half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on;
             `prefill_rows` states the assumption).
-        state_in_vmem: maximum and sums go to VMEM after every update and come back for the next, instead of staying
-            values of straight-line code. Registers cannot hold a block of rows either way: this decides when it moves.
+        state_in_vmem: store maximum and sums to VMEM after every update and load them for the next, instead of keeping
+            them as values of straight-line code. Registers cannot hold a block of rows, so they spill otherwise.
     """
 
     block_t: int
@@ -85,7 +85,7 @@ class Cut(NamedTuple):
 
     @property
     def corner(self) -> bool:
-        """Whether straight-line code handles the keys at a row block's own positions (tpu_prefill.corner).
+        """Whether straight-line code handles the keys at a row block's own positions (`prefill.corner`).
 
         Not for short row blocks, which would take the keys before them in equally short pieces, nor for row blocks
         that do not divide a key block.
@@ -193,32 +193,37 @@ def is_diagonal(first, start, kv_len, cut: Cut):
     """Whether the rows' first position, `first`, is a multiple of block_t past `start`, and the keys at the rows' own
     positions all exist.
 
-    A key block that some row needs and not every row sees whole then consists of keys that all rows see, followed by
+    A key block that some row needs and not every row sees in full then consists of keys that all rows see, followed by
     the corner.
     """
     return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
 
 
-def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
-    """Steps of the key block from `start` that a token block from position `first` needs, in three runs:
+def masked_runs(first, last, kv_len, spec: AttentionSpec, step_of: Callable, xp) -> tuple:
+    """Steps of a key block that rows at positions `first` to `last` need, in three runs:
 
-    [begin, full_begin) and [full_stop, stop) need a mask, [full_begin, full_stop) do not. xp is jax.numpy in the
-    kernel, numpy in the prediction.
+    [begin, full_begin) and [full_stop, stop) need a mask, [full_begin, full_stop) do not. step_of(position, up) is the
+    number of whole steps of the block below a position, with `up` of any; xp is jax.numpy in a kernel, numpy in the
+    prediction. `last` may be below `first` (no rows) only where kv_len is 0.
     """
-    last = first + cut.turn_t - 1
+    stop = full_stop = kv_len
+    if spec.causal:
+        stop, full_stop = xp.minimum(kv_len, last + 1), xp.minimum(kv_len, first + 1)
+    stop, full_stop = step_of(stop, True), step_of(full_stop, False)
+    begin = full_begin = 0
+    if spec.window is not None:
+        begin = xp.minimum(step_of(first - spec.window + 1, False), stop)
+        full_begin = xp.clip(step_of(last - spec.window + 1, True), begin, stop)
+    return begin, full_begin, xp.maximum(full_stop, full_begin), stop
+
+
+def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
+    """Return `masked_runs` of the key block from `start` for the token block from position `first`."""
 
     def step_of(position, up: bool):
         return whole(xp.clip(position - start, 0, cut.block_s) + (cut.step - 1 if up else 0), cut.step)
 
-    stop = full_stop = kv_len
-    if cut.spec.causal:
-        stop, full_stop = xp.minimum(kv_len, last + 1), xp.minimum(kv_len, first + 1)
-    stop, full_stop = step_of(stop, True), step_of(full_stop, False)
-    begin = full_begin = 0
-    if cut.spec.window is not None:
-        begin = xp.minimum(step_of(first - cut.spec.window + 1, False), stop)
-        full_begin = xp.clip(step_of(last - cut.spec.window + 1, True), begin, stop)
-    return begin, full_begin, xp.maximum(full_stop, full_begin), stop
+    return masked_runs(first, first + cut.turn_t - 1, kv_len, cut.spec, step_of, xp)
 
 
 def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:

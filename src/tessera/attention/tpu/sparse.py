@@ -26,8 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention import work
-from tessera.attention.config_space import distinct
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
+from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E
 from tessera.attention.tpu.matrix_unit import dot, widen
 from tessera.attention.tpu.prefill_rows import weigh
@@ -357,12 +357,6 @@ def launch(
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """None, or why this call cannot run here."""
-    if shapes.dtype not in DTYPES:
-        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
-    if shapes.capacity is None:
-        return "capacity=None: the call has no selection, the role is sparse"
-    if spec.mass:
-        return "mass=True asks for another role than sparse"
     if spec.tile < PACKED:
         return f"tile={spec.tile} must be at least {PACKED}: a copy moves whole packed registers"
     if shapes.head_dim > 256:

@@ -127,7 +127,7 @@ class Item(NamedTuple):
         kv_len: keys that exist.
         q_len: query rows that exist.
         count: listed tiles that some row may see.
-        whole: entries [whole_from, whole) are seen whole by every row.
+        whole: entries [whole_from, whole) are seen in full by every row.
     """
 
     block: Array

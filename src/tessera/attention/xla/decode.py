@@ -16,8 +16,9 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
-from tessera.attention.gradient import row_gradients
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
+from tessera.attention.gradient import differentiable, row_gradients
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import LOG2_E, SoftmaxState, absorb, finish_state, init_state, score_bits
 from tessera.attention.visibility import Range, decode_range
 from tessera.core.shapes import ceil_div, round_up
@@ -34,15 +35,6 @@ class Config:
     def __post_init__(self):
         if self.block_s < 1:
             raise ValueError(f"block_s={self.block_s} must be at least 1")
-
-
-def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
-    if shapes.num_queries != 1:
-        return f"it takes one query row per sequence, the call has {shapes.num_queries}"
-    if shapes.dtype not in DTYPES:
-        return f"dtype {shapes.dtype} is not one of {', '.join(DTYPES)}"
-    return None
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -118,24 +110,14 @@ def attend_dense(
     return finish_state(state, (keys.stop > keys.start)[:, None, None])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def dense(q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config):
-    """`attend_dense`, differentiable in q, k and v."""
-    return attend_dense(q, k, v, positions, spec, config)
-
-
-def _forward(q, k, v, positions, spec, config):
-    out, lse = attend_dense(q, k, v, positions, spec, config)
-    return (out, lse), (q, k, v, positions, out, lse)
-
-
-def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
-    q, k, v, positions, out, lse = saved
+def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Positions, config: Config):
+    """dq, dk and dv of `attend_dense`, in one step over all keys."""
     mask = in_range(jnp.arange(k.shape[2]), decode_range(spec, positions, k.shape[2]))
-    return *row_gradients(q, k, v, mask, (out, lse), cotangents, spec), None
+    return row_gradients(q, k, v, mask, result, cotangents, spec)
 
 
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend_dense, gradients)
+"""`attend_dense`, differentiable in q, k and v."""
 
 
 def launch_dense(q, kv: KeyValues, spec, positions, selection, config) -> AttentionOut:
@@ -232,7 +214,6 @@ def _kernel(role: str, launch) -> Kernel:
         role=role,
         phase="decode",
         dtypes=DTYPES,
-        supports=functools.partial(supports, role),
         launch=launch,
         Config=Config,
         default_config=default_config,

@@ -7,7 +7,7 @@ blocks its rows can see (q_start, kv_len and the window make it a run-time trip 
 blocks that a mask can touch. Work is 4 H flops per visible (row, key) pair, memory O(T + S) plus one block.
 
 Scoring keeps each tile's sum per row and the running maximum it was taken at, and weighs them by 2^(m - lse) after
-the last block: dense attention and every tile's mass in one pass (KASCADE.md, fused anchor).
+the last block: dense attention and every tile's mass in one pass.
 """
 
 import functools
@@ -22,7 +22,9 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
+from tessera.attention.gradient import differentiable
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import (
     LN_2,
     LOG2_E,
@@ -136,7 +138,7 @@ def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num
 def key_ranges(first: Array, mine: Positions, num_keys: int, plan: Plan) -> tuple[Array, Array, Array, Array]:
     """Key blocks that rows first.. of all heads of the group need: (start, full_start, full_stop, stop).
 
-    Blocks in [full_start, full_stop) are seen whole by every row of every sequence that sees anything; the rest of
+    Blocks in [full_start, full_stop) are seen in full by every row of every sequence that sees anything; the rest of
     [start, stop) needs a mask. Sequences that see nothing here do not count: their rows are not valid.
     """
     row, last = mine.q_start + first, mine.q_start + jnp.minimum(first + plan.block_t, mine.q_len) - 1
@@ -256,24 +258,13 @@ def unblock_mass(mass: Float[Array, "M Y I J"], like: Float[Array, "B T N H"], n
     return mass[:, :, : ceil_div(num_queries, plan.spec.query_tile), : ceil_div(num_keys, plan.spec.tile)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def dense(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> tuple[Array, Array]:
-    """Dense attention, differentiable in q, k and v."""
-    return attend(q, k, v, positions, spec, config)[:2]
-
-
-def _forward(q, k, v, positions, spec, config):
-    out, lse, _ = attend(q, k, v, positions, spec, config)
-    return (out, lse), (q, k, v, positions, out, lse)
-
-
-def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
+def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Positions, config: Config):
     """Recompute scores block by block; with p = 2^(y - lse), d = rowsum(do out) - dlse, ds = p (do v^T - d) scale:
 
     dq = ds k, dk = ds^T q, dv = p^T do. Scores are computed transposed, [keys, rows]: then only dq contracts over
     the leading axis of its left operand, which costs XLA on CPU up to twice the plain product.
     """
-    q, k, v, positions, out, lse = saved
+    out, lse, _ = result
     kv_heads, num_keys = k.shape[1:3]
     plan = plan_blocks(spec, config, q, k)
     num_blocks = ceil_div(q.shape[1], plan.block_t)
@@ -315,10 +306,11 @@ def _backward(spec: AttentionSpec, config: Config, saved, cotangents):
     indices = jnp.arange(blocks[0].shape[0], dtype=jnp.int32)
     (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), (indices, *blocks))
     dk, dv = (x.reshape(k.shape).astype(k.dtype) for x in (dk, dv))
-    return unblock_queries(dq, q, plan), dk, dv, None
+    return unblock_queries(dq, q, plan), dk, dv
 
 
-dense.defvjp(_forward, _backward)
+dense = differentiable(attend, gradients)
+"""Dense attention, differentiable in q, k and v."""
 
 
 def add_keys(total: Float[Array, "X S H"], part: Float[Array, "Y P H"], block: Block, start: Array) -> Array:
@@ -347,17 +339,6 @@ def launch_score(
     return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config))
 
 
-def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
-    if shapes.dtype not in DTYPES:
-        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
-    if spec.mass != (role == "score"):
-        return f"mass={spec.mass} asks for another role than {role}"
-    if shapes.capacity is not None:
-        return f"capacity={shapes.capacity}: a selection asks for another role than {role}"
-    return None
-
-
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """256 rows against 256 keys: little waste above the diagonal, and within noise of larger blocks (LOG.md)."""
     return Config(block_t=max(256 * shapes.num_kv_heads // shapes.num_heads, 1), block_s=256)
@@ -378,7 +359,6 @@ def _kernel(role: str, launch) -> Kernel:
         role=role,
         phase="prefill",
         dtypes=DTYPES,
-        supports=functools.partial(supports, role),
         launch=launch,
         Config=Config,
         default_config=default_config,

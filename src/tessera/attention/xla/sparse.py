@@ -2,7 +2,7 @@
 
 One query tile of one KV head is query_tile x G rows against its own list. A step takes several consecutive query tiles
 of one head, whose lists are about equally long; one head may list no far tile and the next all (budgets per KV head).
-Tiles ascend, so those that every row sees whole come first (no window): they run several per step without a mask. The
+Tiles ascend, so those that every row sees in full come first (no window): they run several per step without a mask. The
 rest, mainly the diagonal, run in smaller masked steps, so that rounding the list up to whole steps wastes little. A
 step copies only its few K and V tiles side by side (2 H bytes-per-element per key, 1 / rows of the step's products);
 K and V stay in place. The number of steps is a run-time value. Work is 4 H flops per
@@ -19,7 +19,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import absorb, finish_state, init_state, raw_scores, sees_any, visible_mask
 from tessera.core.shapes import ceil_div
 
@@ -51,7 +52,7 @@ class Lists(NamedTuple):
 
 
 def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
-    """Count the leading entries that every row sees whole: 0 with a window, which may cut the first entries."""
+    """Count the leading entries that every row sees in full: 0 with a window, which may cut the first entries."""
     if spec.window is not None:
         return jnp.zeros_like(lists.count)
     stop = jnp.minimum(lists.kv_len, lists.row[:, 0] + 1) if spec.causal else lists.kv_len
@@ -189,17 +190,6 @@ def launch(
     return AttentionOut(by_token(out), by_token(lse))
 
 
-def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
-    if shapes.dtype not in DTYPES:
-        return f"dtype={shapes.dtype} must be one of {', '.join(DTYPES)}"
-    if shapes.capacity is None:
-        return "capacity=None: the call has no selection, the role is sparse"
-    if spec.mass:
-        return "mass=True asks for another role than sparse"
-    return None
-
-
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
     """Four tiles of 128 keys per unmasked step, one per masked step."""
     return Config(block_s=512, mask_s=128)
@@ -219,7 +209,6 @@ KERNELS = (
         role="sparse",
         phase="prefill",
         dtypes=DTYPES,
-        supports=supports,
         launch=launch,
         Config=Config,
         default_config=default_config,

@@ -6,29 +6,23 @@ after another. Each step is a gate. The latter two need the extra "deviceless" (
 but no driver and no GPU. A compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out.
 """
 
-import os
 import re
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
 from jax._src.pallas.mosaic.error_handling import MosaicError
 from jax._src.pallas.mosaic_gpu.lowering import LoweringError
 
+from tessera.deviceless import compiler
+from tessera.deviceless.compiler import INSTALL, CompileError, Meaning, Process, classify, worker
 from tessera.deviceless.gpu import sass
 from tessera.deviceless.gpu.targets import TARGETS
-from tessera.deviceless.process import Process
 from tessera.deviceless.programs import attention_call
-from tessera.deviceless.tpu.compiler import LONGEST_TEXT, CompileError, Meaning, out_of_time
-
-WORKER = Path(__file__).with_name("worker.py")
-
-INSTALL = "install the extra: pip install 'tessera-attention[deviceless]'"
 
 MEANINGS: tuple[Meaning, ...] = (
     Meaning(
@@ -72,41 +66,21 @@ MEANINGS: tuple[Meaning, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """Result of compiling one program, or the error.
+class Compiled(compiler.Compiled):
+    """Result of compiling one program for a GPU, or the error; `program` lacks the kernels' serialised code.
 
     Attributes:
-        chip: short name ("h200").
-        error: None if it compiled.
-        compile_s: seconds in the compiler; of the whole attempt if it failed.
-        memory: bytes of main memory: argument, output, temp, alias, generated_code.
         kernels: reports on the program's Mosaic kernels, in order of compilation.
-        settings: block sizes that the kernel chose.
-        about: everything else that the program's factory returned.
-        program: the compiled program's text, without the kernels' serialised code.
     """
 
-    chip: str
-    error: CompileError | None
-    compile_s: float
-    memory: Mapping[str, int] = MappingProxyType({})
     kernels: tuple[sass.Report, ...] = ()
-    settings: str | None = None
-    about: Mapping[str, Any] = MappingProxyType({})
-    program: str = ""
-
-    @property
-    def hbm_bytes(self) -> int:
-        """Main memory the program holds while it runs."""
-        m = self.memory
-        return m["argument"] + m["output"] + m["temp"] + m["generated_code"] - m["alias"] if m else 0
 
 
 def lower(program: Mapping[str, Any]) -> CompileError | None:
     """Lower an attention call for CUDA with the installed jax; return the error, or None if it lowers.
 
     Args:
-        program: from `tpu.attention_program`.
+        program: from `attention_program`.
     """
     try:
         function, arguments, _ = attention_call(**{k: program[k] for k in ("kernel", "spec", "shapes", "config")})
@@ -122,7 +96,7 @@ def compile_for(chip: str, program: Mapping[str, Any], *, limit_s: float = 300.0
         return compiler.compile(program, limit_s=limit_s)
 
 
-class Compiler:
+class Compiler(Process):
     """A process that compiles one program after another; a timeout kills it, and the next program restarts it.
 
     Args:
@@ -139,63 +113,42 @@ class Compiler:
         if chip not in TARGETS:
             raise ValueError(f"{chip=} must be one of {', '.join(TARGETS)}")
         self.chip, self._target = chip, TARGETS[chip].read_text()
-        self._process = Process([python or sys.executable, "-P", str(WORKER)], environment(paths), niceness)
+        super().__init__(worker(python), environment(paths), niceness)
 
     def compile(self, program: Mapping[str, Any], *, limit_s: float = 300.0) -> Compiled:
-        """Compile a program from `tpu.attention_program` or `tpu.factory_program`.
+        """Compile a program from `attention_program` or `factory_program`.
 
         Args:
             limit_s: seconds before the process is killed; the error's kind is then "time".
         """
+        request = {**program, "platform": "cuda", "target": self._target}
         with tempfile.TemporaryDirectory(prefix="tessera-compile-") as folder:
-            reply = self._process.ask({**program, "target": self._target, "dump": folder}, limit_s)
-            if not reply["compiled"]:
-                late = limit_s if reply["stage"] == "time" else None
-                error = explain(reply["error"], said=reply.get("said", ""), limit_s=late, stage=reply["stage"])
-                return Compiled(chip=self.chip, error=error, compile_s=reply.get("compile_s", 0.0))
-            return Compiled(
-                chip=self.chip,
-                error=None,
-                compile_s=reply["compile_s"],
-                memory=reply["memory"],
-                kernels=sass.read(Path(folder)),
-                settings=reply["about"].get("settings"),
-                about=reply["about"],
-                program=plain((Path(folder) / "program.hlo").read_text()),
-            )
-
-    def __enter__(self) -> "Compiler":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.__exit__(*exc)
+            paths = {"dump": folder, "report": str(Path(folder, sass.COMPILER))}
+            reply = self.ask(request | paths, limit_s)
+            details = {name: reply[name] for name in ("stage", "said") if name in reply}
+            found = Compiled.from_reply(self.chip, reply, partial(explain, **details))
+            if found.error is not None:
+                return found
+            text = Path(folder, "program.hlo").read_text()
+            return replace(found, kernels=sass.read(Path(folder)), program=plain(text))
 
 
 def environment(paths: Sequence[str] = ()) -> dict[str, str]:
-    """Build the child's environment: jax on CPU, so that the CUDA plug-in looks for no driver, and no cache."""
-    found = {name: value for name, value in os.environ.items() if not name.startswith("MOSAIC_GPU_DUMP")}
-    found |= {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    """Build the child's environment; jax on CPU keeps the CUDA plug-in from looking for a driver."""
     source = str(Path(__file__).parents[3])  # the worker runs as a file and imports this package
-    found["PYTHONPATH"] = os.pathsep.join([*paths, source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return found
+    found = compiler.environment([*paths, source])
+    return {name: value for name, value in found.items() if not name.startswith("MOSAIC_GPU_DUMP")}
 
 
-def explain(text: str, *, said: str = "", limit_s: float | None = None, stage: str = "lower") -> CompileError:
+def explain(text: str, *, stage: str = "lower", said: str = "") -> CompileError:
     """Classify a compiler's message and find the way out; `said` is ptxas' output before it."""
     text = " ".join(text.split())
-    if limit_s is not None:
-        return out_of_time(text, limit_s)
     missing = r"ptxas and nvdisasm are missing|topology not implemented for cuda|No module named 'jax_cuda13"
     if stage == "compiler" and re.search(missing, text):
         meaning = "the CUDA compiler (jax's CUDA plug-in, ptxas, nvdisasm) is missing"
         return CompileError("program", text, meaning, INSTALL)
     refused = next((line for line in said.splitlines() if re.match(r"ptxas.*(error|fatal)", line)), None)
-    text = f"{refused} ({text})" if refused else text
-    text = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
-    for kind, pattern, meaning, way_out in MEANINGS:
-        if re.search(pattern, text):
-            return CompileError(kind, text, meaning, way_out)
-    return CompileError("program", text, "the program is wrong before it meets the chip", "read the message")
+    return classify(f"{refused} ({text})" if refused else text, MEANINGS)
 
 
 def plain(program: str) -> str:

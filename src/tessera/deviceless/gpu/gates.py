@@ -5,9 +5,8 @@ block, and one of them multiplies on the tensor cores (HGMMA) and loads by the c
 thread (LDGSTS.128). A kernel with LDGSTS copies must also group them and wait for them (LDGDEPBAR, DEPBAR).
 """
 
-from tessera.attention.contract import Kernel
 from tessera.attention.dispatch import KERNELS
-from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.kernel import Kernel
 from tessera.core import hardware
 from tessera.deviceless.gpu import sass
 
@@ -60,5 +59,5 @@ def unawaited(report: sass.Report) -> str | None:
 
 
 def gpu_kernels() -> tuple[Kernel, ...]:
-    """List the table's Mosaic kernels for NVIDIA GPUs; cuDNN's compile only on a GPU."""
-    return tuple(kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel not in gpu_cudnn.KERNELS)
+    """List the table's kernels for NVIDIA GPUs that compile without one."""
+    return tuple(kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.simulable)

@@ -1,34 +1,27 @@
-"""`tessera inspect --chip h200`: one attention call compiled for an NVIDIA GPU this machine lacks, and its roofline.
+"""One attention call compiled for an NVIDIA GPU that this machine lacks, and its roofline.
 
 The report reads the machine code (registers, spills, shared memory, instructions). The time is a roofline, a bound from
 the call's work and the chip's measured ceilings: no kernel can beat it, and it does not predict this one's time.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
-from tessera.attention.dispatch import KERNELS, choose, refusal
-from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.dispatch import choose
+from tessera.attention.kernel import Kernel
 from tessera.core import hardware
 from tessera.core.memory import format_bytes
 from tessera.core.units import quantity
-from tessera.deviceless import hlo, programs
+from tessera.deviceless import hlo, inspection
+from tessera.deviceless.compiler import CompileError, attention_program
 from tessera.deviceless.gpu import compiler as gpu
 from tessera.deviceless.gpu import gates, sass
-from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection
-
-KEYS = (
-    "chip kernel config dispatched refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes "
-    "steps instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
-).split()
 
 
 class Ceilings(NamedTuple):
@@ -47,54 +40,75 @@ FLOAT32 = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspection:
-    """One call on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
+class Inspection(inspection.Inspection):
+    """One call on one GPU.
 
     Attributes:
         dispatched: kernel that dispatch chooses for such a call on a GPU; it may be cuDNN's, which compiles only there.
-        refused: our own kernels for such a call, each with the reason it cannot take this one; empty if one can.
         registers: per thread at launch, maximum over the call's kernels; likewise spill_bytes and shared_bytes.
         spill_bytes: per thread, stores and loads together.
-        hbm_bytes, temp_bytes: main memory held while the call runs, and the part that is neither argument nor result.
+        temp_bytes: main memory that is neither argument nor result.
         steps: thread blocks launched, all launches of a call together; None if unknown.
         launches: launches per call of each kernel whose launches can be counted.
         instructions: occurrences in the code of all the call's kernels, not executions.
         gates: the gates that the code breaks, empty if none; None if the call has no kernel of ours.
-        flops: of the work; masked and padded products do not count.
         roofline_ms: max(flops / rate, bytes / bandwidth, exponentials / rate): a bound, not a prediction.
         percent_of_peak: flops in roofline_ms over the chip's nominal rate.
     """
 
-    compiled: bool
-    error: str | None = None
+    KEYS = (
+        "chip kernel config dispatched refused compiled error registers spill_bytes shared_bytes hbm_bytes temp_bytes "
+        "steps instructions gates flops roofline_ms roofline_tflops percent_of_peak bound_by compile_s"
+    ).split()
+
+    dispatched: str = ""
     registers: int | None = None
     spill_bytes: int | None = None
     shared_bytes: int | None = None
-    hbm_bytes: int | None = None
     temp_bytes: int | None = None
-    steps: int | None = None
+    launches: Mapping[str, int] = MappingProxyType({})
     instructions: Mapping[str, int] = MappingProxyType({})
     gates: tuple[str, ...] | None = None
-    flops: float | None = None
     roofline_ms: float | None = None
     roofline_tflops: float | None = None
-    percent_of_peak: float | None = None
-    bound_by: str | None = None
-    compile_s: float | None = None
-    chip: str = ""
-    kernel: str = ""
-    config: str = ""
-    dispatched: str = ""
-    launches: Mapping[str, int] = MappingProxyType({})
-    refused: Mapping[str, str] = MappingProxyType({})
-    moved_bytes: float | None = None
-    ceilings: Ceilings | None = None
-    found: gpu.Compiled | None = None
+    peak: Ceilings | None = None
 
-    def json(self) -> dict[str, Any]:
-        """Return the object that `--json` prints."""
-        found = {key: getattr(self, key) for key in KEYS}
-        return found | {"refused": dict(self.refused), "instructions": dict(self.instructions)}
+    @property
+    def panels(self) -> int:
+        """One without a kernel of ours: XLA's own code is not read."""
+        return 2 if self.found.kernels else 1
+
+    def rows(self) -> dict[str, str]:
+        rows = {
+            "roofline, not a prediction": f"{quantity(self.roofline_ms / 1e3, 's')}, bound by {self.bound_by}",
+            "rate at the roofline": f"{self.roofline_tflops:.1f} TFLOP/s, {self.percent_of_peak:.1f} % of nominal peak",
+            "main memory": f"{format_bytes(self.hbm_bytes)} held, {format_bytes(self.temp_bytes)} of it temporary, "
+            f"at least {format_bytes(self.moved_bytes)} moved",
+            "gates": verdict(self.gates),
+            "compiled in": f"{self.compile_s:.1f} s",
+        }
+        if self.dispatched != self.kernel:
+            rows["on a GPU"] = f"such a call takes {self.dispatched}, not this kernel"
+        return rows
+
+    def lines(self) -> Iterator[tuple[str, str | None]]:
+        if not self.found.kernels:
+            yield "no kernel of ours in it: XLA's own code, of which nothing is read", None
+            for name, reason in self.refused.items():
+                yield f"{name} cannot take the call: {reason}", None
+        for report in self.found.kernels:
+            yield describe(report, self.launches.get(report.kernel)), None
+        for text in self.gates or ():
+            yield f"broken: {text}", "red"
+
+    def mark(self, roof: Any, intensity: float) -> str:
+        roof.plot([intensity], [self.roofline_tflops], "o", color="tab:red")
+        return f"at least {self.roofline_ms:.3g} ms"
+
+    def fill(self, bars: Any) -> None:
+        bars.barh(list(self.instructions), list(self.instructions.values()), color="tab:blue")
+        bars.set(xscale="log", xlabel="instructions in the code")
+        bars.set_title(f"{self.registers} registers, {format_bytes(self.shared_bytes)} shared", fontsize=10)
 
 
 def inspect_call(
@@ -120,20 +134,16 @@ def inspect_call(
     Raises:
         ValueError: no kernel runs this call on a GPU, with the reasons; or `config` does not fit the kernel.
     """
-    chosen = programs.kernel_named(kernel) if kernel else first_of_ours(spec, shapes)
-    programs.check(chosen, spec, shapes, config, "gpu")
+    chosen = inspection.kernel_for("gpu", spec, shapes, kernel, config)
     if error := overfull(chip, least_bytes(shapes)):  # the compiler would work on it for minutes
         found = gpu.Compiled(chip=chip, error=error, compile_s=0.0)
     else:
-        program = tpu.attention_program(chosen.name, spec, shapes, config)
+        program = attention_program(chosen.name, spec, shapes, config)
         found = gpu.compile_for(chip, program, limit_s=limit_s, **where)
         found = replace(found, error=found.error or overfull(chip, found.hbm_bytes))
-    about = {"chip": chip, "kernel": chosen.name, "config": str(config or found.settings or "default"), "found": found}
-    about["dispatched"] = choose(spec, shapes, platform="gpu").name
-    about["refused"] = inspection.refusals(spec, shapes, gates.gpu_kernels())
-    if found.error is not None:
-        return Inspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
-    return measure(chosen, spec, shapes, found, about)
+    about = inspection.facts("gpu", chosen, spec, shapes, config, found)
+    result = Inspection(dispatched=choose(spec, shapes, platform="gpu").name, **about)
+    return replace(result, **figures(chosen, spec, shapes, found)) if result.compiled else result
 
 
 def least_bytes(shapes: Shapes) -> int:
@@ -142,60 +152,43 @@ def least_bytes(shapes: Shapes) -> int:
     return 2 * shapes.batch * (rows + keys) * shapes.head_dim * jnp.dtype(shapes.dtype).itemsize
 
 
-def overfull(chip: str, held: int) -> tpu.CompileError | None:
+def overfull(chip: str, held: int) -> CompileError | None:
     """Return the error of a call that holds more than the chip's main memory, which the compiler does not check."""
     has = hardware.chip(chip).memory_bytes
     if held <= has:
         return None
     text = f"{format_bytes(held)} held, {chip} has {format_bytes(int(has))}"
     meaning = "the chip's main memory is full: arguments, outputs and temporaries"
-    return tpu.CompileError("HBM", text, meaning, "take a shorter length or a smaller batch")
+    return CompileError("HBM", text, meaning, "take a shorter length or a smaller batch")
 
 
-def first_of_ours(spec: AttentionSpec, shapes: Shapes) -> Kernel:
-    """Return the first kernel that takes the call, except cuDNN's, which compiles only on a GPU.
-
-    Raises:
-        ValueError: no kernel takes it, with the reasons.
-    """
-    for kernel in KERNELS:
-        if kernel not in gpu_cudnn.KERNELS and refusal(kernel, spec, shapes, "gpu", None) is None:
-            return kernel
-    return choose(spec, shapes, platform="gpu")
-
-
-def measure(
-    kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled, about: Mapping[str, Any]
-) -> Inspection:
+def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Compiled) -> dict[str, Any]:
     """Compute the figures of a compiled attention call."""
     reports, flops = found.kernels, kernel.cost(spec, shapes)["flops"]
     launches = hlo.kernel_launches(found.program)
     moved = moved_bytes(kernel, spec, shapes)
-    on = ceilings(about["chip"], shapes.dtype)
+    on = ceilings(found.chip, shapes.dtype)
     seconds, bound_by = roofline(on, flops, moved, shapes.head_dim)
     counts = {name: sum(r.instructions.get(name, 0) for r in reports) for name in gates.WATCHED}
-    peak = hardware.chip(about["chip"]).bf16_flops_per_s * (FLOAT32 if shapes.dtype == "float32" else 1)
-    return Inspection(
-        compiled=True,
-        registers=max((r.registers for r in reports), default=None),
-        spill_bytes=max((sum(r.spill_bytes) for r in reports), default=None),
-        shared_bytes=max((r.shared_bytes for r in reports), default=None),
-        hbm_bytes=found.hbm_bytes,
-        temp_bytes=found.memory["temp"],
-        steps=blocks_launched(reports, launches),
-        launches=launches,
-        instructions={name: count for name, count in counts.items() if count},
-        gates=tuple(gates.broken_program(reports)) if kernel.platform == "gpu" else None,
-        flops=flops,
-        roofline_ms=float(f"{1e3 * seconds:.6g}"),
-        roofline_tflops=round(flops / seconds / 1e12, 3),
-        percent_of_peak=round(100 * flops / seconds / peak, 2),
-        bound_by=bound_by,
-        compile_s=round(found.compile_s, 2),
-        moved_bytes=moved,
-        ceilings=on,
-        **about,
-    )
+    peak = hardware.chip(found.chip).bf16_flops_per_s * (FLOAT32 if shapes.dtype == "float32" else 1)
+    return {
+        "registers": max((r.registers for r in reports), default=None),
+        "spill_bytes": max((sum(r.spill_bytes) for r in reports), default=None),
+        "shared_bytes": max((r.shared_bytes for r in reports), default=None),
+        "hbm_bytes": found.hbm_bytes,
+        "temp_bytes": found.memory["temp"],
+        "steps": blocks_launched(reports, launches),
+        "launches": launches,
+        "instructions": {name: count for name, count in counts.items() if count},
+        "gates": tuple(gates.broken_program(reports)) if kernel.platform == "gpu" else None,
+        "flops": flops,
+        "roofline_ms": float(f"{1e3 * seconds:.6g}"),
+        "roofline_tflops": round(flops / seconds / 1e12, 3),
+        "percent_of_peak": round(100 * flops / seconds / peak, 2),
+        "bound_by": bound_by,
+        "moved_bytes": moved,
+        "peak": on,
+    }
 
 
 def blocks_launched(reports: Sequence[sass.Report], launches: Mapping[str, int]) -> int | None:
@@ -232,41 +225,6 @@ def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[f
     return bounds[name], name
 
 
-def print_table(result: Inspection) -> None:
-    """Print the result for people: the bound, what fills the chip, a line per kernel."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    if not result.compiled:
-        console.print(f"[bold]{result.kernel} on {result.chip}[/bold] does not compile")
-        for name, text in result.found.error._asdict().items():
-            console.print(f"  {name.replace('_', ' ')}: {text}", markup=False)
-        return
-    table = Table(title=f"{result.kernel} on {result.chip}, {result.config}", title_justify="left", show_header=False)
-    rows = {
-        "roofline, not a prediction": f"{quantity(result.roofline_ms / 1e3, 's')}, bound by {result.bound_by}",
-        "rate at the roofline": f"{result.roofline_tflops:.1f} TFLOP/s, {result.percent_of_peak:.1f} % of nominal peak",
-        "main memory": f"{format_bytes(result.hbm_bytes)} held, {format_bytes(result.temp_bytes)} of it temporary, "
-        f"at least {format_bytes(result.moved_bytes)} moved",
-        "gates": verdict(result.gates),
-        "compiled in": f"{result.compile_s:.1f} s",
-    }
-    if result.dispatched != result.kernel:
-        rows["on a GPU"] = f"such a call takes {result.dispatched}, not this kernel"
-    for name, text in rows.items():
-        table.add_row(name, text)
-    console.print(table)
-    if not result.found.kernels:
-        console.print("  no kernel of ours in it: XLA's own code, of which nothing is read", markup=False)
-        for name, reason in result.refused.items():
-            console.print(f"  {name} cannot take the call: {reason}", markup=False, highlight=False)
-    for report in result.found.kernels:
-        console.print(f"  {describe(report, result.launches.get(report.kernel))}", markup=False, highlight=False)
-    for text in result.gates or ():
-        console.print(f"  broken: {text}", style="red", markup=False, highlight=False)
-
-
 def verdict(gates: tuple[str, ...] | None) -> str:
     """Summarise the gates in a word or two."""
     if gates is None:
@@ -283,25 +241,3 @@ def describe(report: sass.Report, launches: int | None) -> str:
         f"{report.kernel}: {launch}{report.registers} registers, {sum(report.spill_bytes)} bytes spilled, "
         f"{format_bytes(report.shared_bytes)} shared, {report.barriers} barriers\n    in the code: {counts}"
     )
-
-
-def picture(result: Inspection, path: Path) -> None:
-    """Draw the call on its roofline, and its kernels' instruction counts, as SVG (or the format of the suffix)."""
-    from matplotlib.figure import Figure
-
-    on = result.ceilings
-    panels = 2 if result.found.kernels else 1  # XLA's own code is not read
-    figure = Figure(figsize=(4.5 * panels, 3.6), layout="constrained")
-    roof, *rest = figure.subplots(1, panels, squeeze=False)[0]
-    intensity, ridge = result.flops / result.moved_bytes, on.flops_per_s / on.bytes_per_s
-    low, high = min(intensity, ridge) / 10, max(intensity, ridge) * 10
-    roof.plot([low, ridge, high], [low * on.bytes_per_s / 1e12, on.flops_per_s / 1e12, on.flops_per_s / 1e12], "k-")
-    roof.plot([intensity], [result.roofline_tflops], "o", color="tab:red")
-    roof.set(xscale="log", yscale="log", xlabel="flops per byte of main memory", ylabel="TFLOP/s")
-    roof.set_title(f"{result.kernel} on {result.chip}: at least {result.roofline_ms:.3g} ms", fontsize=10)
-    for bars in rest:
-        bars.barh(list(result.instructions), list(result.instructions.values()), color="tab:blue")
-        bars.invert_yaxis()
-        bars.set(xscale="log", xlabel="instructions in the code")
-        bars.set_title(f"{result.registers} registers, {format_bytes(result.shared_bytes)} shared", fontsize=10)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -75,7 +75,7 @@ def read(folder: Path) -> tuple[Report, ...]:
     for name, report in _reports(text):
         kernel = name.removesuffix(_SUFFIX)
         if not codes.get(name):
-            raise ValueError(f"{kernel} was compiled but not disassembled: is nvdisasm installed beside ptxas?")
+            raise ValueError(f"{kernel} was compiled but not disassembled: is nvdisasm installed next to ptxas?")
         paths = asked[kernel]
         resources = paths.pop(0) if len(paths) > 1 else paths[0]  # identical kernels are compiled once
         found.append(parse(kernel, report, codes[name].pop(0), resources.read_text(), _launch(resources)))

@@ -27,7 +27,8 @@ from rich.console import Console
 from tessera.core import hardware
 from tessera.workbench import evidence
 from tessera.workbench.bench import answers, attention, compare, model
-from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, compiled_anew, plain
+from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, compiled_anew
+from tessera.workbench.errors import plain
 from tessera.workbench.evidence import Record, What
 from tessera.workbench.report.markdown import series
 
@@ -113,7 +114,7 @@ def run(
                 if not only:  # equal shares of time; the next case inherits what one leaves unused
                     stand.ends = begin + sizes.suite_s * number / len(cases)
                 if name in done:
-                    console.print(f"{name}: recorded before")
+                    console.print(f"{name}: already recorded")
                     continue
                 records = _run_case(stand, name)
                 evidence.append(out, records)
@@ -142,13 +143,13 @@ def gate(suite: str = "cpu", **options) -> int:
     """
     stored = Path("evidence") / f"{hardware.device_slug()}.jsonl"
     if not stored.exists():
-        raise ValueError(f"{stored} does not exist: there is nothing to hold against; run without --gate first")
+        raise ValueError(f"{stored} does not exist: there is nothing to compare with; run without --gate first")
     if suite not in SUITES:
         raise ValueError(f"suite={suite!r} must be one of {sorted(SUITES)}")
     asked = set(options.get("only") or ())
     old = [r for r in evidence.read(stored) if series(r) == suite and (not asked or _case(r) in asked)]
     if not old:
-        raise ValueError(f"{stored} has no record of --suite {suite}: there is nothing to hold against")
+        raise ValueError(f"{stored} has no record of --suite {suite}: there is nothing to compare with")
     with tempfile.TemporaryDirectory(prefix="tessera-gate-") as folder:
         fresh = Path(folder) / "fresh.jsonl"
         run(suite, out=fresh, **options)

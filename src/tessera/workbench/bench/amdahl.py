@@ -20,7 +20,7 @@ from jaxtyping import Float
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.models.cache import Cache
 from tessera.runtime.compilation import cut_chunks
-from tessera.runtime.engine import Session
+from tessera.runtime.step import Session
 from tessera.sparse.contract import Policy, Reads
 from tessera.workbench import measure
 from tessera.workbench.bench.attention import check_output, oracle_rows

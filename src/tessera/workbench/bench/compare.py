@@ -190,7 +190,7 @@ def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Se
     console.print(table)
     if blind := [c for c in found if c.blind]:
         said = f"{len(blind)} of {len(found)} figures cannot be judged, a loss of {WANTED:.0%} is not excluded"
-        console.print(f"{said}: measure them again, quietly", style="yellow")
+        console.print(f"{said}: measure them again on an idle machine", style="yellow")
         for c in blind:
             console.print(f"    {_name(c)}: {c.factor:.3f}, 95 % interval {_interval(c)}", style="yellow", markup=False)
     for record in missing:

@@ -20,7 +20,7 @@ from tessera.core.shapes import ceil_div
 from tessera.models.checkpoint import fingerprint, load_params
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
-from tessera.runtime.engine import Session, prefill_chunk
+from tessera.runtime.step import Session, prefill_chunk
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
 from tessera.sparse.plan import Plan
@@ -186,7 +186,7 @@ def peer_model(stand: Stand) -> Iterator[Record]:
         ValueError: transformers is not available for comparison, or its first tokens differ.
     """
     if reason := stand.peer_refusal:
-        raise ValueError(f"there is no transformers to compare with: {reason}")
+        raise ValueError(f"transformers cannot be compared with: {reason}")
     config, length, steps = stand.sizes.config, stand.sizes.short_tokens, stand.sizes.decode_steps
     ours = generate.load(stand.folder)
     stand.peer.ask("load", folder=str(stand.folder), dtype="float32")
@@ -353,7 +353,7 @@ def start_up(stand: Stand) -> Iterator[Record]:
             code, str(stand.folder), str(length), env={"XDG_CACHE_HOME": str(stand.scratch / cache)}
         )
         if child.status:
-            raise RuntimeError(f"start ended with status {child.status}: {child.stderr[-300:]}")
+            raise RuntimeError(f"the timed process ended with status {child.status}: {child.stderr[-300:]}")
         return child.wall_s
 
     def cold(number: int) -> float:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tessera.core import hardware
 from tessera.generate import load
-from tessera.runtime.engine import Session
+from tessera.runtime.step import Session
 from tessera.sparse.baselines import Dense
 from tessera.workbench import evidence, measure
 from tessera.workbench.bench.amdahl import layer_densities

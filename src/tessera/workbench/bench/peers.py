@@ -17,7 +17,8 @@ from jax import Array
 from jaxtyping import Float
 
 from tessera.attention.contract import Shapes, call_shapes
-from tessera.workbench.bench.stand import compile_step, plain
+from tessera.workbench.bench.stand import compile_step
+from tessera.workbench.errors import plain
 
 TORCH: Final = "torch sdpa"
 """PyTorch's scaled_dot_product_attention, which the worker `Stand.peer` runs in a separate environment."""

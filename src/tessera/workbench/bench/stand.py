@@ -19,6 +19,7 @@ from tessera.models.checkpoint import save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.weights import init_params
 from tessera.workbench import evidence, measure
+from tessera.workbench.errors import without_names
 from tessera.workbench.evidence import INTERVAL_ROUNDS, Comparison, How, Record, What
 
 REST_S = 0.2
@@ -129,7 +130,7 @@ class Stand:
             return f"their worker computes on the CPU, Tessera on a {jax.default_backend().upper()}"
         for path in (self._peer_python, WORKER):
             if not Path(path).exists():
-                return _without_folders(f"{path} does not exist: in a checkout, `make peers` builds .venv-peers")
+                return without_names(f"{path} does not exist: in a checkout, `make peers` builds .venv-peers")
         return ""
 
     @property
@@ -276,18 +277,6 @@ def utilisation(
         if dtype == "bfloat16":
             facts["mfu_nominal"] = flops / (seconds * chip.bf16_flops_per_s / chip.devices)
     return facts
-
-
-def plain(error: BaseException) -> str:
-    """First line of an error, without this machine's folders."""
-    first = (str(error).splitlines() or [""])[0]
-    return f"{type(error).__name__}: {_without_folders(first)}"[:400]
-
-
-def _without_folders(text: str) -> str:
-    for folder in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir()):
-        text = text.replace(folder, "...")
-    return text
 
 
 @contextmanager

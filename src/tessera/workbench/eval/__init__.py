@@ -21,13 +21,14 @@ import numpy as np
 from tessera.core import hardware
 from tessera.core.shapes import ceil_div
 from tessera.generate import Model
+from tessera.runtime.score import run_whole
 from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.plan import Plan
 from tessera.train.data import library_corpus
 from tessera.workbench import evidence
 from tessera.workbench.eval import tasks
 from tessera.workbench.eval.contenders import CONTROL, plan_policy, whole_heads, with_budget
-from tessera.workbench.eval.fidelity import fidelity, last_hidden, recall
+from tessera.workbench.eval.fidelity import fidelity, recall
 from tessera.workbench.evidence import How, Record, What
 from tessera.workbench.quality import wilson, without_choice
 
@@ -257,7 +258,7 @@ def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
     """
     ids = np.asarray(model.tokenizer.encode(hay.text[: 40 * sizes.windows * sizes.window_tokens]), np.int32)
     if len(ids) < sizes.window_tokens:
-        raise ValueError(f"the text has {len(ids)} tokens: a window needs {sizes.window_tokens}: pass longer text")
+        raise ValueError(f"the text has {len(ids)} tokens, a window needs {sizes.window_tokens}: pass longer text")
     starts = np.linspace(0, len(ids) - sizes.window_tokens, sizes.windows).astype(int)
     return [ids[start : start + sizes.window_tokens] for start in starts]
 
@@ -310,7 +311,7 @@ def run(
     hay, console = hay_of(model, text), Console(stderr=True, highlight=False)
     windows, done = windows_of(model, hay, sizes), done_before(out, command) if resume else set()
     entries = variants(model, plan, make_plan) if suite == "study" else side_by_side(model, plan, max(sizes.lengths))
-    dense = [last_hidden(model, Dense(), window) for window in windows]
+    dense = [run_whole(model, window, Dense())[0] for window in windows]
     fewer = windows[:: ceil_div(len(windows), sizes.recall_windows)] if sizes.recall_windows else []
     for contender in entries:
         jobs: list[tuple[tuple[str, str, str], Callable[[], Record]]] = []

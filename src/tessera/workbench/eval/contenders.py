@@ -54,7 +54,7 @@ Knots = tuple[tuple[int, float], ...]
 def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
     """Run a text under a policy and count the keys its rows read, chunk by chunk: mean over layers and KV heads."""
     runner = Runner(model, policy, len(tokens))
-    starts = [start for start, _ in runner.fill(tokens)]
+    starts = [chunk.start for chunk in runner.fill(tokens)]
     ends = [*starts[1:], len(tokens)]
     read = np.array([np.asarray(reads.read, float).sum() for reads in runner.pending])
     heads = model.config.num_layers * model.config.num_kv_heads

@@ -11,34 +11,19 @@ with lm_eval's own models.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tessera.calibration.calibrate import CHUNK, run_chunk
 from tessera.core.shapes import round_up
 from tessera.generate import Model
-from tessera.models.cache import init_cache
-from tessera.models.decoder import logits
-from tessera.workbench.eval.fidelity import ROWS
+from tessera.runtime.score import predicting, run_whole, score_rows
 
 MAX_NEW_TOKENS = 256
 """Tokens of an answer if the task sets no limit."""
 
-
-@partial(jax.jit, static_argnames="rows")
-def _score(params, hidden, targets, first, begin, end, *, rows: int):
-    """Sum ln p(target) over rows [first, first + rows) within [begin, end), and count the targets that are top-1."""
-    at = first + jnp.arange(rows)
-    logp = jax.nn.log_softmax(logits(params, hidden[0, at]).astype(jnp.float32))
-    wanted = targets[0, at]
-    counts = (at >= begin) & (at < end)
-    picked = jnp.take_along_axis(logp, wanted[:, None], -1)[:, 0]
-    greedy = counts & (logp.argmax(-1) == wanted)
-    return jnp.where(counts, picked, 0).sum(), greedy.sum()
+LENGTH_STEP = 256
+"""Request lengths are rounded up to multiples of this: a new length costs a compilation, padding only its rows."""
 
 
 def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tuple[float, bool]:
@@ -52,22 +37,10 @@ def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tupl
         raise ValueError(f"{num_scored=} must be at least 1 and less than the {len(tokens)} tokens")
     if len(tokens) > model.config.max_positions:
         raise ValueError(f"{len(tokens)} tokens are more than the context of {model.config.max_positions}")
-    policy = model.policy.at_length(len(tokens))
-    rows = round_up(min(CHUNK, len(tokens)), max(getattr(policy, "query_tile", 1), ROWS))
-    stacked = not isinstance(model.params.layers, tuple)
-    cache = init_cache(model.config, 1, round_up(len(tokens), rows), dtype=model.params.embed.dtype, stacked=stacked)
-    total, right, scored_from = 0.0, 0, len(tokens) - 1 - num_scored
-    for start in range(0, len(tokens) - 1, rows):
-        piece, answer = tokens[start : start + rows], tokens[start + 1 : start + 1 + rows]
-        inputs, targets = np.zeros((2, 1, rows), np.int32)
-        inputs[0, : len(piece)], targets[0, : len(answer)] = piece, answer
-        where = (np.array([start], np.int32), np.array([len(piece)], np.int32))
-        hidden, cache, _ = run_chunk(model.params, cache, inputs, *where, config=model.config, policy=policy)
-        begin, end = max(scored_from - start, 0), len(answer)
-        for first in range(begin // ROWS * ROWS, end, ROWS):
-            found = _score(model.params, hidden, targets, *np.int32([first, begin, end]), rows=ROWS)
-            total, right = total + float(found[0]), right + int(found[1])
-    return total, right == num_scored
+    num_keys = round_up(len(tokens), LENGTH_STEP)
+    hidden, _ = run_whole(model, tokens, model.policy.at_length(len(tokens)), num_keys=num_keys)
+    found = score_rows(model, hidden, tokens, predicting(tokens)[-num_scored:])
+    return -float(found.loss.sum(dtype=np.float64)), bool(found.right.all())
 
 
 def split(model: Model, context: str, continuation: str) -> tuple[list[int], int]:

@@ -197,8 +197,8 @@ def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -
     """Build a document of `length - ROOM` tokens with the facts of one kind at random depths, and its questions.
 
     Raises:
-        ValueError: unknown kind, a length that is no multiple of ROOM or too short for the facts, or a tokenizer that
-            needs more than ROOM tokens for a question and its answer.
+        ValueError: unknown kind, a length that is not a multiple of ROOM or too short for the facts, or a tokenizer
+            that needs more than ROOM tokens for a question and its answer.
     """
     if kind not in KINDS:
         raise ValueError(f"{kind=} must be one of {', '.join(KINDS)}")

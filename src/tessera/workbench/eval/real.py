@@ -23,13 +23,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tessera.core import hardware
 from tessera.generate import Model
 from tessera.runtime.compilation import forget_programs
+from tessera.runtime.score import CHUNK
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
 from tessera.workbench import evidence
 from tessera.workbench.eval import paired, probes, texts
 from tessera.workbench.eval.closeness import BLOCK, Pass, closeness, run_text
 from tessera.workbench.eval.contenders import CONTROL, PLAN, WINDOW, Contender, contenders, plan_policy, profile
-from tessera.workbench.eval.trials import ROWS, run_trials
+from tessera.workbench.eval.trials import run_trials
 from tessera.workbench.evidence import How, Record, What
 
 NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
@@ -48,7 +49,7 @@ class Sizes:
         brief: documents for all rivals except the exact choice, and for all at the frontier.
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
-        scales: the plan's budgets at the frontier, as factors of its own.
+        scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
     """
 
     lengths: tuple[int, ...]
@@ -172,7 +173,7 @@ class Material:
         return cls(windows=windows, filler=probes.Filler.of(model.tokenizer, domains.get("reference", text)))
 
     def dense(self, model: Model, domain: str) -> list[Pass]:
-        """Run a domain's windows under dense, the first time only."""
+        """Run a domain's windows under dense; later calls return the stored passes."""
         if domain not in self.held:
             self.held[domain] = [run_text(model, Dense(), window) for window in self.windows[domain]]
         return self.held[domain]
@@ -203,7 +204,7 @@ def judge_text(
     records = []
     for low, high in ranges(sizes):
         own = blocks[:, low // BLOCK : high // BLOCK].reshape(-1, 4)
-        read, visible = counts[:, :, low // ROWS : high // ROWS].sum((0, 2))
+        read, visible = counts[:, :, low // CHUNK : high // CHUNK].sum((0, 2))
         middle = paired.mean(own[:, 0])
         question = f"{domain}, tokens {low:,} to {high:,}"
         names = ("loss_dense", "loss", "agreement")

@@ -5,7 +5,7 @@
 | single | one pass key in running text | the key |
 | multi_key | pass keys of many names | the key of one name |
 | multi_value | four pass keys of one name, among other names' | all four |
-| tracking | a chain x = 48213, y = x, z = y, among other chains | the number behind the last name |
+| tracking | a chain x = 48213, y = x, z = y, among other chains | the last name's number |
 | common_words | a word list, ten words ten times, the others twice | the ten |
 | frequent_words | made-up words by Zipf's law | the three most frequent |
 
@@ -105,7 +105,7 @@ def multi_value(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> 
 
 
 def tracking(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """Hide four chains of assignments, three steps each, and ask for the number behind the last name of one."""
+    """Hide four chains of assignments, three steps each, and ask for the number of one's last name."""
     letters = list("abcdefghijklmnopqrstuvwxyz")
     notes, asked = [], []
     for chain in range(4):

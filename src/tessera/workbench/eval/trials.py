@@ -7,28 +7,19 @@ that is the model's top-1 token, this equals greedy decoding, and an answer coun
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Float
 
-from tessera.attention.contract import Positions
 from tessera.core.shapes import round_up
 from tessera.generate import Model
-from tessera.models.cache import Cache
-from tessera.models.config import ModelConfig
-from tessera.models.decoder import forward
+from tessera.runtime import score
 from tessera.runtime.compilation import CHUNK_UNIT
-from tessera.runtime.engine import allocate, read_head
+from tessera.runtime.step import read_head
 from tessera.sparse.contract import Policy, Reads
 from tessera.workbench.eval.probes import ROOM, Document, Question
-
-ROWS = 512
-"""Rows per call of a document or a text: one size, so that a policy compiles only three programs (these rows, a
-question's rows and a single row)."""
 
 
 class Outcome(NamedTuple):
@@ -58,23 +49,6 @@ class Answers:
     density: tuple[float, ...]
 
 
-@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
-def run_rows(
-    params,
-    cache: Cache,
-    tokens_BT: Int32[Array, "1 T"],
-    start: Int32[Array, "1"],
-    count: Int32[Array, "1"],
-    *,
-    config: ModelConfig,
-    policy: Policy,
-) -> tuple[Float[Array, "T D"], Cache, Reads | None]:
-    """Run the first `count` of T rows from position `start`; return hidden states, cache, keys read."""
-    positions = Positions(start, start + count, count)
-    hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
-    return hidden[0], cache, policy.reads(state)
-
-
 class Runner:
     """A policy's cache of one sequence, and counts of the keys it has read."""
 
@@ -83,28 +57,22 @@ class Runner:
         self.query_tile = getattr(policy, "query_tile", 1)
         if ROOM % self.query_tile:
             raise ValueError(f"query_tile={self.query_tile} must divide {ROOM}: a question starts there")
-        stacked = not isinstance(model.params.layers, tuple)
-        dtype = str(model.params.embed.dtype)
-        size = round_up(num_keys, ROWS)
-        self.cache = allocate(config=model.config, batch=1, num_keys=size, dtype=dtype, stacked=stacked)
+        self.held = score.Run(model, policy, num_keys)
         self.pending: list[Reads] = []
 
     def run(self, tokens: Sequence[int], start: int, rows: int) -> Float[Array, "T D"]:
         """Run tokens, padded to `rows` rows, at position `start`; return the rows' hidden states."""
-        padded = np.zeros((1, rows), np.int32)
-        padded[0, : len(tokens)] = tokens
-        where = (np.array([start], np.int32), np.array([len(tokens)], np.int32))
-        hidden, self.cache, reads = run_rows(
-            self.model.params, self.cache, padded, *where, config=self.model.config, policy=self.policy
-        )
+        return self._count(self.held.call(tokens, start, rows)).hidden
+
+    def fill(self, tokens: Sequence[int]) -> Iterator[score.Chunk]:
+        """Prefill from position 0; yield every call's result."""
+        return map(self._count, self.held.fill(tokens))
+
+    def _count(self, chunk: score.Chunk) -> score.Chunk:
+        reads = self.policy.reads(chunk.notes)
         if reads is not None:
             self.pending.append(reads)
-        return hidden
-
-    def fill(self, tokens: Sequence[int]) -> Iterator[tuple[int, Float[Array, "T D"]]]:
-        """Prefill from position 0; yield (start, hidden states) of every call."""
-        for start in range(0, len(tokens), ROWS):
-            yield start, self.run(tokens[start : start + ROWS], start, ROWS)
+        return chunk
 
     def ask(self, question: Question, start: int) -> Outcome:
         """Run a question at position `start`, a multiple of the query tile, and decode its answer."""

@@ -1,4 +1,4 @@
-"""`python -m tessera.workbench.gpu_check`: runs the named pieces, by default all, until the time is up."""
+"""`python -m tessera.workbench.gpu_check`: runs the named pieces, by default all, until time runs out."""
 
 import argparse
 import contextlib
@@ -23,9 +23,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.gpu_check", description=main.__doc__)
     parser.add_argument("pieces", nargs="*", metavar="|".join(PIECES), help="all if none is named")
     parser.add_argument("--out", type=Path, help="file of records; evidence/gpu-<device>.jsonl if not given")
-    parser.add_argument("--limit-s", type=float, default=420.0, help="seconds after which nothing new begins")
-    parser.add_argument("--again", action="store_true", help="also what the file holds already")
-    parser.add_argument("--dry", action="store_true", help="the interpreter, tiny shapes; never into evidence/")
+    parser.add_argument("--limit-s", type=float, default=420.0, help="seconds after which no new item starts")
+    parser.add_argument("--again", action="store_true", help="rerun items that the file already records")
+    parser.add_argument("--dry", action="store_true", help="interpret tiny shapes; never store in evidence/")
     options = parser.parse_args(argv)
     unknown = sorted(set(options.pieces) - set(PIECES))
     if unknown:
@@ -36,10 +36,10 @@ def main(argv: list[str] | None = None) -> int:
         with stops_as_ctrl_c():
             return run(options)
     except KeyboardInterrupt:
-        print("interrupted: run again, it goes on where it stopped", file=sys.stderr)
+        print("interrupted: the same command resumes where it stopped", file=sys.stderr)
         return 130
     except OSError as error:
-        print(f"error: {error}; {room(options.out)}; run again, it goes on where it stopped", file=sys.stderr)
+        print(f"error: {error}; {room(options.out)}; the same command resumes where it stopped", file=sys.stderr)
         return 2
 
 
@@ -72,9 +72,7 @@ def run(options: argparse.Namespace) -> int:
         options.out = Path(tempfile.mkdtemp(prefix="tessera-gpu-check-")) / "dry.jsonl"
     found = None if options.dry else device()
     if not options.dry and found is None:
-        print(
-            "error: no NVIDIA GPU that jax can use is here; --dry runs everything in the interpreter", file=sys.stderr
-        )
+        print("error: jax finds no NVIDIA GPU here; --dry runs everything in the interpreter", file=sys.stderr)
         return 2
     out = options.out or Path("evidence") / f"gpu-{found}.jsonl"
     since = len(evidence.read(out)) if out.exists() else 0

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from tessera.attention import tuned
-from tessera.attention.contract import AttentionSpec, Kernel, KeyValues, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.dispatch import KERNELS
-from tessera.attention.gpu import cudnn as gpu_cudnn
+from tessera.attention.kernel import Kernel
 from tessera.attention.selection import select_tiles
 from tessera.core.shapes import ceil_div
 from tessera.workbench import trials
@@ -98,7 +98,7 @@ def gpu_kernels(session: Session, phase: str | None = None) -> Iterator[Kernel]:
     """Yield the NVIDIA GPU kernels; in a dry run only the first of each role and phase, and those for single keys."""
     found = [kernel for kernel in KERNELS if kernel.platform == "gpu"]
     if session.dry:
-        found = [kernel for kernel in found if kernel not in gpu_cudnn.KERNELS]
+        found = [kernel for kernel in found if kernel.simulable]
         first = {(kernel.role, kernel.phase): kernel for kernel in reversed(found)}
         found = [kernel for kernel in found if kernel in first.values() or takes_single_keys(kernel)]
     yield from (kernel for kernel in found if phase in (None, kernel.phase))
@@ -108,7 +108,7 @@ def takes_single_keys(kernel: Kernel) -> bool:
     """Return whether the kernel reads the keys of a sparse prefill call one by one (tile 1)."""
     spec = AttentionSpec(tile=1, causal=False)
     sparse = kernel.role == "sparse" and kernel.phase == "prefill"
-    return sparse and kernel.supports(spec, Shapes(1, 128, 256, 1, 1, 128, 64, "bfloat16")) is None
+    return sparse and kernel.refusal(spec, Shapes(1, 128, 256, 1, 1, 128, 64, "bfloat16")) is None
 
 
 def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
@@ -117,27 +117,22 @@ def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[Atten
         if tile == 1 and setting.keys > MOST_SINGLE_KEYS:
             continue
         spec, shapes = setting.call(kernel.role, tile, query_tile)
-        if kernel.supports(spec, shapes) is None:
+        if kernel.refusal(spec, shapes) is None:
             return spec, shapes
     return None
 
 
 def ready(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any = None) -> Callable[..., Any]:
-    """Jit the kernel: (q, K and V as the model caches them [B,K,S,H], positions, selection) -> AttentionOut.
+    """Jit the kernel: (q, keys and values, positions, selection) -> AttentionOut.
 
     Uses the kernel's tuned blocks if no config is given.
     """
     config = tuned.config(kernel, spec, shapes) if config is None else config
 
-    def call(q, k, v, positions, selection):
-        return kernel.launch(q, KeyValues(k, v), spec, positions, selection, config)
+    def call(q, kv, positions, selection):
+        return kernel.launch(q, kv, spec, positions, selection, config)
 
     return jax.jit(call)
-
-
-def as_cached(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lay out keys and values [B,S,K,H] as the model's cache: [B,K,S,H]."""
-    return tuple(jnp.swapaxes(x, 1, 2) for x in (k, v))
 
 
 def machine(kernel: Kernel) -> contextlib.AbstractContextManager:

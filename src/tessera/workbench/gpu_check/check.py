@@ -1,8 +1,8 @@
 """Check answers of any length against float32: the reference kernel recomputes whole query tiles on the same device.
 
-The tolerances are two units in the last place of the dtype for out, as a row's norm of the error over its norm (weights
-and output are rounded once each, half a unit), one unit for lse (a kernel may sum rounded weights), and eight for the
-mass, whose logarithms a kernel may keep in half precision.
+The tolerances, in units in the last place of the dtype: two for out, measured as |error| / |row| (weights and output
+are each rounded once, by half a unit); one for lse (a kernel may sum rounded weights); eight for the mass, whose
+logarithms a kernel may keep in half precision.
 """
 
 from functools import partial

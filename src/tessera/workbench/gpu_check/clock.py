@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from tessera.workbench.errors import plain
 from tessera.workbench.evidence import What
-from tessera.workbench.gpu_check.session import Session, on_gpu, plain
+from tessera.workbench.gpu_check.session import Session, on_gpu
 
 PROBE = What(op="gpu clock", kernel="CUPTI", workload="a sum that is known to run")
 ABSENT = (ImportError, AttributeError, TypeError, ValueError, RuntimeError)
@@ -47,7 +48,7 @@ class Clock:
             self.sample(probe)
         except ABSENT as error:
             self._cupti = None
-            self.method += f" (CUPTI: {plain(error)})"
+            self.method += f" (CUPTI: {plain(error, whole=True)})"
         else:
             self.method = "durations of the call's kernels by CUPTI, added up"
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention import oracle, tuned
-from tessera.attention.contract import TILES, AttentionSpec, Kernel, KeyValues, Positions, Shapes
+from tessera.attention.contract import TILES, AttentionSpec, KeyValues, Positions, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import Workload, tagged
 from tessera.workbench import trials, verify
 from tessera.workbench.evidence import How, What
@@ -122,7 +123,7 @@ def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
     """Yield the kernel's cases by importance: catalogue, adversarial numbers, heads of 256, tiles, small blocks."""
 
     def takes(workload: Workload, dtype: str = "bfloat16") -> bool:
-        return kernel.supports(workload.role_spec(kernel.role), workload.shapes(kernel.role, dtype)) is None
+        return kernel.refusal(workload.role_spec(kernel.role), workload.shapes(kernel.role, dtype)) is None
 
     def fitting(tag: str, dtype: str = "bfloat16") -> list[Workload]:
         found = [trials.taken(kernel, w, dtype) for w in tagged(tag, kernel.phase)]
@@ -172,11 +173,11 @@ def compare(kernel: Kernel, case: Case) -> dict:
 
 
 def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
-    """Yield those workloads that the kernel takes: ragged, with window and cap, not causal, with heads of 256."""
+    """Yield the Hopper prefill workloads, and one with heads of 256, whose dense call the kernel supports."""
     found = [DRY["prefill"]] if dry else tagged("hopper", "prefill")
     wide = [] if dry else [replace(w, name=f"{w.name}_{WIDE}", head_dim=WIDE) for w in found[:1]]
     for w in (*found, *wide):
-        if kernel.supports(w.role_spec("dense"), w.shapes("dense", "bfloat16")) is None:
+        if kernel.refusal(w.role_spec("dense"), w.shapes("dense", "bfloat16")) is None:
             yield w
 
 

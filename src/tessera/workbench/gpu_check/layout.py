@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.attention.contract import AttentionSpec, Kernel, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.workbench.evidence import How
 from tessera.workbench.gpu_check import calls
 
@@ -43,12 +44,11 @@ def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int)
     spec = AttentionSpec(tile=1, query_tile=TOKENS, causal=False, scale=SCALE)
     selection = Selection(jnp.asarray(listed[None, None], jnp.int32), jnp.full((1, 1, tiles), length, jnp.int32))
     positions = Positions(*(jnp.full((1,), n, jnp.int32) for n in (0, num_keys, num_queries)))
-    q, k_cache, v_cache = (jnp.asarray(x, jnp.bfloat16) for x in (q, k[None, None], v[None, None]))
+    q, *kv = (jnp.asarray(x, jnp.bfloat16) for x in (q, k[None, None], v[None, None]))
+    kv = KeyValues(*kv)
     shapes = Shapes(1, num_queries, num_keys, heads, 1, head_dim, length, "bfloat16")
     with calls.machine(kernel):
-        found = jax.block_until_ready(
-            calls.ready(kernel, spec, shapes, config)(q, k_cache, v_cache, positions, selection)
-        )
+        found = jax.block_until_ready(calls.ready(kernel, spec, shapes, config)(q, kv, positions, selection))
     out = np.asarray(found.out[0].astype(jnp.float32)).reshape(tiles, TOKENS, heads, head_dim)
     out = out.swapaxes(1, 2).reshape(tiles, rows, head_dim)
     wrong = [said for tile in range(tiles) for said in strangers(tile, out[tile], v[listed[tile]], blocks)]
@@ -66,7 +66,7 @@ def first_of(tile: int, blocks: int, rows: int) -> int:
 
 
 def strangers(tile: int, out: np.ndarray, values: np.ndarray, blocks: int) -> list[str]:
-    """Describe the rows of out [2 H, H] that differ from their slot's row of the listed values [length, H]."""
+    """Describe each row of out [2 H, H] that is not exactly the value row of the slot it asked for."""
     rows, head_dim = out.shape
     said = []
     for row in range(rows):

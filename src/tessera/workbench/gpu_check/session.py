@@ -3,19 +3,16 @@
 An item is done once these very sources made a record of it without an error. Items without a record run first. Failed
 items run again after everything else; those that hung, crashed or did not fit into memory run only once more. While an
 item runs, a note on disk names it and its time limit: the parent (`supervisor.py`) ends a process that exceeds the
-limit, and the next process turns the note into the item's error record. A note without an end comes from a run that
-ended whole, parent included: the machine was taken away, or this item brings it down. The first such end does not
-count.
+limit, and the next process turns the note into the item's error record. A note without an end means that parent and
+child died together: the machine was taken away, or this item brings it down. The first such end does not count.
 """
 
 import collections
 import functools
 import json
 import os
-import platform
 import re
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -30,6 +27,7 @@ from jaxlib.mlir import ir
 
 from tessera.core import files
 from tessera.workbench import evidence
+from tessera.workbench.errors import plain
 from tessera.workbench.evidence import How, Record, What
 from tessera.workbench.gpu_check.supervisor import IDLE_S, NOTE_SUFFIX, RESTART, Unwritable, writing
 
@@ -71,7 +69,7 @@ class Session:
     """Appends records, knows what is left to do and when to stop.
 
     Attributes:
-        first: run only a little of every piece, since the time may run out before the whole of any.
+        first: run only a little of every piece, since time may run out before any of them is complete.
         retry: run what failed before.
     """
 
@@ -144,11 +142,11 @@ class Session:
             SystemExit: the process may be damaged; the parent starts a fresh one.
         """
         if isinstance(error, REFUSALS) or type(error) is RuntimeError and device_works():
-            self.add(what, (), error=plain(error))
+            self.add(what, (), error=plain(error, whole=True))
             return
         fault = "does not fit" if FULL.search(str(error)) else "crashed"  # a fresh process holds no memory
         fault = "no room on the disk" if FULL_DISK.search(str(error)) else fault
-        self.add(what, (), error=f"{fault}: {plain(error)}")
+        self.add(what, (), error=f"{fault}: {plain(error, whole=True)}")
         self._notes = []
         self._write_note()
         raise SystemExit(RESTART)
@@ -198,7 +196,7 @@ class Session:
             if note.get("what"):
                 self.piece = note["piece"]
                 error = note.get("end") or f"{CUT} everything ended in the middle of it"
-                self.add(What(**note["what"]), (), error=plain(error))
+                self.add(What(**note["what"]), (), error=plain(error, whole=True))
         self._write_note()
 
 
@@ -230,15 +228,6 @@ def say(text: str) -> None:
 
 def _key(what: What) -> tuple[str, str, str, str]:
     return what.op, what.kernel, what.workload, what.dtype
-
-
-def plain(error: BaseException | str) -> str:
-    """Return an error's first 600 characters on one line, without names from this machine."""
-    said = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    text = " ".join(said.split())
-    for name in (os.getcwd(), os.path.expanduser("~"), tempfile.gettempdir(), platform.node()):
-        text = text.replace(name, "...") if len(name) > 3 else text
-    return text[:600]
 
 
 @functools.cache
@@ -274,6 +263,6 @@ def until_late(session: Session, items: Sequence[Any], seconds: float) -> Iterat
     """Yield the items while at least `seconds` are left; print how many are left for the next run."""
     for number, item in enumerate(items):
         if session.seconds_left < seconds:
-            say(f"{session.piece}: {len(items) - number} left for the next run: the time is up")
+            say(f"{session.piece}: {len(items) - number} left for the next run: out of time")
             return
         yield item

@@ -66,7 +66,7 @@ def device() -> str | None:
 
 
 def supervise(request: dict[str, Any], limit_s: float, paths: Sequence[str] = ()) -> bool:
-    """Run the pieces of a request (see worker.py) to their end, or until the time is up.
+    """Run the pieces of a request (see worker.py) to their end, or until time runs out.
 
     Args:
         request: {"pieces", "out", "dry", "again", "since"}.
@@ -132,7 +132,7 @@ def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequen
 
 
 def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
-    """Wait until the child ends, its current item exceeds its limit, or the total time is up.
+    """Wait until the child ends, its current item exceeds its limit, or the total time runs out.
 
     Raises:
         KeyboardInterrupt: someone stopped the child.
@@ -154,7 +154,7 @@ def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
         if now - since > limit_s:
             return f"hung after {limit_s:g} s"
         if now - begun > most_s:
-            print("the time is up: what runs is left for the next run", flush=True)
+            print("out of time: the item now running is left for the next run", flush=True)
             return "late"
 
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import jax
 
 from tessera.attention import work
-from tessera.attention.contract import AttentionOut, AttentionSpec, Kernel, Positions, Selection
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection
+from tessera.attention.kernel import Kernel
 from tessera.workbench import measure, trials
 from tessera.workbench.evidence import Comparison, How, What
 from tessera.workbench.gpu_check import calls, check, clock, peers
@@ -41,12 +42,12 @@ TARGETS = {"dense prefill": 0.95, "seed": 1.0, "kascade prefill": 3.4, "kascade 
 
 
 class Numbers(NamedTuple):
-    """A call's arrays, built once for all contenders: q, k and v [B,S,K,H], and k and v as the cache [B,K,S,H]."""
+    """A call's arrays, built once for all contenders: q, k and v [B,S,K,H], and k and v as the cache holds them."""
 
     setting: Setting
     key: jax.Array
     inputs: tuple[jax.Array, jax.Array, jax.Array]
-    cached: tuple[jax.Array, jax.Array]
+    kv: KeyValues
     positions: Positions
 
     @classmethod
@@ -54,7 +55,7 @@ class Numbers(NamedTuple):
         """Draw the call's numbers from a fresh key."""
         _, key = calls.fresh_key()
         q, k, v = setting.inputs(key)
-        return jax.block_until_ready(cls(setting, key, (q, k, v), calls.as_cached(k, v), setting.positions()))
+        return jax.block_until_ready(cls(setting, key, (q, k, v), KeyValues.of(k, v), setting.positions()))
 
 
 class Contender(NamedTuple):
@@ -159,7 +160,7 @@ def ours(kernel: Kernel, numbers: Numbers, config: Any = None) -> Contender:
     setting = numbers.setting
     spec, shapes = calls.taken(kernel, setting)
     selection = jax.jit(partial(setting.selection, spec))(numbers.key) if kernel.role == "sparse" else None
-    arguments = jax.block_until_ready((numbers.inputs[0], *numbers.cached, numbers.positions, selection))
+    arguments = jax.block_until_ready((numbers.inputs[0], numbers.kv, numbers.positions, selection))
     compiled = calls.ready(kernel, spec, shapes, config)
     if not trials.is_simulated(kernel):
         compiled = compiled.lower(*arguments).compile()

@@ -6,7 +6,7 @@ It changes no table: people read the records, and `tessera tune` may start from 
 from collections.abc import Iterator
 from functools import partial
 
-from tessera.attention.contract import Kernel
+from tessera.attention.kernel import Kernel
 from tessera.workbench.evidence import How, What
 from tessera.workbench.gpu_check import calls, clock
 from tessera.workbench.gpu_check.calls import LLAMA_8B, Setting

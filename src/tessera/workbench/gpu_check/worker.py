@@ -1,4 +1,4 @@
-"""The GPU script's child process runs pieces until the time is up.
+"""The GPU script's child process runs pieces until time runs out.
 
     python -m tessera.workbench.gpu_check.worker REQUEST
 

@@ -30,6 +30,7 @@ from tessera.workbench.report.markdown import (
     title_of,
 )
 from tessera.workbench.report.summary import summary
+from tessera.workbench.studies.validation import MEDIAN_GOAL, P90_GOAL, RANK_GOAL
 
 PAGES = ("README.md", "docs/answers.md", "docs/speed.md", "docs/tpu-figures.md", "docs/gpu-figures.md")
 """Files that contain rendered tables."""
@@ -214,18 +215,19 @@ def prediction(records: Sequence[Record]) -> str:
             [
                 title_of(record),
                 f"{facts['points']} of {facts['planned']}" if "planned" in facts else str(facts["points"]),
-                _goal(quantity(middle, "fraction"), middle <= 0.05),
-                _goal(quantity(worst, "fraction"), worst <= 0.12),
+                _goal(quantity(middle, "fraction"), middle <= MEDIAN_GOAL),
+                _goal(quantity(worst, "fraction"), worst <= P90_GOAL),
                 ", ".join(
-                    _goal(f"{dim}: {quantity(p90, 'fraction')}", p90 <= 0.12) for dim, p90 in worst_by_dim.items()
+                    _goal(f"{dim}: {quantity(p90, 'fraction')}", p90 <= P90_GOAL) for dim, p90 in worst_by_dim.items()
                 ),
-                _goal(f"{facts['spearman']:.4f}", facts["spearman"] >= 0.99),
-                ", ".join(_goal(f"{dim}: {rank:.3f}", rank >= 0.99) for dim, rank in by_dim.items()),
+                _goal(f"{facts['spearman']:.4f}", facts["spearman"] >= RANK_GOAL),
+                ", ".join(_goal(f"{dim}: {rank:.3f}", rank >= RANK_GOAL) for dim, rank in by_dim.items()),
                 quantity(plain["median_absolute_error"], "fraction"),
             ]
         )
-    header = ["against", "points", "median error (<= 5 %)", "90th percentile (<= 12 %)", "by head dim"]
-    header += ["rank correlation (>= 0.99)", "by head dim", "median error, nothing fitted"]
+    header = ["against", "points", f"median error (<= {100 * MEDIAN_GOAL:g} %)"]
+    header += [f"90th percentile (<= {100 * P90_GOAL:g} %)", "by head dim", f"rank correlation (>= {RANK_GOAL})"]
+    header += ["by head dim", "median error, nothing fitted"]
     fits = [_fitted(r.facts["constants"], r.facts["fitted_again"]) for r in chosen if "fitted_again" in r.facts]
     return markdown(header, rows) + "".join(fits) + provenance(chosen) if rows else ""
 

@@ -116,7 +116,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def joined(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
-    """Empty a first cell that equals the one above, so that rows that belong together are seen."""
+    """Empty a first cell that equals the one above, so that related rows read as a group."""
     above = ""
     for first, *rest in rows:
         yield ["" if first == above else first, *rest]
@@ -155,21 +155,25 @@ def provenance(records: Iterable[Record]) -> str:
 RENAMED = {
     "sweep": "tpu-sweep",
     "figures": "tpu-figures",
-    "ablations": "tpu-ablations",
     "blocks": "tpu-blocks",
     "gpu_gates": "gpu-gates",
     "gpu_figures": "gpu-figures",
 }
 """Studies of `tessera study` by the module that ran them before, which records of that time name."""
 
+DELETED = ("ablations",)
+"""Modules of studies that have left the package: only the commits that made their records hold their code."""
+
 
 def repeat_with(record: Record) -> str:
-    """The command that makes the record today."""
-    return re.sub(
-        r"python -m tessera\.deviceless\.(\w+)",
-        lambda found: f"tessera study {RENAMED.get(found[1], found[1])}",
-        record.command,
-    )
+    """The command that makes the record today; for a deleted study, in a checkout of the commit that made it."""
+
+    def of_today(found: re.Match) -> str:
+        if found[1] in DELETED:
+            return f"git checkout {record.code.commit[:9]}; {found[0]}"
+        return f"tessera study {RENAMED.get(found[1], found[1])}"
+
+    return re.sub(r"python -m tessera\.deviceless\.(\w+)", of_today, record.command)
 
 
 def title_of(record: Record) -> str:

@@ -85,7 +85,7 @@ def others(records: Iterable[Record]) -> str:
 
 
 def weights(records: Iterable[Record]) -> str:
-    """Show that a GGUF file is read right: logits against transformers, best tokens against llama.cpp."""
+    """Show that a GGUF file is read correctly: logits against transformers, best tokens against llama.cpp."""
     found = {r.what.workload: r for r in newest(r for r in records if r.what.op == "gguf fidelity" and not r.error)}
     rows = []
     for name, peer in PEERS.items():

@@ -20,11 +20,14 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from tessera.attention import tuned
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import choose
+from tessera.attention.kernel import Kernel
 from tessera.core import files
+from tessera.deviceless import inspection
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection, predict
+from tessera.deviceless.tpu import inspection as tpu_inspection
+from tessera.deviceless.tpu import predict
 from tessera.workbench import campaign, evidence
 
 ANY = 1 << 20
@@ -191,7 +194,7 @@ def search(
 def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     """Compile one config and predict its time."""
     spec, shapes = case.call()
-    found = inspection.inspect_call(chip, spec, shapes, kernel=kernel, config=config, limit_s=limit_s)
+    found = tpu_inspection.inspect_call(chip, spec, shapes, kernel=kernel, config=config, limit_s=limit_s)
     line = {"config": dict(config), "compile_s": round(found.compile_s, 1)}
     if not found.compiled:
         return {**line, "error": str(found.error)}
@@ -240,7 +243,7 @@ def run(chip: str, name: str, found: list[dict], options: Any) -> None:
 
 
 def lines_of(found: list[dict], chip: str, name: str) -> list[dict]:
-    """Return one case's candidates on one chip, in the order tried, of the code that made the last of them."""
+    """Return one case's candidates on one chip, in the order tried, keeping only those of the last one's commit."""
     own = [line for line in found if (line["chip"], line["case"]) == (chip, name)]
     return campaign.of_last_code(own, lambda line: json.dumps(line["config"]))
 

@@ -17,9 +17,11 @@ from typing import Any
 from tessera.attention.contract import AttentionSpec
 from tessera.core import files
 from tessera.core.shapes import ceil_div
-from tessera.deviceless import hlo
+from tessera.deviceless import hlo, inspection
+from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection, predict
+from tessera.deviceless.tpu import inspection as tpu_inspection
+from tessera.deviceless.tpu import predict
 from tessera.workbench import campaign, evidence
 from tessera.workbench.studies import validation
 
@@ -91,7 +93,7 @@ def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
     call = {"phase": "prefill", "tile": 128, "query_tile": 32, "fraction": 0.1, **CALLS[name]}
     spec = AttentionSpec(tile=call.pop("tile"), query_tile=call.pop("query_tile"))
     spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=spec, **call)
-    result = inspection.inspect_call(chip, spec, shapes, limit_s=limit_s)
+    result = tpu_inspection.inspect_call(chip, spec, shapes, limit_s=limit_s)
     if result.predicted_ms is None:
         return {"error": result.error or result.bound_by}
     keys = LONG if shapes.capacity is None else shapes.capacity * spec.tile
@@ -131,7 +133,7 @@ def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
 
 def inspect_selection(chip: str, limit_s: float) -> dict[str, Any]:
     """Compile and predict the choice of key tiles on a chip."""
-    program = tpu.factory_program("tessera.deviceless.programs:selection_call", **SELECTION)
+    program = factory_program("tessera.deviceless.programs:selection_call", **SELECTION)
     found = tpu.compile_for(chip, program, limit_s=limit_s)
     if found.error is not None:
         return {"error": str(found.error)}

@@ -13,8 +13,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tessera.attention.contract import AttentionSpec
+from tessera.deviceless import inspection
 from tessera.deviceless.gpu import inspection as gpu_inspection
-from tessera.deviceless.tpu import inspection
 from tessera.workbench import evidence
 from tessera.workbench.studies import figures
 

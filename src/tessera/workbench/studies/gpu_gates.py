@@ -17,16 +17,16 @@ from itertools import cycle, product
 from types import MappingProxyType
 from typing import Any
 
-from tessera.attention.contract import TILES, AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import TILES, AttentionSpec, Shapes
 from tessera.attention.gpu import backward as gpu_backward
 from tessera.attention.gpu import prefill as gpu_prefill
+from tessera.attention.kernel import Kernel
 from tessera.core import files
-from tessera.deviceless import programs
+from tessera.deviceless import inspection, programs
+from tessera.deviceless.compiler import attention_program, factory_program
 from tessera.deviceless.gpu import compiler as gpu
 from tessera.deviceless.gpu import sass
 from tessera.deviceless.gpu.gates import WATCHED, broken_program, gpu_kernels
-from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection
 from tessera.workbench import campaign, evidence
 
 COMMAND = "tessera study gpu-gates; tessera study gpu-gates --report"
@@ -91,10 +91,10 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
     """Return the program to compile."""
     spec, shapes = call(case)
     if case["kernel"] == GRADIENT:
-        return tpu.factory_program(
+        return factory_program(
             "tessera.deviceless.programs:gpu_gradient_call", spec=asdict(spec), shapes=shapes._asdict()
         )
-    return tpu.attention_program(case["kernel"], spec, shapes, case["config"])
+    return attention_program(case["kernel"], spec, shapes, case["config"])
 
 
 def cases() -> Iterator[dict[str, Any]]:
@@ -136,7 +136,7 @@ def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
 
 def taken(case: Mapping[str, Any]) -> bool:
     """Return whether the case's kernel takes the call."""
-    return kernel_of(case).supports(*call(case)) is None
+    return kernel_of(case).refusal(*call(case)) is None
 
 
 def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -147,8 +147,8 @@ def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases that only the plainest mask gets: a single sequence, other groups and odd sizes with default
-    blocks, and batches of decode, with more and fewer splits too."""
+    """Yield the cases compiled only under the plainest mask: with default blocks a single sequence, other groups and
+    odd sizes; for decode also batches, with more and fewer splits."""
     yield {**case, "batch": 1}
     groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
     yield from filter(taken, ({**case, "group": group} for group in groups))
@@ -195,7 +195,7 @@ def first_cases() -> Iterator[dict[str, Any]]:
         case = {"kernel": kernel.name, "head_dim": 128, "dtype": kernel.dtypes[0], "query_tile": 32}
         case |= {"mask": "causal", "group": GROUPS[0], "config": None}
         tiles = ({**case, "tile": tile} for tile in reversed(TILES))
-        yield next(c for c in tiles if kernel.supports(*call(c)) is None)
+        yield next(c for c in tiles if kernel.refusal(*call(c)) is None)
 
 
 def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -204,7 +204,7 @@ def spread_cases(first: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for head_dim, _ in product(HEAD_DIMS, range(2)):
         case = {**first, "head_dim": head_dim, "dtype": next(dtypes), "mask": next(masks)}
         wanted = ({**case, "tile": next(tiles)} for _ in TILES)
-        case = next((c for c in wanted if kernel_of(c).supports(*call(c)) is None), None)
+        case = next((c for c in wanted if kernel_of(c).refusal(*call(c)) is None), None)
         if case is not None:
             yield case
 

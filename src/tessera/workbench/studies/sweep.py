@@ -12,12 +12,13 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any
 
-from tessera.attention.contract import AttentionSpec, Kernel
+from tessera.attention.contract import AttentionSpec
 from tessera.attention.dispatch import KERNELS
+from tessera.attention.kernel import Kernel
 from tessera.core import files
-from tessera.deviceless import programs
+from tessera.deviceless import inspection, programs
+from tessera.deviceless.compiler import attention_program, factory_program
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import inspection
 from tessera.workbench import campaign, evidence
 
 HEAD_DIMS = (64, 128, 256)
@@ -77,7 +78,7 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
     """
     if case["kernel"] == GRADIENT:
         sizes = {name: case[name] for name in ("length", "head_dim", "dtype")}
-        return tpu.factory_program("tessera.deviceless.programs:tpu_gradient_call", **sizes)
+        return factory_program("tessera.deviceless.programs:tpu_gradient_call", **sizes)
     kernel = programs.kernel_named(case["kernel"])
     spec, shapes = inspection.call(
         role=kernel.role,
@@ -92,10 +93,10 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
         fraction=0.1,
         queries=2048 if case["length"] == LONG else None,
     )
-    reason = kernel.supports(spec, shapes)
+    reason = kernel.refusal(spec, shapes)
     if reason is not None:
         raise ValueError(reason)
-    return tpu.attention_program(kernel.name, spec, shapes)
+    return attention_program(kernel.name, spec, shapes)
 
 
 def identity(case: Mapping[str, Any]) -> tuple:

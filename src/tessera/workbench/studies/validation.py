@@ -5,9 +5,9 @@ compiles the same kernel with the same blocks, predicts its time and compares th
 environment, and the timings: the wheel in it has only v7x's, the Tokamax repository's folder tokamax/data/autotuning
 has those of all chips. Compiling all of it takes hours on two cores, so it resumes where it stopped.
 
-    make peers-tpu TIMINGS=FOLDER                                                    # all chips, and the report
-    tessera study tpu-validation collect --chip v6e --timings FOLDER      # one chip
-    tessera study tpu-validation report --timings FOLDER
+    make peers-tpu TIMINGS=FOLDER                                   # all chips, and the report
+    tessera study tpu-validation --chip v6e --timings FOLDER        # one chip
+    tessera study tpu-validation --report --timings FOLDER
 """
 
 import json
@@ -24,6 +24,7 @@ import scipy.optimize
 
 from tessera.core import files
 from tessera.deviceless import hlo
+from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict, schedule
 from tessera.workbench import campaign, evidence
@@ -35,6 +36,8 @@ WHERE = "the Tokamax repository's folder tokamax/data/autotuning"
 CALIBRATION = ("v5p", "v6e")
 """Chips whose times the constants are fitted on. v7x is only compared."""
 FITTED = " and ".join(CALIBRATION)
+MEDIAN_GOAL, P90_GOAL, RANK_GOAL = 0.05, 0.12, 0.99
+"""Goals: median and 90th percentile of |predicted / measured - 1| at most, rank correlation at least."""
 BIG_BLOCK = 4 << 20
 """Scores per block. Above it, the compiler takes minutes."""
 FOLDERS = MappingProxyType({"v5p": "tpu_v5", "v6e": "tpu_v6_lite", "v7x": "tpu7x"})
@@ -98,7 +101,7 @@ def collect(chip: str, timings: Path, out: Path, limit_s: float, most: int | Non
 def compile_point(point: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """Compile a point and return it with what its schedule says."""
     names = ("q", "k", "v", "is_causal", "return_residuals", "config")
-    program = tpu.factory_program("tokamax_splash:forward", **{name: point[name] for name in names})
+    program = factory_program("tokamax_splash:forward", **{name: point[name] for name in names})
     paths = [str(Path("peers").resolve())]
     compiled = tpu.compile_for(
         point["chip"], program, python=str(PEER_PYTHON), paths=paths, limit_s=limit_s, niceness=15
@@ -165,7 +168,7 @@ def prediction(point: Mapping[str, Any], overheads: predict.Overheads) -> predic
     names = ("name", "opcode", "bytes", "cycles")
     operations = tuple(hlo.Operation(**dict(zip(names, values))) for values in point["operations"])
     compiled = tpu.Compiled(
-        chip=point["chip"], error=None, compile_s=0, memory={}, cost={}, schedules=(kernel,), operations=operations
+        chip=point["chip"], error=None, compile_s=0, memory={}, schedules=(kernel,), operations=operations
     )
     return predict.predict(compiled, executions(point), overheads)
 
@@ -192,12 +195,12 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
 def records(
     found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
 ) -> list[evidence.Record]:
-    """Build one record per chip, one over those that the constants are fitted on, with the fit repeated, and one over
-    all: predicted / measured of every point, and how far off they are. A record without points of all its chips is left
-    out.
+    """Build one record per chip, one over the chips that the constants were fitted on (it repeats the fit) and one over
+    all chips. Each holds predicted / measured of its points and a summary of their errors. A record that lacks points
+    of one of its chips is left out.
 
-    `planned` holds the points of each chip with timings at hand; the facts count them and the compiled ones, and those
-    with big blocks of both.
+    `planned` holds all points of each chip whose timings are available; the facts count planned and compiled points,
+    and in both those with big blocks.
     """
     made = []
     for name, chips in (*((chip, (chip,)) for chip in FOLDERS), (FITTED, CALIBRATION), ("all", tuple(FOLDERS))):

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import choose
+from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import WORKLOADS, Workload
 from tessera.core import files, hardware
 from tessera.workbench import measure
@@ -116,7 +117,7 @@ class Journal:
         found = [line for line in map(_parsed, lines) if line is not None]
         if found and found[0] != self.about:
             other = sorted(name for name in {*found[0], *self.about} if found[0].get(name) != self.about.get(name))
-            raise ValueError(f"{path} is of another search (its {', '.join(other)} differs): delete it to begin anew")
+            raise ValueError(f"{path} is of another search (its {', '.join(other)} differs): delete it to start over")
         self.answers = {line["key"]: line["answer"] for line in found[1:]}
         self.replayed = len(self.answers)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tessera.attention import oracle
-from tessera.attention.contract import AttentionOut, AttentionSpec, Positions, Selection, Shapes
+from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.core.shapes import ceil_div
 
 CHECKED_ROWS = 6
@@ -23,6 +23,11 @@ class Call(NamedTuple):
     v: jax.Array
     positions: Positions
     selection: Selection | None
+
+    @property
+    def arguments(self) -> tuple[jax.Array, KeyValues, Positions, Selection | None]:
+        """What a kernel is launched on; its spec and config are static."""
+        return self.q, KeyValues.of(self.k, self.v), self.positions, self.selection
 
 
 def draw(spec: AttentionSpec, shapes: Shapes, seed: int) -> Call:

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tessera.attention.contract import AttentionSpec, Kernel, Shapes
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.kernel import Kernel
 from tessera.core.shapes import ceil_div, round_up
 
 RATE = 1e11

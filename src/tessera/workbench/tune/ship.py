@@ -92,7 +92,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
     plain = budget.method == "genetic"  # keep the file names of older journals
     journal = Path("build/tune") / f"{slug}-{workload}-{role}{'' if plain else '-' + budget.method}.jsonl"
     console = Console(stderr=True, highlight=False)
-    console.print(f"{task.kernel.name} on {task.name}; Ctrl-C stops, the same command goes on ({journal})")
+    console.print(f"{task.kernel.name} on {task.name}; Ctrl-C stops, the same command resumes ({journal})")
     try:
         found = tune.tune(task, budget, journal, on_step=console.print)
     except tune.Failed as failure:
@@ -119,7 +119,7 @@ def print_result(console, found: Mapping[str, Any]) -> None:
     """Print the winner, its gain and interval, and how well the cheap stages predicted it."""
     if found["winner"] == found["default"]:
         refused = f"; {found['refused']} was not confirmed ({found['gain']:.3f}x)" if "refused" in found else ""
-        console.print(f"the default stands: {found['default']}{refused}")
+        console.print(f"the default stays: {found['default']}{refused}")
     else:
         low, high = found["interval"]
         elsewhere = ", ".join(f"{name}: {gain:.3f}x" for name, gain in found["elsewhere"].items())

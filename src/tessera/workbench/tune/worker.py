@@ -15,10 +15,11 @@ import time
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from tessera.attention.contract import AttentionSpec, Kernel, KeyValues, Shapes
-from tessera.attention.dispatch import KERNELS
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.kernel import Kernel
+from tessera.deviceless import programs
+from tessera.workbench.errors import plain
 from tessera.workbench.tune import calls
 
 
@@ -35,9 +36,7 @@ class Program(NamedTuple):
 def kernel_named(name: str) -> Kernel:
     """Return the table's kernel of this name, or the one that "module:attribute" names."""
     module, _, attribute = name.partition(":")
-    if attribute:
-        return getattr(importlib.import_module(module), attribute)
-    return next(kernel for kernel in KERNELS if kernel.name == name)
+    return getattr(importlib.import_module(module), attribute) if attribute else programs.kernel_named(name)
 
 
 KEPT: collections.OrderedDict[str, Program] = collections.OrderedDict()
@@ -53,21 +52,16 @@ def program_of(request: dict) -> Program:
         spec, shapes = AttentionSpec(**request["spec"]), Shapes(**request["shapes"])
         config = kernel.Config(**request["config"])
 
-        def step(q, k, v, positions, selection):
-            return kernel.launch(q, KeyValues(k, v), spec, positions, selection, config)
+        def step(q, kv, positions, selection):
+            return kernel.launch(q, kv, spec, positions, selection, config)
 
         start = time.perf_counter()
-        compiled = jax.jit(step).lower(*as_cached(calls.draw(spec, shapes, 0))).compile()
+        compiled = jax.jit(step).lower(*calls.draw(spec, shapes, 0).arguments).compile()
         KEPT[name] = Program(kernel.role, spec, shapes, compiled, time.perf_counter() - start)
         if len(KEPT) > MOST_KEPT:
             KEPT.popitem(last=False)
     KEPT.move_to_end(name)
     return KEPT[name]
-
-
-def as_cached(call: calls.Call) -> tuple:
-    """Return the call's arrays, with K and V laid out as the model's cache: [B,K,S,H]."""
-    return call.q, *(jnp.swapaxes(x, 1, 2) for x in (call.k, call.v)), call.positions, call.selection
 
 
 def measure(request: dict) -> dict:
@@ -76,7 +70,7 @@ def measure(request: dict) -> dict:
     samples, fault = [], None
     for number in range(-1, request["rounds"]):
         call = jax.block_until_ready(calls.draw(program.spec, program.shapes, request["seed"] + 1 + number))
-        arguments = jax.block_until_ready(as_cached(call))
+        arguments = jax.block_until_ready(call.arguments)
         start = time.perf_counter()
         out = jax.block_until_ready(program.compiled(*arguments))
         seconds = time.perf_counter() - start
@@ -100,8 +94,7 @@ def main() -> None:
         try:
             answer = measure(json.loads(line))
         except (RuntimeError, ValueError, TypeError, MemoryError, NotImplementedError) as error:
-            said = (str(error).splitlines() or [""])[0]
-            answer = {"samples": [], "compile_s": 0.0, "error": f"{type(error).__name__}: {said}"[:300]}
+            answer = {"samples": [], "compile_s": 0.0, "error": plain(error)}
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -1,0 +1,151 @@
+"""What the compilers for absent TPUs and GPUs share: a worker process, requests, and a result or an explained error.
+
+A failure is a result: a kernel may crash the compiler, or keep it busy forever.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, Self
+
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.core.child import Ended, Worker
+
+WORKER = Path(__file__).with_name("worker.py")
+
+INSTALL = "install the extra: pip install 'tessera-attention[deviceless]'"
+
+LONGEST_TEXT = 500
+"""Characters kept of a compiler's message, which lists every allocation after the first sentences."""
+
+
+def attention_program(
+    kernel: str, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Build the request for one kernel of `dispatch.KERNELS`; config None takes the kernel's own default."""
+    return {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config}
+
+
+def factory_program(factory: str, **kwargs: Any) -> dict[str, Any]:
+    """Build the request for the result of `module:function`(**kwargs): (function, abstract arguments)."""
+    return {"factory": factory, "kwargs": kwargs}
+
+
+class Process(Worker):
+    """A compile worker."""
+
+    def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+        """Return the reply; if there is none, {"compiled": False, "error", "stage"}.
+
+        The stage is "time" if the worker was killed after `limit_s` seconds, else "compile": the request crashed it.
+
+        Raises:
+            ValueError: the worker exited, not by a signal, before its first answer: it cannot start.
+        """
+        try:
+            return super().ask(request, limit_s)
+        except Ended as end:
+            if end.late:
+                return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s}
+            if end.status > 0 and not end.answered:  # below 0, a signal killed it: a compiler crash is a result
+                raise ValueError(f"the compiler did not start: {end.said}") from None
+            return {"compiled": False, "stage": "compile", "error": f"it died with status {end.status}: {end.said}"}
+
+
+def worker(python: str | None = None) -> list[str]:
+    """Return the command that starts a worker, in this interpreter or another."""
+    return [python or sys.executable, "-P", str(WORKER)]
+
+
+def environment(paths: Sequence[str]) -> dict[str, str]:
+    """Build the worker's environment: jax on CPU, and these folders before the others on the import path."""
+    found = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
+    found["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a program taken from the cache leaves no schedule and no report
+    if paths:
+        found["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return found
+
+
+class Meaning(NamedTuple):
+    """One kind of compiler error."""
+
+    kind: str
+    pattern: str
+    meaning: str
+    way_out: str
+
+
+class CompileError(NamedTuple):
+    """A compiler's refusal, its meaning and the way out.
+
+    `kind` is "time", "program" or a kind of the compiler's `MEANINGS` ("VMEM", "registers", "layout").
+    """
+
+    kind: str
+    text: str
+    meaning: str
+    way_out: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.meaning}; {self.way_out}. The compiler: {self.text}"
+
+
+def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
+    """Return the error of the first meaning that fits a compiler's message."""
+    text = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
+    for kind, pattern, meaning, way_out in meanings:
+        if re.search(pattern, text):
+            return CompileError(kind, text, meaning, way_out)
+    return CompileError("program", text, "the program is wrong before it meets the chip", "read the message")
+
+
+def out_of_time(text: str, limit_s: float) -> CompileError:
+    """Return the error of a worker that was killed at its time limit."""
+    meaning = f"the compiler took longer than {limit_s:g} s and was ended"
+    return CompileError("time", text, meaning, "take smaller or fewer unrolled blocks, or raise the limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """Result of compiling one program, or the error.
+
+    Attributes:
+        chip: short name ("v6e").
+        error: None if it compiled.
+        compile_s: seconds in the compiler; of the whole attempt if it failed.
+        memory: bytes of main memory on one device: argument, output, temp, alias, generated_code.
+        about: what the program's factory returned with the program.
+        program: the compiled program's text.
+    """
+
+    chip: str
+    error: CompileError | None
+    compile_s: float
+    memory: Mapping[str, int] = MappingProxyType({})
+    about: Mapping[str, Any] = MappingProxyType({})
+    program: str = ""
+
+    @classmethod
+    def from_reply(cls, chip: str, reply: Mapping[str, Any], explain: Callable[[str], CompileError]) -> Self:
+        """Convert a worker's reply, and explain its error."""
+        if reply["compiled"]:
+            found = {name: reply[name] for name in ("compile_s", "memory", "about")}
+            return cls(chip=chip, error=None, **found)
+        text, took = reply["error"], reply.get("compile_s", 0.0)
+        error = out_of_time(text, took) if reply["stage"] == "time" else explain(text)
+        return cls(chip=chip, error=error, compile_s=took)
+
+    @property
+    def settings(self) -> str | None:
+        """Block sizes that the kernel chose for this chip."""
+        return self.about.get("settings")
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Main memory the program holds on one device while it runs."""
+        m = self.memory
+        return m["argument"] + m["output"] + m["temp"] + m["generated_code"] - m["alias"] if m else 0

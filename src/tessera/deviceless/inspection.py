@@ -1,0 +1,166 @@
+"""`tessera inspect`: one attention call compiled for a chip that this machine lacks, and its place on the roofline.
+
+`tpu.inspection` and `gpu.inspection` compile the call and add what only their compiler says.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.dispatch import KERNELS, choose
+from tessera.attention.kernel import Kernel, role_of
+from tessera.core.shapes import ceil_div
+from tessera.deviceless import programs
+from tessera.deviceless.compiler import Compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """One call on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
+
+    A platform adds its figures, its KEYS, the chip's `peak` (`flops_per_s` and `bytes_per_s`), the table's `rows`, the
+    `lines` below it with their styles, and two parts of the picture: `mark` draws the call on the roofline and returns
+    its time in words, `fill` draws what fills the chip.
+
+    Attributes:
+        refused: our own kernels for such a call, each with the reason it cannot take this one; empty if one can.
+        hbm_bytes: main memory that the program holds while it runs.
+        flops: of the work, not of the kernel; masked and padded products do not count.
+        moved_bytes: bytes to and from main memory in one call; a lower bound if nothing is predicted.
+    """
+
+    KEYS: ClassVar[Sequence[str]]
+    panels: ClassVar[int] = 2
+
+    compiled: bool
+    error: str | None = None
+    chip: str = ""
+    kernel: str = ""
+    config: str = ""
+    refused: Mapping[str, str] = MappingProxyType({})
+    hbm_bytes: int | None = None
+    steps: int | None = None
+    flops: float | None = None
+    moved_bytes: float | None = None
+    percent_of_peak: float | None = None
+    bound_by: str | None = None
+    compile_s: float | None = None
+    found: Compiled | None = None
+
+    def json(self) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
+        body = {key: getattr(self, key) for key in self.KEYS}
+        return {key: dict(value) if isinstance(value, Mapping) else value for key, value in body.items()}
+
+    def intensities(self) -> tuple[float, float]:
+        """Return the flops per byte that the call moves, and those from which the peak bounds it."""
+        return self.flops / self.moved_bytes if self.moved_bytes else 1.0, self.peak.flops_per_s / self.peak.bytes_per_s
+
+    def print_table(self) -> None:
+        """Print the result for people: a table, and what fills the chip."""
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        console = Console()
+        if not self.compiled:
+            console.print(f"[bold]{self.kernel} on {self.chip}[/bold] does not compile")
+            for name, text in self.found.error._asdict().items():
+                console.print(f"  {name.replace('_', ' ')}: {text}", markup=False)
+            return
+        table = Table(title=f"{self.kernel} on {self.chip}, {self.config}", title_justify="left", show_header=False)
+        for name, text in self.rows().items():
+            table.add_row(name, escape(text))
+        console.print(table)
+        for text, style in self.lines():
+            console.print(f"  {text}", style=style, markup=False, highlight=False)
+
+    def picture(self, path: Path) -> None:
+        """Draw the call on its roofline, and what fills the chip, as SVG (or the format of the suffix)."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4.5 * self.panels, 3.6), layout="constrained")
+        roof, *rest = figure.subplots(1, self.panels, squeeze=False)[0]
+        intensity, ridge = self.intensities()
+        low, high = min(intensity, ridge) / 10, max(intensity, ridge) * 10
+        top = self.peak.flops_per_s / 1e12
+        roof.plot([low, ridge, high], [low * self.peak.bytes_per_s / 1e12, top, top], "k-")
+        time = self.mark(roof, intensity)
+        roof.set(xscale="log", yscale="log", xlabel="flops per byte of main memory", ylabel="TFLOP/s")
+        roof.set_title(f"{self.kernel} on {self.chip}: {time}", fontsize=10)
+        for bars in rest:
+            self.fill(bars)
+            bars.invert_yaxis()
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def call(
+    *,
+    role: str,
+    phase: str,
+    batch: int,
+    length: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    spec: AttentionSpec,
+    fraction: float,
+    queries: int | None = None,
+) -> tuple[AttentionSpec, Shapes]:
+    """Return (spec, shapes) of a plain call: prefill of the last `queries` of `length` tokens, or one decoded token."""
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
+    rows = 1 if phase == "decode" else queries or length
+    spec = AttentionSpec(**{f.name: getattr(spec, f.name) for f in fields(spec)} | {"mass": role == "score"})
+    capacity = max(1, ceil_div(round(fraction * length), spec.tile)) if role == "sparse" else None
+    return spec, Shapes(batch, rows, length, heads, kv_heads, head_dim, capacity, dtype)
+
+
+def kernel_for(
+    platform: str, spec: AttentionSpec, shapes: Shapes, name: str | None, config: Mapping[str, Any] | None
+) -> Kernel:
+    """Return the named kernel, or the first that dispatch would choose of those that compile without a chip.
+
+    Raises:
+        ValueError: no kernel runs this call on this platform, with the reasons; or `config` does not fit the kernel.
+    """
+    if name:
+        kernel = programs.kernel_named(name)
+    else:
+        takes = (k for k in KERNELS if k.simulable and not k.refusal(spec, shapes, platform=platform, automatic=True))
+        kernel = next(takes, None) or choose(spec, shapes, platform=platform)
+    programs.check(kernel, spec, shapes, config, platform)
+    return kernel
+
+
+def facts(
+    platform: str,
+    kernel: Kernel,
+    spec: AttentionSpec,
+    shapes: Shapes,
+    config: Mapping[str, Any] | None,
+    found: Compiled,
+) -> dict[str, Any]:
+    """Return the fields of an `Inspection` that a call has on every platform, compiled or not."""
+    return {
+        "compiled": found.error is None,
+        "error": None if found.error is None else str(found.error),
+        "chip": found.chip,
+        "kernel": kernel.name,
+        "config": str(config or found.settings or "default"),
+        "refused": refusals(platform, spec, shapes),
+        "compile_s": found.compile_s if found.error else round(found.compile_s, 2),
+        "found": found,
+    }
+
+
+def refusals(platform: str, spec: AttentionSpec, shapes: Shapes) -> dict[str, str]:
+    """Map each of our kernels of the call's role and phase to the reason it cannot take the call; empty if one can."""
+    role, decodes = role_of(spec, shapes), shapes.num_queries == 1
+    ours = [k for k in KERNELS if k.platform == platform and k.simulable and k.role == role]
+    reasons = {k.name: k.refusal(spec, shapes) for k in ours if decodes or k.phase != "decode"}
+    return {} if None in reasons.values() else reasons

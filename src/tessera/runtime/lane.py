@@ -1,0 +1,280 @@
+"""A sub-batch: requests that run under one policy over one cache, one row each, and join and leave between steps.
+
+A request joins by a prefill, chunk by chunk while other rows decode. If all rows join at once, one prefill of the
+whole batch fills the cache in place. Otherwise a prefill of batch 1 fills a copy of the row, which then replaces it: in
+place, each chunk would compute and write every row. A row that is free keeps the keys that prefill wrote, and a later
+prompt with the same prefix starts after them. The keys that decode wrote are never reused: under a sparse policy they
+differ from those of a prefill (see `chat`).
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Float, Int32
+
+from tessera.runtime.requests import End, Event, Failure, Held, Ticket, Token
+from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose, seen_tokens
+from tessera.runtime.step import Prefill, Session, explain_not_finite, require_room
+from tessera.sparse.contract import Reads
+
+NEUTRAL = Sampling()
+"""Sampling of a row without a request."""
+
+
+@jax.jit
+def set_row(array: Array, new: Array, row: Int32[Array, ""]) -> Array:
+    """Return the array with one row replaced by the only row of `new`; steps in flight still read the old array."""
+    return array.at[row].set(new[0])
+
+
+class Joining(NamedTuple):
+    """Requests whose prompts are being prefilled."""
+
+    run: Prefill
+    tickets: Sequence[Ticket]
+
+
+class Pending(NamedTuple):
+    """A step that the device may still be computing; `rows` pairs each row of its arrays with its request."""
+
+    choice: Choice
+    reads: Sequence[Reads]
+    rows: Sequence[tuple[int, Ticket]]
+
+
+class Lane:
+    """One sub-batch.
+
+    Args:
+        session: its cache, empty.
+        lag: steps the device runs ahead of the host.
+    """
+
+    def __init__(self, session: Session, lag: int):
+        self.session, self.lag = session, lag
+        self.slots: list[Ticket | None] = [None] * session.batch
+        self.waiting: deque[Ticket] = deque()
+        self._kept: list[Sequence[int]] = [()] * session.batch  # tokens whose keys prefill wrote, per row
+        self._joining: Joining | None = None
+        self._pending: deque[Pending] = deque()
+        self._due = 0
+        self._failed: list[Event] = []
+        self._token, self._seen = np.zeros(session.batch, np.int32), None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return any(ticket is not None and ticket.open for ticket in (*self.slots, *self.waiting))
+
+    def advance(self) -> None:
+        """Dispatch one decoded token for every row in the middle of an answer, and one chunk for those that join."""
+        self._release()
+        before = len(self._pending)
+        self._decode()
+        self._join()
+        after = len(self._pending)
+        self._due = max(after - self.lag, int(after == before), 0)
+
+    def collect(self) -> list[Event]:
+        """Wait for the steps that are due and return what they brought."""
+        events, self._failed = self._failed, []
+        for _ in range(min(self._due, len(self._pending))):
+            events += self._take(self._pending.popleft())
+        return events
+
+    def hold(self, tokens: Sequence[int]) -> Held:
+        """Prefill the whole chunks of a prefix into a free row; see `Engine.hold`."""
+        self._release()
+        row = next((row for row, ticket in enumerate(self.slots) if ticket is None), None)
+        if row is None:
+            raise ValueError("every row is in use: hold a prefix before requests are submitted, or with more slots")
+        self._kept[row] = ()
+        kept = list(tokens[: self.session.align(len(tokens))])
+        if not kept:
+            return Held(0, ())
+        self._make_room(len(kept) + 1, len(kept))
+        part = self.session if self.session.batch == 1 else self.session.row(row)
+        _, reads = part.prefill([kept])
+        if part is not self.session:
+            self.session.put(row, part)
+        jax.block_until_ready(self.session.cache)
+        self._kept[row] = kept
+        return Held(len(kept), reads)
+
+    def warm(self, methods: Iterable[Method], *, joins: bool) -> int:
+        """Run every program of an empty lane once, those of requests that join midway if `joins`; return how many."""
+        self._kept = [()] * self.session.batch
+        methods, vocab_size = tuple(methods), self.session.config.vocab_size
+        count = self.session.warm() + warm_choices(methods, self.session.batch, vocab_size)
+        if not joins or self.session.batch == 1:
+            return count
+        part, row = self.session.row(0), np.int32(0)
+        count += part.warm(decode=False) + warm_choices(methods, 1, vocab_size)
+        self.session.put(0, part)
+        arrays = [np.zeros(self.session.batch, np.int32)]
+        if any(method.penalised for method in methods):
+            arrays.append(np.zeros((self.session.batch, vocab_size), bool))
+        jax.block_until_ready([self.session.cache, *(set_row(array, array[:1], row) for array in arrays)])
+        return count + 2 + len(arrays)
+
+    def _release(self) -> None:
+        """Free the rows of requests that ended, except those of a prefill that still writes them."""
+        if self._joining is not None and not any(ticket.open for ticket in self._joining.tickets):
+            self._joining = None
+        joining = () if self._joining is None else self._joining.tickets
+        self.slots = [t if t is not None and (t.open or t in joining) else None for t in self.slots]
+
+    def _decode(self) -> None:
+        alive = [t for t in self.slots if t is not None and t.open and 0 < t.chosen < t.answer.limit]
+        if not alive:
+            return
+        # A row that is not alive writes a key, too: in the last place, which `_kept` never counts.
+        position = np.full(self.session.batch, self.session.num_keys - 1, np.int32)
+        flags = np.zeros(self.session.batch, bool)
+        for ticket in alive:
+            position[ticket.row], flags[ticket.row] = ticket.answer.prompt_tokens + ticket.chosen - 1, True
+        scores, reads = self.session.decode(self._token, position, flags)
+        joined = [ticket if ticket is not None and ticket.chosen else None for ticket in self.slots]
+        choice = pick(scores, self._seen, joined)
+        self._token, self._seen = choice.token, choice.seen
+        self._note(choice, reads, [(ticket.row, ticket) for ticket in alive])
+
+    def _join(self) -> None:
+        self._joining = self._start() if self._joining is None else self._joining
+        if self._joining is None:
+            return
+        run, tickets = self._joining
+        run.advance()
+        if not run.done:
+            return
+        self._joining = None
+        prompts = [ticket.request.prompt for ticket in tickets]
+        penalised = any(ticket.request.sampling.method.penalised for ticket in tickets)
+        seen = seen_tokens(prompts, self.session.config.vocab_size) if penalised else None
+        choice = pick(run.scores(), seen, tickets)
+        if run.session is self.session:
+            self._token, self._seen = choice.token, choice.seen
+        else:
+            self._place(run.session, choice, tickets[0].row)
+        for ticket in tickets:
+            self._kept[ticket.row] = ticket.request.prompt[: self.session.num_keys - 1]
+        self._note(choice, run.reads, list(enumerate(tickets)))
+
+    def _place(self, part: Session, choice: Choice, row: int) -> None:
+        self.session.put(row, part)
+        self._token = set_row(self._token, choice.token, np.int32(row))
+        if choice.seen is not None:
+            shape = (self.session.batch, self.session.config.vocab_size)
+            seen = np.zeros(shape, bool) if self._seen is None else self._seen
+            self._seen = set_row(seen, choice.seen, np.int32(row))
+
+    def _start(self) -> Joining | None:
+        """Move requests from the queue to free rows: the whole batch if all rows are free and wanted, else one."""
+        self.waiting = deque(ticket for ticket in self.waiting if ticket.open)
+        rows = [row for row, ticket in enumerate(self.slots) if ticket is None]
+        if not (rows and self.waiting):
+            return None
+        whole = len(self.waiting) >= self.session.batch == len(rows)
+        tickets = [self.waiting.popleft() for _ in range(self.session.batch if whole else 1)]
+        answers = [ticket.answer for ticket in tickets]
+        try:
+            self._make_room(max(a.num_keys for a in answers), max(a.prompt_tokens for a in answers), part=not whole)
+        except MemoryError as error:  # the longest fails alone; the others try again in the next step
+            longest = max(tickets, key=lambda ticket: ticket.answer.num_keys)
+            self._failed.append(fail(longest, error))
+            self.waiting.extendleft(reversed(tickets))
+            return None
+        if not whole:
+            rows = [max(rows, key=lambda row: self._reusable(row, tickets[0]))]
+        start = min(self._reusable(row, ticket) for row, ticket in zip(rows, tickets))
+        for row, ticket in zip(rows, tickets):
+            self.slots[row], self._kept[row] = ticket, ()
+            ticket.row, ticket.reused = row, start
+            held = ticket.request.held
+            if held is not None and held.reads and start == held.num_tokens:
+                count_reads(ticket, held.reads, 0)
+        session = self.session if whole else self.session.row(rows[0])
+        return Joining(Prefill(session, [ticket.request.prompt for ticket in tickets], start), tickets)
+
+    def _make_room(self, num_keys: int, num_rows: int, *, part: bool = False) -> None:
+        """Grow the cache to `num_keys` keys; MemoryError if that, or the copy of a row, does not fit."""
+        session = self.session
+        batch = session.batch if session.bucket(num_keys) > session.num_keys else int(part)
+        if batch:
+            room = max(num_keys, session.num_keys)
+            require_room(session.params, session.config, batch=batch, num_keys=room, num_rows=num_rows)
+        session.reserve(num_keys)
+
+    def _reusable(self, row: int, ticket: Ticket) -> int:
+        """Count the prompt's tokens whose keys this row holds, in whole chunks and at least one token short of it."""
+        prompt, kept = ticket.request.prompt, self._kept[row]
+        limit = min(len(kept), len(prompt) - 1)
+        if ticket.request.held is not None:
+            limit = min(limit, ticket.request.held.num_tokens)
+        return self.session.align(next((i for i in range(limit) if kept[i] != prompt[i]), limit))
+
+    def _note(self, choice: Choice, reads: Sequence[Reads], rows: Sequence[tuple[int, Ticket]]) -> None:
+        for _, ticket in rows:
+            ticket.chosen += 1
+        self._pending.append(Pending(choice, reads, rows))
+
+    def _take(self, pending: Pending) -> list[Event]:
+        """Wait for one step and hand its tokens to their answers."""
+        tokens, logprobs = np.asarray(pending.choice.token), np.asarray(pending.choice.logprob)
+        now_s, events, reason = time.perf_counter(), [], ""
+        for row, ticket in pending.rows:
+            if not ticket.open:
+                continue
+            token, logprob = int(tokens[row]), float(logprobs[row])
+            if not math.isfinite(logprob):
+                self._kept[ticket.row] = ()
+                reason = reason or explain_not_finite(self.session.params)
+                events.append(fail(ticket, ValueError(reason)))
+                continue
+            count_reads(ticket, pending.reads, row)
+            piece = ticket.answer.push(token, logprob, now_s)
+            events.append(Token(ticket.id, token, logprob, piece))
+            if ticket.answer.done:
+                events.append(End(ticket.id, ticket.answer.generation(ticket.started_s), ticket.reused))
+        return events
+
+
+def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
+    """Choose one token per row by its request's own sampling, seed and step; rows without a request are ignored."""
+    samplings = [NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets]
+    method = reduce(or_, (sampling.method for sampling in samplings))
+    values = Values(*(np.array(column) for column in zip(*(s.values(scores.shape[1]) for s in samplings))))
+    seeds = np.array([0 if ticket is None else ticket.request.seed for ticket in tickets], np.uint32)
+    steps = np.array([0 if ticket is None else ticket.chosen for ticket in tickets], np.int32)
+    return choose(scores, seen if method.penalised else None, seeds, steps, values, method=method)
+
+
+def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int) -> int:
+    """Run the sampling program of every method once; return how many."""
+    scores, seen = jnp.zeros((batch, vocab_size), jnp.float32), np.zeros((batch, vocab_size), bool)
+    values = Values(*(np.full(batch, value) for value in NEUTRAL.values(vocab_size)))
+    seeds, steps = np.zeros(batch, np.uint32), np.zeros(batch, np.int32)
+    done = [choose(scores, seen if m.penalised else None, seeds, steps, values, method=m) for m in methods]
+    return len(jax.block_until_ready(done))
+
+
+def count_reads(ticket: Ticket, reads: Sequence[Reads], row: int) -> None:
+    """Add one row's key counts of one or more calls to the request's answer."""
+    if reads:
+        read_L, visible_L = (sum(np.asarray(call[i], np.float64)[:, row] for call in reads) for i in (0, 1))
+        ticket.answer.count(read_L, visible_L)
+
+
+def fail(ticket: Ticket, error: Exception) -> Failure:
+    """Drop a request and return the event that says why."""
+    ticket.dropped = True
+    return Failure(ticket.id, error)

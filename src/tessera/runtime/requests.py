@@ -1,0 +1,125 @@
+"""What an engine takes and returns: requests and events."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from tessera.models.config import ModelConfig
+from tessera.runtime.answers import Answer, Generation
+from tessera.runtime.sampling import Sampling
+from tessera.sparse.contract import Reads
+
+
+class Held(NamedTuple):
+    """A prefix whose keys an engine holds; see `Engine.hold`.
+
+    Attributes:
+        num_tokens: its length, a multiple of the smallest chunk.
+        reads: key counts of its prefill.
+    """
+
+    num_tokens: int
+    reads: Sequence[Reads]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt to continue.
+
+    Attributes:
+        prompt: token ids.
+        max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
+        stop: texts that end the answer; the first to appear is trimmed off.
+        sampling: how tokens are chosen.
+        seed: a draw depends only on the seed and the step.
+        held: None reuses the longest prefix whose keys are still in the cache. Otherwise reuse at most this prefix, and
+            count its prefill among the keys that the answer read.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    held: Held | None = None
+
+    def __post_init__(self):
+        stop = self.stop
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"{stop=} must hold texts that are not empty")
+
+
+class Token(NamedTuple):
+    """A request has one more token; `text` is what became final with it: whole characters, maybe none."""
+
+    id: int
+    token: int
+    logprob: float
+    text: str
+
+
+class End(NamedTuple):
+    """A request is complete; `generation.finish_reason` is "stop" or "length".
+
+    `reused_tokens` counts the prompt's tokens whose keys were still in the cache.
+    """
+
+    id: int
+    generation: Generation
+    reused_tokens: int
+
+
+class Failure(NamedTuple):
+    """A request failed; the others continue."""
+
+    id: int
+    error: Exception
+
+
+Event = Token | End | Failure
+
+
+@dataclass(kw_only=True, eq=False)
+class Ticket:
+    """A request inside an engine.
+
+    Attributes:
+        row: its row of the sub-batch.
+        reused: prompt tokens whose keys were in the cache.
+        chosen: tokens that the device was asked to choose; the host may have read fewer.
+        dropped: cancelled or failed.
+    """
+
+    id: int
+    request: Request
+    answer: Answer
+    started_s: float
+    row: int = 0
+    reused: int = 0
+    chosen: int = 0
+    dropped: bool = False
+
+    @property
+    def open(self) -> bool:
+        """Whether it still wants tokens."""
+        return not (self.dropped or self.answer.done)
+
+
+def check_tokens(tokens: Sequence[int], config: ModelConfig, name: str) -> None:
+    """Raise ValueError unless the tokens lie in the vocabulary and fit the context; there must be at least one."""
+    limit, vocab_size = config.max_positions, config.vocab_size
+    if not len(tokens):
+        raise ValueError(f"{name} is an empty token list: pass at least one token")
+    if len(tokens) > limit:
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens but the model's context is {limit}: shorten it by "
+            f"{len(tokens) - limit} tokens, or use a model with a longer context"
+        )
+    ids = np.asarray(tokens)
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise ValueError(f"{name} holds token {wrong[0]}, outside the model's vocabulary of {vocab_size} (ids from 0)")

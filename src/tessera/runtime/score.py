@@ -1,0 +1,205 @@
+"""Run a text through the decoder in chunks of whole query tiles, and judge its rows.
+
+Each window runs under a policy with a separate cache. Each chunk yields its hidden states and the policy's notes, its
+final state, from which `policy.reads` counts keys. The output head then judges rows in blocks of ROWS, so its memory is
+ROWS x vocabulary. For row t, with p under dense, p' under the policy, and x the token after t,
+
+    loss = -ln p'(x)        KL = sum_v p(v) (ln p(v) - ln p'(v))
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Float32, Int32
+
+from tessera.attention.contract import Positions
+from tessera.core.shapes import round_up
+from tessera.models.cache import Cache, init_cache
+from tessera.models.config import ModelConfig
+from tessera.models.decoder import forward, logits
+from tessera.models.layers import Params
+from tessera.runtime.compilation import CHUNK_UNIT
+from tessera.sparse.contract import Policy
+
+CHUNK = 512
+"""Maximum rows per call, unless the query tile is larger. A recorder holds rows / query_tile masses over all keys."""
+
+ROWS = 256
+"""Rows of logits computed at a time: with a large vocabulary, more would not fit in memory."""
+
+PolicyOf = Policy | Callable[[Any], Policy]
+"""A policy or, if an array comes with it, a function from that array to one. Both are static under jit: a program that
+serves many arrays takes them traced, and a policy that holds a traced array cannot be hashed."""
+
+
+class Chunk(NamedTuple):
+    """Result of one call.
+
+    Attributes:
+        start: position of its first row.
+        count: number of rows that hold tokens of the window; the others are padding.
+        hidden: the last layer's output.
+        notes: the policy's final state.
+    """
+
+    start: int
+    count: int
+    hidden: Float[Array, "T D"]
+    notes: Any
+
+
+@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
+def run_chunk(
+    params: Params,
+    cache: Cache,
+    tokens_BT: Int32[Array, "1 T"],
+    q_start_B: Int32[Array, "1"],
+    q_len_B: Int32[Array, "1"],
+    array: Any = None,
+    *,
+    config: ModelConfig,
+    policy: PolicyOf,
+) -> tuple[Float[Array, "1 T D"], Cache, Any]:
+    """Run the first `q_len` of T rows from position `q_start` -> hidden states, cache, the policy's notes."""
+    positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
+    return forward(params, tokens_BT, cache, positions, config=config, policy=make_policy(policy, array))
+
+
+def make_policy(policy: PolicyOf, array: Any) -> Policy:
+    """Return the policy, made from the array if there is one."""
+    return policy if array is None else policy(array)
+
+
+class Run:
+    """One sequence under a policy: its cache, and the calls that fill it.
+
+    Args:
+        model: any object with `params` and `config`.
+        policy: static; see `PolicyOf`.
+        num_keys: keys that the cache must hold. Programs are compiled per number of rows and cache size, so pass one
+            number for sequences of several lengths.
+        array: what a traced policy is made from.
+    """
+
+    def __init__(self, model: Any, policy: PolicyOf, num_keys: int, array: Any = None):
+        self.model, self.policy, self.array = model, policy, array
+        query_tile = getattr(make_policy(policy, array), "query_tile", 1)
+        self.rows = round_up(min(CHUNK, round_up(num_keys, CHUNK_UNIT)), query_tile)
+        params, stacked = model.params, not isinstance(model.params.layers, tuple)
+        size = round_up(num_keys, self.rows)
+        self.cache = init_cache(model.config, 1, size, dtype=params.embed.dtype, stacked=stacked)
+
+    def call(self, tokens: Any, start: int, rows: int) -> Chunk:
+        """Run tokens, padded to `rows` rows, at position `start`, a multiple of the query tile."""
+        padded = np.zeros((1, rows), np.int32)
+        padded[0, : len(tokens)] = tokens
+        where = (np.array([start], np.int32), np.array([len(tokens)], np.int32))
+        hidden, self.cache, notes = run_chunk(
+            self.model.params, self.cache, padded, *where, self.array, config=self.model.config, policy=self.policy
+        )
+        return Chunk(start, len(tokens), hidden[0], notes)
+
+    def fill(self, tokens: Any) -> Iterator[Chunk]:
+        """Run a window from position 0 on, chunk by chunk."""
+        for start in range(0, len(tokens), self.rows):
+            yield self.call(tokens[start : start + self.rows], start, self.rows)
+
+
+def run_window(
+    model: Any, tokens: Any, policy: PolicyOf, array: Any = None, *, num_keys: int | None = None
+) -> Iterator[Chunk]:
+    """Run a window of token ids under a policy, chunk by chunk; arguments as in `Run`."""
+    return Run(model, policy, num_keys or len(tokens), array).fill(tokens)
+
+
+def run_whole(
+    model: Any, tokens: Any, policy: PolicyOf, array: Any = None, *, num_keys: int | None = None
+) -> tuple[np.ndarray, list[Any]]:
+    """Run a window of token ids -> hidden states [W,D], the policy's notes of each chunk; both on the host."""
+    hidden, notes = [], []
+    for chunk in run_window(model, tokens, policy, array, num_keys=num_keys):
+        hidden.append(np.asarray(chunk.hidden)[: chunk.count])
+        notes.append(jax.device_get(chunk.notes))
+    return np.concatenate(hidden), notes
+
+
+class Scored(NamedTuple):
+    """Judged rows of one run.
+
+    Attributes:
+        loss: -ln p of the next token, in nats.
+        right: whether the next token is the top-1 token.
+    """
+
+    loss: Float32[np.ndarray, "rows"]
+    right: Bool[np.ndarray, "rows"]
+
+
+class Compared(NamedTuple):
+    """Rows of a run judged by the same rows under dense.
+
+    Attributes:
+        kl: KL(dense || policy), in nats.
+        loss_dense, loss: -ln p of the next token.
+        right_dense, right: whether the next token is the top-1 token.
+        same: whether the top-1 tokens are equal.
+    """
+
+    kl: Float32[np.ndarray, "rows"]
+    loss_dense: Float32[np.ndarray, "rows"]
+    loss: Float32[np.ndarray, "rows"]
+    right_dense: Bool[np.ndarray, "rows"]
+    right: Bool[np.ndarray, "rows"]
+    same: Bool[np.ndarray, "rows"]
+
+
+@jax.jit
+def _score_block(params, hidden, targets):
+    logp = jax.nn.log_softmax(logits(params, hidden).astype(jnp.float32))
+    return Scored(-jnp.take_along_axis(logp, targets[:, None], -1)[:, 0], logp.argmax(-1) == targets)
+
+
+@jax.jit
+def _compare_block(params, dense, ours, targets):
+    pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, ours)]
+    kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
+    losses = [-jnp.take_along_axis(x, targets[:, None], -1)[:, 0] for x in pair]
+    best = [x.argmax(-1) for x in pair]
+    return Compared(kl, *losses, *(x == targets for x in best), best[0] == best[1])
+
+
+def score_rows(model: Any, hidden: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> Scored:
+    """Judge rows of a run over a window; row t predicts token t + 1.
+
+    Args:
+        hidden: [W,D] from `run_whole`.
+        tokens: [W] the window.
+        rows: positions to judge, below W - 1.
+    """
+    return Scored(*_by_block(partial(_score_block, model.params), (hidden,), tokens, rows))
+
+
+def compare_rows(model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> Compared:
+    """Compare rows of a run with the same rows under dense; arguments as in `score_rows`."""
+    return Compared(*_by_block(partial(_compare_block, model.params), (dense, ours), tokens, rows))
+
+
+def predicting(tokens: np.ndarray) -> np.ndarray:
+    """Return the rows of a window that predict a token of it: all but the last."""
+    return np.arange(len(tokens) - 1)
+
+
+def _by_block(judge: Callable[..., tuple], runs: tuple[np.ndarray, ...], tokens: np.ndarray, rows: np.ndarray) -> list:
+    """Judge ROWS rows at a time and join the results; the last block repeats its last row to fill up."""
+    blocks = []
+    for first in range(0, len(rows), ROWS):
+        part = rows[first : first + ROWS]
+        padded = np.pad(part, (0, ROWS - len(part)), mode="edge")
+        found = jax.device_get(judge(*(run[padded] for run in runs), tokens[padded + 1]))
+        blocks.append([values[: len(part)] for values in found])
+    return [np.concatenate(values) for values in zip(*blocks)]

@@ -1,0 +1,78 @@
+"""The kernel record: every refusal that follows from its fields, and what they say of the kernels in the table."""
+
+from dataclasses import replace
+
+import pytest
+
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.dispatch import KERNELS
+from tessera.attention.kernel import Capability, Kernel
+
+SPEC = AttentionSpec()
+SHAPES = Shapes(1, 8, 8, 4, 2, 64, None, "bfloat16")
+KERNEL = Kernel(
+    name="some_family_dense",
+    platform="gpu",
+    role="dense",
+    phase="prefill",
+    dtypes=("float32", "bfloat16"),
+    launch=lambda *_: None,
+    Config=object,
+    default_config=lambda *_: None,
+    search_space=lambda *_: iter(()),
+    cost=lambda *_: {},
+)
+
+
+def test_a_kernel_without_limits_takes_every_call_of_its_kind():
+    assert KERNEL.refusal(SPEC, SHAPES) is None
+    assert KERNEL.refusal(SPEC, SHAPES, platform="gpu", capability="9.0", automatic=True) is None
+    assert KERNEL.refusal(SPEC, SHAPES._replace(num_queries=1)) is None  # prefill takes one row too
+
+
+@pytest.mark.parametrize(
+    ("fields", "spec", "shapes", "reason"),
+    [
+        ({}, {"mass": True}, {}, "its role is dense, the call's is score"),
+        ({}, {}, {"capacity": 3}, "its role is dense, the call's is sparse"),
+        ({"phase": "decode"}, {}, {}, "it takes one query row per sequence, the call has 8"),
+        ({}, {}, {"paged": True}, "it reads contiguous keys in the queries' dtype, the call's are paged"),
+        ({}, {}, {"scaled": True}, "it reads contiguous keys in the queries' dtype, the call's are scaled"),
+        ({}, {}, {"dtype": "int8"}, "dtype int8 is not one of float32, bfloat16"),
+        ({"supports": lambda spec, shapes: f"tile={spec.tile}"}, {"tile": 16}, {}, "tile=16"),
+    ],
+)
+def test_what_its_fields_exclude_is_refused(fields, spec, shapes, reason):
+    kernel = replace(KERNEL, **fields)
+    assert kernel.refusal(replace(SPEC, **spec), SHAPES._replace(**shapes)) == reason
+
+
+def test_its_own_limits_are_asked_last():
+    """So `supports` need not check what the fields say."""
+    kernel = replace(KERNEL, supports=lambda spec, shapes: 1 / 0)
+    assert "dtype int8" in kernel.refusal(SPEC, SHAPES._replace(dtype="int8"))
+
+
+def test_a_platform_and_its_capability_matter_where_they_are_known():
+    kernel = replace(KERNEL, capability=Capability(name="7.5 to 9.0", least=7.5, most=9.0))
+    assert kernel.refusal(SPEC, SHAPES) is None
+    assert kernel.refusal(SPEC, SHAPES, platform="tpu") == "it runs on gpu, this is tpu"
+    assert replace(kernel, platform="any").refusal(SPEC, SHAPES, platform="tpu") is None
+    for here, runs in (("7.0", False), ("7.5", True), ("9.0", True), ("10.0", False), ("gfx942", False), (None, True)):
+        reason = kernel.refusal(SPEC, SHAPES, platform="gpu", capability=here)
+        assert reason == (None if runs else f"it needs compute capability 7.5 to 9.0, this GPU has {here}")
+
+
+def test_an_automatic_limit_binds_only_calls_that_name_no_kernel():
+    kernel = replace(KERNEL, automatic_limit=4 * 8 * 8)
+    assert kernel.refusal(SPEC, SHAPES, automatic=True) is None
+    longer = SHAPES._replace(num_keys=9)
+    reason = "it would hold 288 scores, more than 256; name backend='some_family' to run it anyway"
+    assert kernel.refusal(SPEC, longer, automatic=True) == reason
+    assert kernel.refusal(SPEC, longer) is None
+
+
+def test_the_table_says_what_only_its_chip_runs():
+    assert [kernel.name for kernel in KERNELS if not kernel.simulable] == ["gpu_cudnn_dense"]
+    assert all((kernel.capability is not None) == (kernel.platform == "gpu") for kernel in KERNELS)
+    assert {kernel.family for kernel in KERNELS if kernel.automatic_limit is not None} == {"reference"}
