@@ -175,7 +175,10 @@ def test_what_cannot_be_written_is_one_line_with_the_free_space(tmp_path, capsys
     assert program.main(["--dry", "--out", str(tmp_path / "file" / "x.jsonl")]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert all(line.startswith("error: ") and " are free in " in line and "resumes where it stopped" in line for line in lines)
+    for line in lines:
+        assert line.startswith("error: ")
+        assert " are free in " in line
+        assert line.endswith("the same command resumes where it stopped")
 
 
 def test_an_item_without_room_on_the_disk_is_tried_by_every_run(tmp_path):
