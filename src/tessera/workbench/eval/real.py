@@ -66,14 +66,14 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
         "real": Sizes(
             lengths=(2048, 4096),
             documents=(
-                ("single", 2048, 5),
-                ("single", 4096, 2),
-                ("alike", 2048, 2),
-                ("values", 2048, 2),
-                ("copy", 2048, 2),
+                ("single", 2048, 4),
+                ("single", 4096, 1),
+                ("alike", 2048, 1),
+                ("values", 2048, 1),
+                ("copy", 2048, 1),
             ),
             windows=1,
-            brief=(("single", 2048, 5),),
+            brief=(("single", 2048, 3),),
             rivals=("window + sink",),
         ),
         "real-full": Sizes(
