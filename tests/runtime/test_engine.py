@@ -1,4 +1,4 @@
-"""The engine: a request gets the answer that it gets alone, whoever joins, leaves, is cancelled or fails beside it."""
+"""The engine: a request's answer is the one that it gets alone, even when others join, leave, are cancelled or fail."""
 
 from collections.abc import Sequence
 from dataclasses import replace
