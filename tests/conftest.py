@@ -17,9 +17,12 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from tessera.core.hardware import prepare_simulator
@@ -65,3 +68,27 @@ def smollm2() -> Path:
     with suppress(FileExistsError):
         link.symlink_to(path)
     return path
+
+
+@pytest.fixture
+def nothing_compiles() -> Callable[[], AbstractContextManager[None]]:
+    """Return a context that fails if anything compiles inside it, and proves that it would have noticed."""
+
+    @contextmanager
+    def watch():
+        compiled = []
+
+        def listen(name: str, duration_s: float, **_) -> None:
+            if name == "/jax/core/compile/backend_compile_duration":
+                compiled.append(name)
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        try:
+            yield
+            assert compiled == []
+            jax.jit(lambda x: x + len(compiled))(np.float32(1))
+            assert compiled != []  # the listener works
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+
+    return watch
