@@ -8,7 +8,7 @@ FIND_PYTHON = for p in "$(PYTHON)" python3.12 python3.13 python3.14 python3 \
 	$${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.1[2-9]*/bin/python; do \
 	[ -n "$$p" ] && "$$p" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1 && { echo "$$p"; break; }; done
 
-.PHONY: help demo test lint format peers peers-tpu gates harness bench readme clean
+.PHONY: help demo test test-exhaustive lint format peers peers-tpu gates harness bench readme clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 10
@@ -16,9 +16,12 @@ help: ## list the targets
 demo: $(VENV)/.core ## ask a real model about a real document, dense and with Kascade; leaves build/demo/
 	$(BIN)/tessera demo --out build/demo
 
-test: $(VENV)/.dev ## run the whole test suite
+test: $(VENV)/.dev ## run the test suite
 	$(BIN)/ruff check src tests
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+
+test-exhaustive: $(VENV)/.dev ## the suite with every repetition: each kernel in each shape and dtype, each planted fault (an hour or more)
+	$(BIN)/python -m pytest --exhaustive -n auto --maxprocesses 4 --dist loadgroup
 
 lint: $(VENV)/.dev ## check style
 	$(BIN)/ruff check src tests && $(BIN)/ruff format --check src tests

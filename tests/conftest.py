@@ -32,13 +32,30 @@ prepare_simulator()
 
 
 def pytest_configure(config):
-    """Register the mark that pytest-xdist groups by; without xdist it does nothing."""
+    """Register the mark that pytest-xdist groups by (without xdist it does nothing), and compile quickly.
+
+    Most of the suite's time is compiling programs that run once: without LLVM's optimizations that takes half as long.
+    Child processes, and the exhaustive suite, compile as users do.
+    """
     config.addinivalue_line("markers", "xdist_group(name): tests of one name run in one process")
+    jax.config.update("jax_disable_most_optimizations", not config.getoption("--exhaustive"))
+
+
+def pytest_addoption(parser):
+    """`--exhaustive` also runs what only repeats a behaviour that another test already covers."""
+    parser.addoption("--exhaustive", action="store_true", help="run the tests marked exhaustive too (hours)")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Group tests for xdist: a file stays in one process, but tests over the kernel table split by kernel."""
+def pytest_collection_modifyitems(config, items):
+    """Leave out exhaustive tests unless asked for, and group the rest for xdist.
+
+    A file stays in one process, but tests over the kernel table split by kernel.
+    """
+    if not config.getoption("--exhaustive"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     for item in items:
         kernel = item.callspec.params.get("kernel") if hasattr(item, "callspec") else None
         name = getattr(kernel, "name", kernel if isinstance(kernel, str) else "")

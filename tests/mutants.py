@@ -4,12 +4,14 @@
     PYTHONPATH=tests python tests/mutants.py gpu_backward_rows gpu_backward_keys     # and of the gradient's two
 
 A mutant leaves out one line's operation: a barrier's wait or arrival, a fence before the asynchronous proxy reads, the
-wait for a store; or the last turn of a loop; or, in a sparse call, the last tile of every list. Some mutants hang. A
-wait at a barrier raises after half the time of the whole kernel; `Mutants` runs mutants in a separate process and kills
-it if one hangs elsewhere.
+wait for a store; or the last turn of a loop; or, in a sparse call, the last tile of every list. A kernel is compiled
+once, with a label on every such line, and each run skips the line of one label: compiling takes ten times as long as
+running. Some mutants hang. A wait at a barrier raises after the time of the whole kernel; `Mutants` runs mutants in a
+separate process and kills it if one hangs elsewhere.
 """
 
 import contextlib
+import functools
 import json
 import linecache
 import os
@@ -23,15 +25,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
+
 from tessera.attention.contract import KeyValues
 from tessera.core.hardware import prepare_simulator
 
 OPERATIONS = {
-    "wait": "barrier_wait",
-    "arrival": "barrier_arrive",
-    "fence": "commit_smem",
-    "store": "wait_smem_to_gmem",
+    "wait": ("barrier_wait", "_barrier_wait"),
+    "arrival": ("barrier_arrive", "_barrier_arrive"),
+    "fence": ("commit_smem", "commit_smem"),
+    "store": ("wait_smem_to_gmem", "wait_smem_to_gmem"),
 }
+"""Kind -> the operation in a kernel, and the interpreter's function that runs it."""
 KINDS = (*OPERATIONS, "turn", "list")
 GRADIENTS = {"gpu_backward_rows": "rows_body", "gpu_backward_keys": "keys_body"}
 """Kernel of the gradient -> the function of `gpu_backward` to break."""
@@ -51,10 +56,14 @@ ABSENT = {
 ATTENTION = Path(__file__).parents[1] / "src/tessera/attention/gpu"
 START_S = 300.0
 """Seconds to wait for a process's first verdict, on the unbroken kernel, whose time shows how slow this machine is."""
-PATIENCE_S = 1.0
-"""Seconds after which a barrier wait counts as endless, or half the time of the whole kernel if that is more."""
+PATIENCE_S = 0.5
+"""Seconds after which a barrier wait counts as endless, or the time of the whole compiled kernel if that is more."""
 WHOLE_S: dict[str, float] = {}
 """Seconds to wait at a barrier, per kernel that ran unbroken in this process."""
+SITES: dict[str, dict[str, list[str]]] = {}
+"""Kernel -> kind -> the places traced so far."""
+LEFT_OUT: list[str] = [""]
+"""The label of the place that the running mutant leaves out; no place has the empty one."""
 
 
 def workload(kernel, kind):
@@ -116,32 +125,53 @@ def place() -> str | None:
 
 
 @contextlib.contextmanager
-def broken(kind: str, site: int, patience_s: float, body: str | None = None):
-    """Leave out the operation at place number `site`; yield the places traced so far, by kind.
+def breakable(kernel: str, patience_s: float):
+    """Label the kernel's places as they are traced, and skip the one that LEFT_OUT names.
 
-    If `body` names a function of `gpu_backward`, break only that one. A wait of patience_s at a barrier is an error.
+    Of the gradient's two kernels, label only this one. A wait of patience_s at a barrier is an error.
     """
     import jax
     import jax.experimental.pallas.mosaic_gpu as plgpu
-    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+    import jax.numpy as jnp
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
 
     from tessera.attention.gpu import backward as gpu_backward
 
-    seen, inside = {mine: [] for mine in KINDS}, [body is None]
+    body = GRADIENTS.get(kernel)
+    seen, inside = SITES.setdefault(kernel, {kind: [] for kind in KINDS}), [body is None]
 
-    def is_it(mine: str) -> bool:
+    def label(kind: str) -> str | None:
         where = place() if inside[0] else None
         if where is None:
-            return False
-        if where not in seen[mine]:
-            seen[mine].append(where)
-        return mine == kind and seen[mine].index(where) == site
+            return None
+        if where not in seen[kind]:
+            seen[kind].append(where)
+        return f"mutant {kind} {seen[kind].index(where)}."
 
-    def without(mine: str, whole):
-        return lambda *args, **kwargs: None if is_it(mine) else whole(*args, **kwargs)
+    def labelled(kind: str, whole):
+        def traced(*args, **kwargs):
+            with jax.named_scope(label(kind) or "whole"):
+                return whole(*args, **kwargs)
+
+        return traced
+
+    def skipped(whole):
+        def run(*args, source_info, **kwargs):
+            if LEFT_OUT[0] and LEFT_OUT[0] in str(source_info.name_stack):
+                return args[0] if args else kwargs["token"]
+            return whole(*args, source_info=source_info, **kwargs)
+
+        return run
 
     def shorter(whole):
-        return lambda lower, upper, *args, **kwargs: whole(lower, upper - is_it("turn"), *args, **kwargs)
+        def traced(lower, upper, *args, **kwargs):
+            mine = label("turn")
+            if mine is not None:
+                cut = lambda: np.int32(LEFT_OUT[0] == mine)  # noqa: E731
+                upper = upper - jax.pure_callback(cut, jax.ShapeDtypeStruct((), jnp.int32))
+            return whole(lower, upper, *args, **kwargs)
+
+        return traced
 
     def entered(whole):
         def traced(*args, **kwargs):
@@ -155,18 +185,18 @@ def broken(kind: str, site: int, patience_s: float, body: str | None = None):
 
     with contextlib.ExitStack() as changes:
         changes.enter_context(patch.object(shared_memory, "threading", SimpleNamespace(**impatient(patience_s))))
-        for mine, name in OPERATIONS.items():
-            changes.enter_context(patch.object(plgpu, name, without(mine, getattr(plgpu, name))))
+        for kind, (operation, function) in OPERATIONS.items():
+            changes.enter_context(patch.object(plgpu, operation, labelled(kind, getattr(plgpu, operation))))
+            changes.enter_context(patch.object(gpu_callbacks, function, skipped(getattr(gpu_callbacks, function))))
         changes.enter_context(patch.object(jax.lax, "fori_loop", shorter(jax.lax.fori_loop)))
         if body is not None:
             changes.enter_context(patch.object(gpu_backward, body, entered(getattr(gpu_backward, body))))
-        yield seen
+        yield
 
 
+@functools.cache
 def forward(name: str, kind: str):
     """Return a function that runs a kernel of the table and lists the faults of its answer."""
-    import numpy as np
-
     from tessera.attention import oracle
     from tessera.attention.dispatch import KERNELS
     from tessera.workbench import trials, verify
@@ -185,11 +215,11 @@ def forward(name: str, kind: str):
     return faults
 
 
-def gradient():
+@functools.cache
+def gradient(name: str):
     """Return a function that runs the gradient's kernels on the oracle's out and lse and lists wrong dq, dk and dv."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
     from tessera.attention import oracle
     from tessera.attention.contract import AttentionOut, Positions
@@ -205,10 +235,10 @@ def gradient():
     result = AttentionOut(jnp.asarray(truth.out, jnp.bfloat16), jnp.asarray(truth.lse, jnp.float32))
     slopes = AttentionOut(jnp.asarray(d_out, jnp.bfloat16), jnp.zeros_like(result.lse))
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
+    ready = jax.jit(lambda *x: gpu_backward.gradients(*x, work.spec, positions))
 
     def faults() -> list[str]:
         with trials.machine(gpu_prefill.KERNELS[0]):
-            ready = jax.jit(lambda *x: gpu_backward.gradients(*x, work.spec, positions))
             k, v, *_ = KeyValues.of(*map(jnp.asarray, call[1:3]))
             dq, *head_major = jax.block_until_ready(ready(jnp.asarray(call.q), k, v, result, slopes))
             found = dq, *KeyValues.of(*head_major)[:2]
@@ -220,24 +250,21 @@ def gradient():
 
 def verdict(name: str, kind: str, site: int) -> dict:
     """Run a mutant; return the faults that caught it (none if it passes), and the kernel's sites of each kind."""
-    import jax
-
     from tessera.workbench import trials
 
-    faults = gradient() if name in GRADIENTS else forward(name, kind)
-    jax.clear_caches()
-    trials.compiled.cache_clear()
+    faults = gradient(name) if name in GRADIENTS else forward(name, "list" if kind == "list" else "none")
+    LEFT_OUT[0] = f"mutant {kind} {site}."
     begun = time.monotonic()
-    with broken(kind, site, WHOLE_S.get(name, START_S), GRADIENTS.get(name)) as seen:
+    with breakable(name, WHOLE_S.get(name, START_S)):
         try:
             said = faults()
         except trials.Race:
             said = ["race"]
         except Exception as error:  # noqa: BLE001  whatever the interpreter says of a broken kernel gives it away
             said = [" ".join(str(error).splitlines()[-1:])[:120] or type(error).__name__]
-    if kind == "none":
-        WHOLE_S[name] = max((time.monotonic() - begun) / 2, PATIENCE_S)
-    return {"caught": said, "sites": seen}
+    if kind == "none":  # the last of them was compiled before
+        WHOLE_S[name] = max(time.monotonic() - begun, PATIENCE_S)
+    return {"caught": said, "sites": SITES[name]}
 
 
 class Mutants:
@@ -269,9 +296,10 @@ class Mutants:
         start = time.monotonic()
         if self._process is None:
             self._start()
-        whole = self._answer([kernel, "none", 0], START_S)
-        if whole is None or whole["caught"]:
-            raise AssertionError(f"{kernel} fails before anything is broken: {whole or 'it never ends'}")
+        for _ in range(2):  # the second run, already compiled, shows how long a wait may take
+            whole = self._answer([kernel, "none", 0], START_S)
+            if whole is None or whole["caught"]:
+                raise AssertionError(f"{kernel} fails before anything is broken: {whole or 'it never ends'}")
         self._limits_s[kernel] = 5 * (time.monotonic() - start)
         return whole
 

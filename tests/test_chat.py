@@ -1,4 +1,4 @@
-"""Chat: reusing the cache changes no answer, the context is respected, commands and pipes work."""
+"""Chat: reusing the cache changes no answer, the context is respected, conversations are saved and loaded."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny import CONFIG, save_tiny
+from tiny import CONFIG, load_stacked, save_tiny
 
 import tessera
-from tessera.chat import Chat, converse
+from tessera.chat import Chat
 from tessera.generate import Interrupted
 from tessera.runtime.sampling import Sampling
 from tessera.train.data import library_corpus
@@ -40,7 +40,7 @@ def test_a_second_turn_reuses_the_cache_and_answers_the_same(model):
     assert second.generation.tokens == expected.generation.tokens
     assert second.generation.logprobs == pytest.approx(expected.generation.logprobs, rel=1e-4)
     assert [message["role"] for message in chat.messages] == ["user", "assistant"] * 2
-    chat.reset()
+    chat.clear()
     assert chat.messages == []
     assert chat.ask(say(150)).generation.tokens == first.generation.tokens
 
@@ -55,7 +55,7 @@ def keys_and_values(chat: Chat, num_keys: int) -> list[np.ndarray]:
 def test_under_kascade_later_turns_equal_cold_runs():
     """Decode and a prompt's last query tile write different keys than a cold prefill of the longer conversation."""
     folder = Path(tessera.__file__).parent / "demo" / "model"
-    model = tessera.load(folder, attention="kascade").with_attention("kascade", crossover_tokens=0)
+    model = load_stacked(folder, attention="kascade").with_attention("kascade", crossover_tokens=0)
     page = bytes(library_corpus().held_out[:600].astype(np.uint8)).decode("latin-1")
     chat = Chat(model, GREEDY, max_new_tokens=100)
     reused = []
@@ -77,6 +77,50 @@ def test_under_kascade_later_turns_equal_cold_runs():
     for (_, prompt, written), (start, _, _) in pairwise(reused):
         assert 0 < start < prompt  # reuses some of the keys that prefill wrote
         assert start < written // 64 * 64  # and none of the answer's, which would be more
+
+
+@pytest.fixture(scope="module")
+def systems(model):
+    """The tiny model under Kascade, with a template that takes a system message."""
+    template = model.tokenizer.chat_template.replace("role == 'user'", "role in ('user', 'system')")
+    return replace(model, tokenizer=replace(model.tokenizer, chat_template=template)).with_attention("kascade")
+
+
+def cold(chat: Chat, messages: list[dict[str, str]], seed: int):
+    """Answer the last of these messages by a conversation with an empty cache."""
+    fresh = Chat(chat.model, chat.sampling, max_new_tokens=chat.max_new_tokens, seed=seed)
+    fresh.messages = messages[:-1]
+    reply = fresh.ask(messages[-1]["content"])
+    assert reply.reused_tokens == 0
+    return reply.generation
+
+
+def test_what_is_taken_back_or_answered_again_equals_a_cold_run(systems, tmp_path):
+    chat = Chat(systems, Sampling(temperature=1.0), max_new_tokens=8, system="be brief", seed=7)
+    chat.ask(say(130))
+    chat.ask(say(20, "b"))
+    replies = {}
+    assert chat.undo() == say(20, "b")
+    replies["undo"] = chat.ask(say(20, "c")), 7
+    for attempt in (1, 2):
+        replies[f"regenerate {attempt}"] = chat.regenerate(), 7 + attempt
+        assert replies[f"regenerate {attempt}"][0].reused_tokens >= 128
+    chat.save(tmp_path / "chat.json")
+    for name, (reply, seed) in replies.items():
+        assert reply.reused_tokens > 0
+        assert reply.generation.density < 1
+        expected = cold(chat, chat.messages[:-1], seed)
+        assert reply.generation.tokens == expected.tokens, name
+        assert reply.generation.logprobs == pytest.approx(expected.logprobs, rel=1e-4), name
+    assert len({tuple(reply.generation.tokens) for reply, _ in replies.values()}) == 3
+    chat.set_system("be long")
+    changed = chat.regenerate()
+    assert changed.reused_tokens == 0
+    assert changed.generation.tokens == cold(chat, chat.messages[:-1], 10).tokens
+    other = Chat(systems, chat.sampling, max_new_tokens=8, seed=7)
+    other.load(tmp_path / "chat.json")
+    assert (other.system, len(other.turns)) == ("be brief", 4)
+    assert other.regenerate().generation.tokens == replies["regenerate 1"][0].generation.tokens
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(model):
@@ -125,24 +169,51 @@ def test_what_a_chat_cannot_do_without_is_named(model):
         Chat(model, GREEDY, max_new_tokens=5, system="be brief").ask("hello")
 
 
-def test_lines_are_answered_until_exit(model, capsys):
+def test_a_conversation_without_turns_has_nothing_to_take_back(model):
     chat = Chat(model, GREEDY, max_new_tokens=5)
-    lines = [
-        "hello\n",
-        "\n",
-        "/help\n",
-        "/nonsense now\n",
-        say(600) + "\n",
-        "/reset\n",
-        "hello\n",
-        "/exit\n",
-        "never\n",
-    ]
-    assert not converse(chat, lines, interactive=False)
-    shown = capsys.readouterr()
-    answer = chat.messages[-1]["content"]
-    assert shown.out == f"{answer}\n" * 2
-    assert len(chat.messages) == 2
-    assert converse(chat, ["/help\n", "\n", "hello\n", "/exit\n"], interactive=False)
-    for words in ("/reset", "/nonsense is not a command", "makes 603 tokens", "forgotten"):
-        assert words in shown.err
+    with pytest.raises(ValueError, match="no turn to take back"):
+        chat.undo()
+    with pytest.raises(ValueError, match="no answer to replace"):
+        chat.regenerate()
+    with pytest.raises(ValueError, match="role system must be user or assistant"):
+        chat.set_system("be brief")
+    assert chat.messages == []
+
+
+def test_only_a_saved_chat_is_overwritten(model, tmp_path):
+    chat, path = Chat(model, GREEDY, max_new_tokens=5), tmp_path / "mine.txt"
+    path.write_text("my thesis")
+    with pytest.raises(ValueError, match=r"mine.txt exists and is no saved chat"):
+        chat.save(path)
+    assert path.read_text() == "my thesis"
+    with pytest.raises(ValueError, match="is a folder"):
+        chat.save(tmp_path)
+    chat.save(tmp_path / "chat.json")
+    chat.messages = [{"role": "user", "content": "h\u00ef\n"}, {"role": "assistant", "content": ""}]
+    chat.save(tmp_path / "chat.json")
+    again = Chat(model, GREEDY, max_new_tokens=5)
+    again.load(tmp_path / "chat.json")
+    assert again.messages == chat.messages
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["chat.json", "mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "is not valid JSON .*: name a file that /save wrote"),
+        ('{"tessera_chat": 1, "messages": [', "is not valid JSON"),
+        ("{}", "is no saved chat"),
+        ('{"tessera_chat": 2, "model": "x", "messages": []}', "tessera_chat=2 must be 1"),
+        ('{"tessera_chat": 1, "model": "x"}', "messages=None must be a list"),
+        ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "user", "content": 5}]}', "messages=.* must be"),
+        ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "user", "content": "a"}]}', "by turns"),
+        ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "system", "content": "a"}]}', "template refused"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_leaves_the_conversation_as_it_was(model, tmp_path, text, said):
+    chat = Chat(model, GREEDY, max_new_tokens=5)
+    chat.messages = before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chat.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        chat.load(tmp_path / "chat.json")
+    assert chat.messages == before

@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tiny import CONFIG, save_tiny
+from tiny import CONFIG as TINY
+from tiny import save_tiny
 
 import tessera
 from tessera.generate import Interrupted
@@ -24,11 +25,12 @@ from tessera.runtime.requests import Request
 from tessera.runtime.step import Session, cache_bytes, decode_token, prefill_chunk
 
 GOLDEN = Path(__file__).parent / "golden"
+CONFIG = replace(TINY, num_layers=2)  # an anchor and a layer that reuses: programs compile every layer
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"))
+    return save_tiny(tmp_path_factory.mktemp("model"), CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +42,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng((length, seed)).integers(0, 256, length).tolist()
 
 
-@pytest.mark.parametrize("attention", ["dense", "kascade"])
+# kascade runs its short prompts dense, together; the engine tests have two rows of kascade
+@pytest.mark.parametrize("attention", [pytest.param("dense", marks=pytest.mark.exhaustive), "kascade"])
 def test_a_batch_equals_its_prompts_alone(model, attention):
     model = model.with_attention(attention)
-    prompts = [prompt(150), prompt(5), prompt(130)]
+    prompts = [prompt(150), prompt(5), prompt(20)]
     how = {"max_new_tokens": 6, "temperature": 0.8, "top_k": 50, "seed": [1, 2, 1]}
     together = model.generate(prompts, **how)
     for index, alone in enumerate(prompts):
@@ -52,10 +55,12 @@ def test_a_batch_equals_its_prompts_alone(model, attention):
         assert together[index].density == pytest.approx(expected.density, abs=1e-6)
         np.testing.assert_allclose(together[index].logprobs, expected.logprobs, rtol=1e-4, atol=1e-5)
     sparse = [result.density < 1 for result in together]
-    assert sparse == [attention == "kascade", False, attention == "kascade"]  # the short prompt runs dense
+    assert sparse == [attention == "kascade", False, False]  # the short prompts run dense
 
 
-@pytest.mark.parametrize("family", ["llama31", "mistral_window", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["mistral_window", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama31", "qwen3"))]
+)
 def test_greedy_tokens_are_those_of_transformers(family):
     """64 decode steps after a prefill, against tokens that transformers chose."""
     [folder] = [path for path in GOLDEN.glob("*") if path.name == family]
@@ -93,7 +98,8 @@ def test_nothing_compiles_after_warm_up(model, attention, nothing_compiles):
             model.generate([prompt(length)], max_new_tokens=3, temperature=0.5 + length, top_p=0.9, seed=length)
 
 
-@pytest.mark.parametrize("attention", ["dense", "kascade"])
+# test_models_programs checks the same of dense attention
+@pytest.mark.parametrize("attention", [pytest.param("dense", marks=pytest.mark.exhaustive), "kascade"])
 def test_the_cache_is_updated_in_place(model, attention):
     """The compiled programs alias every key and value array: input and output are one buffer."""
     policy = model.with_attention(attention).policy
@@ -105,10 +111,10 @@ def test_the_cache_is_updated_in_place(model, attention):
     prefill = prefill_chunk.lower(model.params, session.cache, last, chunk, zeros, zeros, **static)
     leaves = len(jax.tree.leaves(session.cache))
     assert leaves == 2 * CONFIG.num_layers
-    for program, donated in ((decode, leaves), (prefill, leaves + 1)):
+    for program in (decode, prefill):
         compiled = program.compile()
         [aliases] = re.findall(r"input_output_alias=\{(.*?)\}, entry", compiled.as_text().splitlines()[0])
-        assert aliases.count("-alias)") == donated
+        assert aliases.count("-alias)") == leaves
         assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes(CONFIG, 2, 128, 4)
 
 
@@ -130,8 +136,8 @@ def test_below_the_cross_over_kascade_is_dense_and_says_so(model, caplog):
 
 
 def test_density_is_what_a_count_gives(model):
-    """One layer scores all keys; two read their own tile and a far budget. A loop over query tiles counts them."""
-    length, tile, layers = 160, 16, 3
+    """One layer scores all keys; one reads its own tile and a far budget. A loop over query tiles counts them."""
+    length, tile, layers = 160, 16, 2
     [found] = model.with_attention("kascade").generate([prompt(length)], max_new_tokens=1)
     read = visible = 0
     for first in range(0, length, tile):
@@ -141,7 +147,7 @@ def test_density_is_what_a_count_gives(model):
         read += far * tile * tile + sum(range(1, tile + 1))
     expected = (visible + (layers - 1) * read) / (layers * visible)
     assert found.density == pytest.approx(expected, rel=1e-6)
-    assert found.layer_density == pytest.approx((1.0, read / visible, read / visible), rel=1e-6)
+    assert found.layer_density == pytest.approx((1.0, read / visible), rel=1e-6)
 
 
 def test_eos_ends_an_answer_and_its_text(model):
@@ -155,7 +161,7 @@ def test_eos_ends_an_answer_and_its_text(model):
     assert found.text == byte_tokenizer().decode(free.tokens[: cut - 1])
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3])
+@pytest.mark.parametrize("lag", [1, 3])
 def test_running_ahead_of_the_host_changes_nothing(model, lag):
     """As on an accelerator, steps are in flight when an answer ends by eos or length; they leave no trace."""
     prompts, limits = [prompt(40), prompt(30), prompt(20)], [8, 3, 8]
@@ -332,7 +338,7 @@ def test_buckets_are_geometric_and_hold_what_they_must():
 
 def test_memory_is_linear_in_length():
     """Twice the keys take twice the cache; activations of a prefill do not grow past one chunk."""
-    assert cache_bytes(CONFIG, 1, 8192, 4) == 2 * cache_bytes(CONFIG, 1, 4096, 4) == 8192 * 2 * 3 * 2 * 16 * 4
+    assert cache_bytes(CONFIG, 1, 8192, 4) == 2 * cache_bytes(CONFIG, 1, 4096, 4) == 8192 * 2 * 2 * 2 * 16 * 4
 
 
 def test_programs_are_forgotten_before_a_process_holds_too_many():
@@ -342,7 +348,7 @@ def test_programs_are_forgotten_before_a_process_holds_too_many():
         return len(Path("/proc/self/maps").read_text().splitlines())
 
     doubled = jax.jit(lambda x: 2 * x + x.sum())
-    for size in range(1, 11):
+    for size in range(1, 6):
         doubled(np.ones(size))
     before = maps()
     assert not forget_programs(above=before + 1000)

@@ -20,10 +20,15 @@ def example(words: str) -> str:
 def test_attention_example_is_sparse_and_leans_on_no_default_tile():
     code = example("tessera.select_tiles")
     assert "AttentionSpec()" not in code
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 2048, 2, 16))
-    names = {"tessera": tessera, "dataclasses": dataclasses, "q": q, "k": k, "v": v}
-    exec(code, names)
-    scored, sparse = names["scored"], names["sparse"]
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 2048, 2, 16)).astype(np.float32)
+
+    @jax.jit  # one program in place of one per operation
+    def run(q, k, v):
+        names = {"tessera": tessera, "dataclasses": dataclasses, "q": q, "k": k, "v": v}
+        exec(code, names)
+        return names["scored"], names["sparse"]
+
+    scored, sparse = jax.device_get(run(q, k, v))
     assert scored.mass.shape == (1, 2, 64, 16)
     np.testing.assert_allclose(sparse.out[:, :128], scored.out[:, :128], rtol=1e-5, atol=1e-5)
     assert not np.allclose(sparse.out[:, -128:], scored.out[:, -128:], atol=1e-3)

@@ -1,6 +1,8 @@
 """Saving a model: a kill at any point leaves the old or the new folder whole, and never loses the user's files."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import jax
@@ -103,3 +105,81 @@ def test_places_that_cannot_be_replaced_are_refused(tmp_path, monkeypatch):
     assert (tmp_path / "file").read_text() == "mine"
     save_folder("model", params, CONFIG)
     assert (tmp_path / "inside" / "model" / "config.json").is_file()
+
+
+SAVER = """
+import sys, time
+from pathlib import Path
+from tessera.core import files
+with files.replace_folder(Path(sys.argv[1])) as new:
+    (new / "weights").write_bytes(bytes(1000))
+    print("saving", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def start_saver(folder) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    saver = subprocess.Popen([sys.executable, "-c", SAVER, str(folder)], stdin=pipe, stdout=pipe, text=True)
+    assert saver.stdout.readline() == "saving\n"
+    return saver
+
+
+def test_a_second_writer_is_refused_and_the_first_one_finishes(tmp_path):
+    folder = tmp_path / "model"
+    save_folder(folder, random_params(CONFIG, 0), CONFIG)
+    with start_saver(folder) as saver:
+        with pytest.raises(OSError, match=rf"is being written by another process \({saver.pid}\): wait for it"):
+            save_folder(folder, random_params(CONFIG, 1), CONFIG)
+        assert resolve(folder) == folder
+        saver.communicate("go on\n")
+    assert saver.returncode == 0
+    assert (folder / "weights").stat().st_size == 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_copy_of_a_killed_save_is_named_by_a_load_and_removed_by_a_save(tmp_path, caplog):
+    folder, params = tmp_path / "model", random_params(CONFIG, 0)
+    save_folder(folder, params, CONFIG)
+    with start_saver(folder) as saver:
+        saver.kill()
+    resolve(folder)
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "left a copy of 1,000 bytes" in said
+    assert str(tmp_path / ".model.tessera-new") in said
+    save_folder(folder, params, CONFIG)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_temporary_files_of_dead_writers_are_removed(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = tmp_path / f".plan.json.{dead.pid}{files.TEMPORARY}"
+    alive = tmp_path / f".plan.json.{os.getppid()}{files.TEMPORARY}"
+    for path in (left, alive):
+        path.write_text("half")
+    files.replace_text(tmp_path / "plan.json", "{}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, "plan.json"]
+
+
+def test_two_writers_at_the_same_time_take_turns(tmp_path):
+    """Locks come and go with their files: none is held by two processes, none is left."""
+    program = """
+import sys
+from pathlib import Path
+from tessera.core import files
+taken = 0
+while taken < 40:
+    try:
+        with files.sole_writer(Path("thing")):
+            Path("held").touch(exist_ok=False)
+            Path("held").unlink()
+            taken += 1
+    except FileExistsError:
+        raise SystemExit("two at once")
+    except OSError:
+        pass
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) for _ in range(3)]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert not list(tmp_path.iterdir())

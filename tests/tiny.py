@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from tessera.generate import Model, load
 from tessera.models.checkpoint import fingerprint, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
@@ -72,10 +73,19 @@ def random_params(config: ModelConfig, seed: int = 1) -> Params:
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
+def load_stacked(folder: Path, **options) -> Model:
+    """Load a model whose layers run under scan, so that its programs compile one layer for all."""
+    model = load(folder, **options)
+    layers = jax.tree.map(lambda *leaves: np.stack(leaves), *model.params.layers)
+    return replace(model, params=replace(model.params, layers=layers))
+
+
 def save_tiny(folder: Path, config: ModelConfig = CONFIG, *, tokenizer: bool = True, plan: bool = True) -> Path:
-    """Write the model and, by default, its tokenizer and a plan for these weights."""
+    """Write the model and, by default, its tokenizer and a plan for these weights, of at most three layers."""
     params = random_params(config)
     save_folder(folder, params, config, byte_tokenizer() if tokenizer else None)
     if plan:
-        replace(PLAN, model=fingerprint(params, config)).save(folder / "plan.json")
+        count = config.num_layers
+        ours = replace(PLAN, num_layers=count, head_map=PLAN.head_map[:count], model=fingerprint(params, config))
+        ours.save(folder / "plan.json")
     return folder

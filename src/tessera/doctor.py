@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tessera.core.memory import available_bytes, format_bytes
 from tessera.models.config import ModelConfig
 from tessera.runtime.compilation import cache_folder
 from tessera.sparse.plan import Plan
-from tessera.sparse.promise import promise_line, summary
+from tessera.sparse.promise import promise_line, promise_note, summary
 
 PACKAGES = (
     "tessera-attention jax jaxlib jaxtyping numpy scipy safetensors tokenizers jinja2 huggingface_hub gguf tyro rich "
@@ -44,19 +45,71 @@ def examine(plan: Path | None = None, config: ModelConfig | None = None) -> dict
     """
     problems: list[str] = []
     asked = {} if plan is None else {"plan": _plan(plan, config, problems)}
+    shipped = _plans(problems)
     return asked | {
         "versions": _versions(problems),
         "devices": _devices(problems),
         "kernels": _kernels(problems),
-        "plans": _plans(problems),
+        "plans": {name: promise_line(plan) for name, plan in shipped.items()},
+        "plan_notes": {name: _note(plan) for name, plan in shipped.items()},
         "caches": _caches(problems),
         "pip_check": _pip_check(problems),
         "problems": problems,
     }
 
 
+def print_summary(found: dict[str, Any]) -> None:
+    """Print the report of `examine` on one screen: 24 lines of 100 columns, and a line for each problem."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for problem in found["problems"]:
+        console.print(f"problem: {problem}", style="red", markup=False, highlight=False)
+    if not found["problems"]:
+        console.print("No problems found.", style="green")
+    versions = found["versions"]
+    lines = Table.grid("what", "found", padding=(0, 2))
+    lines.columns[0].no_wrap = True
+    names = ("tessera-attention", "python", "jax", "jaxlib", "numpy")
+    lines.add_row("versions", ", ".join(f"{name} {versions[name]}" for name in names))
+    for kind, count in Counter(device["name"].partition(": ")[2] for device in found["devices"]).items():
+        first = next(device for device in found["devices"] if device["name"].endswith(f": {kind}"))
+        lines.add_row("device", f"{count} x {kind}, {_free(first)} free" + (" on the first" if count > 1 else ""))
+    for name, note in found["plan_notes"].items():
+        lines.add_row("plan", f"{name}: {note}")
+    for cache in found["caches"]:
+        path = Path(cache["path"])
+        short = f"~/{path.relative_to(Path.home())}" if path.is_relative_to(Path.home()) else str(path)
+        lines.add_row("cache", f"{cache['what']}, {_size(cache)} in {short}")
+    console.print(lines, highlight=False)
+    kernels = Table("role", "prefill", "decode", title="Kernels that run", title_justify="left")
+    for role in dict.fromkeys(call["role"] for call in found["kernels"]):
+        kernels.add_row(role, *(_runs(found["kernels"], role, phase) for phase in ("prefill", "decode")))
+    console.print(kernels)
+    if "plan" in found:
+        console.print(found["plan"]["path"], found["plan"]["summary"], sep="\n", markup=False, highlight=False)
+    console.print("--all shows every version, and why the other kernels do not run.", style="dim")
+
+
+def _runs(kernels: list[dict[str, Any]], role: str, phase: str) -> str:
+    """Name the kernel that runs, once if it is the same for all dtypes."""
+    runs = {k["dtype"]: k["kernel"] or "none" for k in kernels if (k["role"], k["phase"]) == (role, phase)}
+    if len(set(runs.values())) == 1:
+        return next(iter(runs.values()))
+    return ", ".join(f"{kernel} ({dtype})" for dtype, kernel in runs.items())
+
+
+def _free(device: dict[str, Any]) -> str:
+    return "unknown" if device["free_bytes"] is None else format_bytes(device["free_bytes"])
+
+
+def _size(cache: dict[str, Any]) -> str:
+    return f"{cache['files']} files, {format_bytes(cache['bytes'])}"
+
+
 def print_report(found: dict[str, Any]) -> None:
-    """Print the report of `examine` as tables."""
+    """Print all of the report of `examine`, as tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -71,10 +124,7 @@ def print_report(found: dict[str, Any]) -> None:
         console.print(out)
 
     table("Versions", ("what", "version"), list(found["versions"].items()))
-    devices = [
-        (d["name"], d["platform"], "unknown" if d["free_bytes"] is None else format_bytes(d["free_bytes"]))
-        for d in found["devices"]
-    ]
+    devices = [(d["name"], d["platform"], _free(d)) for d in found["devices"]]
     table("Devices", ("device", "platform", "free memory"), devices)
     kernels = []
     for call in found["kernels"]:
@@ -85,7 +135,7 @@ def print_report(found: dict[str, Any]) -> None:
     table("Shipped plans", ("plan", "what it promised and measured"), list(found["plans"].items()))
     if "plan" in found:
         table("Plan", ("file", "what it promised and measured"), [(found["plan"]["path"], found["plan"]["summary"])])
-    caches = [(c["what"], c["path"], f"{c['files']} files, {format_bytes(c['bytes'])}") for c in found["caches"]]
+    caches = [(c["what"], c["path"], _size(c)) for c in found["caches"]]
     table("Caches", ("what", "folder", "size"), caches)
     console.print(f"pip check: {found['pip_check']}", markup=False, highlight=False)
     for problem in found["problems"]:
@@ -129,15 +179,23 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def _plans(problems: list[str]) -> dict[str, str]:
-    """Return what each shipped plan promises."""
+def _plans(problems: list[str]) -> dict[str, Plan]:
+    """Load the shipped plans."""
     found = {}
     for path in sorted(SHIPPED.rglob("*plan.json")):
         try:
-            found[str(path.relative_to(SHIPPED))] = promise_line(Plan.load(path))
+            found[str(path.relative_to(SHIPPED))] = Plan.load(path)
         except ValueError as error:
             problems.append(str(error))
     return found
+
+
+def _note(plan: Plan) -> str:
+    """Say in a few words what a plan costs and keeps."""
+    if not plan.promise:
+        return promise_line(plan)
+    missed = "" if plan.promise["held"] else " (missed)"
+    return f"{promise_note(plan).removeprefix('plan ')}{missed}, {plan.promise['measured']['density']:.0%} of keys read"
 
 
 def _plan(path: Path, config: ModelConfig | None, problems: list[str]) -> dict[str, Any]:

@@ -15,10 +15,12 @@ from jax import Array
 from jaxtyping import Float
 
 from tessera.core.files import SHIPPED
+from tessera.core.hardware import compiles_without_chip
 from tessera.core.memory import require
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
+from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
 from tessera.models.weights import num_parameters
@@ -41,6 +43,9 @@ PLAN_FILE = "plan.json"
 GGUF_PLAN_SUFFIX = ".plan.json"
 """Suffix of the default plan of a GGUF file: x.plan.json next to x.gguf."""
 
+NEW_TOKENS = 128
+"""Maximum new tokens where neither the caller nor generation_config.json sets any."""
+
 Prompt = str | Sequence[int]
 
 
@@ -48,7 +53,7 @@ class Interrupted(KeyboardInterrupt):
     """Raised on Ctrl-C during generate; `generations` holds the partial results, one per prompt."""
 
     def __init__(self, generations: list[Generation]):
-        super().__init__("interrupted")
+        super().__init__()
         self.generations = generations
 
 
@@ -63,6 +68,7 @@ class Model:
         policy: owns every attention call.
         plan: the Kascade plan, if any.
         source: folder or GGUF file it was loaded from.
+        generation_config: defaults of `generate` from generation_config.json; none for a GGUF file.
     """
 
     config: ModelConfig
@@ -71,6 +77,7 @@ class Model:
     policy: Policy
     plan: Plan | None = None
     source: str = "memory"
+    generation_config: GenerationConfig = GenerationConfig()
 
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
         """Compute next-token scores at every position, float32. All sequences must have the same length.
@@ -104,38 +111,46 @@ class Model:
         self,
         prompts: Sequence[Prompt],
         *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
         min_p: float | None = None,
-        repetition_penalty: float = 1.0,
+        repetition_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         seed: int | Sequence[int] = 0,
         stream: Callable[[int, str], Any] | None = None,
+        progress: Callable[[int, int], Any] | None = None,
     ) -> list[Generation]:
         """Continue each prompt. A result does not depend on the other prompts of the batch.
+
+        As in transformers, what is not given (None) is as the model's generation_config.json says; where that sets
+        nothing, the best token is taken, 128 times. `tessera.runtime.sampling.GREEDY` takes the best token always.
 
         Args:
             prompts: texts or token lists; lengths may differ.
             max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
             temperature: 0 takes the best token; otherwise divides the logits before sampling.
             top_k, top_p, min_p: keep the k best tokens; the fewest whose mass reaches p; those with at least min_p
-                times the best token's probability. Applied in this order after penalty and temperature.
-            repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or answer.
+                times the best token's probability. Applied in this order after penalty and temperature; 0, 1 and 0
+                keep all tokens.
+            repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or answer;
+                1 changes nothing.
             stop: texts that end generation; the first to appear is trimmed off.
             seed: one for all prompts, or one per prompt. A draw depends only on its seed and step, not on the batch.
             stream: called with (prompt index, text piece) as soon as text is final; whole characters only.
+            progress: called with (prompt tokens read, prompt tokens to read) while prompts are being read.
 
         Raises:
             ValueError: a prompt or sampling value is invalid, or weights hold NaN.
-            MemoryError: the cache does not fit.
+            MemoryError: the cache does not fit. One prompt's error discards all answers; `engine` keeps the others.
             Interrupted: Ctrl-C; carries the partial results.
         """
         started_s = time.perf_counter()
-        sampling = Sampling(
+        sampling = self.sampling(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
         )
+        max_new_tokens = self.max_new_tokens(max_new_tokens)
         tokens = self.encode_prompts(prompts)
         seeds = check_seeds(seed, len(tokens))
         self._need_tokenizer(stream is not None, "stream")
@@ -154,7 +169,7 @@ class Model:
         ids = [engine.submit(request, started_s=started_s) for request in requests]
         found: dict[int, Generation] = {}
         try:
-            for end in engine.drain(stream and (lambda id, piece: stream(ids.index(id), piece))):
+            for end in engine.drain(stream and (lambda id, piece: stream(ids.index(id), piece)), progress):
                 found[end.id] = end.generation
         except KeyboardInterrupt:
             raise Interrupted([found.get(id) or engine.cancel(id) for id in ids]) from None
@@ -175,7 +190,7 @@ class Model:
             number of programs run.
         """
         longest = min(max_tokens or self.config.max_positions, self.config.max_positions)
-        values = Sampling(**sampling)
+        values = self.sampling(**sampling)
         count, shortest = 0, 1
         for size in capacity_buckets(longest):
             for policy in dict.fromkeys(self.policy.at_length(n) for n in (shortest, min(size, longest))):
@@ -194,6 +209,17 @@ class Model:
             if not options:  # the promise is of the plan as it is
                 logger.info("%s", promise_line(found))
         return replace(self, policy=policy_for(attention, self.config, found, **options), plan=found)
+
+    def sampling(self, **given: Any) -> Sampling:
+        """Return the arguments of `generate` that are given and not None, the others as generation_config.json says."""
+        return Sampling(
+            **self.generation_config.sampling() | {name: value for name, value in given.items() if value is not None}
+        )
+
+    def max_new_tokens(self, given: int | None, otherwise: int = NEW_TOKENS) -> int:
+        """Return what is given, else the value in generation_config.json, else `otherwise`."""
+        found = self.generation_config.max_new_tokens if given is None else given
+        return otherwise if found is None else found
 
     @property
     def device(self) -> jax.Device:
@@ -250,7 +276,7 @@ def load(
     Args:
         path_or_hub_id: a folder with config.json and safetensors, a GGUF file (its weights are dequantised), the name
             of a fetched model ("smollm2"), or "owner/name".
-        dtype: "float32" or "bfloat16"; None keeps the checkpoint's.
+        dtype: "float32" or "bfloat16"; None or "auto" keeps the checkpoint's.
         attention: "dense", "kascade", "window" or "oracle".
         plan: for kascade: a Plan or a path; None loads the one that `locate_plan` finds.
 
@@ -259,6 +285,7 @@ def load(
         MemoryError: the weights do not fit.
     """
     check_attention(attention)
+    dtype = None if dtype == "auto" else dtype
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own")
     source = resolve(path_or_hub_id)
@@ -267,22 +294,35 @@ def load(
         config = replace(config, dtype=dtype)
     plan = find_plan(attention, plan, str(source))
     policy = policy_for(attention, config, plan)
+    if compiles_without_chip() and not jax.config.jax_platforms:
+        jax.config.update("jax_platforms", "cpu")
     num_bytes = num_parameters(config) * jnp.dtype(config.dtype).itemsize
     require(num_bytes, jax.devices()[0], f"{source.name} in {config.dtype}", "take a smaller model, or bfloat16")
-    tokenizer = read_tokenizer(source)
+    tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
+    if warning := generation_config.warning():
+        logger.info("%s", warning)
     enable_cache()
     params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False)
     if plan is not None:
         plan.check(config, fingerprint(params, config))
         logger.info("%s", promise_line(plan))
-    return Model(config=config, params=params, tokenizer=tokenizer, policy=policy, plan=plan, source=str(source))
+    return Model(
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        policy=policy,
+        plan=plan,
+        source=str(source),
+        generation_config=generation_config,
+    )
 
 
 def save(model: Model, folder: str | os.PathLike) -> None:
     """Write a folder that transformers can load: config.json, safetensors, tokenizer files, and the plan, if any."""
     plan = model.plan
     extra = None if plan is None else lambda new: plan.save(new / PLAN_FILE)
-    save_folder(folder, model.params, model.config, model.tokenizer, extra=extra)
+    generation = model.generation_config.render()
+    save_folder(folder, model.params, model.config, model.tokenizer, generation=generation, extra=extra)
 
 
 def check_attention(attention: str) -> None:

@@ -87,10 +87,21 @@ def meets_oracle(role: str, call: oracle.Call, dtype: str, config: gpu_decode.Co
     assert role != "score" or np.abs(result.mass - answer.mass).max() <= allowed.mass
 
 
+REPEATED = {
+    ("lengths at every border", "dense"),
+    ("more blocks than stages, one split", "score"),
+    ("more splits than blocks", "score"),
+    ("window and cap", "sparse"),
+    ("wide heads", "dense"),
+}
+"""Variants whose every part another role or another variant of the role has too."""
+
+
 def cases():
     for name, (*_, roles, _) in VARIANTS.items():
         for role in roles:
-            yield pytest.param(name, role, id=f"{name}-{role}")
+            marks = [pytest.mark.exhaustive] if (name, role) in REPEATED else []
+            yield pytest.param(name, role, id=f"{name}-{role}", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "role"), list(cases()))
@@ -164,7 +175,7 @@ def test_only_listed_entries_are_read(tile, block_s):
     assert copied < len(ids) * tile + block_s
 
 
-@pytest.mark.parametrize("splits", [1, 2, 16, 35])
+@pytest.mark.parametrize("splits", [1, 35, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 16))])
 def test_merging_is_exact_to_rounding(splits):
     """Against float64, empty splits and rows that no split saw included; sizes that fill no block of threads."""
     rng = np.random.default_rng(0)
@@ -211,7 +222,13 @@ def mass_of(bank, lse, cut, positions):
     return mass.reshape(*mass.shape[:3], tiles, per_tile).sum((2, 4))[:, :, None]
 
 
-@pytest.mark.parametrize("name", PIECES)
+REPEATED_PIECES = {"units of a tile, an odd last one", "a window over one load"}
+"""Two products have both: units of a tile, an odd number of them, and a window over several loads."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in REPEATED_PIECES else []) for n in PIECES]
+)
 def test_masses_are_those_of_the_bank(name):
     """Any tile count, group and window; what no row sees is rubbish in the bank, and 0 in the mass."""
     lengths, groups, tile, block_s, window = PIECES[name]
@@ -265,8 +282,12 @@ def launches(program: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("change", "tile"),
-    [({}, 128), ({"batch": 4}, 128), ({"num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "num_keys": 1536}, 128)],
-    ids=["one sequence", "four", "seven heads a group, twelve tiles"],
+    [
+        pytest.param({}, 128, marks=pytest.mark.exhaustive),
+        pytest.param({"batch": 4}, 128, marks=pytest.mark.exhaustive),
+        ({"batch": 4, "num_heads": 14, "num_kv_heads": 2, "head_dim": 64, "num_keys": 1536}, 128),
+    ],
+    ids=["one sequence", "four", "four, seven heads a group, twelve tiles"],
 )
 def test_scoring_takes_two_launches(change, tile):
     """The kernel, and the merge, which also writes the masses: XLA adds no launch of its own."""

@@ -79,7 +79,15 @@ def test_padding_changes_nothing_bit_for_bit():
     assert np.all(a.out[0, 60:] == 0)
 
 
-@pytest.mark.parametrize("workload", [LONG, WINDOW], ids=["tile wider than a block", "window"])
+@pytest.mark.parametrize(
+    "workload",
+    [
+        dataclasses.replace(LONG, name="both", spec=AttentionSpec(window=300, tile=128, query_tile=12)),
+        pytest.param(LONG, marks=pytest.mark.exhaustive),
+        pytest.param(WINDOW, marks=pytest.mark.exhaustive),
+    ],
+    ids=["window and a tile wider than a block", "tile wider than a block", "window"],
+)
 def test_chunks_of_queries_change_nothing(workload, monkeypatch):
     """Tiles wider than a block, query tiles that no copy is aligned to; the same bits from two passes as from one."""
     workload = dataclasses.replace(workload, num_queries=400, q_start=(90,), q_len=(395,))
@@ -120,10 +128,16 @@ ODD = [(50, 208), (56, 203), (1001, 1001), (500, 5001)]
 """Rows and keys, not both multiples of 8: the interpreter takes them, the copy engine does not."""
 
 
-@pytest.mark.parametrize(("num_queries", "num_keys"), ODD)
-@pytest.mark.parametrize("kernel", [DENSE, SCORE], ids=lambda k: k.role)
+@pytest.mark.parametrize(
+    ("kernel", "num_queries", "num_keys"),
+    [
+        pytest.param(kernel, *sizes, id=f"{kernel.role}-{sizes[0]}-{sizes[1]}", marks=[pytest.mark.exhaustive] * other)
+        for first, kernel in enumerate((DENSE, SCORE))
+        for other, sizes in zip(itertools.cycle((first, 1 - first)), ODD)
+    ],
+)
 def test_odd_lengths_lower_for_hopper(kernel, num_queries, num_keys):
-    """Every one of them; the last scores in chunks."""
+    """Every one of them, for one kernel or the other; the last scores in chunks."""
     spec = AttentionSpec(tile=16, query_tile=32, mass=kernel is SCORE)
     shapes = Shapes(2, num_queries, num_keys, 4, 1, 128, None, "bfloat16")
     assert gpu.lower(attention_program(kernel.name, spec, shapes)) is None
@@ -172,7 +186,10 @@ CAPPED = AttentionSpec(window=150, softcap=3.0)
 BOTH_WAYS = AttentionSpec(causal=False)
 
 
-@pytest.mark.parametrize(("head_dim", "spec"), [(128, CAPPED), (64, WINDOWED), (64, BOTH_WAYS), (256, CAPPED)])
+@pytest.mark.parametrize(
+    ("head_dim", "spec"),
+    [(128, CAPPED), pytest.param(64, WINDOWED, marks=pytest.mark.exhaustive), (64, BOTH_WAYS), (256, CAPPED)],
+)
 def test_gradient_through_out_and_lse(head_dim, spec, monkeypatch):
     """Both cuts of dk and dv, and plain JAX; G = 2, more steps than stages; keys past kv_len that a mask would show;
     lse has a cotangent too."""
@@ -210,7 +227,8 @@ def test_gradient_in_plain_jax_of_ragged_sequences(spec, monkeypatch):
     for scores in (gpu_backward.SCORES, 4 * 3 * 4 * 96):  # K and V have whole lines: 96 keys
         monkeypatch.setattr(gpu_backward, "SCORES", scores)
         q, k, v = (jnp.asarray(x) for x in call[:3])
-        dq, *head_major = gpu_backward.gradients(q, *KeyValues.of(k, v)[:2], result, slopes, spec, positions)
+        gradients = jax.jit(lambda *call: gpu_backward.gradients(*call, spec, positions))
+        dq, *head_major = gradients(q, *KeyValues.of(k, v)[:2], result, slopes)
         got = dq, *KeyValues.of(*head_major)[:2]
         for mine, truth, like in zip(got, exact, call[:3], strict=True):
             assert mine.shape == like.shape

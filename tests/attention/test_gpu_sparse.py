@@ -156,8 +156,16 @@ def test_swizzled_places():
         assert len(set(expected)) == len(row)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("kernel", "tile"), [(SPARSE, 32), (KEYS, 1)], ids=["tiles", "keys"])
+def covering(*chosen):
+    """Pair both kernels with each value, tiles of 32 with the first half of them by default and keys with the rest."""
+    half = len(chosen) // 2
+    for kernel, tile, name, by_default in ((SPARSE, 32, "tiles", chosen[:half]), (KEYS, 1, "keys", chosen[half:])):
+        for value in chosen:
+            marks = [] if value in by_default else [pytest.mark.exhaustive]
+            yield pytest.param(kernel, tile, value, id=f"{name}-{value}", marks=marks)
+
+
+@pytest.mark.parametrize(("kernel", "tile", "causal"), list(covering(True, False)))
 def test_odd_lengths_lower_for_hopper(kernel, tile, causal):
     """What the interpreter replaces or does not ask for: copies by thread, lengths that TMA takes."""
     spec = AttentionSpec(tile=tile, query_tile=32, causal=causal)
@@ -175,8 +183,7 @@ def test_odd_lengths_lower_for_hopper(kernel, tile, causal):
     assert kernel.name in lowered.as_text()
 
 
-@pytest.mark.parametrize(("kernel", "tile"), [(SPARSE, 32), (KEYS, 1)], ids=["tiles", "keys"])
-@pytest.mark.parametrize("query_tile", [12, 20, 1, 100])
+@pytest.mark.parametrize(("kernel", "tile", "query_tile"), list(covering(12, 100, 20, 1)))
 def test_odd_query_tiles_lower_for_hopper(kernel, tile, query_tile):
     """Several of them or one that is longer than the call; the copy engine wants each to begin at a multiple of 8."""
     spec, shapes = AttentionSpec(tile=tile, query_tile=query_tile), Shapes(1, 50, 208, 4, 1, 128, 5, "bfloat16")

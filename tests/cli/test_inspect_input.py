@@ -3,6 +3,7 @@
 import pytest
 
 from tessera.cli import main as cli
+from tessera.deviceless.compiler import CompileError, out_of_time
 from tessera.deviceless.gpu import compiler as gpu
 from tessera.deviceless.tpu import compiler as tpu
 
@@ -47,6 +48,25 @@ def test_flags_of_a_call_are_refused_beside_a_model(capsys, monkeypatch):
 def test_flags_of_a_model_are_refused_without_one(flags, chip, capsys, monkeypatch):
     said = refusal(flags.replace(",", "") + chip, capsys, monkeypatch)
     assert f"{flags} needs --model, whose step it describes: name a model, or drop it" in said
+
+
+ENDS = [
+    (out_of_time(4.0), 3, "was not compiled in time", "took longer than --limit-s 4 and was stopped"),
+    (CompileError("VMEM", "16 MiB", "it is full", "take less"), 1, "does not compile", "16 MiB"),
+]
+
+
+@pytest.mark.parametrize("more", ["", "--chip h200", "--model llama-3.1-8b"])
+@pytest.mark.parametrize(("error", "status", "verdict", "reason"), ENDS)
+def test_a_timeout_is_not_a_failure(error, status, verdict, reason, more, capsys, monkeypatch):
+    """A kernel that does not take the call is the third case: status 2, as below."""
+    for module in (tpu, gpu):
+        found = module.Compiled(chip="h200" if module is gpu else "v6e", error=error, compile_s=4.0)
+        monkeypatch.setattr(module, "compile_for", lambda *_, found=found, **__: found)
+    assert cli.main(["inspect", *more.split()]) == status
+    shown = " ".join(capsys.readouterr().out.split())
+    assert verdict in shown
+    assert reason in shown
 
 
 CONFIGS = [

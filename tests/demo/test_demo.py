@@ -7,10 +7,10 @@ import json
 import re
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from tiny import random_params
 
 from tessera import generate
 from tessera.demo import findings, pictures, reading, reading_report, run
@@ -19,7 +19,7 @@ from tessera.models import fetch
 from tessera.models.checkpoint import fingerprint, load_params, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.tokenizer import byte_tokenizer
-from tessera.models.weights import init_params
+from tessera.runtime import step
 from tessera.runtime.answers import Generation
 from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
@@ -29,7 +29,7 @@ CONFIG = ModelConfig(
     vocab_size=264,
     hidden_size=32,
     intermediate_size=64,
-    num_layers=3,
+    num_layers=2,
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
@@ -38,17 +38,25 @@ CONFIG = ModelConfig(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_chunks():
+    """Prompts in chunks of one size: with one size of cache too, a side compiles two programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "CHUNK", 64)
+        yield
+
+
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "model"
-    params = init_params(CONFIG, jax.random.key(0))
+    params = random_params(CONFIG)
     save_folder(folder, params, CONFIG, byte_tokenizer())
     plan = Plan(
         model=fingerprint(params, CONFIG),
-        num_layers=3,
+        num_layers=2,
         num_kv_heads=2,
         anchors=(0,),
-        head_map=((0, 1),) * 3,
+        head_map=((0, 1),) * 2,
         tile=16,
         query_tile=16,
         minimum=32,
@@ -56,7 +64,7 @@ def settings(tmp_path_factory):
     )
     plan.save(folder / "plan.json")
     document = folder.parent / "document.txt"
-    document.write_text("# sizes\nWIDTH = 31\n" + "# filler <b>text</b>\n" * 20 + "# The door code is 77. Keep it.\n")
+    document.write_text("# sizes\nWIDTH = 31\n" + "# filler <b>text</b>\n" * 10 + "# The door code is 77. Keep it.\n")
     return run.Settings(
         model=folder,
         document=document,
@@ -70,7 +78,7 @@ def settings(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def outcome(settings, tmp_path_factory):
+def outcome(settings, small_chunks, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "demo"
     return run.run(out, settings), out
 
@@ -86,7 +94,7 @@ def test_record_holds_what_was_measured(outcome, settings):
     answers = by_key["demo_answers", "kascade"]
     assert answers.facts["expected"] == ["WIDTH = 31", "The door code is 77."]
     assert answers.density[0] == 1.0
-    assert len(answers.density) == 3
+    assert len(answers.density) == 2
     assert max(answers.density[1:]) < 0.5
     assert max(answers.facts["density"]) < 0.9
     assert by_key["demo_passkey_400", "dense"].facts["trials"] == 2

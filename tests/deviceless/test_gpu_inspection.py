@@ -5,13 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from tessera.attention.contract import AttentionSpec
+from tessera.attention import dispatch
+from tessera.attention.contract import AttentionSpec, Shapes
+from tessera.attention.kernel import Capability
 from tessera.cli import main as cli
-from tessera.deviceless import hlo, inspection
+from tessera.deviceless import hlo, inspection, programs
 from tessera.deviceless.compiler import CompileError
 from tessera.deviceless.gpu import compiler as gpu
+from tessera.deviceless.gpu import gates, sass
 from tessera.deviceless.gpu import inspection as gpu_inspection
-from tessera.deviceless.gpu import sass
 
 REPORT = sass.Report(
     kernel="k", registers=168, spill_bytes=(0, 0), stack_bytes=0, shared_bytes=1024, barriers=2, instructions={},
@@ -27,12 +29,12 @@ FOUND = gpu_inspection.Inspection(
 
 @pytest.mark.parametrize("flags", ["", " --json"])
 def test_a_broken_gate_is_the_exit_status(flags, capsys, monkeypatch):
-    for gates, status in (((), 0), (None, 0), (("k: registers are spilled",), 1)):
-        monkeypatch.setattr(gpu_inspection, "inspect_call", lambda *_, gates=gates, **__: replace(FOUND, gates=gates))
+    for broken, status in (((), 0), (None, 0), (("k: registers are spilled",), 1)):
+        monkeypatch.setattr(gpu_inspection, "inspect_call", lambda *_, it=broken, **__: replace(FOUND, gates=it))
         assert cli.main(f"inspect --chip h200{flags}".split()) == status
         out = capsys.readouterr().out
         assert ("registers are spilled" in out) == (status == 1)
-        assert not flags or json.loads(out)["gates"] == (gates if gates is None else list(gates))
+        assert not flags or json.loads(out)["gates"] == (broken if broken is None else list(broken))
 
 
 PROGRAM = """HloModule jit_call
@@ -100,3 +102,24 @@ def test_what_the_dispatcher_takes_on_a_gpu_is_said(head_dim, window, name, caps
     assert found["dispatched"] == name
     replace(FOUND, dispatched=name).print_table()
     assert ("such a call takes gpu_cudnn_dense" in capsys.readouterr().out) == (name == "gpu_cudnn_dense")
+
+
+def test_a_kernel_of_another_generation_is_neither_inspected_nor_gated(monkeypatch):
+    """It comes first in the table, and the machine that compiles has no GPU to compare with."""
+    plain = next(k for k in dispatch.KERNELS if k.name == "gpu_prefill_dense")
+    later = replace(plain, name="gpu_later_dense", capability=Capability(name="10.0 (Blackwell)", least=10.0))
+    for module in (dispatch, inspection, gates, programs):
+        monkeypatch.setattr(module, "KERNELS", (later, *dispatch.KERNELS))
+    spec, shapes = AttentionSpec(window=100), Shapes(1, 1024, 1024, 8, 2, 128, None, "bfloat16")
+    assert inspection.kernel_for("gpu", "h200", spec, shapes, None, None) is plain
+    refused = CompileError("program", "not today", "nothing", "nothing")
+    monkeypatch.setattr(gpu, "compile_for", lambda *_, **__: gpu.Compiled(chip="h200", error=refused, compile_s=0.0))
+    assert gpu_inspection.inspect_call("h200", spec, shapes).dispatched == plain.name
+    assert dispatch.choose(spec, shapes, platform="gpu", capability="10.0") is later
+    with pytest.raises(ValueError, match=r"needs compute capability 10.0 \(Blackwell\), this GPU has 9.0"):
+        inspection.kernel_for("gpu", "h200", spec, shapes, later.name, None)
+    alone = replace(plain, supports=lambda spec, shapes: "not today")
+    monkeypatch.setattr(inspection, "KERNELS", (later, alone))
+    assert inspection.refusals("gpu", "h200", spec, shapes).keys() == {later.name, plain.name}
+    assert later not in gates.hopper_kernels()
+    assert plain in gates.hopper_kernels()

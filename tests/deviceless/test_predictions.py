@@ -1,13 +1,13 @@
 """What is said of predictions: the peer's step counts, the figures and their targets, and the tables they end in."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from tessera.attention import work
 from tessera.attention.contract import AttentionSpec, Shapes
-from tessera.deviceless import model_inspection, steps
+from tessera.deviceless import model_inspection, programs, steps
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict
@@ -98,8 +98,32 @@ def test_figures_meet_their_targets_from_the_right_side():
     assert made[f"{figures.KERNELS_ALONE}, v6e"].median == pytest.approx(3 / 1.5)
     assert set(figures.TARGETS) >= {workload.rpartition(", ")[0] for workload in made} - {figures.KERNELS_ALONE}
     shown = report.tpu(list(made.values())) if all(r.code.commit for r in made.values()) else ""
-    assert not shown or "| score / dense | 1.10 (<= 1.05: **missed**) |" in shown
-    assert not shown or f"| {figures.KERNELS_ALONE} | 2.00 |" in shown
+    assert not shown or "| score / dense |  | 1.10 (<= 1.05: **missed**) |" in shown
+    assert not shown or f"| {figures.TERMS[figures.KERNELS_ALONE]} | 2.00 |" in shown
+
+
+def test_equal_terms_and_the_default_query_tile_have_figures_with_the_same_targets():
+    """The cases come back from the stored records, so that a study can add to them."""
+    cases = {"peer": {"ms": 4.0, "around_ms": 1.0}, "dense": {"ms": 2.5, "around_ms": 0.5}}
+    cases |= {"dense, equal terms": {"ms": 3.2}, "dense long": {"ms": 100.0, "flops": 1.0}}
+    cases |= {"score long 32": {"ms": 104.0}, "selection 32": {"ms": 6.0}, "sparse kascade 32": {"ms": 18.0}}
+    made = {r.what.workload: r for r in figures.records({"v6e": cases}, "test")}
+    equal, narrow = made[f"{figures.EQUAL_TERMS}, v6e"], made[f"{figures.KASCADE_32}, v6e"]
+    assert (equal.median, equal.comparison.target, equal.comparison.met) == (pytest.approx(1.25), ">= 1.3", False)
+    listed = figures.tiles_listed(131072, 128, 32, 0.1) / figures.tiles_full(131072, 128, 32, 0.05)
+    assert narrow.median == pytest.approx(3200 / (5 * 110 + 27 * 18 * listed))
+    assert (narrow.comparison.target, narrow.comparison.met) == (">= 3.5", False)
+    assert figures.stored(made.values()) == {"v6e": cases}
+
+
+def test_equal_terms_are_float32_exponentials_and_queries_as_a_user_passes_them():
+    spec, shapes = AttentionSpec(), Shapes(1, 4096, 8192, 4, 4, 128, None, "bfloat16")
+    call = ("tpu_prefill_dense", asdict(spec), shapes._asdict())
+    variant = figures.VARIANTS["dense, equal terms"]
+    ours, equal = programs.attention_call(*call), programs.attention_call(*call, **variant)
+    assert "half_exp=True" in ours[2]["settings"]
+    assert "half_exp=False" in equal[2]["settings"]
+    assert [made[1][0].shape for made in (ours, equal)] == [(1, 4, 4096, 128), (1, 4096, 4, 128)]
 
 
 def test_small_tiles_have_their_figures_by_score_and_by_key():
@@ -114,6 +138,16 @@ def test_small_tiles_have_their_figures_by_score_and_by_key():
     assert made["decode, sparse, tile 16: time per key against dense, v5e"].median == pytest.approx(1.25)
     assert made["decode, sparse, tile 128: time per key against dense, v5e"].median == pytest.approx(1.1)
     assert all(record.comparison.met is None for record in made.values())
+
+
+def test_a_time_that_is_bytes_over_bandwidth_is_marked_where_it_is_shown():
+    cases = {"decode dense": {"ms": 4.0, "flops": 8.0, "bound_by": "HBM"}}
+    cases["decode sparse"] = {"ms": 0.5, "flops": 0.8, "bound_by": "HBM"}
+    cases["decode sparse 16"] = {"ms": 0.5, "flops": 0.8, "bound_by": "scalar"}
+    cases = {name: case | {"commit": "0" * 40, "dirty": False} for name, case in cases.items()}
+    shown = report.tpu(figures.records({"v5e": cases}, "test"))
+    assert "tile 128: time per key against dense |  | 1.25, HBM |" in shown
+    assert "tile 16: time per key against dense |  | 1.25 |" in shown
 
 
 def test_tiles_of_one_family_are_adjacent_rows():

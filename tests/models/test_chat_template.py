@@ -1,4 +1,4 @@
-"""Chat templates of strangers: each ends in time and within its memory, and what fails is one printable sentence."""
+"""Untrusted chat templates: each ends in time and within its memory, and what fails is one printable sentence."""
 
 import copy
 import gc
@@ -105,7 +105,7 @@ def test_an_interrupted_rendering_leaves_no_answer_behind():
 PARENT = f"""
 import sys, time
 from tessera.models import chat_template
-chat_template.LIMIT_S = 3.0
+chat_template.LIMIT_S = 1.0
 renderer = chat_template.Renderer()
 renderer.render("", {{}})
 print(renderer._worker._process.pid, flush=True)
@@ -120,7 +120,7 @@ def test_the_process_ends_after_its_parent_was_killed(state):
     """An idle worker reads the end of its input; a busy one, which answers nothing, has an alarm."""
     with subprocess.Popen([sys.executable, "-c", PARENT, state], stdout=subprocess.PIPE, text=True) as parent:
         worker = int(parent.stdout.readline())
-        time.sleep(0.5)  # until it is busy
+        time.sleep(0.3)  # until it is busy
         parent.kill()
     deadline = time.monotonic() + 60
     while is_running(worker) and time.monotonic() < deadline:

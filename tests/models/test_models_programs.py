@@ -1,6 +1,7 @@
 """The decoder's programs: dtypes of every operation, donation of the cache, small matrix products, layouts, chunks."""
 
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from beartype import beartype
 from jaxtyping import jaxtyped
+from tiny import random_params
 
 from tessera.attention.contract import Positions
 from tessera.models import cache as cache_module
@@ -53,6 +55,10 @@ def unstack(params):
     return layers.Params(embed=params.embed, layers=tuple(rows), final_norm=params.final_norm, head=params.head)
 
 
+def half(params):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+
+
 def equations(jaxpr):
     """Every equation of a program, inner programs included."""
     for eqn in jaxpr.eqns:
@@ -66,7 +72,7 @@ def equations(jaxpr):
 @pytest.mark.parametrize("num_queries", [1, 32], ids=["decode", "prefill"])
 @pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
 def test_bfloat16_programs_accumulate_in_float32(stacked, num_queries):
-    params = init_params(CONFIG, jax.random.key(0), jnp.bfloat16)
+    params = half(random_params(CONFIG))
     params = params if stacked else unstack(params)
     cache = init_cache(CONFIG, 1, 64, dtype=jnp.bfloat16, stacked=stacked)
     tokens = jnp.zeros((1, num_queries), jnp.int32)
@@ -98,7 +104,7 @@ class Through(Policy):
 @pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
 def test_no_float64_even_where_jax_allows_it(stacked):
     with jax.enable_x64(True):  # without, JAX would turn a stray float64 into float32 and hide it
-        params = init_params(CONFIG, jax.random.key(0), jnp.bfloat16)
+        params = half(random_params(CONFIG))
         params = params if stacked else unstack(params)
         cache = init_cache(CONFIG, 1, 64, dtype=jnp.bfloat16, stacked=stacked)
 
@@ -125,7 +131,7 @@ def test_the_audit_would_see_bfloat16_accumulation():
 @pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
 def test_the_cache_is_updated_in_place(stacked):
     """Donation holds in the compiled program: each cache buffer is an output's, and nothing as large is made."""
-    params = init_params(CONFIG, jax.random.key(0))
+    params = random_params(CONFIG)
     params = params if stacked else unstack(params)
     cache = init_cache(CONFIG, 1, 4096, dtype=jnp.float32, stacked=stacked)
     step = jax.jit(run.__wrapped__, donate_argnames="cache")
@@ -139,15 +145,15 @@ def test_the_cache_is_updated_in_place(stacked):
 
 
 def test_stacked_layers_write_only_new_rows_into_the_cache():
-    params = init_params(CONFIG, jax.random.key(0))
+    params = random_params(CONFIG)
     cache = init_cache(CONFIG, 2, 64, dtype=jnp.float32, stacked=True)
     lengths = jnp.full(2, 8, jnp.int32)
 
-    def program(tokens, cache):
+    def program(params, tokens, cache):
         positions = Positions(3 + 0 * lengths, 3 + lengths, lengths)
         return forward(params, tokens, cache, positions, config=CONFIG, policy=Through())[1]
 
-    traced = equations(jax.make_jaxpr(program)(jnp.zeros((2, 8), jnp.int32), cache).jaxpr)
+    traced = equations(jax.make_jaxpr(program)(params, jnp.zeros((2, 8), jnp.int32), cache).jaxpr)
     written = {"dynamic_update_slice": 1, "scatter": 2}
     sizes = [e.invars[written[e.primitive.name]].aval.size for e in traced if e.primitive.name in written]
     assert sizes == [CONFIG.num_kv_heads * 8 * CONFIG.head_dim] * 4  # keys and values of two sequences
@@ -155,25 +161,37 @@ def test_stacked_layers_write_only_new_rows_into_the_cache():
 
 def test_stacked_and_tuple_caches_agree():
     """Two sequences at different places, a chunk and then a token: same hidden states, same cache, layer by layer."""
-    params = init_params(CONFIG, jax.random.key(6))
-    tokens = jax.random.randint(jax.random.key(7), (2, 17), 0, CONFIG.vocab_size)
-    first = Positions(*(jnp.array(x, jnp.int32) for x in ([0, 5], [16, 14], [16, 9])))
-    then = Positions(*(jnp.array(x, jnp.int32) for x in ([16, 14], [17, 15], [1, 1])))
+    params = random_params(CONFIG, 6)
+    tokens = np.random.default_rng(7).integers(0, CONFIG.vocab_size, (2, 17)).astype(np.int32)
+    first = Positions(*(np.array(x, np.int32) for x in ([0, 5], [16, 14], [16, 9])))
+    then = Positions(*(np.array(x, np.int32) for x in ([16, 14], [17, 15], [1, 1])))
     found = []
     for stacked in (True, False):
         weights = params if stacked else unstack(params)
         cache = init_cache(CONFIG, 2, 64, dtype=jnp.float32, stacked=stacked)
         chunk, cache = run(weights, tokens[:, :16], cache, first)
         token, cache = run(weights, tokens[:, 16:], cache, then)
-        found.append((chunk[0], chunk[1, :9], token, jnp.stack(list(cache.k)), jnp.stack(list(cache.v))))
+        found.append((chunk[0], chunk[1, :9], token, np.stack(list(cache.k)), np.stack(list(cache.v))))
     for one, other in zip(*found):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
     assert np.count_nonzero(np.any(found[0][3], axis=(0, 2, 4))[0]) == 17
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("num_outputs", [12, 8192, 8191], ids=["one block", "blocks", "prime"])
+# Each path of `matmul` at the ends of its range: 12 outputs are one block, 8,192 several, 8,191 a prime.
+PRODUCTS = {
+    jnp.float32: {(1, 12), (2, 12), (5, 12), (1, 8192), (2, 8192), (4, 8192), (5, 8192), (3, 8191)},
+    jnp.bfloat16: {(1, 12), (4, 12), (5, 12), (3, 8192)},
+}
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "dtype"),
+    [
+        pytest.param(*size, dtype, marks=() if size in few else pytest.mark.exhaustive)
+        for dtype, few in PRODUCTS.items()
+        for size in product(range(1, 6), (12, 8192, 8191))
+    ],
+)
 def test_products_with_a_few_rows(num_rows, num_outputs, dtype):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.standard_normal((num_rows, 1, 320)), dtype)
@@ -187,33 +205,29 @@ def test_products_with_a_few_rows(num_rows, num_outputs, dtype):
     assert linear(x, w).dtype == dtype
 
 
-def test_stacked_tuple_and_remat_agree():
-    params = init_params(CONFIG, jax.random.key(1))
-    tokens = jax.random.randint(jax.random.key(2), (2, 24), 0, CONFIG.vocab_size)
-    full = jnp.full(2, 24, jnp.int32)
+def test_stacked_and_tuple_agree_without_a_cache():
+    params = random_params(CONFIG)
+    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (2, 24)).astype(np.int32)
+    full = np.full(2, 24, np.int32)
     positions = Positions(0 * full, full, full)
 
-    @partial(jax.jit, static_argnames="remat")
-    def hidden(params, remat=False):
-        return forward(params, tokens, None, positions, config=CONFIG, policy=Dense(), remat=remat)[0]
+    @jax.jit
+    def hidden(params):
+        return forward(params, tokens, None, positions, config=CONFIG, policy=Dense())[0]
 
-    expected = hidden(params)
-    np.testing.assert_allclose(hidden(unstack(params)), expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(hidden(params, remat=True), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(hidden(unstack(params)), hidden(params), rtol=1e-5, atol=1e-5)
 
 
 def test_sequences_of_different_lengths_do_not_see_each_other():
-    params = init_params(CONFIG, jax.random.key(3))
-    tokens = np.array(jax.random.randint(jax.random.key(4), (2, 16), 0, CONFIG.vocab_size), np.int32)
-    lengths = jnp.array([16, 5], jnp.int32)
-    together, _ = run(
-        params,
-        tokens,
-        init_cache(CONFIG, 2, 32, dtype=jnp.float32, stacked=True),
-        Positions(0 * lengths, lengths, lengths),
-    )
-    alone, _ = run(params, tokens[1:, :5], init_cache(CONFIG, 1, 32, dtype=jnp.float32, stacked=True), at(0, 5))
-    np.testing.assert_allclose(together[1, :5], alone[0], rtol=1e-4, atol=1e-4)
+    """The second alone: its neighbour is its copy, which takes no other program."""
+    params = random_params(CONFIG)
+    tokens = np.random.default_rng(4).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
+    found = []
+    for rows, lengths in ((tokens, [16, 5]), (tokens[[1, 1]], [5, 5])):
+        lengths = np.array(lengths, np.int32)
+        cache = init_cache(CONFIG, 2, 64, dtype=jnp.float32, stacked=True)
+        found.append(run(params, rows, cache, Positions(0 * lengths, lengths, lengths))[0][1, :5])
+    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
 
 
 def test_append_writes_each_sequence_at_its_own_place():
@@ -228,15 +242,16 @@ def test_append_writes_each_sequence_at_its_own_place():
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3", "yarn"])
 def test_rotation_is_an_isometry_that_sees_only_distances(kind):
     rope = Rope(kind=kind, theta=1000.0, factor=4.0, original_max_positions=64, attention_factor=1.0)
-    q, k = jax.random.normal(jax.random.key(5), (2, 1, 1, 1, 32))
+    q, k = np.random.default_rng(5).normal(size=(2, 1, 1, 1, 32)).astype(np.float32)
 
-    def dot_at(i, j):
-        a, b = (rotate(x, rope_tables(rope, 32, jnp.full((1, 1), p, jnp.int32))) for x, p in ((q, i), (k, j)))
-        return float(jnp.sum(a * b))
+    @jax.jit
+    def dot_at(*places):
+        a, b = (rotate(x, rope_tables(rope, 32, jnp.full((1, 1), p, jnp.int32))) for x, p in zip((q, k), places))
+        return jnp.sum(a * b)
 
     assert dot_at(100, 90) == pytest.approx(dot_at(40, 30), abs=1e-3)
     assert dot_at(100, 90) != pytest.approx(dot_at(100, 80), abs=1e-3)
-    assert dot_at(0, 0) == pytest.approx(float(jnp.sum(q * k)), abs=1e-4)
+    assert dot_at(0, 0) == pytest.approx((q * k).sum(), abs=1e-4)
 
 
 @pytest.mark.parametrize("function", [linear, matmul, rms_norm, rotate, rope_tables, append, init_cache, logits])
@@ -251,7 +266,7 @@ def test_annotations_hold(function):
         rope_tables: (Rope(), 16, jnp.zeros((2, 3), jnp.int32)),
         rotate: (x, rope_tables(Rope(), 16, jnp.zeros((2, 3), jnp.int32))),
         append: (jnp.ones((2, 4, 8, 16)), x, jnp.zeros(2, jnp.int32)),
-        logits: (init_params(CONFIG, jax.random.key(0)), jnp.ones((2, 32))),
+        logits: (jax.tree.map(jnp.asarray, random_params(CONFIG)), jnp.ones((2, 32))),
     }
     if function is init_cache:
         assert isinstance(checked(CONFIG, 2, 8, dtype=jnp.float32, stacked=False), Cache)
@@ -267,7 +282,7 @@ def test_annotations_would_fail_on_a_wrong_shape():
 
 def test_config_counts_its_parameters():
     for config in (CONFIG, ModelConfig(**{**CONFIG.__dict__, "tie_embeddings": True, "mlp_bias": True})):
-        leaves = jax.tree.leaves(init_params(config, jax.random.key(0)))
+        leaves = jax.tree.leaves(jax.eval_shape(partial(init_params, config), jax.random.key(0)))
         assert num_parameters(config) == sum(leaf.size for leaf in leaves)
 
 

@@ -17,7 +17,7 @@ from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
 from tessera.runtime.requests import End, Event, Failure, Held, Request, Token
 from tessera.runtime.sampling import Sampling
-from tessera.runtime.step import cache_bytes, chunk_bytes
+from tessera.runtime.step import cache_bytes, chunk_bytes, explain_not_finite
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
@@ -46,7 +46,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def alone(model: Model, request: Request, attention: str = "dense") -> Generation:
-    engine = engine_of(model, attention, slots=1)
+    engine = engine_of(model, attention)
     engine.submit(request)
     [end] = engine.drain()
     return end.generation
@@ -76,7 +76,11 @@ MIXTURE = (
 """Requests of every sampling method, below and above the plan's cross-over."""
 
 
-@pytest.mark.parametrize(("attention", "lag"), [("dense", 0), ("kascade", 0), ("kascade", 2)])
+@pytest.mark.parametrize(
+    ("attention", "lag"),
+    # kascade runs the short ones dense
+    [pytest.param("dense", 0, marks=pytest.mark.exhaustive), ("kascade", 0), ("kascade", 2)],
+)
 def test_requests_that_join_and_leave_midway_get_the_tokens_that_they_get_alone(model, attention, lag):
     engine = engine_of(model, attention, lag=lag)
     events: list[Event] = []
@@ -163,7 +167,7 @@ def test_scores_that_are_not_finite_fail_one_request(model):
 
 
 def test_a_request_without_memory_fails_alone(model, monkeypatch):
-    """When the sub-batch opens, and later, when a row is copied for the prefill."""
+    """When the lane opens, and later, when a row is copied for the prefill."""
     engine = engine_of(model)
     large = replace(MIXTURE[0], prompt=prompt(250))
     for midway in (False, True):
@@ -252,7 +256,7 @@ def test_a_free_row_keeps_its_prompt_for_the_next_with_the_same_prefix(model, at
 
 
 def test_a_held_prefix_is_prefilled_once_and_counted_in_every_answer(model):
-    engine = engine_of(model, "kascade", slots=1)
+    engine = engine_of(model, "kascade")
     prefix = prompt(140)
     held = engine.hold(prefix)
     assert held.num_tokens == 128
@@ -277,3 +281,24 @@ def test_nothing_compiles_after_warm_up(model, nothing_compiles):
             steps(engine, 1 + number % 3)
         engine.cancel(number)
         list(engine.drain())
+
+
+def test_progress_counts_the_prompt_tokens_that_the_device_has_computed(model):
+    """One chunk runs ahead; tokens whose keys are in the cache do not count."""
+    engine, seen = engine_of(model, slots=1), []
+    for expected in ([0, 64, 128, 200], [8]):  # the second time, 192 tokens are in the cache
+        engine.submit(Request(prompt=prompt(200), max_new_tokens=3))
+        list(engine.drain(progress=lambda *counts: seen.append(counts)))
+        assert seen == [(done, expected[-1]) for done in expected]
+        seen.clear()
+
+
+@pytest.mark.parametrize(("dtype", "advice"), [("bfloat16", "load it with dtype='float32'"), ("float32", "download")])
+def test_scores_that_are_not_finite_get_advice_that_can_help(model, dtype, advice):
+    assert advice in explain_not_finite(jax.tree.map(lambda leaf: leaf.astype(dtype), model.params))
+
+
+def test_chunks_are_cut_at_multiples_of_the_query_tile(model):
+    tiled = replace(POLICIES["kascade"], query_tile=48)
+    sizes = [model.session(policy, batch=1, num_keys=1).sizes for policy in (Dense(), tiled)]
+    assert sizes == [(1024, 256, 64), (768, 192)]

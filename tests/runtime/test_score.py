@@ -20,7 +20,8 @@ WINDOW = Window(window=40, sinks=16, tile=16, query_tile=16)
 
 def at_once(policy) -> np.ndarray:
     where = Positions(*(np.full(1, n, np.int32) for n in (0, 300, 300)))
-    return np.asarray(forward(MODEL.params, TOKENS[None], None, where, config=CONFIG, policy=policy)[0][0])
+    program = jax.jit(lambda *call: forward(*call, config=CONFIG, policy=policy)[0])
+    return np.asarray(program(MODEL.params, TOKENS[None], None, where)[0])
 
 
 @pytest.fixture(scope="module")

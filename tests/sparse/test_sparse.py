@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import random_params
 
 from tessera.attention import dispatch
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, call_shapes
@@ -14,8 +15,6 @@ from tessera.models.cache import init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
-from tessera.models.weights import init_params
-from tessera.sparse import baselines
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Reads
 from tessera.sparse.kascade import Kascade
@@ -32,12 +31,14 @@ OWN = replace(KASCADE, own=(2,), head_map=((0, 1), (0, 1), (0, 1), (1, 0)), loca
 """Layer 2 chooses by mean keys, layer 3 reuses its choice."""
 BUDGETS = replace(OWN, budgets=((0, 0), (0, 0), (0.0, 0.3), (1.0, 0.1)))
 """The same with a budget per layer and head: none, a third, all, a tenth."""
+WINDOW = Window(window=32, sinks=8, tile=16, query_tile=1)
 LENGTH = 160
+"""All calls have two rows of this length where they can: each other shape is another program per policy."""
 
 
 @pytest.fixture(scope="module")
 def stacked():
-    return init_params(CONFIG, jax.random.key(0))
+    return random_params(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -97,33 +98,39 @@ def allowed_by(selection, spec, batch, heads, width, num_keys, start=0):
 
 
 def qkv(seed, width=96, num_keys=96, batch=1):
-    keys = jax.random.split(jax.random.key(seed), 3)
+    rng = np.random.default_rng(seed)
     shapes = [(batch, width, 4, 8), (batch, num_keys, 2, 8), (batch, num_keys, 2, 8)]
-    return tuple(2.0 * jax.random.normal(key, shape) for key, shape in zip(keys, shapes))
+    return tuple(2 * rng.normal(size=shape).astype(np.float32) for shape in shapes)
 
 
-def whole(width, num_keys=None, batch=1):
-    num_keys = width if num_keys is None else num_keys
-    ones = np.ones(batch, np.int32)
-    return Positions(jnp.asarray(ones * (num_keys - width)), jnp.asarray(ones * num_keys), jnp.asarray(ones * width))
+def whole(width):
+    return Positions(*(np.array([x], np.int32) for x in (0, width, width)))
 
 
-def after_anchor(policy, seed=0, width=96):
+def start_state(policy, q, k):
+    return policy.init_state(len(policy.head_map), call_shapes(q, k), AttentionSpec())
+
+
+def after_anchor(policy, seed=0):
     """The state behind anchor layer 0, which saw its own q, k, v."""
-    q, k, v = qkv(seed, width, width)
-    state = policy.init_state(len(policy.head_map), call_shapes(q, k), AttentionSpec())
-    return attend(policy, 0, q, k, v, state)[1]
+    q, k, v = qkv(seed)
+    return attend(policy, 0, q, k, v, start_state(policy, q, k))[1]
 
 
-def attend(policy, layer, q, k, v, state):
+@partial(jax.jit, static_argnums=(0, 1), static_argnames="window")
+def attend(policy, layer, q, k, v, state, *, window=None):
     """One layer of a policy over a whole sequence."""
-    where = whole(q.shape[1])
-    run = jax.jit(lambda q, kv, state: policy.attend(layer, q, kv, AttentionSpec(), where, state))
-    return run(q, KeyValues.of(k, v), state)
+    return policy.attend(layer, q, KeyValues.of(k, v), AttentionSpec(window=window), whole(q.shape[1]), state)
 
 
 @pytest.mark.parametrize(
-    "policy", [replace(KASCADE, fraction=1.0), Oracle(tile=16, query_tile=8, fraction=1.0), Window(window=512, tile=16)]
+    "policy",
+    [
+        replace(KASCADE, fraction=1.0),
+        # what these read is checked against a hand-made mask below
+        pytest.param(Oracle(tile=16, query_tile=8, fraction=1.0), marks=pytest.mark.exhaustive),
+        pytest.param(Window(window=512, tile=16), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_reading_every_tile_is_dense(stacked, tokens, policy):
     dense, dense_reads, _, _ = run(stacked, tokens, Dense())
@@ -134,9 +141,17 @@ def test_reading_every_tile_is_dense(stacked, tokens, policy):
     assert np.asarray(dense_reads.read)[0, 0] == CONFIG.num_kv_heads * LENGTH * (LENGTH + 1) // 2
 
 
-@pytest.mark.parametrize("heads", ["remap", "identity", "pooled"])
-def test_scanned_layers_equal_unrolled_ones(stacked, unrolled, tokens, heads):
-    policy = replace(KASCADE, heads=heads)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        KASCADE,
+        BUDGETS,
+        # only the head map and the budgets depend on the layer's number
+        pytest.param(replace(KASCADE, heads="identity"), marks=pytest.mark.exhaustive),
+        pytest.param(replace(KASCADE, heads="pooled"), marks=pytest.mark.exhaustive),
+    ],
+)
+def test_scanned_layers_equal_unrolled_ones(stacked, unrolled, tokens, policy):
     scanned, scanned_reads, _, _ = run(stacked, tokens, policy)
     plain, plain_reads, _, _ = run(unrolled, tokens, policy)
     np.testing.assert_allclose(scanned, plain, rtol=0, atol=2e-5)
@@ -180,7 +195,7 @@ def test_each_layer_calls_the_kernel_of_its_role(unrolled, tokens, monkeypatch):
 @pytest.mark.parametrize(("heads", "order"), [("remap", (1, 0)), ("identity", (0, 1))])
 def test_reuse_layers_attend_to_their_own_keys_and_values_under_the_head_map(heads, order):
     policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (1, 0)), heads=heads)
-    state = after_anchor(policy)
+    state = after_anchor(replace(policy, heads="remap"))  # the anchor's choice is one for both
     q, k, v = qkv(1)
     out, after = attend(policy, 1, q, k, v, state)
     spec = AttentionSpec(tile=16, query_tile=8)
@@ -196,63 +211,71 @@ def test_pooled_heads_share_one_selection():
     policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (1, 0)), heads="pooled")
     selection = after_anchor(policy).choice
     np.testing.assert_array_equal(selection.tiles[:, 0], selection.tiles[:, 1])
-    apart = after_anchor(replace(policy, heads="identity")).choice
+    apart = after_anchor(replace(policy, heads="remap")).choice
     assert (np.asarray(apart.tiles[:, 0]) != np.asarray(apart.tiles[:, 1])).any()
 
 
 def test_what_is_not_selected_is_not_read():
     """Any change to the keys and values of unselected tiles leaves a reuse layer's output bit for bit the same."""
     policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (0, 1)), heads="pooled", query_tile=96)
-    state = after_anchor(policy)
-    listed = set(np.asarray(state.choice.tiles)[0, 0, 0, : int(state.choice.count[0, 0, 0])].tolist())
-    state = state._replace(
-        choice=Selection(state.choice.tiles[..., :2] * 0 + jnp.array([1, 4]), 0 * state.choice.count + 2)
-    )
-    assert len(listed) == 6  # a query tile of 96 rows owns all six tiles; the hand-made one lists two
     q, k, v = qkv(1)
+    listed = Selection(np.full((1, 2, 1, 2), [1, 4], np.int32), np.full((1, 2, 1), 2, np.int32))
+    state = start_state(policy, q, k)._replace(choice=listed)
     tile = np.arange(96) // 16
-    spoil = jnp.asarray(~np.isin(tile, [1, 4]))[None, :, None, None]
-    read = jax.jit(lambda k, v: policy.attend(1, q, KeyValues.of(k, v), AttentionSpec(), whole(96), state)[0])
-    clean = read(k, v)
-    spoilt = read(jnp.where(spoil, 1e4, k), jnp.where(spoil, -1e4, v))
+    spoil = ~np.isin(tile, [1, 4])[None, :, None, None]
+    far = np.float32(1e4)
+    clean, _ = attend(policy, 1, q, k, v, state)
+    spoilt, _ = attend(policy, 1, q, np.where(spoil, far, k), np.where(spoil, -far, v), state)
     np.testing.assert_array_equal(clean, spoilt)
-    changed = read(k, v.at[0, 70].add(1.0))  # tile 4 is listed
+    v[0, 70] += 1  # tile 4 is listed
+    changed, _ = attend(policy, 1, q, k, v, state)
     assert (np.asarray(changed) != np.asarray(clean)).any()
 
 
-@pytest.mark.parametrize("policy", [KASCADE, OWN, BUDGETS, Window(window=32, sinks=8, tile=16, query_tile=8)])
+# OWN reads as BUDGETS does and leaves a choice as KASCADE does.
+ALSO_OWN = pytest.param(OWN, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("policy", [KASCADE, ALSO_OWN, BUDGETS, WINDOW])
 def test_a_ragged_batch_equals_each_sequence_alone(stacked, tokens, policy):
+    """A sequence runs alone next to its own copy, which takes no second program."""
     lengths = [LENGTH, 93]
     together, reads, cache, _ = run(stacked, tokens, policy, lengths=lengths)
     next_rows = tokens[:, :1]
     after, after_reads, _, _ = run(stacked, next_rows, policy, start=lengths, cache=cache)
     for b, length in enumerate(lengths):
-        alone, alone_reads, cache, _ = run(stacked, tokens[b : b + 1], policy, lengths=[length])
+        alone, alone_reads, cache, _ = run(stacked, tokens[[b, b]], policy, lengths=[length, length])
         np.testing.assert_allclose(together[b, :length], alone[0, :length], rtol=0, atol=2e-5)
         np.testing.assert_array_equal(np.asarray(reads.read)[:, b], np.asarray(alone_reads.read)[:, 0])
         np.testing.assert_array_equal(np.asarray(reads.visible)[:, b], np.asarray(alone_reads.visible)[:, 0])
-        decoded, decoded_reads, _, _ = run(stacked, next_rows[b : b + 1], policy, start=[length], cache=cache)
+        decoded, decoded_reads, _, _ = run(stacked, next_rows[[b, b]], policy, start=[length, length], cache=cache)
         np.testing.assert_allclose(after[b], decoded[0], rtol=0, atol=2e-5)
         np.testing.assert_array_equal(np.asarray(after_reads.read)[:, b], np.asarray(decoded_reads.read)[:, 0])
 
 
-def test_each_head_reads_its_own_budget(unrolled, tokens):
-    """Budget 1 is dense, budget 0 what is always read; a scan and unrolled layers agree."""
+def test_each_head_reads_its_own_budget():
+    """Budget 1 is dense, budget 0 what is always read."""
     spec, where = AttentionSpec(tile=16, query_tile=8), whole(96)
     q, k, v = qkv(1)
-    state = BUDGETS.init_state(4, call_shapes(q, k), spec)
-    _, state = BUDGETS.attend(2, q, KeyValues.of(k, v), AttentionSpec(), where, state)
     shapes = call_shapes(q, k)
+    state = attend(BUDGETS, 2, q, k, v, start_state(BUDGETS, q, k))[1]
+
+    @partial(jax.jit, static_argnums=(0, 1))
+    def select(layer, heads, state):
+        masses = BUDGETS.map_heads(layer, state.choice)
+        ones = [replace(BUDGETS, budgets=(), fraction=fraction) for fraction in heads]
+        return BUDGETS.chosen(layer, spec, where, shapes, state), [
+            one.select(layer, masses, spec, where, shapes) for one in ones
+        ]
+
     for layer, heads in ((2, (0.0, 0.3)), (3, (1.0, 0.1))):
-        listed = BUDGETS.chosen(layer, spec, where, shapes, state)
-        for head, fraction in enumerate(heads):
-            one = replace(BUDGETS, budgets=(), fraction=fraction)
-            alone = one.select(layer, BUDGETS.map_heads(layer, state.choice), spec, where, shapes)
+        listed, each = jax.device_get(select(layer, heads, state))
+        for head, alone in enumerate(each):
             np.testing.assert_array_equal(listed.count[:, head], alone.count[:, head])
-            for i, count in enumerate(np.asarray(listed.count)[0, head]):
+            for i, count in enumerate(listed.count[0, head]):
                 np.testing.assert_array_equal(listed.tiles[0, head, i, :count], alone.tiles[0, head, i, :count])
     dense = attend_by_hand(q, k, v, np.tril(np.ones((96, 96), bool))[None, None])
-    out, after = BUDGETS.attend(3, q, KeyValues.of(k, v), AttentionSpec(), where, state)
+    out, after = attend(BUDGETS, 3, q, k, v, state)
     np.testing.assert_allclose(out[:, :, :2], dense[:, :, :2], rtol=0, atol=1e-5)
     assert float(after.reads.read[3, 0]) < 2 * 96 * 97 / 2
 
@@ -260,44 +283,48 @@ def test_each_head_reads_its_own_budget(unrolled, tokens):
 def test_layers_that_choose_for_themselves_read_the_best_tiles_of_their_own_scores(stacked, tokens):
     """With exact scores of every row, `own` everywhere is the oracle in those layers."""
     policy = replace(KASCADE, anchors=(0,), own=(1, 2, 3), head_map=((0, 1),) * 4, score_keys=1, local=16, sinks=16)
-    oracle = baselines.Oracle(tile=16, query_tile=8, fraction=0.1, minimum=32, local=16, sinks=16, dense=(0,))
+    oracle = Oracle(tile=16, query_tile=8, fraction=0.1, minimum=32, local=16, sinks=16, dense=(0,))
     ours, reads, _, _ = run(stacked, tokens, policy)
     theirs, oracle_reads, _, _ = run(stacked, tokens, oracle)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5)
     np.testing.assert_array_equal(reads.read, oracle_reads.read)
+    assert np.all(density(reads)[1:] < 0.75)
     assert policy.roles() == ("dense", "own", "own", "own")
 
 
-@pytest.mark.parametrize("policy", [replace(KASCADE, query_tile=1), Window(window=32, sinks=8, tile=16, query_tile=1)])
+@pytest.mark.parametrize("policy", [replace(KASCADE, query_tile=1), WINDOW])
 def test_decode_after_prefill_is_a_longer_prefill(stacked, tokens, policy):
     """With one row per query tile both select by the same masses; decoded tokens are selectable at once."""
-    longer, longer_reads, _, _ = run(stacked, tokens[:1, :130], policy)
-    out, reads, cache, _ = run(stacked, tokens[:1, :130], policy, lengths=[126])
+    longer, longer_reads, _, _ = run(stacked, tokens, policy, lengths=[130, 130])
+    out, reads, cache, _ = run(stacked, tokens, policy, lengths=[126, 126])
     read = np.asarray(reads.read)
     for position in range(126, 130):
-        row = tokens[:1, position : position + 1]
-        out, reads, cache, _ = run(stacked, row, policy, start=[position], cache=cache)
+        row = tokens[:, position : position + 1]
+        out, reads, cache, _ = run(stacked, row, policy, start=[position, position], cache=cache)
         read = read + np.asarray(reads.read)
-        np.testing.assert_allclose(out[0, 0], longer[0, position], rtol=0, atol=2e-5)
+        np.testing.assert_allclose(out[:, 0], longer[:, position], rtol=0, atol=2e-5)
     np.testing.assert_array_equal(read, longer_reads.read)
 
 
-@pytest.mark.parametrize("policy", [KASCADE, OWN, BUDGETS])
+@pytest.mark.parametrize("policy", [KASCADE, ALSO_OWN, BUDGETS])
 def test_chunked_prefill_is_the_whole_prefill(stacked, tokens, policy):
-    out, reads, _, _ = run(stacked, tokens[:1], policy)
-    first, first_reads, cache, _ = run(stacked, tokens[:1, :80], policy)
-    second, second_reads, _, _ = run(stacked, tokens[:1, 80:], policy, start=[80], cache=cache)
+    out, reads, _, _ = run(stacked, tokens, policy)
+    first, first_reads, cache, _ = run(stacked, tokens[:, :80], policy)
+    second, second_reads, _, _ = run(stacked, tokens[:, 80:], policy, start=[80, 80], cache=cache)
     np.testing.assert_allclose(np.concatenate([first, second], axis=1), out, rtol=0, atol=2e-5)
     np.testing.assert_array_equal(np.asarray(first_reads.read) + np.asarray(second_reads.read), reads.read)
 
 
-def test_kascade_under_a_sliding_window(stacked, tokens):
-    config = replace(CONFIG, window=48)
-    dense, dense_reads, _, _ = run(stacked, tokens, Dense(), config=config)
-    full, full_reads, _, _ = run(stacked, tokens, replace(KASCADE, fraction=1.0), config=config)
-    np.testing.assert_allclose(full, dense, rtol=0, atol=2e-5)
-    np.testing.assert_array_equal(full_reads.read, dense_reads.read)
-    assert full_reads.visible[0, 0] == CONFIG.num_kv_heads * (48 * 49 // 2 + 48 * (LENGTH - 48))
+def test_kascade_under_a_sliding_window():
+    """An anchor and a reuse layer that may read everything read what the window shows."""
+    policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (0, 1)), fraction=1.0)
+    q, k, v = qkv(2)
+    shown = np.tril(np.ones((96, 96), bool)) & ~np.tril(np.ones((96, 96), bool), -48)
+    state = start_state(policy, q, k)
+    for layer in (0, 1):
+        out, state = attend(policy, layer, q, k, v, state, window=48)
+        np.testing.assert_allclose(out, attend_by_hand(q, k, v, shown[None, None]), rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(np.stack(state.reads)[:, :, 0], 2 * shown.sum())
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -305,11 +332,11 @@ def test_reads_are_counted_exactly(window):
     """Against a mask written out key by key: ragged batch, padding rows, a start in mid-tile, unordered counts."""
     rng = np.random.default_rng(3)
     spec = AttentionSpec(tile=16, query_tile=8, window=window)
-    positions = Positions(jnp.array([37, 5], jnp.int32), jnp.array([57, 18], jnp.int32), jnp.array([20, 13], jnp.int32))
+    positions = Positions(*(np.array(x, np.int32) for x in ([37, 5], [57, 18], [20, 13])))
     q, k, _ = qkv(0, 20, 80, batch=2)
     tiles = np.sort(np.argsort(rng.random((2, 2, 3, 5)), -1)[..., :4], -1).astype(np.int32)
     count = rng.integers(0, 5, (2, 2, 3)).astype(np.int32)
-    selection = Selection(jnp.asarray(tiles), jnp.asarray(count))
+    selection = Selection(tiles, count)
     read, visible = np.zeros((2, 2)), np.zeros((2, 2))
     start, kv_len, q_len = (np.asarray(x).tolist() for x in positions)
     for b, h, t, s in np.ndindex(2, 2, 20, 80):
@@ -325,8 +352,7 @@ def test_reads_are_counted_exactly(window):
 def test_the_window_reads_sinks_and_newest_keys_rounded_to_tiles():
     policy = Window(window=32, sinks=8, tile=16, query_tile=8)
     q, k, v = qkv(0, 96, 96)
-    state = policy.init_state(1, call_shapes(q, k), AttentionSpec())
-    out, reads = attend(policy, 0, q, k, v, state)
+    out, reads = attend(policy, 0, q, k, v, policy.init_state(1, call_shapes(q, k), AttentionSpec()))
     t, s = np.arange(96)[:, None], np.arange(96)
     oldest = (t // 8) * 8 - 31  # of the query tile's first row
     allowed = ((s < 16) | (s // 16 >= np.maximum(oldest, 0) // 16)) & (s <= t)
@@ -338,14 +364,12 @@ def test_the_window_reads_sinks_and_newest_keys_rounded_to_tiles():
     assert (allowed.sum(1) - asked.sum(1)).max() <= 8 + 2 * 16
 
 
-def test_the_oracle_keeps_the_heaviest_tiles_of_every_layer(stacked, tokens):
+def test_the_oracle_keeps_the_heaviest_tiles():
     policy = Oracle(tile=16, query_tile=8, minimum=32)
-    _, reads, _, _ = run(stacked, tokens, policy)
-    assert np.all(density(reads) < 0.5)
     q, k, v = qkv(5)
     out = attend(policy, 0, q, k, v, policy.init_state(1, call_shapes(q, k), AttentionSpec()))
     spec = AttentionSpec(tile=16, query_tile=8, mass=True)
-    mass = np.asarray(dispatch.attention(q, k, v, spec).mass)
+    mass = np.asarray(jax.jit(lambda *qkv: dispatch.attention(*qkv, spec).mass)(q, k, v))
     allowed = np.zeros((1, 4, 96, 96), bool)
     for h, i in np.ndindex(2, 12):
         order = mass[0, h, i].copy()
@@ -359,6 +383,7 @@ def test_the_oracle_keeps_the_heaviest_tiles_of_every_layer(stacked, tokens):
     assert out[1].read[0, 0] == allowed[:, ::2].sum()
 
 
+@pytest.mark.exhaustive  # the ends are covered: few keys change the output, all keys give dense
 def test_more_keys_bring_the_output_nearer_to_dense(stacked, tokens):
     dense, _, _, _ = run(stacked, tokens, Dense())
     errors, reads = [], []

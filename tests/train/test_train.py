@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,19 +20,26 @@ from rich.console import Console
 
 from tessera.attention.contract import Positions
 from tessera.models import decoder
-from tessera.models.checkpoint import load_params, read_config, save_folder
-from tessera.models.tokenizer import byte_tokenizer, load_tokenizer
+from tessera.models.checkpoint import load_params, read_config
+from tessera.models.tokenizer import load_tokenizer
 from tessera.models.weights import num_parameters
+from tessera.runtime.compilation import enable_cache
 from tessera.sparse.baselines import Dense
 from tessera.train import data, losses, recipes
 from tessera.train import loop as train
 from tessera.train.recipes import COPYING, TINY, Recipe, Stage, text_recipe
 
 QUIET = Console(file=io.StringIO())
+SHORT = replace(TINY, stages=(Stage(length=16, batch=4, steps=4, mixture=COPYING),), weight_decay=0.1, clip=0.5)
+BATCH = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
+start = jax.jit(train.init_state, static_argnums=0)
+"""One program, where op by op each weight's shape makes several."""
 
 
-def short(**changes) -> Recipe:
-    return replace(TINY, stages=(Stage(length=16, batch=4, steps=4, mixture=COPYING),), **changes)
+def step(recipe: Recipe, stage: Stage):
+    """The first step at a rate of 1e-3."""
+    rate = np.float32(1e-3)
+    return train.train_step(start(recipe), BATCH.tokens, BATCH.weights, rate, recipe=recipe, stage=stage)
 
 
 def without_clock(folder) -> list[dict]:
@@ -40,7 +48,8 @@ def without_clock(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """The tiny recipe, never interrupted."""
+    """The tiny recipe, never interrupted. The cache spares the killed processes its compilation."""
+    enable_cache()
     folder = tmp_path_factory.mktemp("whole")
     return folder, train.train(TINY, folder, console=QUIET)
 
@@ -55,29 +64,35 @@ def plain_loss(params, tokens, weights, config):
     return jnp.sum(entropy * weights) / jnp.sum(weights)
 
 
-@pytest.mark.parametrize("change", [{"accumulate": 4}, {"accumulate": 2, "remat": True}])
-def test_step_equals_plain_gradient_and_optax_adamw(change):
-    recipe = short(weight_decay=0.1, clip=0.5)
-    stage = replace(recipe.stages[0], **change)
-    batch = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
-    before = train.init_state(recipe).params
-    loss, grads = jax.value_and_grad(plain_loss)(before, batch.tokens, batch.weights, recipe.config)
+@pytest.fixture(scope="module")
+def plain_step():
+    """Loss, gradient norm and updated parameters of SHORT's first step in plain code and optax's own AdamW."""
 
     def decayed(params):
         norms = {"attn_norm": False, "mlp_norm": False}
         layers = replace(jax.tree.map(lambda _: True, params.layers), **norms)
         return replace(jax.tree.map(lambda _: True, params), layers=layers, final_norm=False)
 
-    plain = optax.chain(
-        optax.clip_by_global_norm(0.5), optax.adamw(1e-3, b1=recipe.b1, b2=recipe.b2, weight_decay=0.1, mask=decayed)
-    )
-    updates, _ = plain.update(grads, plain.init(before), before)
-    expected = optax.apply_updates(before, updates)
-    state, metrics = train.train_step(
-        train.init_state(recipe), batch.tokens, batch.weights, np.float32(1e-3), recipe=recipe, stage=stage
-    )
+    @jax.jit
+    def update(before):
+        loss, grads = jax.value_and_grad(plain_loss)(before, BATCH.tokens, BATCH.weights, SHORT.config)
+        adamw = optax.adamw(1e-3, b1=SHORT.b1, b2=SHORT.b2, weight_decay=SHORT.weight_decay, mask=decayed)
+        plain = optax.chain(optax.clip_by_global_norm(SHORT.clip), adamw)
+        updates, _ = plain.update(grads, plain.init(before), before)
+        return loss, optax.tree.norm(grads), optax.apply_updates(before, updates)
+
+    return update(start(SHORT).params)
+
+
+@pytest.mark.parametrize(
+    "change", [{}, {"accumulate": 2, "remat": True}, pytest.param({"accumulate": 4}, marks=pytest.mark.exhaustive)]
+)
+def test_step_equals_plain_gradient_and_optax_adamw(plain_step, change):
+    loss, norm, expected = plain_step
+    before = start(SHORT).params
+    state, metrics = step(SHORT, replace(SHORT.stages[0], **change))
     assert metrics[0] == pytest.approx(float(loss), rel=1e-5)
-    assert metrics[2] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-4)
+    assert metrics[2] == pytest.approx(float(norm), rel=1e-4)
     moved = [np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(jax.tree.leaves(state.params), _leaves(before))]
     assert all(change.max() > 0 for change in moved)
     for name, got, want in zip(_names(before), jax.tree.leaves(state.params), jax.tree.leaves(expected)):
@@ -94,28 +109,25 @@ def _names(tree):
     return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters():
-    recipe = short(compute_dtype="bfloat16")
-    batch = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
-    rate = np.float32(1e-3)
-    arguments = (batch.tokens, batch.weights, rate)
-    exact = train.train_step(train.init_state(short()), *arguments, recipe=short(), stage=recipe.stages[0])
-    half = train.train_step(train.init_state(recipe), *arguments, recipe=recipe, stage=recipe.stages[0])
-    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(half[0].params))
-    assert half[1][0] == pytest.approx(float(exact[1][0]), rel=0.02)
-    assert float(half[1][0]) != float(exact[1][0])
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_masters(plain_step):
+    recipe = replace(SHORT, compute_dtype="bfloat16")
+    state, metrics = step(recipe, recipe.stages[0])
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state.params))
+    loss = float(plain_step[0])
+    assert metrics[0] == pytest.approx(loss, rel=0.02)
+    assert float(metrics[0]) != pytest.approx(loss, rel=1e-5)
     traced = jax.make_jaxpr(
-        lambda p: train.loss_sums(p, *arguments[:2], config=recipe.config, remat=False, dtype="bfloat16")
+        lambda p: train.loss_sums(
+            p, BATCH.tokens, BATCH.weights, config=recipe.config, remat=False, dtype=recipe.compute_dtype
+        )
     )
-    assert "bf16" in str(traced(exact[0].params))
+    assert "bf16" in str(traced(state.params))
 
 
 def test_state_is_donated():
-    recipe = short()
-    batch = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
-    state = train.init_state(recipe)
+    state = start(SHORT)
     lowered = train.train_step.lower(
-        state, batch.tokens, batch.weights, np.float32(0), recipe=recipe, stage=recipe.stages[0]
+        state, BATCH.tokens, BATCH.weights, np.float32(0), recipe=SHORT, stage=SHORT.stages[0]
     )
     alias = lowered.compile().memory_analysis().alias_size_in_bytes
     assert alias >= sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
@@ -123,25 +135,31 @@ def test_state_is_donated():
 
 def test_look_back_starts_with_heads_that_favour_the_previous_tokens():
     config = recipes.DEMO_CONFIG
-    params = train.init_state(replace(recipes.DEMO, stages=TINY.stages)).params
-    seen = []
-
-    class Spy(Dense):
-        def attend(self, layer, q, kv, spec, positions, state):
-            seen.append((q, kv.k))
-            return super().attend(layer, q, kv, spec, positions, state)
-
-    one = replace(params, layers=(jax.tree.map(lambda leaf: leaf[0], params.layers),))
+    params = start(replace(recipes.DEMO, stages=TINY.stages)).params
     tokens = np.random.default_rng(0).integers(0, 256, (1, 200)).astype(np.int32)
-    full = jnp.full(1, 200, jnp.int32)
-    decoder.forward(one, tokens, None, Positions(full * 0, full, full), config=config, policy=Spy())
-    q, k = (np.asarray(x, np.float64) for x in seen[0])
+
+    @jax.jit
+    def first_layer(params):
+        seen = []
+
+        class Spy(Dense):
+            def attend(self, layer, q, kv, spec, positions, state):
+                seen.append((q, kv.k))
+                return q, state
+
+        one = replace(params, layers=(jax.tree.map(lambda leaf: leaf[0], params.layers),))
+        full = jnp.full(1, 200, jnp.int32)
+        decoder.forward(one, tokens, None, Positions(full * 0, full, full), config=config, policy=Spy())
+        return seen[0]
+
+    q, k = (np.asarray(x, np.float64) for x in first_layer(params))
     for head, distance in ((0, 1), (1, 2)):
         scores = q[0, :, head] @ k[0, 0].T
         by_distance = [np.mean(np.diagonal(scores, -back)) for back in range(12)]
         assert int(np.argmax(by_distance)) == distance
 
 
+@pytest.mark.exhaustive  # fine-tuning shows that a run learns; other tests check the look-back heads and this data
 def test_loss_falls_on_copying(tmp_path):
     recipe = replace(TINY, stages=(Stage(length=24, batch=32, steps=60, mixture=COPYING, rate=5e-3),), look_back=True)
     train.train(recipe, tmp_path, console=QUIET)
@@ -156,7 +174,7 @@ def test_run_leaves_log_picture_checkpoints_and_a_model_that_loads(whole_run):
     assert all(np.isfinite(line["loss"]) and line["tokens"] > 0 for line in lines)
     assert len(train.checkpoints(folder)) == 1
     assert (folder / "loss.svg").read_text().lstrip().startswith("<?xml")
-    assert not list(folder.glob("*.tmp")) + list(folder.glob(".*.tmp"))
+    assert not list(folder.glob("*tmp*")) + list(folder.glob(".*tmp*"))
     config = read_config(result.model)
     assert replace(config, eos_ids=(), bos_id=None) == replace(TINY.config, eos_ids=(), bos_id=None)
     loaded = load_params(result.model, config, dtype=jnp.float32, stacked=True)
@@ -166,24 +184,44 @@ def test_run_leaves_log_picture_checkpoints_and_a_model_that_loads(whole_run):
 
 
 def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tmp_path):
-    """A real SIGKILL, at an arbitrary moment; then again; then to the end."""
-    code = "import sys\nfrom tessera.train import loop, recipes\n"
-    code += "loop.train(recipes.TINY, sys.argv[1], save_every_s=0.0)"
-    for steps in (3, 14):
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.DEVNULL)
-        try:
-            wait_for_steps(tmp_path / "loss.jsonl", steps, process)
-        finally:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+    """A real SIGKILL, at an arbitrary moment; then a Ctrl-C, which saves first; then to the end.
+
+    Takes 15 s for two processes that import, trace and train.
+    """
+    folder, uninterrupted = whole_run
+    with training(tmp_path, save_every_s=0.0) as process:
+        wait_for_steps(tmp_path / "loss.jsonl", 3, process)
+        process.send_signal(signal.SIGKILL)
+    with training(tmp_path, save_every_s=1e9) as process:
+        wait_for_steps(tmp_path / "loss.jsonl", 14, process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode != 0
+        assert "the same command resumes there" in errors
+    done = len(losses.read_losses(tmp_path / "loss.jsonl"))
+    assert train.checkpoints(tmp_path)[-1].name == f"checkpoint-{done:08d}.safetensors"
+    assert without_clock(tmp_path) == without_clock(folder)[:done]
     with open(tmp_path / "loss.jsonl", "a") as file:
         file.write('{"step": 99, "lo')  # a line cut while it was written
-    assert train.checkpoints(tmp_path)
     result = train.train(TINY, tmp_path, console=QUIET)
-    folder, uninterrupted = whole_run
     assert without_clock(tmp_path) == without_clock(folder)
     for got, want in zip(jax.tree.leaves(result.params), jax.tree.leaves(uninterrupted.params)):
         np.testing.assert_array_equal(got, want)
+
+
+@contextmanager
+def training(folder: Path, *, save_every_s: float):
+    """A process that trains the tiny recipe into the folder."""
+    flag = "jax_disable_most_optimizations"  # other optimizations, other roundings
+    code = f"import jax\njax.config.update({flag!r}, {jax.config.values[flag]})\n"
+    code += "from tessera.runtime.compilation import enable_cache\nfrom tessera.train import loop, recipes\n"
+    code += f"enable_cache()\nloop.train(recipes.TINY, {str(folder)!r}, save_every_s={save_every_s})"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def wait_for_steps(path, steps: int, process) -> None:
@@ -192,20 +230,6 @@ def wait_for_steps(path, steps: int, process) -> None:
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_ctrl_c_saves_and_says_how_to_go_on(whole_run, tmp_path):
-    code = "import sys\nfrom tessera.train import loop, recipes\n"
-    code += "loop.train(recipes.TINY, sys.argv[1], save_every_s=1e9)"
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
-    wait_for_steps(tmp_path / "loss.jsonl", 2, process)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert "the same command resumes there" in errors
-    done = len(losses.read_losses(tmp_path / "loss.jsonl"))
-    assert train.checkpoints(tmp_path)[-1].name == f"checkpoint-{done:08d}.safetensors"
-    assert without_clock(tmp_path) == without_clock(whole_run[0])[:done]
 
 
 def test_folder_of_another_recipe_is_refused_and_left_alone(whole_run):
@@ -240,13 +264,14 @@ def test_damaged_checkpoint_and_lost_log(whole_run, tmp_path):
         train.train(TINY, tmp_path, console=QUIET)
 
 
-def test_loss_that_is_not_finite_stops(tmp_path):
-    recipe = short()
-    params = train.init_state(recipe).params
-    params = replace(params, final_norm=params.final_norm * 3e38)  # finite, but the logits are not
-    save_folder(tmp_path / "base", params, recipe.config, byte_tokenizer())
+def test_loss_that_is_not_finite_stops(whole_run, tmp_path):
+    log = (whole_run[0] / "loss.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "loss.jsonl").write_text("".join(log[:13]))
+    state, _ = train.load_checkpoint(train.checkpoints(whole_run[0])[-1], TINY)
+    params = replace(state.params, final_norm=state.params.final_norm * 3e38)  # finite, but the logits are not
+    train.save_checkpoint(tmp_path, state._replace(params=params), 13, TINY)
     with pytest.raises(ValueError, match="not finite.*lower the rate"):
-        train.train(replace(recipe, base=str(tmp_path / "base")), tmp_path / "out", console=QUIET)
+        train.train(TINY, tmp_path, console=QUIET)
 
 
 def test_fine_tuning_a_folder_on_own_text(whole_run, tmp_path):

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import load_stacked, random_params
 
 from tessera.attention.contract import AttentionSpec, Selection
 from tessera.calibration.crossover import find_crossover
 from tessera.core import files, hardware
-from tessera.models.weights import init_params
+from tessera.runtime import step
 from tessera.runtime.step import Session
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
@@ -48,8 +49,13 @@ for line in sys.stdin:
 
 
 @pytest.fixture
-def stand():
-    made = Stand("smoke", replace(SMOKE, sparse_tokens=1536), sys.executable)
+def stand(monkeypatch):
+    """Sides run without a rest between them, prompts in chunks of one size, and models with layers under scan."""
+    for module in (cases, model):
+        monkeypatch.setattr(module, "REST_S", 0.0)
+    monkeypatch.setattr(step, "CHUNK", 64)
+    monkeypatch.setattr(model.generate, "load", load_stacked)
+    made = Stand("smoke", replace(SMOKE, sparse_tokens=1280), sys.executable)
     made.case = "planted"
     # Measured on a busy machine they would be lower than what the calls then reach.
     made.ceilings = measure.Ceilings(flops_per_s={"float32": 1e15, "bfloat16": 1e15}, bytes_per_s=1e15)
@@ -219,7 +225,7 @@ def test_amdahls_law():
 def test_attention_alone_does_the_whole_prefills_attention():
     """150 tokens: three chunks and a padded end; the dense row is checked against float64 inside."""
     config = replace(SMOKE.config, num_layers=2)
-    params = init_params(config, jax.random.key(0), jnp.float32)
+    params = random_params(config)
     plan = replace(model.synthetic_plan(params, config), anchors=(0,), tile=16, minimum=16)
     for policy in (Dense(), Kascade.from_plan(plan)):
         session = Session(params, config, policy, batch=1, num_keys=150)
@@ -239,7 +245,7 @@ def test_attention_alone_that_skips_keys_is_caught():
             return super().attend(layer, q, kv, replace(spec, window=64), positions, state)
 
     config = replace(SMOKE.config, num_layers=2)
-    session = Session(init_params(config, jax.random.key(0), jnp.float32), config, Skipping(), batch=1, num_keys=128)
+    session = Session(random_params(config), config, Skipping(), batch=1, num_keys=128)
     with pytest.raises(ValueError, match="dense attention alone is wrong on a timed call"):
         amdahl.AttentionAlone(session, 128).sample(0)
 
@@ -259,15 +265,15 @@ def test_the_kascade_case_holds_amdahls_prediction_beside_its_gain(stand):
 
 
 def test_the_crossover_is_the_rule_of_calibrate_on_the_records_own_medians(stand):
-    stand.sizes = replace(stand.sizes, crossover_tokens=(128, 512))
+    stand.sizes = replace(stand.sizes, crossover_tokens=(384, 512))
     records = list(bench.CASES["crossover"].run(stand))
     assert [(r.what.workload, r.what.kernel) for r in records] == [
-        (f"crossover_{n}", side) for n in (128, 512) for side in ("dense", "kascade")
+        (f"crossover_{n}", side) for n in (384, 512) for side in ("dense", "kascade")
     ]
     medians = {side: [r.median for r in records if r.what.kernel == side] for side in ("dense", "kascade")}
     facts = records[-1].facts
-    assert facts["crossover_tokens"] == find_crossover((128, 512), medians["dense"], medians["kascade"])
-    assert (facts["lengths"], facts["dense_s"], facts["kascade_s"]) == ([128, 512], *medians.values())
+    assert facts["crossover_tokens"] == find_crossover((384, 512), medians["dense"], medians["kascade"])
+    assert (facts["lengths"], facts["dense_s"], facts["kascade_s"]) == ([384, 512], *medians.values())
     assert [len(r.samples) for r in records] == [SMOKE.rounds] * 4
     assert records[-1].mean_density < 0.9
     anchors = [n for n, share in enumerate(records[-1].density) if share == 1]
@@ -277,11 +283,10 @@ def test_the_crossover_is_the_rule_of_calibrate_on_the_records_own_medians(stand
 
 
 def test_a_crossover_of_dense_runs_in_disguise_is_caught(stand, monkeypatch):
-    stand.sizes = replace(stand.sizes, crossover_tokens=(64,), rounds=1)
-    load = model.generate.load
+    stand.sizes = replace(stand.sizes, crossover_tokens=(512,), rounds=1)
 
     def load_all(folder, attention):
-        return load(folder, attention=attention).with_attention(attention, fraction=1.0, budgets=())
+        return load_stacked(folder, attention=attention).with_attention(attention, fraction=1.0, budgets=())
 
     monkeypatch.setattr(model.generate, "load", load_all)
     with pytest.raises(ValueError, match="dense work in disguise"):
@@ -355,6 +360,8 @@ def test_target_is_met_or_missed():
 
 
 def test_runs_append_resume_and_report_failures(tmp_path, monkeypatch, capsys):
+    sizes = replace(SMOKE, config=replace(SMOKE.config, num_layers=2))
+    monkeypatch.setattr(bench, "SUITES", {**bench.SUITES, "smoke": bench.SUITES["smoke"]._replace(sizes=sizes)})
     out = tmp_path / "records.jsonl"
     assert bench.run("smoke", out=out, only=["compilation"]) == 0
     records = evidence.read(out)

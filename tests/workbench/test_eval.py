@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import PLAN, save_tiny
+from tiny import PLAN, load_stacked, save_tiny
 
-from tessera import generate
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, call_shapes
-from tessera.runtime import score
+from tessera.runtime import score, step
 from tessera.runtime.score import run_whole
 from tessera.sparse.baselines import Dense, Oracle, Window
 from tessera.sparse.contract import Policy
@@ -29,7 +28,16 @@ WORDS = tasks.Hay(text=TEXT, count=lambda text: len(text.split()))
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return generate.load(save_tiny(tmp_path_factory.mktemp("eval")))
+    return load_stacked(save_tiny(tmp_path_factory.mktemp("eval")))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_chunks():
+    """Texts and prompts in chunks of one size, several of them and the last one cut short: tests share programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(score, "CHUNK", 64)
+        patch.setattr(step, "CHUNK", 64)
+        yield
 
 
 @pytest.mark.parametrize("length", [700, 4096])
@@ -101,27 +109,29 @@ def test_what_does_not_fit_is_refused():
         tasks.make("nosuch", BYTES, 800, seed=(0,))
 
 
+NARROW = Window(window=16, sinks=16, tile=16, query_tile=16)
+
+
 def test_dense_is_at_no_distance_from_itself_and_a_window_is(model):
     rng = np.random.default_rng(0)
-    windows = [rng.integers(0, 256, n).astype(np.int32) for n in (300, 411)]
+    windows = [rng.integers(0, 256, n).astype(np.int32) for n in (200, 250)]
     same = fidelity(model, Dense(), windows)
     assert max(map(abs, same.kl)) < 1e-6
     assert same.agreement == 1
     assert same.loss == pytest.approx(same.loss_dense)
-    found = fidelity(model, Window(window=16, sinks=16, tile=16, query_tile=16), windows)
+    found = fidelity(model, NARROW, windows)
     assert min(found.kl) > 1e-6
-    assert found.num_tokens == 299 + 410
+    assert found.num_tokens == 199 + 249
     assert found.loss_dense == pytest.approx(same.loss_dense)
 
 
-def test_fidelity_is_the_divergence_of_the_models_logits(model):
+def test_fidelity_is_the_divergence_of_the_models_logits(model, monkeypatch):
+    monkeypatch.setattr(score, "ROWS", 128)  # two blocks of rows, the last one cut short
     window = np.random.default_rng(1).integers(0, 256, 200).astype(np.int32)
-    policy = Window(window=16, sinks=16, tile=16, query_tile=16)
-    pair = [
-        jax.nn.log_softmax(np.asarray(m.logits(window[None]), np.float64)[0, :-1])
-        for m in (model.with_attention("dense"), dataclasses.replace(model, policy=policy))
-    ]
-    found = fidelity(model, policy, [window])
+    models = (model.with_attention("dense"), dataclasses.replace(model, policy=NARROW))
+    scores = [np.asarray(m.logits(window[None]), np.float64)[0, :-1] for m in models]
+    pair = [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in scores]
+    found = fidelity(model, NARROW, [window])
     wanted = (np.exp(pair[0]) * (pair[0] - pair[1])).sum(-1).mean()
     assert found.kl[0] == pytest.approx(float(wanted), rel=1e-3)
     picked = [-np.asarray(x)[np.arange(199), window[1:]].mean() for x in pair]
@@ -191,13 +201,14 @@ def listed_keys(selections, heads, length):
 
 
 @pytest.mark.parametrize("name", ["window", "kascade"])
-def test_recall_is_the_softmax_on_the_keys_read_per_head(model, monkeypatch, name):
-    monkeypatch.setattr(score, "CHUNK", 64)  # several chunks, the last one cut short
+def test_recall_is_the_softmax_on_the_keys_read_per_head(model, name):
     length = 201
     window = np.random.default_rng(2).integers(0, 256, length).astype(np.int32)
     kascade = Kascade.from_plan(dataclasses.replace(PLAN, crossover_tokens=0))
     policy = Window(window=20, sinks=5, tile=16, query_tile=16) if name == "window" else kascade
-    _, states = run_whole(model, window, Tap(policy=policy))
+    plain, states = run_whole(model, window, Tap(policy=policy))
+    recorded, _ = run_whole(model, window, RecallRecorder(policy=policy))
+    np.testing.assert_allclose(recorded, plain, atol=1e-5, err_msg="the recorder changes nothing in the run")
     q = np.concatenate([state.q for state in states], 1)[:, :length].astype(float)
     k = np.swapaxes(states[-1].k, 1, 2)[:, :length].astype(float)
     if name == "window":
@@ -215,26 +226,21 @@ def test_recall_is_the_softmax_on_the_keys_read_per_head(model, monkeypatch, nam
     assert 0.1 < np.min(wanted) < 0.95
 
 
-def test_to_record_recall_changes_nothing_in_the_run(model):
-    window = np.random.default_rng(3).integers(0, 256, 300).astype(np.int32)
-    policy = Kascade.from_plan(dataclasses.replace(PLAN, crossover_tokens=0))
-    ours, plain, dense = (run_whole(model, window, p)[0] for p in (RecallRecorder(policy=policy), policy, Dense()))
-    np.testing.assert_allclose(ours, plain, atol=1e-5)
-    assert np.abs(plain - dense).max() > 1e-3
-
-
 @pytest.mark.parametrize(
     "policy",
     [
         Dense(),
-        Window(window=512, sinks=0, tile=16, query_tile=16),
         Oracle(tile=16, query_tile=16, fraction=1.0),
-        Kascade(anchors=(0,), head_map=((0, 1),) * 3, tile=16, query_tile=16, fraction=1.0),
+        pytest.param(Window(window=512, sinks=0, tile=16, query_tile=16), marks=pytest.mark.exhaustive),
+        pytest.param(
+            Kascade(anchors=(0,), head_map=((0, 1),) * 3, tile=16, query_tile=16, fraction=1.0),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=lambda policy: policy.name,
 )
 def test_reading_everything_keeps_all_attention_mass(model, policy):
-    windows = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in (90, 130)]
+    windows = [np.random.default_rng(n).integers(0, 256, n).astype(np.int32) for n in (201, 250)]
     found = recall(model, policy, windows)
     assert found.per_head.shape == (2, 3, 2)
     np.testing.assert_allclose(found.per_head, 1.0, atol=1e-6)
@@ -256,11 +262,14 @@ HALF = {"tile": 16, "query_tile": 1}
 )
 def test_half_the_keys_of_uniform_attention_hold_half_its_mass(policy):
     recorder, spec = RecallRecorder(policy=policy), AttentionSpec()
-    q, keys = jnp.zeros((1, 1, 4, 16)), jnp.ones((1, 64, 2, 16))
+    q, keys = np.zeros((1, 1, 4, 16), np.float32), np.ones((1, 64, 2, 16), np.float32)
     positions = Positions(*(np.array([n], np.int32) for n in (63, 64, 1)))  # the last of 64 rows
     state = recorder.init_state(2, call_shapes(q, keys), spec)
+    attend = jax.jit(
+        lambda layer, q, keys, state: recorder.attend(layer, q, KeyValues.of(keys, keys), spec, positions, state)[1]
+    )
     for layer in range(2):
-        _, state = recorder.attend(layer, q, KeyValues.of(keys, keys), spec, positions, state)
+        state = attend(np.int32(layer), q, keys, state)
     kept = np.asarray(state.held / state.total)
     np.testing.assert_allclose(kept[1], 0.5, rtol=1e-6)
     np.testing.assert_allclose(kept[0], 1.0 if policy.name == "kascade" else 0.5, rtol=1e-6)
@@ -271,34 +280,63 @@ def test_a_policy_whose_reads_are_unknown_has_no_recall(model):
         recall(model, SimilarityRecorder(query_tile=16), [np.zeros(32, np.int32)])
 
 
-def test_a_suite_records_every_policy_and_resumes(model, tmp_path, monkeypatch):
-    sizes = evaluation.Sizes(kinds=("single", "tracking"), lengths=(400,), samples=2, windows=2, window_tokens=300)
+def model_plan(model):
+    from tessera.sparse.plan import Plan
+
+    return Plan.load(f"{model.source}/plan.json")
+
+
+def test_the_sides_are_the_plan_at_three_budgets_and_what_it_is_compared_with(model):
+    plan = model_plan(model)
+    sides = [(c.name, c.title, c.model.policy) for c in evaluation.side_by_side(model, plan, 400)]
+    assert [name for name, *_ in sides] == ["dense", *["kascade"] * 3, "control", "window", "oracle"]
+    assert len({title for _, title, _ in sides}) == len(sides)
+    budgets = [(policy.fraction, policy.minimum) for name, _, policy in sides if name == "kascade"]
+    assert budgets == [(plan.fraction * scale, plan.minimum * scale) for scale in (0.5, 1.0, 2.0)]
+    for (name, title, policy), kind in zip(sides, (Dense, *[Kascade] * 4, Window, Oracle), strict=True):
+        assert type(policy) is kind, (name, title)
+
+
+@pytest.mark.parametrize(
+    "only",
+    [("dense", "the plan", "window 108 + sinks"), pytest.param((), marks=pytest.mark.exhaustive)],
+    ids=["three sides", "all sides"],
+)
+def test_a_suite_records_every_side_and_resumes(model, tmp_path, monkeypatch, only):
+    """Each side compiles four programs: for fidelity, recall, prefill and decode."""
+    sides = [c for c in evaluation.side_by_side(model, model_plan(model), 400) if not only or c.title in only]
+    sizes = evaluation.Sizes(kinds=("single", "tracking"), lengths=(400,), samples=2, windows=2, window_tokens=250)
     monkeypatch.setattr(evaluation, "SUITES", {"smoke": sizes})
+    monkeypatch.setattr(evaluation, "side_by_side", lambda *_: iter(sides))
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(commit="c", dirty=False))
     out = tmp_path / "eval.jsonl"
     assert evaluation.run(model, model_plan(model), suite="smoke", out=out, text=TEXT) == 0
     records = evidence.read(out)
-    names = {(r.what.op, r.what.kernel) for r in records}
-    sparse = ("kascade", "control", "window", "oracle")
-    assert names == {("eval task", n) for n in ("dense", *sparse)} | {
-        (op, n) for op in ("eval fidelity", "eval recall") for n in sparse
-    }
+    every = {(c.name, c.title) for c in sides}
+    named = [(r.what.op, r.what.kernel, r.facts["policy"]) for r in records]
+    asked = [r for r in records if r.what.op == "eval task"]
     kept = [r for r in records if r.what.op == "eval recall"]
-    assert len(kept) == 6
+    assert {(name, title) for op, name, title in named if op == "eval task"} == every
+    for op in ("eval fidelity", "eval recall"):
+        assert {(name, title) for found, name, title in named if found == op} == every - {("dense", "dense")}
+    assert len(kept) == len(sides) - 1
     for record in kept:
         facts, layers = record.facts, [1, 2] if record.what.kernel in ("kascade", "control") else [0, 1, 2]
         assert facts["sparse_layers"] == layers
         assert facts["low"] <= facts["mean"] <= facts["high"] < 1
-        assert facts["tokens"] == 2 * 300
+        assert facts["tokens"] == 2 * 250
         assert (len(record.samples), record.unit, facts["policy"]) == (2, "fraction", record.what.title)
         assert np.asarray(facts["per_head"])[layers].mean() == pytest.approx(np.mean(record.samples), abs=1e-5)
         assert np.asarray(facts["per_head"]).shape == (3, 2)
-    asked = [r for r in records if r.what.op == "eval task"]
-    assert len(asked) == 7 * 2
+    assert len(asked) == len(sides) * 2
     assert all(len(r.facts["scores"]) == 2 and r.facts["low"] <= r.median <= r.facts["high"] for r in asked)
     assert {r.density for r in asked if r.what.kernel == "dense"} == {(1.0, 1.0, 1.0)}
     assert all(r.density[0] == 1 and max(r.density[1:]) < 1 for r in asked if r.what.kernel == "kascade")
     assert all(max(r.density) < 1 for r in asked if r.what.kernel == "window")
+    for kind in sizes.kinds:
+        read = {r.facts["policy"]: r.mean_density for r in asked if r.facts["kind"] == kind}
+        [window] = [read[c.title] for c in sides if c.name == "window"]
+        assert read["the plan"] <= window <= read["the plan"] + (16 + 2 * 16) / 200, "as many keys, rounded to tiles"
 
     whole, again = out.read_text().splitlines(keepends=True), tmp_path / "again.jsonl"
     kept = len(whole) - 6
@@ -307,24 +345,8 @@ def test_a_suite_records_every_policy_and_resumes(model, tmp_path, monkeypatch):
     assert [r.key for r in evidence.read(again)] == [r.key for r in records]
 
 
-def model_plan(model):
-    from tessera.sparse.plan import Plan
-
-    return Plan.load(f"{model.source}/plan.json")
-
-
 def test_a_context_that_is_too_short_is_refused(model):
     with pytest.raises(ValueError, match="context of 512 tokens is shorter than 4096"):
         evaluation.run(model, model_plan(model), suite="demo")
     with pytest.raises(ValueError, match="suite='nosuch' must be one of"):
         evaluation.run(model, model_plan(model), suite="nosuch")
-
-
-def test_the_window_reads_as_many_keys_as_kascade(model):
-    """By what both say they read of a prompt; the window's rounding to tiles is on top."""
-    plan = dataclasses.replace(model_plan(model), fraction=0.2, minimum=32, tile=16, query_tile=16)
-    sides = {c.name: c.model for c in evaluation.side_by_side(model, plan, 400)}
-    sides["kascade"] = model.with_attention("kascade", dataclasses.replace(plan, crossover_tokens=0))
-    asked = {name: sides[name].generate([TEXT[:399]], max_new_tokens=1)[0] for name in ("kascade", "window")}
-    read = {name: np.mean(answer.layer_density) for name, answer in asked.items()}
-    assert read["kascade"] <= read["window"] <= read["kascade"] + (16 + 2 * 16) / 200

@@ -63,7 +63,7 @@ def test_the_script_runs_dry_from_end_to_end_and_resumes(tmp_path):
     ours = [record for record in found if record.what.kernel.startswith("gpu_")]
     assert {(r.what.op, r.what.kernel) for r in ours} >= {
         (op, kernel.name)
-        for kernel in calls.gpu_kernels(session(out))
+        for kernel in calls.kernels_here(session(out))
         for op in ("correctness", "gpu attention", "gpu tuning")
     }
     again = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -228,7 +228,7 @@ def dense_by_jax(factor: float):
 def test_a_contender_that_doubles_its_output_is_recorded_as_wrong_and_the_others_as_right(tmp_path, monkeypatch):
     planted = {"double": dense_by_jax(2.0), "right": dense_by_jax(1.0), "also right": dense_by_jax(1.0)}
     monkeypatch.setattr(peers, "PEERS", planted)
-    monkeypatch.setattr(calls, "gpu_kernels", lambda session, phase=None: iter(()))
+    monkeypatch.setattr(calls, "kernels_here", lambda session, phase=None: iter(()))
     run = session(tmp_path / "x.jsonl")
     timing.time_setting(run, clock.Clock(run), SMALL)
     errors = {record.what.kernel: record.error for record in evidence.read(run.out)}
@@ -239,7 +239,7 @@ def test_a_contender_that_doubles_its_output_is_recorded_as_wrong_and_the_others
 
 def test_a_compiler_that_hangs_among_others_gives_way_to_one_at_a_time_later(tmp_path, monkeypatch):
     monkeypatch.setattr(peers, "PEERS", {"right": dense_by_jax(1.0)})
-    monkeypatch.setattr(calls, "gpu_kernels", lambda session, phase=None: iter(()))
+    monkeypatch.setattr(calls, "kernels_here", lambda session, phase=None: iter(()))
     run = session(tmp_path / "x.jsonl")
     run.begin(What(op="gpu compile", kernel="", workload=SMALL.words(), dtype=SMALL.dtype), 1.0)
     run = session(tmp_path / "x.jsonl")  # as after a kill
@@ -329,7 +329,7 @@ def test_a_little_of_everything_comes_before_the_rest_of_anything(tmp_path, monk
             piece.run(run)
             parts.append(list(seen))
     checked, timed, tuned, everything, all_timed, all_tuned, *_ = parts
-    kernels = {kernel.name for kernel in calls.gpu_kernels(run)}
+    kernels = {kernel.name for kernel in calls.kernels_here(run)}
     assert "layout" in checked[0][0]
     assert {name for _, name in checked} == kernels
     assert len(checked) < len(everything) / 4

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,9 +25,17 @@ from tessera.workbench.studies import gpu_figures, gpu_gates
 HERE = Path(__file__).parents[1]
 
 
-def compiled(subject: str, limit_s: float = 120.0, **kwargs) -> gpu.Compiled:
-    program = factory_program(f"gpu_subjects:{subject}", **kwargs)
-    return gpu.compile_for("h200", program, paths=[str(HERE)], limit_s=limit_s)
+@pytest.fixture(scope="module")
+def compiler():
+    """One process for every program of this file: starting it takes longer than most of them."""
+    with gpu.Compiler("h200", paths=[str(HERE)]) as found:
+        yield found
+
+
+@pytest.fixture
+def compiled(compiler):
+    """Return a function that compiles a subject."""
+    return lambda subject, **kwargs: compiler.compile(factory_program(f"gpu_subjects:{subject}", **kwargs), limit_s=120)
 
 
 def text_of(**changes) -> str:
@@ -120,7 +127,7 @@ def test_loads_must_be_asynchronous(tmp_path):
     assert "UTMALDG and LDGSTS.128 are missing" in said
 
 
-def test_a_program_compiles_to_machine_code_without_a_gpu():
+def test_a_program_compiles_to_machine_code_without_a_gpu(compiled):
     found = compiled("product")
     assert found.error is None
     assert found.settings == "2 stages"
@@ -131,7 +138,7 @@ def test_a_program_compiles_to_machine_code_without_a_gpu():
     assert gates.broken(report) == []
 
 
-def test_spills_are_reported_not_hidden():
+def test_spills_are_reported_not_hidden(compiled):
     [report] = compiled("spilling").kernels
     assert report.registers == 255
     assert min(report.spill_bytes) > 0
@@ -146,28 +153,21 @@ def test_spills_are_reported_not_hidden():
     [("large_shared", "shared memory"), ("wide_copy", "TMA"), ("odd_rows", "TMA"), ("sorting", "unsupported"),
      ("two_layouts", "layout"), ("odd_registers", "registers"), ("odd_product", "layout")],
 )  # fmt: skip
-def test_refusals_are_results_with_a_way_out(subject, kind):
+def test_refusals_are_results_with_a_way_out(compiled, subject, kind):
     error = compiled(subject).error
     assert error.kind == kind, error
     assert error.way_out
 
 
-def test_the_time_limit_ends_the_process():
-    start = time.perf_counter()
-    assert compiled("slow", limit_s=3).error.kind == "time"
-    assert time.perf_counter() - start < 20
-
-
-def test_an_error_of_the_program_is_a_result_too():
+def test_an_error_of_the_program_is_a_result_too(compiled):
     assert compiled("product", blocks="many").error.kind == "program"
 
 
-def test_one_process_compiles_one_program_after_another():
-    programs = [factory_program(f"gpu_subjects:{name}") for name in ("product", "slow", "odd_rows", "product")]
-    with gpu.Compiler("h200", paths=[str(HERE)]) as compiler:
-        first, slow, refused, again = (compiler.compile(p, limit_s=60 if p is not programs[1] else 3) for p in programs)
+def test_the_time_limit_ends_the_process_and_another_one_goes_on(compiler, compiled):
+    first = compiled("product")
+    slow = compiler.compile(factory_program("gpu_subjects:slow"), limit_s=1)
+    again = compiled("product")
     assert slow.error.kind == "time"
-    assert refused.error.kind == "TMA"
     assert replace(first.kernels[0], report="") == replace(again.kernels[0], report="")
 
 
@@ -205,21 +205,17 @@ FIRST = {case["kernel"]: case for case in gpu_gates.first_cases()}
 
 
 def test_the_fast_subset_holds_every_kernel():
-    assert set(FIRST) == {kernel.name for kernel in gates.gpu_kernels()}
+    assert set(FIRST) == {kernel.name for kernel in gates.hopper_kernels()}
 
 
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kernel", FIRST)
-def test_kernels_lower_for_cuda_with_the_jax_that_is_here(kernel):
-    """Every head dim and mask of each kernel; no compiler is needed."""
-    for case in gpu_gates.spread_cases(FIRST[kernel]):
+def test_kernels_lower_for_cuda_with_the_jax_that_is_here(kernel, part):
+    """Every head dim of each kernel and, of one kernel or another, every mask; no compiler is needed."""
+    found = list(gpu_gates.spread_cases(FIRST[kernel]))
+    for case in found[(part + list(FIRST).index(kernel)) % 2 :: 2]:
         error = gpu.lower(attention_program(kernel, *gpu_gates.call(case)))
         assert error is None, f"{gpu_gates.identity(case)}: {error}"
-
-
-@pytest.fixture(scope="module")
-def compiler():
-    with gpu.Compiler("h200") as found:
-        yield found
 
 
 @pytest.mark.parametrize("kernel", FIRST)
@@ -232,7 +228,7 @@ def test_kernels_pass_the_gates_as_machine_code(compiler, kernel):
 def test_scoring_in_chunks_launches_each_kernel_once_a_chunk(compiler):
     """Two fusions read a chunk's lse: without a barrier XLA clones the call that makes it."""
     spec, shapes = inspection.call(
-        role="score", phase="prefill", batch=1, length=65536, heads=32, kv_heads=8, head_dim=128, dtype="bfloat16",
+        role="score", phase="prefill", batch=1, length=32768, heads=32, kv_heads=8, head_dim=64, dtype="bfloat16",
         spec=AttentionSpec(tile=128, query_tile=128), fraction=0.1,
     )  # fmt: skip
     found = compiler.compile(attention_program("gpu_prefill_score", spec, shapes, None))
@@ -240,7 +236,9 @@ def test_scoring_in_chunks_launches_each_kernel_once_a_chunk(compiler):
     assert launches["gpu_prefill_score"] == launches["gpu_tile_mass"] > 1
 
 
-@pytest.mark.parametrize(("head_dim", "mask"), [*((n, "causal") for n in gpu_backward.HEAD_DIMS), (128, "softcap")])
+@pytest.mark.parametrize(
+    ("head_dim", "mask"), [(64, "causal"), (128, "softcap"), pytest.param(128, "causal", marks=pytest.mark.exhaustive)]
+)
 def test_the_gradient_passes_the_gates_as_machine_code(compiler, head_dim, mask):
     """Both of its kernels, each by itself, at a length that divides nothing."""
     found = (c | gpu_gates.ODD for c in gpu_gates.gradient_cases() if (c["head_dim"], c["mask"]) == (head_dim, mask))
@@ -253,7 +251,7 @@ def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configura
     found = list(gpu_gates.cases())
     assert len({gpu_gates.identity(case) for case in found}) == len(found)
     assert not [case for case in found if not gpu_gates.taken(case)]
-    for kernel in gates.gpu_kernels():
+    for kernel in gates.hopper_kernels():
         mine = [case for case in found if case["kernel"] == kernel.name]
         assert {case["dtype"] for case in mine} == set(kernel.dtypes)
         assert {case["mask"] for case in mine} == set(gpu_gates.MASKS)
@@ -314,11 +312,11 @@ def test_the_roofline_takes_the_slowest_of_three_bounds():
     assert gpu_inspection.roofline(on, on.flops_per_s, 1.0, 16)[1] == "exponentials"
 
 
-@pytest.mark.parametrize("kernel", gates.gpu_kernels()[:1], ids=lambda k: k.name)
+@pytest.mark.parametrize("kernel", gates.hopper_kernels()[:1], ids=lambda k: k.name)
 def test_inspect_prints_one_json_object(kernel, capsys):
     from tessera.cli import main as cli
 
-    flags = f"--chip h200 --role {kernel.role} --phase {kernel.phase} --length 4096 --heads 8 --kv-heads 2 --json"
+    flags = f"--chip h200 --role {kernel.role} --phase {kernel.phase} --length 512 --heads 8 --kv-heads 2 --json"
     assert cli.main(["inspect", *flags.split(), "--kernel", kernel.name]) == 0
     out = json.loads(capsys.readouterr().out)
     assert list(out) == KEYS
@@ -336,9 +334,7 @@ def test_a_call_that_the_chip_cannot_hold_is_an_error():
 def test_what_cannot_be_held_is_refused_before_a_compiler_starts(capsys):
     from tessera.cli import main as cli
 
-    start = time.perf_counter()
     assert cli.main("inspect --chip h200 --length 1000000000 --limit-s 600 --json".split()) == 1
-    assert time.perf_counter() - start < 20
     out = json.loads(capsys.readouterr().out)
     assert "HBM" in out["error"]
     assert out["compile_s"] == 0

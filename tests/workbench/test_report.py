@@ -28,7 +28,10 @@ def on(machine, made):
 
 def compared():
     versus = evidence.Comparison(against="torch", ratio=2.0, interval=(1.9, 2.1), target=">= 1.5", met=True)
-    return [record("torch", [2.0, 2.2, 1.8]), record("ours", [1.0, 1.1, 0.9], comparison=versus, density=(0.1, 0.3))]
+    return [
+        record("torch", [2.0, 2.2, 1.8, 2.0, 2.0]),
+        record("ours", [1.0, 1.1, 0.9, 1.0, 1.0], comparison=versus, density=(0.1, 0.3)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -58,14 +61,14 @@ def test_speed_table_shows_both_sides_and_where_they_ran():
 
 def test_studies_of_before_name_the_command_of_today():
     """Each is a study that exists."""
-    from tessera.cli.study import KINDS
+    from tessera.cli.study import STUDIES
     from tessera.workbench.report.markdown import RENAMED, repeat_with
 
     [record, *_] = compared()
     for old, new in RENAMED.items():
         found = repeat_with(replace(record, command=f"python -m tessera.deviceless.{old}, and --report"))
         assert found == f"tessera study {new}, and --report"
-        assert new in KINDS
+        assert new in STUDIES
     assert repeat_with(record) == record.command
 
 
@@ -256,8 +259,19 @@ def test_every_record_names_code_that_this_history_holds():
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("no git history here")
     known = set(git("rev-list", "HEAD").stdout.split())
-    named = {(r.code.landed or r.code.commit, r.command) for r in evidence.collect(ROOT / "evidence")}
+    records = evidence.collect(ROOT / "evidence")
+    named = {(r.code.landed or r.code.commit, r.command) for r in records}
     assert [name for name in sorted(named) if name[0] not in known] == []
+    assert [r.key for r in report.replaced(records) if r.code.landed] == []
+
+
+def test_a_record_is_replaced_on_its_machine_and_a_compilers_on_any():
+    old, new = (replace(record("ours", [1.0] * 5), date=f"2030-01-0{day}T00:00:00+00:00") for day in (1, 2))
+    compiled = replace(old, what=replace(old.what, op="predicted figure"))
+    later = on(INTEL, replace(compiled, date=new.date))
+    assert report.replaced([old, on(INTEL, old), new, compiled, later]) == [old, compiled]
+    lost = replace(new.code, landed="f" * 40)
+    assert lost.name == "012345678 (not in this history; landed in fffffffff)"
 
 
 def test_headline_has_a_column_per_machine_and_marks_what_missed():

@@ -99,8 +99,17 @@ def kept(monkeypatch, draw, records) -> Figure:
     return figures[0]
 
 
-def test_every_picture_shows_its_records_and_nothing_else():
-    records = everything()
+@pytest.fixture(scope="module")
+def records():
+    return everything()
+
+
+@pytest.fixture(scope="module")
+def page(records):
+    return report_page.render(records)
+
+
+def test_every_picture_shows_its_records_and_nothing_else(records):
     for name, draw in report_pictures.PICTURES.items():
         picture = draw(records)
         assert picture is not None, name
@@ -109,8 +118,7 @@ def test_every_picture_shows_its_records_and_nothing_else():
         assert draw([r for r in records if r not in picture.records]) is None, name
 
 
-def test_suites_machines_and_errors_do_not_mix_in_a_picture():
-    records = everything()
+def test_suites_machines_and_errors_do_not_mix_in_a_picture(records):
     elsewhere = task("dense", "single", 512, [0.0, 0.0])
     others = [
         task("tile 16, query tile 16", "single", 4096, [0.0, 0.0], suite="study"),
@@ -126,8 +134,9 @@ def test_suites_machines_and_errors_do_not_mix_in_a_picture():
     ]  # fmt: skip
     for name in ("needles", "recall", "quality", "granularity"):
         draw = report_pictures.PICTURES[name]
-        assert draw([*others, *records]).svg == draw(records).svg, name
-        assert not set(map(id, draw([*others, *records]).records)) & set(map(id, others))
+        mixed = draw([*others, *records])
+        assert mixed.svg == draw(records).svg, name
+        assert not set(map(id, mixed.records)) & set(map(id, others))
     page = report_page.render([*others, *records, task("dense", "single", 512, [1.0, 0.0], suite="study")])
     assert page.count("<svg") == len(report_pictures.PICTURES)
     assert page.count(">single at 512: dense<") == 4, "demo, study, smoke, and demo on another machine"
@@ -233,13 +242,11 @@ def test_the_page_shows_every_machine_of_the_tables_that_documents_cut_to_one():
     assert report_page.TABLES["memory"] not in page, "no record, no table"
 
 
-def test_the_same_records_make_the_same_page():
-    records = everything()
-    assert report_page.render(records) == report_page.render(records)
+def test_the_same_records_make_the_same_page(records, page):
+    assert report_page.render(records) == page
 
 
-def test_the_page_stands_alone_and_is_well_formed():
-    page = report_page.render(everything())
+def test_the_page_stands_alone_and_is_well_formed(page):
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page)
     assert "<script>" not in page  # an error's text is text
     assert page.count('<span class="predicted">predicted</span>') >= 3  # the words above, the picture, two rows

@@ -10,6 +10,9 @@ from tessera.workbench import eval as evaluation
 from tessera.workbench import evidence, trials, tune, verify
 from tessera.workbench.evidence import What
 from tessera.workbench.report import documents as report
+from tessera.workbench.report import page as report_page
+from tessera.workbench.report import real as report_real
+from tessera.workbench.report import tables
 from tessera.workbench.report.markdown import current
 from tessera.workbench.studies import blocks, figures, gpu_gates, sweep
 from tessera.workbench.tune import ship
@@ -42,7 +45,7 @@ def fidelity(policy, mean, suite="demo", machine=AMD, config=PLAN, error=None):
     facts |= {"high": 2 * mean, "policy": policy}
     what = What(op="eval fidelity", kernel="kascade", workload=f"held-out text: {policy}", config=config)
     fields = {"error": error} if error else {"facts": facts}
-    samples = () if error else [mean]
+    samples = () if error else [mean] * 5
     command = f"tessera eval --suite {suite}"
     return on(machine, evidence.make(what, samples, command=command, unit="nats", **fields))
 
@@ -52,7 +55,7 @@ def recall(policy, mean, suite="demo", machine=AMD, error=None):
     facts = {"per_head": [[1.0, mean]], "sparse_layers": [0], "mean": mean, "low": mean - 0.02, "high": mean + 0.01}
     what = What(op="eval recall", kernel="kascade", workload=f"attention mass: {policy}", config=PLAN)
     fields = {"error": error} if error else {"facts": facts | {"policy": policy}}
-    samples = () if error else [mean]
+    samples = () if error else [mean] * 5
     command = f"tessera eval --suite {suite}"
     return on(machine, evidence.make(what, samples, command=command, unit="fraction", **fields))
 
@@ -85,7 +88,7 @@ def test_policies_stand_side_by_side_at_the_longest_length():
     )
     assert rows == [
         "| dense | AMD EPYC, 2 cores | 100 % (72 to 100 %) | 90 % (60 to 98 %) | 100.0 % |  |  |",
-        "| fraction 0.2 | AMD EPYC, 2 cores | 80 % (49 to 94 %) | 75 % (50 to 100 %) | 20.0 % "
+        "| fraction 0.2 | AMD EPYC, 2 cores | 80 % (49 to 94 %) | 75 % | 20.0 % "
         "| 0.00400 (0.00200 to 0.00800) | 97.5 % |",
     ]
 
@@ -164,7 +167,7 @@ def test_other_choices_follow_the_plan_as_it_is():
         "| 20.0 % |",
         "|  | Intel Xeon, 2 cores | 0.00300 (0.00150 to 0.00600) | 3.25 (3.00) |  |  |",
         "| fraction 0.05 | AMD EPYC, 2 cores | 0.0100 (0.00500 to 0.0200) | 3.25 (3.00) |  |  |",
-        "| heads pooled | AMD EPYC, 2 cores |  |  | 1/2 (9 to 91 %) | 20.0 % |",
+        "| heads pooled | AMD EPYC, 2 cores |  |  | 1/2 | 20.0 % |",
         "| 3 anchors | AMD EPYC, 2 cores |  |  | error: killed |  |",
     ]
 
@@ -188,7 +191,21 @@ def search(refused):
 def whole(kernel, machine, facts, comparison=None):
     what = What(op="model", kernel=kernel, workload="kascade_prefill", title="prefill, 16 tokens", dtype="float32")
     command = "tessera bench --suite cpu --only kascade_prefill"
-    return on(machine, evidence.make(what, [2.0, 2.0], command=command, facts=facts, comparison=comparison))
+    return on(machine, evidence.make(what, [2.0] * 5, command=command, facts=facts, comparison=comparison))
+
+
+@pytest.mark.parametrize(("count", "shown"), [(4, False), (5, True)])
+def test_no_page_shows_an_interval_of_fewer_than_five_samples(count, shown):
+    """Records hold them: they are older than the rule, or their documents are few."""
+    versus = evidence.Comparison(against="dense", ratio=1.25, interval=(1.11, 1.33))
+    facts = {"attention_share": 0.5, "attention_gain": 2.0, "amdahl_gain": 1.4, "found": [[1]] * count, "kept": 1.0}
+    facts |= {"kept_low": 0.51, "kept_high": 1.0, "mean": 0.5, "low": 0.4, "high": 0.6, "scores": [1.0] * count}
+    timed = whole("kascade", AMD, facts, versus)
+    timed = replace(timed, samples=timed.samples[:count], how=replace(timed.how, iterations=count))
+    text = [*(report.render(name, [timed], every_machine=True) for name in ("speed", "amdahl"))]
+    text += [report_page.row(timed)["against"], report_real.kept(timed), report_real.divergence(timed)]
+    text += [draw(timed) for draw in (tables._score, tables._mass, tables._divergence)]
+    assert ["(" in found.replace("(95 %)", "") for found in text] == [shown] * len(text)
 
 
 def test_amdahls_prediction_stands_beside_the_measured_gain():
@@ -225,11 +242,12 @@ def test_a_search_shows_what_won_how_sure_it_is_and_what_failed():
     ranks = "| 3, 1 failed | 0.50 |  | 0.88 |"
     lead = f"| prefill_16k_gqa, dense | AMD EPYC, 2 cores | {kernel} | {default} "
     assert rows == [
-        f"{lead}| {better} | genetic | 1.25x (1.20 to 1.30) {ranks}",
-        f"|  | Intel Xeon, 2 cores | {kernel} | {default} | the default; not confirmed: {better} | genetic | 1.00x "
+        f"{lead}| {better} | genetic, random seeds | 1.25x (1.20 to 1.30) {ranks}",
+        f"|  | Intel Xeon, 2 cores | {kernel} | {default} | the default; not confirmed: {better} "
+        "| genetic, random seeds | 1.00x "
         f"{ranks}",
         "| w | AMD EPYC, 2 cores | k |  | error: no default runs | genetic |  |  |  |  |  |",
-        f"{lead}| {better} | tpe | 1.25x (1.20 to 1.30) {ranks}",
+        f"{lead}| {better} | tpe, random seeds | 1.25x (1.20 to 1.30) {ranks}",
     ]
 
 
@@ -298,8 +316,8 @@ def test_gates_forget_a_configuration_that_the_last_run_did_not_have():
 
 def real(op, question, policy, density, facts, command="tessera eval --suite real-full"):
     what = What(op=f"eval real {op}", kernel="plan", workload=f"{question}: {policy}", dtype="float32")
-    facts = facts | {"policy": policy, "of_dense": 8, "mcnemar_p": 1.0}
-    return on(AMD, evidence.make(what, [1.0], command=command, unit="fraction", density=(density,), facts=facts))
+    facts = facts | {"policy": policy, "of_dense": 8, "mcnemar_p": 1.0, "found": [[1, 1]] * 5}
+    return on(AMD, evidence.make(what, [1.0] * 5, command=command, unit="fraction", density=(density,), facts=facts))
 
 
 def needles(policy, kept, density, length=2048, **fields):
@@ -320,9 +338,9 @@ def prefill(kernel, seconds, tokens=8192, command=f"{BENCH} smollm2", date="2030
     return replace(on(machine, made), date=f"{date}T00:00:00+00:00")
 
 
-def chip(name, ratio, met=True):
+def chip(name, ratio, met=True, figure=figures.KASCADE):
     versus = evidence.Comparison(against="dense", ratio=ratio, target=">= 3", met=met)
-    what = What(op="predicted figure", kernel="tpu", workload=f"{figures.KASCADE}, {name}")
+    what = What(op="predicted figure", kernel="tpu", workload=f"{figure}, {name}")
     return on(AMD, evidence.make(what, [ratio], command="tessera study tpu-figures", comparison=versus))
 
 
@@ -358,7 +376,10 @@ def promises():
                 ),
             )
         ],
-        "kascade prefill": [chip("v5e", 3.5), chip("v6e", 4.25)],
+        "kascade prefill": [
+            *(chip("v5e", 3.5), chip("v6e", 4.25)),
+            *(chip(name, ratio, figure=figures.KASCADE_32) for name, ratio in (("v5e", 3.0), ("v6e", 3.25))),
+        ],
         "gates": [on(AMD, made) for made in gpu_gates.records(found, "tessera study gpu-gates")],
     }
 
@@ -378,7 +399,8 @@ def test_the_readmes_table_has_four_rows_each_from_its_records():
         "| SmolLM2-135M: prefill of 8,192 tokens on 2 CPU cores | 4.00 s, 25 % of keys read | dense, 6.00 s: 1.50x "
         "| measured, [speed](docs/speed.md) |",
         "| kernels without a chip: TPU prefill of 131,072 tokens; Hopper machine code "
-        "| TPU, predicted: 3.50x to 4.25x as fast (v5e, v6e); Hopper, compiled: 3 of 3 cases pass every gate "
+        "| TPU, predicted: 3.00x to 3.25x as fast at the default query tile of 32, 3.50x to 4.25x at 128 (v5e, v6e); "
+        "Hopper, compiled: 3 of 3 cases pass every gate "
         "| TPU: our dense kernel on the same chip "
         "| not run on a chip yet, [TPU](docs/tpu-figures.md), [Hopper](docs/gpu-figures.md) |",
     ]
@@ -386,14 +408,15 @@ def test_the_readmes_table_has_four_rows_each_from_its_records():
 
 def test_the_readmes_table_marks_what_missed_and_what_says_nothing():
     found = promises()
-    found["kascade prefill"].append(chip("v7x", 2.0, met=False))
+    found["kascade prefill"] += [chip("v7x", 2.0), chip("v7x", 2.5, met=False, figure=figures.KASCADE_32)]
     broken = gate_case("gpu_c", "one", 255, (64, 32), ["spilled"])
     found["gates"] += [on(AMD, made) for made in gpu_gates.records([broken], "tessera study gpu-gates")]
     plan = found["needles"][0]
     found["needles"][0] = replace(plan, facts=plan.facts | {"against_control": {"says_nothing": True}})
     text = report.render("summary", [record for own in found.values() for record in own])
     assert "that dense finds (says nothing about the choice of keys) |" in text
-    assert "**2.00x to 4.25x** as fast (v5e, v6e, v7x); Hopper, compiled: **3 of 4** cases" in text
+    assert "**2.50x to 3.25x** as fast at the default query tile of 32, 2.00x to 4.25x at 128 (v5e, v6e, v7x)" in text
+    assert "Hopper, compiled: **3 of 4** cases" in text
 
 
 @pytest.mark.parametrize("row", ["needles", "text", "prefill", "kascade prefill", "gates"])
@@ -401,6 +424,24 @@ def test_the_readmes_table_is_refused_without_one_of_its_rows(row):
     kept = [record for name, own in promises().items() if name != row for record in own]
     with pytest.raises(ValueError, match=f"table 'summary' has no record of {row}"):
         report.render("summary", kept)
+
+
+def test_the_roadmap_says_of_every_target_what_its_record_says():
+    found = promises()
+    found["kascade prefill"].append(chip("v7x", 2.0, met=False))
+    slow = evidence.Comparison(against="torch", ratio=0.9, target=">= 1.5", met=False)
+    records = [record for own in found.values() for record in own]
+    records += [whole("ours", AMD, {}, slow), whole("ours", INTEL, {}, replace(slow, ratio=1.6, met=True))]
+    roofline = What(op="roofline figure", kernel="gpu", workload="decode, h200")
+    roof = evidence.make(roofline, [4.0], command="c", unit="x", facts={"target": ">= 3"})
+    _, rows = lines("roadmap", [*records, on(AMD, roof)])
+    assert "| answers kept, SmolLM2-135M | >= 95 % of the needles at 2,048 tokens | 100 % (75 to 100) | yes |" in rows
+    assert "|  | >= 95 % of the needles at 4,096 tokens | 88 % (62 to 88) | **no** |" in rows
+    assert any(row.endswith("| 0.90x, 1.60x on 2 machines | **1 of 2** |") for row in rows)
+    assert any(
+        "query tile 128" in row and row.endswith("| v5e 3.50, v6e 4.25, v7x 2.00 | **2 of 4** |") for row in rows
+    )
+    assert rows[-1] == "| Hopper, speed | decode, h200: >= 3 | none; the roofline is 4.00 x | **not measured** |"
 
 
 def test_the_sweep_counts_what_compiled_per_chip():

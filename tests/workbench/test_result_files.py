@@ -79,7 +79,7 @@ def test_what_other_code_made_and_what_ran_out_of_time_is_to_do_again(command, t
     path = tmp_path / "out.jsonl"
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     made = list(itertools.islice(sweep.cases(("v5e",)) if command is sweep else gpu_gates.cases(), 6))
-    late = str(out_of_time("ended", 300.0))
+    late = str(out_of_time(300.0))
     ends = [CODE, {}, OTHER, {**CODE, "dirty": True}, {**CODE, "error": late}, {**CODE, "error": "VMEM: full"}]
     path.write_text("".join(json.dumps(case | end) + "\n" for case, end in zip(made, ends)))
     assert study(command, "--list", "--out", path) == 0
@@ -89,7 +89,7 @@ def test_what_other_code_made_and_what_ran_out_of_time_is_to_do_again(command, t
 
 def test_a_report_holds_the_last_code_alone_and_says_what_was_planned_and_ran_out_of_time():
     first, second, third, *_ = (case | {"compiled": True, "error": None} for case in sweep.cases(("v5e",)))
-    late = {"compiled": False, "error": str(out_of_time("ended", 300.0))}
+    late = {"compiled": False, "error": str(out_of_time(300.0))}
     lines = [first | OTHER, second | OTHER, third | OTHER, first | CODE | late, second | CODE | late, first | CODE]
     made = sweep.report(campaign.of_last_code(lines, sweep.identity), sweep.COMMAND)
     assert made.code == evidence.Code(**CODE)
@@ -144,15 +144,15 @@ def test_a_search_of_one_case_keeps_the_rows_of_the_others(tmp_path, monkeypatch
 def test_figures_compile_again_what_failed_and_what_another_commit_made(tmp_path, monkeypatch):
     path = tmp_path / "made" / "figures.json"
     now, other = CODE, OTHER
-    names = ("peer", "selection", *figures.CALLS)
+    names = ("peer", "selection", "selection 32", *figures.CALLS)
     held = dict.fromkeys(names, {"ms": 1.0, **now}) | {names[0]: {"ms": 1.0}}
-    held |= {names[2]: {"error": "time", **now}, names[3]: {"ms": 1.0, **other}}
+    held |= {names[3]: {"error": "time", **now}, names[4]: {"ms": 1.0, **other}}
     files.replace_text(path, json.dumps({"v6e": held}))
     asked = []
     monkeypatch.setattr(evidence, "code", lambda: evidence.Code(**CODE))
     monkeypatch.setattr(figures, "inspect_one", lambda chip, name, limit_s: asked.append(name) or {"ms": 2.0})
     assert study(figures, "--chip", "v6e", "--out", path) == 0
-    assert asked == list(names[2:4])
+    assert asked == list(names[3:5])
     found = json.loads(path.read_text())["v6e"]
     assert found == held | dict.fromkeys(asked, {"ms": 2.0, **now})
     assert [p.name for p in path.parent.iterdir()] == [path.name]

@@ -1,6 +1,7 @@
 """The simulated chips see what is planted: races of every launch, memory that nobody wrote."""
 
 import contextlib
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 from tessera.attention.dispatch import KERNELS
+from tessera.core import hardware
 from tessera.workbench import trials
+from tessera.workbench.gpu_check import calls
 
 TPU = next(k for k in KERNELS if k.platform == "tpu")
 GPU = next(k for k in KERNELS if k.platform == "gpu" and "cudnn" not in k.name)
@@ -83,3 +86,13 @@ def test_fresh_memory_is_nan():
 
 def test_a_portable_kernel_needs_no_simulator():
     assert not trials.is_simulated(next(k for k in KERNELS if k.platform == "any"))
+
+
+def test_a_gpu_of_another_generation_simulates_a_kernel_and_a_gpu_check_leaves_it_out(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for here, absent in (("9.0", False), ("10.0", True)):
+        monkeypatch.setattr(hardware, "gpu_capability", lambda here=here: here)
+        assert trials.is_simulated(GPU) == absent
+        assert (GPU in trials.kernels(simulate=False)) != absent
+        assert (GPU in calls.kernels_here(SimpleNamespace(dry=False))) != absent
+        assert GPU in trials.kernels()

@@ -166,11 +166,21 @@ def test_candidates_that_hang_die_lie_or_raise_are_results_and_the_search_goes_o
     )
 
 
-@pytest.mark.parametrize("method", tune.METHODS)
+@pytest.mark.parametrize(("platform", "origin"), [("any", "random"), ("gpu", "seed"), ("tpu", "seed")])
+def test_the_cost_model_seeds_only_where_its_ranks_hold(platform, origin):
+    space = [{"block_s": n} for n in range(100)]
+    estimates = {search.key(g): -g["block_s"] for g in space}
+    kernel = dataclasses.replace(tune_subjects.TRAPS, platform=platform)
+    found = tune._first(kernel, space, estimates, tune.Budget(candidates=6))
+    assert [p.origin for p in found] == [origin] * 3
+    assert ([p.genome["block_s"] for p in found] == [99, 98, 97]) == (origin == "seed")
+
+
+@pytest.mark.parametrize("method", ["tpe", pytest.param("genetic", marks=pytest.mark.exhaustive)])
 def test_a_killed_search_goes_on_where_it_stopped(method, tmp_path):
     """The journal of a run cut after two answers, its last line half written."""
     whole = tmp_path / "whole.jsonl"
-    few = tune.Budget(candidates=2, quick=1, finalists=1, rounds=1, limit_s=20.0, method=method)
+    few = tune.Budget(candidates=2, quick=1, finalists=1, rounds=1, limit_s=200.0, method=method)
     space = [tune_subjects.Config(block_s=n) for n in (tune_subjects.SLOW, tune_subjects.FAST)]
     kernel = dataclasses.replace(tune_subjects.TRAPS, search_space=lambda spec, shapes: iter(space))
     task = traps(kernel=kernel)

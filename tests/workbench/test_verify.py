@@ -84,14 +84,28 @@ def test_a_planted_fault_is_caught_and_named(kernel, launch, workload, said):
     assert said in verify.reason(found)
 
 
+def spread(kernel) -> list[verify.Trial]:
+    """Choose trials of production's blocks: the number of heads changes with the head dim.
+
+    Portable kernels have the same blocks at every head dim, and single keys are simulated slowly, copy by copy: of
+    these, only heads of 128.
+    """
+    found = list(verify.config_trials(kernel, every=False, seed=0))
+    if kernel.platform == "any" or kernel.name == "gpu_keys_sparse":
+        return [trial for trial in found if trial.workload.head_dim == 128][:1]
+    return found[:: len(verify.GROUPS) + 1] if len(found) > len(verify.HEAD_DIMS) else found
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["some", "all"])
 @pytest.mark.parametrize("kernel", [k for k in trials.kernels() if k.platform != "tpu"], ids=lambda k: k.name)
-def test_production_blocks_meet_the_oracle(kernel):
+def test_production_blocks_meet_the_oracle(kernel, every):
     """The default of every head dim, on more keys than its pipeline holds; `tessera verify --configs all` tries all.
 
     (Those that TPUs ship with: test_tpu_prefill.py.)
     """
-    found = [verify.attempt(trial) for trial in verify.config_trials(kernel, every=False, seed=0)]
-    assert {o.trial.workload.head_dim for o in found} >= {64, 128}
+    chosen = verify.config_trials(kernel, every=False, seed=0) if every else spread(kernel)
+    found = [verify.attempt(trial) for trial in chosen]
+    assert {o.trial.workload.head_dim for o in found} >= ({64, 128} if every else {128})
     assert not [f"{o.trial.words()}: {verify.reason(o)}" for o in found if not o.passed]
 
 

@@ -33,7 +33,8 @@ class AttentionSpec:
         softcap: c in c * tanh(z / c); None for no cap.
         tile: key positions per tile.
         query_tile: query positions that share one selection, and one row of mass.
-        mass: also return each key tile's probability mass (the role "score").
+        mass: also return each key tile's probability mass. A call with it has the role "score", one with a
+            selection the role "sparse", any other the role "dense".
     """
 
     causal: bool = True
@@ -124,7 +125,15 @@ class Positions(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Static sizes and dtype of one call, as a kernel's `refusal` and `cost` take them."""
+    """Static sizes and dtype of one call, as a kernel's `refusal` and `cost` take them.
+
+    Attributes:
+        batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim: B, T, S, N, K and H; S counts free places too.
+        capacity: places of a selection's lists per query tile, C; None without a selection. No size of the cache.
+        dtype: of the queries.
+        paged: whether keys and values lie in pages.
+        scaled: whether they are int8 with scales.
+    """
 
     batch: int
     num_queries: int

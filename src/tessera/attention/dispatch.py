@@ -13,7 +13,6 @@ from tessera.attention.gpu import decode as gpu_decode
 from tessera.attention.gpu import keys as gpu_keys
 from tessera.attention.gpu import prefill as gpu_prefill
 from tessera.attention.gpu import sparse as gpu_sparse
-from tessera.attention.gpu import warpgroup
 from tessera.attention.kernel import Kernel, role_of
 from tessera.attention.tpu import decode as tpu_decode
 from tessera.attention.tpu import prefill as tpu_prefill
@@ -21,6 +20,7 @@ from tessera.attention.tpu import sparse as tpu_sparse
 from tessera.attention.xla import decode as xla_decode
 from tessera.attention.xla import prefill as xla_prefill
 from tessera.attention.xla import sparse as xla_sparse
+from tessera.core import hardware
 from tessera.core.shapes import ceil_div
 
 KERNELS: tuple[Kernel, ...] = (
@@ -128,7 +128,12 @@ def attend(
 
 
 def explain(
-    spec: AttentionSpec, shapes: Shapes, *, platform: str | None = None, backend: str | None = None
+    spec: AttentionSpec,
+    shapes: Shapes,
+    *,
+    platform: str | None = None,
+    capability: str | None = None,
+    backend: str | None = None,
 ) -> list[Choice]:
     """Return every kernel in the order it is tried, the chosen one marked, the others with their reason.
 
@@ -136,16 +141,19 @@ def explain(
         spec: the call's spec; the role is score if spec.mass.
         shapes: the call's shapes (`call_shapes(q, k, selection)` builds them); a capacity makes the role sparse.
         platform: "cpu", "gpu" or "tpu"; None is that of the mesh in use, else JAX's default backend.
+        capability: compute capability of the GPU, such as "9.0"; None is that of the GPU here. Without one, kernels for
+            every generation of GPUs count as able to run.
         backend: explain a call that names this backend.
     """
     platform = parallel.platform() if platform is None else platform
-    where = {"platform": platform, "capability": warpgroup.capability() if platform == "gpu" else None}
+    if capability is None and platform == "gpu":
+        capability = hardware.gpu_capability()
     choices, found = [], None
     for kernel in KERNELS:
         if backend is not None and not kernel.is_named(backend):
             reason = f"{backend=} was asked for"
         else:
-            reason = kernel.refusal(spec, shapes, **where, automatic=backend is None)
+            reason = kernel.refusal(spec, shapes, platform=platform, capability=capability, automatic=backend is None)
         if reason is None and found is not None:
             reason = f"{found} comes first"
         elif reason is None:
@@ -154,13 +162,13 @@ def explain(
     return choices
 
 
-def choose(spec: AttentionSpec, shapes: Shapes, *, platform: str | None = None, backend: str | None = None) -> Kernel:
-    """Return the kernel that `explain` marks as chosen.
+def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, **where: str | None) -> Kernel:
+    """Return the kernel that `explain` marks as chosen; `where` is its platform and capability.
 
     Raises:
         ValueError: none can run, or the named backend cannot, with the reasons.
     """
-    choices = explain(spec, shapes, platform=platform, backend=backend)
+    choices = explain(spec, shapes, **where, backend=backend)
     tried = list(zip(KERNELS, choices, strict=True))
     for kernel, choice in tried:
         if choice.chosen:

@@ -84,6 +84,10 @@ class Kernel:
         """Whether the backend is the kernel's name or its family."""
         return backend in (self.name, self.family)
 
+    def runs_on(self, capability: str | None) -> bool:
+        """Whether a GPU of this compute capability runs it; True if that is unknown (None) or does not matter."""
+        return self.capability is None or capability is None or self.capability.includes(capability)
+
     def refusal(
         self,
         spec: AttentionSpec,
@@ -105,7 +109,7 @@ class Kernel:
             return f"its role is {self.role}, the call's is {role}"
         if platform is not None and self.platform not in ("any", platform):
             return f"it runs on {self.platform}, this is {platform}"
-        if self.capability and capability and not self.capability.includes(capability):
+        if not self.runs_on(capability):
             return f"it needs compute capability {self.capability.name}, this GPU has {capability}"
         if self.phase == "decode" and shapes.num_queries != 1:
             return f"it takes one query row per sequence, the call has {shapes.num_queries}"

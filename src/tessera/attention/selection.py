@@ -282,7 +282,7 @@ def _length(first_BI: Array, last_BI: Array) -> Int32[Array, "B I"]:
 
 
 def _span(length: int, tile: int) -> int:
-    """Most tiles that `length` consecutive positions can touch."""
+    """Return the maximum number of tiles that `length` consecutive positions can touch."""
     return 1 if length <= 1 else (length - 2) // tile + 2
 
 

@@ -28,7 +28,7 @@ from tessera.models.config import ModelConfig
 from tessera.runtime.corpus import Corpus, read_corpus
 from tessera.sparse.ablation import Tiling
 from tessera.sparse.anchors import default_anchors
-from tessera.sparse.plan import HEADS, Plan, check_anchors
+from tessera.sparse.plan import HEADS, Plan, check_anchors, check_query_tile
 
 
 def calibrate(
@@ -80,6 +80,7 @@ def calibrate(
     fraction, heads = 0.1 if fraction is None else fraction, heads or "remap"
     check_budget(fraction, minimum, local, sinks)
     AttentionSpec(tile=tile, query_tile=query_tile)
+    check_query_tile(query_tile)
     for name, value, least in (("crossover", crossover or 0, 0), ("max_tokens", max_tokens, 1)):
         if value < least:
             raise ValueError(f"{name}={value} must be at least {least}")

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from tessera.cli.flags import FILE, MODEL, Dtype, Omittable
 from tessera.cli.model_commands import named_model
 
 if TYPE_CHECKING:
@@ -17,20 +18,20 @@ class Calibrate:
     After an interruption, the same command resumes.
     """
 
-    text: Path
+    text: Annotated[Path, FILE]
     """Text file, or folder of text files."""
-    model: str | None = None
+    model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     out: Path = Path("plan.json")
     """File for the plan; plan.json in the model's folder, or x.plan.json next to x.gguf, is found without --plan."""
-    plan: Path | None = None
+    plan: Omittable[Path] = None
     """Search nothing: measure this plan's promise and cross-over again, on this text and device."""
-    keep: float | None = None
+    keep: Omittable[float] = None
     """Keep at least this share of the probability that dense gives the right next token, on held-out text and on facts
     planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
-    max_kl: float | None = None
+    max_kl: Omittable[float] = None
     """Keep KL(dense || plan) per token at or below this, on the same text and facts."""
-    anchors: int | None = None
+    anchors: Omittable[int] = None
     """Set no target: use Kascade's own recipe with this many layers that score all keys (the paper: 5 of 32)."""
     tile: Literal[1, 16, 32, 64, 128] = 16
     """Keys per tile."""
@@ -40,25 +41,26 @@ class Calibrate:
     """Keys just before a query tile, always read."""
     sinks: int = 16
     """First keys, always read."""
-    fraction: float | None = None
+    fraction: Omittable[float] = None
     """With --anchors: share of the visible keys that reuse layers read, besides local keys and sinks; 0.1 if not
     given."""
     minimum: int = 128
     """Fewest keys that a choosing layer reads, besides local keys and sinks."""
-    heads: Literal["remap", "identity", "pooled"] | None = None
+    heads: Omittable[Literal["remap", "identity", "pooled"]] = None
     """With --anchors: the selection that a head uses: a mapped head's, its own, or one for all heads; "remap" if not
     given."""
-    crossover: int | None = None
+    crossover: Omittable[int] = None
     """Tokens below which requests run dense; measured if not given."""
     max_tokens: int = 65536
     """Maximum number of tokens to take, spread evenly over the text."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the weights; the checkpoint's own if not given."""
+    dtype: Dtype = "auto"
+    """Dtype of the weights; auto is the checkpoint's own."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
         """Write the plan and print what it keeps."""
+        from tessera.core.files import sole_writer
         from tessera.generate import load
         from tessera.sparse.promise import summary
 
@@ -66,9 +68,10 @@ class Calibrate:
         given = self.given_plan()
         notes = self.out.with_name(f"{self.out.name}.partial")
         model = load(named_model(self.model), dtype=self.dtype)
-        plan = self.search(model, notes) if given is None else self.measure_again(model, given)
-        plan.save(self.out)
-        notes.unlink(missing_ok=True)
+        with sole_writer(self.out):
+            plan = self.search(model, notes) if given is None else self.measure_again(model, given)
+            plan.save(self.out)
+            notes.unlink(missing_ok=True)
         dense_below = f"requests below {plan.crossover_tokens:,} tokens run dense"
         print(f"{self.out}: {dense_below}", *summary(plan), sep="\n")
         return 0
@@ -83,7 +86,7 @@ class Calibrate:
         standard = Calibrate(text=self.text)
         if given := [name for name in shaping if getattr(self, name) != getattr(standard, name)]:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"{flags} would make another plan, but --plan measures {self.plan} as it is: drop either")
+            raise ValueError(f"--plan measures {self.plan} as it is, and {flags} would change it: drop one of them")
         return Plan.load(self.plan)
 
     def measure_again(self, model: Any, plan: "Plan") -> "Plan":
@@ -117,6 +120,7 @@ class Calibrate:
 
 def check_out(path: Path) -> None:
     """Refuse a path where a plan cannot be written, or would replace something else."""
+    from tessera.core.files import check_writable
     from tessera.models.checkpoint import is_model_file
     from tessera.sparse.plan import Plan
 
@@ -131,3 +135,4 @@ def check_out(path: Path) -> None:
             Plan.load(path)
         except (ValueError, OSError) as error:
             raise ValueError(f"--out {path} exists and is not a plan: name another file, or delete it") from error
+    check_writable(path)

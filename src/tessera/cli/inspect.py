@@ -5,10 +5,15 @@ import sys
 import threading
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from tessera.cli.flags import MODEL, Omittable
 
 CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config picture".split()
 """Flags that a step of a model does not take."""
+
+TIMED_OUT = 3
+"""Exit code if the compiler was stopped: whether the call compiles is unknown."""
 
 MODEL_ONLY = ("mesh", "attention")
 """Flags that a single call does not take."""
@@ -18,7 +23,8 @@ MODEL_ONLY = ("mesh", "attention")
 class Inspect:
     """Compile an attention kernel for a chip this machine lacks: does it fit, what fills it, how long should it take.
 
-    The exit code is 1 if it does not compile or, for h200, breaks a gate.
+    Exit code: 0, it compiles; 1, it does not or, for h200, breaks a gate; 2, no kernel takes the call; 3, the compiler
+    was stopped at --limit-s.
     """
 
     chip: Literal["v5e", "v5p", "v6e", "v7x", "h200"] = "v6e"
@@ -31,7 +37,7 @@ class Inspect:
     """Sequences."""
     length: int = 16384
     """Keys per sequence; prefill has as many queries."""
-    queries: int | None = None
+    queries: Omittable[int] = None
     """Query rows of one prefill chunk, the last ones of the length; all if not given (2,048 with --model)."""
     heads: int = 32
     """Query heads."""
@@ -47,25 +53,25 @@ class Inspect:
     """Queries that share a selection."""
     fraction: float = 0.1
     """Share of the key tiles that the sparse role reads."""
-    window: int | None = None
-    """Sliding window in tokens."""
-    softcap: float | None = None
-    """Cap on the scores."""
-    model: str | None = None
+    window: Omittable[int] = None
+    """Sliding window in tokens; none if not given."""
+    softcap: Omittable[float] = None
+    """Cap on the scores; none if not given."""
+    model: Annotated[Omittable[str], MODEL] = None
     """Inspect a whole step of this model instead of one call: llama-3.1-8b, a Hugging Face folder, or a GGUF file."""
     mesh: int = 8
     """With --model: devices that share every layer."""
     attention: Literal["kascade", "dense"] = "kascade"
     """With --model: attention policy; kascade has five anchors."""
-    kernel: str | None = None
+    kernel: Omittable[str] = None
     """Kernel by name; the one that runs on this chip if not given."""
-    config: str | None = None
+    config: Omittable[str] = None
     """The kernel's block sizes as a JSON object; its own choice if not given."""
     limit_s: float = 300.0
-    """Seconds the compiler may take."""
-    picture: Path | None = None
+    """Seconds after which the compiler is stopped."""
+    picture: Omittable[Path] = None
     """Write the roofline and the slots to this SVG."""
-    evidence: Path | None = None
+    evidence: Omittable[Path] = None
     """Append a record of the result to this file."""
     json: bool = False
     """Print one JSON object."""
@@ -73,7 +79,7 @@ class Inspect:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Print the result; return 1 if it does not compile, or breaks a gate."""
+        """Print the result and return the exit code."""
         self.check()
         if self.model is not None:
             return self.run_model()
@@ -87,7 +93,10 @@ class Inspect:
         spec, shapes = inspection.call(spec=spec, **{name: getattr(self, name) for name in names})
         config = None if self.config is None else self.sizes()
         chips = gpu_inspection if self.chip == "h200" else tpu_inspection
-        result = chips.inspect_call(self.chip, spec, shapes, kernel=self.kernel, config=config, limit_s=self.limit_s)
+        with self.progress(f"{self.role} {self.phase}"):
+            result = chips.inspect_call(
+                self.chip, spec, shapes, kernel=self.kernel, config=config, limit_s=self.limit_s
+            )
         if self.evidence is not None:
             kernel = result.kernel if self.config is None else f"{result.kernel} {self.config}"
             sizes = dict(zip("BTSNKH", shapes)) | {"tile": self.tile, "query tile": self.query_tile}
@@ -99,7 +108,20 @@ class Inspect:
             result.print_table()
         if self.picture is not None and result.compiled:
             result.picture(self.picture)
+        if result.found.timed_out:
+            return TIMED_OUT
         return 0 if result.compiled and not getattr(result, "gates", None) else 1
+
+    def progress(self, what: str):
+        """Return a context that shows on a terminal what is compiled, and since when."""
+        from rich.console import Console
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        console = Console(stderr=True)
+        shown = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        shown.add_task(f"compiling {what} for {self.chip}, at most {self.limit_s:g} s (--limit-s)", total=None)
+        return shown
 
     def sizes(self) -> dict:
         """Parse --config."""
@@ -152,14 +174,15 @@ class Inspect:
             raise FileNotFoundError(f"the folder {self.picture.parent} for --picture does not exist: create it")
 
     def run_model(self) -> int:
-        """Print the result for a whole step; return 1 if it does not compile."""
+        """Print the result for a whole step and return the exit code."""
         from tessera.deviceless import model_inspection
 
         if self.chip == "h200":
             raise ValueError(f"--chip {self.chip} inspects single calls: drop --model, or name a TPU")
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
-        result = model_inspection.inspect_step(self.chip, self.model, self.mesh, limit_s=self.limit_s, **call)
+        with self.progress(f"one {self.phase} step of {self.model}"):
+            result = model_inspection.inspect_step(self.chip, self.model, self.mesh, limit_s=self.limit_s, **call)
         if self.json:
             print(json.dumps(result.json()))
         else:
@@ -167,7 +190,7 @@ class Inspect:
         if self.evidence is not None:
             sizes = f"B {self.batch} T {1 if self.phase == 'decode' else call['queries']} S {self.length}"
             self.record("step", self.attention, f"{self.model} {self.phase} {sizes}, {self.mesh} x {self.chip}", result)
-        return 0 if result.compiled else 1
+        return TIMED_OUT if result.timed_out else 0 if result.compiled else 1
 
     def record(self, what: str, kernel: str, workload: str, result) -> None:
         """Append the result, or its error, as a record, which states that nothing was measured."""

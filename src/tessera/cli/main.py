@@ -6,38 +6,47 @@ Heavy imports wait until a command runs.
 import json
 import logging
 import os
+import re
 import sys
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal, NoReturn, Union
 
 import tyro
 
+from tessera.cli import usage
 from tessera.cli.calibrate import Calibrate
+from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch, named_model
-from tessera.cli.study import Study
+from tessera.cli.study import STUDIES, Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
+from tessera.core import hardware, interrupt
 from tessera.core.escapes import escaped
+from tessera.core.files import check_writable
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
-DESCRIPTION = "LLaMA-family models at long context in JAX: attention reads only the key tiles that matter."
+LEAST_ADDRESS_SPACE = 3 << 29
+"""Bytes. With 1 GiB, two cores and the demo model, JAX runs out of memory; with 2 GiB it answers."""
+DESCRIPTION = """LLaMA-family models at long context in JAX: attention reads only the key tiles that matter.
+
+-V, --version prints the version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
     """Flags that select a model and its attention."""
 
-    model: str | None = None
+    model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     attention: Attention = "dense"
     """Attention policy."""
-    plan: Path | None = None
+    plan: Omittable[Path] = None
     """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of weights and cache; the checkpoint's own if not given."""
+    dtype: Dtype = "auto"
+    """Dtype of weights and cache; auto is the checkpoint's own."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -51,42 +60,23 @@ class ModelFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingFlags:
-    """Flags that control sampling."""
-
-    temperature: float = 0.0
-    """0 takes the best token; any other value divides the logits before sampling."""
-    top_k: int | None = None
-    """Draw from the k best tokens only."""
-    top_p: float | None = None
-    """Draw from the fewest tokens that hold this much probability."""
-    min_p: float | None = None
-    """Draw only from tokens with at least this share of the best one's probability."""
-    repetition_penalty: float = 1.0
-    """Above 1, tokens already in the prompt or the answer become less likely."""
-    seed: int = 0
-    """Same seed, same answer."""
-
-    def values(self) -> dict[str, float | int | None]:
-        """Return the sampling arguments of Model.generate."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        return {name: getattr(self, name) for name in names}
-
-
-@dataclass(frozen=True, kw_only=True)
 class Generate(ModelFlags, SamplingFlags):
     """Continue one or more prompts."""
 
-    prompt: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[PROMPT ...]")] = ()
+    prompt: Annotated[tuple[str, ...], tyro.conf.Positional, WORDS] = ()
     """Prompts; - reads one from standard input."""
-    file: tyro.conf.UseAppendAction[tuple[Path, ...]] = ()
+    option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], PROMPT] = ()
+    """A prompt, as above; may be repeated."""
+    file: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], FILE] = ()
     """A file that holds one prompt; may be repeated."""
-    max_new_tokens: int = 128
-    """Maximum number of tokens to generate per prompt."""
+    max_new_tokens: Annotated[Omittable[int], TOKENS] = None
+    """Maximum number of tokens to generate per prompt; if not given, as generation_config.json says, else 128."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Stop when this text appears, and trim it off; may be repeated."""
     chat: bool = False
     """Treat each prompt as a user's message and apply the model's chat template."""
+    parse_special: bool = False
+    """With --chat: read names of special tokens in messages, such as <|end|>, as these tokens instead of as text."""
     tokens: bool = False
     """Read prompts as token ids, separated by spaces or commas, and print token ids."""
     stream: bool = False
@@ -96,28 +86,35 @@ class Generate(ModelFlags, SamplingFlags):
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
+        from tessera.cli.prompt_bar import PromptBar
         from tessera.generate import Interrupted
-        from tessera.runtime.sampling import Sampling
         from tessera.sparse.promise import promise_note
 
-        Sampling(**self.values())  # raises before a model is read
+        sampling = self.values()  # raises before a model is read
         prompts = self.read_prompts()
         if self.stream and (self.json or self.tokens or len(prompts) > 1):
             raise ValueError("--stream prints the text of one prompt: drop --json and --tokens, or pass one prompt")
         if self.chat and self.tokens:
             raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
+        if self.parse_special and not self.chat:
+            raise ValueError("--parse-special is for --chat: a prompt's special tokens are always read as tokens")
         model = self.load()
+        advice = "" if self.chat or self.tokens else template_advice(model, prompts)
         if self.chat:
             if model.tokenizer is None:
                 raise ValueError(f"--chat needs a chat template, and {model.source} has no tokenizer")
-            prompts = [model.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in prompts]
-        arguments = self.values() | {"max_new_tokens": self.max_new_tokens, "stop": self.stop, "seed": self.seed}
+            encode, parse_special = model.tokenizer.encode_chat, self.parse_special
+            prompts = [encode([{"role": "user", "content": text}], parse_special=parse_special) for text in prompts]
+        prompts = model.encode_prompts(prompts)  # raises before anything is said
+        say(model.generation_config.note(sampling), advice)
+        arguments = sampling | {"max_new_tokens": self.max_new_tokens, "stop": self.stop, "seed": self.seed}
         if self.stream:
             arguments["stream"] = lambda _, piece: print(piece, end="", flush=True)
         try:
-            results, status = model.generate(prompts, **arguments), 0
+            with PromptBar() as bar:
+                results, status = model.generate(prompts, progress=bar.show, **arguments), 0
         except Interrupted as interruption:
-            results, status = interruption.generations, 130
+            results, status = interruption.generations, interrupt.STATUS
         if self.stream:
             print()
         else:
@@ -131,9 +128,11 @@ class Generate(ModelFlags, SamplingFlags):
 
     def read_prompts(self) -> list[str] | list[list[int]]:
         """Read the prompts: the command line's (- is standard input), then those of files."""
-        if not self.prompt and not self.file:
+        prompts = (*self.prompt, *self.option)
+        if not prompts and not self.file:
             raise ValueError("no prompt: pass one in quotes, --file FILE, or - to read standard input")
-        texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in self.prompt]
+        with interrupt.at_once():
+            texts = [read_stdin() if prompt == "-" else prompt for prompt in prompts]
         texts += [read_text(path) for path in self.file]
         return [parse_tokens(text) for text in texts] if self.tokens else texts
 
@@ -153,22 +152,27 @@ class Generate(ModelFlags, SamplingFlags):
 class Chat(ModelFlags, SamplingFlags):
     """Chat with a model; /help inside lists the commands."""
 
-    system: str | None = None
+    system: Annotated[Omittable[str], SYSTEM] = None
     """System message, if the model's template takes one."""
-    max_new_tokens: int = 256
-    """Maximum number of tokens per answer."""
+    max_new_tokens: Annotated[Omittable[int], TOKENS] = None
+    """Maximum number of tokens per answer; if not given, as generation_config.json says, else 256."""
+    parse_special: bool = False
+    """Read names of special tokens in messages, such as <|end|>, as these tokens instead of as text."""
 
     def run(self) -> int:
         """Converse until the input ends; return 2 if the input was a file or pipe and a line of it was refused."""
+        from tessera.chat import NEW_TOKENS
         from tessera.chat import Chat as Conversation
-        from tessera.chat import converse, typed_lines
-        from tessera.runtime.sampling import Sampling
+        from tessera.cli.conversation import converse, typed_line
 
-        sampling = Sampling(**self.values())
+        given = self.values()
         model = self.load()
-        chat = Conversation(model, sampling, max_new_tokens=self.max_new_tokens, system=self.system, seed=self.seed)
+        say(model.generation_config.note(given))
+        flags = {name: getattr(self, name) for name in ("system", "seed", "parse_special")}
+        flags["max_new_tokens"] = model.max_new_tokens(self.max_new_tokens, NEW_TOKENS)
+        chat = Conversation(model, model.sampling(**given), **flags)
         interactive = sys.stdin.isatty()
-        good = converse(chat, typed_lines(), interactive=interactive)
+        good = converse(chat, typed_line, interactive=interactive)
         return 0 if good or interactive else 2  # an interactive user saw the error and continued
 
 
@@ -182,11 +186,11 @@ class Train:
     """Recipe: "demo" trains the shipped model, "tiny" checks in seconds that everything runs."""
     save_every_s: float = 120.0
     """Seconds between checkpoints."""
-    until: int | None = None
-    """Stop after this many steps in total."""
-    text: Path | None = None
+    until: Omittable[int] = None
+    """Stop after this many steps in total; at the recipe's end if not given."""
+    text: Omittable[Path] = None
     """Train on this file or folder of text instead of the recipe's data."""
-    base: str | None = None
+    base: Omittable[str] = None
     """With --text: folder, GGUF file or hub id to start from; fresh weights of the demo's size if not given."""
     steps: int = 1000
     """With --text: number of updates, over which the learning rate falls to a tenth."""
@@ -206,6 +210,7 @@ class Train:
 
         if self.text is None and self.base is not None:
             raise ValueError(f"--base {self.base} needs --text, the text to train on")
+        check_writable(self.out, folder=True)
         recipe = RECIPES[self.recipe] if self.text is None else self.own_recipe()
         train(recipe, self.out, save_every_s=self.save_every_s, until=self.until)
         return 0
@@ -235,6 +240,7 @@ class Demo:
         from tessera.core.extras import require
 
         require("matplotlib", "report")
+        check_writable(self.out, folder=True)
         from tessera.demo.run import run
 
         return run(self.out)
@@ -244,12 +250,14 @@ class Demo:
 class Doctor:
     """Inspect this installation: versions, devices, kernels and why they run, caches, memory."""
 
-    plan: Path | None = None
+    plan: Omittable[Path] = None
     """Also report what this plan promised and measured."""
-    model: str | None = None
+    model: Annotated[Omittable[str], MODEL] = None
     """Also report what the plan of this model promised and measured, if it fits."""
+    all: bool = False
+    """Print every version, and why the other kernels do not run."""
     json: bool = False
-    """Print JSON."""
+    """Print all as JSON."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -261,7 +269,7 @@ class Doctor:
         if self.json:
             print(json.dumps(found, indent=1))
         else:
-            doctor.print_report(found)
+            (doctor.print_report if self.all else doctor.print_summary)(found)
         return 1 if found["problems"] else 0
 
     def plan_of_model(self):
@@ -303,10 +311,14 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     A user's error prints one line on standard error and returns 2; Ctrl-C returns 130.
+
+    Raises:
+        BrokenPipeError: the reader of our output has closed it.
     """
     argv = sys.argv[1:] if argv is None else argv
-    hide_absent_chips()
-    if argv == ["--version"]:
+    if hardware.compiles_without_chip():
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, and for worker processes
+    if argv in (["--version"], ["-V"]):
         from importlib.metadata import version
 
         print(f"tessera {version('tessera-attention')}")
@@ -315,13 +327,16 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("tessera").setLevel(logging.INFO)
     try:
+        interrupt.defer()
+        if not isinstance(command, Fetch | Report):
+            check_address_space()
         return command.run()
     except KeyboardInterrupt as interruption:
+        interrupt.told()
         print(f"interrupted: {interruption}".removesuffix(": "), file=sys.stderr)
-        return 130
+        return interrupt.STATUS
     except BrokenPipeError:  # the reader closed our output: there is nowhere to report it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        raise
     except (ValueError, OSError, MemoryError) as error:
         if command.debug:
             raise
@@ -335,23 +350,64 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def hide_absent_chips() -> None:
-    """Keep JAX from probing for chips that this host lacks: the plug-ins of the extra "deviceless" complain at length.
+def check_address_space() -> None:
+    """Raise MemoryError under a limit (ulimit -v) below which JAX aborts the process, or cannot be imported."""
+    with suppress(ImportError):  # Windows has no such limit
+        import resource
 
-    An NVIDIA GPU shows as /dev/nvidia0, or as /dev/dxg under WSL.
-    """
-    patterns = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg")
-    chips = [file for pattern in patterns for file in Path("/dev").glob(pattern)]
-    compilers = [name for name in ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin") if find_spec(name)]
-    if compilers and not chips and not find_spec("jax_rocm7_plugin"):
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+            raise MemoryError(
+                f"this process may use {limit / 2**30:.2g} GiB of address space, and JAX alone takes more than "
+                f"{LEAST_ADDRESS_SPACE / 2**30:g} GiB: raise the limit (ulimit -v)"
+            )
 
 
 def parse(argv: list[str]):
-    """Parse the arguments into a command with its flags."""
+    """Parse the arguments into a command with its flags.
+
+    Raises:
+        SystemExit: help was asked for (0), or the arguments are wrong (2).
+    """
+    words = [*argv[1:], "--help"] if argv[:1] == ["help"] else argv or ["--help"]
     kinds = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in COMMANDS.items()]
+    prog, kind, below = "tessera", Union[*kinds], COMMANDS
+    while below and words and not re.fullmatch("-h|--help|--tyro-.*", words[0]):  # tyro's own write shell completions
+        word, *words = words
+        if word not in below:
+            refuse(usage.unknown_command(word, below, prog))
+        prog, kind, below = f"{prog} {word}", below[word], STUDIES if word == "study" else {}
+    if not below and (error := usage.unknown_flag(words, usage.flags(kind), prog)):
+        refuse(error)
+    about = {"prog": prog, "description": DESCRIPTION if prog == "tessera" else None, "registry": REGISTRY}
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
-    return tyro.cli(Union[*kinds], prog="tessera", description=DESCRIPTION, args=argv or ["--help"], config=config)
+    command, extra = tyro.cli(kind, args=words, config=config, return_unknown_args=True, **about)
+    if extra:
+        refuse(usage.extra_words(extra, prog))
+    return command
+
+
+def refuse(message: str) -> NoReturn:
+    """Exit with this error."""
+    print(f"error: {escaped(message, 400)}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def template_advice(model, prompts: list[str]) -> str:
+    """Advise --chat if the model has a chat template that no prompt applies; "" if all is well."""
+    tokenizer = model.tokenizer
+    if tokenizer is None or tokenizer.chat_template is None:
+        return ""
+    names = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
+    if any(name in prompt for name in names for prompt in prompts):
+        return ""
+    return "this model has a chat template: add --chat to ask it as it was trained to be asked"
+
+
+def say(*lines: str) -> None:
+    """Print what is not empty on standard error, a line each."""
+    for line in filter(None, lines):
+        print(line, file=sys.stderr)
 
 
 def parse_tokens(text: str) -> list[int]:
@@ -360,6 +416,14 @@ def parse_tokens(text: str) -> list[int]:
         return [int(word) for word in text.replace(",", " ").split()]
     except ValueError:
         raise ValueError(f"--tokens takes ids like 1,2,3, got {text!r:.60}") from None
+
+
+def read_stdin() -> str:
+    """Read UTF-8 text from standard input."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8 text ({error.reason}): convert it first") from None
 
 
 def read_text(path: Path) -> str:

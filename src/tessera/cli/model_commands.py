@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import tyro
 
+from tessera.cli.flags import Dtype
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fetch:
@@ -34,16 +36,18 @@ class Convert:
     """GGUF file, Hugging Face folder, hub id, or the name of a fetched model."""
     out: Annotated[Path, tyro.conf.Positional]
     """Folder to write; files in it that do not belong to a model stay."""
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of the weights; the model's own if not given (float32 for quantised ones)."""
+    dtype: Dtype = "auto"
+    """Dtype of the weights; auto is the model's own (float32 for quantised ones)."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
         """Write the folder, whole or not at all."""
+        from tessera.core.files import check_writable
         from tessera.generate import load, save
         from tessera.models.weights import num_parameters
 
+        check_writable(self.out, folder=True)
         model = with_its_plan(load(self.model, dtype=self.dtype))
         save(model, self.out)
         config = model.config

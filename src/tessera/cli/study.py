@@ -7,7 +7,9 @@ from typing import Annotated, Literal, Union
 
 import tyro
 
-Chips = tuple[Literal["v5e", "v5p", "v6e", "v7x"], ...]
+from tessera.cli.flags import Omittable, Several
+
+Chips = Several[Literal["v5e", "v5p", "v6e", "v7x"]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +17,7 @@ class TpuSweep:
     """Compile every TPU kernel for every chip, head dim, dtype and tile that it claims (an hour on two cores)."""
 
     chip: Chips = ()
-    """Only these chips."""
+    """Only these chips; all if not given."""
     kernel: str = ""
     """Only kernels whose name contains this."""
     out: Path = Path("build/tpu-sweep.jsonl")
@@ -41,10 +43,10 @@ class TpuFigures:
     """Predict the figures that the TPU kernels must meet, against Tokamax's kernel at its best block sizes."""
 
     chip: Chips = ()
-    """Only these chips."""
-    case: tuple[str, ...] = ()
-    """Only these cases."""
-    timings: Path | None = None
+    """Only these chips; all if not given."""
+    case: Several[str] = ()
+    """Only these cases; all if not given."""
+    timings: Omittable[Path] = None
     """Tokamax's tokamax/data/autotuning folder; the installed wheel's, of v7x only, if not given."""
     out: Path = Path("build/tpu-figures.json")
     """File of finished cases."""
@@ -65,18 +67,18 @@ class TpuBlocks:
     """Search block sizes of the TPU kernels by predicted time."""
 
     chip: Chips = ()
-    """Only these chips."""
-    case: tuple[str, ...] = ()
-    """Only these cases."""
+    """Only these chips; all if not given."""
+    case: Several[str] = ()
+    """Only these cases; all if not given."""
     out: Path = Path("build/tpu-blocks.jsonl")
     """File of tried candidates."""
     limit_s: float = 180.0
     """Seconds after which a compile is killed."""
     budget: int = 10
     """Maximum candidates per case; half for a case that starts from another's winner."""
-    first: tuple[str, ...] = ()
+    first: Several[str] = ()
     """Changes of the default to try first, as JSON: '{"step": 1024}'."""
-    field: tuple[str, ...] = ()
+    field: Several[str] = ()
     """Move only these fields, in this order."""
     report: bool = False
     """Append records to evidence/ and write the shipped tables."""
@@ -94,13 +96,13 @@ class TpuValidation:
 
     chip: Literal["v5p", "v6e", "v7x"] = "v6e"
     """The chip to compile for."""
-    timings: Path | None = None
+    timings: Omittable[Path] = None
     """Tokamax's tokamax/data/autotuning folder; the installed wheel's, of v7x only, if not given."""
     out: Path = Path("build/tpu-validation.jsonl")
     """File of schedules, one line each."""
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
-    most: int | None = None
+    most: Omittable[int] = None
     """Compile at most this many."""
     source: str = "the wheel that peers/requirements-tpu.txt names"
     """Where the timings come from, for the record."""
@@ -130,13 +132,13 @@ class GpuGates:
     """Seconds after which a compile is killed."""
     niceness: int = 0
     """Added to the niceness of the compiler's process."""
-    most: int | None = None
+    most: Omittable[int] = None
     """Stop after this many cases."""
     list: bool = False
     """Print what is left and exit."""
     report: bool = False
     """Append a record per kernel and configuration to evidence/."""
-    also: tuple[str, ...] = ()
+    also: Several[str] = ()
     """Further commits whose lines count, because no compiled code has changed since."""
     debug: bool = False
     """Show the traceback of an error."""
@@ -162,13 +164,40 @@ class GpuFigures:
         return _module("gpu_figures").study(self)
 
 
-KINDS = {
+@dataclass(frozen=True, kw_only=True)
+class Fuzz:
+    """Damage a tiny model's files and open each: every one must load and make sense, or be refused in one sentence."""
+
+    mutations: int = 10_000
+    """Number of damaged files."""
+    seed: int = 0
+    """Same seed, same files."""
+    file: Several[str] = ()
+    """Damage only these: config.json, plan.json, model.gguf, ..."""
+    case: Omittable[int] = None
+    """Open only this case; print the damage and the answer."""
+    out: Path = Path("build/fuzz.jsonl")
+    """File of finished blocks of cases."""
+    limit_s: float = 5.0
+    """Seconds of processor time after which opening a file counts as a hang."""
+    niceness: int = 0
+    """Added to the worker's own."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Open what this code has not opened; exit code 1 if a file was neither sound nor refused."""
+        return _module("fuzz").study(self)
+
+
+STUDIES = {
     "tpu-sweep": TpuSweep,
     "tpu-figures": TpuFigures,
     "tpu-blocks": TpuBlocks,
     "tpu-validation": TpuValidation,
     "gpu-gates": GpuGates,
     "gpu-figures": GpuFigures,
+    "fuzz": Fuzz,
 }
 
 
@@ -176,16 +205,7 @@ KINDS = {
 class Study:
     """Run a long study that needs no chip; it resumes where it stopped. `--report` stores its records."""
 
-    name: Union[*(Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in KINDS.items())]
-
-    @property
-    def debug(self) -> bool:
-        """The study's own flag."""
-        return self.name.debug
-
-    def run(self) -> int:
-        """Run the study."""
-        return self.name.run()
+    name: Union[*(Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in STUDIES.items())]
 
 
 def _module(name: str):

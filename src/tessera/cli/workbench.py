@@ -3,34 +3,40 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
+
+from tessera.cli.flags import MODEL, Omittable, Several
+from tessera.core.files import check_writable
+
+RECORDS = Path("evidence/records.jsonl")
+"""Stands for the file in evidence/ to which a command without --out appends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
     """Measure a suite against its peers and append the records; or compare two files of records."""
 
-    suite: Literal["cpu", "demo", "smoke"] | None = None
+    suite: Omittable[Literal["cpu", "demo", "smoke"]] = None
     """"cpu" (if not given) measures speed, "demo" the shipped model's answers; "smoke" checks in seconds that
     everything runs."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Case to run; may be repeated; all cases if not given."""
     resume: bool = False
     """Skip cases that already have a record of this commit."""
-    out: Path | None = None
+    out: Omittable[Path] = None
     """File to append to; evidence/<device>.jsonl if not given."""
-    peer_python: Path | None = None
+    peer_python: Omittable[Path] = None
     """Interpreter of the environment with torch and transformers; .venv-peers/bin/python (make peers) if not given."""
-    model: str | None = None
+    model: Annotated[Omittable[str], MODEL] = None
     """Time this model's prefill (folder, hub id or GGUF file) over lengths, dense and with its plan; runs no suite."""
-    plan: Path | None = None
+    plan: Omittable[Path] = None
     """With --model: its plan; searched for near the weights if not given."""
     gate: bool = False
     """Keep no records; exit code 1 if a figure is worse, beyond noise, than the suite's stored one for this device, 3
     if none is certainly worse but some could not be judged (noise, few samples, not measured again)."""
-    compare: tuple[Path, Path] | None = None
+    compare: Omittable[tuple[Path, Path]] = None
     """Measure nothing: compare two files of records, the second against the first; exit code as for --gate."""
     debug: bool = False
     """Show the traceback of an error."""
@@ -42,6 +48,8 @@ class Bench:
         """
         from tessera.workbench import bench
 
+        if not self.gate and self.compare is None:
+            check_writable(self.out or RECORDS)
         if self.model is not None:
             self.refuse_with("model", "suite", "only", "resume", "peer_python", "gate", "compare")
             from tessera.workbench.bench import own_model
@@ -81,9 +89,9 @@ class Verify:
     """Block sizes: the smallest, in every call; or production's, or each of the search space, in a long call."""
     random: int = 5
     """Random shapes per kernel and dtype, with the smallest blocks."""
-    seed: int | None = None
+    seed: Omittable[int] = None
     """Seed of numbers and shapes; a fresh one, which is printed, if not given."""
-    out: Path | None = None
+    out: Omittable[Path] = None
     """File to append a record per kernel and dtype to."""
     debug: bool = False
     """Show the traceback of an error."""
@@ -94,6 +102,8 @@ class Verify:
 
         if self.random < 0:
             raise ValueError(f"--random {self.random} must be at least 0")
+        if self.out is not None:
+            check_writable(self.out)
         asked = {"kernel": self.kernel, "simulate": self.simulate, "configs": self.configs, "seed": self.seed}
         return verify.run(**asked, random_shapes=self.random, out=self.out)
 
@@ -118,13 +128,13 @@ class Tune:
     """Turns per candidate in the final and in the confirmation."""
     limit_s: float = 300.0
     """Seconds one answer of a candidate may take, compilation included."""
-    memory_gib: float | None = None
+    memory_gib: Omittable[float] = None
     """GiB that a candidate may hold on the host, 0 for no limit; nine tenths of this machine's memory if not given."""
     seed: int = 0
     """Seed of the search and of the inputs."""
-    out: Path | None = None
+    out: Omittable[Path] = None
     """File to append the record to; evidence/tune-<device>.jsonl if not given."""
-    table: Path | None = None
+    table: Omittable[Path] = None
     """Table to put the row into; if not given, the installed one of this device, which dispatch reads."""
     debug: bool = False
     """Show the traceback of an error."""
@@ -133,6 +143,7 @@ class Tune:
         """Search, confirm, and write the record and the row."""
         from tessera.workbench.tune import Budget, ship
 
+        check_writable(self.out or RECORDS)
         names = ("candidates", "quick", "finalists", "rounds", "limit_s", "memory_gib", "seed", "method")
         budget = Budget(**{name: getattr(self, name) for name in names})
         return ship.run(self.workload, self.role, budget, out=self.out, table=self.table)
@@ -142,19 +153,19 @@ class Tune:
 class Eval:
     """Compare policies on long-context tasks and on fidelity to dense: does a sparse policy keep the answers?"""
 
-    model: str | None = None
+    model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch). If not given, the shipped demo model; for the
     real suites, SmolLM2, which is fetched."""
-    plan: Path | None = None
+    plan: Omittable[Path] = None
     """Kascade plan; the one that comes with the weights if not given. The real suites also run without one."""
-    rival: tuple[Path, ...] = ()
+    rival: Several[Path] = ()
     """Further plans of the model, which the real suites compare with --plan."""
     suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
     """"demo" compares policies, "study" the plan's choices, "smoke" checks in a minute that everything runs; "real"
     compares a plan with rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
-    text: Path | None = None
+    text: Omittable[Path] = None
     """Text file, or folder of them, to hide tasks in and to measure fidelity on; held-out library text if not given."""
-    out: Path | None = None
+    out: Omittable[Path] = None
     """File to append to; evidence/eval-<device>.jsonl (real suites: real-<device>.jsonl) if not given."""
     resume: bool = False
     """Skip what already has a record of this commit."""
@@ -165,6 +176,7 @@ class Eval:
         """Run the suite and append its records."""
         from tessera.runtime.corpus import read_text
 
+        check_writable(self.out or RECORDS)
         text = None if self.text is None else read_text(self.text)
         given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # records hold no paths of this machine
         words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
@@ -245,6 +257,7 @@ class Report:
         from tessera.core.extras import require
 
         require("matplotlib", "report")
+        check_writable(self.out)
         from tessera.workbench.report import page as report_page
 
         count = report_page.write(self.evidence, self.out)

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tessera.core import interrupt
+
 
 class Ended(RuntimeError):
     """A worker ended without an answer.
@@ -75,6 +77,7 @@ class Worker:
         self._process = subprocess.Popen(
             self._command, **pipes, env=self._environment, text=True, start_new_session=True
         )
+        interrupt.end_with_us(self._process.pid)
         self._answered, self._errors = False, Tail(self._process.stderr)
 
     def _read(self, limit_s: float | None) -> str:
@@ -83,7 +86,8 @@ class Worker:
             timer = threading.Timer(limit_s, self._kill, [late])
             timer.start()
         try:
-            line = self._process.stdout.readline()
+            with interrupt.at_once():
+                line = self._process.stdout.readline()
         finally:
             if timer is not None:
                 timer.cancel()
@@ -114,6 +118,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             status = process.wait()
+        interrupt.ended(process.pid)
         self._errors.join()
         process.stdout.close()
         process.stderr.close()

@@ -3,19 +3,33 @@
 Also files of JSON lines, where a kill loses at most the line being written.
 """
 
+import glob
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+try:
+    import fcntl
+except ImportError:  # Windows: the caller must ensure one writer at a time
+    fcntl = None
+
+logger = logging.getLogger(__name__)
+
 SHIPPED = Path(__file__).parents[1] / "demo"
 """Files shipped with the package: the demo model, and plans of fetched models."""
 DEMO_MODEL = SHIPPED / "model"
+TEMPORARY = ".tessera-tmp"
+LOCK_S = 0.5
+"""Seconds to try for a lock: a load holds it for an instant, to see whether a save is alive."""
 
 
 def user_cache() -> Path:
@@ -37,8 +51,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
-    """Replace one file: fill(temporary) writes the content. A kill leaves the old file or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replace one file: fill(temporary) writes the content. A kill leaves the old file or the new one.
+
+    A kill also leaves the temporary file; the next call removes it.
+    """
+    remove_left(path.parent, glob.escape(path.name))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
         fill(temporary)
         sync(temporary)
@@ -46,6 +64,126 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str = "--out") -> None:
+    """Raise an error if the file (or folder) cannot be written, before hours of work: the nearest folder that exists
+    takes a temporary file.
+
+    Raises:
+        ValueError: a folder is where the file should be, or the other way round.
+        OSError: permissions, a read-only or full disk.
+    """
+    path = Path(path)
+    if path.exists() and path.is_dir() != folder:
+        said = "is not a writable folder: name another" if folder else "is a folder: name a file in it"
+        raise ValueError(f"{flag} {path} {said}")
+    place = path if path.is_dir() else path.parent
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"x" * 4096)
+        if path.is_file():
+            path.open("ab").close()
+    except OSError as error:
+        raise OSError(f"{flag} {path} cannot be written ({error.strerror or error}): name another place") from error
+
+
+@contextmanager
+def sole_writer(path: Path) -> Iterator[None]:
+    """Hold the lock on writing this file or folder, which belongs to a hidden file next to it.
+
+    The system frees the lock of a process that dies, so no lock is ever stale.
+
+    Raises:
+        OSError: another process holds it; the message names the process.
+    """
+    lock = _lock_path(path)
+    handle = _take_lock(lock, path)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            lock.unlink(missing_ok=True)  # while the lock is held: whoever opened this file sees that it is gone
+            os.close(handle)
+
+
+def _lock_path(path: Path) -> Path:
+    return path.parent / f".{path.name}.tessera-lock"
+
+
+def _take_lock(lock: Path, path: Path) -> int | None:
+    """Return a handle that holds the lock; None on Windows."""
+    if fcntl is None:
+        return None
+    until = time.monotonic() + LOCK_S
+    while True:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        if _lock(handle):
+            if _is_at(handle, lock):
+                os.truncate(handle, 0)
+                os.write(handle, str(os.getpid()).encode())
+                return handle
+        elif time.monotonic() > until:
+            owner = os.pread(handle, 20, 0).decode("ascii", "replace") or "unknown"
+            os.close(handle)
+            raise OSError(f"{path} is being written by another process ({owner}): wait for it, or name another place")
+        os.close(handle)
+        time.sleep(0.01)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    """Return whether an open file is still the one at its path: its writer removes it when done."""
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file; return False if another process holds the lock. Without locks, everyone gets them."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock on this file; no file, no lock."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _lock(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_left(folder: Path, name: str = "*") -> None:
+    """Remove the temporary files of this name (a pattern) that killed processes left."""
+    for left in folder.glob(f".{name}.*{TEMPORARY}"):
+        pid = left.name.removesuffix(TEMPORARY).rpartition(".")[2]
+        if pid.isdecimal() and not _is_alive(int(pid)):
+            left.unlink(missing_ok=True)
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name == "nt":  # where os.kill ends a process, whatever the signal
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # alive, and another user's
+        return True
+    return True
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -146,17 +284,24 @@ def replace_folder(folder: Path, outdated: Callable[[str], bool] = lambda name: 
     Everything else in the old folder (notes, a plan, subfolders) is kept, except names that the block wrote and
     top-level names for which outdated(name) is true. An error leaves the old folder unchanged. A kill leaves the old
     folder or the new one; between the two renames it leaves both, whole, under hidden sibling names, and `finish_swap`
-    (called by every load and save of a model) puts the new one in place. One writer at a time.
+    (called by every load and save of a model) puts the new one in place.
 
     Raises:
         ValueError: the folder cannot be renamed: it is a file, a mount point, or holds the working folder.
+        OSError: another process is saving to it.
     """
     folder = folder.resolve()
     _check_renamable(folder)
-    finish_swap(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with sole_writer(folder):
+        yield from _replace_folder(folder, outdated)
+
+
+def _replace_folder(folder: Path, outdated: Callable[[str], bool]) -> Iterator[Path]:
+    _finish_swap(folder)
     new, old = _siblings(folder)
     _remove(new, old)
-    new.mkdir(parents=True)
+    new.mkdir()
     try:
         yield new
         for path in new.iterdir():
@@ -170,13 +315,37 @@ def replace_folder(folder: Path, outdated: Callable[[str], bool] = lambda name: 
         os.rename(new, folder)
         sync(folder.parent)  # delete the old folder only after the rename is on disk
     finally:
-        finish_swap(folder)
+        _finish_swap(folder)
         _remove(new, old)
 
 
 def finish_swap(folder: Path) -> None:
-    """Put the new folder in place if a kill came between the two renames of `replace_folder`."""
+    """Put the new folder in place if a kill came between the two renames of `replace_folder`.
+
+    Logs a warning that names the copy which a killed save left, with its size; the next save removes it.
+    """
     folder = folder.resolve()
+    new, old = _siblings(folder)
+    if not (new.is_dir() or old.is_dir()):
+        return
+    until = time.monotonic() + LOCK_S
+    while _is_locked(_lock_path(folder)):  # a save is alive: it puts its folder in place itself
+        if folder.exists() or time.monotonic() > until:
+            return
+        time.sleep(0.01)
+    _finish_swap(folder)
+    for left in (new, old):
+        if left.is_dir():
+            size = sum(file.lstat().st_size for file in left.rglob("*"))
+            logger.warning(
+                "a save of %s was killed and left a copy of %s bytes: the next save removes it, or delete %s",
+                folder.name,
+                f"{size:,}",
+                left,
+            )
+
+
+def _finish_swap(folder: Path) -> None:
     new, old = _siblings(folder)
     if old.is_dir() and not folder.exists():
         os.rename(new if new.is_dir() else old, folder)
@@ -228,7 +397,7 @@ def _link(source: str, target: str) -> None:
 
 
 def sources(package: Path = Path(__file__).parents[1]) -> str:
-    """Hash the code and tables that run. A commit id says less: modified working trees share it."""
+    """Hash the code and tables that run. A commit id does not tell: a modified working tree keeps it."""
     digest = hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jsonl", ".txtpb")):
         text = path.read_bytes()

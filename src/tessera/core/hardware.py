@@ -9,6 +9,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -25,6 +26,18 @@ def prepare_simulator() -> None:
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
+def compiles_without_chip() -> bool:
+    """Return whether JAX has compilers for chips (the extra "deviceless"), and this host has none of these chips.
+
+    JAX would then load the plug-ins, which complain at length, and compute on the CPU. An NVIDIA GPU shows as
+    /dev/nvidia0, or as /dev/dxg under WSL.
+    """
+    patterns = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg")
+    if any(file for pattern in patterns for file in Path("/dev").glob(pattern)) or find_spec("jax_rocm7_plugin"):
+        return False
+    return any(find_spec(name) for name in ("libtpu", "jax_cuda13_plugin", "jax_cuda12_plugin"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Chip:
     """One accelerator's nominal limits.
@@ -38,6 +51,7 @@ class Chip:
         memory_bytes: main memory of the whole chip.
         cores: TensorCores or streaming multiprocessors.
         on_chip_bytes: scratch memory of one core (VMEM or shared memory).
+        capability: compute capability, as in "9.0"; None if it is no GPU.
         devices: jax devices per chip.
         clock_hz: cycles per second of a TensorCore; None for other chips. Derived from the peak rate: flops per second
             / (cores x matrix units x their side squared x 2), with 4 units of side 128 up to v5p, then 2 of side 256
@@ -54,6 +68,7 @@ class Chip:
     memory_bytes: float
     cores: int
     on_chip_bytes: int
+    capability: str | None = None
     devices: int = 1
     clock_hz: float | None = None
 
@@ -131,6 +146,7 @@ CHIPS: tuple[Chip, ...] = (
         memory_bytes=80e9,
         cores=132,
         on_chip_bytes=227 * 1024,
+        capability="9.0",
     ),
     Chip(
         name="h200",
@@ -141,6 +157,7 @@ CHIPS: tuple[Chip, ...] = (
         memory_bytes=141e9,
         cores=132,
         on_chip_bytes=227 * 1024,
+        capability="9.0",
     ),
 )
 
@@ -175,6 +192,18 @@ def device_slug() -> str:
     kind, host = jax.devices()[0].device_kind, cpu()
     name = f"cpu {host.model} {host.cores} cores" if kind == "cpu" else kind
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def gpu_capability() -> str | None:
+    """Return the compute capability of the GPU here ("9.0"; other vendors name theirs otherwise); None without one.
+
+    Queries jax: never call it at import.
+    """
+    import jax
+
+    if jax.default_backend() != "gpu":
+        return None
+    return str(getattr(jax.devices()[0], "compute_capability", "none"))
 
 
 def _cpu_model() -> str:

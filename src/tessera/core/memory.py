@@ -12,7 +12,7 @@ def available_bytes(device: jax.Device) -> int | None:
         return int(stats["bytes_limit"]) - int(stats.get("bytes_in_use", 0))
     if device.platform != "cpu":
         return None
-    bounds = [b for b in (_host_free_bytes(), _container_free_bytes()) if b is not None]
+    bounds = [b for b in (_host_free_bytes(), _container_free_bytes(), _process_free_bytes()) if b is not None]
     return min(bounds, default=None)
 
 
@@ -40,6 +40,19 @@ def _host_free_bytes() -> int | None:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
+
+
+def _process_free_bytes() -> int | None:
+    """Return the bytes left under a limit on this process's address space (ulimit -v)."""
+    statm = Path("/proc/self/statm")
+    if not statm.is_file():
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return limit - int(statm.read_text().split()[0]) * resource.getpagesize()
 
 
 def _container_free_bytes() -> int | None:

@@ -17,6 +17,7 @@ from tessera.demo.pictures import Anchor
 from tessera.generate import Model
 from tessera.runtime import score
 from tessera.runtime.answers import Generation
+from tessera.runtime.sampling import GREEDY
 from tessera.sparse.kascade import Kascade
 from tessera.train.data import library_corpus
 from tessera.workbench import measure, quality
@@ -59,7 +60,8 @@ def ask(models: Mapping[str, Model], document: str, subject: str) -> Answered:
     """
     expected = what_it_says(document, subject)[0]
     prompt = make_prompt(document, subject)
-    answers = {key: model.generate([prompt], max_new_tokens=48, stop=("\n",))[0] for key, model in models.items()}
+    how = {"max_new_tokens": 48, "stop": ("\n",), **GREEDY}
+    answers = {key: model.generate([prompt], **how)[0] for key, model in models.items()}
     return Answered(question=f"What is {subject}?", expected=expected, **answers)
 
 
@@ -105,7 +107,7 @@ def first_token_times(
 
         def sample(model: Model, number: int, length=length) -> float:
             start = int(rng.integers(0, len(text) - length))
-            return model.generate([text[start : start + length].tolist()], max_new_tokens=1)[0].ttft_s
+            return model.generate([text[start : start + length].tolist()], max_new_tokens=1, **GREEDY)[0].ttft_s
 
         contenders = {name: partial(sample, model) for name, model in models.items()}
         out[length] = measure.interleave(contenders, rounds=repeats)

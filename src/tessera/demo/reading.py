@@ -151,7 +151,7 @@ class Reader:
     """One policy's engine, whose cache keeps the document after the first prompt."""
 
     def __init__(self, model: Model, *, num_keys: int):
-        one_size = chunk_sizes(getattr(model.policy, "query_tile", 1), CHUNK)[:1]
+        one_size = chunk_sizes(model.policy.query_tile, CHUNK)[:1]
         self.engine = model.engine(slots=1, num_keys=num_keys, sizes=one_size)
         self.held = Held(0, ())
 

@@ -24,10 +24,13 @@ LONGEST_TEXT = 500
 
 
 def attention_program(
-    kernel: str, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None = None
+    kernel: str, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None = None, **variant: Any
 ) -> dict[str, Any]:
-    """Build the request for one kernel of `dispatch.KERNELS`; config None takes the kernel's own default."""
-    return {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config}
+    """Build the request for one kernel of `dispatch.KERNELS`; config None takes the kernel's own default.
+
+    variant: further arguments of `programs.attention_call`.
+    """
+    return {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config, "variant": variant}
 
 
 def factory_program(factory: str, **kwargs: Any) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def factory_program(factory: str, **kwargs: Any) -> dict[str, Any]:
 
 
 class Process(Worker):
-    """A compile worker."""
+    """A process that compiles programs: a crash or a timeout becomes a reply, not an exception."""
 
     def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
         """Return the reply; if there is none, {"compiled": False, "error", "stage"}.
@@ -70,6 +73,10 @@ def environment(paths: Sequence[str]) -> dict[str, str]:
     return found
 
 
+TIME = "time"
+"""Kind of the error of a compiler that was stopped at its time limit: neither success nor failure."""
+
+
 class Meaning(NamedTuple):
     """One kind of compiler error."""
 
@@ -91,7 +98,8 @@ class CompileError(NamedTuple):
     way_out: str
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.meaning}; {self.way_out}. The compiler: {self.text}"
+        said = f". The compiler: {self.text}" if self.text else ""
+        return f"{self.kind}: {self.meaning}; {self.way_out}{said}"
 
 
 def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
@@ -103,10 +111,10 @@ def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
     return CompileError("program", text, "the program is wrong before it meets the chip", "read the message")
 
 
-def out_of_time(text: str, limit_s: float) -> CompileError:
+def out_of_time(limit_s: float) -> CompileError:
     """Return the error of a worker that was killed at its time limit."""
-    meaning = f"the compiler took longer than {limit_s:g} s and was ended"
-    return CompileError("time", text, meaning, "take smaller or fewer unrolled blocks, or raise the limit")
+    meaning = f"the compiler took longer than --limit-s {limit_s:g} and was stopped, so this call may still compile"
+    return CompileError(TIME, "", meaning, "raise --limit-s, or take smaller or fewer unrolled blocks")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +144,13 @@ class Compiled:
             found = {name: reply[name] for name in ("compile_s", "memory", "about")}
             return cls(chip=chip, error=None, **found)
         text, took = reply["error"], reply.get("compile_s", 0.0)
-        error = out_of_time(text, took) if reply["stage"] == "time" else explain(text)
+        error = out_of_time(took) if reply["stage"] == "time" else explain(text)
         return cls(chip=chip, error=error, compile_s=took)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether the compiler was stopped at its time limit."""
+        return self.error is not None and self.error.kind == TIME
 
     @property
     def settings(self) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.attention.dispatch import KERNELS, choose
 from tessera.attention.kernel import Kernel, role_of
+from tessera.core import hardware
 from tessera.core.shapes import ceil_div
 from tessera.deviceless import programs
 from tessera.deviceless.compiler import Compiled
@@ -67,9 +68,11 @@ class Inspection:
 
         console = Console()
         if not self.compiled:
-            console.print(f"[bold]{self.kernel} on {self.chip}[/bold] does not compile")
+            verdict = "was not compiled in time" if self.found.timed_out else "does not compile"
+            console.print(f"[bold]{self.kernel} on {self.chip}[/bold] {verdict}")
             for name, text in self.found.error._asdict().items():
-                console.print(f"  {name.replace('_', ' ')}: {text}", markup=False)
+                if text:
+                    console.print(f"  {name.replace('_', ' ')}: {text}", markup=False)
             return
         table = Table(title=f"{self.kernel} on {self.chip}, {self.config}", title_justify="left", show_header=False)
         for name, text in self.rows().items():
@@ -121,19 +124,20 @@ def call(
 
 
 def kernel_for(
-    platform: str, spec: AttentionSpec, shapes: Shapes, name: str | None, config: Mapping[str, Any] | None
+    platform: str, chip: str, spec: AttentionSpec, shapes: Shapes, name: str | None, config: Mapping[str, Any] | None
 ) -> Kernel:
-    """Return the named kernel, or the first that dispatch would choose of those that compile without a chip.
+    """Return the named kernel, or the first that dispatch would choose on the chip of those that compile without it.
 
     Raises:
         ValueError: no kernel runs this call on this platform, with the reasons; or `config` does not fit the kernel.
     """
+    where = {"platform": platform, "capability": hardware.chip(chip).capability}
     if name:
         kernel = programs.kernel_named(name)
     else:
-        takes = (k for k in KERNELS if k.simulable and not k.refusal(spec, shapes, platform=platform, automatic=True))
-        kernel = next(takes, None) or choose(spec, shapes, platform=platform)
-    programs.check(kernel, spec, shapes, config, platform)
+        takes = (k for k in KERNELS if k.simulable and not k.refusal(spec, shapes, **where, automatic=True))
+        kernel = next(takes, None) or choose(spec, shapes, **where)
+    programs.check(kernel, spec, shapes, config, **where)
     return kernel
 
 
@@ -152,15 +156,16 @@ def facts(
         "chip": found.chip,
         "kernel": kernel.name,
         "config": str(config or found.settings or "default"),
-        "refused": refusals(platform, spec, shapes),
+        "refused": refusals(platform, found.chip, spec, shapes),
         "compile_s": found.compile_s if found.error else round(found.compile_s, 2),
         "found": found,
     }
 
 
-def refusals(platform: str, spec: AttentionSpec, shapes: Shapes) -> dict[str, str]:
+def refusals(platform: str, chip: str, spec: AttentionSpec, shapes: Shapes) -> dict[str, str]:
     """Map each of our kernels of the call's role and phase to the reason it cannot take the call; empty if one can."""
     role, decodes = role_of(spec, shapes), shapes.num_queries == 1
     ours = [k for k in KERNELS if k.platform == platform and k.simulable and k.role == role]
-    reasons = {k.name: k.refusal(spec, shapes) for k in ours if decodes or k.phase != "decode"}
+    capability = hardware.chip(chip).capability
+    reasons = {k.name: k.refusal(spec, shapes, capability=capability) for k in ours if decodes or k.phase != "decode"}
     return {} if None in reasons.values() else reasons

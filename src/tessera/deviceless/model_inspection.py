@@ -37,6 +37,7 @@ class StepInspection:
     """One step of a model on a mesh.
 
     Attributes:
+        timed_out: whether the compiler was stopped at its time limit.
         hbm_bytes: main memory held per device; `memory` breaks it down.
         collectives: [opcode, bytes, where, times per step].
         parts_ms: the parts of predicted_ms.
@@ -44,6 +45,7 @@ class StepInspection:
     """
 
     compiled: bool
+    timed_out: bool = False
     model: str
     chip: str
     mesh: int
@@ -85,7 +87,8 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
     found = tpu.compile_for(chip, program, topology=MESHES[chip][mesh], devices=mesh, limit_s=limit_s)
     about = {"model": model, "chip": chip, "mesh": mesh, "phase": call["phase"]}
     if found.error is not None:
-        return StepInspection(compiled=False, error=str(found.error), compile_s=found.compile_s, **about)
+        about |= {"timed_out": found.timed_out, "error": str(found.error), "compile_s": found.compile_s}
+        return StepInspection(compiled=False, **about)
     rows = call["batch"] * (1 if call["phase"] == "decode" else call["queries"])
     kernels = attention_ms(found)
     parts = {
@@ -157,7 +160,8 @@ def print_step(result: StepInspection) -> None:
 
     console = Console()
     if not result.compiled:
-        console.print(f"{result.model} {result.phase} on {result.mesh} x {result.chip} does not compile", markup=False)
+        verdict = "was not compiled in time" if result.timed_out else "does not compile"
+        console.print(f"{result.model} {result.phase} on {result.mesh} x {result.chip} {verdict}", markup=False)
         console.print(f"  {result.error}", markup=False)
         return
     title = f"{result.model}, one {result.phase} step on {result.mesh} x {result.chip}"

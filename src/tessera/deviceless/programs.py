@@ -1,7 +1,7 @@
 """Programs to compile without a chip: attention calls as the model makes them, gradients, key tile selection."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
@@ -34,7 +34,14 @@ def kernel_named(name: str) -> Kernel:
     raise ValueError(f"kernel={name!r} must be one of {', '.join(k.name for k in KERNELS)}")
 
 
-def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None, platform: str) -> None:
+def check(
+    kernel: Kernel,
+    spec: AttentionSpec,
+    shapes: Shapes,
+    config: Mapping[str, Any] | None,
+    platform: str,
+    capability: str | None = None,
+) -> None:
     """Refuse, before a compiler starts, a request that can only fail.
 
     Raises:
@@ -46,7 +53,7 @@ def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[s
         kind = attrgetter("platform", "role", "phase")
         ours = next(k for k in KERNELS if k.simulable and kind(k) == kind(kernel))
         raise ValueError(f"kernel {kernel.name} is compiled by {kernel.library}, only on a GPU: name {ours.name}")
-    reason = kernel.refusal(spec, shapes)
+    reason = kernel.refusal(spec, shapes, capability=capability)
     if reason is not None:
         raise ValueError(f"kernel {kernel.name} does not support this call: {reason}")
     if config is None:
@@ -66,21 +73,34 @@ def check(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Mapping[s
 
 
 def attention_call(
-    kernel: str, spec: Mapping, shapes: Mapping, config: Mapping | None = None
+    kernel: str,
+    spec: Mapping,
+    shapes: Mapping,
+    config: Mapping | None = None,
+    *,
+    changes: Mapping = MappingProxyType({}),
+    token_major: bool = False,
 ) -> tuple[Any, tuple, dict]:
     """Return (function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
 
     q arrives head-major, as the fusion that rotates it writes it for kernels that request it (seen in the model's own
     program). K and V arrive head-major, as the cache stores them. out is returned as the projection reads it.
+
+    Args:
+        kernel, spec, shapes: the call.
+        config: block sizes; those of dispatch if not given.
+        changes: fields of the config to replace.
+        token_major: q arrives as [B,T,N,H], so that the program pays for a transpose if the kernel needs one.
     """
     found, spec, shapes = kernel_named(kernel), AttentionSpec(**spec), Shapes(**shapes)
     reason = found.refusal(spec, shapes)
     if reason is not None:
         raise ValueError(f"{kernel} does not support this call: {reason}")
-    settings = tuned.config(found, spec, shapes) if config is None else found.Config(**config)
+    settings = replace(tuned.config(found, spec, shapes) if config is None else found.Config(**config), **changes)
     s = shapes
     dtype = jnp.dtype(s.dtype)
-    query = jax.ShapeDtypeStruct((s.batch, s.num_heads, s.num_queries, s.head_dim), dtype)
+    lead = (s.num_queries, s.num_heads) if token_major else (s.num_heads, s.num_queries)
+    query = jax.ShapeDtypeStruct((s.batch, *lead, s.head_dim), dtype)
     cache = jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.num_keys, s.head_dim), dtype)
     positions = Positions(*[jax.ShapeDtypeStruct((s.batch,), jnp.int32)] * 3)
     selection = None
@@ -91,7 +111,8 @@ def attention_call(
         )
 
     def call(q, k, v, positions, selection):
-        result = found.launch(jnp.swapaxes(q, 1, 2), KeyValues(k, v), spec, positions, selection, settings)
+        q_BTNH = q if token_major else jnp.swapaxes(q, 1, 2)
+        result = found.launch(q_BTNH, KeyValues(k, v), spec, positions, selection, settings)
         return result._replace(out=result.out.reshape(*result.out.shape[:2], -1))
 
     executions = None if found.executions is None else dict(found.executions(spec, shapes, settings))

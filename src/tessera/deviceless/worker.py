@@ -169,7 +169,8 @@ def build(request: dict, devices) -> tuple:
     if "kernel" in request:
         from tessera.deviceless.programs import attention_call
 
-        made = attention_call(**{k: request.get(k) for k in ("kernel", "spec", "shapes", "config")})
+        call = {k: request.get(k) for k in ("kernel", "spec", "shapes", "config")}
+        made = attention_call(**call, **request.get("variant", {}))
     else:
         module, _, name = request["factory"].partition(":")
         factory = getattr(importlib.import_module(module), name)

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,8 +20,9 @@ import ml_dtypes
 import numpy as np
 
 from tessera.core.escapes import escaped, quoted
+from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
-from tessera.models.config import ModelConfig
+from tessera.models.config import ModelConfig, stable_repr
 from tessera.models.families import parse_config, render_config
 from tessera.models.fetch import MODELS, fetched
 from tessera.models.gguf_file import GgufTensor, read_gguf, read_gguf_tensor
@@ -35,7 +37,6 @@ from tessera.models.tensor_file import (
     check_stored,
     map_blocks,
     read_index,
-    read_json,
     read_tensor,
     write_file,
 )
@@ -185,11 +186,13 @@ def save_folder(
     config: ModelConfig,
     tokenizer: Tokenizer | None = None,
     *,
+    generation: Mapping[str, Any] = MappingProxyType({}),
     shard_bytes: int = 5 << 30,
     extra: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a folder that `load` and Hugging Face transformers read: config, weights, generation config, tokenizer.
 
+    `generation` holds what generation_config.json says besides the ids of special tokens.
     Weights are written one tensor at a time, in their dtype, in shards of at most `shard_bytes` (a larger tensor gets
     a separate shard). All files go into a new folder, to which `extra(new)` may add more; it then replaces the old one
     whole: a kill leaves the old model or the new one, never shards of both (see `replace_folder`). Other files of the
@@ -200,7 +203,7 @@ def save_folder(
         ValueError: the folder cannot be replaced (a file, a mount point, the working folder).
     """
     raw = render_config(config, params.embed.dtype.name, tokenizer.pad_id if tokenizer else None)
-    generation = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[key] is not None}
+    ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[key] is not None}
     shards = _assign_shards(_tensors(params), shard_bytes)
     count = len(shards)
     names = [SINGLE] if count == 1 else [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
@@ -218,7 +221,7 @@ def save_folder(
             weight_map = {key: name for name, tensors in zip(names, shards) for key in tensors}
             _write_json(new / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(new / "config.json", raw)
-        _write_json(new / "generation_config.json", generation)
+        _write_json(new / "generation_config.json", {**ids, **generation})
         if tokenizer is not None:
             tokenizer.write(new)
         if extra is not None:
@@ -237,7 +240,7 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
     SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16.
     """
     digest = hashlib.sha256()
-    digest.update(repr(dataclasses.replace(config, dtype="", eos_ids=(), bos_id=None)).encode())
+    digest.update(stable_repr(dataclasses.replace(config, dtype="", eos_ids=(), bos_id=None)).encode())
     for name, (array, row) in sorted(_tensors(params).items()):
         flat = (array if row is None else array[row]).reshape(-1)
         picked = flat[np.linspace(0, flat.shape[0] - 1, 64).astype(np.int32)].astype(jnp.bfloat16)

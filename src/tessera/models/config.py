@@ -1,9 +1,18 @@
 """Configuration of a decoder, read from a Hugging Face config; unsupported keys are refused by name."""
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
 
 MAX_SIZE = 2**31 - 1
 """Maximum of every size and position: on devices they are int32."""
+ALWAYS_SHOWN = {
+    "Rope": "kind theta factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow "
+    "attention_factor mscale mscale_all_dim truncate".split(),
+    "ModelConfig": "family vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "
+    "max_positions rope norm_eps window tie_embeddings attention_bias output_bias mlp_bias qk_norm bos_id eos_ids "
+    "dtype".split(),
+}
+"""Fields that fingerprints have counted from the first plan on. Never add one: see `stable_repr`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +61,26 @@ class ModelConfig:
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even (rotary embedding pairs dimensions)")
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even and positive (rotary embedding pairs dimensions)")
 
     @property
     def groups(self) -> int:
         """Query heads per KV head, G."""
         return self.num_heads // self.num_kv_heads
+
+
+def stable_repr(config: Any) -> str:
+    """Return repr(config) without the fields that are not in ALWAYS_SHOWN and hold their default.
+
+    Plans name their model by a hash of this text: a new field must not change it for models that do not use the field.
+    """
+    name = type(config).__name__
+    shown = [f for f in fields(config) if f.name in ALWAYS_SHOWN[name] or getattr(config, f.name) != _default(f)]
+    values = {f.name: getattr(config, f.name) for f in shown}
+    texts = {key: stable_repr(value) if isinstance(value, Rope) else repr(value) for key, value in values.items()}
+    return f"{name}({', '.join(f'{key}={text}' for key, text in texts.items())})"
+
+
+def _default(field: Any) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()

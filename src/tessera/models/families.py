@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tessera.core.escapes import escaped, quoted
+from tessera.core.fields import OBJECT, TEXT, TRUTH, check_fields, either, integer, items, maybe, number, positive
 from tessera.models.config import MAX_SIZE, ModelConfig, Rope
 
 Raw = Mapping[str, Any]
@@ -54,10 +55,50 @@ HARMLESS_KEYS = frozenset(
     "begin_suppress_tokens exponential_decay_length_penalty".split()
 )
 
-MAX_REAL = 2.0**127
-"""Bound of every other number: float32 holds it."""
 MAX_LAYERS = 1 << 16
 """Maximum layers: ten times what the largest models have. A list of 2 ** 31 would fill the memory."""
+
+SIZE = integer(1, MAX_SIZE)
+TOKEN_IDS = maybe(either(integer(0, MAX_SIZE), items(integer(0, MAX_SIZE), "token ids")))
+FIELDS = MappingProxyType(
+    {
+        **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"), SIZE),
+        "num_hidden_layers": integer(1, MAX_LAYERS),
+        **dict.fromkeys(
+            "num_key_value_heads head_dim max_position_embeddings original_max_position_embeddings "
+            "sliding_window".split(),
+            maybe(SIZE),
+        ),
+        "max_window_layers": maybe(integer(0, MAX_SIZE)),
+        "rms_norm_eps": maybe(positive(1)),
+        "rope_theta": maybe(number(1, 1e15)),
+        "partial_rotary_factor": maybe(number(0, 1)),
+        "pretraining_tp": maybe(integer(1, 1024)),
+        **dict.fromkeys(("rope_scaling", "rope_parameters"), maybe(OBJECT)),
+        **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"), maybe(TRUTH)),
+        **dict.fromkeys(("hidden_act", "dtype", "torch_dtype"), maybe(TEXT)),
+        **dict.fromkeys(("architectures", "layer_types"), maybe(items(TEXT, "texts"))),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), TOKEN_IDS),
+    }
+)
+"""What config.json may hold, for the keys that are read."""
+GENERATION_FIELDS = MappingProxyType({"eos_token_id": TOKEN_IDS})
+"""What generation_config.json may hold, for the keys that are read."""
+ROPE_FIELDS = MappingProxyType(
+    {
+        "rope_theta": FIELDS["rope_theta"],
+        "partial_rotary_factor": FIELDS["partial_rotary_factor"],
+        "factor": maybe(number(1, 1e6)),
+        **dict.fromkeys(
+            ("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"), maybe(positive(1e6))
+        ),
+        # transformers takes a zero mscale as none
+        **dict.fromkeys(("mscale", "mscale_all_dim"), maybe(number(0, 1e6))),
+        "original_max_position_embeddings": maybe(SIZE),
+        "truncate": maybe(TRUTH),
+    }
+)
+"""What rope_scaling and rope_parameters may hold."""
 
 ROPE_KINDS = MappingProxyType(
     {
@@ -98,10 +139,10 @@ def _qwen_window(raw: Raw) -> int | None:
     """Return the window. Qwen slides in layers from max_window_layers on; only all layers or none are supported."""
     if not raw.get("use_sliding_window") or (window := _window(raw)) is None:
         return None
-    first, layers = raw.get("max_window_layers", 28), _positive(raw, "num_hidden_layers", limit=MAX_LAYERS)
-    if not isinstance(first, int):
-        raise ValueError(f"max_window_layers={quoted(first)} must be an integer in config.json")
-    kinds = _layer_types(raw) or {"sliding_attention" if i >= first else "full_attention" for i in range(layers)}
+    first, layers = _given(raw, "max_window_layers", 28), raw["num_hidden_layers"]
+    kinds = set(raw.get("layer_types") or ()) or {
+        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+    }
     if len(kinds) > 1:
         raise ValueError(
             f"use_sliding_window=true with max_window_layers={first} of {layers} layers mixes full and sliding layers, "
@@ -111,7 +152,7 @@ def _qwen_window(raw: Raw) -> int | None:
 
 
 def _window(raw: Raw) -> int | None:
-    return None if raw.get("sliding_window", 4096) is None else _positive(raw, "sliding_window", 4096)
+    return raw.get("sliding_window", 4096)
 
 
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
@@ -150,25 +191,30 @@ def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfi
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type={quoted(kind)} is not supported: it must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
+    check_fields(raw, FIELDS, "config.json")
+    check_fields(generation, GENERATION_FIELDS, "generation_config.json")
     _refuse_unsupported(raw, family)
-    heads, hidden = _positive(raw, "num_attention_heads"), _positive(raw, "hidden_size")
-    max_positions = _positive(raw, "max_position_embeddings", family.max_positions)
+    heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
+    max_positions = _given(raw, "max_position_embeddings", family.max_positions)
     switches = family.switches(raw)
     _check_layer_types(raw, switches.get("window"))
     eos = raw if generation.get("eos_token_id") is None else generation
+    for key in ("bos_token_id", "eos_token_id"):
+        _check_vocabulary(raw, key, raw["vocab_size"], "config.json")
+    _check_vocabulary(generation, "eos_token_id", raw["vocab_size"], "generation_config.json")
     return ModelConfig(
         family=kind,
-        vocab_size=_positive(raw, "vocab_size"),
+        vocab_size=raw["vocab_size"],
         hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size"),
-        num_layers=_positive(raw, "num_hidden_layers", limit=MAX_LAYERS),
+        intermediate_size=raw["intermediate_size"],
+        num_layers=raw["num_hidden_layers"],
         num_heads=heads,
-        num_kv_heads=_positive(raw, "num_key_value_heads", heads),
-        head_dim=_positive(raw, "head_dim", family.head_dim or hidden // heads),
+        num_kv_heads=_given(raw, "num_key_value_heads", heads),
+        head_dim=_given(raw, "head_dim", family.head_dim or hidden // heads),
         max_positions=max_positions,
         rope=parse_rope(raw, max_positions),
-        norm_eps=_real("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        norm_eps=float(_given(raw, "rms_norm_eps", 1e-6)),
+        tie_embeddings=bool(raw.get("tie_word_embeddings")),
         bos_id=next(iter(_token_ids(raw, "bos_token_id")), None),
         eos_ids=_token_ids(eos, "eos_token_id"),
         dtype=_dtype(raw),
@@ -183,8 +229,7 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
         ValueError: the kind or a parameter is not supported; the message names it.
     """
     values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if not isinstance(values, Mapping):
-        raise ValueError(f"rope_scaling={quoted(values)} must be a JSON object")
+    check_fields(values, ROPE_FIELDS, "the rope parameters of config.json")
     values = dict(values)
     legacy = values.pop("type", None)
     kind = values.pop("rope_type", legacy) or "default"
@@ -193,8 +238,7 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
     partial = values.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor={escaped(partial)} is not supported: the whole head must rotate (1.0)")
-    theta = values.pop("rope_theta", raw.get("rope_theta"))
-    theta = 10000.0 if theta is None else _real("rope_theta", theta)
+    theta = float(_given({"rope_theta": values.pop("rope_theta", raw.get("rope_theta"))}, "rope_theta", 10000.0))
     if unknown := {key: value for key, value in values.items() if key not in ROPE_KINDS[kind] and value is not None}:
         allowed = ", ".join(sorted(ROPE_KINDS[kind])) or "no parameters"
         raise ValueError(
@@ -205,22 +249,17 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
     inner = values.pop("original_max_position_embeddings", None)
     values = {key: value for key, value in values.items() if value is not None}
     if kind in ("llama3", "yarn"):
-        outer = raw.get("original_max_position_embeddings")
-        original = _positive(
-            {"original_max_position_embeddings": outer or inner or max_positions}, "original_max_position_embeddings"
-        )
+        original = raw.get("original_max_position_embeddings") or inner or max_positions
         values["original_max_positions"] = original
-        if kind == "yarn":
-            values.setdefault("factor", max_positions / original)
+        if kind == "yarn" and "factor" not in values:
+            check_fields(factor := {"factor": max_positions / original}, ROPE_FIELDS, "config.json, as lengths imply")
+            values |= factor
     required = {"factor"} | ({"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set())
     if missing := sorted(required - values.keys()):
         raise ValueError(f"rope_type={kind!r} needs {' and '.join(missing)}, got {values}")
-    for key, value in values.items():
-        if key == "truncate" and not isinstance(value, bool):
-            raise ValueError(f"truncate={quoted(value)} must be true or false")
-        # transformers takes a zero mscale as none
-        if key != "truncate" and not (key.startswith("mscale") and value == 0):
-            _real(key, value)
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        if low in values and high in values and not values[low] < values[high]:
+            raise ValueError(f"{low}={values[low]} must be below {high}={values[high]} in config.json")
     return Rope(kind=kind, theta=theta, **values)
 
 
@@ -297,46 +336,31 @@ def _refuse_unsupported(raw: Raw, family: Family) -> None:
 
 def _check_layer_types(raw: Raw, window: int | None) -> None:
     wanted = "full_attention" if window is None else "sliding_attention"
-    kinds = _layer_types(raw) or {wanted}
+    kinds = set(raw.get("layer_types") or ()) or {wanted}
     if kinds != {wanted}:
         raise ValueError(
             f"layer_types={escaped(sorted(kinds))} is not supported: all layers must be {wanted!r} ({window=})"
         )
 
 
-def _layer_types(raw: Raw) -> set[str]:
-    kinds = raw.get("layer_types") or []
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise ValueError(f"layer_types={quoted(kinds)} must be a list of texts in config.json")
-    return set(kinds)
-
-
-def _positive(raw: Raw, key: str, default: int | None = None, limit: int = MAX_SIZE) -> int:
-    value = raw.get(key)
-    value = default if value is None else value
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
-        raise ValueError(f"{key}={quoted(value)} must be a positive integer of at most {limit} in config.json")
-    return value
-
-
-def _real(key: str, value: Any) -> float:
-    """Return a positive number that float32 holds."""
-    if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < MAX_REAL:
-        raise ValueError(f"{key}={quoted(value)} must be a positive number in config.json")
-    return float(value)
+def _given(raw: Raw, key: str, default: Any) -> Any:
+    """Return a value; the default if it is missing or null."""
+    return default if raw.get(key) is None else raw[key]
 
 
 def _token_ids(raw: Raw, key: str) -> tuple[int, ...]:
     """Return one token id, several or none."""
     value = raw.get(key)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(token) is int and token <= MAX_SIZE for token in ids):
-        raise ValueError(f"{key}={quoted(value)} must be a token id of at most {MAX_SIZE}, or a list of them")
-    return tuple(ids)
+    return tuple(value) if isinstance(value, list) else () if value is None else (value,)
+
+
+def _check_vocabulary(raw: Raw, key: str, vocab_size: int, place: str) -> None:
+    if any(token >= vocab_size for token in _token_ids(raw, key)):
+        raise ValueError(f"{key}={quoted(raw[key])} in {place} must be below {vocab_size=}: it could never match")
 
 
 def _dtype(raw: Raw) -> str:
-    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    name = (raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
     if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype={name!r} is not supported: it must be float32, bfloat16 or float16")
+        raise ValueError(f"dtype={quoted(name)} is not supported: it must be float32, bfloat16 or float16")
     return "float32" if name == "float16" else name  # float32 holds every float16; bfloat16 would drop 3 bits

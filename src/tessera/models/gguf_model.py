@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tessera.core.escapes import escaped, quoted
+from tessera.core.fields import number, positive
 from tessera.models.config import MAX_SIZE, ModelConfig, Rope
 from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
 from tessera.models.weights import LAYER, OUTER, layer_name
@@ -60,6 +61,14 @@ HARMLESS_KEYS = {
     "use_parallel_residual": (True,),  # a key of other architectures that old converters wrote
 }
 """Keys that change nothing at these values (None: at any value)."""
+
+REALS = {
+    "attention.layer_norm_rms_epsilon": positive(1),
+    "rope.freq_base": number(1, 1e15),
+    **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(1, 1e6)),
+    **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), positive(1e6)),
+}
+"""What the real numbers may be."""
 
 FACTOR_TOLERANCE = 1e-5
 """Maximum relative error of rope_freqs.weight against Llama 3's factors; the converters' float32 error is near 1e-6."""
@@ -176,12 +185,8 @@ class _Metadata:
         value = self.values.get(key)
         if value is None and default:
             return default[0]
-        if not isinstance(value, float | int) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.error(key, value, "it must be a positive number")
-        with np.errstate(over="ignore"):
-            rounded = float(str(np.float32(value)))
-        if not 0 < rounded < math.inf:
-            raise self.error(key, value, "it must be a positive number")
+        if not REALS[key].fits(value) or not REALS[key].fits(rounded := float(str(np.float32(value)))):
+            raise self.error(key, value, f"it must be {REALS[key].allowed}")
         return rounded
 
     def token_id(self, role: str) -> int | None:
@@ -227,13 +232,16 @@ def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
         raise meta.error("rope.scaling.type", kind, f"scaling by {ROPE_FACTORS} as well is not supported")
     if kind == "linear":
         return Rope(kind="linear", theta=theta, factor=factor)
+    fast, slow = meta.real("rope.scaling.yarn_beta_fast", 32.0), meta.real("rope.scaling.yarn_beta_slow", 1.0)
+    if slow >= fast:
+        raise meta.error("rope.scaling.yarn_beta_slow", slow, f"it must be below rope.scaling.yarn_beta_fast={fast}")
     return Rope(
         kind="yarn",
         theta=theta,
         factor=factor,
         original_max_positions=meta.positive("rope.scaling.original_context_length", max_positions),
-        beta_fast=meta.real("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=meta.real("rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=fast,
+        beta_slow=slow,
     )
 
 

@@ -8,6 +8,7 @@ This module parses the files itself: the safetensors package's NumPy path copies
 import json
 import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from tessera.core.escapes import escaped, quoted
+from tessera.core.fields import SMALL_BYTES, TEXT, Rule, integer, items, maybe, parse_json, read_json, record
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
@@ -27,7 +29,24 @@ SHARD_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)
 BLOCK_BYTES = 16 << 20
 """Bytes checked and converted at a time."""
 
-MAX_HEADER_BYTES = 100 << 20
+MAX_HEADER_BYTES = SMALL_BYTES
+
+OFFSET = integer(0, 2**63 - 1)
+ENTRY = record(
+    {
+        "dtype": TEXT,
+        "shape": items(OFFSET, "sizes"),
+        "data_offsets": Rule(
+            "start and end", lambda v: items(OFFSET, "offsets").fits(v) and len(v) == 2 and v[0] <= v[1]
+        ),
+    },
+    "a dtype, a shape and the data_offsets of its start and end",
+)
+METADATA = maybe(Rule("texts by name", lambda v: isinstance(v, dict) and all(map(TEXT.fits, v.values()))))
+WEIGHT_MAP = Rule(
+    "names of files in this folder by tensor",
+    lambda v: isinstance(v, dict) and all(isinstance(n, str) and re.fullmatch(r"[\w-][\w.-]*", n) for n in v.values()),
+)
 
 
 class Stored(NamedTuple):
@@ -54,14 +73,24 @@ def read_index(folder: Path) -> dict[str, Stored]:
             raise ValueError(f"{folder} holds its weights as .bin files, which run code when read: save as safetensors")
         raise ValueError(f"{folder} holds no weights: {SINGLE} or {INDEX} is missing")
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, Mapping) or not all(re.fullmatch(r"[\w.-]+", str(n)) for n in weight_map.values()):
-        raise ValueError(f"{index} has no usable weight_map: download it again")
+    if not WEIGHT_MAP.fits(weight_map):
+        raise ValueError(
+            f"{index} has no usable weight_map ({quoted(weight_map)}): it must hold {WEIGHT_MAP.allowed}: "
+            f"download it again"
+        )
     stored: dict[str, Stored] = {}
     for shard in sorted(set(weight_map.values())):
         if not (folder / shard).is_file():
             raise ValueError(f"{folder / shard} is missing, but {INDEX} lists it: download the shard again")
-        stored |= read_header(folder / shard)
-    if lost := sorted(set(weight_map) - set(stored)):
+        for name, tensor in read_header(folder / shard).items():
+            if weight_map.get(name, shard) != shard or name in stored:
+                other = escaped(stored[name].path.name if name in stored else weight_map[name])
+                raise ValueError(
+                    f"{folder / shard} holds {escaped(name)}, which is in {other} or which {INDEX} places there: "
+                    f"download the model again"
+                )
+            stored[name] = tensor
+    if lost := sorted(weight_map.keys() - stored.keys()):
         raise ValueError(f"{index} lists {escaped(lost[0])}, which no shard holds: download the model again")
     return stored
 
@@ -78,23 +107,26 @@ def read_header(path: Path) -> dict[str, Stored]:
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"{path} is cut short or not a safetensors file ({size} bytes): download it again")
         text = file.read(length)
+    header = parse_json(text, f"the safetensors header of {path}")
+    broken = f"{path} has a broken safetensors header"
+    if not METADATA.fits(header.pop("__metadata__", None)):
+        raise ValueError(f"{broken} (__metadata__ must be {METADATA.allowed}): download it again")
     stored = {}
-    try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-            if not isinstance(dtype, str) or not all(type(number) is int for number in (*shape, start, end)):
-                raise ValueError(f"tensor {escaped(name)} needs a string dtype and integer sizes and offsets")
-            if not 0 <= start <= end:
-                raise ValueError(f"tensor {escaped(name)} ends before it starts")
-            stored[name] = Stored(path, dtype, shape, 8 + length + start, end - start)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = quoted(error, 300)
-        raise ValueError(f"{path} has a broken safetensors header ({reason}): download it again") from error
-    need = max((tensor.offset + tensor.num_bytes for tensor in stored.values()), default=0)
-    if need > size:
-        raise ValueError(f"{path} is cut short: it has {size} bytes of {escaped(need)}: download it again")
+    for name, entry in header.items():
+        if not ENTRY.fits(entry):
+            said = f"tensor {escaped(name)} is {quoted(entry, 120)} but must be {ENTRY.allowed}"
+            raise ValueError(f"{broken} ({said}): download it again")
+        start, end = entry["data_offsets"]
+        stored[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
+    end, last = 8 + length, "the header"
+    for name, tensor in sorted(stored.items(), key=lambda item: item[1][-2:]):
+        if tensor.offset != end:
+            said = f"tensor {escaped(name)} " + ("overlaps" if tensor.offset < end else "leaves a gap after")
+            raise ValueError(f"{broken} ({said} {escaped(last)}): download it again")
+        end, last = tensor.offset + tensor.num_bytes, name
+    if end != size:
+        problem = "is cut short" if end > size else "is too long"
+        raise ValueError(f"{path} {problem}: it has {size} bytes of {end}: download it again")
     return stored
 
 
@@ -113,8 +145,8 @@ def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"{name} in {tensor.path} is {escaped(tensor.dtype)}: weights must be {', '.join(DTYPES)}, not quantised"
         )
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * DTYPES[tensor.dtype].itemsize
-    if tensor.num_bytes != num_bytes or tensor.offset < 8:
+    num_bytes = prod(shape) * DTYPES[tensor.dtype].itemsize
+    if tensor.num_bytes != num_bytes:
         raise ValueError(f"{name} in {tensor.path} has {tensor.num_bytes} bytes for shape {shape}: download it again")
 
 
@@ -159,18 +191,3 @@ def write_file(path: Path, specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]]
         file.write(text)
         for array in arrays:
             file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        ValueError: the file is not JSON, or not an object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): download it again") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(value).__name__}")
-    return value

@@ -4,22 +4,27 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from tessera.core.escapes import escaped
+from tessera.core.escapes import quoted
+from tessera.core.fields import check_fields, parse_json, read_json
 from tessera.core.files import replace_folder, write_text
 from tessera.models.chat_template import Renderer
-from tessera.models.tensor_file import read_json
+from tessera.models.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, check_ids, check_tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE})
 """Files that `load_tokenizer` reads. Saving replaces all of them, so that no tokenizer gets another's template."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MARK = "\ufdd0"
+"""A character for programs' internal use, which no text holds. It breaks up the name of a special token in a chat
+message, so that the name is not found, and is dropped before the text is tokenised."""
 
 BYTE_SPECIALS = (
     "<|bos|>",
@@ -101,7 +106,7 @@ class Tokenizer:
                 treats every character as text (documents, quoted chats).
         """
         self.backend.encode_special_tokens = not parse_special
-        return self.backend.encode(text, add_special_tokens=add_special).ids
+        return _encode(self.backend, text, add_special)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Decode token ids; bytes that are not UTF-8 become U+FFFD, unknown ids are dropped."""
@@ -127,19 +132,43 @@ class Tokenizer:
         if self.chat_template is None:
             raise ValueError("this checkpoint has no chat template: pass plain text, or add a chat_template.jinja file")
         data = {"messages": messages, "tools": None, "documents": None, **variables}
-        try:  # the template, other people's code, sees what survives JSON: nothing with methods
-            size = len(json.dumps(data))
-        except (TypeError, RecursionError) as error:
-            raise ValueError(f"chat messages must be plain JSON data: {error}") from error
+        size = _plain_size(data)
         data = {**self.specials, "add_generation_prompt": add_generation_prompt, **data}
         return self._renderer.render(self.chat_template, data, size)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        parse_special: bool = False,
+        **variables: Any,
     ) -> list[int]:
-        """Render a conversation and encode it as token ids; the template writes bos itself."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self.encode(text, add_special=False)
+        """Render a conversation and encode it as token ids; the template writes bos itself.
+
+        Special tokens are those that the template writes: one that a message or variable names stays text, so that
+        nobody can end a turn from inside it. With `parse_special` it becomes the token, as in transformers.
+        """
+        data = {**variables, "messages": messages}
+        _plain_size(data)
+        added = [token for token in self.backend.get_added_tokens_decoder().values() if token.special]
+        names = [token.content for token in added if len(token.content) > 1]
+        # a normaliser may turn other characters into a name
+        if not parse_special and (any(token.normalized for token in added) or _holds(data, names)):
+            text = self.render_chat(**_mark(data, names), add_generation_prompt=add_generation_prompt)
+            return _encode(self._literal_backend, text, add_special=False)
+        return self.encode(self.render_chat(**data, add_generation_prompt=add_generation_prompt), add_special=False)
+
+    @cached_property
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        """A copy that drops MARK after it has found the special tokens, and before all else."""
+        raw = json.loads(self.backend.to_str())
+        for token in raw["added_tokens"]:
+            token["normalized"] &= not token["special"]  # look for it before MARK is dropped
+        drop = {"type": "Replace", "pattern": {"String": MARK}, "content": ""}
+        others = [] if raw["normalizer"] is None else [raw["normalizer"]]
+        raw["normalizer"] = {"type": "Sequence", "normalizers": [drop, *others]}
+        return tokenizers.Tokenizer.from_str(json.dumps(raw))
 
     def save(self, folder: str | os.PathLike) -> None:
         """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, as transformers reads them, to a folder.
@@ -150,7 +179,7 @@ class Tokenizer:
             self.write(new)
 
     def write(self, folder: Path) -> None:
-        """Write the files of `save` into a folder that is being built."""
+        """Write the files of `save` into a new folder, which the caller then moves into place."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **self.specials}
         write_text(folder / "tokenizer.json", self.backend.to_str(pretty=True))
         write_text(folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
@@ -221,23 +250,59 @@ def load_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
             f"{folder} holds its tokenizer as {other}, which is not supported: convert it once with transformers, "
             f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder), which writes tokenizer.json"
         )
-    try:
-        backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library has no narrower class
-        raise ValueError(f"{path} is not a readable tokenizer ({escaped(error, 300)}): download it again") from error
-    backend.no_truncation()
-    backend.no_padding()
-    settings = _read_json(folder / "tokenizer_config.json")
+    backend = _read_backend(path)
+    settings = _read_settings(folder / "tokenizer_config.json")
     settings.pop("added_tokens_decoder", None)  # tokenizer.json holds the same list
     template = _read_template(folder, settings.pop("chat_template", None))
     specials = {}
-    for source in (_read_json(folder / "special_tokens_map.json"), settings):
+    for source in (_read_settings(folder / "special_tokens_map.json"), settings):
         for role, token in source.items():
             content = token.get("content") if isinstance(token, Mapping) else token
             if role.endswith("_token") and isinstance(content, str):
                 specials[role] = content
     settings = {key: value for key, value in settings.items() if key not in specials}
     return Tokenizer(backend=backend, specials=specials, chat_template=template, settings=settings)
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text is not UTF-8: its character {error.start} is {quoted(text[error.start])}: convert it first"
+        ) from error
+    with LibraryErrors("the tokenizer fails on the text"):
+        return backend.encode(text, add_special_tokens=add_special).ids
+
+
+def _plain_size(data: Any) -> int:
+    """Return the characters of data as JSON: a template, other people's code, may see nothing with methods."""
+    try:
+        return len(json.dumps(data))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"chat messages must be plain JSON data: {error}") from error
+
+
+def _holds(data: Any, names: Sequence[str]) -> bool:
+    """Return whether a text in JSON data holds one of the names."""
+    if isinstance(data, str):
+        return any(name in data for name in names)
+    if isinstance(data, Mapping):
+        return any(_holds(value, names) for value in (*data, *data.values()))
+    return isinstance(data, list | tuple) and any(_holds(value, names) for value in data)
+
+
+def _mark(data: Any, names: Sequence[str]) -> Any:
+    """Return JSON data with MARK inside each of the names that its texts hold."""
+    if isinstance(data, str):
+        data = data.replace(MARK, "")
+        for name in names:
+            while name in data:  # once is not enough where a name overlaps itself
+                data = data.replace(name, name[0] + MARK + name[1:])
+        return data
+    if isinstance(data, Mapping):
+        return {_mark(key, names): _mark(value, names) for key, value in data.items()}
+    return [_mark(value, names) for value in data] if isinstance(data, list | tuple) else data
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -267,20 +332,43 @@ def _byte_characters() -> list[str]:
     return [table[byte] for byte in range(256)]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    problem = f"{path} is not a readable tokenizer"
+    if (size := path.stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{problem}: it has {size:,} bytes, more than the {MAX_BYTES:,} that it may have")
+    data = path.read_bytes()
+    raw = parse_json(data, path)
+    try:
+        check_tokenizer(raw)
+        with LibraryErrors("the library refuses it"):
+            backend = tokenizers.Tokenizer.from_str(data.decode())
+            backend.no_truncation()
+            backend.no_padding()
+            backend.decode(backend.encode("Some text, to see that it works.").ids)
+        check_ids(backend, raw)
+    except ValueError as error:
+        raise ValueError(f"{problem}: {error}: download it again") from error
+    return backend
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Read tokenizer_config.json or special_tokens_map.json; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    # transformers writes "no limit" as the integer 10 ** 30, rounded to a float
+    settings = read_json(path, large=("model_max_length",))
+    check_fields(settings, SETTINGS, str(path))
+    return settings
 
 
 def _read_template(folder: Path, inline: Any) -> str | None:
     """Read the chat template; the file wins over tokenizer_config.json, which may hold several named templates."""
     path = folder / TEMPLATE_FILE
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     if isinstance(inline, list):
-        named = {str(entry.get("name")): entry.get("template") for entry in inline if isinstance(entry, Mapping)}
-        inline = named.get("default")
-    if not isinstance(inline, str | None):
-        raise ValueError(
-            f"{folder / 'tokenizer_config.json'} has a chat_template that is not text: write it to {TEMPLATE_FILE}"
-        )
+        inline = {entry["name"]: entry["template"] for entry in inline}.get("default")
     return inline

@@ -57,6 +57,7 @@ LAYER = (
     _matrix("k", "self_attn.k_proj", "attn_k", "kv_heads", "model"),
     _matrix("v", "self_attn.v_proj", "attn_v", "kv_heads", "model"),
     _matrix("o", "self_attn.o_proj", "attn_output", "model", "heads", residual=True),
+    # This is the norm before the MLP in every family here. Gemma 2's files call another norm so.
     _vector("mlp_norm", "post_attention_layernorm", "ffn_norm", "model"),
     _matrix("gate", "mlp.gate_proj", "ffn_gate", "mlp", "model"),
     _matrix("up", "mlp.up_proj", "ffn_up", "mlp", "model"),

@@ -7,12 +7,15 @@ grow in steps of at most 2x (1.5x and 1.33x from 1,024 keys on).
 import gc
 import logging
 import tempfile
+import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from math import lcm
 from pathlib import Path
 
 import jax
-from jax.experimental.compilation_cache import compilation_cache
+from jax._src import compilation_cache
+from jax._src.lru_cache import LRUCache
 
 from tessera.core.files import user_cache
 from tessera.core.shapes import round_up
@@ -22,6 +25,44 @@ logger = logging.getLogger(__name__)
 CAPACITY_STEP = 128
 CHUNK_UNIT = 64
 CHUNK_GROWTH = 4
+
+
+CHECKSUM_BYTES = 4
+
+
+class CheckedCache(LRUCache):
+    """JAX's folder of compiled programs, with a checksum at the end of each file.
+
+    JAX would warn of a damaged entry in every process and never replace it. This cache drops it, and JAX compiles and
+    stores the program again.
+    """
+
+    def get(self, key: str) -> bytes | None:
+        """Return an entry; None if there is none, or a damaged one."""
+        stored = super().get(key)
+        if stored is None:
+            return None
+        value, checksum = stored[:-CHECKSUM_BYTES], stored[-CHECKSUM_BYTES:]
+        if checksum == _checksum(value):
+            return value
+        self._drop(key)
+        return None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Store an entry; a full disk keeps none."""
+        try:
+            super().put(key, value + _checksum(value))
+        except OSError as error:
+            logger.warning("a compiled program is not kept: %s (%s)", self.path, error.strerror or error)
+            self._drop(key)
+
+    def _drop(self, key: str) -> None:
+        with suppress(OSError):  # it is another user's, or another process was faster
+            (self.path / f"{key}-cache").unlink()
+
+
+def _checksum(value: bytes) -> bytes:
+    return zlib.crc32(value).to_bytes(CHECKSUM_BYTES, "little")
 
 
 def cache_folder() -> Path:
@@ -50,6 +91,8 @@ def enable_cache() -> Path | None:
     # JAX keeps only programs that took a second; ours are many and small, and add up to the start-up time.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     compilation_cache.reset_cache()  # JAX settles on "no cache" at the first compilation of the process
+    compilation_cache._cache = CheckedCache(str(folder), max_size=-1)  # JAX has no public way to choose it
+    compilation_cache._cache_initialized = True
     return folder
 
 

@@ -6,8 +6,9 @@
         for event in engine.step():
             ...
 
-A request's policy follows from its own length: one below the cross-over runs dense, others under the engine's policy.
-Each policy's requests form a sub-batch (`lane`), so a step has at most two. Not thread-safe.
+A request's policy follows from its own length: one below the cross-over (`Plan.crossover_tokens`) runs dense,
+others under the engine's policy. Each policy's requests form a lane (`lane.py`), so a step has at most two. Not
+thread-safe.
 """
 
 import logging
@@ -17,6 +18,7 @@ from typing import Any
 
 import jax
 
+from tessera.core import interrupt
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
@@ -42,7 +44,7 @@ class Engine:
     Args:
         params, config, policy: of the model.
         tokenizer: None if there is none; answers then have tokens and no text.
-        slots: rows of each sub-batch; None takes as many as there are requests when the sub-batch opens.
+        slots: rows of each lane; None takes as many as there are requests when the lane opens.
         num_keys: keys per row to allocate at least; a longer request grows the cache, which compiles new programs.
         sizes: rows of a prefill call, descending multiples of the policy's query tile; None takes 1,024, 256 and 64.
         lag: steps the device runs ahead of the host; None is LAG on accelerators and 0 on a CPU, where a step past the
@@ -101,10 +103,11 @@ class Engine:
         return ticket.id
 
     def step(self) -> list[Event]:
-        """Run each sub-batch once (one decoded token per row, one chunk of a joining prompt); return what is new.
+        """Run each lane once (one decoded token per row, one chunk of a joining prompt); return what is new.
 
         Every request ends with one End or Failure event, unless it is cancelled.
         """
+        interrupt.check()
         self._tickets = {id: ticket for id, ticket in self._tickets.items() if ticket.open}
         events = self._admit()
         for lane in self.lanes.values():  # both compute before the host waits for either
@@ -125,17 +128,27 @@ class Engine:
         ticket.dropped = True
         return ticket.answer.generation(ticket.started_s)
 
-    def drain(self, stream: Callable[[int, str], Any] | None = None) -> Iterator[End]:
+    def drain(
+        self, stream: Callable[[int, str], Any] | None = None, progress: Callable[[int, int], Any] | None = None
+    ) -> Iterator[End]:
         """Step until no request is open; yield how each ended.
 
         Args:
             stream: called with (id, text piece) as soon as text is final.
+            progress: called with (prompt tokens computed, prompt tokens to compute) of the open requests together,
+                after each step until all their prompts are.
 
         Raises:
             ValueError, MemoryError: the error of the first request that fails; the others stay open.
         """
+        tickets = [ticket for ticket in self._tickets.values() if ticket.open]
+        done, total = 0, 1
         while self.busy:
-            for event in self.step():
+            events = self.step()
+            if progress is not None and done < total:
+                done, total = (sum(counts) for counts in zip(*(ticket.prefilled for ticket in tickets)))
+                progress(done, total)
+            for event in events:
                 match event:
                     case Token() if stream is not None and event.text:
                         stream(event.id, event.text)
@@ -188,13 +201,13 @@ class Engine:
         return failures
 
     def _open_for(self, policy: Policy, tickets: Sequence[Ticket]) -> list[Event]:
-        """Open a sub-batch for as many requests as memory allows: the longest fail first."""
+        """Open a lane for as many requests as memory allows: the longest fail first."""
         failures, left = [], sorted(tickets, key=lambda ticket: ticket.answer.num_keys)
         while left:
             longest = left[-1].answer.num_keys
-            num_rows = max(ticket.answer.prompt_tokens for ticket in left)
+            num_tokens = max(ticket.answer.prompt_tokens for ticket in left)
             try:
-                self._open(policy, self.slots or len(left), longest, num_rows)
+                self._open(policy, self.slots or len(left), longest, num_tokens)
             except MemoryError as error:
                 failures.append(fail(left.pop(), error))
                 continue
@@ -203,9 +216,9 @@ class Engine:
             break
         return failures
 
-    def _open(self, policy: Policy, batch: int, num_keys: int, num_rows: int) -> Lane:
+    def _open(self, policy: Policy, batch: int, num_keys: int, num_tokens: int) -> Lane:
         num_keys = max(num_keys, self.num_keys)
-        require_room(self.params, self.config, batch=batch, num_keys=num_keys, num_rows=num_rows)
+        require_room(self.params, self.config, batch=batch, num_keys=num_keys, num_tokens=num_tokens)
         session = Session(self.params, self.config, policy, batch=batch, num_keys=num_keys, sizes=self.sizes)
         self.lanes[policy] = Lane(session, self.lag)
         return self.lanes[policy]

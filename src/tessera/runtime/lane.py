@@ -1,4 +1,4 @@
-"""A sub-batch: requests that run under one policy over one cache, one row each, and join and leave between steps.
+"""A lane: requests that run under one policy over one cache, one row each, and join and leave between steps.
 
 A request joins by a prefill, chunk by chunk while other rows decode. If all rows join at once, one prefill of the
 whole batch fills the cache in place. Otherwise a prefill of batch 1 fills a copy of the row, which then replaces it: in
@@ -52,7 +52,7 @@ class Pending(NamedTuple):
 
 
 class Lane:
-    """One sub-batch.
+    """One policy's requests and their cache.
 
     Args:
         session: its cache, empty.
@@ -82,7 +82,8 @@ class Lane:
         self._decode()
         self._join()
         after = len(self._pending)
-        self._due = max(after - self.lag, int(after == before), 0)
+        idle = after == before  # nothing was dispatched: drain what is pending, one step at a time
+        self._due = max(after - self.lag, int(idle))
 
     def collect(self) -> list[Event]:
         """Wait for the steps that are due and return what they brought."""
@@ -154,6 +155,8 @@ class Lane:
             return
         run, tickets = self._joining
         run.advance()
+        for ticket in tickets:
+            ticket.position = run.position
         if not run.done:
             return
         self._joining = None
@@ -205,13 +208,13 @@ class Lane:
         session = self.session if whole else self.session.row(rows[0])
         return Joining(Prefill(session, [ticket.request.prompt for ticket in tickets], start), tickets)
 
-    def _make_room(self, num_keys: int, num_rows: int, *, part: bool = False) -> None:
+    def _make_room(self, num_keys: int, num_tokens: int, *, part: bool = False) -> None:
         """Grow the cache to `num_keys` keys; MemoryError if that, or the copy of a row, does not fit."""
         session = self.session
         batch = session.batch if session.bucket(num_keys) > session.num_keys else int(part)
         if batch:
             room = max(num_keys, session.num_keys)
-            require_room(session.params, session.config, batch=batch, num_keys=room, num_rows=num_rows)
+            require_room(session.params, session.config, batch=batch, num_keys=room, num_tokens=num_tokens)
         session.reserve(num_keys)
 
     def _reusable(self, row: int, ticket: Ticket) -> int:

@@ -88,8 +88,9 @@ class Ticket:
     """A request inside an engine.
 
     Attributes:
-        row: its row of the sub-batch.
+        row: its row of the lane.
         reused: prompt tokens whose keys were in the cache.
+        position: prompt rows before it are computed, as far as the host knows.
         chosen: tokens that the device was asked to choose; the host may have read fewer.
         dropped: cancelled or failed.
     """
@@ -100,6 +101,7 @@ class Ticket:
     started_s: float
     row: int = 0
     reused: int = 0
+    position: int = 0
     chosen: int = 0
     dropped: bool = False
 
@@ -107,6 +109,13 @@ class Ticket:
     def open(self) -> bool:
         """Whether it still wants tokens."""
         return not (self.dropped or self.answer.done)
+
+    @property
+    def prefilled(self) -> tuple[int, int]:
+        """Prompt tokens computed, and to compute, without those whose keys were in the cache."""
+        total = self.answer.prompt_tokens - self.reused
+        done = total if self.answer.tokens or not self.open else self.position - self.reused
+        return min(max(done, 0), total), total
 
 
 def check_tokens(tokens: Sequence[int], config: ModelConfig, name: str) -> None:

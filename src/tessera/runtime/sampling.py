@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -34,9 +35,16 @@ class Method:
         )
 
 
+GREEDY = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
+"""Arguments of Model.generate that take the best token, whatever the model's generation_config.json says."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters; see Model.generate. Checked here; their values are not static under jit."""
+    """Sampling parameters; see Model.generate. Checked here; their values are not static under jit.
+
+    These switch a step off: temperature 0 (takes the best token), top_k 0, top_p 1, min_p 0, repetition_penalty 1.
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -47,12 +55,12 @@ class Sampling:
     def __post_init__(self):
         if not (isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
-        if self.top_k is not None and (int(self.top_k) != self.top_k or self.top_k < 1):
-            raise ValueError(f"top_k={self.top_k} must be a whole number of at least 1, or None to keep all tokens")
+        if self.top_k is not None and (int(self.top_k) != self.top_k or self.top_k < 0):
+            raise ValueError(f"top_k={self.top_k} must be a whole number, or 0 to keep all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or None to keep all tokens")
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or 1 to keep all tokens")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p={self.min_p} must be between 0 and 1, or None to keep all tokens")
+            raise ValueError(f"min_p={self.min_p} must be between 0 (keeps all tokens) and 1")
         if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1.0 is none")
 
@@ -61,14 +69,14 @@ class Sampling:
         """Steps that these values need."""
         draw = self.temperature > 0
         # greedy decoding needs no filter: every filter keeps the best token
-        filtered = draw and any(value is not None for value in (self.top_k, self.top_p, self.min_p))
-        return Method(draw=draw, filtered=filtered, penalised=self.repetition_penalty != 1.0)
+        filters = bool(self.top_k) or self.top_p not in (None, 1) or bool(self.min_p)
+        return Method(draw=draw, filtered=draw and filters, penalised=self.repetition_penalty != 1.0)
 
     def values(self, vocab_size: int) -> "Values":
         """Return the parameters as NumPy scalars, neutral where one is unset."""
         return Values(
             temperature=np.float32(self.temperature),
-            top_k=np.int32(vocab_size if self.top_k is None else min(self.top_k, vocab_size)),
+            top_k=np.int32(vocab_size if not self.top_k else min(self.top_k, vocab_size)),
             top_p=np.float32(1.0 if self.top_p is None else self.top_p),
             min_p=np.float32(0.0 if self.min_p is None else self.min_p),
             penalty=np.float32(self.repetition_penalty),

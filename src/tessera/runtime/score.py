@@ -18,6 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32, Int32
 
 from tessera.attention.contract import Positions
+from tessera.core import interrupt
 from tessera.core.shapes import round_up
 from tessera.models.cache import Cache, init_cache
 from tessera.models.config import ModelConfig
@@ -27,7 +28,8 @@ from tessera.runtime.compilation import CHUNK_UNIT
 from tessera.sparse.contract import Policy
 
 CHUNK = 512
-"""Maximum rows per call, unless the query tile is larger. A recorder holds rows / query_tile masses over all keys."""
+"""Maximum rows per call, unless the query tile is larger. Smaller than generation's chunks (`step.CHUNK`): a recorder
+holds rows / query_tile masses over all keys."""
 
 ROWS = 256
 """Rows of logits computed at a time: with a large vocabulary, more would not fit in memory."""
@@ -88,7 +90,7 @@ class Run:
 
     def __init__(self, model: Any, policy: PolicyOf, num_keys: int, array: Any = None):
         self.model, self.policy, self.array = model, policy, array
-        query_tile = getattr(make_policy(policy, array), "query_tile", 1)
+        query_tile = make_policy(policy, array).query_tile
         self.rows = round_up(min(CHUNK, round_up(num_keys, CHUNK_UNIT)), query_tile)
         params, stacked = model.params, not isinstance(model.params.layers, tuple)
         size = round_up(num_keys, self.rows)
@@ -96,6 +98,7 @@ class Run:
 
     def call(self, tokens: Any, start: int, rows: int) -> Chunk:
         """Run tokens, padded to `rows` rows, at position `start`, a multiple of the query tile."""
+        interrupt.check()
         padded = np.zeros((1, rows), np.int32)
         padded[0, : len(tokens)] = tokens
         where = (np.array([start], np.int32), np.array([len(tokens)], np.int32))

@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention.contract import Positions
+from tessera.core import interrupt
 from tessera.core.memory import require
 from tessera.core.shapes import round_up
 from tessera.models.cache import Cache, init_cache
@@ -27,7 +28,7 @@ from tessera.runtime.compilation import capacity_bucket, chunk_sizes, cut_chunks
 from tessera.sparse.contract import Policy, Reads
 
 CHUNK = 1024
-"""Maximum rows of one prefill call."""
+"""Maximum rows of one prefill call of generation; see `score.CHUNK` for text that is judged."""
 
 
 @partial(jax.jit, static_argnames=("config", "batch", "num_keys", "dtype", "stacked"))
@@ -48,7 +49,7 @@ def enlarge(cache: Cache, *, num_keys: int) -> Cache:
     return jax.tree.map(pad, cache)
 
 
-@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames=("cache", "last_BD"))
+@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
 def prefill_chunk(
     params: Params,
     cache: Cache,
@@ -60,7 +61,10 @@ def prefill_chunk(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Cache, Float[Array, "B D"], Reads | None]:
-    """Run one chunk; each sequence with rows in it writes its last row's hidden state to `last_BD`."""
+    """Run one chunk; each sequence with rows in it writes its last row's hidden state to `last_BD`.
+
+    `last_BD` is not donated: the host waits for it, to know how far the device is.
+    """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
     row = jnp.maximum(q_len_B - 1, 0)[:, None, None]
@@ -125,7 +129,7 @@ def put_row(cache: Cache, part: Cache, row: Int32[Array, ""]) -> Cache:
 
 
 class Session:
-    """One batch's cache, and the programs that fill it."""
+    """The KV cache of one batch, not a client's session, and the programs that fill it."""
 
     def __init__(
         self,
@@ -140,7 +144,7 @@ class Session:
         self.params, self.config, self.policy, self.batch = params, config, policy, batch
         self.dtype = str(params.embed.dtype)
         self.stacked = not isinstance(params.layers, tuple)
-        self.sizes = chunk_sizes(getattr(policy, "query_tile", 1), CHUNK) if sizes is None else tuple(sizes)
+        self.sizes = chunk_sizes(policy.query_tile, CHUNK) if sizes is None else tuple(sizes)
         self.num_keys = self.bucket(num_keys)
         self.cache = allocate(
             config=config, batch=batch, num_keys=self.num_keys, dtype=self.dtype, stacked=self.stacked
@@ -180,6 +184,7 @@ class Session:
         """Run the prompts' tokens from `start` on -> next-token logits, reads of each chunk; see `Prefill`."""
         run = Prefill(self, prompts, start)
         while not run.done:
+            interrupt.check()
             run.advance()
         return run.scores(), run.reads
 
@@ -203,7 +208,11 @@ class Session:
         return out, [] if reads is None else [reads]
 
     def warm(self, *, decode: bool = True) -> int:
-        """Run every program for this cache size once, on empty sequences, decode's if wanted; return how many."""
+        """Run every program for this cache size once, on empty sequences, decode's if wanted; return how many.
+
+        `Lane.warm` calls this for its rows and adds sampling; `Engine.warm` calls that for each of its lanes.
+        `Model.warmup` calls this for each cache size up to its longest request.
+        """
         no_rows = np.zeros(self.batch, np.int32)
         last = np.zeros((self.batch, self.config.hidden_size), self.dtype)
         sizes = [size for size in self.sizes if size <= self.num_keys]
@@ -219,6 +228,9 @@ class Session:
 class Prefill:
     """A prefill of a session's whole batch, which runs chunk by chunk.
 
+    Attributes:
+        position: the device has computed every row before it.
+
     Args:
         session: large enough for the prompts; see `Session.reserve`.
         prompts: one per sequence.
@@ -226,7 +238,7 @@ class Prefill:
     """
 
     def __init__(self, session: Session, prompts: Sequence[Sequence[int]], start: int = 0):
-        self.session, self.reads = session, []
+        self.session, self.reads, self.position = session, [], start
         self._lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         longest = int(self._lengths.max())
         self._rows = np.zeros((session.batch, longest + session.sizes[0]), np.int32)
@@ -241,12 +253,18 @@ class Prefill:
         return not self._chunks
 
     def advance(self) -> None:
-        """Run the next chunk."""
+        """Dispatch the next chunk and wait for the one before it.
+
+        The device always has one chunk to work on, so it never idles; the host knows its position and hears Ctrl-C.
+        """
         first, size = self._chunks.popleft()
+        before = self._last
         q_len = np.clip(self._lengths - first, 0, size)
         self._last, counted = self.session.chunk(self._last, self._rows[:, first : first + size], first, q_len)
         if counted is not None:
             self.reads.append(counted)
+        jax.block_until_ready(before)
+        self.position = first
 
     def scores(self) -> Float[Array, "B V"]:
         """Compute the next-token logits, once every chunk has run."""
@@ -259,19 +277,19 @@ def cache_bytes(config: ModelConfig, batch: int, num_keys: int, itemsize: int) -
     return per_key * capacity_bucket(num_keys)
 
 
-def chunk_bytes(config: ModelConfig, batch: int, num_rows: int, itemsize: int) -> int:
+def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int) -> int:
     """Estimate one prefill chunk's activation bytes: residual, projections, both halves of the MLP, float32 copies."""
-    rows = batch * min(num_rows, CHUNK)
+    rows = batch * min(num_tokens, CHUNK)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
     return rows * width * (itemsize + 4)
 
 
-def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_rows: int) -> None:
-    """Raise MemoryError unless a cache of `num_keys` keys and one chunk of a `num_rows`-token prompt fit."""
+def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int) -> None:
+    """Raise MemoryError unless a cache of `num_keys` keys and one chunk of a prompt of `num_tokens` fit."""
     itemsize = params.embed.dtype.itemsize
     require(
-        cache_bytes(config, batch, num_keys, itemsize) + chunk_bytes(config, batch, num_rows, itemsize),
+        cache_bytes(config, batch, num_keys, itemsize) + chunk_bytes(config, batch, num_tokens, itemsize),
         next(iter(params.embed.devices())),
         f"a cache for {batch} sequences of {num_keys} tokens",
         "pass fewer or shorter prompts per call, or a smaller max_new_tokens",
@@ -285,4 +303,7 @@ def explain_not_finite(params: Params) -> str:
     if broken:
         more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
         return f"the model's scores are not finite: its weights params{broken[0]}{more} hold NaN or inf; reload them"
-    return "the model's scores are not finite although its weights are: load it with dtype='float32'"
+    what = "the model's scores are not finite although its weights are"
+    if params.embed.dtype == jnp.float32:
+        return f"{what}, and float32 is the widest dtype: download the model again"
+    return f"{what}: load it with dtype='float32'"

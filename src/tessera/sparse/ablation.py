@@ -5,14 +5,16 @@ and never hashed.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float
 
 from tessera.attention import dispatch
-from tessera.attention.contract import AttentionSpec, Positions, Shapes
+from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
 from tessera.attention.selection import capacity_for, select_tiles, tile_budget
 from tessera.core.shapes import ceil_div
 from tessera.sparse.baselines import Counted
@@ -129,19 +131,26 @@ class MassRecorder(Policy):
 def missed_mass(mass_LBKIJ: np.ndarray, spec: AttentionSpec, positions: Positions, tiling: Tiling) -> np.ndarray:
     """Return [L,K,F]: probability outside the tiles always listed and the best far tiles of each budget of GRID, summed
     over query tiles, rows and query heads."""
-    spec, always = tiling.spec(spec), tiling.always()
     shape = mass_LBKIJ.shape[1:]
-    near = select_tiles(jnp.zeros(shape), spec, fraction=0.0, **always, **positions._asdict())
+    (tiles, count), budgets = jax.device_get(_near_and_budgets(positions, shape=shape, spec=spec, tiling=tiling))
     far = np.array(mass_LBKIJ, np.float64)
-    tiles, count = np.asarray(near.tiles), np.asarray(near.count)
     for index in np.ndindex(*count.shape):
         far[(slice(None), *index, tiles[index][: count[index]])] = 0.0
     held = np.cumsum(-np.sort(-far, axis=-1), axis=-1)
     held = np.pad(held, ((0, 0),) * 4 + ((1, 0),))
     missing = []
-    for fraction in GRID:
-        budget = tile_budget(spec, shape[2], *positions, fraction=fraction, **always).budget
+    for budget in budgets:
         number = np.minimum(np.broadcast_to(budget, count.shape) - count, shape[-1])
         taken = np.take_along_axis(held, np.broadcast_to(number, held.shape[:4])[..., None], axis=-1)[..., 0]
         missing.append((held[..., -1] - taken).sum((1, 3)))
     return np.stack(missing, axis=-1)
+
+
+@partial(jax.jit, static_argnames=("shape", "spec", "tiling"))
+def _near_and_budgets(
+    positions: Positions, *, shape: tuple[int, ...], spec: AttentionSpec, tiling: Tiling
+) -> tuple[Selection, list[Array]]:
+    """Return the tiles always listed, and the number of tiles within each budget of GRID. Op by op compiles longer."""
+    spec, always = tiling.spec(spec), tiling.always()
+    near = select_tiles(jnp.zeros(shape), spec, fraction=0.0, **always, **positions._asdict())
+    return near, [tile_budget(spec, shape[2], *positions, fraction=f, **always).budget for f in GRID]

@@ -104,7 +104,7 @@ def anchor_of(anchors: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 
 def best_heads(similarity_LLKK: Float[np.ndarray, "L L K K"]) -> Int32[np.ndarray, "L L K"]:
-    """For every pair (a, b) and head of b, the most similar head of a; many-to-one; ties to the lower head."""
+    """Return, for each pair of layers (a, b) and head of b, the most similar head of a; a tie takes the lower head."""
     return np.argmax(np.asarray(similarity_LLKK), axis=2).astype(np.int32)
 
 

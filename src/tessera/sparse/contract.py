@@ -34,6 +34,11 @@ class Policy:
         """Name by which users choose the policy."""
         raise NotImplementedError
 
+    @property
+    def query_tile(self) -> int:
+        """Query positions that share a selection; prompts are cut at multiples of it. A field may replace it."""
+        return 1
+
     def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> Any:
         """State before layer 0 of one forward call."""
         raise NotImplementedError
@@ -53,5 +58,9 @@ class Policy:
         return None
 
     def at_length(self, num_tokens: int) -> "Policy":
-        """Return the policy that serves a request of `num_tokens` in total (prompt and answer); by default, itself."""
+        """Return the policy that serves a request that caches `num_tokens`; by default, itself.
+
+        Prompt and answer count, also the part of `max_new_tokens` that is never generated, but not the last token,
+        which is never fed back. A request thus keeps one policy from its first token on.
+        """
         return self

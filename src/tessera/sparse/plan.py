@@ -1,16 +1,17 @@
 """The plan: what calibration found out about one model, as a file that can be read, checked and moved."""
 
 import json
-import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from tessera.attention.contract import AttentionSpec
+from tessera.attention.contract import TILES, AttentionSpec
 from tessera.attention.selection import check_budget
+from tessera.core.escapes import quoted
+from tessera.core.fields import OBJECT, SMALL_BYTES, TEXT, check_fields, integer, items, number, parse_json
 from tessera.core.files import replace_text
 from tessera.sparse.estimate import Estimate
 
@@ -21,8 +22,30 @@ FIRST_SCHEMA: Mapping[str, Any] = MappingProxyType(
 )
 """Fields that a plan of schema 1 lacks: it lists no local tiles and no sinks, and every layer scores or reuses."""
 
+MAX_INT32 = 2**31 - 1
+MAX_QUERY_TILE = 1024
+"""Maximum rows that share a selection. The size of a plan's query tile sets how many rows a chunk of a prompt has."""
+_RATIOS = items(number(0, 1), "numbers from 0 to 1")
+_INDICES = items(integer(0, 1 << 16), "integers of at least 0")
+FIELDS = MappingProxyType(
+    {
+        **dict.fromkeys(("model", "heads"), TEXT),
+        **dict.fromkeys(("num_layers", "num_kv_heads"), integer(1, 1 << 16)),
+        **dict.fromkeys(("tile", "query_tile", "score_rows"), integer(1, MAX_QUERY_TILE)),
+        "score_keys": integer(1, max(TILES)),
+        **dict.fromkeys(("minimum", "local", "sinks", "crossover_tokens"), integer(0, MAX_INT32)),
+        "fraction": number(0, 1),
+        **dict.fromkeys(("anchors", "own"), _INDICES),
+        "head_map": items(_INDICES, "lists of heads, one per layer"),
+        "budgets": items(_RATIOS, "lists of numbers from 0 to 1, one per layer"),
+        **dict.fromkeys(("promise", "provenance", "metrics"), OBJECT),
+    }
+)
+"""What plan.json may hold."""
+
 MEASURED = ("text_kl", "text_loss", "text_loss_dense", "text_kept", "probes_kl", "probes_kept", "density")
 COUNTED = ("asked", "found_dense", "found", "tokens")
+MAX_MEASURED = 1_000_000
 """Numbers and counts that a promise holds as measured; `calibration.search.Kept` says what they are."""
 
 
@@ -46,7 +69,7 @@ class Plan:
         budgets: [L][K]: a fraction per layer and KV head instead of `fraction`: 1 reads all, 0 only what is always
             read; empty to use `fraction`.
         score_keys, score_rows: layers in `own` score means of `score_keys` keys, for every `score_rows`-th query row.
-        crossover_tokens: requests shorter than this run dense, which is faster there.
+        crossover_tokens: requests of fewer tokens, max_new_tokens included, run dense, which is faster there.
         promise: empty, or what calibration was asked for (`keep`, `max_kl`), what it measured (MEASURED, COUNTED), the
             lengths of the windows that it measured on (`judged_tokens`), whether they set no budget (`fresh`) and meet
             the target (`held`).
@@ -81,17 +104,19 @@ class Plan:
         for name in ("head_map", "budgets"):
             object.__setattr__(self, name, tuple(tuple(row) for row in getattr(self, name)))
         check_choice(self)
+        check_query_tile(self.query_tile)
         check_promise(self.promise)
-        if self.crossover_tokens < 0:
-            raise ValueError(f"crossover_tokens={self.crossover_tokens} must be at least 0")
+        if not 0 <= self.crossover_tokens <= MAX_INT32:
+            raise ValueError(f"crossover_tokens={self.crossover_tokens} must be from 0 to {MAX_INT32}")
         check_head_map(self.head_map, self.num_layers, self.num_kv_heads)
         check_layers(self.anchors, self.own, self.head_map)
         check_budgets(self.budgets, self.num_layers, self.num_kv_heads)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the plan as JSON; a reader sees the old file or the new one, never half of one."""
-        text = json.dumps({"schema": SCHEMA, "kind": "tessera-plan", **asdict(self)}, indent=1) + "\n"
-        replace_text(Path(path), text)
+        text = json.dumps({"schema": SCHEMA, "kind": "tessera-plan", **asdict(self)})
+        raw = json.loads(text, parse_constant=lambda name: None)  # JSON has no NaN: such a metric is null
+        replace_text(Path(path), json.dumps(raw, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":
@@ -100,15 +125,14 @@ class Plan:
         if not path.is_file():
             raise FileNotFoundError(f"plan {str(path)!r} does not exist: make one with `tessera calibrate`")
         remake = "make a new one with `tessera calibrate`"
-        try:
-            found = json.loads(path.read_bytes())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"plan {str(path)!r} is not JSON ({error}): {remake}") from None
-        if not isinstance(found, dict) or found.pop("kind", None) != "tessera-plan":
+        if (size := path.stat().st_size) > SMALL_BYTES:
+            raise ValueError(f"plan {str(path)!r} has {size:,} bytes, more than {SMALL_BYTES:,}: {remake}")
+        found = parse_json(path.read_bytes(), f"plan {str(path)!r}", remake)
+        if found.pop("kind", None) != "tessera-plan":
             raise ValueError(f"{str(path)!r} is JSON but not a plan: {remake}")
         schema = found.pop("schema", None)
-        if not isinstance(schema, int) or schema < 1:
-            raise ValueError(f"plan {str(path)!r} has schema {schema!r}, which is not a version: {remake}")
+        if type(schema) is not int or schema < 1:
+            raise ValueError(f"plan {str(path)!r} has schema {quoted(schema)}, which is not a version: {remake}")
         if schema > SCHEMA:
             raise ValueError(
                 f"plan {str(path)!r} has schema {schema}, newer than {SCHEMA}, the newest this tessera reads: "
@@ -116,7 +140,7 @@ class Plan:
             )
         try:
             return cls(**_checked(found if schema > 1 else {**FIRST_SCHEMA, **found}))
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"plan {str(path)!r} is damaged: {error}; {remake}") from None
 
     def check(self, config: Any, fingerprint: str | None = None) -> None:
@@ -128,7 +152,8 @@ class Plan:
                 raise ValueError(f"the plan is of another model: its {name} is {mine}, this model's {theirs}; {remake}")
         if fingerprint is not None and self.model != fingerprint:
             raise ValueError(
-                f"the plan is of another model: it was made for {self.model!r}, this model is {fingerprint!r}; {remake}"
+                f"the plan is of another model: it was made for {quoted(self.model)}, this model is {fingerprint!r}; "
+                f"{remake}"
             )
         for name in ("tile", "query_tile"):
             size = getattr(self, name)
@@ -142,19 +167,19 @@ def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
     """Raise ValueError unless anchors ascend from layer 0 within the model."""
     ascending = all(a < b for a, b in zip(anchors, anchors[1:]))
     if not anchors or anchors[0] != 0 or not ascending or anchors[-1] >= num_layers:
-        raise ValueError(f"anchors={list(anchors)} must ascend from 0 and stay below num_layers={num_layers}")
+        raise ValueError(f"anchors={quoted(list(anchors))} must ascend from 0 and stay below num_layers={num_layers}")
 
 
 def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple[tuple[int, ...], ...]) -> None:
     """Raise ValueError unless anchors are in order and `own` names other layers, whose heads use their own choice."""
     num_layers = len(head_map)
     if list(own) != sorted(set(own)) or any(not 0 <= layer < num_layers for layer in own) or set(own) & set(anchors):
-        raise ValueError(f"own={list(own)} must ascend, stay below num_layers={num_layers} and name no anchor")
+        raise ValueError(f"own={quoted(list(own))} must ascend, stay below num_layers={num_layers} and name no anchor")
     check_anchors(tuple(sorted({*anchors, 0})) if 0 in own else anchors, num_layers)  # layer 0 has no source before it
     for layer in own:
         if head_map[layer] != tuple(range(len(head_map[layer]))):
             raise ValueError(
-                f"head_map[{layer}]={list(head_map[layer])} must be in order: the layer chooses for itself"
+                f"head_map[{layer}]={quoted(list(head_map[layer]))} must be in order: the layer chooses for itself"
             )
 
 
@@ -166,7 +191,7 @@ def check_budgets(budgets: tuple[tuple[float, ...], ...], num_layers: int, num_k
         raise ValueError(f"budgets of shape {[len(budgets), len(budgets[0])]} must be [{num_layers}, {num_kv_heads}]")
     for layer, row in enumerate(budgets):
         if any(not 0 <= value <= 1 for value in row):
-            raise ValueError(f"budgets[{layer}]={list(row)} must be fractions from 0 to 1")
+            raise ValueError(f"budgets[{layer}]={quoted(list(row))} must be fractions from 0 to 1")
 
 
 def check_choice(found: Any) -> None:
@@ -175,7 +200,16 @@ def check_choice(found: Any) -> None:
     check_budget(found.fraction, found.minimum, found.local, found.sinks)
     Estimate(keys=found.score_keys, rows=found.score_rows).check(found.tile if found.own else found.score_keys)
     if found.heads not in HEADS:
-        raise ValueError(f"heads={found.heads!r} must be one of {HEADS}")
+        raise ValueError(f"heads={quoted(found.heads)} must be one of {HEADS}")
+
+
+def check_query_tile(size: int) -> None:
+    """Raise ValueError unless chunks of whole query tiles stay small.
+
+    A chunk is a multiple of the query tile and of a power of two; for a prime of 7,919 that is half a million rows.
+    """
+    if size > MAX_QUERY_TILE or (size > 8 and size % 8):
+        raise ValueError(f"query_tile={size} must be a multiple of 8 and at most {MAX_QUERY_TILE}, or below 8")
 
 
 def check_promise(promise: Mapping[str, Any]) -> None:
@@ -187,17 +221,19 @@ def check_promise(promise: Mapping[str, Any]) -> None:
         raise ValueError("promise lacks keep or max_kl")
     measured, judged = promise["measured"], promise["judged_tokens"]
     if not isinstance(measured, Mapping):
-        raise ValueError(f"{measured=} in the promise must hold what was measured by name")
+        raise ValueError(f"measured={quoted(measured)} in the promise must hold what was measured by name")
     _check_names("measured in the promise", measured, {*MEASURED, *COUNTED})
     for name, value in {**promise, **measured}.items():
-        if name in ("keep", "max_kl", *MEASURED) and (type(value) not in (int, float) or not math.isfinite(value)):
-            raise ValueError(f"{name}={value!r} in the promise must be a number")
-        if name in COUNTED and (type(value) is not int or value < 0):
-            raise ValueError(f"{name}={value!r} in the promise must be an integer, at least 0")
+        if name in ("keep", "density") and not number(0, 1).fits(value):
+            raise ValueError(f"{name}={quoted(value)} in the promise must be a number from 0 to 1")
+        if name in ("max_kl", *MEASURED) and not number(-MAX_MEASURED, MAX_MEASURED).fits(value):
+            raise ValueError(f"{name}={quoted(value)} in the promise must be a number of at most {MAX_MEASURED:,}")
+        if name in COUNTED and not integer(0, MAX_INT32).fits(value):
+            raise ValueError(f"{name}={quoted(value)} in the promise must be an integer, at least 0")
         if name in ("fresh", "held") and not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} in the promise must be true or false")
-    if not isinstance(judged, list | tuple) or not judged or any(type(size) is not int or size < 1 for size in judged):
-        raise ValueError(f"judged_tokens={judged!r} in the promise must be a list of window lengths")
+            raise ValueError(f"{name}={quoted(value)} in the promise must be true or false")
+    if not isinstance(judged, list | tuple) or not judged or any(not integer(1, MAX_INT32).fits(n) for n in judged):
+        raise ValueError(f"judged_tokens={quoted(judged)} in the promise must be a list of window lengths")
 
 
 def _check_names(what: str, found: Mapping[str, Any], needed: set[str], optional: set[str] = frozenset()) -> None:
@@ -205,7 +241,7 @@ def _check_names(what: str, found: Mapping[str, Any], needed: set[str], optional
     if missing := sorted(needed - found.keys()):
         raise ValueError(f"{what} lacks {', '.join(missing)}")
     if unknown := sorted(found.keys() - needed - optional):
-        raise ValueError(f"{what} has unknown fields {unknown}")
+        raise ValueError(f"{what} has unknown fields {quoted(unknown)}")
 
 
 def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_kv_heads: int) -> None:
@@ -215,27 +251,15 @@ def check_head_map(head_map: tuple[tuple[int, ...], ...], num_layers: int, num_k
         raise ValueError(f"head_map of shape {shape} must be [{num_layers}, {num_kv_heads}]")
     for layer, row in enumerate(head_map):
         if any(not 0 <= head < num_kv_heads for head in row):
-            raise ValueError(f"head_map[{layer}]={list(row)} must name heads from 0 to {num_kv_heads - 1}")
+            raise ValueError(f"head_map[{layer}]={quoted(list(row))} must name heads from 0 to {num_kv_heads - 1}")
 
 
 def _checked(found: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a plan once their types are checked; the error names the first wrong one."""
-    known = {f.name for f in fields(Plan)}
-    if unknown := sorted(found.keys() - known):
-        raise ValueError(f"unknown fields {unknown}")
-    integers = ("num_layers", "num_kv_heads", "tile", "query_tile", "minimum", "local", "sinks", "score_keys")
-    kinds = {**{name: int for name in (*integers, "score_rows", "crossover_tokens")}, "model": str, "heads": str}
-    kinds |= {"fraction": (int, float), "anchors": list, "own": list, "head_map": list, "budgets": list}
-    kinds |= {"promise": dict, "provenance": dict, "metrics": dict}
-    for name in kinds:
+    if unknown := sorted(found.keys() - FIELDS.keys()):
+        raise ValueError(f"unknown fields {quoted(unknown)}")
+    for name in FIELDS:
         if name not in found:
             raise ValueError(f"{name} is missing")
-        if not isinstance(found[name], kinds[name]) or isinstance(found[name], bool):
-            raise ValueError(f"{name}={found[name]!r} has the wrong type")
-    for row in (found["anchors"], found["own"], *found["head_map"]):
-        if not isinstance(row, list) or any(type(value) is not int for value in row):
-            raise ValueError(f"{row!r} must be a list of integers")
-    for row in found["budgets"]:
-        if not isinstance(row, list) or any(type(value) not in (int, float) for value in row):
-            raise ValueError(f"{row!r} must be a list of numbers")
+    check_fields(found, FIELDS, "the plan")
     return found

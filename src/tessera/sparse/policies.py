@@ -1,4 +1,8 @@
-"""The table of policies: adding one is one new class plus one line here."""
+"""The table of policies that users choose by name.
+
+A new one takes a class, a line in POLICIES, and its name in `cli.main.Attention`, which must not import jax. Policies
+that only calibration and studies use (recorders, ablations, rivals) stay out of the table.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -44,7 +48,8 @@ def policy_for(name: str, config: Any, plan: Plan | None = None, **options: Any)
     Args:
         name: "dense", "kascade", "window" or "oracle".
         config: the model's, checked against the plan.
-        plan: needed by kascade; window and oracle take its tile sizes and budget from it.
+        plan: needed by kascade. In Python, window takes its tile sizes from it, oracle also its budget; the command
+            line passes a plan to kascade alone, whose promise it then prints.
         options: fields of the policy to override, e.g. fraction=0.05.
     """
     if name not in POLICIES:

@@ -78,7 +78,7 @@ def _asked(plan: Plan) -> str:
 
 
 def _judged(plan: Plan) -> str:
-    """Name the text that judged the plan, and its windows."""
+    """Name the text on which the plan was judged, and the lengths of its windows."""
     text = "new text" if plan.promise["fresh"] else "the text that set its budget"
     sizes = plan.promise["judged_tokens"]
     if len(sizes) > 2 and len(set(sizes)) == 1:

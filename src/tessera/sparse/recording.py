@@ -30,7 +30,7 @@ class SimilarityState(NamedTuple):
     """Record of one call; a and b are layers, K' KV heads (one if pooled).
 
     Attributes:
-        ids: [L,B,K',I,C] each layer's heaviest keys.
+        ids: [L,B,K',I,C] the keys with the most mass in each layer.
         least: [L,L,K',K'] minimum over query tiles of sim(a, b) per head of a and head of b.
         num_tiles: query tiles that had more keys to choose from than they could list.
         turned: [L] sum over tokens of 1 - cos of the residual stream around the attention block.
@@ -156,7 +156,7 @@ class RecallRecorder(Policy):
     @property
     def query_tile(self) -> int:
         """The policy's query tile, so that chunks are cut at its multiples."""
-        return getattr(self.policy, "query_tile", 1)
+        return self.policy.query_tile
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
         """The layers that do not read everything by definition."""
@@ -172,8 +172,10 @@ class RecallRecorder(Policy):
         return RecallState(self.policy.init_state(num_layers, shapes, spec), zeros, zeros)
 
     def attend(self, layer, q, kv, spec, positions, state):
-        tiles = {name: getattr(self.policy, name, getattr(spec, name)) for name in ("tile", "query_tile")}
-        tiled = replace(spec, **tiles)
+        policy = self.policy
+        tiled = spec
+        if isinstance(policy, Kascade | Oracle | Window):
+            tiled = replace(spec, tile=policy.tile, query_tile=policy.query_tile)
         whole = dispatch.attend(q, kv, replace(tiled, mass=True), **positions._asdict())
         out, inner = self.policy.attend(layer, q, kv, spec, positions, state.policy)
         out = whole.out if self.dense else out

@@ -2,7 +2,7 @@
 
 Every example is `length + 1` token ids with a weight per predicted token. Kinds of example:
 
-    copy   random bytes with a short period: the circuit that finds an earlier match forms here, at very short length
+    copy   random bytes with a short period: here the model learns to find an earlier match, at very short length
     recall random bytes in which earlier spans recur at any distance
     pairs  lines of keys and values, so similar that only the whole key identifies a value
     text   unmodified library source
@@ -150,8 +150,8 @@ def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarr
 def pairs(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Write lines of keys and values, repeatedly, in one wording: only the whole key identifies the value.
 
-    A value has weight from its second occurrence on, its first character most: matching the last few characters cannot
-    predict that one.
+    The loss counts a value from its second occurrence on. It counts the first character most: a match of the last few
+    characters cannot predict that one.
     """
     count = int(rng.integers(2, max(4, min(size // 24, 24))))
     keys = list(dict.fromkeys(draw_keys(rng, count)))

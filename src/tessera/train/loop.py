@@ -6,6 +6,7 @@ The batch of a step is a pure function of (recipe, step), so a resumed run repea
 """
 
 import json
+import math
 import os
 import signal
 import threading
@@ -29,8 +30,10 @@ from safetensors.numpy import save_file
 
 from tessera.attention.contract import Positions
 from tessera.attention.xla import prefill as xla_prefill
+from tessera.core import interrupt
 from tessera.core.extras import installed
-from tessera.core.files import write_whole
+from tessera.core.files import remove_left, sole_writer, write_whole
+from tessera.core.memory import require
 from tessera.models import decoder
 from tessera.models.checkpoint import load_params, read_tokenizer, save_folder
 from tessera.models.config import ModelConfig
@@ -243,11 +246,16 @@ def train(
 
     Raises:
         ValueError: the folder holds another recipe's run, the text is too short, or the loss is not finite.
+        MemoryError: a batch's scores over the vocabulary do not fit.
+        OSError: another process trains in this folder.
         FileNotFoundError: no such text.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the checkpoint is written first and the message says how to resume.
     """
     if until is not None and until < 0:
         raise ValueError(f"{until=} must be at least 0 steps, or None to run the recipe to its end")
+    if math.isnan(save_every_s) or save_every_s < 0:
+        raise ValueError(f"{save_every_s=} must be a number of seconds, at least 0")
+    check_room(recipe)
     console = Console(stderr=True) if console is None else console
     tokenizer = byte_tokenizer() if recipe.base is None else read_tokenizer(recipe.base)
     corpus = data.library_corpus() if recipe.text is None else data.read_split(recipe.text, tokenizer)
@@ -259,6 +267,16 @@ def train(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{folder} is not a writable folder ({error.strerror}): name another") from error
+    with sole_writer(folder / "train"):
+        remove_left(folder)
+        for left in folder.glob(".tmp??????"):  # where safetensors writes a file before it renames it
+            left.unlink()
+        return _train(recipe, folder, corpus, tokenizer, save_every_s=save_every_s, until=until, console=console)
+
+
+def _train(
+    recipe: Recipe, folder: Path, corpus: data.Split, tokenizer: Any, *, save_every_s: float, until: int | None, console
+) -> Trained:
     found = checkpoints(folder)
     state, step = load_checkpoint(found[-1], recipe) if found else (init_state(recipe), 0)
     state = jax.device_put(state, spread())
@@ -274,7 +292,7 @@ def train(
         stop_signals() as stopped,
     ):
         saved = time.monotonic()
-        while step < last and not stopped:
+        while step < last and not (stopped or interrupt.asked()):
             state, record = run_step(state, corpus, recipe, step)
             step += 1
             losses.write(json.dumps(record) + "\n")
@@ -286,12 +304,18 @@ def train(
     lines = read_losses(folder / LOG_NAME)
     if lines and installed("matplotlib"):
         draw_losses(lines, folder / "loss.svg", f"recipe {recipe.name!r}: {num_parameters(recipe.config):,} parameters")
-    if stopped:
-        message = f"stopped at step {step} of {recipe.steps}; the same command resumes there"
-        console.print(message, highlight=False)
-        raise KeyboardInterrupt(message)
+    if step < last:
+        raise KeyboardInterrupt(f"stopped at step {step} of {recipe.steps}; the same command resumes there")
     save_folder(folder / "model", state.params, replace(recipe.config, dtype="float32"), tokenizer)
     return Trained(params=state.params, step=step, model=folder / "model")
+
+
+def check_room(recipe: Recipe) -> None:
+    """Raise MemoryError if the float32 scores of a slice's rows over the vocabulary, a part of a step, do not fit."""
+    for stage in recipe.stages:
+        num_bytes = 4 * stage.batch // stage.accumulate * stage.length * recipe.config.vocab_size
+        what = f"the scores of a batch of {stage.batch:,} x {stage.length:,} tokens"
+        require(num_bytes, jax.devices()[0], what, "take a smaller batch or length")
 
 
 def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int) -> tuple[State, dict[str, Any]]:
@@ -329,12 +353,16 @@ def spread(rows: int = 0) -> NamedSharding:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list instead of dying between a donated state and its successor."""
+    """Collect SIGINT and SIGTERM in a list instead of dying between a donated state and its successor.
+
+    Leaves SIGINT to a handler that the program has installed, such as the command line's (`interrupt`).
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    names = (signal.SIGINT, signal.SIGTERM)
+    plain = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    names = (signal.SIGINT, signal.SIGTERM) if plain else (signal.SIGTERM,)
     before = [signal.signal(name, lambda number, frame: received.append(number)) for name in names]
     try:
         yield received

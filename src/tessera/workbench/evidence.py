@@ -87,7 +87,9 @@ class Code:
     def name(self) -> str:
         """Commit to check out, in words."""
         changes = " with uncommitted changes" if self.dirty else ""
-        return f"{self.commit[:9]}{changes}" + (f" (landed in {self.landed[:9]})" if self.landed else "")
+        return f"{self.commit[:9]}{changes}" + (
+            f" (not in this history; landed in {self.landed[:9]})" if self.landed else ""
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

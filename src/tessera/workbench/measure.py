@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tessera.core import hardware
+from tessera.core import hardware, interrupt
 from tessera.core.child import Worker
 
 
@@ -81,6 +81,7 @@ def interleave(
             break
         names = list(contenders) if number % 2 == 0 else list(reversed(contenders))
         for name in names:
+            interrupt.check()
             time.sleep(rest_s)
             taken[name].append(contenders[name](number))
     return taken

@@ -10,6 +10,7 @@ import numpy as np
 
 from tessera.calibration.calibrate import calibrate
 from tessera.generate import Model
+from tessera.runtime.sampling import GREEDY
 from tessera.sparse.plan import Plan
 from tessera.train.data import Split, Task, library_calibration, passkey_task
 
@@ -46,7 +47,7 @@ def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> 
     for first in range(0, len(tasks), batch):
         asked = tasks[first : first + batch]
         answers = model.generate(
-            [task.prompt.tolist() for task in asked], max_new_tokens=max(len(task.answer) for task in asked)
+            [task.prompt.tolist() for task in asked], max_new_tokens=max(len(task.answer) for task in asked), **GREEDY
         )
         for task, answer in zip(asked, answers, strict=True):
             num_right += list(answer.tokens[: len(task.answer)]) == task.answer.tolist()

@@ -21,8 +21,11 @@ from tessera.attention.kernel import Kernel
 from tessera.attention.selection import select_tiles
 from tessera.attention.tpu.matrix_unit import LANES
 from tessera.attention.workloads import Workload, tagged
+from tessera.core import hardware
 
 SMALL_BLOCK = 16
+UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiler options of a simulated kernel: it runs a few times, and optimising the simulator takes longer than that."""
 
 
 class Race(RuntimeError):
@@ -41,8 +44,8 @@ def machine(kernel: Kernel):
 
 
 def is_simulated(kernel: Kernel) -> bool:
-    """Return whether the kernel's chip is absent."""
-    return kernel.platform not in ("any", jax.default_backend())
+    """Return whether the kernel's chip is absent: no such platform, or a GPU of a generation that does not run it."""
+    return kernel.platform not in ("any", jax.default_backend()) or not kernel.runs_on(hardware.gpu_capability())
 
 
 @contextlib.contextmanager
@@ -163,6 +166,11 @@ def _asynchronous(thread):
         memory.clocks[thread].update(clock)
 
 
+def jit_for(kernel: Kernel, launch):
+    """Jit a function that launches the kernel; without optimisation if it is simulated."""
+    return jax.jit(launch, compiler_options=UNOPTIMISED if is_simulated(kernel) else None)
+
+
 @functools.cache
 def compiled(kernel: Kernel, spec: AttentionSpec, config: object):
     """Jit the kernel: (q, k, v, positions, selection) -> AttentionOut."""
@@ -170,13 +178,13 @@ def compiled(kernel: Kernel, spec: AttentionSpec, config: object):
     def launch(q, k, v, positions, selection):
         return kernel.launch(q, KeyValues.of(k, v), spec, positions, selection, config)
 
-    return jax.jit(launch)
+    return jit_for(kernel, launch)
 
 
 def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) -> AttentionOut:
     """Run the kernel on a numpy call; return numpy float32. Uses the smallest blocks if no config is given."""
     spec = spec_of(call, kernel.role)
-    q, k, v = (jnp.asarray(x).astype(dtype) for x in (call.q, call.k, call.v))
+    q, k, v = (jnp.asarray(x.astype(oracle.DTYPES[dtype])) for x in (call.q, call.k, call.v))
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
     selection = None
     if kernel.role == "sparse":
@@ -186,7 +194,7 @@ def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) ->
         out = jax.block_until_ready(compiled(kernel, spec, config)(q, k, v, positions, selection))
     assert out.out.dtype == q.dtype
     assert out.lse.dtype == jnp.float32
-    return AttentionOut(*(None if x is None else np.asarray(x.astype(jnp.float32)) for x in out))
+    return AttentionOut(*(None if x is None else np.asarray(x).astype(np.float32) for x in out))
 
 
 def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shapes | None = None) -> object:
@@ -261,7 +269,7 @@ def kernels(role: str | None = None, phase: str | None = None, *, simulate: bool
     """Return the kernels that run here, with `simulate` absent chips' too; prefill kernels also take decode calls."""
     platforms = ("any", jax.default_backend(), *(("tpu", "gpu") if simulate else ()))
     found = [k for k in KERNELS if k.platform in platforms and role in (None, k.role)]
-    found = [k for k in found if k.simulable or not is_simulated(k)]
+    found = [k for k in found if not is_simulated(k) or (simulate and k.simulable)]
     return [k for k in found if phase != "prefill" or k.phase == "prefill"]
 
 

@@ -18,7 +18,7 @@ from tessera.attention import oracle
 from tessera.attention.contract import AttentionOut, AttentionSpec
 from tessera.attention.kernel import Kernel
 from tessera.attention.workloads import Workload
-from tessera.core import hardware
+from tessera.core import hardware, interrupt
 from tessera.workbench import evidence, trials
 from tessera.workbench.errors import plain
 
@@ -293,6 +293,7 @@ def run(
         for todo in plan:
             outcomes = []
             for trial in todo:
+                interrupt.check()
                 progress.update(bar, description=f"{trial.kernel.name} {trial.workload.name}"[:60])
                 outcomes.append(attempt(trial))
                 progress.advance(bar)

@@ -34,7 +34,6 @@ from tessera.attention.gpu.warpgroup import (
     ROWS,
     WARPGROUPS,
     accumulate,
-    capability,
     filled,
     per_row,
     scores,
@@ -44,6 +43,7 @@ from tessera.attention.gpu.warpgroup import (
     whole_lines,
 )
 from tessera.attention.online_softmax import LOG2_E, dot, raw_scores, scale_of, visible_mask
+from tessera.core import hardware
 from tessera.core.shapes import ceil_div, round_up
 
 BLOCK = WARPGROUPS * ROWS
@@ -340,7 +340,7 @@ def gradients(
     delta = jnp.pad(jnp.swapaxes(jnp.where(is_row, delta, 0.0), 1, 2), pad)
     q, d_out = whole_lines(jnp.where(is_row[..., None], q, 0), 1), whole_lines(d_out, 1)
     inputs = Inputs(*positions, q, k, v, d_out, lse, delta)
-    here = capability()
+    here = hardware.gpu_capability()
     fits = head_dim in HEAD_DIMS and (here is None or HOPPER.includes(here))  # without a GPU here, compile for Hopper
     dq, dk, dv = (by_kernels if fits else by_rows)(inputs, cut)
     return dq[:, :num_queries], *(x[:, :, :num_keys] for x in (dk, dv))

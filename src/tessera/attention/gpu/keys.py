@@ -51,8 +51,8 @@ LIST = plgpu.Layout.WGMMA.reduce(0)
 def place_of(row, column, columns: int):
     """Return the offset of a 16-byte column of a row of keys in swizzled shared memory, in units of 16 bytes.
 
-    Rows lie in groups of 8, each a sequence of pieces [8 rows, 128 bytes] that hold `columns` 16-byte columns; in
-    its line of a piece, column c of row r is stored at c ^ (r % 8).
+    A group of 8 rows is stored as pieces of [8 rows, 128 bytes]; together they hold the `columns` columns of 16 bytes
+    that a row has. Within its 128 bytes, column c of row r lies at place c ^ (r % 8).
     """
     line = LINE_BYTES // COPY_BYTES
     piece = (row // 8) * (columns // line) + column // line

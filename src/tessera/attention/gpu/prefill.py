@@ -12,9 +12,10 @@ weights; and the two warpgroups take turns, so that one's products run under the
 past kv_len may be NaN and 0 * NaN is NaN: in the one block that can hold some they are zeroed in shared memory.
 
 Scoring writes, per row and tile, log2 of the sum of the tile's exponentials (running maximum included), which the row
-sum needs anyway; `gpu_mass` weighs it by the lse and sums over a query tile's rows. That is a number per row and tile,
-so queries come in chunks that bound it. It is float32: an error of a bit of float16 in a logarithm is a relative error
-of the mass of 0.1 to 0.3 %, and logits of 1e4 would have no precision left at all.
+sum needs anyway; names and docstrings call such logarithms "bits". `gpu_mass` weighs it by the lse and sums over a
+query tile's rows. That is a number per row and tile, so queries come in chunks that bound it. It is float32: an error
+of a bit of float16 in a logarithm is a relative error of the mass of 0.1 to 0.3 %, and logits of 1e4 would have no
+precision left at all.
 
 Work: 4 H flops per visible (row, key) pair; L2 traffic: 4 H bytes per key and 128 rows, 128 flops per byte.
 """

@@ -111,7 +111,7 @@ def unseen(item: Item, cut: Cut) -> int:
 
 
 def clear_values(refs: Refs, item: Item, padded: Padding, cut: Cut) -> None:
-    """Zero the padding of a list's last block of values, and announce the block."""
+    """Zero the padding of a list's last block of values, then signal that the block is ready."""
     slot = item.slot(padded.stop - 1, cut)
     plgpu.barrier_wait(refs.v_full.at[unseen(item, cut)])
     for row, column in itertools.product(range(0, cut.block_s, ROWS), range(0, cut.head_dim, COLUMNS)):
@@ -125,7 +125,10 @@ def clear_values(refs: Refs, item: Item, padded: Padding, cut: Cut) -> None:
 
 
 def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: Cut) -> Array:
-    """Set scores [64,X] to -inf where a row does not see a key. Limits per unit are cheaper than positions per key."""
+    """Set scores [64,X] to -inf where a row does not see a key.
+
+    Compares with one limit per listed piece of a tile: cheaper than computing each key's position.
+    """
     spec, place = cut.spec, plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
     row = token_of(row_block, cut) + read(refs, item, "first")
     last = jnp.minimum(row if spec.causal else row + NEVER, read(refs, item, "kv_len") - 1)

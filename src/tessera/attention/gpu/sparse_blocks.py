@@ -95,7 +95,7 @@ class Cut(NamedTuple):
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """The sizes of a launch."""
+    """Compute the sizes of a launch from the call and the block sizes."""
     groups = shapes.num_heads // shapes.num_kv_heads
     tokens = round_up(min(spec.query_tile, shapes.num_queries), LEAST_TOKENS)
     chunk, rows = math.gcd(tokens, ROWS), groups * tokens

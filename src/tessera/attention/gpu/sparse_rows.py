@@ -68,7 +68,7 @@ class Refs(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Work of a warpgroup: batch row, KV head, query tile, part of it, whether there is one, and which list."""
+    """A warpgroup's work: sequence, KV head, query tile and part, whether there is any, its list's number."""
 
     b: Array
     h: Array

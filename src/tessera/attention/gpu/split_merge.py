@@ -61,7 +61,7 @@ def flatten(x: Float[Array, "splits *rows"]) -> Float[Array, "splits size"]:
 
 
 def merged_types(flat: Float[Array, "splits size"], dtype: DTypeLike) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of the merged values and of their lse."""
+    """Return the shapes and dtypes of the merged values and of their lse."""
     return [jax.ShapeDtypeStruct(flat.shape[1:], x) for x in (dtype, jnp.float32)]
 
 

@@ -44,13 +44,6 @@ def swizzled(dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     return plgpu.TilingTransform((8, LINE_BYTES // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(LINE_BYTES)
 
 
-def capability() -> str | None:
-    """Return the compute capability of the GPU here ("9.0"; other vendors name theirs otherwise); None without one."""
-    if jax.default_backend() != "gpu":
-        return None
-    return str(getattr(jax.devices()[0], "compute_capability", "none"))
-
-
 def simulated() -> bool:
     """Whether the kernel being traced will run in the interpreter, which lacks a few operations."""
     return simulated_by(plgpu.InterpretGPUParams)

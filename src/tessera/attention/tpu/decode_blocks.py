@@ -221,7 +221,7 @@ def stream_lists(cut: Cut, lists: Lists) -> Array:
 
 
 def merge(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Merge splits [P, ...] with the weights exp(lse)."""
+    """Merge the results of P runs of keys [P, ...]: the mean of `out` with weights exp(lse), and the joint lse."""
     if out.shape[0] == 1:
         return out[0], lse[0]
     top = jnp.where(jnp.isneginf(lse).all(0), 0.0, lse.max(0))

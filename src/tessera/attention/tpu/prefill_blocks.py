@@ -145,7 +145,7 @@ def whole(x, size: int):
 
 
 class Range(NamedTuple):
-    """Keys a row block needs: blocks [lo, hi); its first row's position; keys that exist."""
+    """What a row block needs: key blocks lo to hi - 1, its first position, and how many keys and rows exist."""
 
     lo: Array
     hi: Array

@@ -102,7 +102,7 @@ def load(refs: Refs, p: int) -> State:
 
 
 def store(refs: Refs, p: int, state: State) -> None:
-    """Write the state of row block p back."""
+    """Store the state of row block p in its scratch memory."""
     refs.m[p], refs.acc[p] = state.m, state.acc
     if refs.sums is not None:
         refs.sums[p] = state.sums

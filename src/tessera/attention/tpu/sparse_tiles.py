@@ -64,7 +64,7 @@ class Cut(NamedTuple):
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
-    """Clip the block sizes of a tpu_sparse.Config to the call."""
+    """Compute the sizes of a launch: no block is larger than the call."""
     groups = shapes.num_heads // shapes.num_kv_heads
     tokens = min(spec.query_tile, round_up(shapes.num_queries, PACKED))
     parts = 1

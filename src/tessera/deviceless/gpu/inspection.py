@@ -134,7 +134,7 @@ def inspect_call(
     Raises:
         ValueError: no kernel runs this call on a GPU, with the reasons; or `config` does not fit the kernel.
     """
-    chosen = inspection.kernel_for("gpu", spec, shapes, kernel, config)
+    chosen = inspection.kernel_for("gpu", chip, spec, shapes, kernel, config)
     if error := overfull(chip, least_bytes(shapes)):  # the compiler would work on it for minutes
         found = gpu.Compiled(chip=chip, error=error, compile_s=0.0)
     else:
@@ -142,7 +142,9 @@ def inspect_call(
         found = gpu.compile_for(chip, program, limit_s=limit_s, **where)
         found = replace(found, error=found.error or overfull(chip, found.hbm_bytes))
     about = inspection.facts("gpu", chosen, spec, shapes, config, found)
-    result = Inspection(dispatched=choose(spec, shapes, platform="gpu").name, **about)
+    result = Inspection(
+        dispatched=choose(spec, shapes, platform="gpu", capability=hardware.chip(chip).capability).name, **about
+    )
     return replace(result, **figures(chosen, spec, shapes, found)) if result.compiled else result
 
 

@@ -114,6 +114,7 @@ def inspect_call(
     config: Mapping[str, Any] | None = None,
     limit_s: float = 300.0,
     paths: tuple[str, ...] = (),
+    variant: Mapping[str, Any] = MappingProxyType({}),
 ) -> Inspection:
     """Compile one attention call and predict its time.
 
@@ -124,12 +125,13 @@ def inspect_call(
         config: the kernel's block sizes; its default for this call if not given.
         limit_s: seconds for the compiler.
         paths: folders added to the compiling process's import path.
+        variant: further arguments of `programs.attention_call`.
 
     Raises:
         ValueError: no kernel runs this call on a TPU, with the reasons; or `config` does not fit the kernel.
     """
-    chosen = inspection.kernel_for("tpu", spec, shapes, kernel, config)
-    program = attention_program(chosen.name, spec, shapes, config)
+    chosen = inspection.kernel_for("tpu", chip, spec, shapes, kernel, config)
+    program = attention_program(chosen.name, spec, shapes, config, **variant)
     found = tpu.compile_for(chip, program, limit_s=limit_s, paths=paths)
     result = Inspection(**inspection.facts("tpu", chosen, spec, shapes, config, found))
     return replace(result, **figures(chosen, spec, shapes, found)) if result.compiled else result

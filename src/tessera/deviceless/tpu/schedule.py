@@ -67,7 +67,7 @@ class Schedule:
         capacity: slots per bundle of each unit.
         regions: in order of first appearance.
         vmem_bytes, smem_bytes: scratch and windows of the kernel, all buffers counted.
-        turns: trip count of its first loop on one core, the grid's if it has one; None if known only at run time.
+        turns: how often its first loop (the grid's, if there is one) runs on one core; None if known only at run time.
     """
 
     kernel: str

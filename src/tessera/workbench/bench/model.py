@@ -20,6 +20,7 @@ from tessera.core.shapes import ceil_div
 from tessera.models.checkpoint import fingerprint, load_params
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
+from tessera.runtime.sampling import GREEDY
 from tessera.runtime.step import Session, prefill_chunk
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy, Reads
@@ -65,7 +66,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
 
     def sample(name: str, number: int) -> float:
         prompt = draw_tokens(config, fresh_seed(number), length)
-        [answer] = models[name].generate([prompt], max_new_tokens=1)
+        [answer] = models[name].generate([prompt], max_new_tokens=1, **GREEDY)
         if not math.isfinite(answer.logprobs[0]):
             raise ValueError(f"{name} gave logprob {answer.logprobs[0]} on a timed call: the output must be finite")
         densities[name].append(answer.layer_density)
@@ -75,7 +76,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
     for name, model in models.items():  # a prompt takes a minute: compile on empty input, warm the sampler on 64 tokens
         session = model.session(model.policy, batch=1, num_keys=length)
         session.warm()
-        model.generate([draw_tokens(config, 0, 64)], max_new_tokens=1)
+        model.generate([draw_tokens(config, 0, 64)], max_new_tokens=1, **GREEDY)
         alone[name] = AttentionAlone(session, length)
     samplers = {name: attention.sample for name, attention in alone.items()}
     attention_s = measure.interleave(samplers, rounds=1, warmup=0, rest_s=REST_S)
@@ -202,7 +203,7 @@ def peer_model(stand: Stand) -> Iterator[Record]:
 
     def run_ours(number: int) -> float:
         prompt = draw_tokens(config, fresh_seed(number), length)
-        [answer] = ours.generate([prompt], max_new_tokens=steps + 1)
+        [answer] = ours.generate([prompt], max_new_tokens=steps + 1, **GREEDY)
         return note("ours", number, answer.ttft_s, 1 / answer.decode_tokens_per_s, answer.tokens)
 
     def run_peer(number: int) -> float:
@@ -293,7 +294,7 @@ def _weigh(folder, length: int) -> int:
 def answer_once(folder: str, length: int) -> None:
     """Load the model and answer one random prompt with one token; the child processes run this."""
     model = generate.load(folder)
-    [answer] = model.generate([draw_tokens(model.config, 1, length)], max_new_tokens=1)
+    [answer] = model.generate([draw_tokens(model.config, 1, length)], max_new_tokens=1, **GREEDY)
     if not math.isfinite(answer.logprobs[0]):
         raise ValueError(f"logprob {answer.logprobs[0]} must be finite")
 

@@ -21,6 +21,7 @@ import numpy as np
 from tessera.core import hardware
 from tessera.core.shapes import ceil_div
 from tessera.generate import Model
+from tessera.runtime.sampling import GREEDY
 from tessera.runtime.score import run_whole
 from tessera.sparse.baselines import Dense, Window
 from tessera.sparse.plan import Plan
@@ -164,7 +165,7 @@ def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.H
     for index in range(sizes.samples):
         depth = (index + 0.5) / sizes.samples
         sample = tasks.make(kind, hay, length, seed=(length, index), depth=depth)
-        [answer] = contender.model.generate([sample.prompt], max_new_tokens=sample.answer_tokens)
+        [answer] = contender.model.generate([sample.prompt], max_new_tokens=sample.answer_tokens, **GREEDY)
         scores.append(sample.score(answer.text))
         depths.append(depth)
         density.append(answer.layer_density)
@@ -217,7 +218,7 @@ def measure_fidelity(
 
 
 def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command: str) -> Record:
-    """Record the attention mass kept, per window over sparse layers and heads, and per layer and KV head."""
+    """Record the mean share of attention mass kept: of each window, and of each layer and KV head."""
     found = recall(contender.model, contender.model.policy, windows)
     facts = {"per_head": found.per_head.mean(0).round(6).tolist(), "sparse_layers": list(found.sparse_layers)}
     how = How(iterations=len(windows), check="dense attention's mass on the keys read, mean of sparse layers and heads")

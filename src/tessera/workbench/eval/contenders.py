@@ -52,7 +52,7 @@ Knots = tuple[tuple[int, float], ...]
 
 
 def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
-    """Run a text under a policy and count the keys its rows read, chunk by chunk: mean over layers and KV heads."""
+    """Run a text under a policy; return how many keys a row of each chunk reads, mean over layers and KV heads."""
     runner = Runner(model, policy, len(tokens))
     starts = [chunk.start for chunk in runner.fill(tokens)]
     ends = [*starts[1:], len(tokens)]
@@ -297,7 +297,7 @@ def contenders(
 
 
 def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
-    """Yield every rule of choosing tiles at one budget."""
+    """Yield a contender for each rule of choosing tiles; all read as many keys."""
     for name, scores, tile in (
         (WINDOW, "newest", 16),
         ("own choice, tile 1", "mass", 1),

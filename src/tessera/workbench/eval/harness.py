@@ -77,7 +77,10 @@ def generate_until(model: Model, context: str, options: dict[str, Any]) -> str:
         max_new_tokens=new_tokens,
         stop=until,
         temperature=float(options.get("temperature", 1.0)) if draws else 0.0,
-        top_p=options.get("top_p"),
+        top_k=0,  # here and below: nothing from the model's generation_config.json
+        top_p=options.get("top_p", 1.0),
+        min_p=0.0,
+        repetition_penalty=1.0,
     )
     return answer.text
 

@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     Attributes:
         found: every token of the answer is the top-1 token.
         logprob: ln of the probability of the whole answer.
-        tokens: number of the answer's tokens that are the top-1 token, each after the correct ones before it.
+        tokens: number of the answer's tokens that are the top-1 token, given the correct tokens before.
     """
 
     found: bool
@@ -54,7 +54,7 @@ class Runner:
 
     def __init__(self, model: Model, policy: Policy, num_keys: int):
         self.model, self.policy = model, policy
-        self.query_tile = getattr(policy, "query_tile", 1)
+        self.query_tile = policy.query_tile
         if ROOM % self.query_tile:
             raise ValueError(f"query_tile={self.query_tile} must divide {ROOM}: a question starts there")
         self.held = score.Run(model, policy, num_keys)

@@ -14,6 +14,7 @@ from tessera.attention.contract import AttentionSpec, Positions, Selection, Shap
 from tessera.attention.dispatch import KERNELS
 from tessera.attention.kernel import Kernel
 from tessera.attention.selection import select_tiles
+from tessera.core import hardware
 from tessera.core.shapes import ceil_div
 from tessera.workbench import trials
 from tessera.workbench.gpu_check.session import Session
@@ -94,9 +95,13 @@ class Setting(NamedTuple):
         return self.select(spec, self.masses(spec, key))
 
 
-def gpu_kernels(session: Session, phase: str | None = None) -> Iterator[Kernel]:
-    """Yield the NVIDIA GPU kernels; in a dry run only the first of each role and phase, and those for single keys."""
-    found = [kernel for kernel in KERNELS if kernel.platform == "gpu"]
+def kernels_here(session: Session, phase: str | None = None) -> Iterator[Kernel]:
+    """Yield the kernels that this GPU runs, cuDNN's too.
+
+    A dry run, without a GPU, takes only the first of each role and phase, and those for single keys.
+    """
+    capability = hardware.gpu_capability()
+    found = [kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.runs_on(capability)]
     if session.dry:
         found = [kernel for kernel in found if kernel.simulable]
         first = {(kernel.role, kernel.phase): kernel for kernel in reversed(found)}

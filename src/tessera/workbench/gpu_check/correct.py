@@ -78,7 +78,7 @@ class Case(NamedTuple):
 
 def run(session: Session) -> None:
     """Append records of layouts, cases and gradients; if `session.first`, FIRST cases per kernel and no gradients."""
-    kernels = list(calls.gpu_kernels(session))
+    kernels = list(calls.kernels_here(session))
     for kernel in filter(calls.takes_single_keys, kernels):
         for head_dim in (64,) if session.dry else (64, 128):
             for config in blocks_of(kernel, head_dim)[: 1 if session.dry else None]:
@@ -112,7 +112,7 @@ def what_of(kernel: Kernel, case: Case) -> What:
 
 
 def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
-    """Return per single-key block size, which decides how rows are placed, the config with the most stages."""
+    """Return one config of the single-key kernel per block size, on which the place of rows depends: most stages."""
     spec = AttentionSpec(tile=1, query_tile=layout.TOKENS, causal=False)
     heads = 2 * head_dim // layout.TOKENS
     space = kernel.search_space(spec, Shapes(1, 64, 4096, heads, 1, head_dim, 2048, "bfloat16"))
@@ -151,7 +151,7 @@ def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
 
 
 def compare(kernel: Kernel, case: Case) -> dict:
-    """Return a record's fields: errors of out, lse and mass over the tolerance.
+    """Return a record's fields: errors of out, lse and mass, each divided by its tolerance.
 
     Raises:
         ValueError: an error exceeds the tolerance, or the answer breaks the contract otherwise.

@@ -81,7 +81,7 @@ def run(session: Session) -> None:
 
 def time_setting(session: Session, watch: clock.Clock, setting: Setting) -> None:
     """Time a call's contenders that are not done; if one of ours is not, time the finished ones again too."""
-    kernels = {k.name: k for k in calls.gpu_kernels(session, setting.phase) if calls.taken(k, setting)}
+    kernels = {k.name: k for k in calls.kernels_here(session, setting.phase) if calls.taken(k, setting)}
     others = [name for name in peers.PEERS if peers.installed(name)]
     whats = {name: what_of(name, setting) for name in (*kernels, *others)}
     todo = {name for name in whats if not session.is_done(whats[name])}
@@ -264,5 +264,5 @@ def in_layers(session: Session, watch: clock.Clock, setting: Setting, by_role, r
 
 
 def method(session: Session, watch: clock.Clock) -> How:
-    """Describe how this piece times."""
+    """Describe how this part of the script measures time, for its records."""
     return How(warmup=1, iterations=session.scale.rounds, interleaved=True, check=watch.method, cold_cache=watch.cold)

@@ -37,7 +37,7 @@ def run(session: Session) -> None:
 
 def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, object, What]]:
     """Yield every kernel and configuration that takes the call; one per kernel in a dry run."""
-    for kernel in calls.gpu_kernels(session, setting.phase):
+    for kernel in calls.kernels_here(session, setting.phase):
         call = calls.taken(kernel, setting)
         configs = [] if call is None else list(kernel.search_space(*call))
         for config in configs[: 1 if session.dry else None]:

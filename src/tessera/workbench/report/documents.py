@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
+from tessera.core.units import three
 from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
 from tessera.workbench.report import real as report_real
@@ -25,14 +26,24 @@ from tessera.workbench.report.markdown import (
     of_one_machine,
     provenance,
     quantity,
+    ratio_of,
     result_of,
     side_by_side,
     title_of,
 )
+from tessera.workbench.report.roadmap import roadmap
 from tessera.workbench.report.summary import summary
+from tessera.workbench.studies.figures import TERMS
 from tessera.workbench.studies.validation import MEDIAN_GOAL, P90_GOAL, RANK_GOAL
 
-PAGES = ("README.md", "docs/answers.md", "docs/speed.md", "docs/tpu-figures.md", "docs/gpu-figures.md")
+PAGES = (
+    "README.md",
+    "docs/answers.md",
+    "docs/speed.md",
+    "docs/tpu-figures.md",
+    "docs/gpu-figures.md",
+    "docs/evidence.md",
+)
 """Files that contain rendered tables."""
 
 OWN_MODEL = "own_model_"
@@ -90,9 +101,8 @@ def _compared(records: Sequence[Record]) -> Table:
         versus = record.comparison
         other = by_key.get(record.key._replace(kernel=versus.against))
         shown = f"{versus.against} {result_of(other)}" if other else versus.against
-        interval = f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})" if versus.interval else ""
         target = f"{versus.target}x: {'met' if versus.met else '**missed**'}" if versus.target else "none"
-        rows.append([*lead, result_of(record), shown, f"{versus.ratio:.2f}x{interval}", keys_read(record), target])
+        rows.append([*lead, result_of(record), shown, ratio_of(record), keys_read(record), target])
         used += [record, other] if other else [record]
     header = ["workload", "machine", "Tessera", "against", "ratio (95 %)", "keys read", "target"]
     return Table(header, rows, used)
@@ -167,8 +177,37 @@ def _policy(record: Record) -> str:
     return ", ".join([record.what.kernel, *parts])
 
 
+def verify(records: Sequence[Record]) -> Table:
+    """Show every kernel against the float64 oracle: errors in units of the tolerance, at most 1, and failures."""
+    chosen = [r for r in records if r.what.op == "verify"]
+    rows = []
+    for record in chosen:
+        spread, facts = record.facts.get("distribution", {}), record.facts
+        kernel = record.what.kernel + (" (simulated)" if facts.get("simulated") else "")
+        kernel += record.what.workload.removeprefix("oracle trials").replace(" of ", ", ")
+        figures = [three(spread[name]) if name in spread else "" for name in ("p50", "max")]
+        elements = f"{facts['elements']:,}" if "elements" in facts else ""
+        trials = str(facts.get("trials", ""))
+        rows.append(
+            [kernel, record.what.dtype, record.where.machine, trials, elements, *figures, _trials_failed(record)]
+        )
+    header = ["kernel", "dtype", "machine", "trials", "elements", "median error / tolerance", "worst", "failures"]
+    return Table(header, rows, chosen)
+
+
+def _trials_failed(record: Record) -> str:
+    """Format the number of failed trials and the first one's error; the record's error names each with its seed."""
+    if record.error is None:
+        return "0"
+    count = record.error.count(f"--seed {record.facts['seed']}: ") if "seed" in record.facts else 1
+    return f"**{count}**: {record.error.partition('; ')[0][:200]}"
+
+
 def tpu(records: Sequence[Record]) -> str:
-    """Show predictions of the TPU kernels' target figures: a row per figure, a column per chip."""
+    """Show predictions of the TPU kernels' target figures: a row per figure, a column per chip.
+
+    "HBM" marks a ratio whose first call is predicted as bytes over bandwidth: its schedule does not decide it.
+    """
     chosen = newest(r for r in records if r.what.op == "predicted figure")
     figures: dict[str, dict[str, Record]] = {}
     for record in chosen:
@@ -176,18 +215,23 @@ def tpu(records: Sequence[Record]) -> str:
         figures.setdefault(figure, {})[chip] = record
     chips = sorted({chip for found in figures.values() for chip in found})
     order = sorted(figures, key=_family(list(figures)))
-    rows = [[figure, *(_held(figures[figure].get(chip)) for chip in chips)] for figure in order]
-    return markdown(["predicted", *chips], rows) + provenance(chosen) if rows else ""
+    rows = [[figure, TERMS.get(figure, ""), *(_held(figures[figure].get(chip)) for chip in chips)] for figure in order]
+    return markdown(["predicted", "terms", *chips], rows) + provenance(chosen) if rows else ""
 
 
 def _family(figures: Sequence[str]) -> Callable[[str], tuple]:
-    """Build a sort key that groups figures whose names differ only in numbers, at the place of the first: most rows
-    first, and for equal rows the largest tile first."""
-    families = list(dict.fromkeys(re.sub(r"\d+", "", figure) for figure in figures))
+    """Build a sort key that groups figures whose names differ only in numbers, or in what follows another's whole
+    name, at the place of the first: most rows first, and for equal rows the largest tile first."""
+
+    def family(figure: str) -> str:
+        leads = [other for other in figures if figure.startswith(f"{other},")]
+        return re.sub(r"\d+", "", min([figure, *leads], key=len))
+
+    families = list(dict.fromkeys(map(family, figures)))
 
     def key(figure: str) -> tuple:
         numbers = [-int(number) for number in reversed(re.findall(r"\d+", figure))]
-        return families.index(re.sub(r"\d+", "", figure)), numbers
+        return families.index(family(figure)), bool(numbers), numbers
 
     return key
 
@@ -196,9 +240,11 @@ def _held(record: Record | None) -> str:
     if record is None or record.comparison is None:
         return ""
     versus = record.comparison
+    of_bytes = next(iter(record.facts.values()), {}).get("bound_by") == "HBM" and "bytes" not in record.what.workload
+    shown = f"{versus.ratio:.2f}{', HBM' if of_bytes else ''}"
     if versus.target is None:
-        return f"{versus.ratio:.2f}"
-    return f"{versus.ratio:.2f} ({versus.target}: {'met' if versus.met else '**missed**'})"
+        return shown
+    return f"{shown} ({versus.target}: {'met' if versus.met else '**missed**'})"
 
 
 def prediction(records: Sequence[Record]) -> str:
@@ -269,7 +315,7 @@ MACHINE_TABLES: Mapping[str, Callable[[Sequence[Record]], Table]] = MappingProxy
         "memory": memory,
         "costs": costs,
         "tune": report_tables.tune,
-        "verify": report_tables.verify,
+        "verify": verify,
         "quality": quality,
         "eval": report_tables.policies,
         "granularity": report_tables.granularity,
@@ -281,6 +327,7 @@ MACHINE_TABLES: Mapping[str, Callable[[Sequence[Record]], Table]] = MappingProxy
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
     {
         "summary": summary,
+        "roadmap": roadmap,
         "real-tasks": report_real.tasks,
         "real-text": report_real.text,
         "real-tiles": report_real.tiles,
@@ -325,6 +372,23 @@ def render(name: str, records: Iterable[Record], *, every_machine: bool = False)
             "a module of tessera.workbench.studies)"
         )
     return table
+
+
+COMPILED = (
+    *("predicted figure", "prediction", "predicted step", "block sizes", "kernel choice"),
+    *("gpu gates", "roofline figure", "tpu sweep"),
+)
+"""Operations that only a compiler decides: a record replaces an older one of any machine."""
+
+
+def replaced(records: Sequence[Record]) -> list[Record]:
+    """Return the records that newer ones replace on every page: a repetition, or another run of a kernel's gates."""
+    latest = current(records)
+    kept = [r for r in latest if r.what.op not in COMPILED]
+    kept += [r for op in COMPILED if op != "gpu gates" for r in newest(r for r in latest if r.what.op == op)]
+    kept += [r for own in report_tables.gated(latest).values() for r in own]
+    shown = set(map(id, kept))
+    return [r for r in records if id(r) not in shown]
 
 
 def rewrite(text: str, records: Sequence[Record]) -> str:

@@ -187,6 +187,18 @@ def result_of(record: Record) -> str:
     return f"error: {record.error}" if record.error or record.median is None else quantity(record.median, record.unit)
 
 
+def interval(low: str, high: str, samples: int) -> str:
+    """Write a 95 % interval; nothing if fewer samples were redrawn than an interval needs. Every page uses this."""
+    return f" ({low} to {high})" if samples >= evidence.INTERVAL_ROUNDS else ""
+
+
+def ratio_of(record: Record) -> str:
+    """The comparison's ratio and its interval."""
+    versus = record.comparison
+    ends = () if versus.interval is None else (f"{end:.2f}" for end in versus.interval)
+    return f"{versus.ratio:.2f}x" + (interval(*ends, len(record.samples)) if versus.interval else "")
+
+
 def keys_read(record: Record) -> str:
     """The mean share of keys that attention read."""
     return "all" if record.mean_density is None else f"{100 * record.mean_density:.0f} %"

@@ -15,7 +15,7 @@ from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
 from tessera.workbench.report import real_pictures as report_real_pictures
 from tessera.workbench.report.documents import MACHINE_TABLES
-from tessera.workbench.report.markdown import current, is_prediction, joined, repeat_with, side_by_side
+from tessera.workbench.report.markdown import current, is_prediction, joined, ratio_of, repeat_with, side_by_side
 from tessera.workbench.report.pictures import PICTURES
 
 GROUPS = {
@@ -104,7 +104,7 @@ def digest(records: Iterable[Record]) -> str:
 
 
 def sources(records: Sequence[Record]) -> list[str]:
-    """Machine, commits, dates and command of a picture's records, one line per machine and command."""
+    """List the machine, commits, dates and command of a picture's records, one line per machine and command."""
     lines: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         lines.setdefault((record.where.machine, record.command.partition(" --only")[0]), []).append(record)
@@ -121,9 +121,9 @@ def row(record: Record) -> dict[str, Any]:
     versus = record.comparison
     against = ""
     if versus is not None:
-        interval = "" if versus.interval is None else f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})"
+        ends = ratio_of(record).partition("x")[2]
         target = "" if versus.target is None else f", wanted {versus.target}: {'met' if versus.met else 'missed'}"
-        against = f"{versus.ratio:.3g}x {versus.against}{interval}{target}"
+        against = f"{versus.ratio:.3g}x {versus.against}{ends}{target}"
     failed = record.error or record.median is None
     return {
         "title": record.what.title or record.what.workload,

@@ -6,7 +6,7 @@ from tessera.core.units import three
 from tessera.workbench.eval import paired
 from tessera.workbench.eval.contenders import EXACT, NEAR, OTHER, PLAN, WINDOW
 from tessera.workbench.evidence import Record
-from tessera.workbench.report.markdown import keys_read, markdown, newest, provenance, series
+from tessera.workbench.report.markdown import interval, keys_read, markdown, newest, provenance, series
 
 TEXT, TASK = "eval real text", "eval real task"
 COLUMNS = (
@@ -110,7 +110,8 @@ def _question(record: Record) -> str:
 
 def _times(record: Record, exact: Record) -> str:
     found = paired.ratio(record.samples, exact.samples)
-    return f"{found.value:.2f}x ({found.low:.2f} to {found.high:.2f}); {keys_read(record)}"
+    ends = interval(f"{found.low:.2f}", f"{found.high:.2f}", len(record.samples))
+    return f"{found.value:.2f}x{ends}; {keys_read(record)}"
 
 
 def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callable[[Record], str], lead: str) -> str:
@@ -149,7 +150,7 @@ def _divergence(record: Record) -> str:
 def divergence(record: Record) -> str:
     """Mean KL per token and its interval."""
     facts = record.facts
-    return f"{three(facts['mean'])} ({three(facts['low'])} to {three(facts['high'])})"
+    return three(facts["mean"]) + interval(three(facts["low"]), three(facts["high"]), len(record.samples))
 
 
 def _kept(record: Record) -> str:
@@ -158,9 +159,9 @@ def _kept(record: Record) -> str:
 
 
 def kept(record: Record) -> str:
-    """Share of dense's answers that a policy keeps, and its interval."""
+    """Share of dense's answers that a policy keeps, and its interval, which redraws documents."""
     facts = record.facts
     if facts.get("kept") is None:
         return "dense finds none"
-    low, high = (100 * facts[f"kept_{end}"] for end in ("low", "high"))
-    return f"{100 * facts['kept']:.0f} % ({low:.0f} to {high:.0f})"
+    ends = (f"{100 * facts[f'kept_{end}']:.0f}" for end in ("low", "high"))
+    return f"{100 * facts['kept']:.0f} %" + interval(*ends, len(facts["found"]))

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from tessera.workbench.evidence import Record
+from tessera.workbench.evidence import INTERVAL_ROUNDS, Record
 from tessera.workbench.report.pictures import COLOURS, INK, Picture, drawn
 from tessera.workbench.report.real import TASK, TEXT, answered
 
@@ -31,7 +31,7 @@ LOOKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 )
 """Colour and mark of each contender's family."""
 
-BARS = "(bars: 95 % intervals; single marks near the plan are at its keys)"
+BARS = "(bars: 95 % intervals, of at least five blocks or documents; single marks near the plan are at its keys)"
 
 Point = tuple[float, float, float, float]
 """Keys read, value, low, high."""
@@ -46,7 +46,8 @@ def real_text(records: Sequence[Record]) -> Picture | None:
     titles = [f"tokens {low:,} to {high:,}" for low, high in spans]
 
     def point(own: Sequence[Record]) -> Point:
-        values = [np.mean([r.facts[name] for r in own]) for name in ("mean", "low", "high")]
+        ends = ("low", "high") if all(len(r.samples) >= INTERVAL_ROUNDS for r in own) else ("mean", "mean")
+        values = [np.mean([r.facts[name] for r in own]) for name in ("mean", *ends)]
         return (float(np.mean([r.mean_density for r in own])), *map(float, values))
 
     def draw(figure: Figure) -> None:
@@ -71,7 +72,8 @@ def real_needles(records: Sequence[Record]) -> Picture | None:
     lengths = sorted({r.facts["length"] for r in shown})
 
     def point(record: Record) -> Point:
-        return record.mean_density, *(100 * record.facts[name] for name in ("kept", "kept_low", "kept_high"))
+        ends = ("kept_low", "kept_high") if len(record.facts["found"]) >= INTERVAL_ROUNDS else ("kept", "kept")
+        return record.mean_density, *(100 * record.facts[name] for name in ("kept", *ends))
 
     def draw(figure: Figure) -> None:
         panels = [

@@ -1,4 +1,4 @@
-"""Render tables of evaluation, tuning, compilation, verification: answers, plans, block sizes, gates, sweep, oracle."""
+"""Render tables of evaluation, tuning and compilation: answers, plans, block sizes, gates, sweep."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,7 +6,17 @@ from typing import Any
 
 from tessera.core.units import quantity, three
 from tessera.workbench.evidence import Record
-from tessera.workbench.report.markdown import Table, markdown, newest, provenance, result_of, series, title_of
+from tessera.workbench.report.markdown import (
+    Table,
+    interval,
+    markdown,
+    newest,
+    provenance,
+    ratio_of,
+    result_of,
+    series,
+    title_of,
+)
 
 HELD_OUT = "held-out text"
 """Question whose records hold the closeness to dense."""
@@ -72,7 +82,7 @@ def study(records: Sequence[Record]) -> Table:
         fidelity, keys = asked.get(HELD_OUT), asked.get(PASS_KEY)
         names = ("perplexity", "perplexity_dense")
         perplexity = "{} ({})".format(*(three(fidelity.facts[n]) for n in names)) if _good(fidelity) else ""
-        found = f"{_found(keys)} ({_range(keys)})" if _good(keys) else _failed(keys)
+        found = f"{_found(keys)}{_range(keys)}" if _good(keys) else _failed(keys)
         shown = plain.get(policy, policy)
         rows.append([shown, machine, _divergence(fidelity), perplexity, found, _mean_density(own)])
     header = ["plan", "machine", "KL per token, nats (95 %)", "perplexity (dense)", "pass keys (95 %)", "keys read"]
@@ -124,11 +134,13 @@ def _failed(record: Record | None) -> str:
 
 
 def _range(record: Record) -> str:
-    return f"{100 * record.facts['low']:.0f} to {100 * record.facts['high']:.0f} %"
+    """Format the interval of a share of right answers."""
+    low, high = (f"{100 * record.facts[end]:.0f}" for end in ("low", "high"))
+    return interval(low, f"{high} %", len(record.facts["scores"]))
 
 
 def _score(record: Record | None) -> str:
-    return f"{100 * record.median:.0f} % ({_range(record)})" if _good(record) else _failed(record)
+    return f"{100 * record.median:.0f} %{_range(record)}" if _good(record) else _failed(record)
 
 
 def _found(record: Record) -> str:
@@ -140,7 +152,7 @@ def _divergence(record: Record | None) -> str:
     if not _good(record):
         return _failed(record)
     mean, low, high = (three(record.facts[name]) for name in ("mean", "low", "high"))
-    return f"{mean} ({low} to {high})"
+    return mean + interval(low, high, len(record.samples))
 
 
 def _mass(record: Record | None) -> str:
@@ -148,7 +160,7 @@ def _mass(record: Record | None) -> str:
     if not _good(record):
         return _failed(record)
     mean, low, high = (f"{100 * record.facts[name]:.1f}" for name in ("mean", "low", "high"))
-    return f"{mean} % ({low} to {high} %)"
+    return f"{mean} %" + interval(low, f"{high} %", len(record.samples))
 
 
 def _closeness(records: Iterable[Record]) -> str:
@@ -169,17 +181,16 @@ def amdahl(records: Sequence[Record]) -> Table:
     chosen = [r for r in records if "attention_gain" in r.facts and r.comparison and not r.error]
     rows = []
     for record in chosen:
-        facts, versus = record.facts, record.comparison
-        interval = f" ({versus.interval[0]:.2f} to {versus.interval[1]:.2f})" if versus.interval else ""
+        facts = record.facts
         law = f"{facts['amdahl_gain']:.2f}x" if "amdahl_gain" in facts else "attention alone took longer than the whole"
         parts = [quantity(facts["attention_share"], "fraction"), f"{facts['attention_gain']:.2f}x"]
-        rows.append([title_of(record), record.where.machine, *parts, law, f"{versus.ratio:.2f}x{interval}"])
+        rows.append([title_of(record), record.where.machine, *parts, law, ratio_of(record)])
     header = ["workload", "machine", "attention's share of dense", "attention alone gains", "so by Amdahl's law"]
     return Table([*header, "measured (95 %)"], rows, chosen)
 
 
 def use(records: Sequence[Record]) -> Table:
-    """Show how much of the machine each whole-model call used: a row per call and side, a column per machine."""
+    """Show the share of the machine that each whole-model call used: a row per call and policy or peer."""
     chosen = [r for r in records if "mfu" in r.facts and not r.error]
     machines = sorted({r.where.machine for r in chosen})
     calls: dict[tuple[str, str], dict[str, Record]] = {}
@@ -216,8 +227,8 @@ def tune(records: Sequence[Record]) -> Table:
                 record.what.kernel,
                 _settings(default),
                 best,
-                series(record) or "genetic",
-                "" if record.error else f"{record.median:.2f}x{_interval(facts)}",
+                _search(record),
+                "" if record.error else f"{record.median:.2f}x{_interval(record)}",
                 f"{len(tried)}" + (f", {failed} failed" if failed else "") if tried else "",
                 *("" if ranks.get(name) is None else f"{ranks[name]:.2f}" for name in names),
             ]
@@ -225,6 +236,15 @@ def tune(records: Sequence[Record]) -> Table:
     header = ["workload", "machine", "kernel", "default", "best", "search", "gain (95 %)", "candidates"]
     header += ["rank correlation: model and quick", "model and final", "quick and final"]
     return Table(header, rows, chosen)
+
+
+def _search(record: Record) -> str:
+    """Name the search method, and what chose the first candidates after the default."""
+    method, tried = series(record) or "genetic", record.facts.get("candidates")
+    if not tried:
+        return method
+    by_model = any(entry.get("origin") == "seed" for entry in tried)
+    return f"{method}, {'seeded by the model' if by_model else 'random seeds'}"
 
 
 def _best(record: Record) -> str:
@@ -235,12 +255,12 @@ def _best(record: Record) -> str:
     return "the default" + (f"; not confirmed: {_settings(refused, default)}" if refused else "")
 
 
-def _interval(facts: Mapping[str, Any]) -> str:
+def _interval(record: Record) -> str:
     """Format the gain's interval; empty if the default is kept, since the interval is then the refused settings'."""
+    facts = record.facts
     if facts.get("interval") is None or "refused" in facts:
         return ""
-    low, high = facts["interval"]
-    return f" ({low:.2f} to {high:.2f})"
+    return interval(*(f"{end:.2f}" for end in facts["interval"]), record.how.iterations)
 
 
 def _settings(config: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> str:
@@ -394,15 +414,9 @@ def sweep(records: Sequence[Record]) -> str:
 
     A sweep of some kernels replaces only their rows of the last full sweep.
     """
-    chosen = sorted(newest(r for r in records if r.what.op == "tpu sweep" and not r.error), key=lambda r: r.date)
+    chosen, counts, planned = swept(records)
     if not chosen:
         return ""
-    counts: dict[tuple[str, ...], Sequence[int]] = {}
-    planned = 0
-    for facts in (r.facts for r in chosen):
-        swept = {name.partition(" on ")[0] for name in facts["by_kernel"]}
-        planned += facts["planned"] - sum(tried for (kernel, _), (_, tried) in counts.items() if kernel in swept)
-        counts |= {tuple(name.split(" on ")): pair for name, pair in facts["by_kernel"].items()}
     chips = sorted({chip for _, chip in counts})
     groups = [(name, (name,)) for name in sorted({kernel for kernel, _ in counts})]
     groups.append(("all", tuple(name for name, _ in groups)))
@@ -417,32 +431,18 @@ def sweep(records: Sequence[Record]) -> str:
     return markdown([lead, *chips], rows) + provenance(chosen)
 
 
+def swept(records: Sequence[Record]) -> tuple[list[Record], dict[tuple[str, ...], Sequence[int]], int]:
+    """Return the sweeps' records, (compiled, tried) by (kernel, chip), and the number of cases planned."""
+    chosen = sorted(newest(r for r in records if r.what.op == "tpu sweep" and not r.error), key=lambda r: r.date)
+    counts: dict[tuple[str, ...], Sequence[int]] = {}
+    planned = 0
+    for facts in (r.facts for r in chosen):
+        again = {name.partition(" on ")[0] for name in facts["by_kernel"]}
+        planned += facts["planned"] - sum(tried for (kernel, _), (_, tried) in counts.items() if kernel in again)
+        counts |= {tuple(name.split(" on ")): pair for name, pair in facts["by_kernel"].items()}
+    return chosen, counts, planned
+
+
 def _compiled(pairs: Sequence[Sequence[int]]) -> str:
     good, tried = (sum(column) for column in zip(*pairs)) if pairs else (0, 0)
     return f"{_share(good, tried)}/{tried:,}" if tried else ""
-
-
-def verify(records: Sequence[Record]) -> Table:
-    """Show every kernel against the float64 oracle: errors in units of the tolerance, at most 1, and failures."""
-    chosen = [r for r in records if r.what.op == "verify"]
-    rows = []
-    for record in chosen:
-        spread, facts = record.facts.get("distribution", {}), record.facts
-        kernel = record.what.kernel + (" (simulated)" if facts.get("simulated") else "")
-        kernel += record.what.workload.removeprefix("oracle trials").replace(" of ", ", ")
-        figures = [three(spread[name]) if name in spread else "" for name in ("p50", "max")]
-        elements = f"{facts['elements']:,}" if "elements" in facts else ""
-        trials = str(facts.get("trials", ""))
-        rows.append(
-            [kernel, record.what.dtype, record.where.machine, trials, elements, *figures, _trials_failed(record)]
-        )
-    header = ["kernel", "dtype", "machine", "trials", "elements", "median error / tolerance", "worst", "failures"]
-    return Table(header, rows, chosen)
-
-
-def _trials_failed(record: Record) -> str:
-    """Format the number of failed trials and the first one's error; the record's error names each with its seed."""
-    if record.error is None:
-        return "0"
-    count = record.error.count(f"--seed {record.facts['seed']}: ") if "seed" in record.facts else 1
-    return f"**{count}**: {record.error.partition('; ')[0][:200]}"

@@ -8,7 +8,7 @@ The peer is Tokamax's splash attention with the best block sizes of its shipped 
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from tessera.workbench import campaign, evidence
 from tessera.workbench.studies import validation
 
 COMMAND = "tessera study tpu-figures --timings FOLDER, and --report"
+STORE = Path("evidence/tpu-figures.jsonl")
 SHORT, LONG = 16384, 131072
 LAYERS, ANCHORS = 32, 5
 GQA = MappingProxyType({"heads": 32, "kv_heads": 8})
@@ -36,15 +37,18 @@ NARROW = (32, 16)
 CALLS = MappingProxyType(
     {
         "dense": {"role": "dense", "length": SHORT, "heads": 16, "kv_heads": 16},
+        "dense, equal terms": {"role": "dense", "length": SHORT, "heads": 16, "kv_heads": 16},
         "dense gqa": {"role": "dense", "length": SHORT, **GQA},
         "score gqa": {"role": "score", "length": SHORT, **GQA},
         "dense long": {"role": "dense", "length": LONG, **GQA},
         "score long": {"role": "score", "length": LONG, "query_tile": 128, **GQA},
+        "score long 32": {"role": "score", "length": LONG, **GQA},
         **{
             f"sparse {tile}/{rows}": {"role": "sparse", "length": LONG, "tile": tile, "query_tile": rows, **GQA}
             for tile, rows in LISTED
         },
         "sparse kascade": {"role": "sparse", "length": LONG, "query_tile": 128, "fraction": 0.05, **GQA},
+        "sparse kascade 32": {"role": "sparse", "length": LONG, "fraction": 0.05, **GQA},
         "decode dense": {"role": "dense", "phase": "decode", "length": LONG, **GQA},
         "decode sparse": {"role": "sparse", "phase": "decode", "length": LONG, **GQA},
         **{
@@ -55,30 +59,56 @@ CALLS = MappingProxyType(
 )
 """Calls to compile: head dim 128, bfloat16, a tenth of the key tiles where sparse.
 
-"sparse kascade" lists half of that: a causal prefill's budget is a tenth of each query tile's visible keys.
+"sparse kascade" lists half of that: a causal prefill's budget is a tenth of each query tile's visible keys. A case
+whose name ends in 32 has tile or query tile 32; 32 is the default query tile.
 """
 
-SELECTION = MappingProxyType({"length": LONG, "kv_heads": 8, "tile": 128, "query_tile": 128, "fraction": 0.1})
-"""The case "selection": the choice of key tiles after "score long", a program without kernels."""
+VARIANTS = MappingProxyType({"dense, equal terms": {"changes": {"half_exp": False}, "token_major": True}})
+"""Further arguments of `programs.attention_call`. The peer computes exponentials in float32 and transposes q itself."""
+
+SELECTIONS = MappingProxyType(
+    {
+        name: {"length": LONG, "kv_heads": 8, "tile": 128, "query_tile": query_tile, "fraction": 0.1}
+        for name, query_tile in (("selection", 128), ("selection 32", 32))
+    }
+)
+"""The choice of key tiles after "score long" and "score long 32", programs without kernels."""
 
 UNCOSTED = re.compile(r" (gather|scatter|sort|conditional|call|custom-call)\(%(?!.*ConcatBitcast)")
 """Operations that XLA compiles to scalar loops or to a separate computation, without cycles; all have operands."""
 
 KASCADE = "kascade prefill against dense"
+KASCADE_32 = f"{KASCADE}, query tile 32"
+"""KASCADE is for query tile 128; this one is for the default."""
+DENSE = "dense prefill against the peer"
+EQUAL_TERMS = f"{DENSE}, equal terms"
 KERNELS_ALONE = "dense prefill against the peer, kernels alone"
 """Excludes what either call does around its kernel. It has no target, but shows how much of the gain is layout."""
 
+BYTES = tuple(f"decode, {role}: bytes moved / needed" for role in ("dense", "sparse"))
+TERMS = MappingProxyType(
+    {
+        DENSE: "q head-major for free; exponentials bfloat16 on v6e and v7x, the peer's float32",
+        EQUAL_TERMS: "q's transpose counted; float32 exponentials",
+        KERNELS_ALONE: "exponentials bfloat16 on v6e and v7x, the peer's float32",
+        KASCADE: "query tile 128",
+        KASCADE_32: "query tile 32, the default",
+        **dict.fromkeys(BYTES, "bytes counted, no schedule"),
+    }
+)
+"""What a reader must know next to a figure."""
+
 TARGETS = MappingProxyType(
     {
-        "dense prefill against the peer": {"v5e": 1.05, "v5p": 1.05, "v6e": 1.3, "v7x": 1.5},
+        **dict.fromkeys((DENSE, EQUAL_TERMS), {"v5e": 1.05, "v5p": 1.05, "v6e": 1.3, "v7x": 1.5}),
         "score / dense": {"v5e": 1.10, "v5p": 1.10, "v6e": 1.05, "v7x": 1.05},
         "sparse per score, tile 128, 512 rows": dict.fromkeys(tpu.TOPOLOGIES, 1.25),
         "sparse per score, tile 32, 512 rows": dict.fromkeys(tpu.TOPOLOGIES, 1.6),
         "sparse per score, tile 128, 128 rows": dict.fromkeys(tpu.TOPOLOGIES, 2.0),
         "sparse per score, tile 32, 128 rows": dict.fromkeys(tpu.TOPOLOGIES, 2.4),
-        KASCADE: {"v5e": 3.2, "v5p": 3.2, "v6e": 3.5, "v7x": 3.5},
-        "decode, dense: bytes moved / needed": dict.fromkeys(tpu.TOPOLOGIES, 1.05),
-        "decode, sparse: bytes moved / needed": dict.fromkeys(tpu.TOPOLOGIES, 1.15),
+        **dict.fromkeys((KASCADE, KASCADE_32), {"v5e": 3.2, "v5p": 3.2, "v6e": 3.5, "v7x": 3.5}),
+        BYTES[0]: dict.fromkeys(tpu.TOPOLOGIES, 1.05),
+        BYTES[1]: dict.fromkeys(tpu.TOPOLOGIES, 1.15),
     }
 )
 """Lower bounds of figures named "against", upper bounds of the others.
@@ -93,7 +123,8 @@ def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
     call = {"phase": "prefill", "tile": 128, "query_tile": 32, "fraction": 0.1, **CALLS[name]}
     spec = AttentionSpec(tile=call.pop("tile"), query_tile=call.pop("query_tile"))
     spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=spec, **call)
-    result = tpu_inspection.inspect_call(chip, spec, shapes, limit_s=limit_s)
+    variant = VARIANTS.get(name, {})
+    result = tpu_inspection.inspect_call(chip, spec, shapes, limit_s=limit_s, variant=variant)
     if result.predicted_ms is None:
         return {"error": result.error or result.bound_by}
     keys = LONG if shapes.capacity is None else shapes.capacity * spec.tile
@@ -131,9 +162,9 @@ def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
     return {"ms": found.ms, "around_ms": found.around_ms, "blocks": best["config"], "compile_s": line["compile_s"]}
 
 
-def inspect_selection(chip: str, limit_s: float) -> dict[str, Any]:
+def inspect_selection(chip: str, name: str, limit_s: float) -> dict[str, Any]:
     """Compile and predict the choice of key tiles on a chip."""
-    program = factory_program("tessera.deviceless.programs:selection_call", **SELECTION)
+    program = factory_program("tessera.deviceless.programs:selection_call", **SELECTIONS[name])
     found = tpu.compile_for(chip, program, limit_s=limit_s)
     if found.error is not None:
         return {"error": str(found.error)}
@@ -181,9 +212,12 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
         return all("ms" in found.get(name, {}) for name in names)
 
     if has("dense", "peer"):
-        yield "dense prefill against the peer", found["peer"]["ms"] / found["dense"]["ms"], ["dense", "peer"]
+        yield DENSE, found["peer"]["ms"] / found["dense"]["ms"], ["dense", "peer"]
         peer, ours = (found[name]["ms"] - found[name]["around_ms"] for name in ("peer", "dense"))
         yield KERNELS_ALONE, peer / ours, ["dense", "peer"]
+    if has("dense, equal terms", "peer"):
+        ratio = found["peer"]["ms"] / found["dense, equal terms"]["ms"]
+        yield EQUAL_TERMS, ratio, ["dense, equal terms", "peer"]
     if has("dense gqa", "score gqa"):
         yield "score / dense", found["score gqa"]["ms"] / found["dense gqa"]["ms"], ["score gqa", "dense gqa"]
     for tile, query_tile in LISTED:
@@ -191,17 +225,18 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
         if has(name, "dense long"):
             sparse, dense = (found[n]["ms"] / found[n]["flops"] for n in (name, "dense long"))
             yield f"sparse per score, tile {tile}, {4 * query_tile} rows", sparse / dense, [name, "dense long"]
-    if has("dense long", "score long", "selection", "sparse kascade"):
-        anchors = ANCHORS * (found["score long"]["ms"] + found["selection"]["ms"])
-        listed = tiles_listed(LONG, 128, 128, 0.1) / tiles_full(LONG, 128, 128, 0.05)
-        ours = anchors + (LAYERS - ANCHORS) * found["sparse kascade"]["ms"] * listed
-        cases = ["dense long", "score long", "selection", "sparse kascade"]
-        yield KASCADE, LAYERS * found["dense long"]["ms"] / ours, cases
-    for role in ("dense", "sparse"):
+    for figure, query_tile, suffix in ((KASCADE, 128, ""), (KASCADE_32, 32, " 32")):
+        cases = [*(f"{name}{suffix}" for name in ("score long", "selection", "sparse kascade")), "dense long"]
+        if has(*cases):
+            score, selection, sparse, dense = (found[name]["ms"] for name in cases)
+            listed = tiles_listed(LONG, 128, query_tile, 0.1) / tiles_full(LONG, 128, query_tile, 0.05)
+            ours = ANCHORS * (score + selection) + (LAYERS - ANCHORS) * sparse * listed
+            yield figure, LAYERS * dense / ours, cases
+    for role, figure in zip(("dense", "sparse"), BYTES):
         case = found.get(f"decode {role}", {})
         if case.get("kernel_bytes"):
             ratio = case["kernel_bytes"] / case["needed_bytes"]
-            yield f"decode, {role}: bytes moved / needed", ratio, [f"decode {role}"]
+            yield figure, ratio, [f"decode {role}"]
     for tile in (128, *NARROW):
         name = f"decode sparse {tile}" if tile in NARROW else "decode sparse"
         if has(name, "decode dense"):
@@ -246,14 +281,24 @@ def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) 
     return made
 
 
+def stored(held: Iterable[evidence.Record]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the cases that records hold, by chip and name, so that a study can add to them; the last record counts."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in held:
+        found.setdefault(record.what.workload.rpartition(", ")[2], {}).update(record.facts)
+    return found
+
+
 def study(options: Any) -> int:
     """Run `tessera study tpu-figures`: compile what is missing, or report."""
-    names = ("peer", "selection", *CALLS)
+    names = ("peer", *SELECTIONS, *CALLS)
     campaign.check_names("--case", options.case, names)
-    found = json.loads(options.out.read_text()) if options.out.exists() else {}
+    held = evidence.read(STORE) if STORE.exists() else []
+    found = json.loads(options.out.read_text()) if options.out.exists() else stored(held)
     if options.report:
-        made = records(found, COMMAND)
-        evidence.append("evidence/tpu-figures.jsonl", made)
+        known = {r.what.workload: (r.median, r.code.commit) for r in held}
+        made = [r for r in records(found, COMMAND) if known.get(r.what.workload) != (r.median, r.code.commit)]
+        evidence.append(STORE, made)
         for record in made:
             print(f"{record.what.workload}: {record.median:.3f} ({record.comparison.target}, {record.comparison.met})")
         return 0
@@ -261,13 +306,13 @@ def study(options: Any) -> int:
     for chip in options.chip or tpu.TOPOLOGIES:
         for name in options.case or names:
             cases = found.setdefault(chip, {})
-            held = cases.get(name, {})
-            if "ms" in held and held.get("commit", code["commit"]) == code["commit"]:
+            done = cases.get(name, {})
+            if "ms" in done and done.get("commit", code["commit"]) == code["commit"]:
                 continue
             if name == "peer":
                 cases[name] = inspect_peer(chip, options.timings or validation.installed(), options.limit_s)
-            elif name == "selection":
-                cases[name] = inspect_selection(chip, options.limit_s)
+            elif name in SELECTIONS:
+                cases[name] = inspect_selection(chip, name, options.limit_s)
             else:
                 cases[name] = inspect_one(chip, name, options.limit_s)
             cases[name] |= code

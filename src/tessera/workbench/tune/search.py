@@ -1,6 +1,6 @@
 """The search, independent of kernels and clocks: a small genetic algorithm over a finite space, without repeats.
 
-Genomes are dicts of a Config's fields. The search starts with the default and what the cost model ranks first, then
+Genomes are dicts of a Config's fields. The search starts with the default and the seeds that it is given, then
 breeds: two parents by tournament, each field from either, one field moved to a neighbouring value. It discards a child
 that is outside the space or already known. The search is deterministic in its seed and in the results of the
 evaluations, so a killed search resumes by replaying what it had evaluated.

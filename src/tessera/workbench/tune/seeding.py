@@ -3,8 +3,10 @@
     seconds = scores computed x 4 H / rate + steps x launch
 
 The estimate counts the scores of whole blocks, so a large block wastes more above the diagonal and at the ends of
-lists, while a small one takes more steps. Rate and launch cost only weigh scores against steps, and only ranks are
-used.
+lists, while a small one takes more steps. Only the order of the estimates is used: rate and launch cost say how many
+scores a step is worth, and need not be exact.
+The model knows no cache: on a CPU the ranks are wrong, and the tuner does not seed by them. The record of every search
+holds the rank correlation.
 """
 
 from typing import Any

@@ -7,6 +7,7 @@ from typing import Any
 
 from tessera.attention import tuned
 from tessera.core import hardware
+from tessera.core.files import check_writable, sole_writer
 from tessera.workbench import evidence
 from tessera.workbench.tune import Budget, Task
 
@@ -90,19 +91,22 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
     out = Path("evidence") / f"tune-{slug}.jsonl" if out is None else out
     table = tuned.TABLES / f"{tuned.device()}.jsonl" if table is None else table
     plain = budget.method == "genetic"  # keep the file names of older journals
+    check_writable(table, flag="--table")
     journal = Path("build/tune") / f"{slug}-{workload}-{role}{'' if plain else '-' + budget.method}.jsonl"
     console = Console(stderr=True, highlight=False)
     console.print(f"{task.kernel.name} on {task.name}; Ctrl-C stops, the same command resumes ({journal})")
-    try:
-        found = tune.tune(task, budget, journal, on_step=console.print)
-    except tune.Failed as failure:
-        evidence.append(out, failed(task, failure, command(workload, role, budget)))
-        journal.unlink()
-        raise
-    made = record(task, budget, found, command(workload, role, budget))
-    evidence.append(out, made)
-    tuned.write(table, [row(task, found, made, out)])
-    journal.unlink()  # the record holds everything measured
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    with sole_writer(journal):
+        try:
+            found = tune.tune(task, budget, journal, on_step=console.print)
+        except tune.Failed as failure:
+            evidence.append(out, failed(task, failure, command(workload, role, budget)))
+            journal.unlink()
+            raise
+        made = record(task, budget, found, command(workload, role, budget))
+        evidence.append(out, made)
+        tuned.write(table, [row(task, found, made, out)])
+        journal.unlink()  # the record holds everything measured
     print_result(console, found)
     return 0
 

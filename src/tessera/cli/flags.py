@@ -1,0 +1,64 @@
+"""How flags are declared: those that may be left out, the names that other tools gave them, those of sampling."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, TypeVar, get_args
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+T = TypeVar("T")
+
+Omittable = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
+"""Type of a flag whose default is None; its docstring says in words what happens then."""
+
+Several = Annotated[tuple[T, ...], tyro.conf.arg(help_behavior_hint="")]
+"""Type of a flag that takes several values, or none: its default."""
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+SYSTEM = tyro.conf.arg(aliases=("-sys", "--system-prompt"))
+MODEL = tyro.conf.arg(aliases=("-m",))
+SEED = tyro.conf.arg(aliases=("-s",))
+TOKENS = tyro.conf.arg(aliases=("-n", "--max-tokens", "--n-predict"))
+WORDS = tyro.conf.arg(metavar="[PROMPT ...]", help_behavior_hint="")
+PROMPT = tyro.conf.arg(name="prompt", aliases=("-p",))
+FILE = tyro.conf.arg(aliases=("-f",))
+
+REGISTRY = ConstructorRegistry()
+
+
+@REGISTRY.primitive_rule
+def value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Parse `T | None` as T: tyro alone shows {None}|INT, and takes the text "None" for None."""
+    options = [option for option in get_args(info.type) if option is not type(None)]
+    if type(None) not in get_args(info.type) or len(options) != 1:
+        return None
+    spec = ConstructorRegistry.get_primitive_spec(PrimitiveTypeInfo.make(options[0], info.markers))
+    return replace(spec, str_from_instance=lambda value: [] if value is None else spec.str_from_instance(value))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """Flags that control sampling."""
+
+    temperature: Annotated[Omittable[float], tyro.conf.arg(aliases=("--temp",))] = None
+    """0 takes the best token; else divides the logits. This and the next four default to generation_config.json's."""
+    top_k: Omittable[int] = None
+    """Draw from the k best tokens only; 0 is off."""
+    top_p: Omittable[float] = None
+    """Draw from the fewest tokens that hold this much probability; 1 is off."""
+    min_p: Omittable[float] = None
+    """Draw only from tokens with at least this share of the best one's probability; 0 is off."""
+    repetition_penalty: Annotated[Omittable[float], tyro.conf.arg(aliases=("--repeat-penalty",))] = None
+    """Above 1, tokens already in the prompt or the answer become less likely; 1 is off."""
+    seed: Annotated[int, SEED] = 0
+    """Same seed, same answer."""
+
+    def values(self) -> dict[str, float | int]:
+        """Return the sampling arguments of Model.generate that were given, checked."""
+        from tessera.runtime.sampling import Sampling
+
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        found = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        Sampling(**found)
+        return found

@@ -1,0 +1,113 @@
+"""Answers to a command line with an unknown command or flag: what that is called here, or the nearest name."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from itertools import takewhile
+from types import MappingProxyType
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+import tyro
+
+COMMANDS = MappingProxyType(
+    {
+        "run": "generate answers a prompt, chat converses",
+        "complete": "generate answers a prompt",
+        "completion": "generate answers a prompt",
+        "llama-cli": "generate answers a prompt, chat converses",
+        "serve": "there is no server yet; generate answers prompts",
+        "pull": "fetch downloads a model",
+        "download": "fetch downloads a model",
+        "perplexity": "eval judges a plan, calibrate measures what one loses",
+        "quantize": "there is no quantisation yet; GGUF files load as they are",
+        "version": "--version shows it",
+    }
+)
+"""Commands of llama.cpp, vLLM and transformers: what to use instead."""
+
+_CONTEXT = "a request takes the room that it needs, up to the model's own limit: drop it"
+_DEVICE = "JAX takes the accelerator that it finds: drop it, or set JAX_PLATFORMS=cpu"
+_MEMORY = "rows and memory are taken as needed: drop it"
+_KERNEL = "each device has its kernels, which `tessera doctor` names: drop it"
+_CACHE = "keys and values have the dtype of the weights: use --dtype"
+_WEIGHTS = "a GGUF file's quantised weights load as they are: drop it"
+_CHAT = "use `tessera chat`"
+
+FLAGS = MappingProxyType(
+    {
+        **dict.fromkeys(("-c", "--ctx-size", "--max-model-len", "--max-seq-len"), _CONTEXT),
+        **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--device", "--device-map"), _DEVICE),
+        **dict.fromkeys(("-t", "--threads"), "JAX takes every core: drop it, or start the command under taskset"),
+        **dict.fromkeys(("-tp", "--tensor-parallel-size"), "a model runs on one device: drop it"),
+        **dict.fromkeys(("-b", "--batch-size", "-ub", "--ubatch-size", "--gpu-memory-utilization"), _MEMORY),
+        **dict.fromkeys(("-fa", "--flash-attn", "--attn-implementation", "--attention-backend"), _KERNEL),
+        **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"), _CACHE),
+        **dict.fromkeys(("-q", "--quantization", "--load-in-4bit", "--load-in-8bit"), _WEIGHTS),
+        **dict.fromkeys(("-hf", "--hf-repo", "--model-id", "--model-name-or-path"), "use --model, which takes hub ids"),
+        **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), _CHAT),
+        **dict.fromkeys(("-no-cnv", "--no-conversation", "-st", "--single-turn"), "use `tessera generate`"),
+        **dict.fromkeys(("-sys", "--system", "--system-prompt"), f"{_CHAT}, which has --system"),
+        **dict.fromkeys(("-p", "--prompt"), "use `tessera generate`, or type it in `tessera chat`"),
+        **dict.fromkeys(("-r", "--reverse-prompt"), "use --stop of `tessera generate`"),
+        **dict.fromkeys(("-v", "--verbose"), "use --debug, which shows the traceback of an error"),
+        **dict.fromkeys(("-o", "--output", "--output-dir"), "use --out of the commands that write files"),
+        "--do-sample": "a --temperature above 0 samples: drop it",
+        "--num-beams": "there is no beam search: drop it",
+        "--max-length": "use --max-new-tokens, which leaves out the prompt",
+        "--tokenizer": "the tokenizer comes with the model: drop it",
+        "--torch-dtype": "use --dtype",
+        "--trust-remote-code": "no code of a model ever runs: drop it",
+        **dict.fromkeys(("-V", "--version"), "use `tessera --version`"),
+        **dict.fromkeys(("--host", "--port"), "there is no server yet: drop it"),
+    }
+)
+"""Flags of llama-cli, vLLM and transformers that have another name here, or none: what to do."""
+
+
+def unknown_command(word: str, commands: Iterable[str], prog: str) -> str:
+    """Return the error for a first word that is no command."""
+    if word.startswith("-"):
+        return f"{prog} takes a command before its flags, such as {prog} generate {word} {_listed(prog)}"
+    return f"{prog} has no command {word}{_instead(word, COMMANDS, commands)} {_listed(prog)}"
+
+
+def unknown_flag(words: Sequence[str], known: Sequence[str], prog: str) -> str | None:
+    """Return the error for the first flag that a command lacks, None if it has all.
+
+    tyro alone names missing flags first, and reads -ngl as -n gl.
+    """
+    for word in takewhile(lambda word: word != "--", words):
+        name = word.partition("=")[0].replace("_", "-")
+        letters = name[:2] in known and name not in FLAGS  # -n3
+        if re.match("--?[A-Za-z]", word) and name not in known and not letters:
+            return f"{prog} has no flag {name}{_instead(name, FLAGS, known)} {_listed(prog)}"
+    return None
+
+
+def extra_words(words: Sequence[str], prog: str) -> str:
+    """Return the error for words after a command that takes none, or fewer."""
+    return f"{prog} takes no {words[0]!r} there: quote a text that has spaces {_listed(prog)}"
+
+
+def flags(kind: type) -> list[str]:
+    """List the flags of a command, with their aliases."""
+    found = ["-h", "--help"]
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        given = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        if tyro.conf.Positional in given:
+            continue
+        own = next((mark.name for mark in given if getattr(mark, "name", None)), name)
+        found.append("--" + own.replace("_", "-"))
+        found += [alias for mark in given for alias in getattr(mark, "aliases", None) or ()]
+    return found
+
+
+def _instead(word: str, elsewhere: Mapping[str, str], known: Iterable[str]) -> str:
+    if word in elsewhere:
+        return f": {elsewhere[word]}"
+    near = get_close_matches(word, list(known), n=1, cutoff=0.7)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+def _listed(prog: str) -> str:
+    return f"({prog} --help lists all)"

@@ -1,0 +1,123 @@
+"""generation_config.json: how the checkpoint's authors sample it.
+
+As in transformers, each setting is the default of the argument (or flag) of its name. Two differences: a key that the
+file lacks changes nothing (transformers then samples from the 50 best tokens), and what this library cannot do is
+ignored, by name (`GenerationConfig.ignored`). `eos_token_id` is read with config.json, see `families.parse_config`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tessera.core.escapes import escaped
+from tessera.core.fields import TRUTH, check_fields, integer, maybe, number, positive, read_json
+from tessera.models.config import MAX_SIZE
+
+FILE = "generation_config.json"
+FIELDS = MappingProxyType(
+    {
+        "do_sample": maybe(TRUTH),
+        "temperature": maybe(number(0, 100)),
+        "top_k": maybe(integer(0, MAX_SIZE)),
+        "top_p": maybe(positive(1)),
+        "min_p": maybe(number(0, 1)),
+        "repetition_penalty": maybe(positive(100)),
+        "max_new_tokens": maybe(integer(1, MAX_SIZE)),
+    }
+)
+"""What it may hold, for the keys that are read here."""
+OFF = MappingProxyType({"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1})
+"""Values of the sampling arguments that change nothing."""
+UNSUPPORTED = MappingProxyType(
+    {
+        **dict.fromkeys(
+            "min_new_tokens no_repeat_ngram_size encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff top_h "
+            "penalty_alpha prompt_lookup_num_tokens".split(),
+            0,
+        ),
+        **dict.fromkeys("num_beams num_beam_groups num_return_sequences".split(), 1),
+        **dict.fromkeys("typical_p encoder_repetition_penalty guidance_scale".split(), 1.0),
+        **dict.fromkeys(
+            "stop_strings max_time bad_words_ids force_words_ids constraints suppress_tokens sequence_bias "
+            "begin_suppress_tokens forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty "
+            "watermarking_config dola_layers".split(),
+            None,
+        ),
+        "min_length": 0,
+        "max_length": 20,
+        "remove_invalid_values": False,
+        "renormalize_logits": False,
+    }
+)
+"""Settings that change the answer and are ignored, each with the value that changes nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """Defaults of generation; None is not set.
+
+    Attributes:
+        do_sample: draw at `temperature`, or at 1; False takes the best token unless the caller gives a temperature.
+        temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens: see `Model.generate`.
+        ignored: settings that change the answer and are not supported.
+    """
+
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    ignored: Mapping[str, Any] = MappingProxyType({})
+
+    def sampling(self) -> dict[str, float | int]:
+        """Return the sampling arguments that are set; filters have no effect at temperature 0."""
+        drawn = 1.0 if self.temperature is None else self.temperature
+        found = {"temperature": drawn if self.do_sample else 0.0}
+        names = ("top_k", "top_p", "min_p", "repetition_penalty")
+        return found | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def note(self, given: Mapping[str, Any]) -> str:
+        """Say in a line what the file sets beyond the arguments `given` (None: not given); "" if nothing."""
+        values, given = self.sampling(), {name: value for name, value in given.items() if value is not None}
+        left = {name: value for name, value in values.items() if name not in given and value != OFF[name]}
+        if not {**values, **given}["temperature"]:  # greedy: only the penalty counts
+            left = {name: value for name, value in left.items() if name == "repetition_penalty"}
+        if not left:
+            return ""
+        return f"{FILE} sets {', '.join(f'{name} {value:g}' for name, value in left.items())}: flags override it"
+
+    def warning(self) -> str:
+        """Name what is ignored, in a line; "" if nothing."""
+        values = ", ".join(f"{name}={value}" for name, value in self.ignored.items())
+        return f"{FILE}: {escaped(values, 200)} is not supported and ignored" if values else ""
+
+    def render(self) -> dict[str, Any]:
+        """Return what is set, as in the file, without what is ignored."""
+        values = {name: getattr(self, name) for name in FIELDS}
+        return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
+def parse_generation_config(raw: Mapping[str, Any]) -> GenerationConfig:
+    """Read the contents of generation_config.json.
+
+    Raises:
+        ValueError: a value is out of range; the message names it.
+    """
+    check_fields(raw, FIELDS, FILE)
+    ignored = {key: raw[key] for key, neutral in UNSUPPORTED.items() if raw.get(key) not in (None, neutral, [], {})}
+    return GenerationConfig(**{key: raw[key] for key in FIELDS if raw.get(key) is not None}, ignored=ignored)
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """Read a folder's generation_config.json; nothing is set if it has none. A GGUF file has none."""
+    path = folder / FILE
+    if not path.is_file():
+        return GenerationConfig()
+    try:
+        return parse_generation_config(read_json(path))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

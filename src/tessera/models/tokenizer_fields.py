@@ -1,0 +1,111 @@
+"""What tokenizer.json and tokenizer_config.json may hold. The library that reads the first trusts it: a token id of
+2 ** 31 aborts the process, and some values end in a Rust panic, which is no `Exception`."""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import tokenizers
+
+from tessera.core.escapes import escaped, quoted
+from tessera.core.fields import LIST, OBJECT, TEXT, TRUTH, Rule, check_fields, either, integer, items, maybe, record
+
+MAX_BYTES = 64 << 20
+"""Maximum bytes of tokenizer.json. The largest, of a quarter of a million tokens, has 33 MB."""
+MAX_TOKENS = 1 << 22
+"""Bound of token ids: the library's memory grows with the largest."""
+
+TOKEN = integer(0, MAX_TOKENS - 1)
+WORD = Rule("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+ADDED = record(
+    {
+        "id": TOKEN,
+        "content": WORD,
+        **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), maybe(TRUTH)),
+    },
+    "objects with an id and a content",
+)
+FIELDS = MappingProxyType(
+    {
+        "model": OBJECT,
+        "added_tokens": maybe(items(ADDED, f"tokens with a content and an id below {MAX_TOKENS}")),
+        **dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder"), maybe(OBJECT)),
+    }
+)
+PIECE = Rule(
+    "a piece and its score",
+    lambda value: (
+        isinstance(value, list) and len(value) == 2 and WORD.fits(value[0]) and type(value[1]) in (int, float)
+    ),
+)
+MODEL_FIELDS = MappingProxyType(
+    {
+        "vocab": either(
+            Rule(
+                f"an object of ids below {MAX_TOKENS} by text, each once",
+                lambda value: (
+                    isinstance(value, Mapping)
+                    and all(map(TOKEN.fits, value.values()))
+                    and len(set(value.values())) == len(value) > 0
+                ),
+            ),
+            Rule("a list of pieces with scores", lambda value: items(PIECE, "pieces").fits(value) and bool(value)),
+        ),
+        "merges": maybe(LIST),
+        "dropout": Rule("null: it makes the tokens of a text random", lambda value: value in (None, 0)),
+        **dict.fromkeys(("type", "unk_token"), maybe(TEXT)),
+        **dict.fromkeys(("byte_fallback", "fuse_unk", "ignore_merges"), maybe(TRUTH)),
+    }
+)
+
+ROLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+SETTINGS = MappingProxyType(
+    {
+        **dict.fromkeys(ROLES, maybe(either(TEXT, record({"content": TEXT}, "an object with its content")))),
+        "chat_template": maybe(
+            either(TEXT, items(record({"name": TEXT, "template": TEXT}, ""), "templates with names"))
+        ),
+    }
+)
+"""What tokenizer_config.json and special_tokens_map.json may hold, for the keys that are read."""
+
+
+class LibraryErrors:
+    """Turn any error of the tokenizers library inside the block into a ValueError, Rust panics included."""
+
+    def __init__(self, what: str):
+        self.what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if kind is not None and (issubclass(kind, Exception) or kind.__name__ == "PanicException"):
+            raise ValueError(f"{self.what} ({escaped(error, 300)})") from error
+
+
+def check_tokenizer(raw: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the contents of tokenizer.json are within their bounds."""
+    check_fields(raw, FIELDS, "tokenizer.json")
+    check_fields(raw["model"], MODEL_FIELDS, "the model of tokenizer.json")
+
+
+def check_ids(backend: tokenizers.Tokenizer, raw: Mapping[str, Any]) -> None:
+    """Raise ValueError unless added tokens, and those put around a text, have the ids that the file gives them."""
+    claims = [(token["content"], token["id"]) for token in raw.get("added_tokens") or ()]
+    for entry in _templates(raw.get("post_processor") or {}):
+        claims += zip(entry.get("tokens") or (), entry.get("ids") or ())
+    for content, claimed in claims:
+        if (found := backend.token_to_id(content)) != claimed:
+            raise ValueError(
+                f"token {quoted(content)} has id {claimed} in tokenizer.json, but {found} in its vocabulary"
+            )
+
+
+def _templates(processor: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the special tokens of the post-processors; the library checked their form."""
+    if processor.get("type") == "Sequence":
+        for inner in processor["processors"]:
+            yield from _templates(inner)
+    elif processor.get("type") == "TemplateProcessing":
+        yield from processor["special_tokens"].values()

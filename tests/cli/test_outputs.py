@@ -1,0 +1,71 @@
+"""What cannot be written is refused in one sentence before the work starts."""
+
+import jax
+import pytest
+
+from tessera.cli import main as cli
+from tessera.train import loop
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "calibrate --text TEXT --out",
+        "train --recipe tiny --out",
+        "eval --suite smoke --out",
+        "bench --suite smoke --out",
+        "bench --model none --out",
+        "tune --workload prefill_8k --out",
+        "convert MODEL",
+        "verify --out",
+        "demo --out",
+        "report --out",
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_first(command, tmp_path, monkeypatch, capsys):
+    """Root may write anywhere but below a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    assert cli.main([*command.split(), "file/out"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert "file" in line
+    assert "cannot be written" in line or "does not exist" in line or "is no folder" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_that_takes_no_default_record_is_refused_first(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evidence").write_text("not a folder")
+    for command in ("eval", "bench", "tune --workload prefill_8k"):
+        assert cli.main(command.split()) == 2
+        assert "evidence/records.jsonl cannot be written (Not a directory)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--save-every-s nan", "save_every_s=nan must be a number of seconds"),
+        ("--save-every-s -1", "save_every_s=-1.0 must be a number of seconds"),
+        ("--batch 1000000000", "the scores of a batch of 1,000,000,000 x 512 tokens needs"),
+    ],
+)
+def test_training_values_that_cannot_work_are_refused_first(flags, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(loop, "init_state", pytest.fail)
+    (tmp_path / "text").write_text("some words " * 1000)
+    command = ["train", "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), *flags.split()]
+    assert cli.main(command) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert words in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_limit_of_address_space_bounds_what_fits(monkeypatch):
+    import resource
+
+    from tessera.core import memory
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 42, 1 << 42))
+    assert 1 << 41 < memory._process_free_bytes() < 1 << 42
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 20, 1 << 20))
+    assert memory.available_bytes(jax.devices("cpu")[0]) < 0
