@@ -379,6 +379,12 @@ def test_a_task_that_the_control_does_as_well_is_marked(model, records, tmp_path
     assert all(r.facts["against_control"]["says_nothing"] for r in plans)
 
 
+def test_a_difference_of_rounding_is_marked():
+    """Records round KL: both samples of one policy may be less than the other's by a part of 1e-7, which is nothing."""
+    assert real.verdict(paired.mean([3e-8, 4e-8]), resolution=real.RESOLUTION)["says_nothing"]
+    assert not real.verdict(paired.mean([3e-5, 4e-5]), resolution=real.RESOLUTION)["says_nothing"]
+
+
 def test_a_difference_that_is_sure_is_not_marked():
     none, all_, half = [[0] * 5] * 12, [[1] * 5] * 12, [[1, 0, 1, 0, 0], [0, 0, 0, 0, 0]] * 6
     assert not real.verdict(paired.gain(none, all_))["says_nothing"]

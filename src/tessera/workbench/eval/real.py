@@ -36,6 +36,8 @@ from tessera.workbench.evidence import How, Record, What
 NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
 SURE = 0.05
 """Largest p at which a difference from the control counts as more than chance."""
+RESOLUTION = 1e-6
+"""Nats. Records round KL to 1e-7, and two programs of the same numbers add them in other orders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +216,7 @@ def judge_text(
         control = ledger.done.get(("eval real text", "control", f"{question}: {CONTROL}"))
         if control is not None and contender.name != "control":
             better = paired.mean(np.asarray(control.samples)[: len(own)] - own[:, 0])
-            facts["against_control"] = verdict(better)
+            facts["against_control"] = verdict(better, resolution=RESOLUTION)
         records.append(
             ledger.add(
                 "eval real text",
@@ -230,15 +232,16 @@ def judge_text(
     return records
 
 
-def verdict(better: paired.Estimate, p: float = 0.0) -> dict[str, Any]:
+def verdict(better: paired.Estimate, p: float = 0.0, resolution: float = 0.0) -> dict[str, Any]:
     """Decide whether a difference from the control says anything about the choice of keys.
 
     Args:
         better: the difference, positive if the policy is better. A few documents that agree give an interval of no
             width, so p must be small too.
         p: McNemar's p of the same difference.
+        resolution: differences up to this are rounding, not the policy's merit.
     """
-    nothing = better.low <= 0 or p > SURE
+    nothing = better.low <= resolution or p > SURE
     return {"better_by": better.value, "low": better.low, "high": better.high, "p": p, "says_nothing": nothing}
 
 
