@@ -297,7 +297,9 @@ def load(
     if compiles_without_chip() and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
     num_bytes = num_parameters(config) * jnp.dtype(config.dtype).itemsize
-    require(num_bytes, jax.devices()[0], f"{source.name} in {config.dtype}", "take a smaller model, or bfloat16")
+    described = source / "config.json" if source.is_dir() else source
+    what = f"the model that {described} describes, in {config.dtype},"
+    require(num_bytes, jax.devices()[0], what, "take a smaller model, or bfloat16")
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():
         logger.info("%s", warning)

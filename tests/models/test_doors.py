@@ -6,6 +6,7 @@ import shutil
 import pytest
 from tiny import CONFIG, PLAN, save_tiny
 
+from tessera import generate
 from tessera.core.fields import MAX_DEPTH, parse_json, read_json
 from tessera.models.checkpoint import load_params, read_config
 from tessera.models.tensor_file import read_header, read_index
@@ -308,3 +309,9 @@ def test_other_variables_of_a_template_are_text_too(plain):
 def test_messages_without_names_are_encoded_as_before(plain):
     chat = [{"role": "user", "content": "a < b | c > d"}]
     assert plain.encode_chat(chat) == plain.encode(plain.render_chat(chat), add_special=False)
+
+
+def test_a_model_without_room_names_the_file_that_asks_for_it(folder):
+    edit_json(folder / "config.json", vocab_size=2**30)
+    with pytest.raises(MemoryError, match=r"config\.json describes, in float32, needs .* GiB but .* are free"):
+        generate.load(folder)
