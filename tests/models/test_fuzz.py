@@ -26,6 +26,12 @@ def test_damaged_files_are_sound_or_refused(bench):
     assert sum(count for name, count in found["counts"].items() if name.endswith("loaded")) > 30
 
 
+def test_a_worker_that_died_starts_again_before_the_next_file_is_damaged(bench):
+    """A new worker first opens the sound models: started after the damage, it would fail, and so every later case."""
+    bench.worker.close()
+    assert bench.judge(fuzz.Case(0, "config.json", b"{}"))[0] == "clean"
+
+
 def test_cases_are_the_same_for_the_same_seed(bench):
     names = tuple(fuzz.TARGETS)
     assert [bench.draw(3, n, names) for n in range(20)] == [bench.draw(3, n, names) for n in range(20)]

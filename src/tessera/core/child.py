@@ -56,12 +56,7 @@ class Worker:
         Raises:
             Ended: the worker ended without a reply. The next request starts another one.
         """
-        if self._process is not None and self._process.poll() is not None:
-            self.close()  # it died after its last reply, before this request
-        if self._process is None:
-            self._start()
-            if self._ready_s is not None:
-                self._read(self._ready_s)  # start-up does not count towards limit_s
+        self.start()  # before the request: start-up does not count towards limit_s
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
@@ -70,6 +65,19 @@ class Worker:
         line = self._read(limit_s)
         self._answered = True
         return json.loads(line)
+
+    def start(self) -> None:
+        """Start the worker and wait until it is ready, unless it runs.
+
+        Raises:
+            Ended: it ended before it was ready.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self.close()  # it died after its last reply
+        if self._process is None:
+            self._start()
+            if self._ready_s is not None:
+                self._read(self._ready_s)
 
     def _start(self) -> None:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
