@@ -66,8 +66,10 @@ def _sizes(text: str) -> list[int]:
 
 
 def spread(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Order the points so that any first part of them covers head dims, masks, lengths and residuals evenly. Points with
-    big blocks, which take minutes to compile, come last."""
+    """Order the points so that any first part of them covers head dims, masks, lengths and residuals evenly.
+
+    Points with big blocks, which take minutes to compile, come last.
+    """
 
     def scatter(index):  # bit reversal: halves, quarters, ...
         return int(f"{index:010b}"[::-1], 2)
@@ -143,7 +145,7 @@ def moved_bytes(point: Mapping[str, Any], steps: int) -> int:
     """Return the bytes moved: q, out and statistics once, K and V once per step unless one block holds all keys."""
     (batch, rows, heads, dim), config, value_dim = point["q"], point["config"], point["v"][3]
     query, out, key, value = (
-        size if layout == 2 else -(-size // 128) * 128  # layout 2 has the sequence in the lanes, so the dim is not padded
+        size if layout == 2 else -(-size // 128) * 128  # layout 2 has the sequence in the lanes: the dim is not padded
         for size, layout in (
             (dim, config["q_layout"]),
             (value_dim, 1),

@@ -1,4 +1,4 @@
-"""The tuner's side of the worker process: if a candidate crashes, hangs or takes too much memory, its result says so."""
+"""The tuner's side of the worker process. A candidate that crashes, hangs or takes too much memory is a result too."""
 
 import os
 import sys
