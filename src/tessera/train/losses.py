@@ -48,8 +48,8 @@ def open_log(path: Path, step: int):
 class Line:
     """One line of progress: loss, answers, tokens/s, MFU and time left; redrawn on a terminal, else every 30 s.
 
-    MFU = model FLOP/s over the peak FLOP/s of a large matrix product measured on this machine: 6 P + 6 L S N H FLOPs
-    per token (forward and backward, half of the attention square).
+    MFU is the model's FLOP/s over the peak FLOP/s that a large matrix product reaches on this machine. A token takes
+    6 P + 6 L S N H FLOPs, forward and backward, with P parameters, L layers, sequence length S, N heads and head dim H.
     """
 
     def __init__(self, console: Console, steps: int, peak_flops: float):

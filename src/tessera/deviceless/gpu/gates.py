@@ -60,6 +60,6 @@ def unawaited(report: sass.Report) -> str | None:
 
 
 def hopper_kernels() -> tuple[Kernel, ...]:
-    """List the table's kernels that run on Hopper and compile without it: the gates are for them alone."""
+    """List the table's kernels that run on Hopper and compile without a GPU. The gates apply to these only."""
     ours = (kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.simulable)
     return tuple(kernel for kernel in ours if kernel.runs_on(CHIP.capability))
