@@ -160,7 +160,7 @@ def natural(body: bytes) -> list[Fact]:
 
 
 def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
-    """Draw keys of one kind: a few letters, sibling names, constant names, or people's things."""
+    """Draw keys of one kind: a few letters, sibling names, constant names, or nouns such as "Ada's pass key"."""
     kind = rng.random()
     if kind < 0.4:
         letters = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ" if rng.random() < 0.5 else "abcdefghijklmnopqrstuvwxyz")

@@ -21,9 +21,9 @@ class Stage:
         batch: sequences per step.
         steps: updates.
         mixture: kinds of example (data.KINDS) and their shares.
-        rate: learning rate at the first step; linear to `last_rate` (None: constant).
+        rate: learning rate at the first step; it changes linearly to `last_rate`, or stays constant if that is None.
         accumulate: number of slices of a batch, which run one after another to bound memory.
-        remat: recompute each layer in the backward pass instead of storing it.
+        remat: whether the backward pass recomputes each layer's activations instead of storing them.
     """
 
     length: int
@@ -64,7 +64,7 @@ class Recipe:
         weight_decay: decoupled decay, of matrices only.
         b1, b2: Adam's decay rates.
         compute_dtype: dtype of activations and of the weights' working copy; master weights and moments are float32.
-        look_back: initialise two heads of layer 0 to favour one and two positions back (train.look_back).
+        look_back: whether two heads of layer 0 start out favouring one and two positions back (`loop.look_back`).
         text: folder or file to train on; None is the standard library of the running Python.
         base: Hugging Face folder to start from; None is fresh weights.
     """

@@ -24,7 +24,7 @@ def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
 
 
 def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Hashable]) -> list[dict[str, Any]]:
-    """Return the last line of each case, using only lines that the same code made as the last line of all."""
+    """Return the last line of each case, using only lines of the code that made the last line in `found`."""
     made = [[line.get(name) for name in CODE] for line in found]
     return list({identity(line): line for line, code in zip(found, made) if code == made[-1]}.values())
 

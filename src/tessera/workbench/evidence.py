@@ -24,7 +24,7 @@ from tessera.core import hardware
 
 SCHEMA = 1
 INTERVAL_ROUNDS = 5
-"""Minimum samples for an interval: with fewer, it spans little but the smallest and largest sample."""
+"""Minimum number of samples for a bootstrap interval. With fewer, the interval is hardly more than their range."""
 
 PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "train", "quality"})
 """Host and user names that any record may hold, since they reveal nothing: common names and our own commands."""
@@ -130,7 +130,7 @@ class Record:
     """One measurement, or the error in its place.
 
     Attributes:
-        unit: of samples and median ("s", "bytes", "fraction", "tokens/s").
+        unit: unit of samples and median ("s", "bytes", "fraction", "tokens/s").
         spread: interquartile range of the samples, in the same unit.
         flops, bytes: work of one sample, by the stated formula of the workload.
         facts: other numbers of the same run; names carry their units.

@@ -95,7 +95,7 @@ def ratio(baseline: Sequence[float], ours: Sequence[float]) -> float:
 def ratio_interval(
     baseline: Sequence[float], ours: Sequence[float], *, level: float = 0.95, draws: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """Return the bootstrap interval of `ratio`; each draw takes rounds with replacement, and both sides of a round."""
+    """Return the bootstrap interval of `ratio`; rounds are redrawn with replacement, both sides of a round together."""
     if len(baseline) != len(ours):
         raise ValueError(f"{len(baseline)=} must equal {len(ours)=}: samples are paired by round")
     pick = np.random.default_rng(seed).integers(0, len(ours), (draws, len(ours)))

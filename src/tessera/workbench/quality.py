@@ -41,7 +41,7 @@ def passkey_tasks(num_tasks: int, length: int, seed: int = 0) -> list[Task]:
 
 
 def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> Accuracy:
-    """Answer every task greedily, as `generate` does: chunked prefill, then token by token."""
+    """Answer every task greedily, as `generate` does (chunked prefill, then token by token); count right answers."""
     num_right, layers = 0, []
     for first in range(0, len(tasks), batch):
         asked = tasks[first : first + batch]

@@ -46,15 +46,16 @@ class Inspection(inspection.Inspection):
 
     Attributes:
         dispatched: kernel that dispatch chooses for the call on a GPU; may be cuDNN's, which compiles only on a GPU.
-        registers: per thread at launch, maximum over the call's kernels; likewise spill_bytes and shared_bytes.
-        spill_bytes: per thread, stores and loads together.
+        registers: registers per thread at launch, maximum over the call's kernels.
+        spill_bytes: bytes per thread, stores and loads together, maximum over the call's kernels.
+        shared_bytes: bytes per thread block, maximum over the call's kernels.
         temp_bytes: main memory that is neither argument nor result.
         steps: thread blocks of all launches of a call together; None if unknown.
         launches: kernel -> launches per call, for kernels whose launches can be counted.
         instructions: instruction -> occurrences (not executions) in the code of all the call's kernels.
         gates: the gates that the code breaks, empty if none; None if the call has no kernel of ours.
         roofline_ms: max(flops / rate, bytes / bandwidth, exponentials / rate): a bound, not a prediction.
-        percent_of_peak: flops in roofline_ms over the chip's nominal rate.
+        percent_of_peak: rate at the roofline, in percent of the chip's nominal rate.
     """
 
     KEYS = (

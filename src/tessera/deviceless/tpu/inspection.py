@@ -26,7 +26,7 @@ class Inspection(inspection.Inspection):
         slots: unit -> mean slots used and available per step.
         spill_slots: mean slots per step that move spilled registers.
         predicted_ms, predicted_tflops: from the schedules of the Pallas kernels; None if the call has no such kernel.
-        percent_of_peak: predicted rate over the nominal rate of one jax device.
+        percent_of_peak: predicted rate, in percent of the nominal rate of one jax device.
     """
 
     KEYS = (

@@ -55,8 +55,8 @@ class Prediction:
         bundles_per_step: mean bundles of one step on one core.
         cycles_per_step: mean cycles of one step on one core; a scope takes at least as long as its products.
         slots: unit -> mean slots used and available per step.
-        spill_slots: slots per step that move spilled registers.
-        moved_bytes: to and from main memory, by the kernels and the operations around them.
+        spill_slots: mean slots per step that move spilled registers.
+        moved_bytes: bytes to and from main memory, by the kernels and the operations around them.
         bound_by: "HBM", "XLA operations", or the core's fullest unit.
         assumed: scopes whose number of executions the kernel does not state; they count once per step.
         scopes: "kernel/scope" -> (executions, cycles of one execution).

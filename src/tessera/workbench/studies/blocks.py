@@ -251,7 +251,7 @@ def lines_of(found: list[dict], chip: str, name: str) -> list[dict]:
 
 
 def winner(lines: list[dict]) -> dict | None:
-    """Return the fastest candidate, or the default unless beaten by LEAST_GAIN; None if none compiled."""
+    """Return the fastest candidate, or the default if the gain is below LEAST_GAIN; None if no candidate compiled."""
     compiled = [line for line in lines if "ms" in line]
     if not compiled:
         return None

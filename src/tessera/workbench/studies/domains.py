@@ -122,7 +122,7 @@ def nonsense(name: str, folder: Path) -> list[str]:
     except (ValueError, RecursionError) as error:
         return [f"it is not JSON: {error}"[:200]]
     if not isinstance(raw, dict):
-        return ["it is no object"]
+        return ["it is not a JSON object"]
     vocab = json.loads((folder / "config.json").read_bytes())["vocab_size"]
     found = [*_fields(raw, {"eos_token_id": _ids(vocab)})]
     if name == "config.json":

@@ -66,7 +66,7 @@ BLOCK = 50
 BYTES_SHARE = 0.25
 """Share of JSON cases that damage the file's bytes instead of its values."""
 LONGEST = 500
-"""Maximum characters of an error message that counts as clean."""
+"""Maximum characters of a message: a longer error message is unclean, and other messages are cut."""
 WALL_S = 120.0
 """Maximum seconds of wall time per case; larger than the limit on processor time, for busy machines."""
 READY_S = 900.0

@@ -37,7 +37,8 @@ def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
 
     Each kernel gets every head dim, dtype and tile at one length, and the longest calls once: 1,048,576 keys (the last
     2,048 queries of a prefill), and a whole prefill of 131,072 tokens. Dense and scoring prefill also get one query
-    head per KV head, where the corner of the causal mask is longest. The gradient of dense prefill comes last.
+    head per KV head, which makes the corner of the causal mask (`prefill.corner`) longest. The gradient of dense
+    prefill comes last.
     """
     names = ("chip", "kernel", "head_dim", "dtype", "tile", "length")
     for chip, kernel in product(chips, tpu_kernels()):

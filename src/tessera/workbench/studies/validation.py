@@ -38,7 +38,8 @@ CALIBRATION = ("v5p", "v6e")
 """Chips whose times the prediction's constants are fitted on. v7x is only compared."""
 FITTED = " and ".join(CALIBRATION)
 MEDIAN_GOAL, P90_GOAL, RANK_GOAL = 0.05, 0.12, 0.99
-"""Goals: median and 90th percentile of |predicted / measured - 1| at most, rank correlation at least."""
+"""Goals: upper limits of the median and the 90th percentile of |predicted / measured - 1|, lower limit of the rank
+correlation."""
 BIG_BLOCK = 4 << 20
 """Scores per block above which the compiler takes minutes."""
 FOLDERS = MappingProxyType({"v5p": "tpu_v5", "v6e": "tpu_v6_lite", "v7x": "tpu7x"})
