@@ -1,9 +1,9 @@
-"""Calibration: run a model over text, find the keys each layer must read, and build the plan with its evidence.
+"""Calibration: run a model over text, find the keys that each layer must read, and build the plan.
 
 With a target (`keep` or `max_kl`), `search.py` finds the plan that reads least and still meets the target: it ablates
 every KV head on text and planted facts, and held-out windows judge the result. Without a target, `similarity.py` runs
 the paper's recipe, which finds anchor layers by similarity. `crossover.py` times prefill over lengths on this device.
-Windows run in chunks, so memory is that of a prefill.
+Windows run in chunks, so calibration takes no more memory than a prefill.
 """
 
 import datetime

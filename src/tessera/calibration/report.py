@@ -1,4 +1,4 @@
-"""Show how far a calibration has come."""
+"""Show the progress of a calibration."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Makes the plans that the package ships: `python -m tessera.workbench.plans {demo | smollm2} [again]`.
+"""Make the plans that the package ships: `python -m tessera.workbench.plans {demo | smollm2} [again]`.
 
 "again" keeps the shipped plan and measures its promise and cross-over again. Cross-overs are timed, so run nothing else
 meanwhile.

@@ -1,4 +1,4 @@
-"""Attention calls on random numbers, and kernels run on them, shared by the tests and `tessera verify`.
+"""Draw random attention calls and run kernels on them, for the tests and `tessera verify`.
 
 Padding is always NaN: keys at or past kv_len, rows at or past q_len. A kernel for a TPU or a GPU that is absent runs in
 simulation, with race detection on and fresh memory full of NaN.

@@ -4,8 +4,8 @@
 
 The roofline is max(flops / rate, bytes / bandwidth, exponentials / rate) of the work, at ceilings that others measured
 (`inspection.CEILINGS`): our kernels may be much slower. A ratio compares two calls at their rooflines, so it bounds
-the gain over a dense kernel that reaches its own roofline. Measured records replace these once `scripts/gpu_check.sh`
-has run on an H200.
+the gain over a dense kernel that reaches its own roofline. Measured records replace these figures once
+`scripts/gpu_check.sh` has run on an H200.
 """
 
 from collections.abc import Iterator, Mapping
