@@ -101,7 +101,7 @@ def record_similarity(
         raise ValueError("the model's activations are not finite on this text: its weights may hold NaN")
     if not minima:
         raise ValueError(
-            f"no text is long enough: it must have more than {NUM_KEYS} keys besides those that are always read"
+            f"no text is long enough: it must have more than {NUM_KEYS} keys to choose from besides those always read"
         )
     similarity = np.mean(minima, axis=0)
     own = np.broadcast_to(np.arange(similarity.shape[-1]), similarity.shape[:3])
