@@ -91,7 +91,10 @@ def _simulated_gpu(name: str):
 
 @contextlib.contextmanager
 def _every(module, name: str):
-    """Collect every object that `module.name` creates. A simulator's launch drops the race detector of the last one."""
+    """Yield a list of the race detectors that class `name` of `module` creates in this context, one per launch.
+
+    The simulator itself keeps only the last launch's detector.
+    """
     plain, made = getattr(module, name), []
 
     def kept(**kwargs):
@@ -107,8 +110,8 @@ def _every(module, name: str):
 
 @contextlib.contextmanager
 def _direct_callbacks():
-    """Return numpy arrays from the simulator's callbacks directly. Copies through a device would take half of the
-    simulation time of Hopper's kernels."""
+    """Context in which the simulator's callbacks take and return arrays without a copy through a device. The copies
+    would take half of the simulation time of Hopper's kernels."""
     from jax._src import callback as callbacks
 
     def say(*args, callback, **_):
