@@ -348,7 +348,7 @@ def test_where_no_kernel_of_ours_is_nothing_is_said_to_pass(capsys, tmp_path):
     assert cli.main(["inspect", *flags.split(), "--picture", str(tmp_path / "roof.svg")]) == 0
     assert "flops per byte" in (tmp_path / "roof.svg").read_text()
     out = capsys.readouterr().out
-    assert "none to hold" in out
+    assert "none apply" in out
     assert "passed" not in out
     assert "gpu_prefill_dense cannot take the call: dtype float32" in out
     half, whole = (gpu_inspection.ceilings("h200", dtype).flops_per_s for dtype in ("float32", "bfloat16"))

@@ -201,5 +201,5 @@ def test_a_missing_peer_is_named_with_what_installs_it(tmp_path, monkeypatch, ca
     validation.PEER_PYTHON.parent.mkdir()
     validation.PEER_PYTHON.touch()
     assert study(validation, *collect, "--timings", tmp_path / "nowhere") == 2
-    assert "--timings names a folder" in capsys.readouterr().err
+    assert "pass --timings with a folder" in capsys.readouterr().err
     assert study(validation, *collect, "--timings", tmp_path) == 1  # timings, but not of this chip

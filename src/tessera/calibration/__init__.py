@@ -1,1 +1,1 @@
-"""Make a plan for a model: measure its attention, search, and time where Kascade starts to pay."""
+"""Make a plan for a model: measure its attention, search, and time from which length Kascade beats dense."""

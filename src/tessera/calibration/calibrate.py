@@ -1,9 +1,9 @@
-"""Calibration: run a model over text, find the keys each layer must read, and build the plan with its evidence.
+"""Calibration: run a model over text, find the keys that each layer must read, and build the plan.
 
 With a target (`keep` or `max_kl`), `search.py` finds the plan that reads least and still meets the target: it ablates
 every KV head on text and planted facts, and held-out windows judge the result. Without a target, `similarity.py` runs
 the paper's recipe, which finds anchor layers by similarity. `crossover.py` times prefill over lengths on this device.
-Windows run in chunks, so memory is that of a prefill.
+Windows run in chunks, so calibration takes no more memory than a prefill.
 """
 
 import datetime
@@ -56,21 +56,22 @@ def calibrate(
         model: any object with `params`, `config` and (for texts) `tokenizer`.
         texts: a file, a folder of text files, or a list of texts or token lists.
         keep: target: minimum share of dense's probability of the right next token, such as 0.99, on held-out text and
-            on the answers of probes planted in it. The search finds a budget per KV head that meets it.
-        max_kl: target: maximum KL(dense || plan) per token, such as 0.02, on both.
+            on the answers of probes planted in that text. The search finds a budget per KV head that meets the target.
+        max_kl: target: maximum KL(dense || plan) in nats per token, such as 0.02, on the same text and answers.
         anchors: without a target, the number of anchors (None: the paper's proportion, 5 of 32 layers, at least 2) or
             the layers themselves.
         tile, query_tile, local, sinks, minimum: fields of the plan; see `Plan`.
         fraction, heads: without a target, fields of the plan: 0.1 and "remap" if not given.
-        crossover: requests below this many tokens run dense; None measures it here.
-        max_tokens: maximum number of tokens to take, sampled evenly from the text; a search runs a part of them.
+        crossover: requests below this many tokens run dense; None measures the number on this device.
+        max_tokens: maximum number of tokens to take, sampled evenly from the text; a search runs only a part of them.
         progress: show a progress bar on standard error.
         notes: with a target, a file that records each measurement; the same call resumes from it after a Ctrl-C, a
             kill or a plan that could not be saved. Delete it once the plan is saved.
 
     Returns:
-        the plan; its metrics hold similarity, importance, recall and density per layer, perplexity dense and sparse
-        on held-out windows, and the times behind the cross-over.
+        the plan. With a target, its promise holds the measured losses, and its metrics the damage per head and the
+        budgets tried. Without a target, its metrics hold similarity, importance, recall and density per layer, and
+        dense and sparse perplexity on held-out windows. A measured cross-over adds its times.
 
     Raises:
         ValueError, FileNotFoundError: an argument, the text or the weights are unusable; the message says why.
@@ -161,7 +162,7 @@ def subject_of(model: Any, corpus: Corpus, target: Target, tiling: Tiling) -> di
 
 
 def provenance(corpus: Corpus, tokens_run: int) -> dict[str, Any]:
-    """Describe where a plan comes from: corpus, the tokens of it that were run, date, versions, device."""
+    """Return a plan's provenance: corpus, number of its tokens that were run, date, versions, device."""
     return {
         "corpus": corpus.source,
         "corpus_sha256": corpus.sha256,

@@ -17,11 +17,11 @@ from tessera.sparse.kascade import Kascade
 logger = logging.getLogger(__name__)
 
 CROSSOVER_BUDGET_S = 240.0
-"""Seconds for all timed runs, excluding compilation; a length expected to exceed what is left is not timed. Two slow
-cores reach 4,096 tokens of a model of 135 M parameters."""
+"""Seconds for all timed runs, excluding compilation; a length that would probably exceed the rest is not timed. Two
+slow cores reach 4,096 tokens with a model of 135 M parameters."""
 
 GROWTH = 3
-"""Expected growth of a prefill's time when its length doubles: between the layers' 2 and attention's 4."""
+"""Expected factor of a prefill's time when its length doubles: between 2 for matrix products and 4 for attention."""
 
 REPEATS = 3
 """Timed runs per policy and length."""
@@ -31,7 +31,7 @@ TIMED_KEYS = 8192
 
 
 def measure_crossover(model: Any, policy: Kascade, report: Any) -> tuple[int, dict[str, Any]]:
-    """Measure the length from which prefill under the policy is faster than dense at every length timed.
+    """Measure the length from which prefill under the policy is faster than dense; return (length, times).
 
     Compares medians of interleaved runs over doubling lengths, until the context ends or the next length would exceed
     the time budget. If Kascade is not faster at the longest length, returns the context plus one, so that every request

@@ -14,7 +14,7 @@ from tessera.sparse.kascade import Kascade
 from tessera.sparse.plan import Plan
 
 SEED = 3
-"""Of the planted facts: not one that `calibrate` plants by."""
+"""Seed of the planted facts; `calibrate` uses 0, 1 and 2."""
 
 
 def measure_again(
@@ -26,17 +26,17 @@ def measure_again(
     max_tokens: int = 65536,
     progress: bool = True,
 ) -> Plan:
-    """Measure what a plan keeps of dense on every window of a text; the plan's choice stays as it is.
+    """Measure what a plan keeps of dense on every window of a text; the plan's layers and budgets stay the same.
 
     Args:
         model, texts, crossover, max_tokens, progress: as in `calibrate`.
         plan: a plan of this model, made with a target.
 
     Returns:
-        the plan with a new promise and cross-over; `fresh` says that the text is not the one that it was made from.
+        the plan with a new promise and cross-over; the promise is `fresh` if the plan was made from another text.
 
     Raises:
-        ValueError, FileNotFoundError: the plan has no target or is of another model, or the text is unusable.
+        ValueError, FileNotFoundError: the plan has no target or belongs to another model, or the text is unusable.
     """
     plan.check(model.config, fingerprint(model.params, model.config))
     if not plan.promise:

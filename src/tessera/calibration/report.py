@@ -1,4 +1,4 @@
-"""Show how far a calibration has come."""
+"""Show the progress of a calibration."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Report:
-    """Progress bar with one line per pass; `stage` names the current pass, for the message after Ctrl-C."""
+    """Progress bar with one line per pass over the text; `stage` names the current pass for the message on Ctrl-C."""
 
     def __init__(self, shown: bool):
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -1,6 +1,6 @@
 """Probes for heads that look far back: facts and passages planted in the user's own text and repeated at its end.
 
-Plain text rarely needs the few heads that retrieve, so a plan built on text only loses them (LOG.md). A probe is a
+Plain text rarely needs the few heads that retrieve, so a plan built on text alone loses them (LOG.md). A probe is a
 window of text with sentences hidden at even depths and repeated at the end; only the tokens of the repeated answers are
 judged. Without a tokenizer, keys and answers are random tokens of the text.
 """
@@ -16,7 +16,7 @@ FACTS, DIGITS = 4, 5
 KEY_TOKENS, ANSWER_TOKENS = 8, 4
 """Tokens of the key and of the answer in a fact of random tokens."""
 PASSAGE, CUE = 24, 8
-"""Tokens of a repeated passage, and how many of the repetition serve as cue before the judged ones."""
+"""Tokens of a repeated passage, and number of its first tokens that are only a cue; the others are judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Probe:
 
     Attributes:
         tokens: [W] token ids.
-        answers: (first, end) positions of each answer's tokens; the row before a token predicts it.
+        answers: (first, end) positions of each repeated answer's tokens; the row before a token predicts it.
         text_end: end of the text and its planted sentences; the repetitions start here.
     """
 
@@ -35,11 +35,11 @@ class Probe:
 
 
 def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = FACTS) -> Probe:
-    """Hide facts in a window of text, repeat them and a passage at its end, and keep the window's length.
+    """Hide facts in a window of text, and repeat the facts and a passage at its end; the window keeps its length.
 
     Args:
-        model: its tokenizer, if any, encodes the facts.
-        window: token ids; the repetitions replace the last ones.
+        model: a model; its tokenizer, if it has one, encodes the facts.
+        window: token ids; the facts and repetitions replace the last ones.
         seed: the same seed gives the same probe.
         num_facts: number of facts to hide, at even depths.
 
@@ -61,7 +61,7 @@ def plant(model: Any, window: np.ndarray, seed: Sequence[int], num_facts: int = 
     cuts = [int((index + 0.5) / num_facts * room) for index in range(num_facts)]
     for start, end, sentence in zip([0, *cuts], [*cuts, room], [*sentences, window[:0]]):
         body += [text[start:end], sentence]
-    first = int(rng.integers(0, max(cuts[0] - PASSAGE, 1)))  # before the first fact, so that it holds none
+    first = int(rng.integers(0, max(cuts[0] - PASSAGE, 1)))  # before the first fact, so that the passage holds no fact
     tail, answers = [], []
     position = end_of_text = sum(map(len, body))
     for index in asked:

@@ -1,13 +1,15 @@
 """Find the per-head budgets of a plan that meets a target: ablate every KV head, then price keys.
 
-1. *Damage* D[l,k]: the model's loss when one KV head reads only the always-listed keys and all others are dense: KL on
-   text plus PROBE_WEIGHT times the log-probability that planted answers lose per token. Layer similarity misses this:
-   in a real model a handful of heads retrieve, and neighbouring heads do not attend to the same keys.
-2. *Missed mass* m[l,k,f]: the probability outside the head's best tiles within budget f, from one dense pass.
+1. *Damage* D[l,k] of KV head k in layer l: the model's loss when this head reads only the always-listed keys and all
+   other heads are dense. The loss is KL on text plus PROBE_WEIGHT times the log-probability that planted answers lose
+   per token. Layer similarity misses such heads: in a real model only a handful of heads retrieve, and neighbouring
+   heads do not attend to the same keys.
+2. *Missed mass* m[l,k,f]: the attention probability outside the best tiles that budget f (a share of the keys) allows
+   the head, from one dense pass.
 3. A head's loss at budget f is modelled as D (m[f] / m[0])^2, because KL is quadratic in a small change. Every head
-   takes the budget that minimises loss + price * f; the search varies the price.
-4. The search runs the real policy, cheap scores included, on text and probes at each price tried; the cheapest that
-   meets the target wins.
+   takes the budget that minimises loss + price * f; a higher price lowers the mean budget.
+4. The search tries several mean budgets: it runs the real policy, cheap scores included, on text and probes, and takes
+   the smallest mean budget that meets the target.
 """
 
 import math
@@ -35,12 +37,12 @@ from tessera.sparse.kascade import Kascade
 STRIDE = 4
 """Step between compared rows of text; adjacent rows are nearly redundant."""
 PROBE_WEIGHT = 1.0
-"""Nats of KL on text that one nat of answer log-probability per token counts as in the damage."""
+"""Weight of the answers in the damage: nats of KL on text that count as much as one nat per answer token."""
 SHORT, LONG = 512, 4096
-"""Tokens per window: SHORT for ablation, which takes one pass per head, LONG for trying prices."""
+"""Tokens per window: SHORT for ablation, which takes one pass per head, LONG for trying mean budgets."""
 NO_NOTEBOOK = Notebook()
 STEPS = 5
-"""Prices tried: resolves the mean budget to 1/32."""
+"""Mean budgets tried by bisection, 0.25 first. They resolve the result to 1/64 below 0.25, and to 3/64 above."""
 HELD_OUT_STEP = 0.03
 """Increment of the mean budget while the first held-out window misses the target."""
 
@@ -78,10 +80,11 @@ class Kept:
         text_kl, probes_kl: mean KL(dense || policy) per token, of text and of the probes' answers.
         text_loss, text_loss_dense: mean -ln p of the text.
         text_kept, probes_kept: exp(loss of dense - loss of the policy), per token.
-        asked, found_dense, found: number of probe answers; of these, dense gets all tokens right; of those, the policy
-            does too.
+        asked: number of probe answers.
+        found_dense: number of those of which dense gets all tokens right.
+        found: number of `found_dense` of which the policy gets all tokens right too.
         density: keys read / keys visible, over all layers and heads.
-        tokens: rows of text compared.
+        tokens: number of text rows compared.
     """
 
     text_kl: float
@@ -104,14 +107,15 @@ class Kept:
 def search_policy(
     model: Any, corpus: Corpus, target: Target, tiling: Tiling, report: Report, notebook: Notebook
 ) -> tuple[Kascade, dict[str, Any]]:
-    """Find the policy that reads least and meets the target -> policy, the plan's promise and metrics, tokens run.
+    """Find the policy that reads least and meets the target; return (policy, the plan's promise, metrics and tokens).
 
-    While the first held-out window misses the target, the mean budget grows by HELD_OUT_STEP. The promise is what the
-    policy keeps of a second one; if there is none, of the first, and the promise says that this set the budget.
+    While the policy misses the target on the first held-out window, the mean budget grows by HELD_OUT_STEP. The promise
+    states what the policy keeps of dense on a second held-out window. If there is no second one, it states the result
+    on the first and is not `fresh`, since that window set the budget.
     """
     windows = corpus.windows[:: ceil_div(len(corpus.windows), 2)]
     ablated, chosen_on = probes_of(model, windows, SHORT, 0), probes_of(model, windows[:1], LONG, 1)
-    held_out = probes_of(model, corpus.held_out[:2], MAX_WINDOW, 2)  # a window too short for its facts is named first
+    held_out = probes_of(model, corpus.held_out[:2], MAX_WINDOW, 2)  # before the long passes: raises on a short window
     damage = measure_damage(model, ablated, tiling, report.each, notebook)
     missed = notebook.keep("missed mass", lambda: measure_missed(model, chosen_on, tiling, report.each).tolist())
     missed = np.asarray(missed)
@@ -136,7 +140,8 @@ def search_policy(
 
 
 def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
-    """Return the plan's promise: target, judging windows, whether these are fresh (set no budget), what it keeps."""
+    """Return the plan's promise: target, lengths of the judging windows, whether these set no budget (`fresh`), whether
+    the target is met, and the measured losses."""
     return {
         **{name: value for name, value in asdict(target).items() if value is not None},
         "judged_tokens": [len(probe.tokens) for probe in judged],
@@ -148,7 +153,7 @@ def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bo
 
 @dataclass(frozen=True)
 class Localised:
-    """Makes a policy from a mask [L,K] of heads that read only the always-listed keys."""
+    """Factory of a policy from a mask [L,K] of heads that read only the always-listed keys."""
 
     tiling: Tiling
 
@@ -158,7 +163,7 @@ class Localised:
 
 @dataclass(frozen=True)
 class WithBudgets:
-    """Makes a policy from budgets [L,K]."""
+    """Factory of a policy from budgets [L,K]."""
 
     tiling: Tiling
 
@@ -241,9 +246,9 @@ def measure_missed(model: Any, probes: Sequence[Probe], tiling: Tiling, each: Ca
 
 
 def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -> np.ndarray:
-    """Choose budgets [L,K] from GRID, mean at most `mean`, that minimise the modelled loss D (m[f] / m[0])^2.
+    """Choose budgets [L,K] from GRID, of mean at most `mean`, that minimise the modelled loss D (m[f] / m[0])^2.
 
-    Heads do not interact in this model, so each minimises loss + price * f, and the price is bisected.
+    Heads do not interact in this model, so each head minimises loss + price * f. Bisection finds the price.
     """
     grid = np.asarray(GRID)
     share = missed_LKF / np.maximum(missed_LKF[..., :1], 1e-12)
@@ -252,7 +257,7 @@ def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -
     def at(price: float) -> np.ndarray:
         return grid[np.argmin(loss + price * grid, axis=-1)]
 
-    low, high = -30.0, 30.0  # ln of the price; a higher price buys fewer keys
+    low, high = -30.0, 30.0  # ln of the price; a higher price gives smaller budgets
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if at(math.exp(middle)).mean() > mean else (low, middle)
@@ -261,7 +266,7 @@ def choose_budgets(damage_LK: np.ndarray, missed_LKF: np.ndarray, mean: float) -
 
 @dataclass(frozen=True, kw_only=True)
 class Tried:
-    """One price tried: the requested mean budget, the budgets, and what they keep."""
+    """One attempt of the search: the requested mean budget, the budgets, and their measured losses."""
 
     mean: float
     budgets: np.ndarray
@@ -279,7 +284,7 @@ def search(
 ) -> list[Tried]:
     """Bisect for the smallest mean budget that meets the target; return all attempts, the chosen one last.
 
-    If no mean below 1 meets it, the last attempt reads all keys.
+    If no attempt meets the target, the last one reads all keys.
     """
     tried, low, high = [], 0.0, 1.0
 
@@ -301,7 +306,7 @@ def search(
 
 
 def probes_of(model: Any, windows: Sequence[np.ndarray], length: int, seed: int) -> list[Probe]:
-    """Cut the windows to `length` tokens and plant facts in them, four in short ones and eight in others."""
+    """Cut the windows to `length` tokens and plant facts: four in a window of up to SHORT tokens, eight in others."""
     cut = [window[:length] for window in windows]
     return [plant(model, row, (seed, index), 4 if len(row) <= SHORT else 8) for index, row in enumerate(cut)]
 

@@ -26,7 +26,7 @@ from tessera.sparse.recording import NUM_KEYS, RecallRecorder, RecallState, Simi
 def find_anchors(
     model: Any, corpus: Corpus, count: int | tuple[int, ...], fixed: dict[str, Any], report: Report
 ) -> tuple[Kascade, dict[str, Any]]:
-    """Run the paper's recipe: choose anchors and the head map by similarity -> the policy, the plan's metrics."""
+    """Choose anchors and the head map by similarity, as the paper does; return (policy, metrics and tokens run)."""
     always = {name: fixed[name] for name in ("query_tile", "local", "sinks")}
     notes = record_similarity(model, corpus.windows, heads=fixed["heads"], report=report, **always)
     chosen = choose_anchors(notes.score, count) if isinstance(count, int) else count
@@ -44,12 +44,14 @@ def _head_map(heads_LLK: np.ndarray, anchors: tuple[int, ...], config: ModelConf
 
 @dataclass(frozen=True, kw_only=True)
 class Notes:
-    """Results of the similarity pass, for layers a and b.
+    """Results of the similarity pass.
 
     Attributes:
-        heads: [L,L,K'] the head of a that each head of b would use.
-        similarity: [L,L] sim(a, b): minimum over a window's query tiles, mean over windows and heads.
-        importance: [L] mean of 1 - cos of the residual stream around the attention block.
+        heads: [L,L,K'] heads[a, b, k] is the KV head of layer a whose choice head k of layer b would use; K' is 1 if
+            the heads are pooled.
+        similarity: [L,L] similarity(a, b) of two layers: minimum over a window's query tiles, mean over windows and
+            heads.
+        importance: [L] mean of 1 - cosine between the residual stream before and after the attention block.
     """
 
     heads: np.ndarray
@@ -58,7 +60,7 @@ class Notes:
 
     @property
     def score(self) -> np.ndarray:
-        """S[a][b] = importance of b times similarity(a, b), [L,L]."""
+        """[L,L] score(a, b) = importance(b) x similarity(a, b)."""
         return self.importance * self.similarity
 
     def metrics(self) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def measure_policy(model: Any, policy: Kascade, windows: Sequence[np.ndarray], r
 
 
 def attention_mass(notes: Sequence[RecallState]) -> np.ndarray:
-    """Sum a recorder's chunks -> attention mass [2,L,K] on the keys that the policy reads and on all keys."""
+    """Return attention mass [2,L,K], summed over a recorder's chunks: on the keys that the policy reads, and on all."""
     return np.sum([(own.held, own.total) for own in notes], axis=0, dtype=np.float64)
 
 

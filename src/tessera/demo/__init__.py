@@ -1,1 +1,1 @@
-"""The demo: a small trained model answers questions about a real document, dense and with Kascade."""
+"""The demo: a small model answers questions about a real document, with dense attention and with Kascade."""

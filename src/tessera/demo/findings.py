@@ -56,7 +56,7 @@ def ask(models: Mapping[str, Model], document: str, subject: str) -> Answered:
         subject: a constant that the document defines ("SMTP_PORT"), or the subject of a note in it ("the pass key").
 
     Raises:
-        ValueError: the document does not state it.
+        ValueError: the document does not state the fact.
     """
     expected = what_it_says(document, subject)[0]
     prompt = make_prompt(document, subject)
@@ -66,12 +66,12 @@ def ask(models: Mapping[str, Model], document: str, subject: str) -> Answered:
 
 
 def make_prompt(document: str, subject: str) -> str:
-    """Join the document and the question, as in training."""
+    """Join the document and the question in the format of the training data."""
     return f"{document.rstrip()}\n\nWhat is {subject}? "
 
 
 def what_it_says(document: str, subject: str) -> tuple[str, int]:
-    """Find the answer in the document, worded as the model is trained to word it, and its position."""
+    """Return (the document's answer in the wording that the model is trained on, its position in characters)."""
     if subject.startswith("the "):
         pattern = rf"The {re.escape(subject[4:])} is [^\s.]+\."
     else:
@@ -126,16 +126,17 @@ class LayerTimes(NamedTuple):
 
 
 def kinds(policy: Kascade) -> tuple[str, ...]:
-    """Describe what sets each layer's time: its role, and its heads' budgets if it has any."""
+    """Return each layer's kind, which sets its time: its role and, if it chooses or reuses, its heads' budgets."""
     rows = policy.budgets or ((),) * len(policy.head_map)
     listed = (f" {' '.join(f'{budget:g}' for budget in row)}" if row else "" for row in rows)
     return tuple(role if role in ("dense", "score") else role + words for role, words in zip(policy.roles(), listed))
 
 
 def attention_times(model: Model, lengths: Sequence[int], repeats: int, progress: Progress) -> dict[int, LayerTimes]:
-    """Time one layer's causal prefill attention at the model's heads and the plan's tiles: dense and per kind of layer.
+    """Time the causal prefill attention of one dense layer, and of one layer of each kind in the plan (see `kinds`).
 
-    A choosing layer's time includes choosing. Inputs are random: time does not depend on them.
+    The shapes are the model's heads and the plan's tiles. A choosing layer's time includes choosing. Inputs are random,
+    since the time does not depend on them.
     """
     config, policy = model.config, model.policy
     spec, found = AttentionSpec(tile=policy.tile, query_tile=policy.query_tile), kinds(policy)
@@ -193,8 +194,9 @@ def read_map(model: Model, tokens: Sequence[int]) -> ReadMap:
 
 
 def _count_heads(selection, shape: tuple[int, int], policy: Kascade) -> np.ndarray:
-    """Count the KV heads that list each tile, [I,J]; -1 where the tile lies in the query tile's future."""
-    tiles, count = selection.tiles[0], selection.count[0, :, : shape[0]]  # less the last chunk's padding
+    """Return counts [query tiles, key tiles] of the KV heads that list a key tile; -1 where the key tile is in the
+    query tile's future."""
+    tiles, count = selection.tiles[0], selection.count[0, :, : shape[0]]  # without the last chunk's padding
     heads = np.zeros(shape, np.int32)
     for head, row in np.ndindex(*count.shape):
         heads[row, tiles[head, row, : count[head, row]]] += 1
@@ -219,7 +221,7 @@ class _Tracing(Kascade):
         inner, seen = state
         out, inner = super().attend(layer, q, kv, spec, positions, inner)
         if self.chooses(layer):
-            choice = inner.choice  # masses where each layer has budgets
+            choice = inner.choice  # masses instead of tiles if the plan has budgets
             if self.budgets:
                 choice = self.select(layer, choice, self._spec(spec), positions, kv.shapes(q))
             seen = (*seen, choice)

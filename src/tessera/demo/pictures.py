@@ -22,7 +22,7 @@ _STYLE = STYLE | {"font.size": 11, "xtick.color": INK, "ytick.color": INK}
 
 @dataclass(frozen=True, kw_only=True)
 class Anchor:
-    """One layer's choice: KV heads that listed each (query tile, key tile); -1 marks tiles that are not visible."""
+    """One layer's choice: `heads_BY` counts the KV heads that list a key tile for a query tile; -1 if not visible."""
 
     layer: int
     heads_BY: np.ndarray
@@ -40,7 +40,7 @@ class Panel:
 
 
 def times(panels: Sequence[Panel]) -> str:
-    """Plot milliseconds over tokens, both axes logarithmic, with the first side over the second above the points."""
+    """Plot milliseconds over tokens, both axes logarithmic; labels give the first side's time over the second's."""
 
     def plot(figure: Figure) -> None:
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
@@ -83,7 +83,7 @@ def densities(layers: Sequence[float], roles: Sequence[str]) -> str:
         axes = figure.subplots()
         bars = axes.bar(range(len(layers)), [100 * share for share in layers],
                         color=[ROLES[role][0] for role in roles], width=0.7)  # fmt: skip
-        sign = " %" if len(layers) <= 16 else ""  # 30 bars leave no room for it
+        sign = " %" if len(layers) <= 16 else ""  # 30 bars leave no room for the sign
         axes.bar_label(bars, [f"{100 * share:.0f}{sign}" for share in layers], padding=2, fontsize=10)
         axes.set(xlabel="layer", ylabel="keys read (% of visible)", ylim=(0, 115))
         axes.set_title("Keys read per layer, the whole prompt")
@@ -98,13 +98,13 @@ def densities(layers: Sequence[float], roles: Sequence[str]) -> str:
 
 
 def chosen_tiles(anchors: Sequence[Anchor], tile: int, query_tile: int, marks: Sequence[int]) -> str:
-    """Plot one map per layer that chooses: query tiles down, key tiles across, coloured by KV heads that list the tile.
+    """Plot a map per layer that chooses: query tiles down, key tiles across, coloured by how many KV heads list a tile.
 
     Args:
         anchors: the choices to draw, one panel each; at least one.
         tile: keys per key tile, for the axis.
         query_tile: rows per query tile, for the axis.
-        marks: key positions worth finding, drawn as dashed lines.
+        marks: key positions of answers, drawn as dashed lines.
     """
 
     def plot(figure: Figure) -> None:

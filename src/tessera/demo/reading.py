@@ -1,8 +1,8 @@
-"""Ask a real model, under each policy, for a chat turn and for answers that its document states.
+"""Ask a real model, under each policy, for a chat turn and for answers that the document states.
 
 Every prompt is the document, then a question, in the model's own chat template. A `Reader` prefills the document once
-and reuses its keys for each question, as `tessera chat` does. All prefill calls have one size: each size is a program
-per policy, and 30 unrolled layers take the better part of a minute to compile on a busy machine.
+and reuses its keys for each question, as `tessera chat` does. All prefill calls have the same size, since each size
+needs a program per policy, and 30 unrolled layers take most of a minute to compile on a busy machine.
 """
 
 import re
@@ -24,14 +24,15 @@ from tessera.workbench.quality import without_choice
 
 HERE = Path(__file__).parent
 CHUNK = 256
-"""Rows per prefill call. A question computes one chunk, and 1,024 rows would cost it four times as much."""
+"""Rows per prefill call. A question computes one chunk; a chunk of 1,024 rows would cost four times as much."""
 SIDES = ("dense", "kascade", "control")
 WORDS = MappingProxyType({"dense": "dense", "kascade": "Kascade", "control": "control"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A question about the document; `start` begins both the document's sentence with the answer and the reply."""
+    """A question about the document. `start` is the beginning of the document's sentence with the answer; the prompt
+    ends with it, so that the model completes the sentence."""
 
     text: str
     start: str
@@ -72,7 +73,7 @@ class Settings:
 
     Attributes:
         model: the fetched model's name, a GGUF file or a folder.
-        plan: Kascade plan; None takes the one that belongs to the model.
+        plan: Kascade plan; None takes the model's own plan.
         document: text file that the questions are about.
         turn: text of the chat turn, after the document.
         turn_tokens: maximum number of tokens in its answer.
@@ -95,7 +96,8 @@ class Side:
 
     Attributes:
         turn: the chat turn's answer; its time to first token includes the document's prefill. None for the control.
-        answers: one per question; the document's keys are in the cache, so time to first token excludes its prefill.
+        answers: one answer per question; the document's keys are in the cache, so the time to first token excludes the
+            document's prefill.
     """
 
     turn: Generation | None
@@ -106,7 +108,7 @@ class Side:
 class Findings:
     """Results of one run: each side's answers, and the document's answer to each question.
 
-    `compile_s` is the seconds to compile the programs of all sides, or to load them from the cache, together.
+    `compile_s` is the time in seconds to compile the programs of all sides together, or to load them from the cache.
     """
 
     settings: Settings
@@ -126,7 +128,7 @@ class Findings:
 
     @property
     def lost(self) -> list[int]:
-        """Questions that dense answers correctly and Kascade does not."""
+        """Indices of the questions that dense answers correctly and Kascade does not."""
         pairs = zip(self.right("dense"), self.right("kascade"))
         return [index for index, (dense, kascade) in enumerate(pairs) if dense and not kascade]
 
@@ -137,10 +139,10 @@ def said(answer: Generation) -> str:
 
 
 def policies(dense: Model, plan: Plan | None = None) -> dict[str, Model]:
-    """Return the model under dense, Kascade at every length, and the control: Kascade that chooses nothing.
+    """Return the model under dense, under Kascade at every length, and under the control: Kascade that chooses nothing.
 
-    The control's heads read only the tiles that the plan always lists (own tiles, local tiles, sinks), or all if their
-    budget is 1.
+    A head of the control reads all keys if its budget is 1, else only the tiles that the plan always lists (own tiles,
+    local tiles, sinks).
     """
     kascade = dense.with_attention("kascade", plan, crossover_tokens=0)
     control = replace(kascade, policy=plan_policy(kascade, without_choice(kascade.plan)))
@@ -162,7 +164,7 @@ class Reader:
     def answer(
         self, tokens: Sequence[int], max_new_tokens: int, stop: Sequence[str] = (), *, started_s: float | None = None
     ) -> Generation:
-        """Answer a prompt that begins with the held tokens; its keys read include those of their prefill."""
+        """Answer a prompt that begins with the held tokens; the keys read include those of the held tokens' prefill."""
         request = Request(prompt=tokens, max_new_tokens=max_new_tokens, stop=tuple(stop), held=self.held)
         self.engine.submit(request, started_s=started_s)
         [end] = self.engine.drain()
@@ -170,7 +172,7 @@ class Reader:
 
 
 def prompts(model: Model, settings: Settings, document: str) -> tuple[list[int], list[list[int]]]:
-    """Encode the chat turn, and each question with the start of its answer; all begin with the document."""
+    """Encode the chat turn, and each question with the start of its answer; every prompt begins with the document."""
 
     def render(said: str, start: str = "") -> list[int]:
         message = {"role": "user", "content": f"{document.rstrip()}\n\n{said}"}

@@ -34,7 +34,7 @@ NEXT = (
 
 
 def notes(found: Findings) -> list[str]:
-    """Write the verdict, starting with what Kascade lost, and the facts needed to read the figures correctly."""
+    """Return the verdict, with the answers that Kascade lost, and then the sentences that a reader needs, as a list."""
     right = {name: found.right(name) for name in SIDES}
     count, total, lost = sum(right["dense"]), len(found.expected), found.lost
     read = quantity(_density(found.sides["kascade"].answers), "fraction")
@@ -62,7 +62,7 @@ def notes(found: Findings) -> list[str]:
         )
     lines.append(
         f"Compiling took {quantity(found.compile_s, 's')}, once per machine; no figure here includes it. Times are "
-        "of one run, one side after another: whatever else this machine does meanwhile shows in them."
+        "of one run, one side after another, so other work on this machine makes them longer."
     )
     return lines
 

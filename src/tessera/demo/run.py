@@ -34,7 +34,7 @@ class Settings:
 
     Attributes:
         model: folder of the checkpoint, with plan.json next to the weights.
-        document: text file to ask about.
+        document: text file that the questions are about.
         subjects: facts to ask for, see `findings.ask`.
         first_token_lengths: prompt lengths for the time to first token.
         attention_lengths: lengths for the attention-only times; they may exceed the model's context.
@@ -78,12 +78,12 @@ def run(out: str | os.PathLike = "build/demo", settings: Settings | reading.Sett
 
     Args:
         out: the folder.
-        settings: of the embedded model's demo or of a real model's; None takes the real model if it can be fetched,
-            else the embedded one.
+        settings: settings of the embedded model's demo or of a real model's; None takes the real model if it can be
+            fetched, else the embedded model.
 
     Returns:
-        the embedded model: 0 if Kascade gave the dense answers on every question, else 1. A real model: 0 if Kascade
-        kept more of dense's right answers than the control, else 1; the notes name what it lost.
+        the exit code. For the embedded model: 0 if Kascade gave the dense answers on every question, else 1. For a real
+        model: 0 if Kascade kept more of dense's right answers than the control, else 1; the notes name the lost ones.
 
     Raises:
         ValueError: `out` cannot be written to; raised before anything is fetched or measured.
@@ -191,7 +191,7 @@ def measure_all(models: Mapping[str, Model], settings: Settings, console: Consol
     console.print(f"[bold]Tessera demo[/bold]: questions about {settings.document.name} ({size})", highlight=False)
     stages = Stages(console)
     stages("compiling")
-    findings.ask(models, document, settings.subjects[0])  # warms up the same shapes: no answer waits for a compiler
+    findings.ask(models, document, settings.subjects[0])  # compiles the shapes, so that no answer waits for a compiler
     stages("answering")
     answers = [findings.ask(models, document, subject) for subject in settings.subjects]
     accuracy = findings.passkey_accuracy(models, settings.passkey_lengths, settings.tasks, stages)
@@ -248,7 +248,7 @@ def figures(answers: Sequence[Answered]) -> list[list[str]]:
 
 
 def speed_table(answers: Sequence[Answered]) -> Table:
-    """Tabulate the medians over the questions."""
+    """Tabulate each side's times and keys read, as medians over the questions."""
     tokens = answers[0].dense.prompt_tokens
     title = f"Speed on these questions ({tokens:,} tokens, medians)"
     table = Table("", *HEADS, title=title, title_justify="left")
@@ -277,7 +277,7 @@ def accuracy_table(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> Table:
 
 
 def notes(found: Findings) -> list[str]:
-    """Write the facts needed to read the figures correctly."""
+    """Return sentences that a reader of the figures needs."""
     lines = []
     if not found.same:
         lines.append("The answers DIFFER: Kascade did not give the dense tokens on every question.")
@@ -369,12 +369,12 @@ def lead() -> str:
 
 
 def origin() -> str:
-    """Return the documents' origin and licence."""
+    """Return the origin and licence of the demo's documents."""
     return (HERE / "NOTICE").read_text(encoding="utf-8")
 
 
 def render(found: Findings, models: Mapping[str, Model], times_svg: str, missing: str = "") -> str:
-    """Render the HTML page of the embedded model's demo; `missing` says why it is not the real model's."""
+    """Render the HTML page of the embedded model's demo; `missing` says why the real model did not run."""
     return page.render(
         {
             "lead": lead(),

@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 class Stages:
-    """Print a line when a stage begins, with the seconds so far, so that the line above a long silence explains it."""
+    """Print a line with the seconds so far when a stage begins, so that the last line explains a long silence."""
 
     def __init__(self, console: Console):
         self.console, self.started_s = console, time.perf_counter()

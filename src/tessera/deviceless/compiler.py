@@ -1,4 +1,4 @@
-"""What the compilers for absent TPUs and GPUs share: a worker process, requests, and a result or an explained error.
+"""Shared parts of the compilers for absent TPUs and GPUs: worker process, requests, result or explained error.
 
 A failure is a result: a kernel may crash the compiler, or keep it busy forever.
 """
@@ -20,21 +20,22 @@ WORKER = Path(__file__).with_name("worker.py")
 INSTALL = "install the extra: pip install 'tessera-attention[deviceless]'"
 
 LONGEST_TEXT = 500
-"""Characters kept of a compiler's message, which lists every allocation after the first sentences."""
+"""Characters kept of a compiler's message; a long message lists every allocation after its first sentences."""
 
 
 def attention_program(
     kernel: str, spec: AttentionSpec, shapes: Shapes, config: Mapping[str, Any] | None = None, **variant: Any
 ) -> dict[str, Any]:
-    """Build the request for one kernel of `dispatch.KERNELS`; config None takes the kernel's own default.
+    """Build the request to compile one call of a kernel of `dispatch.KERNELS`.
 
-    variant: further arguments of `programs.attention_call`.
+    Without `config`, the worker takes the block sizes of dispatch. `variant` holds further arguments of
+    `programs.attention_call`.
     """
     return {"kernel": kernel, "spec": asdict(spec), "shapes": shapes._asdict(), "config": config, "variant": variant}
 
 
 def factory_program(factory: str, **kwargs: Any) -> dict[str, Any]:
-    """Build the request for the result of `module:function`(**kwargs): (function, abstract arguments)."""
+    """Build the request to compile the program that the factory "module:function" returns for `kwargs`."""
     return {"factory": factory, "kwargs": kwargs}
 
 
@@ -42,19 +43,19 @@ class Process(Worker):
     """A process that compiles programs: a crash or a timeout becomes a reply, not an exception."""
 
     def ask(self, request: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-        """Return the reply; if there is none, {"compiled": False, "error", "stage"}.
+        """Return the worker's reply, or {"compiled": False, "error", "stage"} if it gives none.
 
-        The stage is "time" if the worker was killed after `limit_s` seconds, else "compile": the request crashed it.
+        The stage is "time" if the worker was killed after `limit_s` seconds, and "compile" if the request crashed it.
 
         Raises:
-            ValueError: the worker exited, not by a signal, before its first answer: it cannot start.
+            ValueError: the worker exited before its first answer, and no signal killed it: it cannot start.
         """
         try:
             return super().ask(request, limit_s)
         except Ended as end:
             if end.late:
                 return {"compiled": False, "stage": "time", "error": "ended", "compile_s": limit_s}
-            if end.status > 0 and not end.answered:  # below 0, a signal killed it: a compiler crash is a result
+            if end.status > 0 and not end.answered:  # a status below 0 is a signal: a compiler crash, which is a result
                 raise ValueError(f"the compiler did not start: {end.said}") from None
             return {"compiled": False, "stage": "compile", "error": f"it died with status {end.status}: {end.said}"}
 
@@ -65,7 +66,7 @@ def worker(python: str | None = None) -> list[str]:
 
 
 def environment(paths: Sequence[str]) -> dict[str, str]:
-    """Build the worker's environment: jax on CPU, and these folders before the others on the import path."""
+    """Build the worker's environment: jax on CPU, and `paths` before the other folders of the import path."""
     found = dict(os.environ) | {"JAX_PLATFORMS": "cpu"}
     found["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a program taken from the cache leaves no schedule and no report
     if paths:
@@ -74,11 +75,11 @@ def environment(paths: Sequence[str]) -> dict[str, str]:
 
 
 TIME = "time"
-"""Kind of the error of a compiler that was stopped at its time limit: neither success nor failure."""
+"""`CompileError.kind` of a compiler that was stopped at its time limit, which is neither success nor failure."""
 
 
 class Meaning(NamedTuple):
-    """One kind of compiler error."""
+    """One kind of compiler error: messages that match `pattern` have this meaning and this way out."""
 
     kind: str
     pattern: str
@@ -103,12 +104,12 @@ class CompileError(NamedTuple):
 
 
 def classify(text: str, meanings: Sequence[Meaning]) -> CompileError:
-    """Return the error of the first meaning that fits a compiler's message."""
+    """Return the error of the first meaning whose pattern matches a compiler's message."""
     text = text if len(text) <= LONGEST_TEXT else text[:LONGEST_TEXT] + " ..."
     for kind, pattern, meaning, way_out in meanings:
         if re.search(pattern, text):
             return CompileError(kind, text, meaning, way_out)
-    return CompileError("program", text, "the program is wrong before it meets the chip", "read the message")
+    return CompileError("program", text, "the program fails before the chip matters", "read the compiler's message")
 
 
 def out_of_time(limit_s: float) -> CompileError:
@@ -124,7 +125,7 @@ class Compiled:
     Attributes:
         chip: short name ("v6e").
         error: None if it compiled.
-        compile_s: seconds in the compiler; of the whole attempt if it failed.
+        compile_s: seconds in the compiler; if it failed, seconds of the whole attempt.
         memory: bytes of main memory on one device: argument, output, temp, alias, generated_code.
         about: what the program's factory returned with the program.
         program: the compiled program's text.
@@ -154,11 +155,11 @@ class Compiled:
 
     @property
     def settings(self) -> str | None:
-        """Block sizes that the kernel chose for this chip."""
+        """Block sizes of the compiled kernel, as text; None if its factory names none."""
         return self.about.get("settings")
 
     @property
     def hbm_bytes(self) -> int:
-        """Main memory the program holds on one device while it runs."""
+        """Bytes of main memory that the program holds on one device while it runs."""
         m = self.memory
         return m["argument"] + m["output"] + m["temp"] + m["generated_code"] - m["alias"] if m else 0

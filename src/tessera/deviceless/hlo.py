@@ -26,12 +26,13 @@ COMMUNICATION = frozenset("all-reduce all-gather reduce-scatter collective-permu
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One operation of the program's entry.
+    """One operation of a compiled program.
 
     Attributes:
-        name, opcode: the compiler's.
-        bytes: read from and written to main memory, tiles padded; an upper bound for fusions that slice.
-        cycles: XLA's own estimate, where it gives one.
+        name, opcode: as the compiler writes them.
+        bytes: bytes read from and written to main memory, with the padding of tiles; an upper bound for a fusion that
+            reads only a slice.
+        cycles: XLA's own estimate; None if it gives none.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Collective(NamedTuple):
     """One communication: opcode, bytes of its result on a device, and where it runs.
 
     `where` is "program" (the program's entry), "layer" (the loop over layers) or "inner loop" (a loop or branch inside
-    it).
+    the loop over layers).
     """
 
     opcode: str
@@ -116,7 +117,7 @@ def operations(text: str, computation: str | None = None, turns: int = 1) -> tup
 
 
 def plain_entry(text: str) -> str:
-    """Format the entry computation with what determines cost: types, opcodes, operands, the compiler's cycles."""
+    """Format the entry computation with only the parts that set its cost: types, opcodes, operands, cycles."""
     lines = []
     for line in entry(text):
         if match := _INSTRUCTION.match(line):
@@ -132,7 +133,7 @@ def entry(text: str) -> list[str]:
 
 
 def computations(text: str) -> dict[str, list[str]]:
-    """Split the text into the lines of each computation, by name; the entry's also under "ENTRY"."""
+    """Return {name of a computation: its lines}; the entry computation is also under "ENTRY"."""
     found: dict[str, list[str]] = {}
     lines = None
     for line in text.splitlines():
@@ -148,7 +149,7 @@ def computations(text: str) -> dict[str, list[str]]:
 
 
 def loop_body(text: str) -> str | None:
-    """Name the computation that the entry's loop over layers runs: its longest while's body; None if it has none."""
+    """Return the name of the body of the loop over layers: the longest body of a `while` in the entry, or None."""
     bodies = re.findall(r" while\([^\n]*?body=%([\w.\-]+)", "\n".join(entry(text)))
     found = computations(text)
     return max(bodies, key=lambda name: len(found.get(name, ())), default=None)
@@ -174,14 +175,14 @@ def _slices(type_text: str, turns: int) -> int:
 
 
 def _transferred_bytes(type_text: str) -> int:
-    """Return the main memory bytes of an asynchronous copy, slice or call; its type names source, target, token."""
+    """Return the main memory bytes of an asynchronous copy, slice or call; its type lists source, target and token."""
     sizes = [size for size, _ in _arrays(type_text) if size > 4]
     both_ends = all(in_main for size, in_main in _arrays(type_text) if size > 4)
     return min(sizes, default=0) * (2 if both_ends else 1)
 
 
 def physical_bytes(type_text: str) -> int:
-    """Sum the bytes of a type's arrays in main memory, tiles padded; arrays in on-chip memory count as 0."""
+    """Sum the bytes of a type's arrays in main memory, with the padding of tiles; on-chip arrays count as 0."""
     return sum(size for size, in_main in _arrays(type_text) if in_main)
 
 

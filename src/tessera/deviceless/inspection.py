@@ -1,6 +1,6 @@
 """`tessera inspect`: one attention call compiled for a chip that this machine lacks, and its place on the roofline.
 
-`tpu.inspection` and `gpu.inspection` compile the call and add what only their compiler says.
+`tpu.inspection` and `gpu.inspection` compile the call and add the figures that only their compiler gives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,15 @@ from tessera.deviceless.compiler import Compiled
 class Inspection:
     """One call on one chip; the fields in KEYS are the JSON object of `tessera inspect --json`.
 
-    A platform adds its figures, its KEYS, the chip's `peak` (`flops_per_s` and `bytes_per_s`), the table's `rows`, the
-    `lines` below it with their styles, and two parts of the picture: `mark` draws the call on the roofline and returns
-    its time in words, `fill` draws what fills the chip.
+    A platform's subclass adds its figures, its KEYS, the chip's `peak` (`flops_per_s` and `bytes_per_s`), the table's
+    `rows`, the `lines` below the table with their styles, and two parts of the picture: `mark` draws the call on the
+    roofline and returns the call's time in words, and `fill` draws the bars of the second panel.
 
     Attributes:
-        refused: our own kernels for such a call, each with the reason it cannot take this one; empty if one can.
+        refused: name of each of our kernels for the call's role and phase -> the reason it refuses the call; empty if
+            one of them takes the call.
         hbm_bytes: main memory that the program holds while it runs.
-        flops: of the work, not of the kernel; masked and padded products do not count.
+        flops: work of the call; products that a kernel computes on masked or padded elements do not count.
         moved_bytes: bytes to and from main memory in one call; a lower bound if nothing is predicted.
     """
 
@@ -57,11 +58,11 @@ class Inspection:
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in body.items()}
 
     def intensities(self) -> tuple[float, float]:
-        """Return the flops per byte that the call moves, and those from which the peak bounds it."""
+        """Return (flops per byte of the call, flops per byte from which on the peak rate bounds a call)."""
         return self.flops / self.moved_bytes if self.moved_bytes else 1.0, self.peak.flops_per_s / self.peak.bytes_per_s
 
     def print_table(self) -> None:
-        """Print the result for people: a table, and what fills the chip."""
+        """Print the result for people: a table, then the platform's lines."""
         from rich.console import Console
         from rich.markup import escape
         from rich.table import Table
@@ -82,7 +83,7 @@ class Inspection:
             console.print(f"  {text}", style=style, markup=False, highlight=False)
 
     def picture(self, path: Path) -> None:
-        """Draw the call on its roofline, and what fills the chip, as SVG (or the format of the suffix)."""
+        """Draw the call on its roofline, and the platform's bars, as SVG or in the format that the suffix names."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(4.5 * self.panels, 3.6), layout="constrained")
@@ -114,7 +115,7 @@ def call(
     fraction: float,
     queries: int | None = None,
 ) -> tuple[AttentionSpec, Shapes]:
-    """Return (spec, shapes) of a plain call: prefill of the last `queries` of `length` tokens, or one decoded token."""
+    """Return (spec, shapes) of a call: prefill of the last `queries` of `length` tokens, or one decoded token."""
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     rows = 1 if phase == "decode" else queries or length
@@ -126,10 +127,11 @@ def call(
 def kernel_for(
     platform: str, chip: str, spec: AttentionSpec, shapes: Shapes, name: str | None, config: Mapping[str, Any] | None
 ) -> Kernel:
-    """Return the named kernel, or the first that dispatch would choose on the chip of those that compile without it.
+    """Return the named kernel; without a name, dispatch's first choice among kernels that compile without the chip.
 
     Raises:
-        ValueError: no kernel runs this call on this platform, with the reasons; or `config` does not fit the kernel.
+        ValueError: no kernel runs this call on the platform (the message says why), or `config` does not fit the
+            kernel.
     """
     where = {"platform": platform, "capability": hardware.chip(chip).capability}
     if name:
@@ -149,7 +151,7 @@ def facts(
     config: Mapping[str, Any] | None,
     found: Compiled,
 ) -> dict[str, Any]:
-    """Return the fields of an `Inspection` that a call has on every platform, compiled or not."""
+    """Return the fields of an `Inspection` that every platform has, whether the call compiled or not."""
     return {
         "compiled": found.error is None,
         "error": None if found.error is None else str(found.error),
@@ -163,7 +165,7 @@ def facts(
 
 
 def refusals(platform: str, chip: str, spec: AttentionSpec, shapes: Shapes) -> dict[str, str]:
-    """Map each of our kernels of the call's role and phase to the reason it cannot take the call; empty if one can."""
+    """Return {kernel: why it refuses the call} for our kernels of the call's role and phase; {} if one takes it."""
     role, decodes = role_of(spec, shapes), shapes.num_queries == 1
     ours = [k for k in KERNELS if k.platform == platform and k.simulable and k.role == role]
     capability = hardware.chip(chip).capability

@@ -1,9 +1,13 @@
 """`tessera inspect --model`: a prefill or decode step of a whole model, tensor-parallel on a mesh this machine lacks.
 
-The predicted time adds up per layer: the operations around attention (bytes over bandwidth, or the compiler's cycles
-where those are fewer), the time of the matrix products beyond that (flops over peak), the attention kernels by their
-schedules, and the sums over the mesh (bytes over the links' bandwidth). It leaves out the latency of the sums, loops
-inside tile selection, and devices waiting for each other.
+The predicted time is the sum of four parts:
+
+- attention: each kernel's time, from its schedule,
+- memory: each operation around attention at the lesser of bytes / bandwidth and the compiler's cycles / clock,
+- products beyond memory: the matrix products' flops / peak, less the time in which their weights are read,
+- collectives: the bytes that devices exchange / bandwidth of their links.
+
+It leaves out the latency of the exchanges, loops inside tile selection, and devices waiting for each other.
 """
 
 from collections.abc import Mapping
@@ -39,9 +43,9 @@ class StepInspection:
     Attributes:
         timed_out: whether the compiler was stopped at its time limit.
         hbm_bytes: main memory held per device; `memory` breaks it down.
-        collectives: [opcode, bytes, where, times per step].
+        collectives: (opcode, bytes, where, times per step) of each exchange; times is None if unknown.
         parts_ms: the parts of predicted_ms.
-        attention: per role: kernel, layers, milliseconds of one layer.
+        attention: role -> kernel, number of layers, milliseconds of one layer.
     """
 
     compiled: bool
@@ -76,7 +80,7 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
         call: phase, batch, length, queries, attention, tile, query_tile, fraction (see `steps.model_step`).
 
     Raises:
-        ValueError: no topology of this size, or the heads do not divide among the devices.
+        ValueError: the chip has no mesh of this size, or `mesh` does not divide the model's KV heads.
     """
     if mesh not in MESHES[chip]:
         raise ValueError(f"--mesh {mesh} must be one of {', '.join(map(str, MESHES[chip]))} on {chip}")
@@ -113,7 +117,7 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
 
 
 def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
-    """Predict each role's attention: kernel, layers, milliseconds of one layer's call on one device."""
+    """Predict attention: role -> kernel, number of layers, milliseconds of one layer's call on one device."""
     kernels = {}
     for role, layers in found.about["roles"].items():
         figures = found.about["calls"][role]
@@ -125,7 +129,8 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
 
 
 def around_ms(found: tpu.Compiled, config: Any, mesh: int, rows: int) -> dict[str, float]:
-    """Predict the milliseconds outside attention and communication: memory traffic, and products beyond it."""
+    """Predict the milliseconds of two parts: operations around attention, and matrix products beyond their weights'
+    reads."""
     on, layers = predict.device(found.chip), config.num_layers
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
 
@@ -144,7 +149,8 @@ def around_ms(found: tpu.Compiled, config: Any, mesh: int, rows: int) -> dict[st
 def collectives_ms(found: tpu.Compiled, chip: str, mesh: int, layers: int) -> float:
     """Predict the milliseconds of communication.
 
-    A ring sends 2 (n - 1) / n of an all-reduce, at half the links' rate.
+    Over n devices, a ring sends 2 (n - 1) / n of an all-reduce's bytes, and (n - 1) / n of any other exchange's. One
+    direction has half of LINK_BYTES_PER_S.
     """
     total = 0.0
     for c in hlo.collectives(found.program):

@@ -1,4 +1,4 @@
-"""Programs to compile without a chip: attention calls as the model makes them, gradients, key tile selection."""
+"""Programs to compile without a chip: attention calls as the model makes them, gradients, selection of key tiles."""
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
@@ -19,7 +19,7 @@ from tessera.attention.tpu import backward as tpu_backward
 from tessera.core.shapes import ceil_div
 
 WANTED = MappingProxyType({bool: "true or false", int: "a whole number", int | None: "a whole number or null"})
-"""JSON value of a field of a kernel's `Config`, by the field's annotation."""
+"""Annotation of a field of a kernel's `Config` -> JSON values that the field takes, in words."""
 
 
 def kernel_named(name: str) -> Kernel:
@@ -42,10 +42,10 @@ def check(
     platform: str,
     capability: str | None = None,
 ) -> None:
-    """Refuse, before a compiler starts, a request that can only fail.
+    """Raise an error for a request that cannot compile, before a compiler starts.
 
     Raises:
-        ValueError: the kernel is another platform's, refuses the call, or has no such block sizes or values.
+        ValueError: the kernel runs on another platform or refuses the call, or `config` does not fit the kernel.
     """
     if kernel.platform not in ("any", platform):
         raise ValueError(f"kernel {kernel.name} runs on {kernel.platform}, this chip is a {platform}: name another")
@@ -83,14 +83,15 @@ def attention_call(
 ) -> tuple[Any, tuple, dict]:
     """Return (function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
 
-    q arrives head-major, as the fusion that rotates it writes it for kernels that request it (seen in the model's own
-    program). K and V arrive head-major, as the cache stores them. out is returned as the projection reads it.
+    q arrives head-major: in the model's own program, the fusion that applies the rotary embedding writes q so for
+    kernels that request it. K and V arrive head-major, as the cache stores them. out is returned as [B,T,N*H], as the
+    output projection reads it.
 
     Args:
         kernel, spec, shapes: the call.
-        config: block sizes; those of dispatch if not given.
+        config: block sizes; if not given, those that dispatch takes for the call.
         changes: fields of the config to replace.
-        token_major: q arrives as [B,T,N,H], so that the program pays for a transpose if the kernel needs one.
+        token_major: whether q arrives as [B,T,N,H] instead, so that the program holds any transpose the kernel needs.
     """
     found, spec, shapes = kernel_named(kernel), AttentionSpec(**spec), Shapes(**shapes)
     reason = found.refusal(spec, shapes)
@@ -122,7 +123,10 @@ def attention_call(
 def selection_call(
     length: int, kv_heads: int, tile: int, query_tile: int, fraction: float
 ) -> tuple[Any, tuple[jax.ShapeDtypeStruct]]:
-    """Return (function, abstract masses) to choose key tiles in a causal prefill, batch 1; masses [1,K,I,J] float32."""
+    """Return (function, abstract masses) to choose key tiles in a causal prefill of batch 1.
+
+    The float32 masses have the shape [1, KV heads, query tiles, key tiles].
+    """
     spec = AttentionSpec(tile=tile, query_tile=query_tile)
     mass = jax.ShapeDtypeStruct((1, kv_heads, ceil_div(length, query_tile), ceil_div(length, tile)), jnp.float32)
     return lambda mass_BKIJ: select_tiles(mass_BKIJ, spec, fraction=fraction), (mass,)
@@ -131,9 +135,9 @@ def selection_call(
 def tpu_gradient_call(
     length: int, head_dim: int, dtype: str, heads: int = 8, kv_heads: int = 2
 ) -> tuple[Any, tuple, dict]:
-    """Return (function, abstract arguments, about) for dq, dk and dv of a causal prefill, batch 1, on a TPU.
+    """Return (function, abstract arguments, about) for dq, dk and dv of a causal prefill of batch 1 on a TPU.
 
-    q, K, V and the gradients are head-major, out and its cotangent flat, as in `attention_call`.
+    q, K, V and their gradients are head-major; out and its cotangent are [B,T,N*H], as in `attention_call`.
     """
     spec, shapes = AttentionSpec(), Shapes(1, length, length, heads, kv_heads, head_dim, None, dtype)
     config = tpu_backward.default_config(spec, shapes)
@@ -153,9 +157,9 @@ def tpu_gradient_call(
 
 
 def gpu_gradient_call(spec: Mapping, shapes: Mapping) -> tuple[Any, tuple, dict]:
-    """Return (function, abstract arguments, about) for dq, dk, dv of dense prefill on an NVIDIA GPU, from out and lse.
+    """Return (function, abstract arguments, about) for dq, dk and dv of a dense prefill on an NVIDIA GPU.
 
-    q and dq are token-major; K, V, dk and dv are head-major, as the cache is in `attention_call`.
+    q and dq are token-major, [B,T,N,H]; K, V, dk and dv are head-major, as the cache is in `attention_call`.
     """
     spec, shapes = AttentionSpec(**spec), Shapes(**shapes)
     cut = gpu_backward.Cut(spec, shapes.num_heads // shapes.num_kv_heads, shapes.head_dim, shapes.dtype)

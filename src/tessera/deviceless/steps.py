@@ -1,7 +1,7 @@
 """Whole-model steps under tensor parallelism, as programs to compile for a mesh that this machine lacks.
 
 Weights are split by output (q, k, v, gate, up, head) or by input (o, down), so that a layer needs two sums over the
-mesh; the cache and attention are split by KV head (`attention/parallel.py`). The partitioner decides the rest.
+mesh; the cache and attention are split by KV head (`attention/parallel.py`). XLA's partitioner decides the rest.
 """
 
 from collections.abc import Mapping
@@ -52,14 +52,14 @@ MODELS = MappingProxyType(
 """Models whose sizes are known without their files."""
 
 ANCHORS = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
-"""The paper's anchors. A step's cost depends on how many there are, not on which layers they are."""
+"""Anchor layers of the Kascade paper. A step's cost depends on their number, not on which layers they are."""
 
 SPLIT_AXES = frozenset({"heads", "kv_heads", "mlp"})
 """Logical axes of a layer's weights that the mesh divides."""
 
 
 def config_of(model: str) -> ModelConfig:
-    """Return the config of a model of the table, a Hugging Face folder or a GGUF file."""
+    """Return the config of a model in MODELS, of a Hugging Face folder, or of a GGUF file."""
     if model in MODELS:
         return MODELS[model]
     path = Path(model)
@@ -75,7 +75,7 @@ def policy_of(
 ) -> Policy:
     """Return Dense, or Kascade with the paper's anchors and each head mapped to itself.
 
-    For a model that the paper does not name, the anchors are evenly spread.
+    A model that is not in ANCHORS gets up to five evenly spread anchors.
     """
     if attention == "dense":
         return Dense()
@@ -88,7 +88,8 @@ def policy_of(
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> Params:
-    """Return stacked weights as shapes with shardings. Only the unembedding is split by the vocabulary."""
+    """Return stacked weights as shapes with shardings; of the outer weights, only the unembedding is split, by
+    vocabulary."""
 
     def place(weight: Weight, split: frozenset[str], *lead: int) -> jax.ShapeDtypeStruct:
         spec = P(*(None for _ in lead), *(AXIS if axis in split else None for axis in weight.axes))
@@ -114,9 +115,9 @@ def model_step(
     fraction: float,
     devices: Any,
 ) -> tuple[Any, tuple, dict]:
-    """Return (step, abstract arguments, about): prefill of the last `queries` of `length` tokens, or one decoded token.
+    """Return (step, abstract arguments, about) of a prefill of the last `queries` of `length` tokens, or of one decode.
 
-    The step donates the cache, as the engine does, and returns the last row's logits.
+    The step donates the cache, as the engine does, and returns the new cache and the last row's logits.
     """
     config = config_of(model)
     mesh = Mesh(np.array(devices), (AXIS,))
@@ -153,7 +154,7 @@ def model_step(
 def attention_figures(role: str, policy: Policy, config: ModelConfig, shapes: Shapes) -> dict[str, Any]:
     """Return kernel, executions, flops and bytes of a role's attention call on one device.
 
-    Call it on the device's mesh: it queries the chip.
+    Must run in the context of the device's mesh, since kernels ask jax for the chip.
     """
     spec = AttentionSpec(window=config.window)
     if isinstance(policy, Kascade):

@@ -1,4 +1,4 @@
-"""Compile for chips that this machine lacks, in a separate process: a compiler may hang or crash, libtpu starts once.
+"""Compile for absent chips in a separate process, since a compiler may hang or crash and libtpu starts once a process.
 
 Reads JSON requests from standard input, one per line, and answers each with a line of JSON on standard output. Run as a
 file (`python -P worker.py`) it needs only jax and the compiler, so that peers compile in environments without tessera.
@@ -6,12 +6,12 @@ The caller sets the environment variables that the compilers read.
 
 A request names a kernel of `tessera.attention.dispatch` with its spec, shapes and config, or a factory
 "module:function" with JSON keyword arguments. The factory returns (function, abstract arguments), and optionally a
-third value to send back in the reply ("executions", "settings"). A factory that takes `devices` gets that many of the
-topology's and returns arguments with shardings.
+third value to send back in the reply ("executions", "settings"). A factory with a parameter `devices` gets the first
+devices of the topology, as many as the request says, and returns arguments with shardings.
 
-It also names the `platform`: "tpu" with a `topology`, or "cuda" with the chip's `target` configuration and a file for
-the compiler's `report` on every kernel. The program's text goes to the folder `dump`. With a dump, a TPU worker answers
-only one request: libtpu writes all schedules of a process to one folder.
+A request also names the `platform`: "tpu" with a `topology`, or "cuda" with the chip's `target` configuration and a
+file for the compiler's `report` on every kernel. The program's text goes to the folder `dump`. A TPU worker can answer
+only one request with a dump, since libtpu writes all schedules of a process to one folder.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 ERRORS = (RuntimeError, ValueError, TypeError, AssertionError, LookupError, AttributeError, ImportError, OSError)
-"""Errors of a compiler, or of a program that is wrong before it reaches one."""
+"""Errors that a compiler raises, or that a faulty program raises before it reaches the compiler."""
 
 DUMP_TO = "MOSAIC_GPU_DUMP_TO"
 
@@ -42,7 +42,7 @@ def pallas_errors(platform: str) -> tuple[type[Exception], ...]:
 
 
 def main() -> int:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # library prints go to stderr and cannot break the protocol
     threading.Thread(target=follow, args=(os.getppid(),), daemon=True).start()
@@ -53,17 +53,17 @@ def main() -> int:
 
 
 def follow(parent: int) -> None:
-    """Exit with the parent: it may be killed while the compiler runs for minutes."""
+    """Exit once the parent process has ended: the parent may be killed while the compiler runs for minutes."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def answer(request: dict) -> dict:
-    """Lower and compile the requested program; an error of the compiler, or of the program, is an answer."""
+    """Lower and compile the requested program; return the result, or the error of the compiler or the program."""
     import jax
 
-    jax.clear_caches()  # hundreds of programs would fill the memory, and one from the cache leaves no report
+    jax.clear_caches()  # hundreds of programs would fill the memory, and a cached program leaves no report
     platform, report = request["platform"], request.get("report")
     stage, start = "compiler", time.perf_counter()
     try:
@@ -99,10 +99,10 @@ def find_devices(request: dict) -> list:
 
 
 def find_tools() -> None:
-    """Tell the compiler where ptxas and nvdisasm are: the wheels put both into nvidia/cu13/bin.
+    """Tell the compiler where ptxas and nvdisasm are: NVIDIA's wheels put both into nvidia/cu13/bin.
 
     Raises:
-        FileNotFoundError: neither the wheels nor a CUDA installation that JAX finds has both.
+        FileNotFoundError: neither the wheels nor a CUDA installation that JAX finds has both programs.
     """
     import jax.experimental.mosaic.gpu.core  # noqa: F401  sets the variable from what JAX finds
 
@@ -119,9 +119,10 @@ def find_tools() -> None:
 
 @contextmanager
 def reports(path: Path):
-    """Write ptxas' report and the disassembly of every kernel, and nothing else, to a file.
+    """Context that writes ptxas' report and the disassembly of every kernel, and nothing else, to a file.
 
-    With MOSAIC_GPU_DUMP_TO the compiler prints every pass too: hundreds of megabytes for a large kernel.
+    MOSAIC_GPU_DUMP_TO is unset first: with it the compiler prints every pass too, hundreds of megabytes for a large
+    kernel.
     """
     del os.environ[DUMP_TO]
     os.environ |= {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_SASS": "1"}
@@ -136,7 +137,7 @@ def reports(path: Path):
 
 
 def on_chip(device, platform: str):
-    """Return a context in which code that queries the chip during tracing gets this one."""
+    """Return a context in which code that asks jax for its device during tracing gets `device`."""
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh
 
@@ -146,7 +147,7 @@ def on_chip(device, platform: str):
 
 
 def on_mesh(arguments):
-    """Return the same context for the mesh that a program's arguments are sharded over; None for one device."""
+    """Return a context like `on_chip`'s for the mesh of the arguments' shardings; None if they have no mesh."""
     import jax
 
     for leaf in jax.tree.leaves(arguments):
@@ -163,7 +164,7 @@ def jit(function):
 
 
 def build(request: dict, devices) -> tuple:
-    """Return (function, abstract arguments placed on the devices, the factory's third value: executions, settings)."""
+    """Return (function, abstract arguments placed on the devices, the factory's third value or {})."""
     import jax
 
     if "kernel" in request:

@@ -2,7 +2,7 @@
 
 Every example is `length + 1` token ids with a weight per predicted token. Kinds of example:
 
-    copy   random bytes with a short period: here the model learns to find an earlier match, at very short length
+    copy   random bytes with a short period, on which the model learns to find an earlier match
     recall random bytes in which earlier spans recur at any distance
     pairs  lines of keys and values, so similar that only the whole key identifies a value
     text   unmodified library source
@@ -57,7 +57,8 @@ class Batch(NamedTuple):
 
 
 CALIBRATION = "tk"
-"""Held-out files whose names sort after this are for calibration, except the demo's documents: a twelfth."""
+"""Held-out files whose names sort after this one are for calibration, except the demo's documents: a twelfth of the
+held-out files."""
 
 
 class Split(NamedTuple):
@@ -77,7 +78,7 @@ def library_files() -> list[tuple[str, Path]]:
 def is_held_out(name: str, calibration: bool | None = None) -> bool:
     """Return whether a file is held out: one in twenty, by the hash of its name, and the demo's documents.
 
-    If `calibration` is set, keep only (or drop) the calibration files.
+    With `calibration` True, only the calibration files count as held out; with False, only the others.
     """
     if name not in HELD_OUT and hashlib.sha256(name.encode()).digest()[0] >= 13:
         return False
@@ -104,7 +105,7 @@ def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
     """Read your own text (a file or a folder of files) as tokens; hold out the last twentieth.
 
     Raises:
-        FileNotFoundError: no such path.
+        FileNotFoundError: the path does not exist.
         ValueError: the path holds no text, or there is no tokenizer.
     """
     if tokenizer is None:
@@ -116,7 +117,7 @@ def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
 
 
 def make_batch(source: Split, mixture: dict[str, float], length: int, batch: int, seed: int, step: int) -> Batch:
-    """Build the batch of one step: the same bits for the same arguments, whatever ran before."""
+    """Build the batch of one step; equal arguments give equal bits, whatever ran before."""
     rng = np.random.default_rng((seed, step))
     kinds, shares = list(mixture), np.array(list(mixture.values()), np.float64)
     chosen = rng.choice(len(kinds), size=batch, p=shares / shares.sum())
@@ -150,8 +151,8 @@ def recall(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarr
 def pairs(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Write lines of keys and values, repeatedly, in one wording: only the whole key identifies the value.
 
-    The loss counts a value from its second occurrence on. It counts the first character most: a match of the last few
-    characters cannot predict that one.
+    The loss counts a value from its second occurrence on, and its first character most: a model that matches only the
+    last few characters cannot predict the first character.
     """
     count = int(rng.integers(2, max(4, min(size // 24, 24))))
     keys = list(dict.fromkeys(draw_keys(rng, count)))
@@ -239,7 +240,7 @@ def notes(rng: np.random.Generator, source: Split, size: int) -> tuple[np.ndarra
 
 
 def fit(ids: np.ndarray, weights: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut from the front or pad at the end to exactly `size`."""
+    """Cut an example at the front, or pad it at the end, to exactly `size` tokens."""
     if len(ids) >= size:
         return ids[-size:], weights[-size:]
     missing = size - len(ids)
@@ -247,7 +248,7 @@ def fit(ids: np.ndarray, weights: np.ndarray, size: int) -> tuple[np.ndarray, np
 
 
 def hide(rng, body, hidden, filler_weight) -> tuple[np.ndarray, np.ndarray]:
-    """Insert the notes at uniform depths, snapped to line breaks; a question in the middle comes after its note."""
+    """Insert the notes at random depths, moved to line breaks; a question in the middle comes after its note."""
     inserts = []
     for lines, turn in hidden:
         depths = np.sort(rng.random(len(lines) + (turn is not None)))
@@ -269,7 +270,7 @@ KINDS = {"copy": copy, "recall": recall, "pairs": pairs, "text": text, "notes": 
 
 
 class Task(NamedTuple):
-    """A prompt and the tokens that greedy decoding must produce after it, all of them."""
+    """A prompt, the answer tokens that greedy decoding must produce, and the key's depth in the text, 0 to 1."""
 
     prompt: np.ndarray
     answer: np.ndarray

@@ -65,7 +65,7 @@ def constant_value(rng: np.random.Generator) -> str:
 
 
 def pass_key(rng: np.random.Generator) -> Fact:
-    """Draw "The pass key is 48213. Remember it." under many names; most often exactly that."""
+    """Draw a note such as "The pass key is 48213. Remember it."; the noun and the ending vary."""
     noun = "pass key" if rng.random() < 0.4 else str(rng.choice(NOUNS))
     if rng.random() < 0.35:
         noun = f"{noun} of {rng.choice(NAMES)}" if rng.random() < 0.5 else f"{rng.choice(NAMES).lower()} {noun}"
@@ -97,7 +97,7 @@ def constant_line(rng: np.random.Generator, name: str, value: str) -> str:
 
 
 def chain(rng: np.random.Generator) -> Fact:
-    """Draw a chain a = 58213 ... b = a ... c = b; the answer walks back to the number."""
+    """Draw a chain a = 58213 ... b = a ... c = b; the answer follows the chain back to the number."""
     hops = int(rng.integers(1, 4))
     letters = list("abcdefghijklmnopqrstuvwxyz")
     names = ["".join(rng.choice(letters, int(rng.integers(3, 6)))) for _ in range(hops + 1)]
@@ -134,7 +134,7 @@ def sibling_names(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def column(rng: np.random.Generator, count: int) -> list[str]:
-    """Draw the values of one table: consecutive numbers, padded octal or hexadecimal, or anything."""
+    """Draw the values of one table: consecutive numbers, padded octal or hexadecimal, or values of any kind."""
     kind = rng.random()
     if kind < 0.3:
         start = int(rng.integers(0, 900)) if rng.random() < 0.6 else 0
@@ -151,7 +151,7 @@ NATURAL = re.compile(rb"^ *([A-Z_][A-Z0-9_]{2,}) *= *(0[xo][0-9a-fA-F]+|\d+|'[^'
 
 
 def natural(body: bytes) -> list[Fact]:
-    """Find the constants that the library's text defines exactly once."""
+    """Return a question for each constant that `body`, a piece of library text, defines exactly once."""
     found: dict[str, str] = {}
     for match in NATURAL.finditer(body):
         name, value = match[1].decode(), match[2].decode("latin-1")
@@ -160,7 +160,7 @@ def natural(body: bytes) -> list[Fact]:
 
 
 def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
-    """Draw keys of one kind: a few letters, sibling names, constant names, or people's things."""
+    """Draw keys of one kind: a few letters, sibling names, constant names, or nouns such as "Ada's pass key"."""
     kind = rng.random()
     if kind < 0.4:
         letters = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ" if rng.random() < 0.5 else "abcdefghijklmnopqrstuvwxyz")

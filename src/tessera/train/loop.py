@@ -1,8 +1,9 @@
 """Training: the step, checkpoints that survive a kill, and the loop.
 
 The loss is the weighted mean of the cross-entropy, sum_i w_i (-ln p_i) / sum_i w_i, in float32. A step clips the
-gradient's global norm, then AdamW: u = m / (sqrt(v) + eps) + decay * p, p <- p - rate * u, on float32 master weights.
-The batch of a step is a pure function of (recipe, step), so a resumed run repeats the loss curve bit for bit.
+gradient's global norm, then applies AdamW to the float32 master weights p: u = m / (sqrt(v) + eps) + decay * p and
+p <- p - rate * u, where m and v are Adam's moments of the gradient. The batch of a step is a pure function of (recipe,
+step), so a resumed run repeats the loss curve bit for bit.
 """
 
 import json
@@ -78,8 +79,8 @@ class Trained:
 class SmallBlocks(Dense):
     """Dense attention for training.
 
-    Blocks of 64 x 128 skip the part above the diagonal and stay in the cache: forward and backward at length 1,024 took
-    a third of the naive path's time. The dispatcher's larger blocks suit inference.
+    Blocks of 64 x 128 skip the part above the diagonal and stay in the CPU's cache: forward and backward at length
+    1,024 took a third of the time of attention without blocks. The dispatcher's larger blocks suit inference.
     """
 
     def attend(self, layer, q, kv, spec, positions, state):
@@ -88,7 +89,10 @@ class SmallBlocks(Dense):
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Build the optimizer: clip, Adam, decoupled decay of matrices (not norms, biases). The step applies the rate."""
+    """Build the optimizer: gradient clipping, Adam, decoupled decay of matrices (not of norms and biases).
+
+    `train_step` applies the learning rate.
+    """
 
     def decayed(params: Params) -> Any:
         def is_matrix(path, leaf) -> bool:
@@ -105,7 +109,7 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
 
 def init_state(recipe: Recipe) -> State:
-    """Initialise fresh weights or load those of the recipe's base, with zero moments."""
+    """Return the state at step 0: fresh weights, or those of the recipe's base, and zero moments."""
     if recipe.base is not None:
         params = load_params(recipe.base, recipe.config, dtype=jnp.float32, stacked=True)
     else:
@@ -118,9 +122,10 @@ def init_state(recipe: Recipe) -> State:
 def look_back(params: Params, config: ModelConfig) -> Params:
     """Initialise the first two query heads of layer 0 to favour one and two positions back.
 
-    Every embedding gets a common unit vector u, so q = W u and k = W' u are the same at all positions. The rotary
-    embedding turns their product into sum_i cos(f_i (distance - shift)), largest at the wanted distance. Given this
-    half of the copying circuit, the other half forms in a few hundred steps instead of thousands (LOG.md).
+    A common unit vector u is added to every embedding, and these heads' q and k read only u, so that before rotation
+    they are the same at all positions. The rotary embedding, with frequencies f_i, turns their product into sum_i
+    cos(f_i (distance - shift)), which is largest at the wanted distance. Given this half of the copying circuit, the
+    other half forms in a few hundred steps instead of thousands (LOG.md).
     """
     size, head = config.hidden_size, config.head_dim
     u = jax.random.normal(jax.random.key(7), (size,))
@@ -161,7 +166,10 @@ def loss_sums(params: Params, tokens: Array, weights: Array, *, config: ModelCon
 def train_step(
     state: State, tokens: Array, weights: Array, rate: Array, *, recipe: Recipe, stage: Stage
 ) -> tuple[State, tuple[Array, Array, Array]]:
-    """Run one update over `stage.accumulate` slices of the batch -> state, (loss, answer accuracy, gradient norm)."""
+    """Run one update over `stage.accumulate` slices of the batch.
+
+    Returns (state, (loss, share of answer tokens right, gradient norm)).
+    """
 
     def objective(params: Params, tokens: Array, weights: Array) -> tuple[Array, Sums]:
         sums = loss_sums(params, tokens, weights, config=recipe.config, remat=stage.remat, dtype=recipe.compute_dtype)
@@ -187,7 +195,7 @@ def train_step(
 
 
 def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, keep: int = 2) -> Path:
-    """Write checkpoint-<step>.safetensors, whole or not at all, and delete all but the last `keep`."""
+    """Write checkpoint-<step>.safetensors, whole or not at all, and delete all but the last `keep` checkpoints."""
     leaves = jax.tree_util.tree_flatten_with_path(state)[0]
     tensors = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
     about = {"step": str(step), "recipe": recipe.fingerprint(step), "name": recipe.name}
@@ -207,7 +215,7 @@ def load_checkpoint(path: Path, recipe: Recipe) -> tuple[State, int]:
     """Load the state and step of a checkpoint.
 
     Raises:
-        ValueError: it is damaged or belongs to another recipe.
+        ValueError: the checkpoint is damaged or belongs to another recipe.
     """
     flat, tree = jax.tree_util.tree_flatten_with_path(jax.eval_shape(partial(init_state, replace(recipe, base=None))))
     try:
@@ -248,7 +256,7 @@ def train(
         ValueError: the folder holds another recipe's run, the text is too short, or the loss is not finite.
         MemoryError: a batch's scores over the vocabulary do not fit.
         OSError: another process trains in this folder.
-        FileNotFoundError: no such text.
+        FileNotFoundError: the recipe's text does not exist.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the checkpoint is written first and the message says how to resume.
     """
     if until is not None and until < 0:
@@ -311,7 +319,7 @@ def _train(
 
 
 def check_room(recipe: Recipe) -> None:
-    """Raise MemoryError if the float32 scores of a slice's rows over the vocabulary, a part of a step, do not fit."""
+    """Raise MemoryError if the float32 scores over the vocabulary of one slice of a batch do not fit."""
     for stage in recipe.stages:
         num_bytes = 4 * stage.batch // stage.accumulate * stage.length * recipe.config.vocab_size
         what = f"the scores of a batch of {stage.batch:,} x {stage.length:,} tokens"
@@ -345,7 +353,10 @@ def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int) -> tup
 
 
 def spread(rows: int = 0) -> NamedSharding:
-    """Split a batch's rows over all devices if they divide evenly; else, and for weights (0 rows), copy to each."""
+    """Return the sharding of a batch: its rows over all devices if they divide evenly, else a copy on each device.
+
+    Weights pass 0 rows, so that each device gets a copy.
+    """
     devices = jax.devices()
     even = rows > 0 and rows % len(devices) == 0
     return NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec("data") if even else PartitionSpec())
@@ -353,9 +364,10 @@ def spread(rows: int = 0) -> NamedSharding:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM in a list instead of dying between a donated state and its successor.
+    """Collect SIGINT and SIGTERM in a list, so that training stops between two steps.
 
-    Leaves SIGINT to a handler that the program has installed, such as the command line's (`interrupt`).
+    A step donates its state, so dying within one would lose the state. If the program has installed its own handler of
+    SIGINT, such as the command line's (`interrupt`), that handler stays.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -372,7 +384,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def peak_flops(dtype: str) -> float:
-    """Measure the FLOP/s of a 1024 x 1024 x 1024 matrix product on this machine, best of ten: MFU's denominator."""
+    """Measure the peak FLOP/s of this machine, the denominator of MFU: a 1024^3 matrix product, best of ten runs."""
     size = 1024
     a = jnp.ones((size, size), dtype)
     product = jax.jit(lambda a: jnp.dot(a, a, preferred_element_type=jnp.float32))

@@ -39,7 +39,7 @@ def open_log(path: Path, step: int):
     """
     lines = read_losses(path)
     if len(lines) < step:
-        raise ValueError(f"{path} ends at step {len(lines)}, its checkpoint at {step}: restore it, or start elsewhere")
+        raise ValueError(f"{path} ends at step {len(lines)}, its checkpoint at {step}: restore it or use a new folder")
     kept = "".join(json.dumps(line) + "\n" for line in lines[:step])
     write_whole(path, lambda temporary: write_text(temporary, kept))
     return open(path, "a", encoding="utf-8", buffering=1)
@@ -48,8 +48,8 @@ def open_log(path: Path, step: int):
 class Line:
     """One line of progress: loss, answers, tokens/s, MFU and time left; redrawn on a terminal, else every 30 s.
 
-    MFU = model FLOP/s over the peak FLOP/s of a large matrix product measured on this machine: 6 P + 6 L S N H FLOPs
-    per token (forward and backward, half of the attention square).
+    MFU is the model's FLOP/s over the peak FLOP/s that a large matrix product reaches on this machine. A token takes
+    6 P + 6 L S N H FLOPs, forward and backward, with P parameters, L layers, sequence length S, N heads and head dim H.
     """
 
     def __init__(self, console: Console, steps: int, peak_flops: float):

@@ -21,9 +21,9 @@ class Stage:
         batch: sequences per step.
         steps: updates.
         mixture: kinds of example (data.KINDS) and their shares.
-        rate: learning rate at the first step; linear to `last_rate` (None: constant).
-        accumulate: slices the batch is split into, one after another, to bound memory.
-        remat: recompute each layer in the backward pass instead of storing it.
+        rate: learning rate at the first step; it changes linearly to `last_rate`, or stays constant if that is None.
+        accumulate: number of slices of a batch, which run one after another to bound memory.
+        remat: whether the backward pass recomputes each layer's activations instead of storing them.
     """
 
     length: int
@@ -64,7 +64,7 @@ class Recipe:
         weight_decay: decoupled decay, of matrices only.
         b1, b2: Adam's decay rates.
         compute_dtype: dtype of activations and of the weights' working copy; master weights and moments are float32.
-        look_back: initialise two heads of layer 0 to favour one and two positions back (train.look_back).
+        look_back: whether two heads of layer 0 start out favouring one and two positions back (`loop.look_back`).
         text: folder or file to train on; None is the standard library of the running Python.
         base: Hugging Face folder to start from; None is fresh weights.
     """
@@ -112,7 +112,7 @@ class Recipe:
         raise ValueError(f"{step=} is past the recipe's {self.steps} steps")
 
     def rate_at(self, step: int) -> float:
-        """Return the learning rate: linear within a stage, times a linear warm-up over the first steps."""
+        """Return the learning rate: linear within a stage, times a warm-up that rises over the first steps."""
         stage, within = self.stage_at(step)
         last = stage.rate if stage.last_rate is None else stage.last_rate
         rate = stage.rate + (last - stage.rate) * within / max(stage.steps - 1, 1)
@@ -128,7 +128,7 @@ class Recipe:
         return total
 
     def fingerprint(self, step: int) -> str:
-        """Hash all that shaped the weights up to `step`: later stages may be changed or added, earlier ones not."""
+        """Return a hash of everything that shaped the weights up to `step`; later stages do not change it."""
         past = {key: value for key, value in asdict(self).items() if key not in ("stages", "name")}
         past = {key: value for key, value in past.items() if value is not None}
         past["stages"], left = [], step
@@ -236,6 +236,10 @@ def text_recipe(
 
 
 def train_flops_per_token(config: ModelConfig, length: int) -> float:
-    """Count forward plus backward FLOPs per token at a causal sequence length: 6 P + 6 L S N H (half of the square)."""
+    """Count forward and backward FLOPs per token of causal sequences: 6 P + 6 L S N H.
+
+    P is the number of parameters, L of layers, S the sequence length, N the number of heads and H their dim. Causal
+    attention computes half of the S x S scores.
+    """
     attention = 6 * config.num_layers * length * config.num_heads * config.head_dim
     return 6.0 * num_parameters(config) + attention

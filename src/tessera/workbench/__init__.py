@@ -1,1 +1,1 @@
-"""Measure, verify, tune and report. The product imports nothing from here."""
+"""Measure, verify, tune and report. Product code imports nothing from here."""

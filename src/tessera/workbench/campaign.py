@@ -1,4 +1,4 @@
-"""What resumable studies share: finished cases as lines of a file, each with the code that made it."""
+"""Helpers of resumable studies: a study appends each finished case to a file, one line with the commit that made it."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -9,28 +9,28 @@ from tessera.core import files
 from tessera.workbench import evidence
 
 CODE = ("commit", "dirty")
-"""Fields of a line that name the code that made it."""
+"""Fields that name the code that made a line."""
 
 
 def out_of_time(line: Mapping[str, Any]) -> bool:
-    """Return whether the compiler hit the time limit, which says nothing about the case: it runs again."""
+    """Return whether the compiler hit the time limit. That says nothing about the case, so the case runs again."""
     return (line.get("error") or "").startswith("time:")
 
 
 def is_done(line: Mapping[str, Any], code: Mapping[str, Any]) -> bool:
-    """Return whether a line settles its case: not one of other code, of uncommitted changes or out of time."""
+    """Return whether a line settles its case: `code` made it without uncommitted changes and within the time limit."""
     same = all(line.get(name) == value for name, value in code.items())
     return same and not line.get("dirty") and not out_of_time(line)
 
 
 def of_last_code(found: Sequence[dict[str, Any]], identity: Callable[[dict], Hashable]) -> list[dict[str, Any]]:
-    """Return the last line of each case, among the lines of the code that made the very last line."""
+    """Return the last line of each case, using only lines of the code that made the last line in `found`."""
     made = [[line.get(name) for name in CODE] for line in found]
     return list({identity(line): line for line, code in zip(found, made) if code == made[-1]}.values())
 
 
 def of_its_code(record: evidence.Record, line: Mapping[str, Any]) -> evidence.Record:
-    """Return the record under the code that made the line, not the code checked out for the report."""
+    """Return the record with the commit that made the line in place of the one checked out for the report."""
     made = {name: line[name] for name in CODE if name in line}
     return replace(record, code=evidence.Code(**made)) if made else record
 
@@ -39,7 +39,7 @@ def lines_to_report(out: Path) -> list[dict[str, Any]]:
     """Return the file's lines.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the file has no lines.
     """
     found = files.read_lines(out)
     if not found:

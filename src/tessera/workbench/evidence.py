@@ -24,7 +24,7 @@ from tessera.core import hardware
 
 SCHEMA = 1
 INTERVAL_ROUNDS = 5
-"""Minimum samples for an interval: with fewer, it spans little but the smallest and largest sample."""
+"""Minimum number of samples for a bootstrap interval. With fewer, the interval is hardly more than their range."""
 
 PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "train", "quality"})
 """Host and user names that any record may hold, since they reveal nothing: common names and our own commands."""
@@ -47,7 +47,7 @@ class What:
 
 @dataclass(frozen=True, kw_only=True)
 class Where:
-    """The machine: device kind and count, CPU model and usable cores, memory, versions. No name, no address."""
+    """The machine: device kind and count, CPU model and usable cores, memory, versions; no host name, no address."""
 
     device: str
     count: int
@@ -74,9 +74,9 @@ class Code:
 
     Attributes:
         commit: git commit; None outside a checkout.
-        dirty: whether tracked sources differed from it.
-        landed: commit in this repository's history that holds the code, if `commit` is not in it (work that landed as
-            one commit).
+        dirty: whether tracked sources differed from the commit.
+        landed: commit of this repository's history that holds the same code, if `commit` itself is not in the history
+            (several commits that landed as one).
     """
 
     commit: str | None
@@ -85,7 +85,7 @@ class Code:
 
     @property
     def name(self) -> str:
-        """Commit to check out, in words."""
+        """Short commit hash, with a note on uncommitted changes and on the commit in which it landed."""
         changes = " with uncommitted changes" if self.dirty else ""
         return f"{self.commit[:9]}{changes}" + (
             f" (not in this history; landed in {self.landed[:9]})" if self.landed else ""
@@ -106,7 +106,7 @@ class How:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Baseline over ours (above 1: ours is faster, or smaller), its bootstrap 95 % interval, and its target."""
+    """Ratio baseline / ours (above 1, ours is faster or smaller), its bootstrap 95 % interval, and its target."""
 
     against: str
     ratio: float
@@ -116,7 +116,7 @@ class Comparison:
 
 
 class Key(NamedTuple):
-    """Identity of a measurement. Figures of two machines are never compared, and neither replaces the other."""
+    """Identity of a measurement. It names the machine, so a record never replaces one from another machine."""
 
     op: str
     kernel: str
@@ -130,11 +130,11 @@ class Record:
     """One measurement, or the error in its place.
 
     Attributes:
-        unit: of samples and median ("s", "bytes", "fraction", "tokens/s").
+        unit: unit of samples and median ("s", "bytes", "fraction", "tokens/s").
         spread: interquartile range of the samples, in the same unit.
         flops, bytes: work of one sample, by the stated formula of the workload.
         facts: other numbers of the same run; names carry their units.
-        command: command line that repeats it.
+        command: command line that repeats the measurement.
     """
 
     what: What
@@ -188,13 +188,13 @@ def make(
     Args:
         what: the thing measured.
         samples: raw samples in `unit` (default seconds); may be empty only when `error` is given.
-        command: a command line that repeats it.
+        command: command line that repeats the measurement.
         how: method; by default only the number of samples.
-        work: {"flops": per sample, "bytes": per sample}; rates follow when the unit is seconds.
+        work: {"flops": per sample, "bytes": per sample}; rates per second are added if the unit is seconds.
         fields_: further fields of Record (unit, density, comparison, facts, error).
 
     Raises:
-        ValueError: neither samples nor an error, or a command, error or fact that names this host or a path on it.
+        ValueError: there are neither samples nor an error, or a field names this host or a private folder.
     """
     samples = tuple(float(s) for s in samples)
     if not samples and not fields_.get("error"):
@@ -223,7 +223,7 @@ def make(
 
 
 def now() -> str:
-    """Current UTC time to the second, as records write it."""
+    """Return the current UTC time to the second, in the format of records."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -235,7 +235,7 @@ def _quartile_range(samples: Sequence[float]) -> float | None:
 
 
 def _private_words(line: str) -> list[str]:
-    """Find names of this host, this user's home and the working folder, as whole words, in an encoded record."""
+    """Return the names of this host, the home folder and the working folder that an encoded record holds as words."""
     text = re.sub(r"\\.", " ", line)  # JSON writes a line end as \n, whose n would hide the start of a word
     names = {platform.node(), os.path.expanduser("~"), os.getcwd()} - PUBLIC_WORDS
     return sorted(n for n in names if len(n) > 3 and re.search(rf"(?<![\w-]){re.escape(n)}(?![\w-])", text))
@@ -266,7 +266,7 @@ def here() -> Where:
 
 @functools.cache
 def code() -> Code:
-    """Commit of the checkout that this package runs from; looked up once, since loaded code does not change."""
+    """Return the commit of the checkout that this package runs from; cached, since loaded code does not change."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return Code(commit=None, dirty=None)
@@ -284,7 +284,7 @@ def _git(root: Path, *args: str) -> str | None:
 
 
 def encode(record: Record) -> str:
-    """Encode a record as one line of JSON without the line end. Refuses NaN and infinity, leaves out None fields."""
+    """Encode a record as one line of JSON without a line end or None fields; raise ValueError for NaN or infinity."""
     body = {name: value for name, value in asdict(record).items() if value is not None and value != {}}
     return json.dumps(body, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
@@ -344,7 +344,7 @@ def _checked(record: Record) -> Record:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value read from JSON fits an annotation; numbers must be finite, and a bool is not a number."""
+    """Return whether a value read from JSON fits an annotation; numbers must be finite, and a bool is not a number."""
     if isinstance(kind, types.UnionType):
         return any(_fits(value, one) for one in get_args(kind))
     if kind in (int, float):
@@ -356,7 +356,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def append(path: str | os.PathLike, records: Record | Iterable[Record]) -> None:
-    """Append records to a file with one write and one fsync, after removing a last line that a kill cut short."""
+    """Append records to a file with one write and one fsync; first remove a last line that a kill cut short."""
     batch = [records] if isinstance(records, Record) else list(records)
     data = "".join(encode(record) + "\n" for record in batch).encode()
     path = Path(path)
@@ -394,7 +394,7 @@ def _drop_cut_line(handle: int, size: int) -> None:
 
 
 def _whole(line: bytes) -> bool:
-    """Whether a line is complete JSON; a proper prefix of a JSON object never is."""
+    """Return whether a line is complete JSON. A JSON object that was cut short never is."""
     try:
         json.loads(line)
     except ValueError:  # JSON and UTF-8 errors both
@@ -403,10 +403,10 @@ def _whole(line: bytes) -> bool:
 
 
 def read(path: str | os.PathLike) -> list[Record]:
-    """Read all records of a file, in order, without a last line that a kill cut short.
+    """Read all records of a file in order, ignoring a last line that a kill cut short.
 
     Raises:
-        ValueError: any other line is not a record; the message gives its number.
+        ValueError: another line is not a record; the message gives its number.
     """
     lines = Path(path).read_bytes().split(b"\n")
     if not _whole(lines[-1]):  # empty if the file ends in a line end
@@ -423,9 +423,10 @@ def read(path: str | os.PathLike) -> list[Record]:
 
 
 def latest(records: Iterable[Record]) -> dict[Key, Record]:
-    """Return the last record of each key, in order of first appearance. A later error replaces a figure.
+    """Return the last record of each key, in order of first appearance. A later error replaces an earlier figure.
 
-    A case that crashed as a whole left one error without a kernel: the next records of its command replace it.
+    A case that crashed as a whole leaves one error record without a kernel. The next record of the same command on the
+    same machine removes that error.
     """
     table: dict[Key, Record] = {}
     crashes: dict[tuple[str, str], Key] = {}

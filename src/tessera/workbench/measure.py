@@ -1,8 +1,8 @@
 """Measure reliably: interleaved samples, medians with intervals, and the peak memory of a child process.
 
-One sample of a contender is a call that returns its own seconds, timed around work that ends in `block_until_ready`
-(or, for a peer, inside the peer's process). Sides take turns round by round, each round in the reverse order of the
-one before, so that a drifting machine slows all of them alike.
+A contender is a function that runs once and returns its own seconds: it stops its clock after `block_until_ready`, or,
+for a peer, inside the peer's process. Contenders take turns in rounds. Each round reverses the order of the round
+before, so that a machine whose speed drifts slows all contenders alike.
 """
 
 import math
@@ -26,18 +26,18 @@ from tessera.core.child import Worker
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Peak rates of this device on the simplest programs: a large matrix product per dtype, and reading memory."""
+    """Peak rates that simple programs reach on this device: a large matrix product per dtype, and a memory read."""
 
     flops_per_s: Mapping[str, float]
     bytes_per_s: float
 
     def floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
-        """Smallest credible time in seconds: max(flops / measured peak, bytes / measured bandwidth)."""
+        """Return the smallest credible time in seconds: max(flops / measured peak, bytes / measured bandwidth)."""
         return max(flops / self.flops_per_s[dtype], num_bytes / self.bytes_per_s)
 
 
 def time_call(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
-    """Time one call, including the wait for its result; return seconds and result. Waits for the inputs first."""
+    """Wait for the inputs, then time one call until its result is ready; return (seconds, result)."""
     jax.block_until_ready(args)
     start = time.perf_counter()
     out = jax.block_until_ready(function(*args))
@@ -58,15 +58,15 @@ def interleave(
     Args:
         contenders: name -> (round number) -> seconds; the number can seed fresh inputs. Warm-up rounds have negative
             numbers.
-        rounds: samples of each if time allows.
-        warmup: calls of each before the first sample (compilation happens there).
-        rest_s: pause before each sample, so that the other side's worker threads stop spinning.
-        until: deadline by `time.monotonic`: no round begins that would end later if it took the mean time of those
-            before. The samples' values play no part in this.
-        least: rounds that run even past the deadline, one or more.
+        rounds: samples per contender, if time allows.
+        warmup: calls per contender before the first sample; compilation happens there.
+        rest_s: seconds to pause before each sample, so that the previous contender's worker threads stop spinning.
+        until: deadline on the clock of `time.monotonic`. A round does not start if, at the mean time of the earlier
+            rounds, it would end past the deadline. The samples' values do not matter here.
+        least: number of rounds that run even past the deadline, at least 1.
 
     Returns:
-        name -> seconds per round; samples of one index were taken in the same round.
+        name -> seconds, one sample per round; all contenders' samples at one index come from the same round.
     """
     if rounds < 1:
         raise ValueError(f"{rounds=} must be at least 1")
@@ -88,14 +88,14 @@ def interleave(
 
 
 def ratio(baseline: Sequence[float], ours: Sequence[float]) -> float:
-    """median(baseline) / median(ours): above 1 means that ours takes less."""
+    """Return median(baseline) / median(ours); above 1, ours takes less time."""
     return statistics.median(baseline) / statistics.median(ours)
 
 
 def ratio_interval(
     baseline: Sequence[float], ours: Sequence[float], *, level: float = 0.95, draws: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """Bootstrap interval of `ratio`: rounds are redrawn with replacement, both sides of a round together."""
+    """Return the bootstrap interval of `ratio`; rounds are redrawn with replacement, both sides of a round together."""
     if len(baseline) != len(ours):
         raise ValueError(f"{len(baseline)=} must equal {len(ours)=}: samples are paired by round")
     pick = np.random.default_rng(seed).integers(0, len(ours), (draws, len(ours)))
@@ -106,10 +106,11 @@ def ratio_interval(
 
 
 def ceilings(*, size: int = 2048, read_bytes: int = 1 << 28, rounds: int = 5) -> Ceilings:
-    """Measure ceilings, best of a few runs: matrix products [size,size] per dtype; for memory, two programs.
+    """Measure the ceilings, best of `rounds` runs: a [size,size] matrix product per dtype, and two memory programs.
 
-    These are a matrix of `read_bytes` times a vector, and x + 1. Decode reads and hardly writes: by itself x + 1, which
-    also writes, would set decode's floor too high on a CPU. On a chip with a data sheet, the sheet caps the ceilings.
+    The memory programs are a matrix of `read_bytes` times a vector, and x + 1; the faster one counts. On a CPU, x + 1
+    alone understates the bandwidth, since half of its traffic is writes, while decode hardly writes: decode's floor
+    would be too high. The data sheet of a known chip caps the ceilings.
     """
     rates = {}
     product = jax.jit(jnp.matmul)
@@ -124,9 +125,9 @@ def ceilings(*, size: int = 2048, read_bytes: int = 1 << 28, rounds: int = 5) ->
 
 
 def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
-    """Cap the ceilings at one device's share of its chip's nominal peaks; leave them unchanged without a data sheet.
+    """Cap the ceilings at one device's share of its chip's nominal peaks; leave them unchanged if `chip` is None.
 
-    None of our dtypes has a higher peak than bfloat16.
+    The bfloat16 peak caps every dtype, since none of ours has a higher one.
     """
     if chip is None:
         return found
@@ -136,10 +137,10 @@ def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
 
 
 def _least_s(program: Callable[..., jax.Array], *args: jax.Array, rounds: int) -> float:
-    """Least seconds from a call until one number of its result is on the host.
+    """Return the least seconds from a call until one number of its result is on the host.
 
-    Does not use `time_call`: if that stopped its clock before the work is done, the ceilings would rise by as much as
-    the times they bound fall, and no time would be too good. A number cannot reach the host before the program ends.
+    `time_call` would be circular: if it stopped its clock before the work was done, the ceilings would rise as much as
+    the measured times fall, and no time would look too good. A number cannot reach the host before the program ends.
     """
     last = jax.jit(lambda out: out.ravel()[-1])
     taken = []
@@ -165,7 +166,7 @@ class Child:
     peak_bytes: int | None
 
 
-# wait4's ru_maxrss is no use: on Linux it includes the parent's peak, carried over fork and exec.
+# wait4's ru_maxrss is unusable: on Linux it includes the parent's peak, carried over fork and exec.
 _WEIGH = """
 import atexit, os
 def _weigh(handle={handle}):
@@ -184,7 +185,7 @@ def run_child(code: str, *args: str, env: Mapping[str, str] | None = None, timeo
     """Run Python code in a fresh interpreter of this environment and measure its peak resident set (this child only).
 
     Raises:
-        TimeoutError: it ran past `timeout_s` and was killed.
+        TimeoutError: the child ran past `timeout_s` and was killed.
     """
     receive, send = os.pipe()
     start = time.perf_counter()
@@ -215,7 +216,7 @@ def run_child(code: str, *args: str, env: Mapping[str, str] | None = None, timeo
 
 
 class Peer(Worker):
-    """Worker process in another environment that measures inside itself."""
+    """Worker process in a peer library's environment; the process takes its own measurements."""
 
     def __init__(self, python: str | os.PathLike, script: str | os.PathLike, *args: str):
         if not Path(python).exists():
@@ -225,7 +226,7 @@ class Peer(Worker):
         super().__init__([os.fspath(python), os.fspath(script), *args])
 
     def ask(self, call: str, **arguments: Any) -> dict[str, Any]:
-        """Send one request and wait for its answer.
+        """Send one request and wait for the answer.
 
         Raises:
             RuntimeError: the worker reported an error, or ended.

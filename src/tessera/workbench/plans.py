@@ -1,7 +1,7 @@
-"""Makes the plans that the package ships: `python -m tessera.workbench.plans {demo | smollm2} [again]`.
+"""Make the plans that the package ships: `python -m tessera.workbench.plans {demo | smollm2} [again]`.
 
-"again" keeps the shipped plan and measures its promise and cross-over again. Cross-overs are timed, so nothing else
-should run.
+"again" keeps the shipped plan and measures its promise and cross-over again. Cross-overs are timed, so run nothing else
+meanwhile.
 """
 
 import sys
@@ -22,13 +22,14 @@ from tessera.workbench.eval.texts import DOMAINS, windows_of
 from tessera.workbench.quality import calibration_texts, with_pass_keys
 
 DEMO_TARGET = MappingProxyType({"max_kl": 0.05})
-"""Divergence that gives every head of layer 1 a budget below 1. Without that layer's choice, no pass key is found."""
+"""KL divergence from dense, in nats per token. With this target every head of layer 1, the only layer that finds pass
+keys, gets a budget below 1, so a control that chooses no keys finds none."""
 
 
 REAL_PLAN = SHIPPED / "smollm2.plan.json"
 REAL_TARGET = MappingProxyType({"max_kl": 0.02, "minimum": 224})
-"""Divergence below that of a window of as many keys, on every domain (docs/answers.md). At 2,048 tokens a small share
-gives a head too few keys: LOG.md says what a minimum changed there."""
+"""`max_kl`: nats per token, below the divergence of a sliding window with as many keys on every domain
+(docs/answers.md). `minimum`: keys. At 2,048 tokens a small share alone gives a head too few keys (LOG.md)."""
 
 
 def search_demo(model: Model) -> Plan:
@@ -44,18 +45,18 @@ def search_smollm2(model: Model) -> Plan:
 
 
 def judge_demo(model: Model) -> list[list[int]]:
-    """Return held-out library text as `calibration_texts` has it, of other files."""
+    """Return held-out library text in the form of `calibration_texts`, but from other files."""
     return with_pass_keys(library_corpus().held_out, model.config.max_positions, 4, seed=7)
 
 
 def judge_smollm2(model: Model) -> list[list[int]]:
-    """Return a window of the model's context from each domain of the evaluation."""
+    """Return one window of tokens, as long as the model's context, from each domain of the evaluation."""
     size = model.config.max_positions
     return [windows_of(np.asarray(model.tokenizer.encode(text())), 1, size)[0].tolist() for text in DOMAINS.values()]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write a shipped plan."""
+    """Search or re-measure one plan, write it to its shipped path and print its summary."""
     name, *again = argv
     if name == "smollm2":
         path, search, judge, model = REAL_PLAN, search_smollm2, judge_smollm2, load(fetch("smollm2"))

@@ -1,5 +1,4 @@
-"""Pass keys found under a policy, and the demo model's plans by Kascade's own recipe, which `eval --suite study`
-varies."""
+"""Measure pass-key accuracy, and build the demo model's plans by Kascade's own recipe for `eval --suite study`."""
 
 import math
 from collections.abc import Sequence
@@ -17,12 +16,12 @@ from tessera.train.data import Split, Task, library_calibration, passkey_task
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """Pass keys found.
+    """Pass-key accuracy.
 
     Attributes:
-        num_tasks: prompts.
-        num_right: prompts answered with exactly the hidden key, greedily.
-        layer_density: keys read / keys visible per layer, prefill and decode, mean over prompts.
+        num_tasks: number of prompts.
+        num_right: number of prompts whose greedy answer is exactly the hidden key.
+        layer_density: keys read / keys visible of each layer over prefill and decode, averaged over prompts.
     """
 
     num_tasks: int
@@ -31,18 +30,18 @@ class Accuracy:
 
     @property
     def share(self) -> float:
-        """Right answers per task, 0 to 1."""
+        """Share of tasks answered right, 0 to 1."""
         return self.num_right / self.num_tasks
 
 
 def passkey_tasks(num_tasks: int, length: int, seed: int = 0) -> list[Task]:
-    """Hide pass keys in held-out library text at evenly spread depths; deterministic in the arguments."""
+    """Return prompts of held-out library text that hide pass keys at evenly spread depths; deterministic."""
     depths = (np.arange(num_tasks) + 0.5) / num_tasks
     return [passkey_task(np.random.default_rng((seed, length, i)), length, depth=d) for i, d in enumerate(depths)]
 
 
 def passkey_accuracy(model: Model, tasks: Sequence[Task], *, batch: int = 4) -> Accuracy:
-    """Answer every task greedily, as `generate` does: chunked prefill, then token by token."""
+    """Answer every task greedily, as `generate` does (chunked prefill, then token by token); count right answers."""
     num_right, layers = 0, []
     for first in range(0, len(tasks), batch):
         asked = tasks[first : first + batch]
@@ -69,11 +68,11 @@ class Variant:
 
 
 CHOSEN = Variant()
-"""The plan that the study varies; docs/answers.md shows it."""
+"""Options of the plan that the study varies; docs/answers.md shows that plan."""
 
 
 def calibration_texts(length: int, num_texts: int = 12) -> list[list[int]]:
-    """Return token lists for calibration: library text that no test uses, every second one hiding a pass key."""
+    """Return token lists for calibration: library text that no test uses; every second list hides a pass key."""
     return with_pass_keys(library_calibration(), length, num_texts, seed=99)
 
 
@@ -95,14 +94,17 @@ def make_plan(model: Model, variant: Variant = CHOSEN, **options: Any) -> Plan:
 
 
 def without_choice(plan: Plan) -> Plan:
-    """Return the plan with no choice: heads read all, or only own tiles, local tiles and sinks, which are always
-    read."""
+    """Return the plan without any choice of keys, as a control. A head with budget 1 still reads all keys; every other
+    head reads only what is always read: its own tiles, local tiles and sinks."""
     budgets = tuple(tuple(float(budget >= 1) for budget in row) for row in plan.budgets)
     return replace(plan, fraction=0.0, minimum=0, budgets=budgets, promise={})
 
 
 def wilson(right: int, trials: int, z: float = 1.96) -> tuple[float, float]:
-    """Return Wilson's 95 % interval of a share: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)."""
+    """Return Wilson's interval of the share p = right / n, where n = trials; z = 1.96 gives 95 %.
+
+    (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)
+    """
     share, square = right / trials, z * z / trials
     middle, half = share + square / 2, z * math.sqrt(share * (1 - share) / trials + square / (4 * trials))
     return max(0.0, (middle - half) / (1 + square)), min(1.0, (middle + half) / (1 + square))

@@ -1,4 +1,4 @@
-"""Attention calls on random numbers, and kernels run on them, shared by the tests and `tessera verify`.
+"""Draw random attention calls and run kernels on them, for the tests and `tessera verify`.
 
 Padding is always NaN: keys at or past kv_len, rows at or past q_len. A kernel for a TPU or a GPU that is absent runs in
 simulation, with race detection on and fresh memory full of NaN.
@@ -25,7 +25,7 @@ from tessera.core import hardware
 
 SMALL_BLOCK = 16
 UNOPTIMISED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Compiler options of a simulated kernel: it runs a few times, and optimising the simulator takes longer than that."""
+"""Compiler options of a simulated kernel. It runs only a few times, and optimising would take longer than the runs."""
 
 
 class Race(RuntimeError):
@@ -33,10 +33,10 @@ class Race(RuntimeError):
 
 
 def machine(kernel: Kernel):
-    """Return a context in which the kernel runs here, in simulation if its chip is absent.
+    """Return a context in which the kernel runs on this machine, in simulation if the kernel's chip is absent.
 
     Raises:
-        Race: on exit, if the simulation saw one.
+        Race: on exit from the context, if the simulation found a race.
     """
     if not is_simulated(kernel):
         return contextlib.nullcontext()
@@ -44,7 +44,7 @@ def machine(kernel: Kernel):
 
 
 def is_simulated(kernel: Kernel) -> bool:
-    """Return whether the kernel's chip is absent: no such platform, or a GPU of a generation that does not run it."""
+    """Return whether the kernel's chip is absent: another platform, or a GPU generation that cannot run the kernel."""
     return kernel.platform not in ("any", jax.default_backend()) or not kernel.runs_on(hardware.gpu_capability())
 
 
@@ -91,7 +91,10 @@ def _simulated_gpu(name: str):
 
 @contextlib.contextmanager
 def _every(module, name: str):
-    """Collect every race detector that a simulator creates: each launch creates one and drops the one before."""
+    """Yield a list of the race detectors that class `name` of `module` creates in this context, one per launch.
+
+    The simulator itself keeps only the last launch's detector.
+    """
     plain, made = getattr(module, name), []
 
     def kept(**kwargs):
@@ -107,8 +110,8 @@ def _every(module, name: str):
 
 @contextlib.contextmanager
 def _direct_callbacks():
-    """Pass the simulator's callbacks numpy arrays directly. The detour through a device takes half of the time that
-    Hopper's kernels take here."""
+    """Context in which the simulator's callbacks take and return arrays without a copy through a device. The copies
+    would take half of the simulation time of Hopper's kernels."""
     from jax._src import callback as callbacks
 
     def say(*args, callback, **_):
@@ -119,15 +122,16 @@ def _direct_callbacks():
 
 
 def _to_int(x):
-    """Convert numpy integers too, which the simulator's own function refuses; tracers pass unchanged."""
+    """Return int(x), also for numpy integers, which the simulator's own function refuses; return tracers unchanged."""
     return x if isinstance(x, jax.core.Tracer) else int(x)
 
 
 def _tracked_product(product, **call):
-    """Run the simulator's matrix product, and check reads of its operands for races, which the simulator omits.
+    """Run the simulator's matrix product and check reads of its operands for races, which the simulator does not.
 
-    The asynchronous proxy reads the operands: it sees what threads wrote only after a fence (commit_smem). A product is
-    assumed to end before its thread continues, so a buffer that is handed back while still being read goes undetected.
+    The asynchronous proxy reads the operands and sees threads' writes only after a fence (commit_smem). The product is
+    assumed to end before its thread continues, so a buffer that is released while the product still reads it goes
+    undetected.
     """
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
@@ -142,7 +146,7 @@ def _tracked_product(product, **call):
 
 
 def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, **options):
-    """Run the simulator's read; read an operand (`warpgroup.OPERAND`) the way a product does."""
+    """Run the simulator's read. A read in the scope `warpgroup.OPERAND` is checked like a product's operand read."""
     if OPERAND not in str(getattr(source_info, "name_stack", "")):
         return read(token, mesh_location, thread, *call, source_info=source_info, **options)
     key, transforms, block, step, _ = call
@@ -155,7 +159,7 @@ def _tracked_read(read, token, mesh_location, thread, *call, source_info=None, *
 
 @contextlib.contextmanager
 def _asynchronous(thread):
-    """Yield the simulator's memory and the clock of what the asynchronous proxy now does for `thread`."""
+    """Yield the simulator's memory and the vector clock of the asynchronous proxy's next access for `thread`."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     memory = gpu_callbacks._get_shared_memory()
@@ -167,7 +171,7 @@ def _asynchronous(thread):
 
 
 def jit_for(kernel: Kernel, launch):
-    """Jit a function that launches the kernel; without optimisation if it is simulated."""
+    """Jit a function that launches the kernel; compile without optimisation if the kernel is simulated."""
     return jax.jit(launch, compiler_options=UNOPTIMISED if is_simulated(kernel) else None)
 
 
@@ -200,7 +204,8 @@ def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) ->
 def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shapes | None = None) -> object:
     """Return the kernel's smallest blocks, far below the catalogue's sizes, so that every loop runs more than once.
 
-    Hopper's products and registers limit its blocks: there, it is the smallest config of the call's search space.
+    On a GPU, Hopper's products and registers limit the blocks, so there it is the smallest config of the call's search
+    space.
     """
     if kernel.platform == "gpu":
         return min(kernel.search_space(spec, shapes), key=lambda config: sum(dataclasses.astuple(config)))
@@ -243,7 +248,8 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
 
 
 def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw ascending random tiles, a different number per query tile, zero included; entries past count are garbage."""
+    """Draw ascending lists of random tiles; each query tile's count is random and may be 0. Entries past count are
+    garbage."""
     shape = (w.batch, w.num_kv_heads, w.num_query_tiles)
     count = rng.integers(0, w.capacity + 1, shape)
     count.flat[0] = w.capacity
@@ -254,7 +260,8 @@ def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def budget_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return select_tiles' lists of random masses under the workload's budget; entries past count are garbage."""
+    """Return the lists that `select_tiles` makes from random masses under the workload's budget. Entries past count are
+    garbage."""
     mass = rng.random((w.batch, w.num_kv_heads, w.num_query_tiles, w.num_key_tiles), np.float32)
     where = {n: getattr(w, n) for n in ("q_start", "kv_len", "q_len") if getattr(w, n) is not None}
     where |= {n: jnp.asarray(x, jnp.int32) for n, x in where.items()}
@@ -266,7 +273,10 @@ def budget_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.
 
 
 def kernels(role: str | None = None, phase: str | None = None, *, simulate: bool = True) -> list[Kernel]:
-    """Return the kernels that run here, with `simulate` absent chips' too; prefill kernels also take decode calls."""
+    """Return the kernels that run here; with `simulate`, also those of absent chips.
+
+    `phase` "decode" does not exclude prefill kernels, which take decode calls too.
+    """
     platforms = ("any", jax.default_backend(), *(("tpu", "gpu") if simulate else ()))
     found = [k for k in KERNELS if k.platform in platforms and role in (None, k.role)]
     found = [k for k in found if not is_simulated(k) or (simulate and k.simulable)]
@@ -279,7 +289,7 @@ def dtype_of(kernel: Kernel) -> str:
 
 
 def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
-    """Return the small workloads to check a kernel on; those about tiles if it takes their tiles."""
+    """Return the small workloads to check a kernel on, without tile workloads that it takes only at another tile."""
     found = tagged("test") + (tagged("hopper") if kernel.platform == "gpu" else ())
     found = tuple(w for w in found if kernel.phase == "prefill" or "decode" in w.tags)
     tag = {"sparse": "lists", "score": "tiles"}.get(kernel.role)
@@ -288,7 +298,10 @@ def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
 
 
 def taken(kernel: Kernel, workload: Workload, dtype: str | None = None) -> Workload | None:
-    """Return the workload, at tile 16 or 1 or head dim 64 if the kernel refuses its own; None if it takes none."""
+    """Return the workload, raised to tile 16 or head dim 64 or cut to tile 1 if the kernel refuses it as it is.
+
+    Returns None if the kernel refuses every form.
+    """
     dtype = dtype or dtype_of(kernel)
     for head_dim in (workload.head_dim, max(workload.head_dim, 64)):
         for tile in (workload.spec.tile, max(workload.spec.tile, 16), 1):

@@ -1,8 +1,8 @@
 """Check every kernel against the oracle on this device: the catalogue, random shapes, adversarial numbers.
 
-Errors are in units of the tolerance that `oracle.tolerance` derives from the call itself: 1 is the most that is
-allowed. Reports give the distribution over all elements, since one maximum says little about a kernel: half the
-tolerance at every element shows a bad kernel, at one element only an unlucky rounding.
+Errors are in units of the tolerance that `oracle.tolerance` derives from the call, so an error above 1 fails. Reports
+give quantiles over all elements besides the maximum: an error of half the tolerance at every element shows a bad
+kernel, but at one element only an unlucky rounding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,24 +26,24 @@ QUANTILES: Final = (0.5, 0.9, 0.99, 1.0)
 
 
 def huge(call: oracle.Call) -> oracle.Call:
-    """Make logits of 1e4 and more: the softmax is one key, or a tie decided by the last bit."""
+    """Scale q by 2048. Logits pass 1e4, so a row gives all weight to one key, or rounding decides between two."""
     return call._replace(q=call.q * call.q.dtype.type(2048))
 
 
 def equal(call: oracle.Call) -> oracle.Call:
-    """Make all keys equal: all scores tie for the maximum."""
+    """Set all keys to 1, so that all scores of a row tie for the maximum."""
     return call._replace(k=np.where(np.isnan(call.k), np.nan, 1.0).astype(call.k.dtype))
 
 
 def one_key(call: oracle.Call) -> oracle.Call:
-    """Keep one key per sequence; all others are padding."""
+    """Keep the first key of each sequence and turn all others into padding."""
     k, v = (np.where(np.isnan(x), 0.5, x).astype(x.dtype) for x in (call.k, call.v))
     k[:, 1:] = v[:, 1:] = np.nan
     return call._replace(k=k, v=v, kv_len=np.ones_like(call.kv_len), q_start=call.q_start * 0)
 
 
 def no_key(call: oracle.Call) -> oracle.Call:
-    """Make every key padding: each row's output is 0 and its lse -inf."""
+    """Turn every key into padding, so that each row's output is 0 and its lse -inf."""
     return call._replace(
         k=np.full_like(call.k, np.nan), v=np.full_like(call.v, np.nan), kv_len=np.zeros_like(call.kv_len)
     )
@@ -54,11 +54,11 @@ NUMBERS: Final[Mapping[str, Callable[[oracle.Call], oracle.Call]]] = MappingProx
 )
 """Name -> function that changes a call's numbers."""
 CONFIGS: Final = ("small", "default", "all")
-"""Blocks of a kernel: the smallest, of which every loop takes several; production's default; its whole search space."""
+"""Block sizes to check: the smallest (every loop runs several times), production's default, or the search space."""
 HEAD_DIMS: Final = (64, 128, 256)
 GROUPS: Final = (2, 1, 4)
-"""Query heads of the KV head in a long prefill over lists. With 64 queries they give 128, 64 and 256 rows, each of
-which a kernel cuts differently."""
+"""Query heads per KV head in a long sparse prefill. With query tiles of 64, one list of key tiles then serves 128, 64
+or 256 rows, and a kernel splits each of these numbers differently."""
 _HEADS = {"num_kv_heads": 1, "head_dim": 64, "spec": AttentionSpec(tile=64, query_tile=64), "fraction": 0.75}
 LONG: Final[Mapping[str, Workload]] = MappingProxyType(
     {
@@ -72,7 +72,8 @@ LONG: Final[Mapping[str, Workload]] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""Calls with more key blocks than the deepest pipeline of the largest blocks, NaN tails, and rows for two products."""
+"""Phase -> long call. Even the largest blocks give it more key blocks than the deepest pipeline holds. The keys end in
+NaN padding, and the rows fill two matrix products."""
 
 
 class Trial(NamedTuple):
@@ -84,7 +85,7 @@ class Trial(NamedTuple):
     numbers: str
     seed: int
     config: object = None
-    """Smallest blocks if None."""
+    """Block sizes; if None, the kernel's smallest."""
 
     def words(self) -> str:
         """Describe the trial for a person, with the seed that repeats it."""
@@ -94,7 +95,7 @@ class Trial(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Result of one trial: each compared element's error divided by its tolerance, and faults of any other kind."""
+    """Result of one trial: `errors` holds error / tolerance of each compared element, `wrong` all other faults."""
 
     trial: Trial
     errors: np.ndarray
@@ -106,7 +107,7 @@ class Outcome(NamedTuple):
 
 
 def trials_of(kernel: Kernel, random_shapes: int, seed: int) -> Iterator[Trial]:
-    """Yield the kernel's trials: the catalogue in every dtype it takes, adversarial numbers, random shapes."""
+    """Yield the kernel's trials in every dtype that it takes: the catalogue, random shapes, adversarial numbers."""
     rng = np.random.default_rng(seed)
     drawn = [random_workload(rng, kernel.phase, number) for number in range(random_shapes)]
     fitting = (*trials.catalogue(kernel), *drawn)
@@ -119,8 +120,10 @@ def trials_of(kernel: Kernel, random_shapes: int, seed: int) -> Iterator[Trial]:
 
 
 def config_trials(kernel: Kernel, every: bool, seed: int) -> Iterator[Trial]:
-    """Yield trials of production's blocks, the default or with `every` the whole search space, at every head dim, on
-    calls longer than any pipeline. `trials_of` has the smallest blocks, which run each loop more often."""
+    """Yield trials of production's default blocks, or with `every` of the whole search space, at every head dim.
+
+    The calls are longer than any pipeline. `trials_of` uses the smallest blocks instead: they run each loop more often.
+    """
     heads = GROUPS if kernel.role == "sparse" and kernel.phase == "prefill" else GROUPS[:1]
     for head_dim, group in product(HEAD_DIMS, heads):
         w = replace(LONG[kernel.phase], head_dim=head_dim)
@@ -136,7 +139,7 @@ def config_trials(kernel: Kernel, every: bool, seed: int) -> Iterator[Trial]:
 
 
 def random_workload(rng: np.random.Generator, phase: str, number: int) -> Workload:
-    """Draw a small call at random, ragged in every length."""
+    """Draw a small random call whose sequences differ in `q_start`, `kv_len` and `q_len`."""
     batch, groups, kv_heads = (int(rng.integers(1, n)) for n in (4, 9, 4))
     queries = 1 if phase == "decode" else int(rng.integers(1, 100))
     keys = int(rng.integers(1, 400))
@@ -167,7 +170,7 @@ def random_workload(rng: np.random.Generator, phase: str, number: int) -> Worklo
 
 
 def attempt(trial: Trial) -> Outcome:
-    """Run a trial and compare it with the oracle; an error or a race is an outcome too."""
+    """Run a trial and compare its result with the oracle's; an error or a race becomes a failed outcome."""
     kernel = trial.kernel
     call = NUMBERS[trial.numbers](trials.make(trial.workload, kernel.role, trial.dtype, trial.seed))
     try:
@@ -182,9 +185,10 @@ def attempt(trial: Trial) -> Outcome:
 def compare(
     result: AttentionOut, truth: oracle.Answer, allowed: oracle.Answer, role: str
 ) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Return (errors over tolerance of every element of out, lse and mass; other breaches of the contract).
+    """Return (error / tolerance of each element of out, lse and mass; other breaches of the contract).
 
-    Skips elements that are zero in both (padding, invisible tiles), which would flatter the distribution.
+    Elements that are zero in both `result` and `truth` (padding, invisible tiles) are skipped: they would lower the
+    quantiles.
     """
     empty = np.isneginf(truth.lse)
     wrong = []
@@ -205,7 +209,7 @@ def compare(
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return quantiles over all elements of all outcomes, in units of the tolerance."""
+    """Return quantiles of the error over all elements of all outcomes, in units of the tolerance."""
     errors = np.concatenate([o.errors for o in outcomes])
     if not errors.size:
         return {}
@@ -214,7 +218,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 
 def record(outcomes: Sequence[Outcome], command: str) -> evidence.Record:
-    """Build one record of a kernel in one dtype: each trial's worst error as a sample, the distribution as facts."""
+    """Build one kernel's record for one dtype: the samples are the trials' worst errors, the facts the quantiles."""
     first = outcomes[0].trial
     failed = [o for o in outcomes if not o.passed]
     worst = [float(o.errors.max(initial=0)) for o in outcomes]
@@ -237,7 +241,7 @@ def record(outcomes: Sequence[Outcome], command: str) -> evidence.Record:
 
 
 def reason(outcome: Outcome) -> str:
-    """Say why the trial failed."""
+    """Return the reasons why the trial failed, in words."""
     said = list(outcome.wrong)
     if (outcome.errors > 1).any():
         share = float((outcome.errors > 1).mean())
@@ -257,8 +261,8 @@ def run(
     """Verify kernels, print a table, append records; return 1 if a trial failed.
 
     Args:
-        kernel: only kernels whose name contains this.
-        simulate: also kernels of absent chips, in their simulators (minutes each).
+        kernel: part of a name; only kernels whose name contains it run.
+        simulate: whether kernels of absent chips also run, in a simulator (minutes each).
         configs: "small": the smallest blocks over the catalogue, random shapes and adversarial numbers; "default" or
             "all": production's default blocks, or the whole search space, on a long call of every head dim.
         random_shapes: random calls per kernel and dtype, with the smallest blocks.
@@ -276,7 +280,7 @@ def run(
     chosen = [k for k in trials.kernels(simulate=simulate) if kernel in k.name]
     if not chosen:
         names = ", ".join(k.name for k in trials.kernels())
-        raise ValueError(f"--kernel {kernel!r} must be part of one of {names}; --simulate takes absent chips' too")
+        raise ValueError(f"--kernel {kernel!r} must be part of one of {names}; --simulate adds those of absent chips")
     if configs not in CONFIGS:
         raise ValueError(f"--configs {configs!r} must be one of {', '.join(CONFIGS)}")
     seed = int(np.random.SeedSequence().entropy % 2**31) if seed is None else seed
@@ -297,7 +301,7 @@ def run(
                 progress.update(bar, description=f"{trial.kernel.name} {trial.workload.name}"[:60])
                 outcomes.append(attempt(trial))
                 progress.advance(bar)
-                if trial.config is not None:  # trials share no blocks: hundreds of programs would fill the memory
+                if trial.config is not None:  # no two of these trials share a program, and hundreds would fill memory
                     trials.compiled.cache_clear()
                     jax.clear_caches()
             for dtype in dict.fromkeys(o.trial.dtype for o in outcomes):

@@ -1,9 +1,9 @@
-"""Compile for NVIDIA GPUs that this machine lacks: the real compiler, down to machine code, in a separate process.
+"""Compile for NVIDIA GPUs that this machine lacks, with the real compiler, to machine code in a separate process.
 
 `lower` runs the whole Mosaic lowering for Hopper and needs nothing but jax. `compile_for` continues to machine code
 with ptxas, under a time limit, and reads the compiler's report on every kernel; `Compiler` does so for one program
-after another. Each step is a gate. The latter two need the extra "deviceless" (jax's CUDA plug-in, ptxas and nvdisasm),
-but no driver and no GPU. A compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out.
+after another. Both need the extra "deviceless" (jax's CUDA plug-in, ptxas and nvdisasm), but no driver and no GPU. A
+compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out.
 """
 
 import re
@@ -28,7 +28,7 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning(
         "shared memory",
         r"(?i)exceeds available shared memory|uses too much shared",
-        "the buffers and barriers of a block exceed the shared memory a block may have (232,448 bytes)",
+        "the buffers and barriers of a thread block exceed its shared memory (232,448 bytes)",
         "take fewer stages, smaller blocks, or let the output reuse the queries' buffer",
     ),
     Meaning(
@@ -41,8 +41,8 @@ MEANINGS: tuple[Meaning, ...] = (
     Meaning(
         "registers",
         r"(?i)must be a positive multiple of 8|setmaxnreg|register",
-        "the registers asked for do not fit: 24 to 240 a thread, a multiple of 8, 65,536 for the block",
-        "give the compute warpgroups less, or take fewer rows or columns a warpgroup",
+        "the requested registers do not fit: 24 to 240 per thread in multiples of 8, at most 65,536 per thread block",
+        "give the compute warpgroups fewer registers, or take fewer rows or columns per warpgroup",
     ),
     Meaning(
         "ptxas",
@@ -54,13 +54,13 @@ MEANINGS: tuple[Meaning, ...] = (
         "unsupported",
         r"(?i)not ?implemented|unimplemented|unsupported|not supported|failed to legalize",
         "Mosaic has no code for an operation of this kernel",
-        "write it with other operations, or with the other lowering semantics; the error names the one",
+        "replace the operation that the error names, or use the other lowering semantics",
     ),
     Meaning(
         "layout",
         r"(?i)layout|constraint system|relayout|tiling|swizzle|transform|multiple of 64|wgmma|tile",
         "an array's shape or layout in registers or shared memory does not fit an operation on it",
-        "products take 64 rows and columns in eights, operands in swizzled tiles; cast layouts where two meet",
+        "give products 64 rows, columns in multiples of 8 and operands in swizzled tiles; cast where two layouts meet",
     ),
 )
 
@@ -141,7 +141,7 @@ def environment(paths: Sequence[str] = ()) -> dict[str, str]:
 
 
 def explain(text: str, *, stage: str = "lower", said: str = "") -> CompileError:
-    """Classify a compiler's message and find the way out; `said` is ptxas' output before it."""
+    """Classify a compiler's message and find the way out; `said` is the output that ptxas wrote before the message."""
     text = " ".join(text.split())
     missing = r"ptxas and nvdisasm are missing|topology not implemented for cuda|No module named 'jax_cuda13"
     if stage == "compiler" and re.search(missing, text):

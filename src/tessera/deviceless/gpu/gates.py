@@ -50,7 +50,7 @@ def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
 def unawaited(report: sass.Report) -> str | None:
     """Report LDGSTS copies without the end of a group (LDGDEPBAR) or a wait (DEPBAR); None if they have both.
 
-    A wait for the copy engine's stores is a DEPBAR too, so a kernel with UTMASTG needs one more.
+    A wait for the copy engine's stores (UTMASTG) is a DEPBAR too, so a kernel with such stores needs one more DEPBAR.
     """
     has = report.instructions.get
     waits = has("DEPBAR", 0) - bool(has("UTMASTG"))
@@ -60,6 +60,6 @@ def unawaited(report: sass.Report) -> str | None:
 
 
 def hopper_kernels() -> tuple[Kernel, ...]:
-    """List the table's kernels that run on Hopper and compile without it: the gates are for them alone."""
+    """List the table's kernels that run on Hopper and compile without a GPU. The gates apply to these only."""
     ours = (kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.simulable)
     return tuple(kernel for kernel in ours if kernel.runs_on(CHIP.capability))

@@ -1,7 +1,7 @@
 """One attention call compiled for an NVIDIA GPU that this machine lacks, and its roofline.
 
-The report reads the machine code (registers, spills, shared memory, instructions). The time is a roofline, a bound from
-the call's work and the chip's measured ceilings: no kernel can beat it, and it does not predict this one's time.
+The report reads the machine code (registers, spills, shared memory, instructions). The time is a roofline: a lower
+bound from the call's work and the chip's measured ceilings, not a prediction of this kernel's time.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,8 @@ class Ceilings(NamedTuple):
 
 
 CEILINGS = MappingProxyType({"h200": Ceilings(790e12, 4.3e12, 132 * 16 * 1.98e9)})
-"""H200, measured: a bfloat16 product of 8192 squared on random numbers, and a copy within the device."""
+"""Measured on an H200: flops by a bfloat16 product of random [8192,8192] matrices, bytes by a copy within the
+device."""
 
 FLOAT32 = 0.5
 """Rate of float32 products over that of bfloat16 products; XLA computes float32 products in TF32."""
@@ -44,16 +45,17 @@ class Inspection(inspection.Inspection):
     """One call on one GPU.
 
     Attributes:
-        dispatched: kernel that dispatch chooses for such a call on a GPU; it may be cuDNN's, which compiles only there.
-        registers: per thread at launch, maximum over the call's kernels; likewise spill_bytes and shared_bytes.
-        spill_bytes: per thread, stores and loads together.
+        dispatched: kernel that dispatch chooses for the call on a GPU; may be cuDNN's, which compiles only on a GPU.
+        registers: registers per thread at launch, maximum over the call's kernels.
+        spill_bytes: bytes per thread, stores and loads together, maximum over the call's kernels.
+        shared_bytes: bytes per thread block, maximum over the call's kernels.
         temp_bytes: main memory that is neither argument nor result.
-        steps: thread blocks launched, all launches of a call together; None if unknown.
-        launches: launches per call of each kernel whose launches can be counted.
-        instructions: occurrences in the code of all the call's kernels, not executions.
+        steps: thread blocks of all launches of a call together; None if unknown.
+        launches: kernel -> launches per call, for kernels whose launches can be counted.
+        instructions: instruction -> occurrences (not executions) in the code of all the call's kernels.
         gates: the gates that the code breaks, empty if none; None if the call has no kernel of ours.
         roofline_ms: max(flops / rate, bytes / bandwidth, exponentials / rate): a bound, not a prediction.
-        percent_of_peak: flops in roofline_ms over the chip's nominal rate.
+        percent_of_peak: rate at the roofline, in percent of the chip's nominal rate.
     """
 
     KEYS = (
@@ -75,7 +77,7 @@ class Inspection(inspection.Inspection):
 
     @property
     def panels(self) -> int:
-        """One without a kernel of ours: XLA's own code is not read."""
+        """Number of panels in the picture: 1 if the call has no kernel of ours, since XLA's own code is not read."""
         return 2 if self.found.kernels else 1
 
     def rows(self) -> dict[str, str]:
@@ -93,7 +95,7 @@ class Inspection(inspection.Inspection):
 
     def lines(self) -> Iterator[tuple[str, str | None]]:
         if not self.found.kernels:
-            yield "no kernel of ours in it: XLA's own code, of which nothing is read", None
+            yield "no kernel of ours runs: XLA's own code, which is not read, computes the call", None
             for name, reason in self.refused.items():
                 yield f"{name} cannot take the call: {reason}", None
         for report in self.found.kernels:
@@ -132,10 +134,10 @@ def inspect_call(
         where: `python` and `paths` of the compiling process.
 
     Raises:
-        ValueError: no kernel runs this call on a GPU, with the reasons; or `config` does not fit the kernel.
+        ValueError: no kernel runs this call on a GPU (the message says why), or `config` does not fit the kernel.
     """
     chosen = inspection.kernel_for("gpu", chip, spec, shapes, kernel, config)
-    if error := overfull(chip, least_bytes(shapes)):  # the compiler would work on it for minutes
+    if error := overfull(chip, least_bytes(shapes)):  # checked first, since compiling the call would take minutes
         found = gpu.Compiled(chip=chip, error=error, compile_s=0.0)
     else:
         program = attention_program(chosen.name, spec, shapes, config)
@@ -194,7 +196,7 @@ def figures(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, found: gpu.Comp
 
 
 def blocks_launched(reports: Sequence[sass.Report], launches: Mapping[str, int]) -> int | None:
-    """Sum the thread blocks over all launches; None if one kernel's are unknown, or there is no kernel."""
+    """Sum the thread blocks of all launches; None without kernels, or if a kernel's blocks or launches are unknown."""
     known = reports and all(r.blocks is not None and r.kernel in launches for r in reports)
     return sum(launches[r.kernel] * r.blocks for r in reports) if known else None
 
@@ -202,7 +204,8 @@ def blocks_launched(reports: Sequence[sass.Report], launches: Mapping[str, int])
 def moved_bytes(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> float:
     """Return the least bytes that a call moves through main memory.
 
-    The lists of a sparse prefill overlap, and the L2 cache serves what they share.
+    The lists of a sparse prefill overlap, and the L2 cache serves the keys that they share, so a sparse prefill moves
+    no more than a dense one.
     """
     moved = kernel.cost(spec, shapes)["bytes"]
     if kernel.role == "sparse" and shapes.num_queries > 1:
@@ -217,7 +220,7 @@ def ceilings(chip: str, dtype: str) -> Ceilings:
 
 
 def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[float, str]:
-    """Return (least seconds, what bounds them) for this much work: 4 H flops and one exponential per score."""
+    """Return (least seconds, name of the bound) of a call with 4 x `head_dim` flops and one exponential per score."""
     bounds = {
         "tensor cores": flops / on.flops_per_s,
         "main memory": moved / on.bytes_per_s,
@@ -228,9 +231,9 @@ def roofline(on: Ceilings, flops: float, moved: float, head_dim: int) -> tuple[f
 
 
 def verdict(gates: tuple[str, ...] | None) -> str:
-    """Summarise the gates in a word or two."""
+    """Summarise the broken gates; None means that no gate applies."""
     if gates is None:
-        return "none to hold"
+        return "none apply"
     return f"{len(gates)} broken" if gates else "passed"
 
 

@@ -1,8 +1,8 @@
 """Read the CUDA compiler's report on a Hopper kernel: registers, spills, shared memory, and instruction counts.
 
-The worker leaves three kinds of text in a folder: `<kernel>_<n>.resources.txt` (the resources that the kernel requests,
-written when it is lowered), and in `compiler.txt` ptxas' report and the disassembly of every kernel in the order of
-compilation.
+The worker leaves two kinds of files in a folder. `<kernel>_<n>.resources.txt`, written when a kernel is lowered, holds
+the resources that the kernel requests. `compiler.txt` holds ptxas' report and the disassembly of every kernel, in the
+order of compilation.
 """
 
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 COMPILER = "compiler.txt"
 BARRIER_BYTES = 8
 WIDE = ("LDGSTS",)
-"""Instructions counted per width too: asynchronous copies should move 16 bytes per thread."""
+"""Instructions that are also counted per width: asynchronous copies should move 16 bytes per thread."""
 
 _SUFFIX = "_mosaic_gpu_kernel"
 _NUMBER = re.compile(r"_(\d+)\.resources\.txt$")
@@ -31,8 +31,8 @@ class Report:
     """One compiled kernel.
 
     Attributes:
-        kernel: its name.
-        registers: per thread at launch; warpgroups redistribute them with set_max_registers.
+        kernel: the kernel's name.
+        registers: registers per thread at launch; warpgroups redistribute them with set_max_registers.
         spill_bytes: stores and loads of spilled registers, bytes per thread.
         stack_bytes: local memory per thread.
         shared_bytes: shared memory per thread block: static, buffers and barriers.

@@ -1,7 +1,7 @@
-"""Compile for TPUs that this machine lacks: the real compiler, one process per program, with a time limit.
+"""Compile for TPUs that this machine lacks, with the real compiler, in a separate process and under a time limit.
 
-A compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out. Compiling needs jax and
-libtpu (the extra "deviceless"), in this interpreter or in the one that the call names, and no chip.
+A compiler error is a result: `Compiled.error` holds the failure, its meaning and the way out. Compiling needs no chip,
+but jax and libtpu (the extra "deviceless"), in this interpreter or in the one that the call names.
 """
 
 import re
@@ -57,7 +57,7 @@ MEANINGS: tuple[Meaning, ...] = (
         "unsupported",
         r"(?i)not ?implemented|unimplemented|unsupported|not supported|failed to legalize",
         "the TPU compiler has no code for an operation of this kernel on this chip",
-        "write it with other operations; the error names the one",
+        "replace the operation that the error names",
     ),
 )
 
@@ -99,7 +99,7 @@ def compile_for(
         chip: "v5e", "v5p", "v6e" or "v7x".
         program: from `attention_program` or `factory_program`.
         topology: the chip's smallest if not given.
-        devices: number of its devices to pass to a factory that takes `devices`.
+        devices: number of the topology's devices to pass to a factory that takes `devices`.
         limit_s: seconds before the process is killed; the error's kind is then "time".
         python: interpreter to compile in; this one if not given. It needs jax and libtpu, not tessera.
         paths: folders added to the child's import path.
@@ -152,12 +152,12 @@ def topology_of(chip: str) -> str:
 
 
 def environment(folder: str | None = None, paths: Sequence[str] = ()) -> dict[str, str]:
-    """Build the child's environment: libtpu looks for no chip; schedules go to the folder, if any."""
+    """Build the child's environment: libtpu does not look for a chip, and writes schedules to `folder` if given."""
     return compiler.environment(paths) | {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_LOAD_LIBRARY": "1",  # libtpu admits one process per machine to guard the chip; here is none
+        "TPU_LOAD_LIBRARY": "1",  # libtpu allows only one process per machine, to guard a chip; none is here
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "LIBTPU_INIT_ARGS": " ".join((f"--xla_jf_dump_to={folder}", *FLAGS)) if folder else "",
     }

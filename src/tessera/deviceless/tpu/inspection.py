@@ -22,11 +22,11 @@ class Inspection(inspection.Inspection):
     """One call on one TPU.
 
     Attributes:
-        steps, bundles_per_step, cycles_per_step: grid steps of the call, and the mean bundles and cycles of one.
-        slots: per unit, slots used and slots available in a mean step.
-        spill_slots: slots of a mean step that move spilled registers.
-        predicted_ms, predicted_tflops: None without a Pallas kernel, whose schedule gives the time.
-        percent_of_peak: of one jax device.
+        steps, bundles_per_step, cycles_per_step: grid steps of the call, and mean bundles and cycles of one step.
+        slots: unit -> mean slots used and available per step.
+        spill_slots: mean slots per step that move spilled registers.
+        predicted_ms, predicted_tflops: from the schedules of the Pallas kernels; None if the call has no such kernel.
+        percent_of_peak: predicted rate, in percent of the nominal rate of one jax device.
     """
 
     KEYS = (
@@ -75,7 +75,7 @@ class Inspection(inspection.Inspection):
         }
 
     def shares(self) -> dict[str, float]:
-        """Return each unit's share of its slots that a mean step uses."""
+        """Return {unit: share of the unit's slots in use, averaged over steps}."""
         return {unit: s["used"] / s["capacity"] if s["capacity"] else 0.0 for unit, s in self.slots.items()}
 
     def lines(self) -> Iterator[tuple[str, None]]:
@@ -128,7 +128,7 @@ def inspect_call(
         variant: further arguments of `programs.attention_call`.
 
     Raises:
-        ValueError: no kernel runs this call on a TPU, with the reasons; or `config` does not fit the kernel.
+        ValueError: no kernel runs this call on a TPU (the message says why), or `config` does not fit the kernel.
     """
     chosen = inspection.kernel_for("tpu", chip, spec, shapes, kernel, config)
     program = attention_program(chosen.name, spec, shapes, config, **variant)

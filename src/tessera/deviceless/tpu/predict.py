@@ -1,11 +1,11 @@
-"""Predict a time from a schedule: bundles on the executed path, the clock, and bytes over the memory's bandwidth.
+"""Predict a time from a schedule: the cycles of the executed bundles, and the bytes over the memory's bandwidth.
 
     kernel_s  = max(sum over scopes of executions x cycles / clock / cores, bytes moved by the kernel / bandwidth)
-    around_s  = bytes of XLA's copies, transposes and fusions around it / bandwidth
+    around_s  = bytes of XLA's copies, transposes and fusions around the kernel / bandwidth
     cycles    = bundles of a scope, or the cycles of its products in the matrix units if those are more
     predicted = kernel_s + around_s, each with its Overheads
 
-It leaves out waits for single DMAs shorter than their latency (small blocks), contention between cores, and a chip that
+The prediction leaves out waits for the latency of single DMAs (small blocks), contention between cores, and a chip that
 lowers its clock under load. `validation.py` compares it with measured times.
 """
 
@@ -40,7 +40,7 @@ NOMINAL = Overheads()
 """No fitted constants."""
 
 CALIBRATED = Overheads(stall=1.02, step_s=0.17e-6, bandwidth_share=0.8)
-"""Fitted to measured times of v5p and v6e only; evidence/tpu-prediction.jsonl shows how well, v7x included."""
+"""Constants fitted to measured times of v5p and v6e only. evidence/tpu-prediction.jsonl has the errors, also of v7x."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +53,13 @@ class Prediction:
         around_ms: operations around the kernels.
         steps: grid steps of all kernels.
         bundles_per_step: mean bundles of one step on one core.
-        cycles_per_step: the same in cycles: a scope takes at least as long as its products.
-        slots: per unit, mean slots used per step and slots available in that time.
-        spill_slots: slots per step that move spilled registers.
-        moved_bytes: to and from main memory, by the kernels and the operations around them.
+        cycles_per_step: mean cycles of one step on one core; a scope takes at least as long as its products.
+        slots: unit -> mean slots used and available per step.
+        spill_slots: mean slots per step that move spilled registers.
+        moved_bytes: bytes to and from main memory, by the kernels and the operations around them.
         bound_by: "HBM", "XLA operations", or the core's fullest unit.
-        assumed: scopes whose number of executions the kernel does not state.
-        scopes: kernel/scope -> executions and cycles of one.
+        assumed: scopes whose number of executions the kernel does not state; they count once per step.
+        scopes: "kernel/scope" -> (executions, cycles of one execution).
     """
 
     ms: float
@@ -159,9 +159,9 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
 
 
 def cores_at_work(found: Schedule, steps: float, cores: int) -> int:
-    """Count the cores that share the grid: with n of them, one core's loop takes steps / n turns.
+    """Return the number of cores that share the grid: with n cores, one core's loop has steps / n iterations.
 
-    A pipelined loop takes two more turns: to copy the first block in and the last one out.
+    A pipelined loop has two more, to copy the first block in and the last block out.
     """
     if cores == 1 or steps < 2:
         return 1
@@ -182,12 +182,12 @@ def counts_of(found: Schedule, executions: Mapping[str, float]) -> tuple[dict[st
 
 
 def bound(slots: Mapping[str, Mapping[str, float]], compute_s: float, dma_s: float, around_s: float) -> str:
-    """Name what takes the time: the longest part, and within a kernel its fullest unit."""
+    """Return the name of what bounds the time: the longest part, or, if that is computing, the fullest unit."""
     if around_s > max(compute_s, dma_s) or not slots:
         return "XLA operations"
     if dma_s > compute_s:
         return "HBM"
     shares = {unit: s["used"] / s["capacity"] for unit, s in slots.items() if s["capacity"] and ":" not in unit}
     unit = max(shares, key=shares.get)
-    # No unit near full: the bundles wait for each other's results.
+    # If no unit is half full, the bundles wait for each other's results.
     return unit if shares[unit] >= 0.5 else f"latency ({unit} fullest)"

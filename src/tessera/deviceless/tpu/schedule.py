@@ -1,11 +1,11 @@
-"""Read the compiler's final schedule of a TPU kernel: the bundles that run under each name, and the slots they use.
+"""Read the compiler's final schedule of a TPU kernel: the bundles of each named scope, and the slots they use.
 
-A TPU core is a VLIW machine: one bundle a cycle, each with slots for its units. The compiler dumps, per kernel, the
-bundles (`*-final_bundles.txt`, one line each; `>` marks loop depth) and the slots each uses
-(`*-final_hlo-static-per-bundle-utilization.txt`). With region tracing on, a `jax.named_scope` of the kernel's body
-shows as a pair of trace markers, so every bundle belongs to the innermost scope around it; outside any scope it belongs
-to "step" inside the outermost loop (the grid's) and to "launch" outside of it. Bundles that hold only a marker exist
-only in the traced build and are not counted.
+A TPU core is a VLIW machine: it runs one bundle per cycle, and a bundle has slots for each of the core's units. The
+compiler dumps, per kernel, the bundles (`*-final_bundles.txt`, one line each; `>` marks loop depth) and each bundle's
+used slots (`*-final_hlo-static-per-bundle-utilization.txt`). With region tracing on, a `jax.named_scope` of the
+kernel's body shows as a pair of trace markers, and a bundle belongs to the innermost scope around it. A bundle outside
+every scope belongs to "step" if it is inside the outermost loop (the grid's), else to "launch". Bundles that hold only
+a marker exist only in the traced build and are not counted.
 """
 
 import re
@@ -27,7 +27,7 @@ _ALLOCATION = re.compile(
 )
 
 CYCLES = MappingProxyType({"bf16": 4, "f32": 2})
-"""Cycles of one product instruction on all matrix units of a core together; see `Region.product_cycles`."""
+"""Dtype -> cycles of one product instruction on all matrix units of a core together (see `Region.product_cycles`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,11 @@ class Region:
         name: the scope's name, or "step" or "launch".
         bundles: cycles of one pass, if nothing waits.
         slots: used slots per unit in one pass.
-        product_cycles: cycles of its products in the matrix units, however few its bundles. A register of rows (16 of
-            bfloat16, 8 of float32) enters a unit of 128 columns in as many cycles, one row each, and 4 of those work at
-            a time; a unit of 256 columns takes two rows at a time, and 2 units work.
-        depth: depth of the deepest loop the scope is in; 1 is the grid.
+        product_cycles: cycles that the scope's products take in the matrix units, which may be more than its bundles.
+            One product instruction feeds a register of rows, 16 of bfloat16 or 8 of float32. Either 4 units of 128
+            columns take one row per cycle each, or 2 units of 256 columns take two rows per cycle each: 4 rows per
+            cycle in all.
+        depth: depth of the deepest loop around bundles of the scope; 1 is the grid's loop.
         loops: deeper loops that hold bundles of this scope but have no scope themselves.
     """
 
@@ -54,7 +55,7 @@ class Region:
 
     @property
     def cycles(self) -> int:
-        """Cycles of one pass: a bundle each, unless the matrix units take longer."""
+        """Cycles of one pass: one per bundle, or `product_cycles` if that is more."""
         return max(self.bundles, self.product_cycles)
 
 
@@ -63,11 +64,12 @@ class Schedule:
     """One kernel's schedule.
 
     Attributes:
-        kernel: the compiler's name for it: the pallas_call's name and a number.
+        kernel: the compiler's name of the kernel: the pallas_call's name and a number.
         capacity: slots per bundle of each unit.
         regions: in order of first appearance.
         vmem_bytes, smem_bytes: scratch and windows of the kernel, all buffers counted.
-        turns: how often its first loop (the grid's, if there is one) runs on one core; None if known only at run time.
+        turns: iterations of the kernel's first loop (the grid's, if there is one) on one core; None if they are known
+            only at run time.
     """
 
     kernel: str
@@ -110,7 +112,7 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
     """Parse a schedule from the text of its dump files.
 
     Raises:
-        ValueError: a utilization row is missing for a bundle: the files do not belong together.
+        ValueError: bundles and rows of utilization differ in number, so the files are not of one kernel.
     """
     capacity, rows = _utilization(utilization)
     texts = _bundles(bundles)
@@ -160,7 +162,7 @@ def _turns(text: str) -> int | None:
 
 
 def _bundles(text: str) -> list[tuple[int, str]]:
-    """Split the text into (depth, text) per bundle; a comment inside one may run over several lines."""
+    """Split the text into (depth, text) per bundle; a comment inside a bundle may run over several lines."""
     found: list[list] = []
     for line in text.splitlines():
         match = _BUNDLE.match(line)

@@ -4,8 +4,9 @@
     tessera study tpu-blocks --report          # records to evidence/, rows to attention/tables/
 
 The search starts from the kernel's default (or a related case's winner), moves one field at a time to the next value in
-the kernel's search space, and keeps a move that lowers the time. A candidate that does not compile is a result; one
-whose bytes already take as long as the best so far is skipped. Lines of another commit are compiled again.
+the kernel's search space, and keeps a move that lowers the time. A candidate that does not compile is stored too. A
+candidate whose memory traffic alone takes as long as the best one so far is skipped. Lines that another commit wrote
+are compiled again.
 """
 
 import json
@@ -33,13 +34,14 @@ from tessera.workbench import campaign, evidence
 ANY = 1 << 20
 """Tokens of the longest call that a row covers."""
 LEAST_GAIN = 1.01
-"""Least gain for which the search moves, and a row leaves the default. The prediction cannot resolve less."""
+"""Least gain (old time / new time) for which the search moves, or a row leaves the default. The prediction cannot
+resolve less."""
 RECORDS = Path("evidence/tpu-blocks.jsonl")
 
 DEVICES = MappingProxyType(
     {"v5e": ("TPU v5 lite", 1), "v5p": ("TPU v5", 2), "v6e": ("TPU v6 lite", 1), "v7x": ("TPU7x", 1)}
 )
-"""Kind and cores of one jax device, as jax names them."""
+"""Chip -> (device kind, cores) of one jax device, as jax reports them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +49,9 @@ class Case:
     """One row of every chip's table: the call to compile, and the lengths and batches that it covers.
 
     Attributes:
-        queries: number of last rows of a longer prefill; all if None.
-        intervals: measure -> (low, high), ends included.
-        like: case whose winner is tried first, in a search of half the budget.
+        queries: number of query rows, the last of a longer prefill; all rows if None.
+        intervals: sizes that the row covers: measure -> (low, high), ends included.
+        like: case whose winner is also tried first; the search then has half the budget.
     """
 
     role: str
@@ -68,7 +70,7 @@ class Case:
     like: str | None = None
 
     def call(self) -> tuple[AttentionSpec, Shapes]:
-        """Return (spec, shapes), with `fraction` of the key tiles where sparse."""
+        """Return (spec, shapes); a sparse call lists `fraction` of the key tiles."""
         return inspection.call(
             role=self.role,
             phase=self.phase,
@@ -106,7 +108,7 @@ CASES = MappingProxyType(
         "decode sparse": Case(role="sparse", phase="decode", length=131072, intervals={"batch": (1, 3), **LISTED}),
         "decode sparse, 16 sequences": Case(role="sparse", phase="decode", length=131072, batch=16,
                                             intervals={"batch": (4, 64), **LISTED}),
-        # A query tile lists a tenth of its visible keys, on average half of the last one's list: 0.05 is the mean.
+        # A query tile lists a tenth of its visible keys, which averages to 0.05 of all keys over a causal prefill.
         "sparse, query tile 128": Case(role="sparse", length=131072, query_tile=128, fraction=0.05,
                                        intervals={"num_queries": (1024, ANY), **LISTED}),
         "sparse, query tile 32": Case(role="sparse", length=131072, fraction=0.05,
@@ -127,11 +129,11 @@ CASES = MappingProxyType(
         "dense, float32": Case(role="dense", length=16384, dtype="float32", intervals={**WHOLE, "num_keys": MIDDLE}),
     }
 )  # fmt: skip
-"""Calls worth a row, in the order they are searched."""
+"""Name -> call worth a row, in the order of the search."""
 
 
 def on_chip(chip: str):
-    """Return a context in which kernels that query the chip get this one."""
+    """Return a context in which a kernel that asks jax for its device gets this chip."""
     kind, cores = DEVICES[chip]
     return jax.sharding.use_abstract_mesh(
         AbstractMesh((1,), ("chip",), abstract_device=AbstractDevice(kind, cores, "tpu"))
@@ -144,7 +146,7 @@ def kernel_of(case: Case) -> Kernel:
 
 
 def around(config: Any, name: str, space: list[Any]) -> Iterator[Any]:
-    """Yield the configs that differ only in this field, by the next smaller and the next larger value in the space."""
+    """Yield `config` with field `name` at its next smaller and its next larger value, as far as the space has them."""
     mine = asdict(config)
     line = {asdict(c)[name]: c for c in space if {**asdict(c), name: mine[name]} == mine} | {mine[name]: config}
     values = sorted(line)
@@ -160,15 +162,15 @@ def search(
     names: Sequence[str],
     budget: int,
 ) -> None:
-    """Try `first`, then descend from the best of them, field by field, until no neighbour is better.
+    """Try every config of `first`, then descend from the best one, field by field, until no neighbour is better.
 
     Args:
-        first: the default, and what else may be good.
+        first: the default, then other promising configs.
         space: every config that may be tried.
         ms_of: tries a config and returns its milliseconds; None if it does not compile.
-        floor_of: least milliseconds of a config; one that cannot win by it is not tried.
+        floor_of: returns a lower bound on a config's milliseconds; a config whose bound is too high is not tried.
         names: fields to move, in this order.
-        budget: most configs tried.
+        budget: maximum number of configs tried.
     """
     tried = {}
 
@@ -208,7 +210,7 @@ def attempt(chip: str, case: Case, kernel: str, config: Mapping[str, Any], limit
 
 
 def run(chip: str, name: str, found: list[dict], options: Any) -> None:
-    """Search one case on one chip; reuse the lines in `found`, and add new ones to it and to `out`."""
+    """Search one case on one chip; reuse the lines in `found`, and append new ones to `found` and `options.out`."""
     case, code = CASES[name], asdict(evidence.code())
     kernel = kernel_of(case)
     with on_chip(chip):
@@ -243,13 +245,13 @@ def run(chip: str, name: str, found: list[dict], options: Any) -> None:
 
 
 def lines_of(found: list[dict], chip: str, name: str) -> list[dict]:
-    """Return one case's candidates on one chip, in the order tried, keeping only those of the last one's commit."""
+    """Return one case's candidates on one chip, in the order tried, from the commit of the last candidate only."""
     own = [line for line in found if (line["chip"], line["case"]) == (chip, name)]
     return campaign.of_last_code(own, lambda line: json.dumps(line["config"]))
 
 
 def winner(lines: list[dict]) -> dict | None:
-    """Return the fastest candidate, or the default unless beaten by LEAST_GAIN; None if none compiled."""
+    """Return the fastest candidate, or the default if the gain is below LEAST_GAIN; None if no candidate compiled."""
     compiled = [line for line in lines if "ms" in line]
     if not compiled:
         return None
@@ -259,7 +261,7 @@ def winner(lines: list[dict]) -> dict | None:
 
 
 def record_of(chip: str, name: str, lines: list[dict]) -> evidence.Record:
-    """Build the record of a case on a chip: every candidate, and the one that the table takes."""
+    """Build the record of a case on a chip: every candidate, and the winner as its config."""
     case, best = CASES[name], winner(lines)
     spec, shapes = case.call()
     default = next(line for line in lines if line["default"])
@@ -288,7 +290,7 @@ def record_of(chip: str, name: str, lines: list[dict]) -> evidence.Record:
 
 
 def row_of(name: str, record: evidence.Record) -> tuned.Row:
-    """Build the table's row that rests on the record."""
+    """Build the table's row from the case's record."""
     gain = record.comparison.ratio if record.comparison else None
     return tuned.Row(
         kernel=record.what.kernel,
@@ -300,9 +302,9 @@ def row_of(name: str, record: evidence.Record) -> tuned.Row:
 
 
 def report(found: list[dict], chips: list[str]) -> None:
-    """Append the records that changed, print what was gained, write the tables of the chips in `found`.
+    """Append the records that changed, print the gains, and write the tables of the chips in `found`.
 
-    A table has a row for every case with a record, searched just now or before.
+    A table has a row for every case that has a record, from this search or an earlier one.
     """
     held = {record.what.workload: record for record in (evidence.read(RECORDS) if RECORDS.exists() else [])}
     for chip in (chip for chip in chips if any(line["chip"] == chip for line in found)):
@@ -330,7 +332,7 @@ def study(options: Any) -> int:
     if options.report:
         report(found, chips)
         return 0
-    evidence.code()  # cached from here on: the code checked out before the first compile
+    evidence.code()  # caches the commit that is checked out before the first compile
     for name in options.case or CASES:
         for chip in chips:
             run(chip, name, found, options)

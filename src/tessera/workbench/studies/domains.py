@@ -1,6 +1,6 @@
-"""What the values of a model's files may be, stated a second time: the fuzzer's oracle shares nothing with the doors.
+"""Valid values of a model's files, stated a second time: the fuzzer's oracle shares no code with the library's loaders.
 
-`nonsense` reads a file that the library accepted, without the library, and lists the values that it had to refuse.
+`nonsense` reads a file that the library accepted and lists the values that the library should have refused.
 """
 
 import json
@@ -111,7 +111,7 @@ SETTINGS: Mapping[str, Sane] = {
 
 
 def nonsense(name: str, folder: Path) -> list[str]:
-    """Return what is wrong with a file that was accepted, one line each."""
+    """Return one line for each invalid value in a file that the library accepted."""
     data = (folder / name).read_bytes()
     if name == "model.safetensors":
         return list(_safetensors(data))
@@ -122,7 +122,7 @@ def nonsense(name: str, folder: Path) -> list[str]:
     except (ValueError, RecursionError) as error:
         return [f"it is not JSON: {error}"[:200]]
     if not isinstance(raw, dict):
-        return ["it is no object"]
+        return ["it is not a JSON object"]
     vocab = json.loads((folder / "config.json").read_bytes())["vocab_size"]
     found = [*_fields(raw, {"eos_token_id": _ids(vocab)})]
     if name == "config.json":

@@ -1,9 +1,10 @@
-"""Predicted figures that the TPU kernels must meet; the same compiler and the same model predict ours and the peer's.
+"""Predict the figures that the TPU kernels must meet, by the same compiler and model for our kernels and the peer's.
 
     tessera study tpu-figures --chip v6e --timings FOLDER     # compiles; resumes where it stopped
     tessera study tpu-figures --report                        # appends the records to evidence/
 
-The peer is Tokamax's splash attention with the best block sizes of its shipped timings (on v5e, which has none, v5p's).
+The peer is Tokamax's splash attention with the best block sizes of its shipped timings. Tokamax ships none for v5e, so
+v5p's are used there.
 """
 
 import json
@@ -59,12 +60,14 @@ CALLS = MappingProxyType(
 )
 """Calls to compile: head dim 128, bfloat16, a tenth of the key tiles where sparse.
 
-"sparse kascade" lists half of that: a causal prefill's budget is a tenth of each query tile's visible keys. A case
-whose name ends in 32 has tile or query tile 32; 32 is the default query tile.
+"sparse kascade" lists half of that: a causal prefill's budget is a tenth of each query tile's visible keys. The 32 at
+the end of "score long 32" and "sparse kascade 32" is the query tile, which is the default; these pair with calls of
+query tile 128.
 """
 
 VARIANTS = MappingProxyType({"dense, equal terms": {"changes": {"half_exp": False}, "token_major": True}})
-"""Further arguments of `programs.attention_call`. The peer computes exponentials in float32 and transposes q itself."""
+"""Further arguments of `programs.attention_call`. On equal terms our call does as the peer does: it computes
+exponentials in float32 and transposes q itself."""
 
 SELECTIONS = MappingProxyType(
     {
@@ -72,18 +75,19 @@ SELECTIONS = MappingProxyType(
         for name, query_tile in (("selection", 128), ("selection 32", 32))
     }
 )
-"""The choice of key tiles after "score long" and "score long 32", programs without kernels."""
+"""Programs that choose the key tiles after "score long" and "score long 32". They contain no kernels."""
 
 UNCOSTED = re.compile(r" (gather|scatter|sort|conditional|call|custom-call)\(%(?!.*ConcatBitcast)")
-"""Operations that XLA compiles to scalar loops or to a separate computation, without cycles; all have operands."""
+"""Operations that XLA compiles to scalar loops or to a separate computation, for which it estimates no cycles. All of
+them have operands."""
 
 KASCADE = "kascade prefill against dense"
 KASCADE_32 = f"{KASCADE}, query tile 32"
-"""KASCADE is for query tile 128; this one is for the default."""
+"""KASCADE at the default query tile; KASCADE itself has query tile 128."""
 DENSE = "dense prefill against the peer"
 EQUAL_TERMS = f"{DENSE}, equal terms"
 KERNELS_ALONE = "dense prefill against the peer, kernels alone"
-"""Excludes what either call does around its kernel. It has no target, but shows how much of the gain is layout."""
+"""Figure without the operations around either kernel. It has no target, but shows how much of the gain is layout."""
 
 BYTES = tuple(f"decode, {role}: bytes moved / needed" for role in ("dense", "sparse"))
 TERMS = MappingProxyType(
@@ -96,7 +100,7 @@ TERMS = MappingProxyType(
         **dict.fromkeys(BYTES, "bytes counted, no schedule"),
     }
 )
-"""What a reader must know next to a figure."""
+"""Figure -> conditions that a reader must know."""
 
 TARGETS = MappingProxyType(
     {
@@ -111,10 +115,10 @@ TARGETS = MappingProxyType(
         BYTES[1]: dict.fromkeys(tpu.TOPOLOGIES, 1.15),
     }
 )
-"""Lower bounds of figures named "against", upper bounds of the others.
+"""Figure -> chip -> target: a lower bound if the figure's name has "against", an upper bound otherwise.
 
-v5e and v6e miss those of 128 rows: they fetch a listed key for only 128 rows, 128 flops a byte, where the dense call
-has thousands. HBM is the limit, so no tile and no block sizes help, only more rows per list.
+v5e and v6e miss the targets for 128 rows. A kernel there fetches a listed key for only 128 rows, 128 flops per byte; a
+dense kernel fetches it for thousands. HBM is the limit, so no tile and no block sizes help, only more rows per list.
 """
 
 
@@ -172,9 +176,8 @@ def inspect_selection(chip: str, name: str, limit_s: float) -> dict[str, Any]:
 
 
 def xla_ms(program: str, chip: str) -> float:
-    """Return milliseconds of a program without kernels; an operation takes its bytes or XLA's cycles, the longer.
-
-    Loops count once per iteration.
+    """Return milliseconds of a program without kernels. An operation takes the longer of its memory time and XLA's
+    cycle estimate; a loop's body counts once per iteration.
 
     Raises:
         ValueError: something in the program has no estimate, or a loop's iterations are unknown; neither counts as 0.
@@ -189,7 +192,7 @@ def xla_ms(program: str, chip: str) -> float:
         operations = hlo.operations(program, name)
         total = sum(max(o.bytes / bandwidth, (o.cycles or 0) / on.clock_hz) for o in operations)
         for line in lines[name]:
-            if " call-start(%" in line:  # one without operands gets them by a call-update, whose bytes are counted
+            if " call-start(%" in line:  # without operands, a call-update passes them, and its bytes are counted
                 raise ValueError(f"the compiled program starts a computation of unknown time: {line.strip()}")
             if " while(" in line:
                 total += turns(line) * seconds(re.search(r"body=%([\w.\-]+)", line)[1])
@@ -200,7 +203,7 @@ def xla_ms(program: str, chip: str) -> float:
         ends = re.findall(r" constant\((\d+)\)", condition)
         if len(ends) != 1 or "direction=LT" not in condition:
             raise ValueError(f"turns of the loop cannot be read from its condition: {condition.strip()}")
-        return int(ends[0])  # JAX counts loops of known length from 0
+        return int(ends[0])  # JAX counts the iterations of a loop of known length from 0
 
     return 1e3 * seconds("ENTRY")
 
@@ -245,13 +248,15 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
 
 
 def tiles_listed(length: int, tile: int, query_tile: int, fraction: float) -> int:
-    """Count tiles that a causal prefill lists: a query tile's budget is a share of its visible keys, at least 128."""
+    """Count the tiles that a causal prefill lists. A query tile's budget is `fraction` of its visible keys, but at
+    least 128 keys."""
     visible = range(query_tile, length + 1, query_tile)
     return sum(ceil_div(round(min(max(fraction * seen, 128), seen)), tile) for seen in visible)
 
 
 def tiles_full(length: int, tile: int, query_tile: int, fraction: float) -> int:
-    """Count tiles of a compiled call: every list has room for the share of the whole, and holds only visible tiles."""
+    """Count the tiles that a compiled call lists. Each list has room for `fraction` of all keys, but holds only visible
+    tiles."""
     room = ceil_div(round(fraction * length), tile)
     return sum(min(ceil_div(seen, tile), room) for seen in range(query_tile, length + 1, query_tile))
 
@@ -282,7 +287,7 @@ def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) 
 
 
 def stored(held: Iterable[evidence.Record]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return the cases that records hold, by chip and name, so that a study can add to them; the last record counts."""
+    """Return chip -> case name -> facts from earlier records, so that a study can add to them; later records win."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for record in held:
         found.setdefault(record.what.workload.rpartition(", ")[2], {}).update(record.facts)

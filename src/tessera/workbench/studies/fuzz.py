@@ -1,12 +1,12 @@
-"""`tessera study fuzz`: damage every kind of file that a model may bring, open each, and judge what comes of it.
+"""`tessera study fuzz`: damage every kind of model file, open the model, and judge the outcome.
 
-A tiny model is written as a folder, as a folder of shards and as a GGUF file. Each case damages one file of one of them
+A tiny model is written as a folder, as a folder of shards and as a GGUF file. Each case damages one of these files
 (`mutations`), and a worker process with limits of time and memory loads the model and runs three tokens. The outcome is
-"clean" (it loads and makes sense, or one readable sentence refuses it), or a defect:
+"clean" (the model loads and makes sense, or the error is one readable sentence), or a defect:
 
 - unclean: another error, or a sentence that is too long, has control characters or does not name the file,
-- nonsense: it loads although a value is outside its domain (`domains`), scores are not finite, or its outcome differs
-  from the sound model's although nothing that decides the outcome was damaged,
+- nonsense: the model loads although a value is outside its domain (`domains`), scores are not finite, or the outcome
+  differs from the undamaged model's although nothing that decides the outcome was damaged,
 - hang, crash: the worker had to be killed, or died.
 """
 
@@ -64,11 +64,11 @@ CONFIG = ModelConfig(
 BLOCK = 50
 """Cases per line of the file of results."""
 BYTES_SHARE = 0.25
-"""Share of JSON files that are damaged as bytes."""
+"""Share of JSON cases that damage the file's bytes instead of its values."""
 LONGEST = 500
-"""Maximum characters of a refusal."""
+"""Maximum characters of a message: a longer error message is unclean, and other messages are cut."""
 WALL_S = 120.0
-"""Maximum seconds of wall time per case; on a busy machine the limit of processor time takes longer to reach."""
+"""Maximum seconds of wall time per case; larger than the limit on processor time, for busy machines."""
 READY_S = 900.0
 GGUF = "model.gguf"
 TARGETS = {
@@ -81,7 +81,7 @@ TARGETS = {
     GGUF: 5,
     "plan.json": 4,
 }
-"""Files, each with its share of the cases."""
+"""File -> weight in the random choice of the file to damage."""
 DEFECTS = ("unclean", "nonsense", "hang", "crash")
 INERT_CONFIG = {"bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "max_position_embeddings"}
 """Fields of config.json that do not decide the scores."""
@@ -97,7 +97,8 @@ class Case:
 
 
 class Bench:
-    """The sound models in a scratch folder, the worker that opens them, and what it says of the sound ones."""
+    """The undamaged models in a scratch folder, the worker that opens models, and its replies for the undamaged ones
+    (`expected`)."""
 
     def __init__(self, limit_s: float, niceness: int = 0):
         self.root = Path(tempfile.mkdtemp(prefix="tessera-fuzz-"))
@@ -121,12 +122,12 @@ class Bench:
         shutil.rmtree(self.root)
 
     def place(self, name: str) -> Path:
-        """Return where a file lies: each kind is in the model that reads it."""
+        """Return the path of a file, in the folder of the model that reads files of this name."""
         kinds = {GGUF: "gguf", "plan.json": "planned", "model.safetensors.index.json": "shards"}
         return self.root / kinds.get(name, "whole") / ("" if name == GGUF else "model") / name
 
     def open(self, name: str) -> dict[str, Any]:
-        """Have the worker open the model that a file belongs to."""
+        """Let the worker open the model that a file belongs to; return the worker's reply, or a hang or crash."""
         path = self.place(name) if name == GGUF else self.place(name).parent
         try:
             return self.worker.ask({"path": str(path), "limit_s": self.limit_s}, WALL_S)
@@ -135,7 +136,7 @@ class Bench:
             return {"outcome": "hang" if late else "crash", "said": f"status {ended.status}: {ended.said}"}
 
     def draw(self, seed: int, number: int, names: Sequence[str]) -> Case:
-        """Draw a case."""
+        """Draw one of the named files and damage it; `seed` and `number` alone decide the result."""
         rng = random.Random(f"{seed} {number}")
         [name] = rng.choices(names, [TARGETS[name] for name in names])
         sound = self.sound[name]
@@ -151,7 +152,7 @@ class Bench:
         return Case(number, name, data)
 
     def judge(self, case: Case) -> tuple[str, str]:
-        """Open a damaged file -> "clean" or a defect, and what was said."""
+        """Open the model with the damaged file; return ("clean" or a defect, message)."""
         path = self.place(case.name)
         reply = self.open_damaged(path, case)
         if reply["outcome"] == "hang":  # a crowded machine may stretch one compilation past the limit, hardly two
@@ -175,7 +176,7 @@ class Bench:
             path.write_bytes(self.sound[case.name])
 
     def unexplained(self, case: Case, reply: Mapping[str, Any]) -> Iterator[str]:
-        """Yield what differs from the sound model's outcome, and nothing that decides it was damaged."""
+        """Yield each difference from the undamaged model's outcome that the damage cannot explain."""
         sound = self.expected[case.name]
         if not reply["finite"]:
             yield "scores that are not finite"
@@ -191,7 +192,7 @@ class Bench:
                     yield f"{field} is read as {reply['config'][named]}"
 
     def may_change_scores(self, case: Case) -> bool:
-        """Return whether the damage reaches anything that decides the scores."""
+        """Return whether the case damages anything that the scores depend on."""
         if case.name == "config.json":
             now, before = json.loads(case.data), json.loads(self.sound[case.name])
             keys = (now.keys() | before.keys()) - INERT_CONFIG
@@ -200,7 +201,8 @@ class Bench:
 
 
 def judge_refusal(name: str, reply: Mapping[str, Any]) -> tuple[str, str]:
-    """Say whether a refusal is one readable sentence of this library that names the file."""
+    """Return ("clean", message) if an error is one readable sentence of this library that names the file, else
+    ("unclean", reason)."""
     said = f"{reply['type']}: {reply['said']}"
     if reply["type"] not in ("ValueError", "OSError", "FileNotFoundError", "MemoryError") or not reply["own"]:
         return "unclean", said[:LONGEST]
@@ -240,7 +242,7 @@ def study(flags: Any) -> int:
 
 
 def run_cases(bench: Bench, seed: int, numbers: Sequence[int], names: Sequence[str]) -> dict[str, Any]:
-    """Judge cases -> counts by file and verdict, and the defects."""
+    """Judge the cases; return their counts by file and verdict, and the defects."""
     counts: Counter[str] = Counter()
     defects = []
     for number in numbers:
@@ -273,7 +275,7 @@ def report(console: Any, blocks: Sequence[Mapping[str, Any]]) -> int:
 
 
 def write_models(root: Path) -> Gguf:
-    """Write the tiny model in all its forms; return the parts of the GGUF file."""
+    """Write the tiny model in every format; return the parts of its GGUF file."""
     params, tokenizer = random_params(CONFIG), byte_tokenizer()
     for kind in ("whole", "planned"):
         save_folder(root / kind / "model", params, CONFIG, tokenizer)
@@ -296,7 +298,7 @@ def write_models(root: Path) -> Gguf:
 
 
 def random_params(config: ModelConfig) -> Params:
-    """Draw weights with NumPy: nothing compiles."""
+    """Draw weights with NumPy, so that nothing compiles."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
     fill = lambda like: (0.3 + rng.normal(size=like.shape) * like.shape[-1] ** -0.5).astype(like.dtype)  # noqa: E731
@@ -304,7 +306,10 @@ def random_params(config: ModelConfig) -> Params:
 
 
 def gguf_parts(params: Params) -> Gguf:
-    """Build a GGUF file of these weights with a byte-level tokenizer (rows of q and k in another order: no matter)."""
+    """Build a GGUF file of these weights with a byte-level tokenizer.
+
+    GGUF orders the rows of q and k differently, which does not matter for random weights.
+    """
     tokenizer = byte_tokenizer()
     tokens = [tokenizer.backend.id_to_token(index) for index in range(CONFIG.vocab_size)]
     sizes = {

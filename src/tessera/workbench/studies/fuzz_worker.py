@@ -16,12 +16,13 @@ import numpy as np
 import tessera
 
 LIMIT_BYTES = 2 << 30
-"""Memory that opening a model may take, beyond what this process has after its first."""
+"""Address space, in bytes, that opening a model may add to what this process holds once it is ready."""
 TEXT = "Hello <|end|> w\N{LATIN SMALL LETTER O WITH DIAERESIS}rld, 12345"
 
 
 def main() -> int:
-    """Open the models named on the command line, to compile what they need; then answer requests until they end."""
+    """Open the models named on the command line, which compiles their programs; then answer requests until the input
+    ends."""
     for path in sys.argv[1:]:
         inspect(Path(path))
     limit_memory()
@@ -36,21 +37,21 @@ def main() -> int:
 
 
 def limit_memory() -> None:
-    """Limit the address space."""
+    """Limit this process to its present address space plus LIMIT_BYTES."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
 def answer(path: Path) -> dict[str, Any]:
-    """Open one model; report what it gave or the error that refused it."""
+    """Open one model; return the result of `inspect`, or a description of the error."""
     with Caught() as caught:
         return {"outcome": "loaded", **inspect(path)}
     return described(caught.error)
 
 
 class Caught:
-    """Keep whatever error ends the block: a Rust panic is no `Exception`."""
+    """Context that stops every error of its block and keeps it, even a Rust panic, which is no `Exception`."""
 
     error: BaseException | None = None
 
@@ -70,9 +71,10 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def inspect(path: Path) -> dict[str, Any]:
-    """Load a model, run three tokens and its tokenizer.
+    """Load a model, run it on three tokens, and run its tokenizer.
 
-    Without a plan, nothing is compiled: each new value would compile again. Kascade does not run uncompiled.
+    A model without a plan runs uncompiled, since each damaged value would cost another compilation. A model with a plan
+    runs compiled, since Kascade does not run otherwise.
     """
     folder = path if path.is_dir() else path.parent
     has_plan = (folder / "plan.json").exists()

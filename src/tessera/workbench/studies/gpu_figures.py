@@ -4,8 +4,8 @@
 
 The roofline is max(flops / rate, bytes / bandwidth, exponentials / rate) of the work, at ceilings that others measured
 (`inspection.CEILINGS`): our kernels may be much slower. A ratio compares two calls at their rooflines, so it bounds
-the gain over a dense kernel that reaches its own. Measured records replace these once `scripts/gpu_check.sh` has run on
-an H200.
+the gain over a dense kernel that reaches its own roofline. Measured records replace these figures once
+`scripts/gpu_check.sh` has run on an H200.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,16 +23,16 @@ CHIP = "h200"
 OP = "roofline figure"
 SHORT, LONG = figures.SHORT, figures.LONG
 TILE, QUERY_TILE = 64, 32
-"""Tile and query tile that the GPU script times."""
+"""Tile and query tile that `scripts/gpu_check.sh` times."""
 SMALL_TILES = tuple((tile, query_tile) for tile in (32, 16) for query_tile in (128, 32))
-"""(tile, query tile) of further sparse calls; decode uses only the tile."""
+"""(tile, query tile) of further sparse prefill calls; the further decode calls use only the tile."""
 SPARSE = MappingProxyType({"length": LONG, "role": "sparse"})
 CALLS = MappingProxyType(
     {
         "dense": {"length": SHORT},
         "dense long": {"length": LONG},
         "score long": {"length": LONG, "role": "score"},
-        # A query tile lists a tenth of its visible keys, on average half of the last one's list: 0.05 counts the mean.
+        # A query tile lists a tenth of its visible keys, which averages to 0.05 of all keys over a causal prefill.
         "sparse long": {"length": LONG, "role": "sparse", "fraction": 0.05},
         "decode dense": {"length": LONG, "phase": "decode"},
         "decode score": {"length": LONG, "phase": "decode", "role": "score"},
@@ -50,11 +50,11 @@ CALLS = MappingProxyType(
 
 
 PEER = "a peer's time"
-"""Marks a target that is not known here."""
+"""Target of a figure that must beat a peer's measured time, which is unknown without a GPU."""
 
 
 class Figure(NamedTuple):
-    """One figure: its value at the roofline, unit, target (None for none, or PEER), and the calls it comes from."""
+    """One figure: its value at the roofline, its unit, its target (or PEER, or None), and the calls it comes from."""
 
     name: str
     bound: float
@@ -64,10 +64,10 @@ class Figure(NamedTuple):
 
 
 def inspect(name: str, limit_s: float) -> gpu_inspection.Inspection:
-    """Compile one of the calls for the chip.
+    """Compile one of CALLS for CHIP.
 
     Raises:
-        RuntimeError: it does not compile.
+        RuntimeError: the call does not compile.
     """
     call = {"role": "dense", "phase": "prefill", "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}
     call |= {"dtype": "bfloat16", "fraction": 0.1, "causal": True, "tile": TILE, "query_tile": QUERY_TILE}
@@ -113,7 +113,8 @@ def all_figures(found: Mapping[str, gpu_inspection.Inspection]) -> Iterator[Figu
     calls = "decode dense", "decode score", "decode sparse"
     ratio = against_dense(calls[0], ms[calls[1]] + selection_ms("decode"), calls[2])
     yield Figure(f"Kascade decode against dense, {LONG:,} keys", ratio, "x", ">= 5", calls)
-    # No kernel here does this: score only K, half of dense's bytes, then read V of the chosen tiles, half of sparse's.
+    # A hypothetical kernel: score with K alone (half of dense's bytes), then read V of the chosen tiles (half of
+    # sparse's bytes).
     ratio = against_dense(calls[0], ms[calls[0]] / 2 + selection_ms("decode") + ms[calls[2]] / 2, calls[2])
     name = "the same, were anchors to read V of their chosen tiles alone"
     yield Figure(name, ratio, "x", ">= 5", calls)
@@ -128,7 +129,7 @@ def all_figures(found: Mapping[str, gpu_inspection.Inspection]) -> Iterator[Figu
 
 
 def record(figure: Figure, found: Mapping[str, gpu_inspection.Inspection]) -> evidence.Record:
-    """Build the record: the figure at the roofline, the target's share of it, and the calls' machine code."""
+    """Build the record: the figure at the roofline, the target as a share of it, and facts of the compiled calls."""
     facts: dict[str, Any] = {"target": figure.target}
     if figure.target not in (None, PEER):
         sign, goal = figure.target.split()

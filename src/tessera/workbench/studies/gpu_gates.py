@@ -1,10 +1,10 @@
-"""Check the gates of the Hopper kernels that need no GPU: lower for CUDA, compile to machine code, read the report.
+"""Check the Hopper kernels' gates that need no GPU: lower for CUDA, compile to machine code, read the report.
 
     tessera study gpu-gates           # every kernel and configuration; resumes where it stopped
     tessera study gpu-gates --list    # what is left to do
     tessera study gpu-gates --report  # a record per kernel and configuration into evidence/
 
-`deviceless/gpu/gates.py` defines the gates of a call.
+A gate is a property that a kernel's machine code must have (`deviceless/gpu/gates.py`).
 """
 
 import itertools
@@ -37,9 +37,10 @@ MASKS = MappingProxyType(
 )
 PLAIN = "causal"
 GROUPS = (4, 1, 7, 16)
-"""Query heads per KV head. All but the first get only the default blocks, causal, in the first dtype."""
+"""Query heads per KV head. All but the first value get only default blocks, the causal mask and the first dtype."""
 MANY = 8
-"""Query heads per KV head as in 64/8. The default blocks of sparse kernels get it at every tile."""
+"""Query heads per KV head of models with 64 and 8. The default blocks of sparse kernels get this number at every
+tile."""
 OTHERS = MappingProxyType(
     {
         ("sparse", "prefill"): ({"group": MANY}, {"query_tile": 64}, {"query_tile": 128}),
@@ -47,9 +48,10 @@ OTHERS = MappingProxyType(
         ("sparse", "decode"): ({"group": MANY},),
     }
 )
-"""Calls where more rows share a list or a sum of masses: their search spaces hold blocks that no other call has."""
+"""(role, phase) -> sizes of calls where more rows share a list or a sum of masses. The search spaces of these calls
+hold blocks that no other call has."""
 BATCH = 2
-"""Sequences of a case by default. With only one, the compiler folds away indices that take registers."""
+"""Sequences of a case by default. With only one, the compiler removes indices that otherwise take registers."""
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
 ODD = MappingProxyType({"query_tile": 12, "length": 8191})
 """Sizes that are multiples of no block size, for the default blocks of prefill."""
@@ -58,12 +60,12 @@ BATCHES = tuple(
     {"batch": batch, "kv_heads": 8, "length": length, "group": group}
     for group, batch, length in product((4, 8), (1, 4, 16, 64), (8192, 32768, 131072))
 )
-"""Decode calls as models make them (32/8 and 64/8 heads), for the default blocks at head dim 128: the number of splits
-depends on all of these."""
+"""Decode calls as models make them (32 or 64 query heads, 8 KV heads), for the default blocks at head dim 128. The
+number of splits depends on all of these sizes."""
 DENSE = gpu_prefill.KERNELS[0]
 GRADIENT = "gpu_backward"
-"""Name of dense prefill's gradient. The table has no line for it, since that kernel's `launch` brings it (custom_vjp):
-`gradient_cases` lists its calls."""
+"""Case name of dense prefill's gradient. The kernel table has no line for the gradient, since the prefill kernel's
+`launch` includes it (custom_vjp). `gradient_cases` lists its calls."""
 
 
 def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
@@ -84,7 +86,7 @@ def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
 
 
 def kernel_of(case: Mapping[str, Any]) -> Kernel:
-    """Return a case's kernel; for a gradient, the kernel that it belongs to."""
+    """Return a case's kernel; for the gradient, dense prefill's kernel."""
     return DENSE if case["kernel"] == GRADIENT else programs.kernel_named(case["kernel"])
 
 
@@ -99,20 +101,20 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cases() -> Iterator[dict[str, Any]]:
-    """Yield every case: kernel, head dim, dtype, tile, mask and configuration (None is the default), and other groups.
+    """Yield every case: a kernel, head dim, dtype, tile, mask, group size and configuration (None is the default).
 
-    Default blocks get every dtype, tile and mask; causal calls also a single sequence, and those of decode the batches
-    of models. Every other configuration gets every head dim and tile, causal, in the first dtype, and under each other
-    mask one of its tiles and one of the dtypes, in turn: a dtype changes the names of instructions, not their
-    registers. The configurations of the search spaces in OTHERS get one tile and two masks each. Calls that a kernel
-    refuses are left out. The gradient of dense prefill comes last.
+    Default blocks get every dtype, tile and mask; with the causal mask they also get a single sequence, and for decode
+    the batches of models. Every other configuration gets every head dim and tile with the causal mask and the first
+    dtype. Under each other mask it gets one of its tiles and one of the dtypes, in turn: a dtype changes the names of
+    instructions, not their registers. The configurations of the search spaces in OTHERS get one tile and two masks
+    each. Calls that a kernel refuses are left out. The gradient of dense prefill comes last.
     """
     found = itertools.chain(*itertools.starmap(kernel_cases, product(hopper_kernels(), HEAD_DIMS)), gradient_cases())
     yield from {identity(case): case for case in found}.values()
 
 
 def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
-    """Yield the cases of a kernel at a head dim, some of them twice."""
+    """Yield the cases of a kernel at a head dim; some cases come twice."""
     tiles = TILES if kernel.role != "dense" else (128,)
     blank = {"kernel": kernel.name, "head_dim": head_dim, "query_tile": 32, "group": GROUPS[0], "config": None}
     for number, mask in enumerate(MASKS):
@@ -148,8 +150,8 @@ def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases compiled only under the plainest mask: with default blocks a single sequence, other groups and
-    odd sizes; for decode also batches, with more and fewer splits."""
+    """Yield the cases that are compiled only with the causal mask. Default blocks get a single sequence, other group
+    sizes and, in prefill, odd sizes; decode gets models' batches, with more and fewer splits."""
     yield {**case, "batch": 1}
     groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
     yield from filter(taken, ({**case, "group": group} for group in groups))
@@ -163,8 +165,8 @@ def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, A
 
 
 def other_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a call of OTHERS: each configuration of its own search space at the first tile that has it, causal and, in
-    another dtype, under one of the other masks in turn."""
+    """Yield a call of OTHERS with each configuration of its search space, at the first tile that has the configuration:
+    once with the causal mask, and once in the last dtype with one of the other masks in turn."""
     masks, met = [mask for mask in MASKS if mask != PLAIN], set()
     for tile in TILES:
         case = {**blank, "dtype": kernel.dtypes[0], "mask": PLAIN, "tile": tile}
@@ -180,7 +182,7 @@ def other_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def gradient_cases() -> Iterator[dict[str, Any]]:
-    """Yield the cases of dense prefill's gradient: head dims, dtypes, masks, other groups, odd sizes."""
+    """Yield the cases of dense prefill's gradient: head dims, dtypes, masks, other group sizes, odd sizes."""
     for head_dim in gpu_backward.HEAD_DIMS:
         case = {"kernel": GRADIENT, "head_dim": head_dim, "tile": 128, "query_tile": 32, "config": None}
         case |= {"mask": PLAIN, "group": GROUPS[0], "dtype": DENSE.dtypes[0]}
@@ -191,7 +193,7 @@ def gradient_cases() -> Iterator[dict[str, Any]]:
 
 
 def first_cases() -> Iterator[dict[str, Any]]:
-    """Yield the fast subset: each kernel's default blocks on one head dim, dtype, tile and mask."""
+    """Yield the fast subset: each kernel's default blocks at one head dim, dtype, tile and mask."""
     for kernel in hopper_kernels():
         case = {"kernel": kernel.name, "head_dim": 128, "dtype": kernel.dtypes[0], "query_tile": 32}
         case |= {"mask": "causal", "group": GROUPS[0], "config": None}
@@ -217,9 +219,9 @@ def urgency(case: Mapping[str, Any]) -> int:
 
 
 def run(case: Mapping[str, Any], compiler: gpu.Compiler, limit_s: float = 300.0) -> dict[str, Any]:
-    """Compile a case and return it with `broken` (sentences, empty if it passes) and a report per kernel."""
+    """Compile a case and return it with `broken` (a sentence per failed gate) and a report per kernel."""
     found = compiler.compile(program_of(case), limit_s=limit_s)
-    alone = case["kernel"] == GRADIENT  # each of a gradient's kernels multiplies and loads
+    alone = case["kernel"] == GRADIENT  # each kernel of a gradient must multiply and load, so each is judged alone
     judged = [(report,) for report in found.kernels] if alone else [found.kernels]
     failed = [str(found.error)] if found.error else [text for kernels in judged for text in broken_program(kernels)]
     return {
@@ -247,10 +249,10 @@ def identity(case: Mapping[str, Any]) -> str:
 
 
 def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
-    """Build one record per kernel and configuration: the share of its cases that pass, what they break, their reports.
+    """Build one record per kernel and configuration: the share of its cases that pass, the failed gates, the reports.
 
-    `planned` and `tried` in the facts count the cases of the kernel, over all its configurations; `commits` counts the
-    cases that each commit compiled (the record names the last one).
+    In the facts, `planned` and `tried` count the kernel's cases over all its configurations, and `commits` the cases
+    that each commit compiled (the record names the last commit).
     """
     planned, tried = (Counter(case["kernel"] for case in some) for some in (cases(), found))
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -285,7 +287,7 @@ def study(options: Any) -> int:
 
     if options.report:
         found = campaign.lines_to_report(options.out)
-        planned = set(map(identity, cases()))  # broken configs may have left the search space
+        planned = set(map(identity, cases()))  # a config that failed may have left the search space since
         lines = [line for line in found if still_counts(line)] + campaign.of_last_code(found, identity)
         counted = {identity(line): line for line in lines if identity(line) in planned}
         evidence.append("evidence/gpu-gates.jsonl", records(list(counted.values()), COMMAND))
@@ -293,7 +295,7 @@ def study(options: Any) -> int:
     found, code = files.read_lines(options.out), asdict(evidence.code())
     done = {identity(line) for line in found if campaign.is_done(line, code) or still_counts(line)}
     todo = [case for case in cases() if options.kernel in case["kernel"] and identity(case) not in done]
-    random.Random(0).shuffle(todo)  # an interrupted run has covered a bit of everything
+    random.Random(0).shuffle(todo)  # so that an interrupted run has covered a bit of everything
     todo.sort(key=urgency)
     if options.list:
         print("\n".join(json.dumps(case) for case in todo))

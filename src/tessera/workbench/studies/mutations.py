@@ -1,4 +1,4 @@
-"""Damage to a model's files: wrong values, structure, text and bytes. A draw depends on its random generator only."""
+"""Damage a model's files: wrong values, structures, text and bytes. The random generator alone decides the damage."""
 
 import copy
 import json
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 DEEP = "@deep@"
-"""Stands for a list nested 200,000 deep, which json cannot write."""
+"""Placeholder for a list nested 200,000 deep, which `json` cannot write."""
 
 STRANGE: Sequence[Any] = (
     *(None, True, False, 0, -1, 1, 2, 7, 300, 7919, 1_000_000, 20_000_000, 2**31 - 1, 2**31, 2**32, 2**63, 2**64),
@@ -49,7 +49,7 @@ EXTRA: Mapping[str, Sequence[tuple[str, Any]]] = {
         ("added_tokens_decoder", {"256": {"content": "<|bos|>"}}),
     ),
 }
-"""Fields that a valid file may have and the tiny model's lacks."""
+"""File -> fields that a valid file may have but the tiny model's file lacks."""
 
 
 def mutate_json(rng: random.Random, data: bytes, name: str = "") -> bytes:
@@ -101,7 +101,7 @@ def _pick(rng: random.Random, root: Any) -> tuple[Any, Any]:
 
 
 def _within(outer: Any, inner: Any) -> bool:
-    """Return whether one value contains another: a swap would make a circle."""
+    """Return whether `outer` is or contains `inner`; swapping two such values would make a cycle."""
     if outer is inner:
         return True
     children = outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ()
@@ -109,7 +109,7 @@ def _within(outer: Any, inner: Any) -> bool:
 
 
 def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Flip, overwrite, insert, remove or repeat bytes, mostly near the start, where headers are."""
+    """Flip, overwrite, insert, remove or repeat bytes, mostly near the start of the file, where headers are."""
     limit = len(data) if rng.random() < 0.3 else min(len(data), 4096)
     at, length = rng.randrange(limit), rng.choice([1, 1, 8, 64, 1000])
     insert = rng.choice(
@@ -134,7 +134,7 @@ def mutate_bytes(rng: random.Random, data: bytes) -> bytes:
 
 
 def mutate_safetensors(rng: random.Random, data: bytes) -> bytes:
-    """Damage a tensor's entry, the header's length or JSON, or bytes."""
+    """Damage a tensor's entry, the header's length, the header's JSON, a weight, or arbitrary bytes of the file."""
     length = int.from_bytes(data[:8], "little")
     header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
     names = [name for name in header if name != "__metadata__"]
@@ -224,7 +224,7 @@ def _value(kind: int, value: Any) -> bytes:
 
 
 def mutate_gguf(rng: random.Random, parts: Gguf) -> bytes:
-    """Damage one entry, tensor or count, or bytes."""
+    """Damage one metadata entry, one tensor's description, the counts, the version, or arbitrary bytes of the file."""
     entries, tensors = list(parts.entries), list(parts.tensors)
     at, place = rng.randrange(len(entries)), rng.randrange(len(tensors))
     key, kind, value = entries[at]
@@ -266,7 +266,7 @@ def mutate_gguf(rng: random.Random, parts: Gguf) -> bytes:
 
 
 def _strange_like(rng: random.Random, kind: int, value: Any) -> Any:
-    """Draw a value that its type can hold."""
+    """Draw a strange value that the GGUF type `kind` can hold."""
     if kind == ARRAY:
         inner, values = value
         values = list(values) or ["a b"]

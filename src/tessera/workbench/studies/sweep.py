@@ -29,15 +29,16 @@ LONG = 1 << 20
 """Tokens of the longest calls. Index lists are streamed, so even these compile."""
 WHOLE = 131072
 GRADIENT = "tpu_backward"
-"""Name of dense prefill's gradient: part of that kernel, not in the table."""
+"""Case name of dense prefill's gradient. It is part of that kernel, so the kernel table has no line for it."""
 
 
 def cases(chips: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield every case: chip, kernel, head dim, dtype, tile, length; tiles only where the role has them.
+    """Yield every case: chip, kernel, head dim, dtype, tile, length; dense kernels have a single tile.
 
     Each kernel gets every head dim, dtype and tile at one length, and the longest calls once: 1,048,576 keys (the last
     2,048 queries of a prefill), and a whole prefill of 131,072 tokens. Dense and scoring prefill also get one query
-    head per KV head, where the corner of the causal mask is longest. The gradient of dense prefill comes last.
+    head per KV head, which makes the corner of the causal mask (`prefill.corner`) longest. The gradient of dense
+    prefill comes last.
     """
     names = ("chip", "kernel", "head_dim", "dtype", "tile", "length")
     for chip, kernel in product(chips, tpu_kernels()):
@@ -108,8 +109,8 @@ def report(found: list[dict[str, Any]], command: str) -> evidence.Record:
     """Build one record of a sweep: share of the cases that compiled, per kernel and chip, and every failure.
 
     Args:
-        found: lines of one code, one per case; `cases` in the facts counts them, `planned` the cases of a whole sweep
-            of these kernels.
+        found: one line per case, all of the same code. In the facts, `cases` counts these lines and `planned` the cases
+            of a whole sweep of the same kernels.
         command: command that repeats the sweep.
     """
     kernels, every = {case["kernel"] for case in found}, list(cases(tuple(tpu.TOPOLOGIES)))
@@ -139,7 +140,7 @@ def study(options: Any) -> int:
     done = {identity(line) for line in found if campaign.is_done(line, code)}
     wanted = [case for case in cases(options.chip or tuple(tpu.TOPOLOGIES)) if options.kernel in case["kernel"]]
     todo = [case for case in wanted if identity(case) not in done]
-    random.Random(0).shuffle(todo)  # an interrupted sweep has covered a bit of everything
+    random.Random(0).shuffle(todo)  # so that an interrupted sweep has covered a bit of everything
     if options.list:
         print("\n".join(json.dumps(case) for case in todo))
         return 0

@@ -1,9 +1,10 @@
-"""Compare the prediction with times that others measured on real chips.
+"""Compare the predicted times of a TPU kernel with times that others measured on real chips.
 
-Tokamax ships medians for its TPU attention kernel, measured on v5p, v6e and v7x, with the block sizes used. This study
-compiles the same kernel with the same blocks, predicts its time and compares the two. It needs `make peers-tpu`'s
-environment, and the timings: the wheel in it has only v7x's, the Tokamax repository's folder tokamax/data/autotuning
-has those of all chips. Compiling all of it takes hours on two cores, so it resumes where it stopped.
+Tokamax ships median times of its TPU attention kernel, measured on v5p, v6e and v7x, with the block sizes used. This
+study compiles the same kernel with the same blocks, predicts its time and compares the two times. It needs the
+environment that `make peers-tpu` builds, and Tokamax's timings: the wheel in that environment holds only v7x's, but the
+Tokamax repository's folder tokamax/data/autotuning holds those of all chips. Compiling every point takes hours on two
+cores, so the study resumes where it stopped.
 
     make peers-tpu TIMINGS=FOLDER                                   # all chips, and the report
     tessera study tpu-validation --chip v6e --timings FOLDER        # one chip
@@ -34,12 +35,13 @@ FILE = "pallas_mosaic_tpu_flash_attention.json"
 COMMAND = "make peers-tpu TIMINGS=FOLDER"
 WHERE = "the Tokamax repository's folder tokamax/data/autotuning"
 CALIBRATION = ("v5p", "v6e")
-"""Chips whose times the constants are fitted on. v7x is only compared."""
+"""Chips whose times the prediction's constants are fitted on. v7x is only compared."""
 FITTED = " and ".join(CALIBRATION)
 MEDIAN_GOAL, P90_GOAL, RANK_GOAL = 0.05, 0.12, 0.99
-"""Goals: median and 90th percentile of |predicted / measured - 1| at most, rank correlation at least."""
+"""Goals: upper limits of the median and the 90th percentile of |predicted / measured - 1|, lower limit of the rank
+correlation."""
 BIG_BLOCK = 4 << 20
-"""Scores per block. Above it, the compiler takes minutes."""
+"""Scores per block above which the compiler takes minutes."""
 FOLDERS = MappingProxyType({"v5p": "tpu_v5", "v6e": "tpu_v6_lite", "v7x": "tpu7x"})
 
 
@@ -65,8 +67,10 @@ def _sizes(text: str) -> list[int]:
 
 
 def spread(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Order the points so that every prefix is spread over head dims, masks, lengths and residuals; big blocks, which
-    compile for minutes, come last."""
+    """Order the points so that any first part of them covers head dims, masks, lengths and residuals evenly.
+
+    Points with big blocks, which take minutes to compile, come last.
+    """
 
     def scatter(index):  # bit reversal: halves, quarters, ...
         return int(f"{index:010b}"[::-1], 2)
@@ -86,7 +90,7 @@ def identity(point: dict[str, Any]) -> str:
 
 
 def collect(chip: str, timings: Path, out: Path, limit_s: float, most: int | None) -> None:
-    """Compile what is not in `out` yet and append what the schedule says, one JSON object per line."""
+    """Compile the points that `out` lacks and append each with its schedule, one JSON object per line."""
     done, code = {identity(point) for point in files.read_lines(out)}, asdict(evidence.code())
     todo = [p for p in spread(list(points(timings, chip))) if identity(p) not in done]
     for number, point in enumerate(todo[:most], start=1):
@@ -99,7 +103,7 @@ def collect(chip: str, timings: Path, out: Path, limit_s: float, most: int | Non
 
 
 def compile_point(point: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """Compile a point and return it with what its schedule says."""
+    """Compile a point and return it with its schedule, operations and memory."""
     names = ("q", "k", "v", "is_causal", "return_residuals", "config")
     program = factory_program("tokamax_splash:forward", **{name: point[name] for name in names})
     paths = [str(Path("peers").resolve())]
@@ -116,7 +120,7 @@ def compile_point(point: dict[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def executions(point: Mapping[str, Any]) -> dict[str, float]:
-    """Return how often each part of the kernel runs: its grid has one step per block that the mask leaves."""
+    """Return how often each part of the kernel runs. The grid has one step per block with a visible key."""
     (batch, rows, heads, _), keys, config = point["q"], point["k"][1], point["config"]
     block_q, block_kv = config["block_q"], config["block_kv"]
     visible = [
@@ -142,7 +146,7 @@ def moved_bytes(point: Mapping[str, Any], steps: int) -> int:
     """Return the bytes moved: q, out and statistics once, K and V once per step unless one block holds all keys."""
     (batch, rows, heads, dim), config, value_dim = point["q"], point["config"], point["v"][3]
     query, out, key, value = (
-        size if layout == 2 else -(-size // 128) * 128  # layout 2 has the sequence in the lanes: nothing is padded
+        size if layout == 2 else -(-size // 128) * 128  # layout 2 has the sequence in the lanes: the dim is not padded
         for size, layout in (
             (dim, config["q_layout"]),
             (value_dim, 1),
@@ -195,12 +199,11 @@ def spearman(predictions: list[float], found: list[dict[str, Any]]) -> float:
 def records(
     found: list[dict[str, Any]], command: str, planned: Mapping[str, list[dict[str, Any]]] = MappingProxyType({})
 ) -> list[evidence.Record]:
-    """Build one record per chip, one over the chips that the constants were fitted on (it repeats the fit) and one over
-    all chips. Each holds predicted / measured of its points and a summary of their errors. A record that lacks points
-    of one of its chips is left out.
+    """Build one record per chip, one over the chips of the fit (which repeats the fit), and one over all chips.
 
-    `planned` holds all points of each chip whose timings are available; the facts count planned and compiled points,
-    and in both those with big blocks.
+    Each record holds predicted / measured of its points and a summary of their errors. A record is left out if one of
+    its chips has no points. `planned` maps each chip whose timings are available to all of its points; the facts count
+    planned and compiled points, and separately those with big blocks.
     """
     made = []
     for name, chips in (*((chip, (chip,)) for chip in FOLDERS), (FITTED, CALIBRATION), ("all", tuple(FOLDERS))):
@@ -238,8 +241,8 @@ def records(
 
 
 def describe(point: Mapping[str, Any]) -> list[Any]:
-    """Return a point for a record: shape of q, KV heads, causal, residuals, blocks, predicted ms, predicted / measured,
-    and its `parts`, from which the constants can be fitted again."""
+    """Return a point as a list for a record: shape of q, KV heads, causal, residuals, blocks, predicted ms, predicted /
+    measured, and the point's `parts`, from which the constants can be fitted again."""
     ms = predicted_ms(point, predict.CALIBRATED)
     blocks = [point["config"][name] for name in ("block_q", "block_kv", "block_kv_compute")]
     flags = [point["is_causal"], point["return_residuals"]]
@@ -248,8 +251,9 @@ def describe(point: Mapping[str, Any]) -> list[Any]:
 
 
 def parts(point: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
-    """Return what the constants act on: ms of the cores without any, steps of one core, ms of the kernel's bytes and of
-    those around it at the nominal bandwidth; and the measured ms."""
+    """Return the five numbers that a fit needs: milliseconds of computing at nominal constants, grid steps per core,
+    milliseconds of the kernel's bytes and of the bytes around the kernel at nominal bandwidth, measured milliseconds.
+    """
     plain = prediction(point, predict.NOMINAL)
     a_ms_a_step = prediction(point, replace(predict.NOMINAL, step_s=1e-3))
     steps = a_ms_a_step.compute_ms - plain.compute_ms
@@ -325,16 +329,16 @@ def study(options: Any) -> int:
 
 
 def installed() -> Path:
-    """Return the folder of the timings in the wheel of the peers' environment."""
+    """Return the folder of timings in the peer's installed wheel; PEER_PYTHON if there is none."""
     return next(PEER_PYTHON.parents[1].glob("lib/python3*/site-packages/tokamax/data/autotuning"), PEER_PYTHON)
 
 
 def missing(timings: Path, chip: str) -> str | None:
-    """Say which part of the peer is missing, in a sentence; None if a point of this chip can be compiled."""
+    """Return a sentence that says which part of the peer is missing; None if a point of this chip can be compiled."""
     if not PEER_PYTHON.is_file():
         return f"the peer's environment ({PEER_PYTHON}) is missing: `make peers-tpu` installs it"
     if not timings.is_dir():
-        return f"no timings in {timings}: --timings names a folder that has them, {WHERE}"
+        return f"no timings in {timings}: pass --timings with a folder that has them, such as {WHERE}"
     if not (timings / FOLDERS[chip] / FILE).is_file():
-        return f"no timings of {chip} in {timings}: name {WHERE} by --timings (`{COMMAND}`)"
+        return f"no timings of {chip} in {timings}: pass --timings with {WHERE} (`{COMMAND}`)"
     return None

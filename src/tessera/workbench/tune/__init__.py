@@ -3,17 +3,17 @@
     tessera tune --workload prefill_16k_gqa --role sparse        # resumes where it stopped
 
 1. *Search* (`search.py`): a genetic algorithm over the kernel's own search space. It starts with the default and with
-   what the cost model (`seeding.py`) ranks first; for XLA's kernels, which the model ranks badly, with random configs.
-   `--method tpe` uses Optuna's estimator instead (`tpe.py`). Every candidate runs in a child process, which checks it
-   against float64 and then times it briefly.
-2. *Final*: the best few and the default take turns for longer, on fresh numbers.
+   the configs that the cost model (`seeding.py`) ranks first; for XLA's kernels, which the model ranks badly, it starts
+   with random configs. `--method tpe` uses Optuna's estimator instead (`tpe.py`). Every candidate runs in a child
+   process, which checks it against float64 and then times it briefly.
+2. *Final*: the best few candidates and the default take turns for longer, on fresh numbers.
 3. *Confirmation*: the winner and the default take turns once more, on other numbers and at lengths that the search
-   never used. The reported gain and its interval come from this stage.
+   never used. The reported gain (default's time / winner's time) and its interval come from this stage.
 
 The tuner saves every answer as it arrives (build/tune/), so Ctrl-C or a kill costs only the running candidate. A
-finished search appends one record to evidence/ and writes one row of `attention/tuned.py` that points at it: the
-winner's row, or the default's where the default won. It then deletes the saved answers, so the next search measures
-everything again.
+finished search appends one record to evidence/ and writes one row to the table of `attention/tuned.py`. The row holds
+the winning config, which may be the default, and points at the record. The tuner then deletes the saved answers, so the
+next search measures everything again.
 """
 
 import json
@@ -39,7 +39,8 @@ from tessera.workbench.tune.seeding import estimate
 METHODS = {"genetic": search.evolve, "tpe": tpe.suggest}
 """Search methods by name."""
 LEAST_GAIN = 1.02
-"""Least gain for which the winner replaces the default. The interval's lower end must also be above 1."""
+"""Least gain (default's time / winner's time) for which the winner replaces the default. The gain's interval must also
+lie above 1."""
 WORST_ELSEWHERE = 0.95
 """Least speed of the winner at a held-out length, as a share of the default's speed."""
 MOST_S, MOST_GIB = 1e9, 1e9
@@ -51,12 +52,12 @@ class Budget:
     """How much to measure.
 
     Attributes:
-        candidates: configs that the search tries, including the default.
+        candidates: number of configs that the search tries, including the default.
         quick: timed calls per candidate in the search.
-        finalists: candidates in the final, besides the default.
+        finalists: number of candidates in the final, besides the default.
         rounds: turns per contender in the final and in the confirmation.
         limit_s: seconds that the child may take per answer, compilation included.
-        memory_gib: host memory that the child may hold, in GiB; 0 is no limit, None nine tenths of the machine's.
+        memory_gib: host memory that the child may hold, in GiB; 0 is no limit, None is nine tenths of the machine's.
         seed: seed of the search and of the random inputs.
         method: search method, a key of METHODS.
     """
@@ -98,20 +99,20 @@ class Task:
     spec: AttentionSpec
     shapes: Shapes
     named: str = ""
-    """Import path "module:attribute" of the kernel; if empty, the worker finds it by its name in the table."""
+    """Import path "module:attribute" of the kernel; if empty, the worker looks up the kernel's name in the table."""
 
     def request(self, config: Mapping[str, Any], **how: Any) -> dict[str, Any]:
-        """Build the worker's request."""
+        """Build the request that asks the worker to run `config` on the task's call; `how` adds rounds and seed."""
         kernel = self.named or self.kernel.name
         return {"kernel": kernel, "spec": asdict(self.spec), "shapes": self.shapes._asdict(), "config": config, **how}
 
 
 class Failed(ValueError):
-    """A search that cannot finish, with the reason."""
+    """The search cannot finish; the message gives the reason."""
 
 
 class Journal:
-    """Keeps every answer so far, one JSON object per line. Drops a line that a kill cut short."""
+    """File of all answers so far, one JSON object per line; a line that a kill cut short is dropped."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]):
         self.path, self.about = path, json.loads(json.dumps(about))
@@ -160,7 +161,7 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
 
     Args:
         task, budget: what to tune, and how much to measure.
-        journal: file of the answers; a partial search in it resumes.
+        journal: file of the answers; if it holds a partial search, that search resumes.
         paths: folders added to the worker's import path.
         on_step: called with a line of text for every candidate and finalist.
 
@@ -205,7 +206,7 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
 
 
 def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> list[dict[str, Any]]:
-    """Return every candidate tried, the default first, with its estimate, its quick time or error, and its parents."""
+    """Return every candidate tried, the default first, each with its estimate, quick time or error, and parents."""
     space = [asdict(c) for c in task.kernel.search_space(task.spec, task.shapes)]
     default = asdict(task.kernel.default_config(task.spec, task.shapes))
     if search.key(default) not in map(search.key, space):
@@ -233,10 +234,10 @@ def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> li
 def _first(
     kernel: Kernel, space: list[dict], estimates: Mapping[tuple, float], budget: Budget
 ) -> list[search.Proposal]:
-    """Return what the search tries after the default: the cost model's first choices, or random ones where it errs.
+    """Return the proposals to try after the default: the cost model's first choices, or random ones for XLA's kernels.
 
-    The model knows neither cache nor threads, and on a CPU it ranks XLA's block sizes backwards (rank correlation -0.15
-    to -0.62 in evidence/tune-cpu-*).
+    The model ignores caches and threads, and on a CPU it ranks XLA's block sizes backwards (rank correlation -0.15 to
+    -0.62 in evidence/tune-cpu-*).
     """
     count = min(max(budget.candidates // 2, 1), len(space))
     if kernel.platform not in ("gpu", "tpu"):
@@ -249,7 +250,7 @@ def _first(
 def _take_turns(
     task: Task, entries: list[dict], budget: Budget, book: Journal, child: Child, first_seed: int
 ) -> list[tuple[dict, list[float]]]:
-    """Return (entry, samples) of entries that answered every turn: one call each per round, on fresh numbers."""
+    """Time one call of every entry per round, on fresh numbers; return (entry, samples) of entries without an error."""
     taken: list[tuple[dict, list[float]]] = [(entry, []) for entry in entries]
     for number in range(budget.rounds):
         seed = budget.seed + first_seed + 10 * number
@@ -259,8 +260,8 @@ def _take_turns(
 
 
 def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Journal, child: Child) -> dict[str, Any]:
-    """Return the gain on fresh numbers, its interval and the held-out gains; revert to the default if they do not
-    hold."""
+    """Return the gain on fresh numbers, its interval and the gains at held-out lengths; revert to the default if any of
+    them is below its limit."""
     pairs = {"": task.shapes} | {f"{s.num_queries} x {s.num_keys}": s for s in held_out(task.shapes)}
     gains: dict[str, float | None] = {}
     interval = None
@@ -281,7 +282,8 @@ def _confirm(task: Task, default: dict, winner: dict, budget: Budget, book: Jour
 
 
 def rank_correlation(tried: Iterable[Mapping[str, Any]], first: str, second: str) -> float | None:
-    """Return Spearman's, over candidates with both values; None for fewer than three, or if one never varies."""
+    """Return Spearman's rank correlation over candidates that have both values; None if fewer than three have, or if
+    one of the values is constant."""
     pairs = [(t[first], t[second]) for t in tried if t[first] is not None and t[second] is not None]
     if len(pairs) < 3:
         return None

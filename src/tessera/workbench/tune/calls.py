@@ -1,4 +1,4 @@
-"""The calls that candidates are timed on, with fresh numbers every time, and the check of their answers."""
+"""Draw the calls that candidates are timed on, with fresh numbers every time, and check the candidates' results."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,12 +26,12 @@ class Call(NamedTuple):
 
     @property
     def arguments(self) -> tuple[jax.Array, KeyValues, Positions, Selection | None]:
-        """What a kernel is launched on; its spec and config are static."""
+        """Array arguments of a kernel's launch; spec and config are static."""
         return self.q, KeyValues.of(self.k, self.v), self.positions, self.selection
 
 
 def draw(spec: AttentionSpec, shapes: Shapes, seed: int) -> Call:
-    """Draw a call's inputs, the queries at the end of the keys; if sparse, also lists of visible tiles."""
+    """Draw a call's inputs; the queries have the last positions of the keys. A sparse call also gets lists of tiles."""
     s, rng = shapes, np.random.default_rng(seed)
 
     def numbers(*size):
@@ -45,7 +45,7 @@ def draw(spec: AttentionSpec, shapes: Shapes, seed: int) -> Call:
 
 
 def lists(spec: AttentionSpec, shapes: Shapes, rng: np.random.Generator) -> Selection:
-    """Draw lists of as many random visible tiles as fit, always with each query tile's last visible one."""
+    """Draw a list per query tile: its last visible tile, and as many other random visible tiles as fit."""
     s = shapes
     rows = ceil_div(s.num_queries, spec.query_tile)
     tiles = np.zeros((s.batch, s.num_kv_heads, rows, s.capacity), np.int32)
@@ -60,7 +60,8 @@ def lists(spec: AttentionSpec, shapes: Shapes, rng: np.random.Generator) -> Sele
 
 
 def fault(spec: AttentionSpec, call: Call, out: AttentionOut, role: str) -> str | None:
-    """Return what is wrong with an answer, by a few rows in float64 and the sums of the masses; None if nothing is."""
+    """Compare a few rows of a kernel's result, and for the role score its masses, with float64; return the first fault
+    in words, or None."""
     num_queries = call.q.shape[1]
     picked = sorted({round(x) for x in np.linspace(0, num_queries - 1, min(CHECKED_ROWS, num_queries))})
     for row in picked:
@@ -96,9 +97,10 @@ def row_call(spec: AttentionSpec, call: Call, row: int) -> oracle.Call:
 
 
 def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None:
-    """Return what is wrong with the masses; None if nothing is.
+    """Return the first fault of the masses in words, or None.
 
-    Every row with a visible key adds probability 1 to its query tile. The last query tile is checked tile by tile.
+    Every row adds probability 1 to its query tile, so a query tile's masses sum to its rows. The last query tile is
+    also compared with the oracle, key tile by key tile.
     """
     num_queries, heads, kv_heads = call.q.shape[1], call.q.shape[2], call.k.shape[2]
     sizes = np.diff([*range(0, num_queries, spec.query_tile), num_queries]) * (heads // kv_heads)

@@ -1,4 +1,4 @@
-"""The tuner's side of its worker: a candidate that crashes it, hangs or takes too much memory becomes a result."""
+"""The tuner's side of the worker process. A candidate that crashes, hangs or takes too much memory is a result too."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 from tessera.core.child import Ended, Worker
 
 START_S = 300.0
-"""Seconds to wait until a worker is ready. A worker that takes longer never will be."""
+"""Seconds to wait until a worker is ready. A worker that takes longer is taken to hang."""
 
 
 class Child(Worker):

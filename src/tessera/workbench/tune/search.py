@@ -1,9 +1,9 @@
 """The search, independent of kernels and clocks: a small genetic algorithm over a finite space, without repeats.
 
-Genomes are dicts of a Config's fields. The search starts with the default and the seeds that it is given, then
-breeds: two parents by tournament, each field from either, one field moved to a neighbouring value. It discards a child
-that is outside the space or already known. The search is deterministic in its seed and in the results of the
-evaluations, so a killed search resumes by replaying what it had evaluated.
+Genomes are dicts of a Config's fields. The search first tries the seeds that it is given, then breeds: it picks two
+parents by tournament, takes each field of the child from one of them at random, and moves one field to a neighbouring
+value or leaves it. It discards a child that is outside the space or already known. The search is deterministic in its
+seed and in the results of the evaluations, so a killed search resumes by replaying the saved results.
 """
 
 import random
@@ -18,7 +18,7 @@ TRIES = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """A candidate and where it came from: "default", "seed" (the cost model's choice), "bred" from two parents, "tpe"
+    """A candidate and its origin: "default", "seed" (the cost model's choice), "bred" (from two parents), "tpe"
     (Optuna's suggestion) or "random"."""
 
     genome: Genome
@@ -40,9 +40,9 @@ def evolve(
     Args:
         space: every genome that may be tried.
         seeds: proposals to try first, in this order.
-        fitness: less is better; None is a failure, which breeds no children.
-        budget: most evaluations.
-        population: how many of the best may become parents.
+        fitness: evaluates a proposal; less is better, and None is a failure, which breeds no children.
+        budget: maximum number of evaluations.
+        population: number of the best candidates that may become parents.
         seed: seed of the random choices.
     """
     rng = random.Random(seed)

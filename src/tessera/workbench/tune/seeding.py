@@ -1,12 +1,12 @@
-"""Estimate what a configuration costs before anything runs: the roofline of the work it actually does.
+"""Estimate the cost of a configuration before anything runs, from the work that its blocks do.
 
-    seconds = scores computed x 4 H / rate + steps x launch
+    seconds = scores x 4 H / RATE + steps x STEP_S          (H: head dim; 4 H flops per score)
 
 The estimate counts the scores of whole blocks, so a large block wastes more above the diagonal and at the ends of
-lists, while a small one takes more steps. Only the order of the estimates is used: rate and launch cost say how many
-scores a step is worth, and need not be exact.
-The model knows no cache: on a CPU the ranks are wrong, and the tuner does not seed by them. The record of every search
-holds the rank correlation.
+lists, while a small one takes more steps. Only the order of the estimates is used, so RATE and STEP_S need not be
+exact: they set how many scores cost as much as one step.
+The model ignores caches. Its ranking is wrong on a CPU, and the tuner does not use it there. The record of every search
+holds the rank correlation of estimates and times.
 """
 
 from typing import Any

@@ -13,7 +13,7 @@ from tessera.workbench.tune import Budget, Task
 
 
 def record(task: Task, budget: Budget, found: Mapping[str, Any], command: str) -> evidence.Record:
-    """Build the record of everything tried; its sample is the shipped config's gain over the default."""
+    """Build the record of all candidates; its one sample is the shipped config's gain over the default."""
     s, spec = task.shapes, task.spec
     names = ("default", "interval", "elsewhere", "confirmed", "refused", "gain", "rank_correlation", "candidates")
     facts = {name: found[name] for name in names if found.get(name) is not None}
@@ -52,7 +52,8 @@ def what_of(task: Task, config: Mapping[str, Any]) -> evidence.What:
 
 
 def row(task: Task, found: Mapping[str, Any], made: evidence.Record, file: Path) -> tuned.Row:
-    """Build the table's row: exact in measures that change the shape of the work, within a factor of two in lengths."""
+    """Build the table's row. It covers calls with the same dtype, head dim, groups and tiles, and with lengths within a
+    factor of two."""
     found_measures = tuned.measures(task.spec, task.shapes)
     decode = task.kernel.phase == "decode"
     exact = ["dtype", "head_dim", "groups"] + (["kv_heads"] if decode else [])
@@ -80,8 +81,8 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
         table: file of the row; the shipped table of this device if None.
 
     Raises:
-        ValueError: no such workload, the journal belongs to another search, or the method's library is not installed.
-        tune.Failed: the default does not run, or nothing was confirmed; a record says so.
+        ValueError: the workload is unknown, the journal belongs to another search, or the method's library is missing.
+        tune.Failed: the default does not run, or nothing could be confirmed; `out` gets a record of the error.
     """
     from rich.console import Console
 
@@ -112,7 +113,7 @@ def run(workload: str, role: str, budget: Budget, *, out: Path | None = None, ta
 
 
 def command(workload: str, role: str, budget: Budget) -> str:
-    """Return the command that repeats a search: candidates, seed, other non-default options, the method last."""
+    """Return the command that repeats a search: candidates, seed, then the other options that are not the default."""
     given = {"candidates": budget.candidates, "seed": budget.seed}
     given |= {f.name: getattr(budget, f.name) for f in fields(budget) if getattr(budget, f.name) != f.default}
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in given.items())

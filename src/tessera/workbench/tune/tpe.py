@@ -1,8 +1,9 @@
-"""Optuna's tree-structured Parzen estimator over the same finite space, with the same guarantees as `search.evolve`.
+"""Search by Optuna's tree-structured Parzen estimator, with the arguments and guarantees of `search.evolve`.
 
-Every field is a parameter: for numbers, the index into its sorted values, so that neighbours count as near; otherwise a
-category. The seeds are enqueued first. A suggestion that is outside the space or already known never gets a result, and
-the sampler's constant liar then looks elsewhere. A failed candidate counts as pruned, worse than all that ran.
+Every field is a parameter. A numeric field is the index into its sorted values, so that neighbours count as near; any
+other field is a category. The seeds come first. A suggestion outside the space or already known never gets a result;
+Optuna's constant-liar option makes the sampler avoid such open trials. A failed candidate counts as pruned, worse than
+all candidates that ran.
 """
 
 import random
@@ -24,7 +25,7 @@ def suggest(
 ) -> Iterator[tuple[Proposal, float | None]]:
     """Evaluate up to `budget` different members of the space and yield each with its fitness.
 
-    Deterministic in its seed and in the results of the evaluations. Takes the arguments of `search.evolve`.
+    Deterministic in `seed` and in the results of the evaluations. The arguments are those of `search.evolve`.
 
     Raises:
         ValueError: Optuna is not installed.

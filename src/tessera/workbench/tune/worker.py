@@ -1,8 +1,8 @@
-"""The child process that runs candidates: a crash, a hang or too much memory ends it, but not the tuner.
+"""The child process that runs candidates: a crash, a hang or too much memory ends this process, but not the tuner.
 
-Requests and answers are lines of JSON. A request names a kernel (of the table, or "module:attribute"), a call and a
-config. The answer holds seconds per call, or the error. The worker compiles, checks one call, then times each call on
-fresh numbers and checks the last one again, so it reports no times of a candidate that it knows to be wrong.
+Requests and answers are lines of JSON. A request names a kernel (a name in the table, or "module:attribute"), a call
+and a config. The answer holds seconds per call, or the error. The worker compiles, checks the result of a warm-up call,
+times each call on fresh numbers and checks the last result. A candidate that fails a check gets no times.
 """
 
 import collections
@@ -34,7 +34,7 @@ class Program(NamedTuple):
 
 
 def kernel_named(name: str) -> Kernel:
-    """Return the table's kernel of this name, or the one that "module:attribute" names."""
+    """Return the kernel with this name in the table; "module:attribute" names a kernel to import instead."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute) if attribute else programs.kernel_named(name)
 
@@ -45,7 +45,7 @@ MOST_KEPT = 8
 
 
 def program_of(request: dict) -> Program:
-    """Return the compiled candidate of a request."""
+    """Return the compiled candidate of a request, from KEPT if it is there."""
     name = json.dumps([request[part] for part in ("kernel", "spec", "shapes", "config")], sort_keys=True)
     if name not in KEPT:
         kernel = kernel_named(request["kernel"])
@@ -65,7 +65,7 @@ def program_of(request: dict) -> Program:
 
 
 def measure(request: dict) -> dict:
-    """Time `rounds` calls after one warm-up call; the answer holds their seconds and those of compiling."""
+    """Time `rounds` calls after one warm-up call; return the seconds of each and of compiling, or the fault found."""
     program = program_of(request)
     samples, fault = [], None
     for number in range(-1, request["rounds"]):
