@@ -14,7 +14,7 @@ from tessera.attention.contract import AttentionSpec
 from tessera.attention.selection import WORD, capacity_for, find_marks, keep_largest, select_tiles, tile_budget
 from tessera.workbench.trials import UNOPTIMISED
 
-jit = functools.partial(jax.jit, compiler_options=UNOPTIMISED)  # the programs are small: compilation takes most of the time
+jit = functools.partial(jax.jit, compiler_options=UNOPTIMISED)  # small programs: compiling dominates
 
 
 def kinds_of_tiles(spec, rows, kv_len, local, sinks):

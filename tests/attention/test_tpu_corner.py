@@ -32,7 +32,7 @@ def workload(name, num_queries, num_keys, *, heads=1, kv_heads=1, head_dim=64, t
     return Workload(name=name, spec=spec, batch=batch, head_dim=head_dim, tags=("test",), **sizes, **positions)
 
 
-# Sequences aligned to row blocks at 0, 128 and 384; before key 0, aligned and not; past the last key; no keys; few keys.
+# Sequences aligned to row blocks at 0, 128 and 384; before key 0, aligned and not; past all keys; no keys; few keys.
 PLACES = {"q_start": (0, 128, 384, -128, -100, 700, 0, 0), "kv_len": (256, 384, 640, 128, 156, 700, 0, 200)}
 BANK = workload("bank", 256, 2304, q_start=(2048,), kv_len=(2304,))
 CASES = {
@@ -58,10 +58,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("name", "role"),
-    [
+    [  # dense cases with "bank" are exhaustive: only masses have banks
         *((name, "score") for name in CASES),
         *((name, "dense") for name in CASES if "bank" not in name),
-        *(pytest.param(name, "dense", marks=pytest.mark.exhaustive) for name in CASES if "bank" in name),  # dense: no bank
+        *(pytest.param(name, "dense", marks=pytest.mark.exhaustive) for name in CASES if "bank" in name),
     ],
 )
 def test_every_row_of_a_corner_is_the_references(name, role):

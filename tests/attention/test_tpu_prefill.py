@@ -46,17 +46,15 @@ WINDOW = dataclasses.replace(
     kv_len=(4490, 2075),
     q_len=None,
 )
-CORNERS = (
-    dataclasses.replace(  # starts at key 0; at a multiple of 512; with keys missing; at no multiple of 512
-        ROWS,
-        batch=4,
-        num_queries=512,
-        num_keys=5376,
-        num_heads=3,
-        q_start=(0, 512, 4608, 4700),
-        kv_len=(512, 1024, 5000, 5212),
-        q_len=(512, 500, 512, 512),
-    )
+CORNERS = dataclasses.replace(  # starts at key 0; at a multiple of 512; with keys missing; at no multiple of 512
+    ROWS,
+    batch=4,
+    num_queries=512,
+    num_keys=5376,
+    num_heads=3,
+    q_start=(0, 512, 4608, 4700),
+    kv_len=(512, 1024, 5000, 5212),
+    q_len=(512, 500, 512, 512),
 )
 LISTS = dataclasses.replace(
     ROWS, num_queries=160, num_heads=4, spec=AttentionSpec(), fraction=0.7, q_start=(4480,), kv_len=None, q_len=(150,)

@@ -120,7 +120,7 @@ def test_the_attention_call_takes_its_blocks_from_the_table(tmp_path, monkeypatc
     for rows in ([], [row(kernel=kernel.name, bucket={"num_keys": (1, 64)}, config=asdict(small))]):
         tuned.table.cache_clear()
         tuned.write(tmp_path / f"{tuned.device()}.jsonl", rows)
-        jax.eval_shape(lambda *arrays: dispatch.attention(*arrays), q, q, q)  # a new function, so that nothing is traced already
+        jax.eval_shape(lambda *arrays: dispatch.attention(*arrays), q, q, q)  # new, so not traced yet
     tuned.table.cache_clear()
     assert taken == [kernel.default_config(SPEC, contract.call_shapes(q, q)), small]
 
