@@ -314,10 +314,7 @@ def test_a_notebook_of_something_else_is_written_afresh(tmp_path):
     assert Notebook(path, {"a": 1}).keep("x", lambda: 0.2) == 0.1
     assert Notebook(path, {"a": 2}).keep("x", lambda: 0.3) == 0.3
     nowhere = Notebook()
-    assert [nowhere.keep("x", lambda value=value: value) for value in (1, 2)] == [
-        1,
-        2,
-    ]  # without a file nothing is kept
+    assert [nowhere.keep("x", lambda value=value: value) for value in (1, 2)] == [1, 2]  # no file: nothing is kept
     path.write_text("not ours\nat all\n")
     assert Notebook(path, {"a": 2}).keep("x", lambda: 0.4) == 0.4
     assert Notebook(path, {"a": 2}).keep("x", lambda: 0.5) == 0.4

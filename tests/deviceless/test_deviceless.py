@@ -279,12 +279,7 @@ def test_what_xla_alone_computes_is_not_predicted_and_says_why(capsys, tmp_path)
 
 
 def test_the_table_has_the_roofline_without_a_picture(capsys):
-    work = {
-        "flops": 918e12,
-        "moved_bytes": 1638e9,
-        "predicted_ms": 2000.0,
-        "percent_of_peak": 50.0,
-    }  # one second each of arithmetic and traffic
+    work = {"flops": 918e12, "moved_bytes": 1638e9, "predicted_ms": 2000.0, "percent_of_peak": 50.0}  # 1 s of each
     sizes = dict.fromkeys(("steps", "bundles_per_step", "cycles_per_step", "spill_slots", "hbm_bytes", "vmem_bytes"), 1)
     found = tpu.Compiled(chip="v6e", error=None, compile_s=0.0, memory={}, schedules=(little(),), operations=())
     result = tpu_inspection.Inspection(
