@@ -63,8 +63,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Drop compiled programs between files, because a process runs dozens of files and would keep the programs of
-    all."""
+    """Drop compiled programs between files: a process runs dozens of files and would keep all their programs."""
     if nextitem is not None and nextitem.path != item.path:
         forget_programs(above=25_000)
 
@@ -90,8 +89,7 @@ def smollm2() -> Path:
 
 @pytest.fixture
 def nothing_compiles() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context manager that fails if anything compiles inside it, and checks that it can detect a
-    compilation."""
+    """Return a context manager that fails if anything compiles inside it; it also tests its own detection."""
 
     @contextmanager
     def watch():

@@ -7,8 +7,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def scopes(blocks=4):
-    """Build a product over `blocks` grid steps with the scopes first, full (every step) and last; it queries its
-    chip."""
+    """Build a product over `blocks` grid steps with the scopes first, full (every step) and last."""
     width = pltpu.get_tpu_info().mxu_column_size
 
     def body(x_ref, y_ref, out_ref, sum_ref):

@@ -135,8 +135,7 @@ def from_folder(
     quantise: Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType]] = lambda _, a: (a, Q.F32),
     **changes: Any,
 ) -> Path:
-    """Write a golden folder as a GGUF file. `changes` replaces metadata, None removing a key; __ in a name means a
-    dot."""
+    """Write a golden folder as a GGUF file; `changes` replaces metadata (None removes it), with __ for each dot."""
     raw = json.loads((folder / "config.json").read_text())
     metadata = folder_metadata(raw, architecture)
     for key, value in changes.items():

@@ -12,8 +12,7 @@ WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warp
 
 
 def product(blocks=4, columns=128, stages=2, dtype="bfloat16"):
-    """Build the product of x [64, blocks * 64] and y [blocks * 64, columns]: one warp copies, a warpgroup
-    multiplies."""
+    """Build x @ y for x [64, blocks * 64] and y [blocks * 64, columns]: one warp copies, a warpgroup multiplies."""
     width = 64
     tiles = swizzled(dtype)
 

@@ -1,5 +1,4 @@
-"""Compare every kernel with float64 oracles over the catalogue of workloads, and check properties that need no
-oracle."""
+"""Compare every kernel with float64 oracles over the catalogue of workloads; check properties that need none."""
 
 import dataclasses
 import functools
@@ -63,8 +62,7 @@ def in_covering_set(kernel, workload, dtype) -> bool:
 
 
 def product():
-    """Yield every kernel with every small workload of its phase; further dtypes run on few workloads, to save
-    compilation."""
+    """Yield every kernel with every small workload of its phase; only some workloads run in every dtype."""
     for kernel in calls.kernels():
         for workload in calls.catalogue(kernel):
             for dtype in kernel.dtypes if workload.name in EVERY_DTYPE else kernel.dtypes[:1]:
@@ -75,8 +73,7 @@ def product():
 
 
 def truth(workload, role, dtype, folded, change=None):
-    """Return (the call after `change`, the oracle's float64 answer, the tolerance); inputs are rounded to dtype
-    first."""
+    """Return (the call after `change`, the oracle's float64 answer from dtype's numbers, the tolerance)."""
     return _truth(workload, "dense" if role == "score" else role, dtype, folded, change)  # the roles share one answer
 
 
@@ -89,8 +86,7 @@ def _truth(workload, role, dtype, folded, change):
 
 
 def folds(kernel) -> bool:
-    """Return whether the kernel multiplies the scale into q; TPU kernels do, as scaling every score costs a tenth of
-    speed."""
+    """Return whether the kernel multiplies the scale into q; on a TPU, scaling scores costs a tenth of the speed."""
     return kernel.platform == "tpu"
 
 
@@ -115,8 +111,7 @@ def test_kernel_meets_the_oracle(kernel, workload, dtype):
 
 @pytest.mark.parametrize("kernel", [k for k in calls.kernels() if k.platform == "tpu"], ids=lambda k: k.name)
 def test_every_switch_meets_the_oracle(kernel):
-    """Run each TPU kernel with every switch of `small_config` inverted, in bfloat16; the chip selects these
-    switches."""
+    """Run each TPU kernel in bfloat16 with every switch of `small_config` inverted; real chips choose the switches."""
     workload = DECODE if kernel.phase == "decode" else PREFILL
     call, answer, allowed = truth(workload, kernel.role, "bfloat16", folds(kernel))
     result = calls.run(kernel, call, "bfloat16", calls.other_config(kernel))
@@ -198,8 +193,7 @@ def test_future_keys_change_nothing_bit_for_bit(kernel):
 
 @pytest.mark.parametrize("kernel", calls.kernels("sparse"), ids=lambda k: k.name)
 def test_all_tiles_is_dense_and_each_listed_tile_matters(kernel):
-    """Perturbing a listed tile changes the output; perturbing an unlisted tile does not. Lists are longer than a
-    block."""
+    """Lists are longer than a block. A change in a listed tile changes the output; one in an unlisted tile does not."""
     workload = NAMED["decode_both_ways" if kernel.phase == "decode" else "both_ways"]
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, workload)
@@ -244,8 +238,7 @@ def test_all_tiles_is_dense_and_each_listed_tile_matters(kernel):
     ids=lambda k: k.name,
 )
 def test_a_head_reads_no_tile_of_another_heads_list(kernel):
-    """Each KV head lists no far tile, all, or some. NaN in the keys that a head does not list changes none of its
-    bits."""
+    """KV heads list no far tile, all, or some; NaN in keys that a head does not list changes no bit of its output."""
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, NAMED["decode_heads_16" if kernel.phase == "decode" else "heads_16"])
     call = calls.make(workload, "sparse", dtype)
@@ -328,8 +321,7 @@ def test_decode_is_the_last_row_of_prefill(role):
 
 
 def gradient_cases():
-    """Yield (kernel, workload name); a prefill kernel on one row repeats its other cases, so that case is
-    exhaustive."""
+    """Yield (kernel, workload name); prefill kernels on one row repeat other cases, so they are exhaustive."""
     for kernel in calls.kernels("dense"):
         for name in (["ragged", "window_softcap"] if kernel.phase == "prefill" else ["decode_ragged"]) + [
             "decode_window"

@@ -133,8 +133,7 @@ SPEC = AttentionSpec(tile=16, window=500)
 @pytest.mark.parametrize("spec", [AttentionSpec(tile=16), SPEC, AttentionSpec(tile=128)], ids=["all", "window", "wide"])
 @pytest.mark.parametrize("splits", [1, 3, 33])
 def test_runs_cover_every_block_once(role, spec, splits):
-    """Together the splits visit each block with a visible key or listed tile exactly once, in order, and no other
-    block."""
+    """Together the splits visit each block with a visible key or listed tile once, in order, and no other."""
     cut = decode_splits.Cut(role, spec, Shapes(1, 1, 4000, 8, 2, 128, 40, "bfloat16"), 64, splits)
     for kv_len in (0, 1, 63, 64, 65, 3999, 4000, 5000):
         positions = Positions(*(jnp.int32(n) for n in (kv_len - 1, kv_len, 1)))
@@ -261,8 +260,7 @@ LLAMA = Shapes(1, 1, 131072, 32, 8, 128, None, "bfloat16")
 
 
 def layer(shapes: list, tile: int):
-    """Build, for the compiler, a scoring call from head-major arrays that returns only out and mass, as a layer uses
-    it."""
+    """Build a scoring call for the compiler: head-major arrays in, only out and mass returned, as in a layer."""
     spec = AttentionSpec(tile=tile, mass=True)
     call, arguments, about = programs.attention_call(
         "gpu_decode_score", dataclasses.asdict(spec), Shapes(*shapes)._asdict()
@@ -306,8 +304,7 @@ def test_scoring_takes_two_launches(change, tile):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_the_default_fills_the_chip(role, head_dim, batch):
-    """One sequence runs as one wave of equal splits, enough bytes are in flight, and every config fits in shared
-    memory."""
+    """One sequence is one wave of equal splits, enough bytes are in flight, and every config fits shared memory."""
     spec = AttentionSpec(tile=64, mass=role == "score")
     shapes = LLAMA._replace(batch=batch, head_dim=head_dim, capacity=205 if role == "sparse" else None)
     config = gpu_decode.default_config(role, spec, shapes)

@@ -215,8 +215,7 @@ def test_gradient_through_out_and_lse(head_dim, spec, monkeypatch):
 
 @pytest.mark.parametrize("spec", [AttentionSpec(scale=-0.1), AttentionSpec(causal=False)], ids=["causal", "both ways"])
 def test_gradient_in_plain_jax_of_ragged_sequences(spec, monkeypatch):
-    """Head dim 256, NaN padding, rows before the first key and a sequence without keys, in blocks of 128 rows and of
-    4."""
+    """Head dim 256, NaN padding, rows before the first key, a sequence without keys; blocks of 128 and of 4 rows."""
     sizes = {"batch": 3, "num_queries": 50, "num_keys": 90, "num_heads": 4, "num_kv_heads": 2, "head_dim": 256}
     places = {"q_start": (40, -20, 0), "kv_len": (90, 31, 0), "q_len": (50, 37, 50)}
     call = calls.make(Workload(name="ragged", spec=spec, tags=(), **sizes, **places), "dense", "bfloat16")

@@ -26,8 +26,7 @@ RUBBISH = 1 << 29
 
 @functools.cache
 def lists_of_every_length(tile: int = TILE) -> oracle.Call:
-    """Build a call whose query tiles list one tile, all, none, and every second one; ids past count and keys past
-    kv_len are garbage."""
+    """Build a call whose query tiles list one tile, all, none and half; entries past count or kv_len are garbage."""
     rng = np.random.default_rng(0)
     store, num_tiles = oracle.DTYPES["bfloat16"], -(-NUM_KEYS // tile)
     q = rng.standard_normal((1, 4 * QUERY_TILE, 4, 64)).astype(store)
@@ -60,8 +59,7 @@ def test_lists_longer_and_shorter_than_the_pipeline(config):
 
 
 def test_two_row_blocks_of_a_warpgroup():
-    """Seven heads x 24 tokens fill 168 of 256 rows, so the last block of 64 rows is empty; tiles are longer than a
-    block."""
+    """Seven heads x 24 tokens fill 168 of 256 rows, so the last 64 rows are empty; tiles are longer than a block."""
     call = lists_of_every_length(128)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((1, 96, 7, 64)).astype(call.q.dtype)
@@ -159,8 +157,7 @@ def test_swizzled_places():
 
 
 def covering(*chosen):
-    """Yield both kernels with each value; by default tiles of 32 run the first half of them, single keys the second
-    half."""
+    """Yield both kernels with each value; by default tiles of 32 run the first half, single keys the second."""
     half = len(chosen) // 2
     for kernel, tile, name, by_default in ((SPARSE, 32, "tiles", chosen[:half]), (KEYS, 1, "keys", chosen[half:])):
         for value in chosen:

@@ -33,8 +33,7 @@ def kinds_of_tiles(spec, rows, kv_len, local, sinks):
 
 
 def brute_force(mass, spec, budget, q_start, kv_len, q_len):
-    """Return {(b, k, i): listed tiles}: those always listed and the best far tiles; `budget` holds select_tiles'
-    arguments."""
+    """Return {(b, k, i): listed tiles}: those always listed and the best far tiles. `budget` is select_tiles'."""
     lists, (_, num_kv_heads, *_) = {}, mass.shape
     fractions = np.broadcast_to(budget["fraction"], num_kv_heads).tolist()
     for b, k, i in np.ndindex(*mass.shape[:3]):
@@ -93,8 +92,7 @@ def lists_of(selection):
 
 
 def draw(rng, num_queries, num_keys):
-    """Draw (q_start, kv_len, q_len) of three sequences: ragged, empty, or with rows before key 0 or past the last
-    key."""
+    """Draw (q_start, kv_len, q_len) of three sequences: ragged, empty, or with rows outside the keys."""
     kv_len = rng.integers(0, num_keys + 1, 3)
     q_len = rng.integers(0, num_queries + 1, 3)
     return kv_len - q_len + rng.integers(-3, 3, 3), kv_len, q_len
@@ -134,8 +132,7 @@ def test_matches_brute_force(name):
 
 @pytest.mark.parametrize(("tile", "query_tile"), [(64, 32), (64, 128), (16, 128)])
 def test_own_tiles_take_nothing_from_the_budget(tile, query_tile):
-    """The minimum buys 128 keys beyond the own tiles. Were own tiles counted in it, tiles of 64 would leave one far
-    tile, and none with query tiles of 128."""
+    """The minimum buys 128 keys beyond the own tiles; if it included them, tile 64 would leave one far tile or none."""
     spec = AttentionSpec(tile=tile, query_tile=query_tile)
     mass = jnp.ones((1, 1, 1, 1024 // tile))
     at = on_device([1024 - query_tile], [1024], [query_tile])

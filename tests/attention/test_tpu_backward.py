@@ -66,8 +66,7 @@ def portable(spec):
 
 
 def run(call, results, d_out, d_lse, spec, dtype, config):
-    """Simulate the kernel on the forward results, with NaN in each row of `out` that sees no key; return dq, dk and
-    dv."""
+    """Simulate the kernel on the forward results, with NaN in `out` where a row sees no key; return dq, dk, dv."""
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
     out, lse = (np.asarray(x) for x in results)
     poisoned = np.where(np.isfinite(lse)[..., None], out, NAN).astype(oracle.DTYPES[dtype])

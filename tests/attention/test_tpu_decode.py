@@ -56,8 +56,7 @@ def meets_oracle(role: str, workload: Workload, dtype: str, config: object) -> N
 
 
 def variants():
-    """Yield every (variant, role); the default pairs cover both layouts, wide groups, masses, and sparse in both
-    layouts."""
+    """Yield every (variant, role); the default pairs cover both layouts, wide groups, masses and lists."""
     default = {
         "keys in lanes": ("dense", "sparse"),
         "keys in rows": ("score", "sparse"),
@@ -150,8 +149,7 @@ def streamed(cut, selection: Selection):
     ],
 )
 def test_repeated_ids_name_no_other_tile(tiles, units, held):
-    """A unit of 128 keys holds a bit for each of its eight tiles; a repeated id must not carry into another bit or
-    unit."""
+    """A unit of 128 keys has one bit per tile, eight in all; a repeated id must not carry into another bit or unit."""
     spec = AttentionSpec(tile=16)
     cut = decode_blocks.cut_call("sparse", spec, Shapes(1, 1, 512, 2, 1, 64, 4, "bfloat16"), 256, 1, 1)
     assert cut.tiles_per_unit == 8

@@ -18,8 +18,7 @@ NAMED = {workload.name: workload for workload in WORKLOADS}
 
 
 def portable_cases():
-    """Yield each portable kernel with small blocks and with its own; the other pairs of workload and blocks are
-    exhaustive."""
+    """Yield each portable kernel with small blocks and with its own; the other two pairs are exhaustive."""
     for kernel in (k for k in calls.kernels() if k.platform == "any"):
         decode = ("decode_window", "decode_ragged")
         own, small = decode if kernel.phase == "decode" else ("window_softcap", "ragged")

@@ -173,8 +173,7 @@ def chosen_from(tile: int, local: int, sinks: int) -> slice:
 
 
 def test_similarity_is_its_definition(model, rows):
-    """Compute sim(a, b) from full probabilities: sum a group's rows and heads, rank the keys not always read, take
-    64."""
+    """Compute sim(a, b) from full probabilities: sum a group's rows and heads, take the 64 best keys that are free."""
     window, local, sinks = np.asarray(rows[0][:320], np.int32), 24, 5
     recorder = SimilarityRecorder(query_tile=16, local=local, sinks=sinks)
     _, [state] = run_whole(model, window, recorder)
@@ -237,8 +236,7 @@ def test_a_layer_that_reads_its_own_tile_is_like_every_other():
 
 
 def test_the_score_of_an_anchor_weighs_by_the_layer_that_uses_it():
-    """S[a][b] = w_b sim(a, b), with w_b the importance of layer b: anchors go to important layers, not to similar
-    ones."""
+    """S[a][b] = w_b sim(a, b), with w_b the importance of layer b: important layers get anchors, not similar ones."""
     similarity = np.array([[1.0, 0.9, 0.5, 0.5], [0, 1.0, 0.5, 0.5], [0, 0, 1.0, 0.5], [0, 0, 0, 1.0]])
     importance = np.array([1.0, 4.0, 0.5, 1.0])
     notes = Notes(heads=np.zeros((4, 4, 1), np.int32), similarity=similarity, importance=importance)

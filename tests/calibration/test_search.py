@@ -123,8 +123,7 @@ def test_localising_no_head_is_dense_and_all_heads_is_budget_zero(model, windows
 
 
 def test_the_plan_runs_as_the_search_tried_it(windows, monkeypatch):
-    """In every chunk, the plan's static policy (dense layers, unscored heads) matches the traced policy of the
-    search."""
+    """In every chunk, the plan's static policy (dense layers, unscored heads) matches the search's traced policy."""
     monkeypatch.setattr(score, "CHUNK", 128)
     config = replace(CONFIG, num_layers=4)
     stack = random_params(config)
@@ -169,8 +168,7 @@ def test_a_head_that_does_nothing_gets_nothing_and_all_get_all_at_one():
 
 
 def test_damage_finds_the_layers_that_matter(model, probes):
-    """On the shipped model, ablating the most damaging head by hand gives the measured figure; most heads damage far
-    less."""
+    """Ablating the shipped model's most damaging head by hand gives the measured figure; most heads damage far less."""
     each = Report(shown=False).each
     damage = measure_damage(model, probes, TILING, each)
     assert damage.min() >= 0

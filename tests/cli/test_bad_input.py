@@ -37,8 +37,7 @@ def folder(good, tmp_path):
 
 
 def refuse(capsys, *argv: str) -> str:
-    """Run a command that must fail: exit code 2, nothing on standard output, one line on standard error. Return the
-    line."""
+    """Run a command that must exit with 2 and print one line, on standard error; return the line."""
     assert cli.main(list(argv)) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -59,8 +59,7 @@ ENDS = [
 @pytest.mark.parametrize("more", ["", "--chip h200", "--model llama-3.1-8b"])
 @pytest.mark.parametrize(("error", "status", "verdict", "reason"), ENDS)
 def test_a_timeout_is_not_a_failure(error, status, verdict, reason, more, capsys, monkeypatch):
-    """A timeout exits with 3 and a compiler error with 1; a kernel that refuses the call exits with 2 (tested
-    below)."""
+    """A timeout exits with 3, a compiler error with 1, and a kernel that refuses the call with 2 (tested below)."""
     for module in (tpu, gpu):
         found = module.Compiled(chip="h200" if module is gpu else "v6e", error=error, compile_s=4.0)
         monkeypatch.setattr(module, "compile_for", lambda *_, found=found, **__: found)

@@ -1,5 +1,4 @@
-"""`tessera inspect --chip h200` reports on a compiled call: gates, launches, times, and the kernel that a GPU would
-take."""
+"""`tessera inspect --chip h200` reports on a compiled call: gates, launches, times, and a GPU's own choice."""
 
 import json
 from dataclasses import replace

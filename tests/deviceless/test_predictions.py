@@ -65,8 +65,7 @@ def test_a_perfect_prediction_has_no_error_and_rank_one():
 
 
 def test_the_fit_finds_the_constants_that_made_the_times():
-    """Some points are bound by compute, some by bytes; every tenth is 1.5 times too slow and must not change the
-    fit."""
+    """Some points are bound by compute, some by bytes; every tenth is 1.5 times too slow and must not matter."""
     rng, real = np.random.default_rng(8), predict.Overheads(stall=1.05, step_s=0.3e-6, bandwidth_share=0.7)
     found = []
     for number in range(60):

@@ -420,7 +420,7 @@ def test_peak_memory_of_loading_is_the_model_plus_one_tensor(tmp_path, dtype, la
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, model = (int(word) for word in done.stdout.split())
     slack = 24 << 20  # the block being checked and converted, and the allocator's reserve
-    assert model > largest + slack + (50 << 20), "too small a model to tell a second copy from slack"
+    assert model > largest + slack + (50 << 20), "the model is too small to tell a second copy from slack"
     assert 0.9 * model < peak < model + largest + slack
 
 

@@ -1,5 +1,4 @@
-"""A seeded sample of `tessera study fuzz`: 500 damaged files, each of which loads soundly or is refused in one
-sentence."""
+"""A seeded sample of `tessera study fuzz`: each of 500 damaged files is sound or refused in one sentence."""
 
 import random
 

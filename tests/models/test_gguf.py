@@ -112,8 +112,7 @@ def test_factors_that_are_not_llama3s_are_refused(tmp_path):
 
 
 def encode(name: str, array: np.ndarray) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
-    """Encode a matrix in this type. The gguf package cannot write K-quants: those become random blocks with small
-    scales."""
+    """Encode a matrix in this type; a K-quant, which the gguf package cannot write, is random with small scales."""
     kind = Q[name]
     if not name.endswith("_K"):
         return gguf.quantize(array, kind), kind

@@ -130,8 +130,7 @@ def test_the_audit_would_see_bfloat16_accumulation():
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
 def test_the_cache_is_updated_in_place(stacked):
-    """In the compiled program each cache buffer aliases an output, and temporary memory stays below the cache's
-    size."""
+    """In the compiled program each cache buffer aliases an output; temporary memory is smaller than the cache."""
     params = random_params(CONFIG)
     params = params if stacked else unstack(params)
     cache = init_cache(CONFIG, 1, 4096, dtype=jnp.float32, stacked=stacked)
