@@ -235,7 +235,7 @@ def test_a_longer_request_grows_the_cache_of_running_ones(model):
 
 @pytest.mark.parametrize("attention", ["dense", "kascade"])
 def test_a_free_row_keeps_its_prompt_for_the_next_with_the_same_prefix(model, attention):
-    """Decode steps of the other row write into every row, yet the free row keeps its prompt. Only prompts are reused."""
+    """Decode steps of the other row write into every row, yet the free row keeps its prompt; only that is reused."""
     engine = engine_of(model, attention)
     engine.submit(Request(prompt=prompt(160, seed=9), max_new_tokens=60))
     first = Request(prompt=prompt(150), max_new_tokens=5)
