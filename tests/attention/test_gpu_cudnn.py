@@ -1,5 +1,4 @@
-"""The cuDNN kernel: Tessera's code around it is right, calls that cuDNN cannot compute are refused, and when it is
-chosen.
+"""The cuDNN kernel: Tessera's code around cuDNN, the calls that are refused, and when the kernel is chosen.
 
 cuDNN itself runs only on a GPU, where `scripts/gpu_check.sh correct` compares it with float32. Here `definition`, in
 plain JAX, replaces it, so that lengths, padding, empty rows and positions are still tested.

@@ -292,7 +292,7 @@ def compare(mask, blocks, size, padded=None):
 
 
 def test_a_window_beside_256_sums_leaves_out_the_order_that_spills():
-    """overlap=False spills registers at head dim 256 with a window, but not without one or when scoring."""
+    """With head dim 256 and a window, `overlap=False` spills registers, so the search space of dense omits it."""
 
     def orders(window, mass):
         spec = AttentionSpec(window=window, mass=mass)

@@ -177,7 +177,7 @@ def brute_force(q, k, allowed):
 
 
 def window_keys(policy, length):
-    """Return [T,K,S] as `Window` documents it: tiles with a sink or with a key in the window of a query tile's row."""
+    """Return the keys read [T,K,S]: tiles with a sink, or with a key in the window of any row of the query tile."""
     allowed = np.zeros((length, 2, length), bool)
     for row in range(length):
         first = row // policy.query_tile * policy.query_tile
@@ -189,7 +189,7 @@ def window_keys(policy, length):
 
 
 def listed_keys(selections, heads, length):
-    """Return [T,K,S] of an anchor's selections, one per chunk, for a layer whose head i uses anchor head heads[i]."""
+    """Return the keys read [T,K,S] by a layer whose head i uses anchor head heads[i]; one selection per chunk."""
     allowed, tile, row = np.zeros((length, 2, length), bool), PLAN.tile, 0
     for selection in selections:
         for i in range(selection.count.shape[-1]):

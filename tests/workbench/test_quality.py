@@ -17,8 +17,7 @@ LENGTHS = (768, 2048)
 
 @pytest.fixture(scope="module")
 def readers():
-    """Return readers: dense, the shipped plan at every length, and the plan restricted to the keys that it always
-    reads.
+    """Return readers: dense, the shipped plan at every length, and the plan without the tiles that it selects.
 
     The layers are stacked and all prefill calls have one size, so that a side compiles two programs.
     """

@@ -196,7 +196,7 @@ def whole(kernel, machine, facts, comparison=None):
 
 @pytest.mark.parametrize(("count", "shown"), [(4, False), (5, True)])
 def test_no_page_shows_an_interval_of_fewer_than_five_samples(count, shown):
-    """Older records, and those with few documents, do hold such intervals."""
+    """Older records, and records of few documents, still hold intervals of fewer than five samples."""
     versus = evidence.Comparison(against="dense", ratio=1.25, interval=(1.11, 1.33))
     facts = {"attention_share": 0.5, "attention_gain": 2.0, "amdahl_gain": 1.4, "found": [[1]] * count, "kept": 1.0}
     facts |= {"kept_low": 0.51, "kept_high": 1.0, "mean": 0.5, "low": 0.4, "high": 0.6, "scores": [1.0] * count}
