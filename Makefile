@@ -1,4 +1,4 @@
-# Two commands are all the set-up there is: `make demo` and `make test`. Both build .venv themselves.
+# `make demo` and `make test` need no other set-up: both build .venv themselves.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 VENV := .venv
@@ -33,8 +33,8 @@ peers: .venv-peers/.done ## build the environment of the libraries we compare wi
 	$(BIN)/python tests/golden/check_live.py
 	$(BIN)/python tests/golden/check_gguf.py
 
-# The wheel has v7x's timings alone: TIMINGS=FOLDER names the Tokamax repository's folder tokamax/data/autotuning.
-peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict Tokamax's TPU kernel at its timings, TIMINGS=its repository's tokamax/data/autotuning (hours; resumes where it stopped)
+# Tokamax's wheel has only v7x's timings; TIMINGS=FOLDER names its repository's folder tokamax/data/autotuning.
+peers-tpu: $(VENV)/.dev .venv-tokamax/.done ## predict times that Tokamax measured for its TPU kernel; TIMINGS=its repository's tokamax/data/autotuning (hours; resumes where it stopped)
 	for chip in v5p v6e v7x; do $(BIN)/tessera study tpu-validation --chip $$chip $(if $(TIMINGS),--timings $(TIMINGS)) || exit 1; done
 	$(BIN)/tessera study tpu-validation --report $(if $(TIMINGS),--timings $(TIMINGS))
 
@@ -69,7 +69,7 @@ $(VENV)/.dev: $(VENV)/.core
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,deviceless]'
 	@touch $@
 
-# Peers are only ever compared against; they live apart (PEER_PYTHON may be any version torch has a wheel for).
+# Peers are only compared with, so they have a separate environment. PEER_PYTHON: any version that torch has a wheel for.
 PEER_PYTHON ?= python3
 .venv-peers/.done: $(VENV)/.core peers/requirements.txt
 	rm -rf .venv-peers && $(PEER_PYTHON) -m venv .venv-peers

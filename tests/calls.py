@@ -1,4 +1,4 @@
-"""Attention calls for the tests of attention: `tessera.workbench.trials`, and helpers that only tests need."""
+"""Attention calls for the attention tests: names of `tessera.workbench.trials`, and helpers that only tests need."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def other_config(kernel: Kernel) -> object:
-    """Return blocks four times those of `small_config`, with every switch inverted."""
+    """Return `small_config` with every size multiplied by four and every switch inverted."""
     small = small_config(kernel)
     values = {field.name: getattr(small, field.name) for field in dataclasses.fields(small)}
     return kernel.Config(**{n: not v if isinstance(v, bool) else 4 * v for n, v in values.items()})

@@ -1,4 +1,4 @@
-"""Shared set-up: tests run on the CPU unless the caller says otherwise, and never touch the user's caches."""
+"""Shared set-up: tests run on the CPU unless JAX_PLATFORMS says otherwise, and never touch the user's caches."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ import tempfile
 from tessera.core.files import user_cache
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests share only the fetched model with the user's cache: its bytes never differ, and fetching it again takes 93 MB.
+# Only the fetched model is shared with the user's cache: its bytes never change, and a download takes 93 MB.
 os.environ.setdefault("TESSERA_TEST_MODELS", str(user_cache() / "models"))
 os.environ.setdefault("XDG_CACHE_HOME", tempfile.mkdtemp(prefix="tessera-test-cache-"))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,25 +32,25 @@ prepare_simulator()
 
 
 def pytest_configure(config):
-    """Register the mark that pytest-xdist groups by (without xdist it does nothing), and compile quickly.
+    """Register pytest-xdist's group mark, which does nothing without xdist, and disable LLVM's optimizations.
 
-    Most of the suite's time is compiling programs that run once: without LLVM's optimizations that takes half as long.
-    Child processes, and the exhaustive suite, compile as users do.
+    Most of the suite's time is compiling programs that run once, which takes half as long without optimizations. Child
+    processes and the exhaustive suite compile as users do.
     """
     config.addinivalue_line("markers", "xdist_group(name): tests of one name run in one process")
     jax.config.update("jax_disable_most_optimizations", not config.getoption("--exhaustive"))
 
 
 def pytest_addoption(parser):
-    """`--exhaustive` also runs what only repeats a behaviour that another test already covers."""
+    """Add `--exhaustive`, which also runs the tests that repeat a behaviour that another test covers."""
     parser.addoption("--exhaustive", action="store_true", help="run the tests marked exhaustive too (hours)")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave out exhaustive tests unless asked for, and group the rest for xdist.
+    """Leave out exhaustive tests unless `--exhaustive` is given, and group the others for xdist.
 
-    A file stays in one process, but tests over the kernel table split by kernel.
+    The tests of a file run in one process, but tests over the kernel table are split by kernel.
     """
     if not config.getoption("--exhaustive"):
         left_out = [item for item in items if item.get_closest_marker("exhaustive")]
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Forget compiled programs between files: a process runs dozens of them, and each leaves its programs."""
+    """Drop compiled programs between files: a process runs dozens of files and would keep all their programs."""
     if nextitem is not None and nextitem.path != item.path:
         forget_programs(above=25_000)
 
@@ -72,7 +72,7 @@ def pytest_runtest_teardown(item, nextitem):
 def smollm2() -> Path:
     """Fetch the GGUF of SmolLM2-135M-Instruct once per machine; link it into the tests' cache for --model smollm2.
 
-    Skips only where it cannot be fetched. Safe in several processes at once: one downloads, the others wait.
+    Skip only if the file cannot be fetched. Several processes may call this at once: one downloads, the others wait.
     """
     from tessera.models import fetch
 
@@ -89,7 +89,7 @@ def smollm2() -> Path:
 
 @pytest.fixture
 def nothing_compiles() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context that fails if anything compiles inside it, and proves that it would have noticed."""
+    """Return a context manager that fails if anything compiles inside it; it also tests its own detection."""
 
     @contextmanager
     def watch():

@@ -1,4 +1,4 @@
-"""Small programs that the tests of the deviceless compiler compile; imported by the compiling process."""
+"""Small programs that the tests of the deviceless TPU compiler compile. The compiling process imports this module."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 
 def scopes(blocks=4):
-    """Build a product over `blocks` grid steps with a first, an every-step and a last scope; it queries its chip."""
+    """Build a product over `blocks` grid steps with the scopes first, full (every step) and last."""
     width = pltpu.get_tpu_info().mxu_column_size
 
     def body(x_ref, y_ref, out_ref, sum_ref):
@@ -43,9 +43,9 @@ def scopes(blocks=4):
 
 
 def little():
-    """Build two grid steps of one register each, one of them with a loop of unknown length.
+    """Build two grid steps of one register each, the second with a loop of unknown length.
 
-    The schedule in tests/golden is this program's.
+    tests/golden/schedule holds this program's schedule.
     """
 
     def body(turns_ref, x_ref, out_ref):
@@ -116,7 +116,7 @@ def slow():
 
 def splash(length, dtype):
     """Build the peer of dense prefill as `tessera bench` compiles it, with 2 heads over 1."""
-    from tessera.workbench.bench import peers  # lazy: the other subjects' processes start sooner without it
+    from tessera.workbench.bench import peers  # imported here, so that the other subjects' processes start sooner
 
     def attend(q, k, v):
         with peers.exact(dtype):

@@ -1,7 +1,6 @@
-"""GGUF files for tests, written by the gguf package: models of the golden folders, tokenizers, single tensors.
+"""Write GGUF files for tests with the gguf package: models of the golden folders, tokenizers, single tensors.
 
-Names, keys and the order of q's and k's rows are those of llama.cpp's converter, restated here independently of the
-library.
+Names, keys and the order of q's and k's rows follow llama.cpp's converter, restated here without using Tessera's code.
 """
 
 import json
@@ -36,7 +35,7 @@ NAMES = {
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]
 ) -> Path:
-    """Write a file: Python types select the metadata types, and arrays of bytes are already quantised."""
+    """Write a GGUF file. A value's Python type selects its metadata type; arrays of bytes are already quantised."""
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
         if key == "general.architecture":
@@ -58,7 +57,7 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def rename(name: str) -> str:
-    """Return llama.cpp's name of a tensor."""
+    """Translate a Hugging Face tensor name to llama.cpp's."""
     stem, leaf = name.rsplit(".", 1)
     if not stem.startswith("model.layers."):
         return f"{NAMES[stem]}.{leaf}"
@@ -136,7 +135,7 @@ def from_folder(
     quantise: Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType]] = lambda _, a: (a, Q.F32),
     **changes: Any,
 ) -> Path:
-    """Write a golden folder as a GGUF file; `changes` replaces metadata (None removes it), with __ for dots."""
+    """Write a golden folder as a GGUF file; `changes` replaces metadata (None removes it), with __ for each dot."""
     raw = json.loads((folder / "config.json").read_text())
     metadata = folder_metadata(raw, architecture)
     for key, value in changes.items():

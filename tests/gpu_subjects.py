@@ -1,4 +1,4 @@
-"""Small Hopper programs that the tests of the CUDA compiler compile, and run in the interpreter."""
+"""Small Hopper programs for the tests of the CUDA compiler, which compile them or run them in the interpreter."""
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -12,7 +12,7 @@ WARPGROUP = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warp
 
 
 def product(blocks=4, columns=128, stages=2, dtype="bfloat16"):
-    """Build x y of [64, blocks * 64] and [blocks * 64, columns]: a producer warp copies, a warpgroup multiplies."""
+    """Build x @ y for x [64, blocks * 64] and y [blocks * 64, columns]: one warp copies, a warpgroup multiplies."""
     width = 64
     tiles = swizzled(dtype)
 
@@ -159,7 +159,7 @@ def sorting():
 
 
 def two_layouts():
-    """Build a sum of two arrays with fixed, different register layouts."""
+    """Build a sum of two arrays whose register layouts are fixed and differ."""
     x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 
     def body(x_ref, out_ref):

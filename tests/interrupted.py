@@ -1,11 +1,11 @@
-"""Stop a command at a random time, by Ctrl-C or a kill, and check how it ends and what it leaves.
+"""Stop a command at a random time, by Ctrl-C or a kill, and check how it ends and what it leaves behind.
 
     PYTHONPATH=tests python tests/interrupted.py                       # 40 Ctrl-C, over all commands
     PYTHONPATH=tests python tests/interrupted.py --kill --tries 40
     PYTHONPATH=tests python tests/interrupted.py generate eval --seed 7
 
-After Ctrl-C a command ends within --limit-s seconds with exit code 130 and one line on standard error that says so.
-Whatever it was writing is absent or whole. On a machine that is busy with other work, raise --limit-s and --latest-s.
+After Ctrl-C a command ends within --limit-s seconds with exit code 130 and one line about it on standard error. Each
+file that it was writing is absent or whole. On a machine busy with other work, raise --limit-s and --latest-s.
 """
 
 import argparse
@@ -33,13 +33,13 @@ COMMANDS = {
     "eval": "eval --suite smoke --out eval.jsonl",
     "convert": "convert MODEL converted",
 }
-"""Commands on the shipped model. TEXT and MODEL stand for paths."""
+"""Name -> arguments of a command on the shipped model; TEXT and MODEL are replaced by paths."""
 MODEL = Path(__file__).parents[1] / "src/tessera/demo/model"
 TEXT = Path(__file__).parents[1] / "README.md"
 
 
 class End(NamedTuple):
-    """How a command ended: exit code, seconds after the signal, standard error."""
+    """How a command ended. `took_s` is the seconds from the signal, sent at `at_s`, to the end."""
 
     command: str
     at_s: float
@@ -54,7 +54,7 @@ def stop(name: str, folder: Path, at_s: float, number: int = signal.SIGINT) -> E
     command, pipe = [sys.executable, "-m", "tessera", *words], subprocess.PIPE
     with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=pipe, text=True) as process:
         tasks = Path(f"/proc/{process.pid}/task")
-        while process.poll() is None and len(list(tasks.iterdir())) < 2:  # its second thread keeps Ctrl-C's clock
+        while process.poll() is None and len(list(tasks.iterdir())) < 2:  # the second thread watches for Ctrl-C
             time.sleep(0.005)
         try:
             process.wait(timeout=at_s)
@@ -66,11 +66,11 @@ def stop(name: str, folder: Path, at_s: float, number: int = signal.SIGINT) -> E
 
 
 def faults(end: End, folder: Path, limit_s: float, number: int = signal.SIGINT) -> list[str]:
-    """List what is wrong with how the command ended and with what it wrote."""
+    """List the faults of a command's end and of the files that it wrote."""
     found = []
     said = [line for line in end.stderr.splitlines() if "interrupted" in line]
     stopped = end.status == (130 if number == signal.SIGINT else -number)
-    if not stopped and end.status != 0:  # it may have been done before the signal
+    if not stopped and end.status != 0:  # the command may have finished before the signal
         found.append(f"exit code {end.status}")
     if number == signal.SIGINT and stopped and len(said) != 1:
         found.append(f"{len(said)} sentences")
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=3.0)
     parser.add_argument("--latest-s", type=float, default=8.0, help="stop a command at most this late")
     asked = parser.parse_args(argv)
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: the commands would inherit it
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; commands would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     names, draw, bad = asked.command or list(COMMANDS), random.Random(asked.seed), 0
     number = signal.SIGKILL if asked.kill else signal.SIGINT

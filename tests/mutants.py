@@ -67,10 +67,10 @@ LEFT_OUT: list[str] = [""]
 
 
 def workload(kernel, kind):
-    """Build a workload: two query tiles, more blocks than stages, a tail with NaN behind it, a list of nearly all keys.
+    """Build a workload with two query tiles, more blocks than stages, NaN after the last key, and long lists.
 
-    For kind "list", the dropped end of the list must be visible and carry weight: every key is visible, and a list of
-    single keys is short.
+    For kind "list", the dropped end of a list must carry weight: every key is visible, and lists of single keys are
+    short.
     """
     from tessera.attention.contract import AttentionSpec
     from tessera.attention.workloads import Workload
@@ -107,7 +107,7 @@ def impatient(patience_s: float) -> dict:
     class Condition(threading.Condition):
         def wait(self, timeout=None):
             if not super().wait(patience_s):
-                raise TimeoutError("it never ends")
+                raise TimeoutError("the kernel never ends")
 
     return {**vars(threading), "Condition": Condition}
 
@@ -289,7 +289,7 @@ class Mutants:
         found = self._answer([kernel, kind, site], self._limits_s[kernel])
         if found is None:
             self.close()
-        return (found or {"caught": ["it never ends"]})["caught"]
+        return (found or {"caught": ["the kernel never ends"]})["caught"]
 
     def _whole(self, kernel: str) -> dict:
         """Return the verdict on the unbroken kernel, whose time sets the limit of its mutants in this process."""
@@ -299,7 +299,7 @@ class Mutants:
         for _ in range(2):  # the second run, already compiled, shows how long a wait may take
             whole = self._answer([kernel, "none", 0], START_S)
             if whole is None or whole["caught"]:
-                raise AssertionError(f"{kernel} fails before anything is broken: {whole or 'it never ends'}")
+                raise AssertionError(f"{kernel} fails before anything is broken: {whole or 'the kernel never ends'}")
         self._limits_s[kernel] = 5 * (time.monotonic() - start)
         return whole
 

@@ -11,7 +11,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "tessera"
 
-# A floor imports only floors listed before it; within a floor, a room imports only itself. A name is a room or module.
+# A floor imports only floors listed before it; within a floor, a room (package or module) imports only itself.
 FLOORS = [
     {"core"},
     {"attention"},
@@ -39,7 +39,7 @@ def dotted(path: Path) -> str:
 
 
 def room_of(module: str) -> str:
-    """Return the most specific name in FLOORS that contains a module."""
+    """Return the room that contains a module: the most specific name in FLOORS."""
     parts = module.split(".")
     names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     found = next((name for name in names if name in ROOMS), None)
@@ -48,7 +48,7 @@ def room_of(module: str) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """List the modules of this package that a file imports, lazily or not."""
+    """List the modules of this package that a file imports, at the top or inside functions."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tessera":
@@ -65,7 +65,7 @@ def imports(path: Path) -> set[str]:
 
 
 def graph() -> dict[str, set[str]]:
-    """Map every module to its imports, without the package's root and `python -m`."""
+    """Map every module to its imports, leaving out the package's root and `__main__`."""
     return {dotted(path): imports(path) for path in MODULES if dotted(path) not in {"", "__main__"}}
 
 
@@ -74,14 +74,14 @@ def test_imports_point_one_way(path):
     module = dotted(path)
     for target in imports(path):
         assert target, f"{module} imports the package root"
-        if module == "attention":  # the callable package imports dispatch, from a floor above
+        if module == "attention":  # the callable package imports dispatch, which is on a higher floor
             continue
         here, there = room_of(module), room_of(target)
         assert here == there or ROOMS[there] < ROOMS[here], f"{module} must not import {target}"
 
 
 def test_no_circle():
-    """Lazy imports count: a circle that works only because an import is late is still a circle."""
+    """Imports inside functions count too: a circle that works only because an import is late is still a circle."""
     left = graph()
     while free := [module for module, targets in left.items() if not targets & left.keys() - {module}]:
         for module in free:
@@ -102,7 +102,7 @@ def test_reference_stands_alone():
 def test_imports_have_no_side_effects():
     """Importing every module starts no JAX backend, changes no environment variable and writes nothing.
 
-    Nor does loading a model, with compilers for absent chips installed.
+    Loading a model writes nothing either, though compilers for absent chips are installed.
     """
     names = ["tessera." + dotted(p) if dotted(p) else "tessera" for p in MODULES if dotted(p) != "__main__"]
     program = (
@@ -123,7 +123,7 @@ def test_imports_have_no_side_effects():
 
 
 def test_a_test_that_never_ends_fails_by_name(tmp_path):
-    """A simulated kernel hangs when its threads wait for each other. The limit is the real one, shortened."""
+    """A simulated kernel hangs when its threads wait for each other. The test shortens pytest's limit to 1 s."""
     settings = SOURCE.parents[1] / "pyproject.toml"
     assert 225 < tomllib.loads(settings.read_text())["tool"]["pytest"]["ini_options"]["faulthandler_timeout"] < 1000
     (tmp_path / "test_hang.py").write_text(
@@ -134,7 +134,7 @@ def test_a_test_that_never_ends_fails_by_name(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 1
     assert "crashed while running 'test_hang.py::test_waits'" in done.stdout
-    assert "in test_waits" in done.stderr  # where it hangs
+    assert "in test_waits" in done.stderr  # names the place of the hang
 
 
 def test_the_tests_of_a_file_run_in_one_process(request):
@@ -148,7 +148,7 @@ def test_module_names_say_something():
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
 def test_budgets(path):
-    """Limits: 450 lines per file, 60 per function without docstring (kernels 120), few positional parameters."""
+    """A file has at most 450 lines; a function 60 without docstring (120 in attention) and 9 positional parameters."""
     text = path.read_text()
     assert len(text.splitlines()) <= 450, f"{dotted(path)} has {len(text.splitlines())} lines: split it by role"
     kernels = dotted(path).startswith("attention.")
@@ -164,7 +164,7 @@ def test_budgets(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: dotted(p) or "tessera")
 def test_no_silent_errors(path):
-    """No bare or broad except, unless it only raises a clearer error from the first."""
+    """Refuse `except` without a class or with a broad one, unless it only raises a clearer error from the first."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ExceptHandler):
             names = {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)} if node.type else {"bare"}

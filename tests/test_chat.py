@@ -1,4 +1,4 @@
-"""Chat: reusing the cache changes no answer, the context is respected, conversations are saved and loaded."""
+"""Chat: reusing the cache changes no answer, the context limit holds, conversations are saved and loaded."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -32,7 +32,7 @@ def test_a_second_turn_reuses_the_cache_and_answers_the_same(model):
     assert (first.reused_tokens, first.dropped_turns) == (0, 0)
     before = list(chat.messages)
     second = chat.ask(say(40, "b"))
-    assert second.reused_tokens == 128  # whole chunks of 64, of the 153 tokens that both prompts share
+    assert second.reused_tokens == 128  # two whole chunks of 64: the prompts share 153 tokens
     fresh = Chat(model, GREEDY, max_new_tokens=8)
     fresh.messages = before
     expected = fresh.ask(say(40, "b"))
@@ -46,14 +46,14 @@ def test_a_second_turn_reuses_the_cache_and_answers_the_same(model):
 
 
 def keys_and_values(chat: Chat, num_keys: int) -> list[np.ndarray]:
-    """Return the cache's first `num_keys` positions, layer by layer."""
+    """Return keys and values of the cache's first `num_keys` positions, layer by layer."""
     [lane] = chat._engine.lanes.values()
     cache = lane.session.cache
     return [np.asarray(array)[0, :, :num_keys] for array in (*cache.k, *cache.v)]
 
 
 def test_under_kascade_later_turns_equal_cold_runs():
-    """Decode and a prompt's last query tile write different keys than a cold prefill of the longer conversation."""
+    """Only prefilled keys may be reused: decode and a prompt's last query tile write other keys than a cold run."""
     folder = Path(tessera.__file__).parent / "demo" / "model"
     model = load_stacked(folder, attention="kascade").with_attention("kascade", crossover_tokens=0)
     page = bytes(library_corpus().held_out[:600].astype(np.uint8)).decode("latin-1")
@@ -75,19 +75,19 @@ def test_under_kascade_later_turns_equal_cold_runs():
         reused.append((warm.reused_tokens, cold.generation.prompt_tokens, written))
     assert "48213" in chat.messages[-1]["content"]
     for (_, prompt, written), (start, _, _) in pairwise(reused):
-        assert 0 < start < prompt  # reuses some of the keys that prefill wrote
-        assert start < written // 64 * 64  # and none of the answer's, which would be more
+        assert 0 < start < prompt  # some keys that prefill wrote are reused
+        assert start < written // 64 * 64  # none of the answer's keys are, which would be more
 
 
 @pytest.fixture(scope="module")
 def systems(model):
-    """The tiny model under Kascade, with a template that takes a system message."""
+    """Return the tiny model under Kascade, with a template that accepts a system message."""
     template = model.tokenizer.chat_template.replace("role == 'user'", "role in ('user', 'system')")
     return replace(model, tokenizer=replace(model.tokenizer, chat_template=template)).with_attention("kascade")
 
 
 def cold(chat: Chat, messages: list[dict[str, str]], seed: int):
-    """Answer the last of these messages by a conversation with an empty cache."""
+    """Answer the last message in a new conversation, whose cache is empty."""
     fresh = Chat(chat.model, chat.sampling, max_new_tokens=chat.max_new_tokens, seed=seed)
     fresh.messages = messages[:-1]
     reply = fresh.ask(messages[-1]["content"])

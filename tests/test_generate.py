@@ -1,6 +1,6 @@
 """Generation: a batch equals its prompts run alone, nothing recompiles, the cache is updated in place.
 
-The reported figures are right.
+The reported figures (density, times) are right.
 """
 
 import os
@@ -25,7 +25,7 @@ from tessera.runtime.requests import Request
 from tessera.runtime.step import Session, cache_bytes, decode_token, prefill_chunk
 
 GOLDEN = Path(__file__).parent / "golden"
-CONFIG = replace(TINY, num_layers=2)  # an anchor and a layer that reuses: programs compile every layer
+CONFIG = replace(TINY, num_layers=2)  # an anchor and a reuse layer; few layers compile fast
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng((length, seed)).integers(0, 256, length).tolist()
 
 
-# kascade runs its short prompts dense, together; the engine tests have two rows of kascade
+# Under kascade the two short prompts run dense; the engine tests run two rows of kascade.
 @pytest.mark.parametrize("attention", [pytest.param("dense", marks=pytest.mark.exhaustive), "kascade"])
 def test_a_batch_equals_its_prompts_alone(model, attention):
     model = model.with_attention(attention)
@@ -62,7 +62,7 @@ def test_a_batch_equals_its_prompts_alone(model, attention):
     "family", ["mistral_window", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama31", "qwen3"))]
 )
 def test_greedy_tokens_are_those_of_transformers(family):
-    """64 decode steps after a prefill, against tokens that transformers chose."""
+    """After a prefill, 64 decode steps choose the tokens that transformers chose."""
     [folder] = [path for path in GOLDEN.glob("*") if path.name == family]
     with np.load(folder / "expected.npz") as file:
         expected = file["tokens"].tolist()
@@ -71,7 +71,7 @@ def test_greedy_tokens_are_those_of_transformers(family):
 
 
 def test_decode_after_prefill_equals_one_longer_prefill(model):
-    """Logprobs of a generated answer equal those of one pass over prompt and answer."""
+    """An answer's logprobs equal those of one pass over prompt and answer."""
     tokens = prompt(131)
     [found] = model.generate([tokens], max_new_tokens=9)
     whole = tokens + found.tokens
@@ -90,7 +90,7 @@ def test_logits_are_float32_and_padding_does_not_show(model):
 
 @pytest.mark.parametrize("attention", ["dense", "kascade"])
 def test_nothing_compiles_after_warm_up(model, attention, nothing_compiles):
-    """Prompts of many lengths, below and above the cross-over, with other sampling values, compile nothing."""
+    """Prompts of many lengths, below and above the cross-over, compile nothing, whatever the sampling values."""
     model = model.with_attention(attention)
     model.warmup(max_tokens=256, temperature=1.0, top_k=3)
     with nothing_compiles():
@@ -98,10 +98,10 @@ def test_nothing_compiles_after_warm_up(model, attention, nothing_compiles):
             model.generate([prompt(length)], max_new_tokens=3, temperature=0.5 + length, top_p=0.9, seed=length)
 
 
-# test_models_programs checks the same of dense attention
+# test_models_programs.py checks dense attention.
 @pytest.mark.parametrize("attention", [pytest.param("dense", marks=pytest.mark.exhaustive), "kascade"])
 def test_the_cache_is_updated_in_place(model, attention):
-    """The compiled programs alias every key and value array: input and output are one buffer."""
+    """The compiled programs alias every key and value array: input and output share a buffer."""
     policy = model.with_attention(attention).policy
     session = Session(model.params, CONFIG, policy, batch=2, num_keys=128)
     zeros, last = np.zeros(2, np.int32), np.zeros((2, CONFIG.hidden_size), np.float32)
@@ -127,7 +127,7 @@ def test_the_old_cache_is_gone_after_a_step(model):
 
 def test_below_the_cross_over_kascade_is_dense_and_says_so(model, caplog):
     kascade = model.with_attention("kascade")
-    caplog.clear()  # a promise is shown when a plan is taken
+    caplog.clear()  # taking a plan logs its promise
     with caplog.at_level("INFO", logger="tessera"):
         [short] = kascade.generate([prompt(20)], max_new_tokens=4)
     assert [record.getMessage() for record in caplog.records] == ["23 tokens, below the cross-over: kascade runs dense"]
@@ -136,7 +136,7 @@ def test_below_the_cross_over_kascade_is_dense_and_says_so(model, caplog):
 
 
 def test_density_is_what_a_count_gives(model):
-    """One layer scores all keys; one reads its own tile and a far budget. A loop over query tiles counts them."""
+    """Layer 0 reads all keys, layer 1 its own tile and a far budget; a loop over query tiles counts both."""
     length, tile, layers = 160, 16, 2
     [found] = model.with_attention("kascade").generate([prompt(length)], max_new_tokens=1)
     read = visible = 0
@@ -163,10 +163,10 @@ def test_eos_ends_an_answer_and_its_text(model):
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_running_ahead_of_the_host_changes_nothing(model, lag):
-    """As on an accelerator, steps are in flight when an answer ends by eos or length; they leave no trace."""
+    """As on an accelerator, steps are in flight when an answer ends by eos or length; they must leave no trace."""
     prompts, limits = [prompt(40), prompt(30), prompt(20)], [8, 3, 8]
     free = [model.generate([tokens], max_new_tokens=8)[0].tokens for tokens in prompts]
-    eos = (free[2][2],)  # ends the third answer early, and maybe others
+    eos = (free[2][2],)  # ends the third answer early, and perhaps others
 
     def run(lag: int) -> list[Generation]:
         engine = replace(model, config=replace(CONFIG, eos_ids=eos)).engine(lag=lag)
@@ -180,7 +180,7 @@ def test_running_ahead_of_the_host_changes_nothing(model, lag):
 
 
 def test_bfloat16_stays_near_float32(folder, model):
-    """A bfloat16 answer's logprobs match the float32 model's; steps of bfloat16 are 2**-8 apart near 1."""
+    """A bfloat16 model's logprobs lie within 0.15 of the float32 model's; bfloat16 steps are 2**-8 near 1."""
     half = tessera.load(folder, dtype="bfloat16")
     assert half.params.embed.dtype == "bfloat16"
     [found] = half.generate([prompt(40)], max_new_tokens=4)
@@ -191,7 +191,7 @@ def test_bfloat16_stays_near_float32(folder, model):
 
 
 def test_max_new_tokens_ends_at_the_context(model):
-    """The prompt takes 510 of 512 positions: three tokens fit, since the last one is never fed back."""
+    """A prompt of 510 tokens leaves 2 of 512 positions, so 3 tokens fit: the last one needs no position."""
     [found] = model.generate([prompt(510)], max_new_tokens=50)
     assert (len(found.tokens), found.finish_reason, found.prompt_tokens) == (3, "length", 510)
 
@@ -240,7 +240,7 @@ def test_a_saved_model_loads_the_same(model, tmp_path):
 
 
 def test_programs_are_kept_across_processes(folder, tmp_path):
-    """The second process loads prefill and decode from the user's cache folder, and answers the same."""
+    """The second process loads prefill and decode from the user's cache folder, and gives the same answer."""
     program = (
         "import sys, jax, tessera\n"
         "hits = []\n"
@@ -263,11 +263,11 @@ def test_programs_are_kept_across_processes(folder, tmp_path):
     assert any((tmp_path / "tessera" / "compiled").iterdir())
 
 
-# ----- answers: text, stop strings, streaming; no model needed
+# ----- answers: text, stop strings, streaming; these need no model
 
 
 def spell(text: bytes | str, *, stop=(), limit: int = 100) -> tuple[Answer, list[str]]:
-    """Feed an answer one byte per token, as the byte tokenizer would."""
+    """Feed an answer one byte per token, as the byte tokenizer would; return it and the pieces streamed."""
     answer = Answer(1, limit, (257,), stop, byte_tokenizer())
     pieces = []
     for byte in text.encode() if isinstance(text, str) else text:
@@ -284,7 +284,7 @@ def spell(text: bytes | str, *, stop=(), limit: int = 100) -> tuple[Answer, list
         ("aaab tail", ("aab",), "a"),  # the stop's beginning repeats
         ("ababac", ("abac",), "ab"),
         ("no stop here", ("xyz",), "no stop here"),
-        ("eins \N{EURO SIGN} zwei", ("\N{EURO SIGN} z",), "eins "),  # a stop with a multi-byte character
+        ("eins \N{EURO SIGN} zwei", ("\N{EURO SIGN} z",), "eins "),  # a stop string with a multi-byte character
         ("\nUser: hi", ("\nUser:",), ""),
         ("ends with sto", ("stop",), "ends with sto"),
     ],
@@ -292,7 +292,7 @@ def spell(text: bytes | str, *, stop=(), limit: int = 100) -> tuple[Answer, list
 def test_stop_strings_are_found_across_tokens_and_trimmed(text, stop, expected):
     answer, pieces = spell(text, stop=stop, limit=len(text.encode()))
     assert answer.generation(0.0).text == expected
-    assert "".join(pieces) == expected  # no part of a stop string was ever streamed
+    assert "".join(pieces) == expected  # no part of a stop string was streamed
     assert answer.finish_reason == ("stop" if expected != text else "length")
 
 
@@ -337,12 +337,12 @@ def test_buckets_are_geometric_and_hold_what_they_must():
 
 
 def test_memory_is_linear_in_length():
-    """Twice the keys take twice the cache; activations of a prefill do not grow past one chunk."""
+    """Twice the keys take twice the cache."""
     assert cache_bytes(CONFIG, 1, 8192, 4) == 2 * cache_bytes(CONFIG, 1, 4096, 4) == 8192 * 2 * 2 * 2 * 16 * 4
 
 
 def test_programs_are_forgotten_before_a_process_holds_too_many():
-    """Linux limits a process to 65,530 memory maps; XLA crashes when they run out."""
+    """Linux limits a process to 65,530 memory maps, and XLA crashes when they run out."""
 
     def maps():
         return len(Path("/proc/self/maps").read_text().splitlines())

@@ -22,7 +22,7 @@ def test_attention_example_is_sparse_and_leans_on_no_default_tile():
     assert "AttentionSpec()" not in code
     q, k, v = np.random.default_rng(0).normal(size=(3, 1, 2048, 2, 16)).astype(np.float32)
 
-    @jax.jit  # one program in place of one per operation
+    @jax.jit  # one program instead of one per operation
     def run(q, k, v):
         names = {"tessera": tessera, "dataclasses": dataclasses, "q": q, "k": k, "v": v}
         exec(code, names)

@@ -1,4 +1,4 @@
-"""Saving a model: a kill at any point leaves the old or the new folder whole, and never loses the user's files."""
+"""Saving a model: a kill at any point leaves the old or the new folder whole, and the user's files are never lost."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def test_an_interrupted_save_leaves_the_old_folder_whole(tmp_path, monkeypatch):
 
 
 class Killed(BaseException):
-    """Simulates a kill: no code after it runs."""
+    """Simulated kill, which no `except Exception` catches."""
 
 
 @pytest.mark.parametrize("survived", range(3))
@@ -163,7 +163,7 @@ def test_temporary_files_of_dead_writers_are_removed(tmp_path):
 
 
 def test_two_writers_at_the_same_time_take_turns(tmp_path):
-    """Locks come and go with their files: none is held by two processes, none is left."""
+    """A lock file appears and disappears with its owner: no two processes hold it at once, and none is left."""
     program = """
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A random model small enough to compile in a second, as a folder with a byte tokenizer and a plan."""
+"""A random model, small enough to compile in a second, saved as a folder with a byte tokenizer and a plan."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,18 +50,18 @@ PROMISE = {
         "probes_kept": 0.9832, "asked": 9, "found_dense": 8, "found": 7, "density": 0.2175, "tokens": 1476,
     },
 }  # fmt: skip
-"""What a plan was asked for and measured, as calibration writes it."""
+"""Target and measured figures of a plan, in the form that calibration writes."""
 
 
 def promising(folder: Path) -> Path:
-    """Give the plan in a model's folder this promise; return the plan's path."""
+    """Add PROMISE to the plan in a model's folder; return the plan's path."""
     path = folder / "plan.json"
     replace(Plan.load(path), promise=PROMISE).save(path)
     return path
 
 
 def random_params(config: ModelConfig, seed: int = 1) -> Params:
-    """Draw weights as init_params scales them, by numpy: compiling the generators takes longer than the tests."""
+    """Draw weights with init_params' scales in NumPy, because compiling its generators takes longer than the tests."""
     rng = np.random.default_rng(seed)
 
     def fill(path: tuple, like: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -74,14 +74,14 @@ def random_params(config: ModelConfig, seed: int = 1) -> Params:
 
 
 def load_stacked(folder: Path, **options) -> Model:
-    """Load a model whose layers run under scan, so that its programs compile one layer for all."""
+    """Load a model with stacked layers, which run under scan, so that a program compiles one layer for all."""
     model = load(folder, **options)
     layers = jax.tree.map(lambda *leaves: np.stack(leaves), *model.params.layers)
     return replace(model, params=replace(model.params, layers=layers))
 
 
 def save_tiny(folder: Path, config: ModelConfig = CONFIG, *, tokenizer: bool = True, plan: bool = True) -> Path:
-    """Write the model and, by default, its tokenizer and a plan for these weights, of at most three layers."""
+    """Write the model and, by default, its tokenizer and a plan for its weights; a plan has at most three layers."""
     params = random_params(config)
     save_folder(folder, params, config, byte_tokenizer() if tokenizer else None)
     if plan:

@@ -1,4 +1,4 @@
-"""Planted kernels for the tuner's child: each block size of `TRAPS` misbehaves in its own way."""
+"""Planted kernels for the tuner's child process: each block size of `TRAPS` misbehaves in another way."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ PLAIN = next(k for k in KERNELS if k.name == "xla_prefill_dense")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """`block_s` selects the behaviour; see `launch`."""
+    """`block_s` selects the behaviour of `launch`."""
 
     block_s: int
 
@@ -23,7 +23,7 @@ HANGS, DIES, WRONG, RAISES, SLOW, FAST = 1, 2, 3, 4, 5, 6
 
 
 def launch(q, kv, spec, positions, selection, config):
-    """Hang, die, return wrong values fast, raise, be slow, or be plain."""
+    """Hang, die, return wrong values, raise, be slow, or be fast and right, as `config.block_s` says."""
     if config.block_s == HANGS:
         time.sleep(3600)
     print("what a kernel prints is no answer")

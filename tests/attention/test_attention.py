@@ -1,4 +1,4 @@
-"""Every kernel of the table against float64 oracles over the catalogue, and what must hold without an oracle."""
+"""Compare every kernel with float64 oracles over the catalogue of workloads; check properties that need none."""
 
 import dataclasses
 import functools
@@ -20,9 +20,9 @@ COVERING = {
     "prefill": {"ragged", "window_softcap", "both_ways", "decode_ragged", "heads_16"},
     "decode": {"decode_ragged", "decode_window", "decode_both_ways", "decode_heads_16"},
 }
-"""By phase, what a kernel meets by default: raggedness and empty rows, G of 1, 4 and 8, a window with a softcap, both
-directions, one row through a prefill kernel, a list per head. The rest of the catalogue repeats these in other
-sizes."""
+"""Phase -> the workloads that a kernel runs by default: ragged batches, empty rows, G (query heads per KV head) of 1, 4
+and 8, a window with a softcap, attention that is not causal, one row through a prefill kernel, and one list per head.
+The catalogue's other workloads repeat these features in other sizes."""
 ALSO = {
     ("tpu", "sparse", "prefill"): {"tail"},
     ("tpu", "score", "prefill"): {"heads_32_wide"},
@@ -32,8 +32,8 @@ ALSO = {
     ("gpu", "score", "decode"): {"hopper_decode"},
     ("gpu", "sparse", "decode"): {"hopper_decode"},
 }
-"""What a chip's kernels branch on besides: a tile of all lanes, a query tile of several row blocks, and on Hopper G of
-7 and 16, which divide no warpgroup or fill its rows."""
+"""Extra workloads for branches of one platform's kernels: a tile as wide as all lanes, a query tile of several row
+blocks, and on Hopper G of 7 and 16, where the query rows do not fill a block or fill it exactly."""
 EVERY_DTYPE = ("ragged", "window_softcap", "decode_ragged", "hopper_ragged", "hopper_decode")
 ROUNDING = {"float32": 2e-6, "bfloat16": 2**-6}
 GRADIENT = {"float32": 2e-5, "bfloat16": 2**-5}
@@ -41,28 +41,28 @@ PREFILL, DECODE = NAMED["ragged"], NAMED["decode_ragged"]
 
 
 def blocked(kernels):
-    """The kernels that claim to work block by block: all but the reference."""
+    """Keep the kernels that work block by block, that is, all but the reference."""
     return [kernel for kernel in kernels if not kernel.name.startswith("reference")]
 
 
 def numbers(x, instead=0.0):
-    """The array without its NaN; numpy's own `nan_to_num` leaves those of a 16-bit dtype that it does not know."""
+    """Replace the array's NaN. NumPy's `nan_to_num` misses them in dtypes that NumPy lacks, such as bfloat16."""
     return np.where(np.isnan(x), np.asarray(instead, x.dtype), x)
 
 
 def in_covering_set(kernel, workload, dtype) -> bool:
-    """Whether the call is run by default."""
+    """Return whether the call runs by default; the others are exhaustive."""
     if workload.name not in COVERING[kernel.phase] | ALSO.get((kernel.platform, kernel.role, kernel.phase), set()):
         return False
-    if kernel.phase == "prefill" and workload is DECODE:  # scoring shares this with dense, single keys with sparse
+    if kernel.phase == "prefill" and workload is DECODE:  # other kernels' tests cover score and single keys
         return dtype == kernel.dtypes[0] and kernel.role != "score" and kernel.name != "gpu_keys_sparse"
-    if kernel.platform == "tpu" and workload in (PREFILL, DECODE):  # test_every_switch has them in bfloat16
+    if kernel.platform == "tpu" and workload in (PREFILL, DECODE):  # test_every_switch runs bfloat16
         return dtype == "float32"
     return dtype == kernel.dtypes[0] or workload in (PREFILL, DECODE)
 
 
 def product():
-    """Every kernel x every small workload of its phase; its other dtypes on one of them (compile time)."""
+    """Yield every kernel with every small workload of its phase; only some workloads run in every dtype."""
     for kernel in calls.kernels():
         for workload in calls.catalogue(kernel):
             for dtype in kernel.dtypes if workload.name in EVERY_DTYPE else kernel.dtypes[:1]:
@@ -73,8 +73,8 @@ def product():
 
 
 def truth(workload, role, dtype, folded, change=None):
-    """The call, `change` applied to it, the oracle's answer and the tolerance; float64 on the dtype's own numbers."""
-    return _truth(workload, "dense" if role == "score" else role, dtype, folded, change)  # one call, one answer
+    """Return (the call after `change`, the oracle's float64 answer from dtype's numbers, the tolerance)."""
+    return _truth(workload, "dense" if role == "score" else role, dtype, folded, change)  # the roles share one answer
 
 
 @functools.cache
@@ -86,7 +86,7 @@ def _truth(workload, role, dtype, folded, change):
 
 
 def folds(kernel) -> bool:
-    """Whether the kernel folds the scale into q: on a TPU a factor per score would cost a tenth of the speed."""
+    """Return whether the kernel multiplies the scale into q; on a TPU, scaling scores costs a tenth of the speed."""
     return kernel.platform == "tpu"
 
 
@@ -111,7 +111,7 @@ def test_kernel_meets_the_oracle(kernel, workload, dtype):
 
 @pytest.mark.parametrize("kernel", [k for k in calls.kernels() if k.platform == "tpu"], ids=lambda k: k.name)
 def test_every_switch_meets_the_oracle(kernel):
-    """A chip chooses a TPU kernel's switches: here the way the small blocks do not have them, in bfloat16."""
+    """Run each TPU kernel in bfloat16 with every switch of `small_config` inverted; real chips choose the switches."""
     workload = DECODE if kernel.phase == "decode" else PREFILL
     call, answer, allowed = truth(workload, kernel.role, "bfloat16", folds(kernel))
     result = calls.run(kernel, call, "bfloat16", calls.other_config(kernel))
@@ -123,7 +123,7 @@ def test_every_switch_meets_the_oracle(kernel):
 
 
 def real_head_dims():
-    """Two registers for every TPU kernel, half a one for prefill; the kernels' own files have the rest."""
+    """Yield each TPU kernel with head dims 64, 128 and 256; those that repeat another test's path are exhaustive."""
     for kernel in (k for k in calls.kernels() if k.platform == "tpu"):
         for dim in (64, 128, 256):
             repeats = dim == 128 or (dim == 64 and kernel.phase == "decode")
@@ -133,7 +133,7 @@ def real_head_dims():
 
 @pytest.mark.parametrize(("kernel", "head_dim"), list(real_head_dims()))
 def test_real_head_dims_meet_the_oracle(kernel, head_dim):
-    """The catalogue's are small; whether row sums have idle columns to come from depends on the real ones."""
+    """The catalogue's head dims are small, but the head dim decides whether idle columns are left to hold row sums."""
     workload = NAMED["hopper_decode" if kernel.phase == "decode" else "hopper_ragged"]
     workload = dataclasses.replace(workload, head_dim=head_dim, spec=dataclasses.replace(workload.spec, tile=32))
     call, answer, allowed = truth(workload, kernel.role, "bfloat16", folds(kernel))
@@ -162,7 +162,7 @@ def one_key(call):
 @pytest.mark.parametrize("kernel", calls.kernels(), ids=lambda k: k.name)
 @pytest.mark.parametrize("change", [huge, equal, one_key], ids=lambda change: change.__name__)
 def test_adversarial_numbers(kernel, change):
-    """Logits of 1e4, maxima that tie, and a single visible key, in shapes already compiled."""
+    """Check logits of 1e4, tied maxima and a single visible key, in shapes that other tests compiled."""
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, DECODE if kernel.phase == "decode" else PREFILL)
     call, answer, allowed = truth(workload, kernel.role, dtype, folds(kernel), change)
@@ -179,7 +179,7 @@ def test_future_keys_change_nothing_bit_for_bit(kernel):
     dtype = calls.dtype_of(kernel)
     call = calls.make(calls.taken(kernel, PREFILL), kernel.role, dtype)
     before = calls.run(kernel, call, dtype)
-    cut = 20  # rows up to here keep their past; sequence 0 starts at 50
+    cut = 20  # rows after this one may change; sequence 0 starts at 50
     k, v = call.k.copy(), call.v.copy()
     first = call.q_start[0] + cut + 1
     order = np.random.default_rng(1).permutation(np.arange(first, call.k.shape[1]))
@@ -193,7 +193,7 @@ def test_future_keys_change_nothing_bit_for_bit(kernel):
 
 @pytest.mark.parametrize("kernel", calls.kernels("sparse"), ids=lambda k: k.name)
 def test_all_tiles_is_dense_and_each_listed_tile_matters(kernel):
-    """Perturbing any listed tile changes the output, perturbing an unlisted one does not: lists longer than a block."""
+    """Lists are longer than a block. A change in a listed tile changes the output; one in an unlisted tile does not."""
     workload = NAMED["decode_both_ways" if kernel.phase == "decode" else "both_ways"]
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, workload)
@@ -216,13 +216,13 @@ def test_all_tiles_is_dense_and_each_listed_tile_matters(kernel):
     some = full._replace(tiles=full.tiles.copy(), count=np.full(tiles.shape[:3], len(listed)))
     some.tiles[..., : len(listed)] = listed
     base = calls.run(kernel, some, dtype)
-    if not kernel.name.startswith("reference"):  # what is not listed is not even read
+    if not kernel.name.startswith("reference"):  # unlisted keys are not even read
         poison = np.repeat(~np.isin(np.arange(num_keys // tile), listed), tile)[:, None, None]
         poisoned = (np.where(poison, np.nan, x).astype(x.dtype) for x in (k, v))
         again = calls.run(kernel, some._replace(**dict(zip("kv", poisoned))), dtype)
         assert np.array_equal(again.out, base.out)
     every = range(num_keys // tile)
-    few = kernel.platform in ("tpu", "gpu")  # seconds each in simulation: four tiles, two of them listed
+    few = kernel.platform in ("tpu", "gpu")  # slow in simulation: try four tiles, two of them listed
     for j in every[-1 :: -(len(every) // 3 - 1)] if few else every:
         k2, v2 = k.copy(), v.copy()
         span = slice(j * tile, (j + 1) * tile)
@@ -238,7 +238,7 @@ def test_all_tiles_is_dense_and_each_listed_tile_matters(kernel):
     ids=lambda k: k.name,
 )
 def test_a_head_reads_no_tile_of_another_heads_list(kernel):
-    """Per KV head no far tile, all, or some: NaN in the keys that a head's lists leave out changes not one bit."""
+    """KV heads list no far tile, all, or some; NaN in keys that a head does not list changes no bit of its output."""
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, NAMED["decode_heads_16" if kernel.phase == "decode" else "heads_16"])
     call = calls.make(workload, "sparse", dtype)
@@ -256,7 +256,7 @@ def test_a_head_reads_no_tile_of_another_heads_list(kernel):
 
 @pytest.mark.parametrize("workload", tagged("lists"), ids=lambda w: w.name)
 def test_a_head_with_the_whole_budget_is_dense(workload):
-    """By the oracle, which reads the lists as they are; and a head without far tiles reads less."""
+    """The oracle reads a full list as dense attention; a head without far tiles gives another result."""
     call = calls.make(workload, "sparse")
     sparse, dense = oracle.attend(call), oracle.attend(call._replace(tiles=None, count=None))
     group = workload.num_heads // workload.num_kv_heads
@@ -288,7 +288,7 @@ def test_partials_merge_to_the_whole(kernel):
 
 @pytest.mark.parametrize("kernel", blocked(calls.kernels("sparse", "prefill")), ids=lambda k: k.name)
 def test_lengths_past_the_arrays_are_those_of_the_arrays(kernel):
-    """S and T divide nothing: what pads the arrays to whole copies must not count as keys."""
+    """When S and T are no multiple of a block, the padding must not count as keys."""
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, NAMED["both_ways"])
     sizes = {"num_queries": 10, "num_keys": 69, "kv_len": None, "fraction": 1.0}
@@ -302,7 +302,7 @@ def test_lengths_past_the_arrays_are_those_of_the_arrays(kernel):
 
 @pytest.mark.parametrize("role", ["dense", "score", "sparse"])
 def test_decode_is_the_last_row_of_prefill(role):
-    """Through dispatch: one row alone equals the last row of a call that holds it."""
+    """Through dispatch, one row alone equals the last row of a longer call."""
     rng = np.random.default_rng(3)
     num_keys, spec = 64, AttentionSpec(tile=16, query_tile=16, mass=role == "score")
     q, k, v = (jnp.asarray(rng.standard_normal((2, num_keys, n, 16)), jnp.float32) for n in (4, 2, 2))
@@ -321,7 +321,7 @@ def test_decode_is_the_last_row_of_prefill(role):
 
 
 def gradient_cases():
-    """A prefill kernel's gradient of one row is that of its other rows: exhaustive."""
+    """Yield (kernel, workload name); prefill kernels on one row repeat other cases, so they are exhaustive."""
     for kernel in calls.kernels("dense"):
         for name in (["ragged", "window_softcap"] if kernel.phase == "prefill" else ["decode_ragged"]) + [
             "decode_window"
@@ -332,7 +332,7 @@ def gradient_cases():
 
 @pytest.mark.parametrize(("kernel", "name"), list(gradient_cases()))
 def test_gradient_meets_the_oracle(kernel, name):
-    """What is sent back to rows that see no key is NaN or infinite, as 0 / 0 of a norm or lse's own -inf make it."""
+    """Rows that see no key get NaN and -inf cotangents, as a norm's 0 / 0 or lse's own -inf would produce them."""
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, NAMED[name])
     call = calls.make(workload, "dense", dtype)
@@ -364,7 +364,7 @@ def test_gradient_meets_the_oracle(kernel, name):
 
 
 def largest(jaxpr) -> int:
-    """Most elements any one intermediate of a program holds, loops and calls included."""
+    """Return the element count of the program's largest intermediate, inside loops and calls too."""
     sizes = [0]
     for eqn in jaxpr.eqns:
         sizes += [int(np.prod(v.aval.shape)) for v in eqn.outvars]
@@ -376,7 +376,7 @@ def largest(jaxpr) -> int:
 
 
 def abstract(num_queries, num_keys, heads, kv_heads, dim, capacity=None, query_tile=32, dtype="float32"):
-    """Shapes without numbers: q, k, v, positions, selection."""
+    """Return abstract q, k, v, positions and selection."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     q, k = shape((1, num_queries, heads, dim)), shape((1, num_keys, kv_heads, dim))
@@ -391,12 +391,12 @@ def abstract(num_queries, num_keys, heads, kv_heads, dim, capacity=None, query_t
     "kernel", [k for k in calls.kernels() if not k.name.startswith("reference")], ids=lambda k: k.name
 )
 def test_no_matrix_of_scores_is_ever_built(kernel):
-    """Nothing in the program grows with T x S: not in the kernel, not in the gradient of dense."""
+    """No intermediate grows with T x S, in the kernel or in the gradient of a dense kernel."""
     num_keys = 16384
     num_queries = 1 if kernel.phase == "decode" else num_keys
     spec = AttentionSpec(mass=kernel.role == "score")
     capacity = 8 if kernel.role == "sparse" else None
-    if kernel.platform == "gpu":  # its blocks are few and depend on the call
+    if kernel.platform == "gpu":  # a GPU kernel has few block sizes, and they depend on the call
         q, k, v, positions, lists = abstract(num_queries, num_keys, 2, 1, 64, capacity, dtype="bfloat16")
         spec = dataclasses.replace(spec, tile=1 if "keys" in kernel.name else 64)
         config = kernel.default_config(spec, call_shapes(q, k, lists))
@@ -423,7 +423,7 @@ def test_no_matrix_of_scores_is_ever_built(kernel):
 
 
 def count_products(monkeypatch, launch) -> int:
-    """Multiply-adds of every dot product that really runs: each reports itself from the compiled program."""
+    """Return the multiply-adds of the dot products that run; a callback in the compiled program counts each one."""
     total = 0
     plain = jax.lax.dot_general
 
@@ -439,18 +439,18 @@ def count_products(monkeypatch, launch) -> int:
 
     with monkeypatch.context() as patch:
         patch.setattr(jax.lax, "dot_general", counting)
-        jax.block_until_ready(jax.jit(lambda: launch())())  # a new function: nothing traced before is used
+        jax.block_until_ready(jax.jit(lambda: launch())())  # a new function, so that jit cannot reuse an earlier trace
     jax.effects_barrier()
     return total
 
 
 @pytest.mark.parametrize(
-    "kernel",  # a simulated kernel's products cannot be counted; that it reads no unlisted tile is tested above
+    "kernel",  # a simulated kernel's products cannot be counted; an earlier test checks that it reads no unlisted tile
     [k for k in calls.kernels("sparse") if not k.name.startswith("reference") and k.platform == "any"],
     ids=lambda k: k.name,
 )
 def test_sparse_work_follows_the_lists(kernel, monkeypatch):
-    """Twice the listed tiles is twice the arithmetic, however large the cache: nothing silently runs dense."""
+    """Listing twice the tiles takes twice the arithmetic, whatever the cache size: no kernel silently runs dense."""
     num_queries = 1 if kernel.phase == "decode" else 32
     q, k, v, _, _ = abstract(num_queries, 512, 2, 1, 8)
     q, k, v = (jnp.ones(x.shape) for x in (q, k, v))
@@ -470,7 +470,7 @@ def test_sparse_work_follows_the_lists(kernel, monkeypatch):
 
 @pytest.mark.parametrize("num_tiles", [4, 6])
 def test_a_head_with_a_short_list_does_not_pay_for_another(monkeypatch, num_tiles):
-    """In groups of four query tiles; of six in groups of three."""
+    """The kernel takes four query tiles per step, or three where there are six in all."""
     kernel = next(k for k in KERNELS if k.name == "xla_prefill_sparse")
     spec, config = AttentionSpec(tile=16, query_tile=8), calls.small_config(kernel)
     monkeypatch.setattr(xla_sparse, "STEP_SCORES", 4 * 16 * config.block_s)
@@ -484,7 +484,7 @@ def test_a_head_with_a_short_list_does_not_pay_for_another(monkeypatch, num_tile
 
 
 def test_decode_work_follows_what_is_filled(monkeypatch):
-    """A cache of 512 keys that holds 40 costs three blocks of 16, and a window of 16 costs two."""
+    """With 40 keys in a cache of 512, decode reads three blocks of 16 keys; a window of 16 keys takes two."""
     kernel = next(k for k in KERNELS if k.name == "xla_decode_dense")
     q, k, v, _, _ = abstract(1, 512, 2, 1, 8)
     q, k, v = (jnp.ones(x.shape) for x in (q, k, v))
@@ -500,7 +500,7 @@ def test_decode_work_follows_what_is_filled(monkeypatch):
 
 @pytest.mark.parametrize("role", ["dense", "score", "sparse"])
 def test_decode_copies_no_cache(role):
-    """The model's cache is [B,K,S,H]: the compiled program neither transposes nor copies all of it."""
+    """The model's cache is [B,K,S,H]; the compiled program neither transposes nor copies the whole of it."""
     kernel = next(k for k in KERNELS if k.name == f"xla_decode_{role}")
     batch, heads, num_keys, dim = 2, 2, 4096, 32
     spec = AttentionSpec(mass=role == "score")
@@ -526,7 +526,7 @@ def test_decode_copies_no_cache(role):
 
 @pytest.mark.parametrize("kernel", [k for k in calls.kernels() if k.executions is not None], ids=lambda k: k.name)
 def test_executions_count_what_every_workload_does(kernel):
-    """Steps and bytes of every call it takes: positive, finite, and no fewer bytes than q and out."""
+    """For every call that a kernel takes, the counts are finite, with at least one step and the bytes of q and out."""
     for workload in tagged(kernel.phase):
         if (w := calls.taken(kernel, workload)) is None:
             continue

@@ -1,4 +1,4 @@
-"""Dispatch: what is refused and in which words, which kernel is chosen, and what explain says."""
+"""Dispatch: which calls are refused with which reason, which kernel is chosen, and what `explain` reports."""
 
 import subprocess
 import sys
@@ -96,7 +96,7 @@ def test_platform_kernels_are_refused_elsewhere():
 
 
 def test_the_reference_is_not_taken_by_surprise():
-    """Above its limit it is refused with the way out, and runs when it is named."""
+    """Above its size limit the reference kernel runs only if named; the refusal says how to name it."""
     large = SHAPES._replace(num_queries=32768, num_keys=32768)
     assert large.num_scores > reference.AUTOMATIC_SCORES
     reason = next(c.reason for c in explain(SPEC, large) if c.kernel == "reference_dense")
@@ -123,7 +123,7 @@ def test_backends_agree_under_jit():
 
 @pytest.mark.parametrize("num_queries", [1, 6])
 def test_lengths_are_clipped_to_the_arrays(num_queries):
-    """Rows and keys past the arrays do not exist: they count neither in lse nor in mass; nor do fewer than none."""
+    """Lengths past the arrays act as the arrays' sizes, and negative lengths as 0, in out, lse and mass."""
     q, k = jnp.ones((2, num_queries, 4, 8)), jnp.ones((2, 21, 2, 8))
     spec = AttentionSpec(causal=False, tile=16, query_tile=8, mass=True)
     call = jax.jit(lambda kv_len, q_len: attention(q, k, k, spec, kv_len=kv_len, q_len=q_len))
@@ -137,7 +137,7 @@ def test_lengths_are_clipped_to_the_arrays(num_queries):
 
 
 def test_public_names_stay_callable_after_their_modules_are_imported():
-    """tessera.attention is a package as well as a function; importing a module hides no function."""
+    """`tessera.attention` is both a package and a function; importing its modules must not hide the function."""
     program = (
         "import tessera.attention.contract, tessera.calibration.calibrate, tessera, jax.numpy as jnp\n"
         "x = jnp.ones((1, 4, 2, 16))\n"
@@ -158,7 +158,7 @@ def test_costs_and_search_spaces_are_usable(kernel):
     capacity = 4 if kernel.role == "sparse" else None
     num_queries = 1 if kernel.phase == "decode" else 128
     shapes = SHAPES._replace(num_queries=num_queries, capacity=capacity)
-    if kernel.platform == "gpu":  # what its matrix units take
+    if kernel.platform == "gpu":  # shapes that the GPU's matrix units accept
         shapes = shapes._replace(head_dim=128, dtype=kernel.dtypes[0])
     tiles = (16, 1) if kernel.role == "sparse" else (16,)
     specs = [AttentionSpec(tile=tile, mass=kernel.role == "score") for tile in tiles]

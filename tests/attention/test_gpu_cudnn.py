@@ -1,7 +1,7 @@
-"""cuDNN behind the contract: what surrounds it is right, what it cannot honour is refused, and who comes first.
+"""The cuDNN kernel: Tessera's code around cuDNN, the calls that are refused, and when the kernel is chosen.
 
-cuDNN itself runs on a GPU alone (`scripts/gpu_check.sh correct` holds it to float32 there). Here its place is taken by
-its own definition in plain arithmetic, so that lengths, padding, empty rows and positions are tested all the same.
+cuDNN itself runs only on a GPU, where `scripts/gpu_check.sh correct` compares it with float32. Here `definition`, in
+plain JAX, replaces it, so that lengths, padding, empty rows and positions are still tested.
 """
 
 import functools
@@ -38,7 +38,7 @@ SHAPES = Shapes(1, 1024, 1024, 8, 2, 128, None, "bfloat16")
 
 
 def definition(q, k, v, kv_len, scale, causal):
-    """What cuDNN is documented to compute: the diagonal starts at the first key, keys at kv_len and on are masked."""
+    """Compute what cuDNN documents: a causal diagonal from the first key on, and keys from kv_len on masked."""
     groups = q.shape[2] // k.shape[2]
     k, v = (jnp.repeat(x.astype(jnp.float32), groups, axis=2) for x in (k, v))
     z = jnp.einsum("BTNH,BSNH->BNTS", q.astype(jnp.float32), k, precision="highest") * scale
@@ -71,7 +71,7 @@ def test_all_around_it_meets_the_oracle(monkeypatch, causal, q_start):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def opaque(q, k, v, kv_len, scale, causal):
-    """As cuDNN's: a rule of its own that keeps what went in and came out, and drops the cotangent of lse."""
+    """Mimic cuDNN's custom gradient: save inputs and outputs, and drop the cotangent of lse."""
     return definition(q, k, v, kv_len, scale, causal)
 
 
@@ -91,7 +91,7 @@ opaque.defvjp(opaque_forward, opaque_backward)
     [(True, (0, 0, 0), None), (True, (5, -9, 3), "9.0"), (True, (5, -9, 3), "8.0"), (False, (0, 0, 0), "10.0")],
 )
 def test_its_gradient_is_that_of_out_and_lse(monkeypatch, causal, q_start, capability):
-    """Hopper's kernels take it where they run (test_attention.py holds them to float64), plain JAX elsewhere."""
+    """On Hopper the gradient comes from our kernels (test_attention.py checks them), elsewhere from plain JAX."""
     ran, plain = [], gpu_backward.by_rows
     monkeypatch.setattr(gpu_cudnn, "cudnn", opaque)
     monkeypatch.setattr(gpu_backward, "by_rows", lambda *x: ran.append("plain") or plain(*x))
@@ -125,7 +125,7 @@ def test_its_gradient_is_that_of_out_and_lse(monkeypatch, causal, q_start, capab
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 def test_its_gradient_keeps_nothing_of_the_size_of_the_scores(monkeypatch, causal):
-    """Where q_start is known only when the program runs, a condition would keep what the other way needs."""
+    """q_start is known only at run time, and a `cond` on it must not save the residuals of both branches."""
     monkeypatch.setattr(gpu_cudnn, "cudnn", opaque)
     spec, length = AttentionSpec(causal=causal), 4096
     q, k = (jax.ShapeDtypeStruct((1, length, heads, 64), jnp.bfloat16) for heads in (4, 2))
@@ -168,7 +168,7 @@ def test_cudnn_comes_before_our_own_kernel():
 
 class Device:
     def __init__(self, capability):
-        if capability is not None:  # not every maker's has one
+        if capability is not None:  # not every vendor's device has this attribute
             self.compute_capability = capability
 
 

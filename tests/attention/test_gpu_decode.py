@@ -1,4 +1,4 @@
-"""What the Hopper decode kernels promise beyond the oracle: every key once, any G, any list, exact merging."""
+"""Hopper decode kernels beyond the oracle: each key is read once, for any G and any list, and merging is exact."""
 
 import dataclasses
 import re
@@ -94,7 +94,7 @@ REPEATED = {
     ("window and cap", "sparse"),
     ("wide heads", "dense"),
 }
-"""Variants whose every part another role or another variant of the role has too."""
+"""(variant, role) pairs whose features other pairs cover too; these run in the exhaustive suite only."""
 
 
 def cases():
@@ -115,7 +115,7 @@ def test_variants_meet_the_oracle(name, role):
 @pytest.mark.parametrize("tile", [16, 128])
 @pytest.mark.parametrize("listed", ["none", "one", "all"])
 def test_lists_of_none_one_and_all_tiles(tile, listed):
-    """Entries past count point anywhere, also where there is no memory."""
+    """Entries past count hold ids outside the cache, which must not be read."""
     workload = variant(tile=tile, num_keys=320, num_heads=2, q_start=(319,), kv_len=(320,))
     call = calls.make(workload, "sparse", "bfloat16")
     number = workload.num_key_tiles
@@ -133,7 +133,7 @@ SPEC = AttentionSpec(tile=16, window=500)
 @pytest.mark.parametrize("spec", [AttentionSpec(tile=16), SPEC, AttentionSpec(tile=128)], ids=["all", "window", "wide"])
 @pytest.mark.parametrize("splits", [1, 3, 33])
 def test_runs_cover_every_block_once(role, spec, splits):
-    """Over the splits: disjoint, in order, every block that holds a visible key or a listed tile, nothing else."""
+    """Together the splits visit each block with a visible key or listed tile once, in order, and no other."""
     cut = decode_splits.Cut(role, spec, Shapes(1, 1, 4000, 8, 2, 128, 40, "bfloat16"), 64, splits)
     for kv_len in (0, 1, 63, 64, 65, 3999, 4000, 5000):
         positions = Positions(*(jnp.int32(n) for n in (kv_len - 1, kv_len, 1)))
@@ -145,13 +145,13 @@ def test_runs_cover_every_block_once(role, spec, splits):
         if role == "sparse":
             first, last = 0, -(-7 * spec.tile // 64) if kv_len else 0
         assert blocks == list(range(first, last) if stop > start else ())
-        assert len({int(run.count) for run in runs} - {0}) <= 2  # as even as whole blocks allow
+        assert len({int(run.count) for run in runs} - {0}) <= 2  # whole blocks cannot be split more evenly
 
 
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 @pytest.mark.parametrize("block_s", [64, 128])
 def test_only_listed_entries_are_read(tile, block_s):
-    """No entry past count is looked at; what is copied is the listed keys, and what is seen of them."""
+    """No entry past count is read; the kernel copies the listed keys and sees the visible ones among them."""
     cut = decode_splits.Cut(
         "sparse", AttentionSpec(tile=tile), Shapes(1, 1, 4096, 8, 2, 128, 40, "bfloat16"), block_s, 1
     )
@@ -177,7 +177,7 @@ def test_only_listed_entries_are_read(tile, block_s):
 
 @pytest.mark.parametrize("splits", [1, 35, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (2, 16))])
 def test_merging_is_exact_to_rounding(splits):
-    """Against float64, empty splits and rows that no split saw included; sizes that fill no block of threads."""
+    """Compare with float64, with empty splits, rows empty in every split, and sizes that do not fill a thread block."""
     rng = np.random.default_rng(0)
     out = rng.standard_normal((splits, 3, 40)).astype(np.float32)
     lse = np.repeat(30 * rng.standard_normal((splits, 3, 1)), 40, -1).astype(np.float32)
@@ -207,9 +207,11 @@ PIECES = {
 
 
 def mass_of(bank, lse, cut, positions):
-    """What the merging launch is held to: 2^(bank - lse) over G rows and each tile's units; 0 for tiles nobody read.
+    """Compute the mass that the merge must return: 2^(bank - lse), summed over G rows and each tile's units; 0 if
+    unread.
 
-    bank [B,K,parts,units,rows] is log2 of each unit's sum of exponentials, lse [B,K,G] that of all keys.
+    bank [B,K,parts,units,rows] is log2 of each unit's sum of exponentials; lse [B,K,G] is log2 of the sum over all
+    keys.
     """
     start, stop = decode_range(cut.spec, positions, cut.shapes.num_keys)
     first = jnp.arange(cut.banked, dtype=jnp.int32) * cut.unit
@@ -223,14 +225,14 @@ def mass_of(bank, lse, cut, positions):
 
 
 REPEATED_PIECES = {"units of a tile, an odd last one", "a window over one load"}
-"""Two products have both: units of a tile, an odd number of them, and a window over several loads."""
+"""Exhaustive only: "two products" also has units of a tile, an odd number of units, and a window over several loads."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.exhaustive] if n in REPEATED_PIECES else []) for n in PIECES]
 )
 def test_masses_are_those_of_the_bank(name):
-    """Any tile count, group and window; what no row sees is rubbish in the bank, and 0 in the mass."""
+    """Units that no row sees hold NaN in the bank; their mass must be 0."""
     lengths, groups, tile, block_s, window = PIECES[name]
     shapes = Shapes(len(lengths), 1, max(lengths), 2 * groups, 2, 64, None, "bfloat16")
     cut = decode_splits.Cut("score", AttentionSpec(tile=tile, window=window, mass=True), shapes, block_s, 18)
@@ -258,7 +260,7 @@ LLAMA = Shapes(1, 1, 131072, 32, 8, 128, None, "bfloat16")
 
 
 def layer(shapes: list, tile: int):
-    """For the compiler: what a model's layer takes of a scoring call, out and mass, from head-major arrays."""
+    """Build a scoring call for the compiler: head-major arrays in, only out and mass returned, as in a layer."""
     spec = AttentionSpec(tile=tile, mass=True)
     call, arguments, about = programs.attention_call(
         "gpu_decode_score", dataclasses.asdict(spec), Shapes(*shapes)._asdict()
@@ -272,7 +274,7 @@ def layer(shapes: list, tile: int):
 
 
 def launches(program: str) -> list[str]:
-    """What a compiled program starts on the GPU, in order: a kernel of ours by its name, the rest by their kind."""
+    """List what a compiled program launches on the GPU, in order: our kernels by name, other operations by kind."""
     found = re.findall(r"^ +(?:ROOT )?%\S+ = (?:\(.*?\)|\S+) ([a-z-]+)\((.*)$", program[program.index("ENTRY") :], re.M)
     free = ("parameter", "constant", "bitcast", "get-tuple-element", "tuple")
     ours = r'custom_call_target="mosaic_gpu.*op_name="[^"]*?/(\w+)/mpmd_map'
@@ -290,7 +292,7 @@ def launches(program: str) -> list[str]:
     ids=["one sequence", "four", "four, seven heads a group, twelve tiles"],
 )
 def test_scoring_takes_two_launches(change, tile):
-    """The kernel, and the merge, which also writes the masses: XLA adds no launch of its own."""
+    """Scoring launches the kernel and the merge, which also writes the masses; XLA adds no launch."""
     shapes = LLAMA._replace(**change)
     program = factory_program(f"{__name__}:layer", shapes=list(shapes), tile=tile)
     found = gpu.compile_for("h200", program, paths=list(map(str, Path(__file__).parents[:2])))
@@ -302,7 +304,7 @@ def test_scoring_takes_two_launches(change, tile):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_the_default_fills_the_chip(role, head_dim, batch):
-    """One sequence is one wave of equal splits; enough bytes are on their way; every config fits."""
+    """One sequence is one wave of equal splits, enough bytes are in flight, and every config fits shared memory."""
     spec = AttentionSpec(tile=64, mass=role == "score")
     shapes = LLAMA._replace(batch=batch, head_dim=head_dim, capacity=205 if role == "sparse" else None)
     config = gpu_decode.default_config(role, spec, shapes)

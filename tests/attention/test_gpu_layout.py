@@ -1,4 +1,4 @@
-"""The GPU script's look at where gathered rows lie in shared memory: a planted wrong place is seen and named."""
+"""The GPU script's check of gathered rows in shared memory: it finds a planted misplacement and names the slots."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tessera.workbench.gpu_check import layout
 
 
 def test_a_wrong_place_of_gathered_rows_is_seen_and_named(monkeypatch):
-    """Planted: rows of K change places in pairs, as a wrong swizzle of row numbers would have it."""
+    """The planted fault swaps neighbouring rows of K, as a wrong swizzle of row numbers would."""
 
     def copy_rows(refs, item, first, slot, cut):
         last = sparse_rows.read(refs, item, "end") - 1

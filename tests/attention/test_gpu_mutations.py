@@ -1,6 +1,6 @@
-"""The gates bite: a kernel without one of its waits, fences, arrivals or turns, or without the last listed tile, fails.
+"""Every mutant of a Hopper kernel fails: one without a wait, fence, arrival, last loop turn or last listed tile.
 
-The interpreter must notice by a race, an error, a wrong value or a wait that never ends.
+The interpreter must report a race, an error, a wrong value or an endless wait.
 """
 
 import pytest
@@ -23,7 +23,7 @@ def mutants():
 )
 def test_a_broken_kernel_is_caught(mutants, kernel, kind):
     places = mutants.sites(kernel)[kind]
-    assert (not places) == ((kernel, kind) in ABSENT), f"{kernel} has {places} of {kind}: mend mutants.ABSENT"
+    assert (not places) == ((kernel, kind) in ABSENT), f"{kernel} has {places} of {kind}: update mutants.ABSENT"
     unseen = {place for site, place in enumerate(places) if not mutants.caught(kernel, kind, site)}
     excused = {place for k, some, place in EQUIVALENT if (k, some) == (kernel, kind)}
     assert unseen == excused, f"{kernel} without {kind} at {unseen - excused} passes"

@@ -1,6 +1,6 @@
-"""Hopper prefill where the catalogue does not reach: ranges longer than the pipeline, every order of products, chunks
-of queries, tiles wider than blocks, lengths that no copy is aligned to, the gradient's two cuts,
-and the ranges of blocks against brute force."""
+"""Hopper prefill beyond the catalogue of workloads: key ranges longer than the pipeline, every order of products,
+chunks of queries, tiles wider than blocks, lengths that TMA cannot address, both ways to divide the gradient, and the
+ranges of blocks against brute force."""
 
 import dataclasses
 import itertools
@@ -34,12 +34,12 @@ LONG = Workload(
     kv_len=(485,),
     tags=(),
 )
-"""Eight blocks of 64 keys: whole ones, the diagonal, the last valid key in the middle of one."""
+"""Eight blocks of 64 keys: whole blocks, blocks on the diagonal, and the last valid key in the middle of a block."""
 WINDOW = dataclasses.replace(LONG, name="window", spec=AttentionSpec(window=300, tile=16, query_tile=12))
 
 
 def check(kernel, workload, config, dtype="bfloat16"):
-    """One call against the oracle, races counted."""
+    """Compare one call with the oracle; the simulation also fails on races."""
     call = calls.make(workload, kernel.role, dtype)
     answer = oracle.attend(call)
     allowed = oracle.tolerance(call, answer, dtype)
@@ -56,19 +56,19 @@ def check(kernel, workload, config, dtype="bfloat16"):
     ("overlap", "turns", "stages"), [(True, True, 3), (True, False, 2), (False, True, 2), (False, False, 4)]
 )
 def test_every_order_of_products(overlap, turns, stages):
-    """Ranges longer than the pipeline is deep, masked at both ends or at one."""
+    """Key ranges have more blocks than the pipeline has stages, and are masked at one end or both."""
     config = prefill_rows.Config(block_s=64, stages=stages, overlap=overlap, turns=turns)
     check(DENSE, WINDOW if turns else LONG, config)
 
 
 def test_one_block_and_head_dim_256():
-    """Fewer keys than a block, fewer rows than a product."""
+    """The keys do not fill a block, nor the query rows a product."""
     one = dataclasses.replace(LONG, num_queries=5, num_keys=40, head_dim=256, q_start=(30,), kv_len=(37,))
     check(DENSE, one, DENSE.default_config(one.spec, one.shapes("dense")))
 
 
 def test_padding_changes_nothing_bit_for_bit():
-    """Whatever stands at or past kv_len and q_len, NaN included, the result is the same."""
+    """Values at or past kv_len and q_len, NaN included, do not change the result."""
     ragged = dataclasses.replace(LONG, q_len=(60,), kv_len=(455,))
     call = calls.make(ragged, "dense", "bfloat16")
     assert np.isnan(call.k.astype(np.float32)).any()
@@ -89,7 +89,7 @@ def test_padding_changes_nothing_bit_for_bit():
     ids=["window and a tile wider than a block", "tile wider than a block", "window"],
 )
 def test_chunks_of_queries_change_nothing(workload, monkeypatch):
-    """Tiles wider than a block, query tiles that no copy is aligned to; the same bits from two passes as from one."""
+    """Tiles are wider than a block and query tiles not aligned for TMA; two chunks give the same bits as one."""
     workload = dataclasses.replace(workload, num_queries=400, q_start=(90,), q_len=(395,))
     config = prefill_rows.Config(block_s=64)
     whole = check(SCORE, workload, config)
@@ -104,7 +104,7 @@ def test_chunks_of_queries_change_nothing(workload, monkeypatch):
 
 
 def test_scratch_is_bounded():
-    """What a scoring pass leaves behind never outgrows q, nor BITS, but for one chunk of whole query tiles."""
+    """A chunk's scratch exceeds neither q's size nor BITS, unless the chunk is a single block of 128 rows."""
     spec = AttentionSpec(tile=16, query_tile=32, mass=True)
     for num_queries, num_keys in ((4096, 4096), (131072, 131072), (100, 131072)):
         cut = prefill_rows.Cut(spec, prefill_rows.Config(), 4, num_keys, 128, "bfloat16")
@@ -115,7 +115,7 @@ def test_scratch_is_bounded():
 
 
 def test_query_tiles_of_a_chunk_fit_the_grid():
-    """They lie along CUDA's second axis, which ends at 65,535; ordinary calls are cut as if there were no such end."""
+    """Query tiles lie along CUDA's second grid axis, whose limit is 65,535; chunks are cut to stay within it."""
     for query_tile, num_queries, num_keys in ((1, 1 << 18, 1 << 12), (7, 1 << 20, 1 << 12), (32, 1 << 23, 1 << 12)):
         spec = AttentionSpec(tile=128, query_tile=query_tile, causal=False, mass=True)
         cut = prefill_rows.Cut(spec, prefill_rows.Config(), 1, num_keys, 128, "bfloat16")
@@ -125,7 +125,7 @@ def test_query_tiles_of_a_chunk_fit_the_grid():
 
 
 ODD = [(50, 208), (56, 203), (1001, 1001), (500, 5001)]
-"""Rows and keys, not both multiples of 8: the interpreter takes them, the copy engine does not."""
+"""(rows, keys), not both multiples of 8: the interpreter accepts such arrays, TMA does not."""
 
 
 @pytest.mark.parametrize(
@@ -137,14 +137,14 @@ ODD = [(50, 208), (56, 203), (1001, 1001), (500, 5001)]
     ],
 )
 def test_odd_lengths_lower_for_hopper(kernel, num_queries, num_keys):
-    """Every one of them, for one kernel or the other; the last scores in chunks."""
+    """Lower each pair of ODD for one of the two kernels by default; the last pair scores in chunks."""
     spec = AttentionSpec(tile=16, query_tile=32, mass=kernel is SCORE)
     shapes = Shapes(2, num_queries, num_keys, 4, 1, 128, None, "bfloat16")
     assert gpu.lower(attention_program(kernel.name, spec, shapes)) is None
 
 
 def dense_call(num_queries, num_keys, head_dim, softcap=None):
-    """Dense attention as a function of q, k, v and positions, and these, abstract."""
+    """Return dense attention as a function of (q, k, v, positions), and abstract arguments for it."""
     positions, spec = Positions(*[jax.ShapeDtypeStruct((2,), jnp.int32)] * 3), AttentionSpec(softcap=softcap)
     q, k = (
         jax.ShapeDtypeStruct((2, tokens, heads, head_dim), jnp.bfloat16)
@@ -158,7 +158,7 @@ def dense_call(num_queries, num_keys, head_dim, softcap=None):
 
 
 def gradient_call(num_queries, num_keys, head_dim, softcap=None):
-    """dq, dk and dv of `dense_call`, of a sum over out and lse."""
+    """Return the gradient (dq, dk, dv) of sum(out) + sum(lse) of `dense_call`, and its abstract arguments."""
     call, arguments = dense_call(num_queries, num_keys, head_dim, softcap)
     return jax.grad(lambda *x: sum(y.sum().astype(jnp.float32) for y in call(*x)[:2]), argnums=(0, 1, 2)), arguments
 
@@ -167,7 +167,7 @@ BACKWARD = ("gpu_backward_rows", "gpu_backward_keys")
 
 
 def test_the_gradient_of_odd_lengths_lowers_for_hopper():
-    """In the shapes of q, k and v."""
+    """The gradients have the shapes of q, k and v."""
     gradient, arguments = gradient_call(1001, 203, 128)
     lowered = jax.jit(gradient).trace(*arguments).lower(lowering_platforms=("cuda",))
     assert [x.shape for x in lowered.out_info] == [x.shape for x in arguments[:3]]
@@ -176,7 +176,7 @@ def test_the_gradient_of_odd_lengths_lowers_for_hopper():
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "pads"), [(64, 208, False), (50, 208, True), (64, 203, True)])
 def test_only_what_is_not_whole_is_copied(num_queries, num_keys, pads):
-    """q, K and V of lengths that the copy engine takes go in as they are."""
+    """Arrays whose lengths TMA accepts are passed without padding."""
     call, arguments = dense_call(num_queries, num_keys, 64)
     assert (" pad[" in str(jax.make_jaxpr(call)(*arguments))) == pads
 
@@ -191,9 +191,9 @@ BOTH_WAYS = AttentionSpec(causal=False)
     [(128, CAPPED), pytest.param(64, WINDOWED, marks=pytest.mark.exhaustive), (64, BOTH_WAYS), (256, CAPPED)],
 )
 def test_gradient_through_out_and_lse(head_dim, spec, monkeypatch):
-    """Both cuts of dk and dv, and plain JAX; G = 2, more steps than stages; keys past kv_len that a mask would show;
-    lse has a cotangent too."""
-    monkeypatch.setattr(gpu_backward, "SCORES", 32 * 2 * 224)  # three blocks of rows
+    """Both kernels' ways to divide dk and dv, and plain JAX, with G = 2 and more steps than stages. The causal mask
+    alone would show keys past kv_len; lse has a cotangent too."""
+    monkeypatch.setattr(gpu_backward, "SCORES", 32 * 2 * 224)  # gives three blocks of rows
     workload = dataclasses.replace(LONG, num_keys=220, head_dim=head_dim, spec=spec, q_start=(140,), kv_len=(190,))
     call = calls.make(workload, "dense", "bfloat16")
     rng = np.random.default_rng(5)
@@ -215,7 +215,7 @@ def test_gradient_through_out_and_lse(head_dim, spec, monkeypatch):
 
 @pytest.mark.parametrize("spec", [AttentionSpec(scale=-0.1), AttentionSpec(causal=False)], ids=["causal", "both ways"])
 def test_gradient_in_plain_jax_of_ragged_sequences(spec, monkeypatch):
-    """Heads of 256, padding NaN, rows before the first key, a sequence without keys; blocks of 128 rows and of 4."""
+    """Head dim 256, NaN padding, rows before the first key, a sequence without keys; blocks of 128 and of 4 rows."""
     sizes = {"batch": 3, "num_queries": 50, "num_keys": 90, "num_heads": 4, "num_kv_heads": 2, "head_dim": 256}
     places = {"q_start": (40, -20, 0), "kv_len": (90, 31, 0), "q_len": (50, 37, 50)}
     call = calls.make(Workload(name="ragged", spec=spec, tags=(), **sizes, **places), "dense", "bfloat16")
@@ -224,7 +224,7 @@ def test_gradient_in_plain_jax_of_ragged_sequences(spec, monkeypatch):
     result = AttentionOut(jnp.asarray(truth.out, jnp.bfloat16), jnp.asarray(truth.lse, jnp.float32))
     slopes = AttentionOut(jnp.asarray(d_out), jnp.zeros_like(result.lse))
     exact = oracle.gradients(call, d_out)
-    for scores in (gpu_backward.SCORES, 4 * 3 * 4 * 96):  # K and V have whole lines: 96 keys
+    for scores in (gpu_backward.SCORES, 4 * 3 * 4 * 96):  # the 90 keys are padded to 96
         monkeypatch.setattr(gpu_backward, "SCORES", scores)
         q, k, v = (jnp.asarray(x) for x in call[:3])
         gradients = jax.jit(lambda *call: gpu_backward.gradients(*call, spec, positions))
@@ -236,7 +236,7 @@ def test_gradient_in_plain_jax_of_ragged_sequences(spec, monkeypatch):
 
 
 def lse_gradients(call, d_lse):
-    """Gradient of sum(d_lse * lse) with respect to q, k and v, row by row."""
+    """Compute the gradients of sum(d_lse * lse) with respect to q, k and v, row by row."""
     dq, dk, dv = (np.zeros(x.shape) for x in (call.q, call.k, call.v))
     group, scale = call.q.shape[2] // call.k.shape[2], call.q.shape[-1] ** -0.5
     for b, t, head in np.ndindex(*call.q.shape[:3]):
@@ -262,7 +262,7 @@ CONFIG = prefill_rows.Config(block_s=64)
 
 
 def test_ranges_of_blocks_against_brute_force():
-    """Every visible pair lies in [start, stop), and every pair in [whole, masked) is visible."""
+    """Blocks [start, stop) hold every visible (row, key) pair; all pairs in blocks [whole, masked) are visible."""
     rng = np.random.default_rng(6)
     for causal, window, size in itertools.product((True, False), (None, 1, 37, 64), (16, 64)):
         if window is not None and not causal:
@@ -277,13 +277,13 @@ def test_ranges_of_blocks_against_brute_force():
             run = slice(64, 128)
             keys = block_ranges.key_blocks(q_start + 64, min(q_len - 64, 64), kv_len, spec, size)
             compare(mask[run][: max(min(q_len - 64, 64), 0)], keys, size)
-            pairs |= row >= q_len  # rows past q_len count as rows that see everything, keys past kv_len as seen
+            pairs |= row >= q_len  # row_blocks counts rows past q_len as seeing every key, and keys past kv_len as seen
             rows = block_ranges.row_blocks(64, 64, q_start, (kv_len, q_len), spec, size)
             compare(mask[:q_len, run].T, rows, size, pairs[:, run].T)
 
 
 def compare(mask, blocks, size, padded=None):
-    """mask [fixed, swept] against the blocks of the swept axis."""
+    """Compare `mask` [fixed axis, swept axis] with the ranges of blocks along the swept axis."""
     start, whole, masked, stop = (int(x) for x in blocks)
     assert start <= whole <= masked <= stop
     swept = np.flatnonzero(mask.any(0)) // size
@@ -292,7 +292,7 @@ def compare(mask, blocks, size, padded=None):
 
 
 def test_a_window_beside_256_sums_leaves_out_the_order_that_spills():
-    """What the gates found; the same blocks without a window, or scoring, spill nothing."""
+    """With head dim 256 and a window, `overlap=False` spills registers, so the search space of dense omits it."""
 
     def orders(window, mass):
         spec = AttentionSpec(window=window, mass=mass)
@@ -306,7 +306,7 @@ def test_a_window_beside_256_sums_leaves_out_the_order_that_spills():
 
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 def test_heads_of_256_are_scored_from_tiles_of_64_on(tile):
-    """Two sums a block and 256 columns of values: with two sequences the compiler spills (the gates' finding)."""
+    """Tiles below 64 are refused: at head dim 256 with two sequences, the compiler spills registers."""
     spec, shapes = AttentionSpec(tile=tile, mass=True), Shapes(2, 8192, 8192, 8, 2, 256, None, "bfloat16")
     refused = gpu_prefill.supports("score", spec, shapes)
     assert refused is None if tile >= 64 else f"tile={tile}" in refused

@@ -1,4 +1,4 @@
-"""What Hopper's sparse prefill kernels promise beyond the oracle over the catalogue: lists of every length, padding."""
+"""Hopper's sparse prefill kernels beyond the oracle over the catalogue: lists of every length, padding, lowering."""
 
 import functools
 
@@ -26,7 +26,7 @@ RUBBISH = 1 << 29
 
 @functools.cache
 def lists_of_every_length(tile: int = TILE) -> oracle.Call:
-    """Query tiles that list one tile, all, none, and every other one; rubbish past count, NaN past kv_len."""
+    """Build a call whose query tiles list one tile, all, none and half; entries past count or kv_len are garbage."""
     rng = np.random.default_rng(0)
     store, num_tiles = oracle.DTYPES["bfloat16"], -(-NUM_KEYS // tile)
     q = rng.standard_normal((1, 4 * QUERY_TILE, 4, 64)).astype(store)
@@ -49,17 +49,17 @@ def meets_oracle(kernel, call: oracle.Call, config: Config) -> None:
     assert np.abs(result.out - answer.out).max() <= allowed.out
     assert np.array_equal(np.isneginf(result.lse), empty)
     assert np.all(result.out[empty] == 0)
-    assert np.abs(result.lse[~empty] - answer.lse[~empty]).max() <= 2 * allowed.lse  # sums in another order
+    assert np.abs(result.lse[~empty] - answer.lse[~empty]).max() <= 2 * allowed.lse  # the sums run in another order
 
 
 @pytest.mark.parametrize("config", [Config(rows=64, block_s=64, stages=2), Config(rows=64, block_s=128, stages=3)])
 def test_lists_longer_and_shorter_than_the_pipeline(config):
-    """Seven blocks through two stages, a single tile, no tile at all, a block of which a part is listed."""
+    """Seven blocks through two stages, a single tile, no tile, and a block that is only partly listed."""
     meets_oracle(SPARSE, lists_of_every_length(), config)
 
 
 def test_two_row_blocks_of_a_warpgroup():
-    """Seven heads over 24 tokens: 168 rows in 256, of which the last block holds none; tiles longer than a block."""
+    """Seven heads x 24 tokens fill 168 of 256 rows, so the last 64 rows are empty; tiles are longer than a block."""
     call = lists_of_every_length(128)
     rng = np.random.default_rng(1)
     q = rng.standard_normal((1, 96, 7, 64)).astype(call.q.dtype)
@@ -68,7 +68,7 @@ def test_two_row_blocks_of_a_warpgroup():
 
 
 def test_single_keys_are_their_tiles():
-    """The keys of listed tiles, listed one by one, give the tiles' result."""
+    """Listing every key of the listed tiles gives the tiles' result."""
     call = lists_of_every_length()
     keys = np.full((1, 1, 4, NUM_KEYS + 5), RUBBISH)
     count = np.minimum(call.count * TILE, NUM_KEYS)
@@ -76,7 +76,7 @@ def test_single_keys_are_their_tiles():
         listed = (call.tiles[0, 0, i, : call.count[0, 0, i], None] * TILE + np.arange(TILE)).reshape(-1)
         keys[0, 0, i, : count[0, 0, i]] = listed[listed < NUM_KEYS]
     call = call._replace(tiles=keys, count=count, tile=1)
-    rows = slice(2 * QUERY_TILE, None)  # the simulation copies row by row: seconds
+    rows = slice(2 * QUERY_TILE, None)  # half the rows: the simulation copies row by row, which takes seconds
     call = call._replace(
         q=call.q[:, rows],
         tiles=keys[:, :, 2:],
@@ -89,7 +89,7 @@ def test_single_keys_are_their_tiles():
 
 
 def test_a_dropped_tile_is_seen():
-    """The tolerance is tight enough: every list without its last tile is off by far more."""
+    """A kernel that drops each list's last tile exceeds the tolerance more than 100 times."""
     call = lists_of_every_length()._replace(causal=False)
     short = call._replace(count=np.maximum(call.count - 1, 0))
     answer, allowed = oracle.attend(call), oracle.tolerance(call, oracle.attend(call), "bfloat16")
@@ -101,7 +101,7 @@ def test_a_dropped_tile_is_seen():
 
 
 def test_padding_is_cleared(monkeypatch):
-    """Without the zeroing of values past kv_len their NaN reach the output: 0 * NaN."""
+    """If the kernel does not zero values past kv_len, their NaN reach the output as 0 * NaN."""
     call = lists_of_every_length()
     whole = gpu_sparse.padding_of
 
@@ -119,7 +119,7 @@ def test_padding_is_cleared(monkeypatch):
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 37)])
 @pytest.mark.parametrize("tile", [1, 16, 128])
 def test_plan_is_what_the_rows_see(tile, causal, window):
-    """Units that some row sees, and that all rows see in full, against every pair of row and key."""
+    """Compare the plan's range of visible units, and of units that all rows see in full, with every (row, key) pair."""
     rng = np.random.default_rng(3)
     spec = AttentionSpec(tile=tile, query_tile=24, causal=causal, window=window)
     shapes = Shapes(4, 60, 700, 4, 1, 64, 9, "bfloat16")
@@ -146,7 +146,7 @@ def test_plan_is_what_the_rows_see(tile, causal, window):
 
 
 def test_swizzled_places():
-    """The rule of TMA and wgmma: bits 4 to 6 of a byte's offset take bits 7 to 9 on top; no place twice."""
+    """TMA and wgmma XOR bits 4 to 6 of a byte offset with bits 7 to 9; no two elements share a place."""
     for columns in (8, 16):
         row, column = np.divmod(np.arange(64 * columns), columns)
         piece = (row // 8) * (columns // 8) + column // 8
@@ -157,7 +157,7 @@ def test_swizzled_places():
 
 
 def covering(*chosen):
-    """Pair both kernels with each value, tiles of 32 with the first half of them by default and keys with the rest."""
+    """Yield both kernels with each value; by default tiles of 32 run the first half, single keys the second."""
     half = len(chosen) // 2
     for kernel, tile, name, by_default in ((SPARSE, 32, "tiles", chosen[:half]), (KEYS, 1, "keys", chosen[half:])):
         for value in chosen:
@@ -167,7 +167,7 @@ def covering(*chosen):
 
 @pytest.mark.parametrize(("kernel", "tile", "causal"), list(covering(True, False)))
 def test_odd_lengths_lower_for_hopper(kernel, tile, causal):
-    """What the interpreter replaces or does not ask for: copies by thread, lengths that TMA takes."""
+    """Lower what the interpreter does not check: copies by single threads, and the lengths that TMA accepts."""
     spec = AttentionSpec(tile=tile, query_tile=32, causal=causal)
     q, k = (jax.ShapeDtypeStruct((1, tokens, heads, 128), jnp.bfloat16) for tokens, heads in ((50, 4), (203, 1)))
     whole = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -185,13 +185,13 @@ def test_odd_lengths_lower_for_hopper(kernel, tile, causal):
 
 @pytest.mark.parametrize(("kernel", "tile", "query_tile"), list(covering(12, 100, 20, 1)))
 def test_odd_query_tiles_lower_for_hopper(kernel, tile, query_tile):
-    """Several of them or one that is longer than the call; the copy engine wants each to begin at a multiple of 8."""
+    """Several query tiles, or one longer than the call; TMA needs each tile to begin at a multiple of 8 rows."""
     spec, shapes = AttentionSpec(tile=tile, query_tile=query_tile), Shapes(1, 50, 208, 4, 1, 128, 5, "bfloat16")
     assert gpu.lower(attention_program(kernel.name, spec, shapes)) is None
 
 
 def test_softcap_is_not_the_chips_own_tanh(monkeypatch):
-    """MUFU.TANH has 11 good bits; of exp2 and a quotient there are as many as a float32 holds."""
+    """MUFU.TANH is accurate to 11 bits; tanh from exp2 and a quotient is accurate to float32."""
     monkeypatch.setattr(sass, "WIDE", ("MUFU",))
     spec, shapes = AttentionSpec(tile=64, query_tile=32, softcap=30.0), Shapes(1, 1024, 1024, 4, 1, 128, 5, "bfloat16")
     found = gpu.compile_for("h200", attention_program(SPARSE.name, spec, shapes))

@@ -1,4 +1,4 @@
-"""The kernel record: every refusal that follows from its fields, and what they say of the kernels in the table."""
+"""The kernel record: every refusal that follows from its fields, and fields of the kernels in the table."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ KERNEL = Kernel(
 def test_a_kernel_without_limits_takes_every_call_of_its_kind():
     assert KERNEL.refusal(SPEC, SHAPES) is None
     assert KERNEL.refusal(SPEC, SHAPES, platform="gpu", capability="9.0", automatic=True) is None
-    assert KERNEL.refusal(SPEC, SHAPES._replace(num_queries=1)) is None  # prefill takes one row too
+    assert KERNEL.refusal(SPEC, SHAPES._replace(num_queries=1)) is None  # a prefill kernel also takes one row
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_what_its_fields_exclude_is_refused(fields, spec, shapes, reason):
 
 
 def test_its_own_limits_are_asked_last():
-    """So `supports` need not check what the fields say."""
+    """`supports` runs after the checks of the other fields, so it need not repeat them."""
     kernel = replace(KERNEL, supports=lambda spec, shapes: 1 / 0)
     assert "dtype int8" in kernel.refusal(SPEC, SHAPES._replace(dtype="int8"))
 

@@ -1,4 +1,7 @@
-"""Attention split over a mesh's "heads" axis equals attention on one device (a process counts its devices once)."""
+"""Attention split over a mesh's "heads" axis equals attention on one device.
+
+A child process runs the program, because JAX fixes the number of devices once per process.
+"""
 
 import os
 import subprocess

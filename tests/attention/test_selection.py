@@ -1,4 +1,4 @@
-"""select_tiles against a brute-force reading of its rules, over positions, tiles, windows and budgets."""
+"""select_tiles against a brute-force version of its rules, over positions, tiles, windows and budgets."""
 
 import functools
 import itertools
@@ -14,11 +14,11 @@ from tessera.attention.contract import AttentionSpec
 from tessera.attention.selection import WORD, capacity_for, find_marks, keep_largest, select_tiles, tile_budget
 from tessera.workbench.trials import UNOPTIMISED
 
-jit = functools.partial(jax.jit, compiler_options=UNOPTIMISED)  # integers alone, and compiling takes most of the time
+jit = functools.partial(jax.jit, compiler_options=UNOPTIMISED)  # small programs: compiling dominates
 
 
 def kinds_of_tiles(spec, rows, kv_len, local, sinks):
-    """(tiles always listed, far tiles, keys that the last row sees), by walking rows and keys one by one."""
+    """Return (tiles always listed, far tiles, number of keys that the last row sees), from each row and key in turn."""
     if not rows:
         return set(), set(), 0
     seen = [
@@ -33,7 +33,7 @@ def kinds_of_tiles(spec, rows, kv_len, local, sinks):
 
 
 def brute_force(mass, spec, budget, q_start, kv_len, q_len):
-    """One list per (b, k, i): all that is always listed and the best far tiles; `budget` as select_tiles takes it."""
+    """Return {(b, k, i): listed tiles}: those always listed and the best far tiles. `budget` is select_tiles'."""
     lists, (_, num_kv_heads, *_) = {}, mass.shape
     fractions = np.broadcast_to(budget["fraction"], num_kv_heads).tolist()
     for b, k, i in np.ndindex(*mass.shape[:3]):
@@ -84,7 +84,7 @@ def selector(spec, capacity=None, pooled=False, **budget):
 
 
 def lists_of(selection):
-    """{(b, k, i): the listed tiles}, and a check that they ascend without a repeat."""
+    """Return {(b, k, i): the listed tiles}, after checking that each list ascends without repeats."""
     tiles, count = np.asarray(selection.tiles), np.asarray(selection.count)
     found = {index: tiles[index][: count[index]].tolist() for index in np.ndindex(*count.shape)}
     assert all(tiles == sorted(set(tiles)) for tiles in found.values())
@@ -92,7 +92,7 @@ def lists_of(selection):
 
 
 def draw(rng, num_queries, num_keys):
-    """Ragged positions, rows before 0, rows past the keys, sequences without keys or rows: (q_start, kv_len, q_len)."""
+    """Draw (q_start, kv_len, q_len) of three sequences: ragged, empty, or with rows outside the keys."""
     kv_len = rng.integers(0, num_keys + 1, 3)
     q_len = rng.integers(0, num_queries + 1, 3)
     return kv_len - q_len + rng.integers(-3, 3, 3), kv_len, q_len
@@ -103,14 +103,14 @@ def on_device(*positions):
 
 
 REPEATED = ("paper", "tiles_local", "window", "both_ways", "sinks_meet_local", "per_head")
-"""Cases whose rules the others have too: of a pair with and without local tiles, one is enough."""
+"""Exhaustive only, because other cases cover their rules: "tiles_local", for example, adds no rule to the others."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive) if name in REPEATED else name for name in CASES]
 )
 def test_matches_brute_force(name):
-    """Random masses with ties, ragged and negative starts, padding rows and empty sequences; ids ascend."""
+    """Masses are random, with ties in every second trial; positions are ragged, negative, padded or empty."""
     spec, num_queries, num_keys, budget = CASES[name]
     rng = np.random.default_rng(len(name))
     heads = np.size(budget["fraction"]) if np.ndim(budget["fraction"]) else 2
@@ -132,8 +132,7 @@ def test_matches_brute_force(name):
 
 @pytest.mark.parametrize(("tile", "query_tile"), [(64, 32), (64, 128), (16, 128)])
 def test_own_tiles_take_nothing_from_the_budget(tile, query_tile):
-    """128 keys beyond the own tiles, at any tile: with own tiles inside the budget this was 1 tile of 64 up to 1,280
-    keys, and none under a query tile of 128."""
+    """The minimum buys 128 keys beyond the own tiles; if it included them, tile 64 would leave one far tile or none."""
     spec = AttentionSpec(tile=tile, query_tile=query_tile)
     mass = jnp.ones((1, 1, 1, 1024 // tile))
     at = on_device([1024 - query_tile], [1024], [query_tile])
@@ -142,7 +141,7 @@ def test_own_tiles_take_nothing_from_the_budget(tile, query_tile):
 
 
 def test_capacity_is_never_exceeded_and_is_reached():
-    """Over every start position the largest budget equals the static capacity, so no list is cut and none wasted."""
+    """Over all start positions the largest count equals the static capacity: no list is cut, no capacity is unused."""
     spec, num_keys = AttentionSpec(tile=16, query_tile=32), 512
     start = jnp.arange(0, num_keys - 31, dtype=jnp.int32)
     mass = jnp.ones((len(start), 2, 1, num_keys // 16))
@@ -154,7 +153,7 @@ def test_capacity_is_never_exceeded_and_is_reached():
 
 @pytest.mark.parametrize("tile", [1, 16, 64])
 def test_capacity_holds_a_budget_rounded_up(tile):
-    """At a million keys a share of them has no exact float32: tile_budget may count one tile more than the exact."""
+    """fraction x a million keys is not exact in float32, so tile_budget may count one tile too many."""
     spec, num_keys = AttentionSpec(tile=tile, query_tile=32), 2**20
     start = jnp.arange(num_keys - 400, num_keys - 31, dtype=jnp.int32)
     for fraction in (1 / 3, 0.1, 0.7, 0.49999997):
@@ -165,7 +164,7 @@ def test_capacity_holds_a_budget_rounded_up(tile):
 
 
 def test_budget_rolls_with_what_is_visible():
-    """10 % with a minimum of 128 keys, besides the own tile; decode as prefill."""
+    """The budget is 10 % of the visible keys, at least 128 keys, in addition to the row's own tile."""
     spec = AttentionSpec(tile=16, query_tile=32)
     visible = np.array([1, 17, 128, 129, 160, 1280, 1281, 2000, 4096])
     kv_len = jnp.asarray(visible, jnp.int32)
@@ -176,7 +175,7 @@ def test_budget_rolls_with_what_is_visible():
 
 
 def test_every_far_tile_is_dense():
-    """fraction 1, or a minimum of all keys, lists every tile that a row of the query tile sees, and no other."""
+    """fraction 1, or a minimum of all keys, lists exactly the tiles that some row of the query tile sees."""
     rng = np.random.default_rng(5)
     for spec, num_queries, num_keys, _ in (CASES["tiles_local"], CASES["window_local"], CASES["both_ways_local"]):
         mass = jnp.asarray(
@@ -192,7 +191,7 @@ def test_every_far_tile_is_dense():
 
 
 def test_more_budget_lists_a_superset():
-    """Larger fraction, minimum, local or sinks: nothing that was listed is dropped."""
+    """A larger fraction, minimum, local or sinks drops no tile that was listed before."""
     rng = np.random.default_rng(6)
     spec = AttentionSpec(tile=16, query_tile=24)
     mass = jnp.asarray(np.round(6 * rng.random((3, 2, 4, 30))), jnp.float32)
@@ -207,7 +206,7 @@ def test_more_budget_lists_a_superset():
 
 
 def test_local_and_sinks_leave_the_far_budget_alone():
-    """As many far tiles are listed whatever is always listed, as long as there are as many."""
+    """local and sinks do not change the number of far tiles while enough far tiles exist."""
     rng = np.random.default_rng(7)
     spec = AttentionSpec(tile=16, query_tile=24)
     mass = jnp.asarray(rng.random((1, 2, 4, 40)), jnp.float32)
@@ -222,7 +221,7 @@ def test_local_and_sinks_leave_the_far_budget_alone():
 
 @pytest.mark.parametrize("pooled", [False, True])
 def test_a_budget_per_head_is_each_head_with_its_own(pooled):
-    """Static and traced; pooled, all heads list prefixes of one ranking."""
+    """Check static and traced fractions; when pooled, each head's list is a prefix of one ranking."""
     rng = np.random.default_rng(8)
     spec, fractions = AttentionSpec(tile=16, query_tile=24), (0.0, 0.08, 1.0, 0.3)
     mass = jnp.asarray(rng.random((3, 4, 4, 30)), jnp.float32)
@@ -241,8 +240,8 @@ def test_a_budget_per_head_is_each_head_with_its_own(pooled):
 
 
 def test_lists_follow_from_positions_alone():
-    """Later keys change nothing: neither their mass, nor their number, nor how the rows are cut into calls; a decode
-    step lists what a prefill with one row per query tile lists."""
+    """Changing later keys' masses, adding keys or cutting the rows into calls changes no list; a decode step lists what
+    a prefill with one row per query tile lists."""
     rng = np.random.default_rng(9)
     budget = {"fraction": (0.1, 0.4), "minimum": 20, "local": 30, "sinks": 5}
     spec = AttentionSpec(tile=16, query_tile=24)
@@ -322,7 +321,7 @@ def drawn_marks(kind, shape, rng):
     share = {"empty": 0.0, "few": 0.02, "half": 0.5, "all": 1.0}.get(kind)
     if share is not None:
         return rng.random(shape) < share
-    mark = np.zeros(shape, bool)  # the first and the last bit of words, and of the row
+    mark = np.zeros(shape, bool)  # the first and last bit of each word, and the row's last bit
     mark[..., ::WORD], mark[..., WORD - 1 :: WORD], mark[..., -1] = True, True, True
     return mark
 
@@ -330,7 +329,7 @@ def drawn_marks(kind, shape, rng):
 @pytest.mark.parametrize("kind", ["empty", "few", "half", "all", "edges"])
 @pytest.mark.parametrize("num_tiles", [1, 32, 33, 200])
 def test_the_nth_mark_is_found_where_there_is_one(num_tiles, kind):
-    """nth in any order, repeated, 0 and beyond the marks, one as well as many for a row."""
+    """nth is unordered and repeated, includes 0 and values past the last mark, and has 1 or 50 entries per row."""
     rng = np.random.default_rng(num_tiles)
     mark = drawn_marks(kind, (2, 2, 3, num_tiles), rng)
     for places in (1, 50):
@@ -352,13 +351,13 @@ MASSES = {
 
 
 FRACTIONS = {1: [0.4], 7: [1.0], 33: [0.02, 0.4], 99: [0.4, 1.0], None: [0.02, 0.4, 1.0]}
-"""Capacity -> fractions of 99 tiles, fewer and more than it holds; each pair is a program to compile."""
+"""Capacity -> fractions of 99 tiles, some above the capacity; few, because each pair compiles a program."""
 
 
 @pytest.mark.parametrize("kind", MASSES)
 @pytest.mark.parametrize("capacity", FRACTIONS)
 def test_lists_equal_a_sort_at_every_capacity(kind, capacity):
-    """Not causal and unpadded, so that every tile competes; entries past count repeat the last id."""
+    """Without a causal mask or padding every tile competes; entries past count repeat the last id."""
     spec = AttentionSpec(tile=16, query_tile=16, causal=False)
     rng = np.random.default_rng(3)
     mass = MASSES[kind](rng, (2, 2, 3, 99)).astype(np.float32)
@@ -376,7 +375,7 @@ def test_lists_equal_a_sort_at_every_capacity(kind, capacity):
 
 @pytest.mark.parametrize("shape", [(1, 8, 64, 512), (4, 8, 1, 512)])
 def test_nothing_is_looked_up_by_element(shape):
-    """A TPU does a gather of single elements, a scatter and a sort one element at a time: 50 ms a call where 1 do."""
+    """A TPU gathers, scatters and sorts one element at a time: 50 ms per call in place of 1 ms."""
     text = jax.jit(lambda m: select_tiles(m, AttentionSpec())).lower(jax.ShapeDtypeStruct(shape, jnp.float32)).as_text()
     assert re.search(r"stablehlo\.reduce\b", text)
     assert not re.findall(r"stablehlo\.\w*(?:gather|scatter|sort)\w*", text)

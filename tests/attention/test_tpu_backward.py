@@ -1,4 +1,4 @@
-"""The TPU gradient kernel in simulation: every mask and shape, blocks far smaller than the call, poisoned padding."""
+"""The TPU gradient kernel in simulation: masks and shapes, blocks much smaller than the call, NaN in all padding."""
 
 import functools
 from pathlib import Path
@@ -24,7 +24,7 @@ NAN = np.float32(np.nan)
 
 
 def make(spec, shape, positions, dtype, seed=0):
-    """(oracle call, d_out, d_lse): everything that is padding is NaN."""
+    """Return (oracle call, d_out, d_lse) with NaN in all padding."""
     batch, num_queries, num_keys, heads, kv_heads, dim = shape
     rng = np.random.default_rng(seed)
     store = oracle.DTYPES[dtype]
@@ -44,7 +44,7 @@ def make(spec, shape, positions, dtype, seed=0):
 
 
 def exact(call, d_out, d_lse, spec):
-    """Gradients in float32 by the portable kernel, which the oracle checks elsewhere, on the dtype's own numbers."""
+    """Compute float32 results and gradients by the portable kernel, which the oracle checks in test_attention.py."""
     clean = [np.nan_to_num(np.asarray(x, np.float32)) for x in (call.q, call.k, call.v, d_out, d_lse)]
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
     return portable(spec)(*clean, positions)
@@ -66,7 +66,7 @@ def portable(spec):
 
 
 def run(call, results, d_out, d_lse, spec, dtype, config):
-    """The kernel in simulation, on the forward pass's own results; padding rows of `out` are poisoned too."""
+    """Simulate the kernel on the forward results, with NaN in `out` where a row sees no key; return dq, dk, dv."""
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
     out, lse = (np.asarray(x) for x in results)
     poisoned = np.where(np.isfinite(lse)[..., None], out, NAN).astype(oracle.DTYPES[dtype])
@@ -79,7 +79,7 @@ def run(call, results, d_out, d_lse, spec, dtype, config):
 
 @functools.cache
 def simulated(spec, config):
-    """Jit the kernel for its simulation: (q, k, v, out, lse, d_out, d_lse, positions) -> dq, dk, dv."""
+    """Jit the simulated kernel: (q, k, v, out, lse, d_out, d_lse, positions) -> dq, dk, dv."""
 
     def gradients(q, k, v, *rest):
         *rest, positions = rest
@@ -119,7 +119,7 @@ CASES = {
     [
         *((name, "float32") for name in CASES if name != "softcap"),
         ("ragged", "bfloat16"),
-        pytest.param("softcap", "float32", marks=pytest.mark.exhaustive),  # window_softcap has one too
+        pytest.param("softcap", "float32", marks=pytest.mark.exhaustive),  # window_softcap covers it
         pytest.param("window_softcap", "bfloat16", marks=pytest.mark.exhaustive),
         pytest.param("one_slab", "bfloat16", marks=pytest.mark.exhaustive),
     ],
@@ -139,7 +139,7 @@ def test_gradients_match_the_portable_kernel(name, dtype):
 
 
 def test_future_rows_and_keys_change_no_gradient_bit_for_bit():
-    """The gradients of early rows know no later key, and those of late keys no earlier row."""
+    """Later keys do not change early rows' dq, and early rows do not change later keys' dk and dv."""
     spec, shape, positions, config = CASES["causal"]
     call, d_out, d_lse = make(spec, shape, positions, "float32")
     results, _ = exact(call, d_out, d_lse, spec)
@@ -158,7 +158,7 @@ def test_future_rows_and_keys_change_no_gradient_bit_for_bit():
 
 
 def test_executions_count_every_turn_of_a_small_call():
-    """Against a count by brute force: 512 rows from position 0 and 512 keys, in slabs of two chunks."""
+    """Compare with a brute-force count: 512 rows from position 0 and 512 keys, in slabs of two chunks."""
     shapes = tpu_backward.Shapes(2, 512, 512, 4, 2, 128, None, "float32")
     counts = tpu_backward.executions(AttentionSpec(window=130), shapes, SMALL)
     see = np.tril(np.ones((512, 512))) - np.tril(np.ones((512, 512)), -130)
@@ -182,7 +182,8 @@ def test_executions_count_every_turn_of_a_small_call():
     ],
 )
 def test_compiles_and_keeps_the_matrix_unit_busy(chip, length, dim, dtype):
-    """The oldest and the newest chip; every scope of the schedule has its count, and no array is copied around it.
+    """On the oldest and the newest chip, every scope of the schedule has a count, and the matrix unit is over 85 %
+    busy.
 
     Slow: the chip's own compiler runs.
     """

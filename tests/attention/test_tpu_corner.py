@@ -1,6 +1,7 @@
 """The corner of the causal mask in the TPU prefill kernels: small blocks, every row, and how often each scope runs.
 
-Held against the plain reference, which the catalogue holds against the oracle: the oracle would take minutes.
+Results are compared with the plain reference, which test_attention.py checks against the oracle; the oracle itself
+would take minutes here.
 """
 
 import collections
@@ -31,7 +32,7 @@ def workload(name, num_queries, num_keys, *, heads=1, kv_heads=1, head_dim=64, t
     return Workload(name=name, spec=spec, batch=batch, head_dim=head_dim, tags=("test",), **sizes, **positions)
 
 
-# Aligned, after one and after three row blocks; askew; before the first key; past the last; with keys missing, or none.
+# Sequences aligned to row blocks at 0, 128 and 384; before key 0, aligned and not; past all keys; no keys; few keys.
 PLACES = {"q_start": (0, 128, 384, -128, -100, 700, 0, 0), "kv_len": (256, 384, 640, 128, 156, 700, 0, 200)}
 BANK = workload("bank", 256, 2304, q_start=(2048,), kv_len=(2304,))
 CASES = {
@@ -57,10 +58,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     ("name", "role"),
-    [
+    [  # dense cases with "bank" are exhaustive: only masses have banks
         *((name, "score") for name in CASES),
         *((name, "dense") for name in CASES if "bank" not in name),
-        *(pytest.param(name, "dense", marks=pytest.mark.exhaustive) for name in CASES if "bank" in name),  # of masses
+        *(pytest.param(name, "dense", marks=pytest.mark.exhaustive) for name in CASES if "bank" in name),
     ],
 )
 def test_every_row_of_a_corner_is_the_references(name, role):
@@ -70,7 +71,7 @@ def test_every_row_of_a_corner_is_the_references(name, role):
     result = calls.run(KERNELS[role], call, "float32", config)
     plain = calls.run(
         PLAIN, calls.make(case, "score", "float32"), "float32", reference.Config()
-    )  # out and lse for both
+    )  # its out and lse serve both roles
     assert np.array_equal(np.isneginf(result.lse), np.isneginf(plain.lse))
     seen = ~np.isneginf(plain.lse)
     assert np.abs(result.out - plain.out).max() <= 2e-5
@@ -82,14 +83,14 @@ def test_every_row_of_a_corner_is_the_references(name, role):
 @pytest.mark.parametrize(
     ("config", "sizes"),
     [
-        pytest.param(SMALL, (512, 512), marks=pytest.mark.exhaustive),  # the others have its scopes too
+        pytest.param(SMALL, (512, 512), marks=pytest.mark.exhaustive),  # other cases run its scopes
         (SMALL, (300, 700)),
         (tpu_prefill.Config(block_t=512, block_s=1024, chunk=128, step=256), (1024, 2560)),
     ],
     ids=["aligned", "ragged", "several turns"],
 )
 def test_scopes_run_as_often_as_the_prediction_says(config, sizes, monkeypatch):
-    """Counted inside the simulated kernel, where each scope loads its state."""
+    """Count scopes inside the simulated kernel, where each scope calls `load`."""
     queries, keys = sizes
     case = workload("counted", queries, keys, q_start=(keys - queries,), kv_len=(keys,))
     ran = collections.Counter()

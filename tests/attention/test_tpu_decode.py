@@ -1,4 +1,4 @@
-"""What the TPU decode kernels promise beyond the oracle: every byte once, ragged batches, long lists, both layouts."""
+"""TPU decode kernels beyond the oracle: each byte is copied once, ragged batches, long lists, both layouts of keys."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ from tessera.workbench.trials import UNOPTIMISED
 
 KERNELS = {kernel.role: kernel for kernel in tpu_decode.KERNELS}
 RAGGED = Workload(
-    name="decode_lanes",  # keys lie in rows at H 128, in lanes at H 64
+    name="decode_lanes",  # keys lie along rows at H 128, along lanes at H 64
     batch=4,
     num_queries=1,
     num_keys=768,
@@ -56,7 +56,7 @@ def meets_oracle(role: str, workload: Workload, dtype: str, config: object) -> N
 
 
 def variants():
-    """Each layout and each width of a group where masses are made or not, and the sparse kernel in both layouts."""
+    """Yield every (variant, role); the default pairs cover both layouts, wide groups, masses and lists."""
     default = {
         "keys in lanes": ("dense", "sparse"),
         "keys in rows": ("score", "sparse"),
@@ -122,7 +122,7 @@ LARGE = {
 
 @pytest.mark.parametrize("name", LARGE)
 def test_shipped_block_sizes_meet_the_oracle(name):
-    """More keys than a block of the chip's own size, and than the 128 tiles of a bank."""
+    """The call has more keys than a block of the chip's own size, and more tiles than the 128 of a bank."""
     chip, role, workload, block_s, banks = LARGE[name]
     spec, shapes = workload.role_spec(role), workload.shapes(role, "bfloat16")
     with blocks.on_chip(chip):
@@ -145,11 +145,11 @@ def streamed(cut, selection: Selection):
         ([3, 9, 10, 31], [0, 1, 3], [{3}, {1, 2}, {7}]),
         ([3, 3, 9, 31], [0, 1, 3], [{3}, {1}, {7}]),
         ([3, 31, 31, 31], [0, 3], [{3}, {7}]),
-        ([5, 31, 40, 99], [0, 3], [{5}, {7}]),  # out of range: the last tile's
+        ([5, 31, 40, 99], [0, 3], [{5}, {7}]),  # an id past the last tile counts as the last
     ],
 )
 def test_repeated_ids_name_no_other_tile(tiles, units, held):
-    """Eight tiles of 16 to a unit of 128 keys: a bit each, and never a carry into the next, or into the unit's id."""
+    """A unit of 128 keys has one bit per tile, eight in all; a repeated id must not carry into another bit or unit."""
     spec = AttentionSpec(tile=16)
     cut = decode_blocks.cut_call("sparse", spec, Shapes(1, 1, 512, 2, 1, 64, 4, "bfloat16"), 256, 1, 1)
     assert cut.tiles_per_unit == 8
@@ -161,7 +161,7 @@ def test_repeated_ids_name_no_other_tile(tiles, units, held):
 
 
 def test_lists_longer_than_a_piece(monkeypatch):
-    """A list streams through SMEM in pieces: state and buffers pass from one to the next."""
+    """A list streams through SMEM in pieces; state and buffers carry over from one piece to the next."""
     monkeypatch.setattr(decode_blocks, "PIECE_IDS", 8)
     workload = dataclasses.replace(
         RAGGED,
@@ -187,7 +187,7 @@ def plain(batch: int, num_keys: int, kv_len: int) -> Positions:
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=UNOPTIMISED)
 def ranges_and_bytes(cut, positions: Positions, selection: Selection | None):
-    """What each row reads and the bytes that are copied for it, as `launch` finds them."""
+    """Return each row's key ranges and the bytes copied for them, as `launch` computes both."""
     lists = None if selection is None else decode_blocks.list_units(cut, selection)
     ranges = decode_blocks.find_ranges(cut, positions, lists)
     return ranges, decode_blocks.bytes_copied(cut, ranges, 2)
@@ -211,7 +211,7 @@ def long_call(role: str, head_dim: int, tile: int) -> tuple[AttentionSpec, Shape
     ],
 )
 def test_bytes_moved_are_bytes_needed(role, limit, head_dim, tile):
-    """At 131,072 keys and at a length that divides nothing; and the record's count of bytes is the copies'."""
+    """Check 131,072 keys and a length that is no multiple of a block; `executions` must count the bytes copied."""
     spec, shapes = long_call(role, head_dim, tile)
     config = KERNELS[role].default_config(spec, shapes)
     cut = decode_blocks.cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
@@ -225,7 +225,7 @@ def test_bytes_moved_are_bytes_needed(role, limit, head_dim, tile):
             needed = 8 * int((np.minimum((ids + 1) * tile, kv_len) - ids * tile).sum())
         moved = int(ranges_and_bytes(cut, plain(1, 131072, kv_len), lists)[1]) / (2 * head_dim * 2)
         if head_dim == 64 and role == "sparse" and tile < 128:
-            assert moved <= needed * 128 / tile  # keys lie in lanes: a copy is 128 keys wide
+            assert moved <= needed * 128 / tile  # keys lie along lanes: a copy is 128 keys wide
         else:
             assert 1 <= moved / needed <= limit
             if kv_len == 131072:
@@ -235,7 +235,7 @@ def test_bytes_moved_are_bytes_needed(role, limit, head_dim, tile):
 
 @pytest.mark.parametrize("role", KERNELS)
 def test_every_visible_block_is_visited_once(role):
-    """Over chains and steps: a sequence's blocks are disjoint and hold every key it sees, and no more."""
+    """Over all chains and steps, a sequence's blocks are disjoint and cover exactly the keys that it sees."""
     spec, shapes = long_call(role, 128, 128)
     shapes = shapes._replace(batch=3)
     cut = decode_blocks.cut_call(role, spec, shapes, 512, 4, 3)

@@ -1,4 +1,4 @@
-"""TPU prefill kernels as they ship: the chips' own block sizes at thousands of keys, long lists, half exponentials."""
+"""TPU prefill kernels with the shipped block sizes, at thousands of keys: long lists, bfloat16 exponentials."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from tessera.workbench.studies import blocks
 
 KERNELS = {kernel.role: kernel for kernel in (*tpu_prefill.KERNELS, *tpu_sparse.KERNELS)}
 SPARSE = KERNELS["sparse"]
-ROWS = Workload(  # a key block that all rows see in full, and one that the diagonal crosses
+ROWS = Workload(  # all rows see its first key block in full; the diagonal crosses the next
     name="tpu_rows",
     num_queries=544,
     num_keys=4640,
@@ -46,25 +46,23 @@ WINDOW = dataclasses.replace(
     kv_len=(4490, 2075),
     q_len=None,
 )
-CORNERS = (
-    dataclasses.replace(  # on the diagonal alone; after other keys; with keys missing; not at a multiple of its rows
-        ROWS,
-        batch=4,
-        num_queries=512,
-        num_keys=5376,
-        num_heads=3,
-        q_start=(0, 512, 4608, 4700),
-        kv_len=(512, 1024, 5000, 5212),
-        q_len=(512, 500, 512, 512),
-    )
+CORNERS = dataclasses.replace(  # starts at key 0; at a multiple of 512; with keys missing; at no multiple of 512
+    ROWS,
+    batch=4,
+    num_queries=512,
+    num_keys=5376,
+    num_heads=3,
+    q_start=(0, 512, 4608, 4700),
+    kv_len=(512, 1024, 5000, 5212),
+    q_len=(512, 500, 512, 512),
 )
 LISTS = dataclasses.replace(
     ROWS, num_queries=160, num_heads=4, spec=AttentionSpec(), fraction=0.7, q_start=(4480,), kv_len=None, q_len=(150,)
 )
 EDGES = (slice(0, 16), slice(256, 288), slice(528, 544))
-"""Of 544 rows: the first, those at the border of their two token blocks, and the last with padding."""
+"""Slices of 544 rows to compare: the first rows, the border of the two token blocks, and the last rows with padding."""
 CORNER_EDGES = (slice(256, 272),)
-"""Of 512 rows: the first of the second token block; test_tpu_corner has every row, of smaller blocks."""
+"""Slice of 512 rows to compare: the first of the second token block; test_tpu_corner.py compares all rows."""
 LARGE = {
     "dense": ("v5e", "dense", ROWS, "bfloat16", EDGES),
     "dense, half exponentials": ("v6e", "dense", ROWS, "bfloat16", EDGES),
@@ -115,11 +113,11 @@ REACHED = {
     "sparse, four lists": {"items": 4, "num_blocks": 5, "block_tiles": 16, "ones": 0, "half_exp": False},
     "sparse, a list in parts": {"parts": 2, "block_tiles": 64, "ones": 64, "half_exp": True},
 }
-"""What of the kernel each large call is there for."""
+"""Call of LARGE -> fields of its cut that the call must reach."""
 
 
 def shipped(chip: str, role: str, workload: Workload, dtype: str) -> tuple[object, object]:
-    """(config, cut) that dispatch takes on the chip."""
+    """Return the (config, cut) that dispatch chooses on the chip."""
     spec, shapes = workload.role_spec(role), workload.shapes(role, dtype)
     with blocks.on_chip(chip):
         config = tuned.config(KERNELS[role], spec, shapes)
@@ -127,7 +125,7 @@ def shipped(chip: str, role: str, workload: Workload, dtype: str) -> tuple[objec
 
 
 def some_rows(call: oracle.Call, tokens: slice) -> oracle.Call:
-    """The call of these query rows alone: of whole query tiles, or of a part of one."""
+    """Restrict the call to these query rows, which are whole query tiles or part of one."""
     lists = slice(tokens.start // call.query_tile, -(-tokens.stop // call.query_tile))
     call = call._replace(
         q=call.q[:, tokens],
@@ -141,7 +139,7 @@ def some_rows(call: oracle.Call, tokens: slice) -> oracle.Call:
 
 @functools.cache
 def truth(workload: Workload, role: str, dtype: str, tokens: tuple[slice, ...]) -> list[tuple]:
-    """The oracle's answer and tolerance of some rows: of all of them it would take minutes."""
+    """Return the oracle's answer and tolerance for some rows; for all rows it would take minutes."""
     parts = [some_rows(calls.make(workload, role, dtype), rows) for rows in tokens]
     answers = [oracle.attend(part) for part in parts]
     return [(a, oracle.tolerance(part, a, dtype, folded=True)) for part, a in zip(parts, answers, strict=True)]
@@ -153,14 +151,14 @@ def test_shipped_block_sizes_meet_the_oracle(name):
     config, cut = shipped(chip, role, workload, dtype)
     assert {key: getattr(cut, key) for key in REACHED[name]} == REACHED[name]
     result = calls.run(KERNELS[role], calls.make(workload, role, dtype), dtype, config)
-    same_rows = "score" if role == "dense" else role  # dense and score: one call, one truth
+    same_rows = "score" if role == "dense" else role  # the roles share one answer
     for rows, (answer, allowed) in zip(tokens, truth(workload, same_rows, dtype, tokens), strict=True):
         seen = ~np.isneginf(answer.lse)
         assert np.abs(result.out[:, rows] - answer.out).max() <= allowed.out
         assert np.array_equal(np.isneginf(result.lse[:, rows]), ~seen)
         error = result.lse[:, rows][seen] - answer.lse[seen]
         assert np.abs(error).max() <= allowed.lse
-        assert abs(error.mean()) <= allowed.lse / 4  # weights that err one way would show here first
+        assert abs(error.mean()) <= allowed.lse / 4  # biased weights would show here first
         if role == "score":
             first = rows.start // workload.spec.query_tile
             mass = result.mass[:, :, first : first + answer.mass.shape[2]]
@@ -168,7 +166,7 @@ def test_shipped_block_sizes_meet_the_oracle(name):
 
 
 def test_half_exponentials_are_rounded_once_in_simulation():
-    """The chip is given the instruction for exp2 of a bfloat16; the simulation, 2^x rounded once, without a bias."""
+    """The program computes exp2 in bfloat16; the simulation gives 2^x, rounded once and without bias."""
     jaxpr = jax.make_jaxpr(lambda x: prefill_rows.weigh(x, True))(jnp.zeros(8))
     assert [eqn.invars[0].aval.dtype for eqn in jaxpr.eqns if eqn.primitive.name == "exp2"] == [jnp.bfloat16]
     bits = -np.linspace(0, 16, 4001).astype(ml_dtypes.bfloat16)
@@ -188,7 +186,7 @@ def prefill(num_keys: int, tile: int, fraction: float, query_tile: int = 32) -> 
 @pytest.mark.parametrize("tile", [16, 32, 128])
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.25, 0.6, 0.95])
 def test_lists_of_a_million_tokens_fit_scalar_memory(tile, fraction):
-    """As `launch` packs them: this step's and the next one's, both double-buffered, of one mebibyte."""
+    """Packed lists of this step and the next one, both double-buffered, must fit in 1 MiB of SMEM."""
     spec, shapes = prefill(1 << 20, tile, fraction)
     assert SPARSE.refusal(spec, shapes) is None
     tiles, count = (jax.ShapeDtypeStruct(x, jnp.int32) for x in ((1, 8, 64, shapes.capacity), (1, 8, 64)))

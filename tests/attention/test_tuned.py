@@ -1,4 +1,4 @@
-"""Tuned block sizes: what rows hold for, that every shipped row stands on its record, and the search behind them."""
+"""Tuned block sizes: which calls a row applies to, that every shipped row matches its record, and the search."""
 
 import json
 from contextlib import nullcontext
@@ -41,7 +41,7 @@ def named(found: tuple[str, tuned.Row]) -> str:
 
 
 def record_of(row: tuned.Row) -> evidence.Record:
-    """The one record that a row points at."""
+    """Return the one record that a row names."""
     [found] = [
         record
         for record in evidence.read(EVIDENCE / row.record["file"])
@@ -56,11 +56,11 @@ def test_a_shipped_row_stands_on_its_record_and_answers_its_call(found, monkeypa
     device, row = found
     kernel, record = programs.kernel_named(row.kernel), record_of(row)
     assert dict(record.what.config) == dict(row.config)
-    assert row.config.items() <= asdict(tuned.built(row, kernel)).items()  # a field that came later has its default
+    assert row.config.items() <= asdict(tuned.built(row, kernel)).items()  # fields added later have defaults
     assert row.gain is None or row.gain == pytest.approx(record.comparison.ratio, abs=1e-4)
     assert row.gain is None or row.gain == 1 or row.gain >= blocks.LEAST_GAIN
     spec, shapes = AttentionSpec(**record.facts["spec"]), Shapes(**record.facts["shapes"])
-    if device.startswith("cpu-"):  # whichever CPU this is
+    if device.startswith("cpu-"):  # a CPU's row is tested on any CPU
         monkeypatch.setattr(tuned, "device", lambda: device)
     with nullcontext() if device.startswith("cpu-") else blocks.on_chip(device):
         assert kernel.refusal(spec, shapes) is None
@@ -79,11 +79,11 @@ def test_a_row_holds_inside_its_bucket_alone():
     assert not row().holds("tpu_prefill_score", SPEC, SHAPES)
     assert not row().holds(DENSE.name, SPEC, SHAPES._replace(dtype="float32"))
     assert not row().holds(DENSE.name, SPEC, SHAPES._replace(num_heads=16))
-    assert row().holds(DENSE.name, SPEC, SHAPES._replace(batch=7))  # not named: it does not matter
+    assert row().holds(DENSE.name, SPEC, SHAPES._replace(batch=7))  # the bucket does not name the batch
     for spec in (AttentionSpec(causal=False), AttentionSpec(window=128), AttentionSpec(softcap=30.0)):
         assert not row().holds(DENSE.name, spec, SHAPES)
     listed = row(bucket={"listed": (1, 4096)})
-    assert not listed.holds(DENSE.name, SPEC, SHAPES)  # nothing is listed
+    assert not listed.holds(DENSE.name, SPEC, SHAPES)  # the call lists nothing
     assert listed.holds(DENSE.name, SPEC, SHAPES._replace(capacity=32))
 
 
@@ -98,7 +98,7 @@ def test_lookup_takes_the_row_inside_its_bucket_and_the_default_outside(tmp_path
             assert tuned.config(DENSE, SPEC, longer) == DENSE.default_config(SPEC, longer)
             call = programs.attention_call(DENSE.name, asdict(SPEC), SHAPES._asdict())
             assert call[2]["settings"] == str(DENSE.Config(**CONFIG))
-        with blocks.on_chip("v5e"):  # no table
+        with blocks.on_chip("v5e"):  # which has no table
             assert tuned.config(DENSE, SPEC, SHAPES) == DENSE.default_config(SPEC, SHAPES)
     finally:
         tuned.table.cache_clear()
@@ -120,7 +120,7 @@ def test_the_attention_call_takes_its_blocks_from_the_table(tmp_path, monkeypatc
     for rows in ([], [row(kernel=kernel.name, bucket={"num_keys": (1, 64)}, config=asdict(small))]):
         tuned.table.cache_clear()
         tuned.write(tmp_path / f"{tuned.device()}.jsonl", rows)
-        jax.eval_shape(lambda *arrays: dispatch.attention(*arrays), q, q, q)  # a new function: nothing was traced
+        jax.eval_shape(lambda *arrays: dispatch.attention(*arrays), q, q, q)  # new, so not traced yet
     tuned.table.cache_clear()
     assert taken == [kernel.default_config(SPEC, contract.call_shapes(q, q)), small]
 
@@ -174,7 +174,7 @@ def test_writing_replaces_the_row_of_the_same_bucket(tmp_path):
 def test_writing_drops_the_row_that_the_same_workload_had_for_other_calls(tmp_path):
     path = tmp_path / "v6e.jsonl"
     score = row(kernel="tpu_prefill_score")
-    tuned.write(path, [row(), row(bucket={"groups": 1}), score])  # one search may speak for two buckets
+    tuned.write(path, [row(), row(bucket={"groups": 1}), score])  # one search may serve two buckets
     assert len(tuned.read(path)) == 3
     longer = row(bucket=row().bucket | {"num_keys": (4096, 32768)}, record=RECORD | {"date": "2026-02-01"})
     tuned.write(path, [longer])
@@ -203,7 +203,7 @@ def test_around_moves_one_field_by_one_value():
     assert [c.x for c in blocks.around(at, "x", SPACE)] == [1, 4]
     assert [c.y for c in blocks.around(at, "y", SPACE)] == [32]
     assert [c.flag for c in blocks.around(at, "flag", SPACE)] == [True]
-    assert [c.x for c in blocks.around(Sizes(x=3, y=16), "x", SPACE)] == [2, 4]  # a default outside the space
+    assert [c.x for c in blocks.around(Sizes(x=3, y=16), "x", SPACE)] == [2, 4]  # 3 lies outside the space
 
 
 def test_the_search_walks_down_to_the_best_and_keeps_to_its_budget():

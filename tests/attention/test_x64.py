@@ -1,4 +1,4 @@
-"""Where JAX allows 64-bit types, as many scientific programs tell it to, the same programs run in 32 bits."""
+"""With JAX's 64-bit types enabled, as many scientific programs have them, Tessera's programs still run in 32 bits."""
 
 import functools
 
@@ -18,7 +18,7 @@ NAMED = {workload.name: workload for workload in WORKLOADS}
 
 
 def portable_cases():
-    """Each kernel with the smallest and with its own blocks; the other pairs are exhaustive."""
+    """Yield each portable kernel with small blocks and with its own; the other two pairs are exhaustive."""
     for kernel in (k for k in calls.kernels() if k.platform == "any"):
         decode = ("decode_window", "decode_ragged")
         own, small = decode if kernel.phase == "decode" else ("window_softcap", "ragged")

@@ -1,4 +1,4 @@
-"""Calibration of small models whose answer is known, its error messages, and that it streams."""
+"""Calibrate small models whose anchors are known; check the error messages, and that no program holds T x S scores."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ QUIET = Report(shown=False)
 
 @dataclass(frozen=True)
 class Small:
-    """What calibrate needs of a model."""
+    """Fields of a model that `calibrate` uses."""
 
     params: Any
     config: ModelConfig
@@ -47,14 +47,14 @@ class Small:
 
 
 def planted() -> Small:
-    """Layers of a group ask the same of the same keys; layer 1 has its two KV heads swapped.
+    """Build a model whose layer groups share query and key projections; layer 1 has its two KV heads swapped.
 
     Blocks add little to the residual stream, so layers with equal projections have near-equal attention.
     """
     params = init_params(CONFIG, jax.random.key(0))
     layers = params.layers
     first = jnp.asarray([0, 0, 2, 2, 2, 5])  # each layer's group leader
-    q, k = 3.0 * layers.q[first], layers.k[first]  # peaked: different groups then look at different keys
+    q, k = 3.0 * layers.q[first], layers.k[first]  # peaked attention: groups read different keys
     swap_q, swap_k = (jnp.concatenate(jnp.split(w, 2)[::-1]) for w in (q[1], k[1]))
     layers = replace(layers, q=q.at[1].set(swap_q), k=k.at[1].set(swap_k), o=0.3 * layers.o, down=0.01 * layers.down)
     return Small(replace(params, layers=layers), CONFIG, byte_tokenizer())
@@ -102,7 +102,7 @@ def test_the_metrics_say_what_the_plan_keeps(plan, model, rows):
     anchors = np.isin(np.arange(6), plan.anchors)
     np.testing.assert_array_equal(recall[anchors], 1.0)
     np.testing.assert_array_equal(density[anchors], 1.0)
-    assert np.all(recall[~anchors] > density[~anchors] + 0.1)  # the chosen keys hold more than their share
+    assert np.all(recall[~anchors] > density[~anchors] + 0.1)  # chosen keys hold more mass than average
     assert np.all(density[~anchors] < 0.6)
     bad = replace(Kascade.from_plan(plan), anchors=(0, 1, 3))
     _, [worse] = run_whole(model, np.asarray(rows[3], np.int32), RecallRecorder(policy=bad, dense=True))
@@ -134,7 +134,7 @@ def test_calibration_is_deterministic_and_the_plan_a_file(plan, model, rows, tmp
 
 
 def test_pooled_heads_share_one_similarity(model, rows):
-    """One set for both heads is blind to the swap in layer 1."""
+    """With one set of keys for both heads, the swap in layer 1 does not matter."""
     plan = calibrate(model, rows, tile=16, query_tile=16, minimum=64, heads="pooled", crossover=7, progress=False)
     assert plan.heads == "pooled"
     assert plan.head_map == ((0, 1),) * 6
@@ -153,7 +153,7 @@ def test_identity_heads_suffer_from_the_swap(model, rows):
 
 @dataclass(frozen=True, kw_only=True)
 class Probabilities(Policy):
-    """Keeps every layer's full attention probabilities: a direct, wasteful oracle for the recorder."""
+    """Store every layer's full attention probabilities, as a direct oracle for the recorder."""
 
     def init_state(self, num_layers, shapes, spec):
         return jnp.zeros((num_layers, shapes.batch, shapes.num_heads, shapes.num_queries, shapes.num_keys))
@@ -168,12 +168,12 @@ class Probabilities(Policy):
 
 
 def chosen_from(tile: int, local: int, sinks: int) -> slice:
-    """The keys that a query tile of 16 does not read anyway: not the first, the local or its own."""
+    """Return the keys that a query tile of 16 rows may choose from: all but the sinks, its local keys and its own."""
     return slice(sinks, max(16 * tile - local, sinks))
 
 
 def test_similarity_is_its_definition(model, rows):
-    """sim(a, b) from full probabilities: pool rows and heads of a group, rank what is not read anyway, 64 best keys."""
+    """Compute sim(a, b) from full probabilities: sum a group's rows and heads, take the 64 best keys that are free."""
     window, local, sinks = np.asarray(rows[0][:320], np.int32), 24, 5
     recorder = SimilarityRecorder(query_tile=16, local=local, sinks=sinks)
     _, [state] = run_whole(model, window, recorder)
@@ -186,7 +186,7 @@ def test_similarity_is_its_definition(model, rows):
 
 
 def full_mass(model, window) -> np.ndarray:
-    """[L,K,I,S] for query tiles of 16, from full probabilities."""
+    """Compute the mass [L,K,I,S] of query tiles of 16 rows from full probabilities."""
     size = np.full(1, len(window), np.int32)
     where = Positions(np.zeros(1, np.int32), size, size)
     _, _, p = forward(model.params, window[None], None, where, config=CONFIG, policy=Probabilities())
@@ -194,7 +194,7 @@ def full_mass(model, window) -> np.ndarray:
 
 
 def similarity_by_definition(mass, tiles, local=0, sinks=0) -> np.ndarray:
-    """[L,L,K,K,I] over the given query tiles."""
+    """Compute the similarity [L,L,K,K,I] of the given query tiles."""
     found = np.zeros((6, 6, 2, 2, len(tiles)))
     for index, tile in enumerate(tiles):
         free = np.zeros(mass.shape[-1], bool)
@@ -223,7 +223,7 @@ def test_the_similarity_of_a_plan_is_the_least_over_tiles_and_the_mean_over_wind
 
 
 def test_a_layer_that_reads_its_own_tile_is_like_every_other():
-    """The ranking of far keys does not matter where all mass lies on keys that are read anyway."""
+    """Where all mass lies on keys that are always read, the ranking of far keys does not matter."""
     rng = np.random.default_rng(3)
     k = jnp.asarray(rng.standard_normal((1, 256, 1, 8)), jnp.float32)
     far, near = k[:, :16], jnp.where(jnp.arange(256)[:, None, None] >= 240, 40.0, 0.1 * k)
@@ -236,19 +236,19 @@ def test_a_layer_that_reads_its_own_tile_is_like_every_other():
 
 
 def test_the_score_of_an_anchor_weighs_by_the_layer_that_uses_it():
-    """S[a][b] = w_b sim(a, b): the anchor goes where the layers are that turn the stream, not to what serves them."""
+    """S[a][b] = w_b sim(a, b), with w_b the importance of layer b: important layers get anchors, not similar ones."""
     similarity = np.array([[1.0, 0.9, 0.5, 0.5], [0, 1.0, 0.5, 0.5], [0, 0, 1.0, 0.5], [0, 0, 0, 1.0]])
     importance = np.array([1.0, 4.0, 0.5, 1.0])
     notes = Notes(heads=np.zeros((4, 4, 1), np.int32), similarity=similarity, importance=importance)
     for a, b in np.ndindex(4, 4):
         assert notes.score[a, b] == importance[b] * similarity[a, b]
-    # Layer 3 gains 1.0 * 0.5 from an anchor at its place, layer 1 gains 4.0 * 0.1, layer 2 0.5 * 0.5.
+    # An anchor at layer 3 gains 1.0 * 0.5, at layer 1 4.0 * 0.1, at layer 2 0.5 * 0.5.
     assert choose_anchors(notes.score, 2) == (0, 3)
     assert choose_anchors(importance[:, None] * similarity, 2) == (0, 1)
 
 
 def test_importance_is_the_turn_of_the_residual_stream(model, rows):
-    """A layer whose attention block adds nothing has none; more output, more turn."""
+    """A layer whose attention block outputs zeros has importance 0; a larger output gives more importance."""
     scale = jnp.asarray([1.0, 0.0, 2.0, 1.0, 0.5, 1.0])[:, None, None]
     layers = replace(model.params.layers, o=model.params.layers.o * scale)
     muted = Small(replace(model.params, layers=layers), CONFIG)
@@ -271,7 +271,7 @@ def test_perplexity_is_that_of_the_logits(model, rows):
 
 
 def test_the_recorder_streams(model):
-    """No array of its program has as many elements as T x S, whatever T and S are."""
+    """No array of the recorder's program has T x S elements, for T = 2,048 and S = 8,192."""
     rows, keys = 2048, 8192
     shape = ModelConfig(**{**CONFIG.__dict__, "max_positions": keys})
     cache = jax.eval_shape(lambda: init_cache(shape, 1, keys, dtype=jnp.float32, stacked=True))
@@ -284,7 +284,7 @@ def test_the_recorder_streams(model):
 
 
 def sizes(jaxpr):
-    """Elements of every value a program makes, sub-programs included."""
+    """Yield the element count of every value that a program makes, sub-programs included."""
     for equation in jaxpr.eqns:
         for value in equation.outvars:
             yield int(np.prod(getattr(value.aval, "shape", ()), dtype=np.int64))
@@ -401,7 +401,7 @@ def test_the_crossover_is_measured_on_this_device(model, plan):
 
 
 def test_windows_of_any_length_run_in_chunks(model, rows):
-    """The recorder's sums do not depend on where a window is cut."""
+    """The chunk size does not change the recorder's result."""
     window = np.asarray(rows[0][:300], np.int32)
     recorder = SimilarityRecorder(query_tile=16)
     _, whole = run_whole(model, window, recorder)

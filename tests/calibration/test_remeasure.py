@@ -1,4 +1,4 @@
-"""A plan measured again: its choice stays, and its promise is of the text given."""
+"""`measure_again` keeps a plan's choice and measures its promise on the given text."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plan(model):
-    """A plan that says of itself what calibration on these rows would."""
+    """Return a plan with the provenance that calibration on these rows would write."""
     return replace(
         PLAN,
         model=fingerprint(model.params, model.config),
@@ -37,7 +37,7 @@ def plan(model):
 
 
 def reading(plan, budget):
-    """The plan with the same budget for every head."""
+    """Return the plan with the same budget for every head."""
     return replace(
         plan, anchors=(), own=tuple(range(plan.num_layers)), budgets=[[budget] * plan.num_kv_heads] * plan.num_layers
     )
@@ -53,7 +53,7 @@ def test_the_choice_stays_and_every_window_judges(model, plan):
 
 
 def test_the_promise_is_what_the_plan_keeps(model, plan):
-    """A plan that reads all keeps all; one that reads least misses a target it is held to."""
+    """With budget 1 the plan keeps everything; with budget 0 it misses its target of max_kl 1e-4."""
     whole, least = (
         measure_again(model, replace(reading(plan, budget), promise=plan.promise | {"max_kl": 1e-4}), rows(1),
                       crossover=0, progress=False).promise

@@ -1,4 +1,4 @@
-"""Budgets per head: what each step of the search measures, against plain NumPy or a policy that is known."""
+"""Budgets per head: each measurement of the search, against plain NumPy or a policy with a known result."""
 
 import itertools
 import math
@@ -66,7 +66,7 @@ def test_a_probe_asks_for_what_it_hides(model, windows):
         answer = text[first:end]
         assert answer.strip().isdigit()
         question = text[:first].rpartition("\n")[2]
-        assert text.index(question + answer) < probe.text_end  # hidden before, word for word
+        assert text.index(question + answer) < probe.text_end  # planted earlier, word for word
     first, end = probe.answers[-1]
     assert end - first == PASSAGE - CUE
     passage = probe.tokens[first - CUE : end].tolist()
@@ -89,7 +89,7 @@ def test_a_window_that_holds_no_probe_is_named(model, windows):
 
 
 def test_missed_mass_is_that_of_the_best_tiles_within_the_budget(model, windows):
-    """Drawn masses by hand: sort the far tiles of each query tile, drop the first ones."""
+    """With random masses, sort each query tile's far tiles by mass and sum those beyond the budget."""
     mass = np.random.default_rng(0).random((2, 1, 3, 8, 16)).astype(np.float32)
     mass *= np.arange(16) * 16 < (np.arange(8)[:, None] + 1) * 32
     positions = Positions(*(np.array([x], np.int32) for x in (0, 256, 256)))
@@ -107,7 +107,7 @@ def test_missed_mass_is_that_of_the_best_tiles_within_the_budget(model, windows)
 
 def test_recorded_masses_are_those_of_the_score_kernel(model, windows):
     _, notes = run_whole(model, windows[0][:512], MassRecorder(tiling=TILING))
-    for mass in notes:  # every row of every query head hands out a probability of 1
+    for mass in notes:  # each row of each query head has probability 1
         np.testing.assert_allclose(mass.sum((3, 4)), mass.shape[3] * 32 * model.config.groups, rtol=1e-4)
 
 
@@ -123,7 +123,7 @@ def test_localising_no_head_is_dense_and_all_heads_is_budget_zero(model, windows
 
 
 def test_the_plan_runs_as_the_search_tried_it(windows, monkeypatch):
-    """The static policy of a plan (dense layers, heads left unscored) equals the traced one, chunk by chunk."""
+    """In every chunk, the plan's static policy (dense layers, unscored heads) matches the search's traced policy."""
     monkeypatch.setattr(score, "CHUNK", 128)
     config = replace(CONFIG, num_layers=4)
     stack = random_params(config)
@@ -142,7 +142,7 @@ def test_the_plan_runs_as_the_search_tried_it(windows, monkeypatch):
 
 
 def test_budgets_are_the_best_of_all_by_the_model_at_their_price():
-    """Against every assignment of two heads' budgets: none with as small a mean loses less."""
+    """Among all budgets of two heads with no larger mean, none has a smaller modelled loss."""
     rng = np.random.default_rng(0)
     damage = rng.random((1, 2))
     missed = np.sort(rng.random((1, 2, len(GRID))), axis=-1)[..., ::-1].copy()
@@ -168,7 +168,7 @@ def test_a_head_that_does_nothing_gets_nothing_and_all_get_all_at_one():
 
 
 def test_damage_finds_the_layers_that_matter(model, probes):
-    """On the shipped model: ablating a head again by hand gives the same figure, and heads differ by far."""
+    """Ablating the shipped model's most damaging head by hand gives the measured figure; most heads damage far less."""
     each = Report(shown=False).each
     damage = measure_damage(model, probes, TILING, each)
     assert damage.min() >= 0
@@ -189,9 +189,9 @@ def test_reading_all_keeps_all(model, probes):
 
 
 def test_a_plan_holds_what_it_promises_on_windows_that_chose_nothing(model, windows, tmp_path, monkeypatch):
-    """And a calibration that was stopped measures nothing again.
+    """An interrupted calibration resumes without repeating a measurement.
 
-    Takes 15 s for the plans that the held-out text tries: each is a program.
+    Takes 15 s, because each plan tried on the held-out text compiles a program.
     """
     options = {"keep": 0.9, "max_kl": 0.1}
     rows, notes, asked, judge = [window[:512].tolist() for window in windows], tmp_path / "notes", [], Judge.__call__
@@ -213,7 +213,7 @@ def test_a_plan_holds_what_it_promises_on_windows_that_chose_nothing(model, wind
     limit = math.inf
     plan = calibrated()
     names = [line.get("name") for line in read_lines(notes)]
-    assert len(names) == len(set(names)) == len(asked) + 2  # the subject and the missed mass
+    assert len(names) == len(set(names)) == len(asked) + 2  # plus the subject and the missed mass
     assert calibrated() == plan
     assert len(asked) == len(names) - 2
     found = plan.promise["measured"]
@@ -230,7 +230,7 @@ def test_a_plan_holds_what_it_promises_on_windows_that_chose_nothing(model, wind
 
 @pytest.mark.parametrize(("num_windows", "grown_on", "judged_on"), [(8, 6, 7), (4, 3, 3)])
 def test_the_promise_is_of_text_that_chose_nothing(tmp_path, monkeypatch, num_windows, grown_on, judged_on):
-    """Each window starts with its own tokens: the judges say which they saw, and the last one made the promise."""
+    """Each window starts with distinct tokens, which tell what each judge saw; the last judge measures the promise."""
     model = replace(load_stacked(save_tiny(tmp_path)), tokenizer=None)
     rows = [np.random.default_rng(i).integers(0, 256, 512 - 8 * i).tolist() for i in range(num_windows)]
     seen, judge = [], Judge.__call__
@@ -259,7 +259,7 @@ def test_the_promise_is_of_text_that_chose_nothing(tmp_path, monkeypatch, num_wi
 
 
 def test_a_search_with_a_query_tile_that_does_not_divide_a_chunk(model, windows):
-    """Nothing is missed where all is read."""
+    """A budget of 1 misses no mass, though query tiles of 48 rows do not divide a chunk."""
     tiling, probes = replace(TILING, query_tile=48), probes_of(model, windows[:1], 1024, 1)
     missed = measure_missed(model, probes, tiling, Report(shown=False).each)
     np.testing.assert_allclose(missed[..., -1], 0, atol=1e-6)
@@ -312,7 +312,7 @@ def test_a_notebook_of_something_else_is_written_afresh(tmp_path):
     assert Notebook(path, {"a": 1}).keep("x", lambda: 0.2) == 0.1
     assert Notebook(path, {"a": 2}).keep("x", lambda: 0.3) == 0.3
     nowhere = Notebook()
-    assert [nowhere.keep("x", lambda value=value: value) for value in (1, 2)] == [1, 2]  # no cache of the process
+    assert [nowhere.keep("x", lambda value=value: value) for value in (1, 2)] == [1, 2]  # no file: nothing is kept
     path.write_text("not ours\nat all\n")
     assert Notebook(path, {"a": 2}).keep("x", lambda: 0.4) == 0.4
     assert Notebook(path, {"a": 2}).keep("x", lambda: 0.5) == 0.4

@@ -1,4 +1,4 @@
-"""Bad input: one clear sentence that names the value and the way out, status 2, nothing half done."""
+"""Bad input: one sentence that names the value and the way out, exit code 2, and nothing half done."""
 
 import json
 import re
@@ -32,12 +32,12 @@ def model(good):
 
 @pytest.fixture
 def folder(good, tmp_path):
-    """A copy of the good model, to break."""
+    """Return a copy of the good model that the test may break."""
     return Path(shutil.copytree(good, tmp_path / "model"))
 
 
 def refuse(capsys, *argv: str) -> str:
-    """Run a command that must fail: status 2, nothing on standard output, one line on standard error."""
+    """Run a command that must exit with 2 and print one line, on standard error; return the line."""
     assert cli.main(list(argv)) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
@@ -353,7 +353,7 @@ def test_debug_shows_the_traceback(good):
 
 
 def test_an_unwritable_cache_folder_is_one_line_and_no_obstacle(good, tmp_path):
-    """The cache folder's parent is a file, so it cannot be made: the answer comes all the same."""
+    """The cache folder's parent is a file, so the folder cannot be made; the command still answers."""
     obstacle = tmp_path / "file"
     obstacle.write_text("")
     command = [
@@ -378,6 +378,6 @@ def test_an_unwritable_cache_folder_is_one_line_and_no_obstacle(good, tmp_path):
 
 
 def test_the_plan_of_the_tests_is_of_no_model(good):
-    """PLAN names no weights, so that a test which forgets to make its own cannot pass."""
+    """PLAN names no weights, so that a test which forgets to make its own plan fails."""
     with pytest.raises(ValueError, match="is of another model"):
         tessera.load(good, attention="kascade", plan=PLAN)

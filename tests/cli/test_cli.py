@@ -1,4 +1,4 @@
-"""The command line: frozen flags, exit statuses, what goes to which stream."""
+"""The command line: frozen flags, exit codes, and which text goes to which stream."""
 
 import io
 import json
@@ -56,7 +56,7 @@ FLAGS = {
     ).split(),
     "study": (),
 }
-"""The frozen command line: people's scripts use these. A flag that goes or changes its name is a breaking change."""
+"""Command -> its flags. Users' scripts rely on them, so removing or renaming a flag is a breaking change."""
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_flags_are_frozen(command, capsys):
 
 
 UNSAID = re.compile(r"None|default: *\)")
-"""A default that help does not say in words."""
+"""Defaults that help leaves empty or shows as None."""
 
 
 def test_help_of_studies_says_defaults_in_words(capsys):
@@ -151,7 +151,7 @@ def test_choices_are_those_of_the_library():
 
 
 def test_help_and_version_import_nothing_heavy():
-    """What keeps `tessera --help` under half a second: neither jax nor numpy is imported for it."""
+    """`tessera --help` imports neither jax nor numpy, which keeps it under half a second."""
     program = (
         "import sys\nfrom tessera.cli import main as cli\nassert cli.main(['--version']) == 0\n"
         "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
@@ -287,7 +287,7 @@ def test_doctor_fits_one_screen(capsys, monkeypatch):
 
 @pytest.fixture
 def promised(tmp_path):
-    """A tiny model whose plan holds a promise."""
+    """Return the folder of a tiny model and the path of its plan, which holds a promise."""
     folder = save_tiny(tmp_path / "promised")
     return folder, promising(folder)
 

@@ -1,4 +1,4 @@
-"""The chat at the terminal: entries of one or more lines, commands, and what a pipe gets."""
+"""The chat at the terminal: entries of one or more lines, commands, refusals, and output to a pipe."""
 
 from types import SimpleNamespace
 

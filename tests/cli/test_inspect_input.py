@@ -1,4 +1,4 @@
-"""`tessera inspect` refuses what no compile can mend before it compiles: one sentence, status 2."""
+"""`tessera inspect` refuses impossible requests before it compiles: one sentence, exit code 2."""
 
 import pytest
 
@@ -22,7 +22,7 @@ REFUSED = [
 
 
 def refusal(flags: str, capsys, monkeypatch) -> str:
-    """The sentence on standard error; compiling fails the test."""
+    """Return the sentence on standard error; the test fails if anything compiles."""
     for module in (tpu, gpu):
         monkeypatch.setattr(module, "compile_for", lambda *_, **__: pytest.fail("it compiled"))
     assert cli.main(["inspect", *flags.split()]) == 2
@@ -59,7 +59,7 @@ ENDS = [
 @pytest.mark.parametrize("more", ["", "--chip h200", "--model llama-3.1-8b"])
 @pytest.mark.parametrize(("error", "status", "verdict", "reason"), ENDS)
 def test_a_timeout_is_not_a_failure(error, status, verdict, reason, more, capsys, monkeypatch):
-    """A kernel that does not take the call is the third case: status 2, as below."""
+    """A timeout exits with 3, a compiler error with 1, and a kernel that refuses the call with 2 (tested below)."""
     for module in (tpu, gpu):
         found = module.Compiled(chip="h200" if module is gpu else "v6e", error=error, compile_s=4.0)
         monkeypatch.setattr(module, "compile_for", lambda *_, found=found, **__: found)

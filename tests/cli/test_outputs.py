@@ -1,4 +1,4 @@
-"""What cannot be written is refused in one sentence before the work starts."""
+"""A path that cannot be written is refused in one sentence before the work starts."""
 
 import jax
 import pytest
@@ -23,7 +23,7 @@ from tessera.train import loop
     ],
 )
 def test_a_place_that_cannot_be_written_is_refused_first(command, tmp_path, monkeypatch, capsys):
-    """Root may write anywhere but below a file."""
+    """The path lies below a file, where not even root can write."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     assert cli.main([*command.split(), "file/out"]) == 2

@@ -1,6 +1,6 @@
 """Ctrl-C, a closed pipe, a full disk and a small address space end a command with one sentence or none.
 
-`python tests/interrupted.py` stops all long commands at random times; here is a sample of it.
+`python tests/interrupted.py` stops all long commands at random times; this file tests a few fixed cases.
 """
 
 import shlex
@@ -13,7 +13,7 @@ import interrupted
 import pytest
 
 LIMIT_S = 60.0
-"""Seconds to end within, beside other tests: the long form holds commands to 3 s."""
+"""Seconds in which a command must end. Other tests share the cores; `tests/interrupted.py` allows only 3 s."""
 
 PROGRAM = """
 import gc, hashlib, sys, time

@@ -1,4 +1,4 @@
-"""The demo end to end, on a tiny random model and on the fetched one: answers, record, page; an honest exit status."""
+"""The demo end to end, on a tiny random model and on the fetched one: answers, record, page and exit code."""
 
 import dataclasses
 import html
@@ -40,7 +40,7 @@ CONFIG = ModelConfig(
 
 @pytest.fixture(scope="module", autouse=True)
 def small_chunks():
-    """Prompts in chunks of one size: with one size of cache too, a side compiles two programs."""
+    """Use one chunk size for all prompts, so that each side compiles only two programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "CHUNK", 64)
         yield
@@ -101,7 +101,7 @@ def test_record_holds_what_was_measured(outcome, settings):
 
 
 def test_exit_status_says_whether_answers_agree(outcome):
-    """A random model's answers seldom agree under two policies; whatever happened, the status must say it."""
+    """A random model's answers seldom agree between dense and Kascade; exit code and page must match the record."""
     records = json.loads((outcome[1] / "record.json").read_text())["records"]
     kascade = next(r for r in records if r["what"]["workload"] == "demo_answers" and r["what"]["kernel"] == "kascade")
     same = all(kascade["facts"]["same_as_dense"])
@@ -203,14 +203,14 @@ def test_pictures_have_axes_with_units_and_dark_text():
     svg = pictures.times([panel])
     assert svg.startswith("<svg")
     assert svg.rstrip().endswith("</svg>")
-    comments = " ".join(re.findall(r"<!--(.*?)-->", svg))  # matplotlib writes each text's words beside its outline
+    comments = " ".join(re.findall(r"<!--(.*?)-->", svg))  # matplotlib writes each text as a comment above its outline
     for words in ("prompt length (tokens)", "time (ms)", "2.0x", "3.3x", "1,024"):
         assert words in comments
     assert pictures.INK == "#1a1a1a"
     assert svg == pictures.times([panel])
 
 
-# The real model: where it cannot be fetched, and on the fetched file.
+# Tests with the real model: when it cannot be fetched, and on the fetched file.
 
 
 def test_without_the_real_model_the_embedded_one_answers_and_says_so(settings, tmp_path, monkeypatch, capsys):
@@ -230,14 +230,14 @@ def test_without_the_real_model_the_embedded_one_answers_and_says_so(settings, t
 
 
 def test_the_demo_asks_the_fetched_model(settings, tmp_path, monkeypatch):
-    """The choice alone: what it runs then is tested below."""
+    """Only the choice of model is tested here; later tests run the demo on it."""
     monkeypatch.setattr(fetch, "fetch", lambda name: tmp_path / f"{name}.gguf")
     chosen, missing = run.choose_model(Console())
     assert (chosen.model, missing) == (tmp_path / "smollm2.gguf", "")
     document = chosen.document.read_text()
     for question in chosen.questions:
         answer = question.expected(document)
-        assert document.count(answer) == 1, f"{answer} must be found where {question.start!r} says it, and only there"
+        assert document.count(answer) == 1, f"{answer} must occur only once, at {question.start!r}"
 
 
 FILLER = "\n\n".join(
@@ -256,9 +256,9 @@ The door code of the Oslo office is 48213.
 
 @pytest.fixture(scope="module")
 def real(smollm2, tmp_path_factory):
-    """Two questions about a short document, under budgets that are ample for it.
+    """Run the demo with two questions about a short document, under budgets ample for it.
 
-    The layers are stacked: one layer's program compiles in place of thirty.
+    The layers are stacked, so that one layer's program compiles in place of thirty.
     """
     folder = tmp_path_factory.mktemp("real")
     text = f"{SHORT}\n\nThe colour of the spare key is turquoise.\n\nGoodbye, <b>friend</b>.\n{FILLER}"
@@ -290,7 +290,7 @@ def real(smollm2, tmp_path_factory):
 
 
 def test_the_real_model_keeps_its_answers_and_the_control_does_not(real):
-    """What is chosen matters: dense and Kascade find both answers, the plan without its choice finds neither."""
+    """Dense and Kascade find both answers; the control, which is the plan without its selected keys, finds neither."""
     records = [evidence.decode(json.dumps(r)) for r in json.loads((real[1] / "record.json").read_text())["records"]]
     by_key = {(r.what.workload, r.what.kernel): r for r in records}
     asked = {name: by_key["demo_real_questions", name] for name in reading.SIDES}
@@ -326,7 +326,7 @@ def test_the_real_run_can_be_published(real, tmp_path):
 
 
 def _findings(dense, kascade, control):
-    """Findings of three questions whose answers are right or wrong as told."""
+    """Build findings with one question per entry, whose answers are right or wrong as given."""
     given = Generation(text="", tokens=[1], logprobs=[0.0], finish_reason="stop", prompt_tokens=100, ttft_s=1.0,
                        decode_tokens_per_s=1.0, density=0.5, layer_density=(0.5,))  # fmt: skip
 
@@ -364,7 +364,7 @@ def test_a_question_that_the_document_does_not_answer_is_refused():
 
 
 def test_the_shipped_plan_is_found_for_the_fetched_file_after_the_one_next_to_it(settings, tmp_path, monkeypatch):
-    """By the file's name; a plan of other weights is refused when the weights are known."""
+    """The shipped plan is found by the file's name, and refused for other weights; a plan next to the file wins."""
     model = load(settings.model)
     [source] = fetch.MODELS.values()
     assert generate.shipped_plan(tmp_path / Path(source.member).name).name == "smollm2.plan.json"

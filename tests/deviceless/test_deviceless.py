@@ -1,4 +1,4 @@
-"""The deviceless TPU compiler: schedules read right, errors explained, times predicted as stated."""
+"""The deviceless TPU compiler: schedules are read, errors explained, and times predicted by the documented formula."""
 
 import itertools
 import json
@@ -25,7 +25,7 @@ KIB = 1024
 
 @pytest.fixture(scope="module")
 def compiler():
-    """One process for every program of this file: starting it takes longer than most of them."""
+    """Start one compiling process for the file's tests, because starting takes longer than most compilations."""
     with tpu.Compiler(paths=[str(HERE)]) as found:
         yield found
 
@@ -39,7 +39,7 @@ def compiled(compiler):
 
 
 def little() -> schedule.Schedule:
-    """The committed dump of `deviceless_subjects.little` on v6e."""
+    """Read the committed schedule of `deviceless_subjects.little`, compiled for v6e."""
     [found] = schedule.read(HERE / "golden" / "schedule")
     return found
 
@@ -48,7 +48,7 @@ def test_bundles_belong_to_the_innermost_scope():
     found = little()
     assert found.name == "little"
     counts = {region.name: region.bundles for region in found.regions}
-    # 109 bundle lines in the dump, 6 of which hold nothing but a marker of the traced build.
+    # The dump has 109 bundle lines; 6 of them hold only a marker of the traced build.
     assert counts == {"launch": 11, "step": 85, "double": 3, "turn": 4}
     assert sum(counts.values()) == 103
 
@@ -63,9 +63,9 @@ def test_slots_are_counted_per_scope_against_the_units_capacity():
 
 def test_memory_and_turns_come_from_the_allocations():
     found = little()
-    assert found.turns == 4  # two steps, and one turn each to fill and drain the pipeline
+    assert found.turns == 4  # two steps, plus one turn each to fill and drain the pipeline
     assert found.smem_bytes == 512
-    assert found.vmem_bytes == 72 * KIB + 2 * 2 * 4 * KIB  # scratch of the compiler, two windows held twice
+    assert found.vmem_bytes == 72 * KIB + 2 * 2 * 4 * KIB  # the compiler's scratch, and two double-buffered windows
 
 
 def test_files_that_do_not_belong_together_are_refused():
@@ -80,7 +80,7 @@ def test_prediction_is_executions_times_bundles_over_the_clock():
     counts = {"step": 4, "double": 1000, "turn": 50_000, "hbm_bytes": 2765e3}
     got = predict.predict(found, counts)
     cycles = 11 + 4 * 85 + 1000 * 3 + 50_000 * 4
-    assert got.compute_ms == pytest.approx(1e3 * cycles / 1.75e9 / 2)  # 4 steps, 2 on each of v5p's cores
+    assert got.compute_ms == pytest.approx(1e3 * cycles / 1.75e9 / 2)  # 4 steps, 2 on each of v5p's two cores
     assert got.dma_ms == pytest.approx(1e-3)
     assert got.ms == pytest.approx(max(got.compute_ms, got.dma_ms))
     assert got.steps == 4
@@ -90,7 +90,7 @@ def test_prediction_is_executions_times_bundles_over_the_clock():
     slow = predict.predict(replace(found, schedules=(replace(little(), regions=tuple(full)),)), counts)
     assert slow.bundles_per_step == pytest.approx(cycles / 4)
     assert slow.cycles_per_step == pytest.approx(5 * cycles / 4)
-    alone = predict.predict(found, counts | {"step": 2})  # the loop of one core has as many: nothing is shared
+    alone = predict.predict(found, counts | {"step": 2})  # 2 steps are one core's loop: nothing is shared
     assert alone.compute_ms == pytest.approx(1e3 * (cycles - 2 * 85) / 1.75e9)
 
 
@@ -131,7 +131,7 @@ ENTRY %main (x: f32[8,128]) -> f32[8,128] {
 
 @pytest.mark.parametrize(("chip", "columns"), [("v5e", 128), ("v5p", 128), ("v6e", 256), ("v7x", 256)])
 def test_every_chip_compiles_and_tells_the_kernel_which_it_is(chip, columns):
-    """In a process per program, the only one to leave a schedule."""
+    """`compile_for` uses a process per program; a shared process leaves no schedule."""
     found = tpu.compile_for(chip, factory_program("deviceless_subjects:scopes"), paths=[str(HERE)])
     assert found.error is None
     assert found.settings == f"{columns} columns"
@@ -189,14 +189,14 @@ def test_an_unknown_chip_is_refused():
 
 NAMES = [*sorted(kernel.name for kernel in sweep.tpu_kernels()), sweep.GRADIENT]
 ONCE = list(zip(itertools.cycle(tpu.TOPOLOGIES), NAMES))
-"""Every kernel, on one chip after the other: the matrix unit is narrow on two of them and wide on two."""
+"""(chip, kernel) for every kernel, with the chips in turn: two have narrow matrix units, two have wide ones."""
 MORE = dict.fromkeys(case for case in itertools.product(("v5e", "v7x"), NAMES) if case not in ONCE)
 FAST = [*ONCE, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)]
 
 
 @pytest.mark.parametrize(("chip", "kernel"), FAST)
 def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
-    """A fast part of `tessera study tpu-sweep`: a short call."""
+    """Compile one short call per kernel: a fast part of `tessera study tpu-sweep`."""
     case = {
         "chip": chip,
         "kernel": kernel,
@@ -253,7 +253,7 @@ def test_inspect_prints_one_json_object(kernel, capsys):
     out = json.loads(capsys.readouterr().out)
     assert list(out) == KEYS
     assert out["compiled"] is True
-    assert out["refused"] == {}  # the TPU's own kernel takes this call, whether it was asked for or not
+    assert out["refused"] == {}  # the TPU's own kernel accepts this call in either case
     predicted = [out[name] for name in ("predicted_ms", "predicted_tflops", "percent_of_peak")]
     assert predicted == [None] * 3 if kernel.startswith("xla") else min(predicted) > 0
 
@@ -279,7 +279,7 @@ def test_what_xla_alone_computes_is_not_predicted_and_says_why(capsys, tmp_path)
 
 
 def test_the_table_has_the_roofline_without_a_picture(capsys):
-    work = {"flops": 918e12, "moved_bytes": 1638e9, "predicted_ms": 2000.0, "percent_of_peak": 50.0}  # a second of each
+    work = {"flops": 918e12, "moved_bytes": 1638e9, "predicted_ms": 2000.0, "percent_of_peak": 50.0}  # 1 s of each
     sizes = dict.fromkeys(("steps", "bundles_per_step", "cycles_per_step", "spill_slots", "hbm_bytes", "vmem_bytes"), 1)
     found = tpu.Compiled(chip="v6e", error=None, compile_s=0.0, memory={}, schedules=(little(),), operations=())
     result = tpu_inspection.Inspection(
@@ -294,7 +294,7 @@ def test_the_table_has_the_roofline_without_a_picture(capsys):
 
 @pytest.mark.parametrize("mesh", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_whole_decode_step_compiles_for_a_mesh(mesh, capsys):
-    """The shipped model under Kascade: each role's kernel of its own, two sums over the mesh a layer."""
+    """The shipped model under Kascade uses one kernel per role, and two sums over the mesh per layer."""
     from tessera.cli import main as cli
 
     folder = Path(steps.__file__).parents[1] / "demo" / "model"

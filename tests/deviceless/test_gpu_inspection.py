@@ -1,4 +1,4 @@
-"""What `tessera inspect --chip h200` says of a compiled call: gates, launches, times, which kernel a GPU would take."""
+"""`tessera inspect --chip h200` reports on a compiled call: gates, launches, times, and a GPU's own choice."""
 
 import json
 from dataclasses import replace
@@ -61,7 +61,7 @@ ENTRY %main (q: f32[1]) -> f32[1] {
 
 
 def test_loops_launch_their_kernels_once_a_turn():
-    """XLA may run a kernel within a fusion and beside it; of a loop without known turns nothing is claimed."""
+    """XLA may call a kernel inside a fusion or outside; a loop of unknown length gives no count of launches."""
     launches = hlo.kernel_launches(PROGRAM)
     assert launches == {"one": 42, "two": 1}
     reports = [replace(REPORT, kernel=name) for name in ("one", "two")]
@@ -77,7 +77,7 @@ def test_a_score_in_chunks_counts_the_blocks_of_every_chunk():
     found = gpu_inspection.inspect_call("h200", spec, shapes)
     [scores, _] = found.found.kernels
     assert scores.kernel == "gpu_prefill_score"
-    assert scores.blocks * found.launches[scores.kernel] >= 32 * 40000 / 128  # rows of a block
+    assert scores.blocks * found.launches[scores.kernel] >= 32 * 40000 / 128  # 128 rows per block
     assert found.steps > scores.blocks * found.launches[scores.kernel]
 
 
@@ -93,7 +93,7 @@ def test_the_roofline_is_told_in_a_unit_that_shows_it(ms, words, capsys):
     (128, None, "gpu_cudnn_dense"), (96, None, "gpu_cudnn_dense"), (128, 100, "gpu_prefill_dense"),
 ])  # fmt: skip
 def test_what_the_dispatcher_takes_on_a_gpu_is_said(head_dim, window, name, capsys, monkeypatch):
-    """cuDNN's kernel is compiled on a GPU alone: what is inspected is the next one."""
+    """cuDNN's kernel compiles only on a GPU, so the next kernel in the table is inspected instead."""
     refused = CompileError("program", "not today", "nothing", "nothing")
     monkeypatch.setattr(gpu, "compile_for", lambda *_, **__: gpu.Compiled(chip="h200", error=refused, compile_s=0.0))
     flags = f"inspect --chip h200 --length 1024 --head-dim {head_dim} --json"
@@ -105,7 +105,7 @@ def test_what_the_dispatcher_takes_on_a_gpu_is_said(head_dim, window, name, caps
 
 
 def test_a_kernel_of_another_generation_is_neither_inspected_nor_gated(monkeypatch):
-    """It comes first in the table, and the machine that compiles has no GPU to compare with."""
+    """The other generation's kernel comes first in the table; the named chip decides, since no GPU is present."""
     plain = next(k for k in dispatch.KERNELS if k.name == "gpu_prefill_dense")
     later = replace(plain, name="gpu_later_dense", capability=Capability(name="10.0 (Blackwell)", least=10.0))
     for module in (dispatch, inspection, gates, programs):

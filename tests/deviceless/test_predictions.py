@@ -1,4 +1,4 @@
-"""What is said of predictions: the peer's step counts, the figures and their targets, and the tables they end in."""
+"""Predictions: the peer's step counts, the figures and their targets, and the tables that show them."""
 
 from dataclasses import asdict, replace
 
@@ -18,7 +18,7 @@ from tessera.workbench.studies import figures, validation
 
 
 def region(name, bundles):
-    """A scope as `validation.compile_point` writes it."""
+    """Build a scope in the form that `validation.compile_point` writes."""
     return {"name": name, "bundles": bundles, "slots": {"MXU": 0}, "product_cycles": 0, "depth": 1, "loops": 0}
 
 
@@ -36,7 +36,7 @@ def point(**changes) -> dict:
 
 def test_the_peer_visits_only_blocks_that_the_mask_leaves():
     counts = validation.executions(point())
-    assert counts["step"] == 2 * 8 * 10  # 4 on the diagonal, 6 below
+    assert counts["step"] == 2 * 8 * 10  # 4 on the diagonal, 6 below it
     assert counts["full"] == 2 * 8 * 6
     assert counts["masked"] == 2 * 8 * 4
     assert counts["init"] == counts["end"] == 2 * 8 * 4
@@ -65,7 +65,7 @@ def test_a_perfect_prediction_has_no_error_and_rank_one():
 
 
 def test_the_fit_finds_the_constants_that_made_the_times():
-    """Some points wait for the cores, some for their bytes; a tenth of them are far off, and change nothing."""
+    """Some points are bound by compute, some by bytes; every tenth is 1.5 times too slow and must not matter."""
     rng, real = np.random.default_rng(8), predict.Overheads(stall=1.05, step_s=0.3e-6, bandwidth_share=0.7)
     found = []
     for number in range(60):
@@ -103,7 +103,7 @@ def test_figures_meet_their_targets_from_the_right_side():
 
 
 def test_equal_terms_and_the_default_query_tile_have_figures_with_the_same_targets():
-    """The cases come back from the stored records, so that a study can add to them."""
+    """The cases can be read back from the stored records, so that a study can add to them."""
     cases = {"peer": {"ms": 4.0, "around_ms": 1.0}, "dense": {"ms": 2.5, "around_ms": 0.5}}
     cases |= {"dense, equal terms": {"ms": 3.2}, "dense long": {"ms": 100.0, "flops": 1.0}}
     cases |= {"score long 32": {"ms": 104.0}, "selection 32": {"ms": 6.0}, "sparse kascade 32": {"ms": 18.0}}
@@ -127,7 +127,7 @@ def test_equal_terms_are_float32_exponentials_and_queries_as_a_user_passes_them(
 
 
 def test_small_tiles_have_their_figures_by_score_and_by_key():
-    """Four times the listed pairs in twice the time is half the time per pair."""
+    """Each figure is (sparse time per flop) / (dense time per flop), such as (10 / 4) / (100 / 50) = 1.25."""
     cases = {"dense long": {"ms": 100.0, "flops": 50.0}, "decode dense": {"ms": 4.0, "flops": 8.0}}
     cases |= {f"sparse 16/{rows}": {"ms": 10.0, "flops": 4.0} for rows in (32, 128)}
     cases["decode sparse 16"] = {"ms": 0.5, "flops": 0.8}
@@ -151,7 +151,7 @@ def test_a_time_that_is_bytes_over_bandwidth_is_marked_where_it_is_shown():
 
 
 def test_tiles_of_one_family_are_adjacent_rows():
-    """A tile compiled after all others has its row next to theirs, the largest tile first."""
+    """A tile size compiled after all others is listed next to them, the largest tile first."""
     cases = {"dense long": {"ms": 100.0, "flops": 50.0}, "score gqa": {"ms": 1.1}, "dense gqa": {"ms": 1.0}}
     cases |= {f"sparse {tile}/{rows}": {"ms": 10.0, "flops": 4.0} for tile in (16, 32, 128) for rows in (32, 128)}
     cases = {name: case | {"commit": "0" * 40, "dirty": False} for name, case in cases.items()}
@@ -169,7 +169,7 @@ def test_kascade_counts_anchors_reuse_and_selection():
     listed = figures.tiles_listed(131072, 128, 128, 0.1) / figures.tiles_full(131072, 128, 128, 0.05)
     assert listed == pytest.approx(
         52942 / 51922
-    )  # a tenth of what each sees, in a call with room for a twentieth of all
+    )  # each tile lists a tenth of its keys, in a call with room for a twentieth of all keys
     assert ratios[figures.KASCADE] == pytest.approx(3200 / (5 * (104 + 1.5) + 27 * 6 * listed))
     without = {name: case for name, case in cases.items() if name != "selection"}
     assert figures.KASCADE not in {name for name, _, _ in figures.comparisons(without, "v6e")}
@@ -181,7 +181,7 @@ def test_kascade_counts_anchors_reuse_and_selection():
 )
 @pytest.mark.parametrize("causal", [True, False])
 def test_work_of_full_lists_counts_tiles_that_are_there(sizes, window, causal):
-    """Tile by tile; a window looks back, so it is causal."""
+    """Compare with a count tile by tile; a window looks back, so it needs a causal mask."""
     if window is not None and not causal:
         return
     spec = AttentionSpec(tile=64, query_tile=32, causal=causal, window=window)
@@ -223,7 +223,7 @@ ENTRY %main (m: f32[1024,1024]) -> f32[1024,1024] {
 
 
 def test_a_programs_time_counts_every_turn_of_its_loops():
-    """One operation is as long as its 8 MiB, the loop's as XLA's cycles for it, 16 times."""
+    """The first operation takes its 8 MiB over the bandwidth; the loop takes XLA's 35,000 cycles, 16 times."""
     wanted = 1e3 * (2 * 4 * 1024 * 1024 / (0.8 * 1638e9) + 16 * 35000 / 1.75e9)
     assert figures.xla_ms(LOOP, "v6e") == pytest.approx(wanted, rel=1e-6)
 
@@ -277,5 +277,5 @@ def test_tables_of_predictions_render_what_the_records_say():
     facts["no_fitted_constant"] = validation.summary([point(measured_ms=0.16)], predict.NOMINAL)
     what = evidence.What(op="prediction", kernel="k", workload="w", title="predicted / measured time, v6e")
     made = evidence.make(what, [1.0], command="make peers-tpu", unit="fraction", facts=facts)
-    if made.code.commit:  # a checkout
+    if made.code.commit:  # true in a checkout only
         assert "| predicted / measured time, v6e | 1 |" in report.prediction([made])

@@ -33,7 +33,7 @@ PROSE = (ROOT / "src" / "tessera" / "demo" / "document.txt", ROOT / "LICENSE")
 ODD = Path(__file__).parent / "tokenizers.json"
 TOLERANCE = 1e-4
 PASSAGES, TOKENS, CUTS = 10, 200, tuple(range(19, 200, 20))
-"""Passages, tokens of each, and after how many of them llama.cpp is asked for the next one."""
+"""Number of passages, tokens per passage, and the prefix lengths after which llama.cpp chooses the next token."""
 CHATS = [
     [{"role": "user", "content": "Hi <|x|> é 😀"}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 = ?\n"}],
@@ -83,14 +83,14 @@ json.dump(best, sys.stdout)
 
 
 def peer(program: str, *arguments: str | Path) -> dict | list:
-    """What a program of the peers' environment prints, as JSON."""
+    """Run a program in the peers' environment and parse the JSON that it prints."""
     command = [PEER_PYTHON, "-c", program, *arguments]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     return json.loads(done.stdout)
 
 
 def passages(tokenizer) -> tuple[list[str], np.ndarray]:
-    """Texts for tokenizers, odd ones too, and the first tokens of each passage [PASSAGES, TOKENS]."""
+    """Return texts for tokenizers, odd ones included, and the first tokens of each passage [PASSAGES, TOKENS]."""
     prose = "".join(path.read_text(encoding="utf-8") for path in PROSE)
     starts = np.linspace(0, len(prose) - 1500, PASSAGES).astype(int)
     texts = [prose[start : start + 1500] for start in starts]
@@ -99,7 +99,7 @@ def passages(tokenizer) -> tuple[list[str], np.ndarray]:
 
 
 def against_transformers(model, folder: Path, texts: list[str], tokens: np.ndarray, ours: np.ndarray, asked: Path):
-    """One record; whether it holds."""
+    """Compare logits, tokens and templates with transformers on a saved folder; return (record, passes)."""
     tessera.save(model, folder)
     answer = peer(TRANSFORMERS, folder, asked, folder / "logits.npy")
     theirs = np.load(folder / "logits.npy")
@@ -131,7 +131,7 @@ def against_transformers(model, folder: Path, texts: list[str], tokens: np.ndarr
 
 
 def write_exact(path: Path, target: Path) -> Path:
-    """The same weights as an F32 file, written by the gguf package from its own reading."""
+    """Write the same weights as an F32 file, dequantised by the gguf package."""
     reader = gguf.GGUFReader(path)
     metadata = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     metadata["general.file_type"] = 0
@@ -140,14 +140,14 @@ def write_exact(path: Path, target: Path) -> Path:
 
 
 def against_llama_cpp(path: Path, exact: Path, ours: np.ndarray, asked: Path) -> list[tuple[evidence.Record, bool]]:
-    """A record on the file itself and one on its weights in F32, each with whether it holds."""
+    """Compare next tokens with llama.cpp, on the file and on its weights in F32; return two (record, passes)."""
     rows = np.stack([ours[i, cut - 1] for i in range(PASSAGES) for cut in CUTS])
     ours = (
         rows - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True)) - rows.max(-1, keepdims=True)
     )
     answers = {"exact": peer(LLAMA_CPP, exact, asked, "exact"), "own": peer(LLAMA_CPP, path, asked, "own")}
     scores = {name: [dict(map(tuple, best)) for best in answer] for name, answer in answers.items()}
-    # its rounding moves the difference of two log-probabilities by up to twice what it moves one
+    # Rounding moves the difference of two log-probabilities by up to twice what it moves one of them.
     moved = [abs(a[t] - b[t]) for a, b in zip(*scores.values()) for t in a.keys() & b.keys() if a[t] > -5]
     rounding = 2 * max(moved)
     found = []
@@ -173,7 +173,7 @@ def against_llama_cpp(path: Path, exact: Path, ours: np.ndarray, asked: Path) ->
 
 
 def main() -> int:
-    """Run the comparisons, print and store them."""
+    """Run the comparisons, then print and store their records; return 1 if one fails."""
     path = tessera.fetch("smollm2")
     model = tessera.load(path)
     texts, tokens = passages(model.tokenizer)

@@ -1,6 +1,6 @@
-"""The shipped model under the real `lm_eval`, on tasks made here, offline: `make harness` runs it.
+"""Run the shipped model under the real `lm_eval`, offline, on tasks made here; `make harness` starts this.
 
-Not a test of the suite: lm_eval brings datasets, pyarrow and scikit-learn along.
+The test suite leaves it out, because lm_eval needs datasets, pyarrow and scikit-learn.
 """
 
 import json
@@ -16,7 +16,7 @@ QUESTION = "{{text}}\n\nWhat is the pass key? The pass key is"
 
 
 def main() -> int:
-    """1 unless every key is found, both as an answer and as the likelier of two."""
+    """Return 0 if the model generates every key, and rates it likelier than a wrong key; otherwise 1."""
     import lm_eval
 
     import tessera

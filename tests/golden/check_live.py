@@ -1,8 +1,8 @@
-"""Compare with transformers live, both ways: `make peers` runs this with Tessera's own interpreter.
+"""Compare with transformers live, in both directions; `make peers` runs this with Tessera's own interpreter.
 
-Fresh golden checkpoints are made by the peers' environment in a temporary folder and checked as the tests check the
-committed ones; then every one, and the shipped demo model, is loaded and saved by Tessera, and transformers' logits and
-token ids of the saved folder are compared with Tessera's. Exit status 1 if anything differs by more than 1e-4.
+The peers' environment makes fresh golden checkpoints in a temporary folder, which are checked as the tests check the
+committed ones. Tessera then loads and saves each of them, and the shipped demo model; transformers' logits and token
+ids of the saved folders must equal Tessera's. The exit code is 1 if logits differ by more than 1e-4, or any id.
 """
 
 import json
@@ -51,7 +51,7 @@ for folder in sys.argv[3:]:
 
 
 def our_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
-    """Float32 logits of one whole forward pass."""
+    """Compute float32 logits in one forward pass."""
     config = read_config(folder)
     params = load_params(folder, config, dtype="float32", stacked=True)
 
@@ -65,14 +65,14 @@ def our_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def report(name: str, ours: np.ndarray, theirs: np.ndarray) -> bool:
-    """Print one comparison, return whether it holds."""
+    """Print one comparison and return whether the relative error is within TOLERANCE."""
     error = float(np.max(np.abs(ours - theirs)) / np.max(np.abs(theirs)))
     print(f"{'ok  ' if error <= TOLERANCE else 'FAIL'} {name}: relative error {error:.1e}")
     return error <= TOLERANCE
 
 
 def check_saved(source: Path, target: Path, tokens: np.ndarray, shard_bytes: int) -> np.ndarray:
-    """Save a folder again through Tessera; returns Tessera's logits of it."""
+    """Load a folder and save it through Tessera; return Tessera's logits of the saved folder."""
     config = read_config(source)
     params = load_params(source, config, dtype="float32", stacked=False)
     save_folder(target, params, config, load_tokenizer(source), shard_bytes=shard_bytes)
@@ -81,7 +81,7 @@ def check_saved(source: Path, target: Path, tokens: np.ndarray, shard_bytes: int
 
 
 def main() -> int:
-    """Run all comparisons."""
+    """Run all comparisons; return 1 if one fails."""
     held = []
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)

@@ -4,9 +4,9 @@ Run in the peers' environment (torch and transformers, see peers/requirements.tx
 
     .venv-peers/bin/python tests/golden/make.py [folder]
 
-Each case becomes a folder of a Hugging Face checkpoint and expected.npz: `tokens` [P + 64] (a random prompt, then 64
-greedy tokens) and `logits` float32 [P + 64, V] of one whole forward pass. Weights are large enough that every
-feature of the case moves the logits, and seeds are tried until no greedy choice is a near tie.
+Each case becomes a Hugging Face checkpoint folder with expected.npz: `tokens` [P + 64] (a random prompt, then 64 greedy
+tokens) and `logits` float32 [P + 64, V] of one forward pass. Weights are large enough that every feature of the case
+changes the logits. The script tries seeds until no greedy choice is a near tie.
 """
 
 import sys
@@ -83,11 +83,11 @@ CASES = {
     "sharded": (LLAMA, {"num_key_value_heads": 2, "num_hidden_layers": 3}),
 }
 DTYPES = {"llama2": torch.float32, "sharded": torch.bfloat16}
-"""What the weights are stored as; the others as float16 (half the bytes). All are computed in float32."""
+"""Case -> dtype of the stored weights; all other cases use float16, at half the bytes. Models run in float32."""
 
 
 def build_model(make_config, fields: dict, dtype: torch.dtype, seed: int) -> torch.nn.Module:
-    """A random model whose values `dtype` holds exactly, biases and norms random too."""
+    """Build a random model, with random biases and norms, whose values `dtype` represents exactly."""
     torch.manual_seed(seed)
     config = make_config(**(TINY | fields), attn_implementation="eager")
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -101,7 +101,7 @@ def build_model(make_config, fields: dict, dtype: torch.dtype, seed: int) -> tor
 
 @torch.no_grad()
 def run(model: torch.nn.Module, seed: int) -> tuple[np.ndarray, np.ndarray, float]:
-    """Tokens, logits, and the smallest relative gap between the best two logits of a greedy choice."""
+    """Return tokens, logits, and the smallest gap of a greedy step's two best logits, over the largest logit."""
     prompt = torch.from_numpy(np.random.default_rng(seed).integers(0, VOCAB, (1, PROMPT)))
     tokens = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=GREEDY, do_sample=False, pad_token_id=0
@@ -114,7 +114,7 @@ def run(model: torch.nn.Module, seed: int) -> tuple[np.ndarray, np.ndarray, floa
 
 
 def make_case(folder: Path, name: str) -> None:
-    """Write one case."""
+    """Write one case's folder, with the first seed that has no near tie."""
     make_config, fields = CASES[name]
     dtype = DTYPES.get(name, torch.float16)
     for seed in range(100):
@@ -131,7 +131,7 @@ def make_case(folder: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # matrices this small only lose by sharing
+    torch.set_num_threads(1)  # threads only slow down matrices this small
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     for case in CASES:
         make_case(target, case)

@@ -1,4 +1,4 @@
-"""Make golden next-token distributions: what transformers' logits processors leave of random scores.
+"""Make golden next-token distributions: what transformers' logits processors make of random scores.
 
 Run in the peers' environment: .venv-peers/bin/python tests/golden/make_sampling.py
 

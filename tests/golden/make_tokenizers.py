@@ -2,9 +2,9 @@
 
     python tests/golden/make_tokenizers.py
 
-Run with Tessera's own interpreter after `make peers`. Vocabularies are trained on the shipped document by the peers'
-environment (tokenizers, sentencepiece); each is written as a GGUF file, which llama.cpp (xllamacpp) then reads and
-tokenizes with. transformers' tokenizer classes and sentencepiece itself give the ids of the texts a second time.
+Run with Tessera's own interpreter after `make peers`. Tokenizers and sentencepiece, in the peers' environment, train
+the vocabularies on the shipped document. Each vocabulary is written as a GGUF file, from which llama.cpp (xllamacpp)
+tokenizes the texts; transformers' tokenizer classes and sentencepiece give a second set of ids.
 """
 
 import json
@@ -39,7 +39,7 @@ TEXTS = [
     "!!!...???---***",
 ]
 DECOMPOSED = "cafe\u0301 A\u030angstro\u0308m"
-"""Not in NFC: qwen2's own tokenizer composes it, llama.cpp does not."""
+"""Text that is not in NFC: qwen2's own tokenizer composes its characters, llama.cpp does not."""
 
 TRAIN = r"""
 import json, sys, io
@@ -105,13 +105,13 @@ json.dump(found, sys.stdout)
 
 
 def peer(program: str, *arguments) -> dict:
-    """What a program of the peers' environment prints, as JSON."""
+    """Run a program in the peers' environment and parse the JSON that it prints."""
     done = subprocess.run([PEER_PYTHON, "-c", program, *arguments], check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout)
 
 
 def llama_cpp_ids(work: Path, bpe: dict, spm: dict, texts: list[str]) -> dict[str, list[list[int]]]:
-    """Ids by llama.cpp, by pre-tokenizer, and under "sentencepiece"."""
+    """Return llama.cpp's ids of the texts, by pre-tokenizer, and under "sentencepiece" for that vocabulary."""
     metadata, tensors = tiny_model(len(bpe["tokens"]))
     paths = [write_gguf(work / f"{pre}.gguf", metadata | bpe_metadata(bpe, pre), tensors) for pre in PRE]
     metadata, tensors = tiny_model(len(spm["tokens"]))
@@ -120,7 +120,7 @@ def llama_cpp_ids(work: Path, bpe: dict, spm: dict, texts: list[str]) -> dict[st
 
 
 def main() -> None:
-    """Write the file."""
+    """Train the vocabularies, collect all ids and write tokenizers.json."""
     made = peer(TRAIN, DOCUMENT, json.dumps(TEXTS), DECOMPOSED)
     with tempfile.TemporaryDirectory() as work:
         made["llama_cpp"] = llama_cpp_ids(Path(work), made["bpe"], made["spm"], TEXTS)

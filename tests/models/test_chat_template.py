@@ -1,4 +1,4 @@
-"""Untrusted chat templates: each ends in time and within its memory, and what fails is one printable sentence."""
+"""Untrusted chat templates end within limits of time and memory, and a failure is one printable sentence."""
 
 import copy
 import gc
@@ -56,7 +56,7 @@ def refusal(tokenizer: Tokenizer) -> str:
 def test_a_template_that_fails_is_refused(source, named):
     tokenizer = with_template(source)
     assert named in refusal(tokenizer)
-    tokenizer.chat_template = "{{ messages[0].content }}"  # and the tokenizer still works
+    tokenizer.chat_template = "{{ messages[0].content }}"  # the tokenizer still works
     assert tokenizer.render_chat(USER) == "Hi"
 
 
@@ -76,7 +76,7 @@ def test_long_conversations_are_rendered_whole():
 
 def test_one_process_per_tokenizer_ends_with_it():
     tokenizer = with_template("{{ messages[0].content }}")
-    assert tokenizer._renderer._worker._process is None  # a tokenizer that renders nothing starts none
+    assert tokenizer._renderer._worker._process is None  # no process before the first rendering
     tokenizer.render_chat(USER)
     process = tokenizer._renderer._worker._process
     tokenizer.render_chat(USER)
@@ -117,10 +117,10 @@ time.sleep(600)
 
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_the_process_ends_after_its_parent_was_killed(state):
-    """An idle worker reads the end of its input; a busy one, which answers nothing, has an alarm."""
+    """An idle worker sees its input end; a busy worker, which reads nothing, is ended by an alarm."""
     with subprocess.Popen([sys.executable, "-c", PARENT, state], stdout=subprocess.PIPE, text=True) as parent:
         worker = int(parent.stdout.readline())
-        time.sleep(0.3)  # until it is busy
+        time.sleep(0.3)  # until the worker is busy
         parent.kill()
     deadline = time.monotonic() + 60
     while is_running(worker) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Folders in and out: configs old and new, refusals by name, shards, broken files, memory."""
+"""Checkpoint folders, loaded and saved: old and new configs, refusals by name, shards, broken files, memory."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of a small golden checkpoint that a test may break."""
+    """Return a copy of a small golden checkpoint that a test may break."""
     return Path(shutil.copytree(GOLDEN / "llama3", tmp_path / "model"))
 
 
@@ -218,7 +218,7 @@ def test_both_layouts_hold_the_values_of_the_file(name, dtype):
 
 
 def test_fingerprint_tells_weights_apart_but_not_dtypes():
-    config = read_config(GOLDEN / "sharded")  # its values are bfloat16
+    config = read_config(GOLDEN / "sharded")  # its values fit in bfloat16
     params = load_params(GOLDEN / "sharded", config, dtype="float32", stacked=True)
     half = load_params(GOLDEN / "sharded", config, dtype="bfloat16", stacked=False)
     assert fingerprint(params, config) == fingerprint(half, config)
@@ -419,8 +419,8 @@ def test_peak_memory_of_loading_is_the_model_plus_one_tensor(tmp_path, dtype, la
     command = [sys.executable, "-c", MEMORY, str(tmp_path), dtype, layout]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     peak, model = (int(word) for word in done.stdout.split())
-    slack = 24 << 20  # the block being checked and converted, and the allocator's
-    assert model > largest + slack + (50 << 20), "too small a model to tell a second copy from slack"
+    slack = 24 << 20  # the block being checked and converted, and the allocator's reserve
+    assert model > largest + slack + (50 << 20), "the model is too small to tell a second copy from slack"
     assert 0.9 * model < peak < model + largest + slack
 
 

@@ -1,4 +1,4 @@
-"""Untrusted files: each defect that the fuzzer found, as one small file that must be refused by name."""
+"""Untrusted files: each defect that the fuzzer found, as one small file that must be refused with its name."""
 
 import json
 import shutil
@@ -67,7 +67,7 @@ def test_json_that_is_refused(text, said):
 
 
 def test_json_that_is_accepted(tmp_path):
-    """transformers writes 10 ** 30 for "no limit", and some files repeat a field."""
+    """transformers writes 10 ** 30 for "no limit", and some files repeat a field with the same value."""
     text = b'{"n": 1000000000000000019884624838656, "a": 9223372036854775808, "b": "\\ud83d\\ude00"'
     text += b', "a": 9223372036854775808}'
     assert parse_json(text, "x", large=("n",)) == {"n": int(1e30), "a": 2**63, "b": "\U0001f600"}
@@ -287,7 +287,7 @@ def test_a_users_text_never_becomes_a_control_token(plain):
     assert plain.encode_chat(chat) == [256, 259, *text.encode(), 261, 260]
     assert plain.encode_chat(chat, parse_special=True) == [256, 259, *b"hi", 261, 260, 261, 260]
     assert plain.render_chat(chat).count("<|end|>") == 2
-    assert plain.encode("<|end|>", add_special=False) == [261]  # a prompt is the caller's
+    assert plain.encode("<|end|>", add_special=False) == [261]  # a prompt may hold control tokens
 
 
 def test_a_name_that_is_broken_up_already(plain):

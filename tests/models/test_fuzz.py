@@ -1,4 +1,4 @@
-"""A seeded sample of `tessera study fuzz`: 500 damaged files, each sound or refused in one sentence."""
+"""A seeded sample of `tessera study fuzz`: each of 500 damaged files is sound or refused in one sentence."""
 
 import random
 
@@ -39,7 +39,7 @@ def test_cases_are_the_same_for_the_same_seed(bench):
 
 
 def test_the_oracle_finds_nonsense_that_would_be_accepted(bench):
-    """Without the doors, these would load: the oracle must not trust what loads."""
+    """The fuzzer's oracle must report these nonsense values itself, and not trust that a file that loads is sound."""
     path = bench.place("config.json")
     for wrong in ('"rope_theta": -1', '"tie_word_embeddings": "no"', '"eos_token_id": 5000', '"rms_norm_eps": NaN'):
         path.write_bytes(bench.sound["config.json"].rstrip()[:-1] + b"," + wrong.encode() + b"}")

@@ -1,4 +1,4 @@
-"""generation_config.json sets the defaults of generate; what the caller gives wins; what is not supported is said."""
+"""generation_config.json sets defaults of generate; the caller's values win; unsupported settings are reported."""
 
 import ast
 import json
@@ -98,7 +98,7 @@ def test_values_that_switch_a_filter_off_compile_no_filter():
 
 
 def test_evaluation_and_benchmarks_leave_nothing_to_the_file():
-    """Each call names its sampling: a checkpoint that draws by default must not change a stored figure."""
+    """Every call sets its own temperature, since a checkpoint that draws by default must not change a stored figure."""
     calls = [
         (path.name, call)
         for room in ("workbench", "demo")

@@ -1,6 +1,6 @@
 """Tokenizers of GGUF files against llama.cpp, transformers and sentencepiece, and refusals.
 
-The ids of tokenizers.json are theirs: see golden/make_tokenizers.py.
+tokenizers.json holds the ids of those implementations: see golden/make_tokenizers.py.
 """
 
 import json
@@ -22,7 +22,7 @@ PLAIN = [text for text in TEXTS if "<s>" not in text]
 
 
 def read(path, metadata):
-    """The tokenizer of a file that holds nothing else."""
+    """Return the tokenizer of a GGUF file that holds only this metadata."""
     return gguf_tokenizer(read_gguf(write_gguf(path / "t.gguf", {"general.architecture": "llama"} | metadata, {})))
 
 
@@ -35,7 +35,7 @@ def test_byte_level_ids_are_llama_cpps(tmp_path, pre):
 @pytest.mark.parametrize("pre", ["gpt-2", "qwen2"])
 def test_byte_level_ids_are_those_of_transformers_own_classes(tmp_path, pre):
     tokenizer = read(tmp_path, bpe_metadata(BPE, pre))
-    texts = [*TEXTS, GOLDEN["decomposed"]]  # qwen2 composes characters; llama.cpp would not
+    texts = [*TEXTS, GOLDEN["decomposed"]]  # qwen2 composes its characters; llama.cpp would not
     own = GOLDEN["own"][pre]
     assert [tokenizer.encode(text, add_special=False) for text in texts[: len(own)]] == own
 
@@ -65,7 +65,7 @@ def test_round_trips(tmp_path, text):
 
 
 def test_tokens_around_a_text(tmp_path):
-    spm = read(tmp_path, spm_metadata(SPM))  # a bos is SentencePiece's default
+    spm = read(tmp_path, spm_metadata(SPM))  # SentencePiece adds a bos by default
     assert spm.encode("a")[0] == 1
     assert spm.encode("a", add_special=False)[0] != 1
     both = read(tmp_path, spm_metadata(SPM) | {"tokenizer.ggml.add_eos_token": True})
@@ -73,7 +73,7 @@ def test_tokens_around_a_text(tmp_path):
     none = read(tmp_path, spm_metadata(SPM) | {"tokenizer.ggml.add_bos_token": False})
     assert none.encode("a") == none.encode("a", add_special=False)
     named = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
-    for pre in PATTERNS:  # llama-bpe's default is a bos, the others' none
+    for pre in PATTERNS:  # by default only llama-bpe adds a bos
         ids = read(tmp_path, bpe_metadata(BPE, pre) | named).encode("a")
         assert (ids[0] == 1) == (pre == "llama-bpe")
     wanted = read(tmp_path, bpe_metadata(BPE, "qwen2") | named | {"tokenizer.ggml.add_bos_token": True})
@@ -100,7 +100,7 @@ def test_roles_template_and_saving(tmp_path):
 
 
 def test_a_named_token_that_is_an_ordinary_piece_stays_one(tmp_path):
-    """Converters write 0 for a padding token that a model has not: "!" must not become markup."""
+    """Converters write id 0 for a missing padding token; here that is "!", which must stay an ordinary piece."""
     piece = BPE["tokens"].index("!")
     plain = read(tmp_path, bpe_metadata(BPE, "qwen2"))
     padded = read(tmp_path, bpe_metadata(BPE, "qwen2") | {"tokenizer.ggml.padding_token_id": piece})
@@ -113,7 +113,7 @@ def test_user_defined_and_unused_tokens(tmp_path):
     tokenizer = read(tmp_path, bpe_metadata(vocab, "qwen2"))
     count = len(BPE["tokens"])
     assert count in tokenizer.encode("a<tool>b")
-    assert "<tool>" in tokenizer.decode([count])  # unlike markup, it is text
+    assert "<tool>" in tokenizer.decode([count])  # a user-defined token is text, not markup
     assert count + 1 not in tokenizer.encode("[PAD901]")
     assert tokenizer.decode([count + 1]) == ""
 
@@ -200,7 +200,7 @@ def test_the_real_models_tokenizer(smollm2):
     assert chat == f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer.encode_chat([{"role": "user", "content": "Hi"}])
     assert ids[:3] == [1, 9690, 198]
-    assert tokenizer.encode("1234") == [33, 34, 35, 36]  # digit by digit
+    assert tokenizer.encode("1234") == [33, 34, 35, 36]  # one token per digit
 
 
 def test_model_and_tokenizer_in_one_file(tmp_path):

@@ -1,4 +1,4 @@
-"""The decoder against transformers: committed golden checkpoints of every family, whole, in chunks and step by step."""
+"""The decoder against transformers on golden checkpoints of every family: in one pass, in chunks and step by step."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,12 +25,12 @@ CHUNK = 16
 
 
 def positions_of(start: int, length: int, batch: int = 1) -> Positions:
-    """Rows [start, start + length) of a sequence whose keys end with them."""
+    """Return positions of rows [start, start + length) in a sequence that ends with them."""
     full = partial(jnp.full, (batch,), dtype=jnp.int32)
     return Positions(full(start), full(start + length), full(length))
 
 
-# Compilation is nearly all of these tests' time, and this takes off a good part of it.
+# Compiling takes nearly all of these tests' time; these options shorten it.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -73,7 +73,7 @@ def test_logits_match_transformers(name):
     assert relative_error(ours[0], theirs) <= 1e-4
 
 
-# What depends on the cache: windows, positions that go on in the next chunk, both layouts. The rest repeats the above.
+# Cases that depend on the cache: windows, positions across chunks, both layouts. The others repeat earlier tests.
 CHUNKED = {
     ("llama2", False),
     ("mistral_window", True),
@@ -99,7 +99,7 @@ def test_chunked_prefill_then_greedy_decode_matches_transformers(name, stacked):
     prompt = len(tokens) - GREEDY
     cache = init_cache(config, 1, len(tokens) + CHUNK, dtype=jnp.float32, stacked=stacked)
     rows = []
-    for start in range(0, prompt, CHUNK):  # the last chunk is padded; its padding is overwritten by what follows
+    for start in range(0, prompt, CHUNK):  # the last chunk is padded; later keys overwrite the padding
         chunk = np.zeros(CHUNK, np.int32)
         chunk[: min(CHUNK, prompt - start)] = tokens[start : min(start + CHUNK, prompt)]
         out, cache = cached_logits(params, chunk[None], cache, np.int32(start), config=config)
@@ -113,7 +113,7 @@ def test_chunked_prefill_then_greedy_decode_matches_transformers(name, stacked):
     assert relative_error(rows, theirs) <= 1e-4
 
 
-@pytest.mark.exhaustive  # judges the committed cases, which no change of the product makes worse
+@pytest.mark.exhaustive  # tests the committed cases, which no change of Tessera can affect
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -129,7 +129,7 @@ def test_chunked_prefill_then_greedy_decode_matches_transformers(name, stacked):
     ],
 )
 def test_golden_cases_notice_a_wrong_config(name, change):
-    """The tolerance is worth something: each feature of a case moves its logits by more than ten tolerances."""
+    """A wrong value of any feature moves the logits by more than ten times the tolerance."""
     config, params, tokens, theirs = load_case(name, stacked=True)
     ours = whole_logits(params, tokens[None], config=replace(config, **change))
     assert relative_error(ours[0], theirs) > 1e-3

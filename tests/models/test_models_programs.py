@@ -1,4 +1,4 @@
-"""The decoder's programs: dtypes of every operation, donation of the cache, small matrix products, layouts, chunks."""
+"""The decoder's programs: dtypes of every operation, donation of the cache, small matrix products, layouts."""
 
 from functools import partial
 from itertools import product
@@ -60,7 +60,7 @@ def half(params):
 
 
 def equations(jaxpr):
-    """Every equation of a program, inner programs included."""
+    """Yield every equation of a program, inner programs included."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
@@ -91,7 +91,7 @@ def test_bfloat16_programs_accumulate_in_float32(stacked, num_queries):
 
 
 class Through(Policy):
-    """Attention left out: values come through, so that the decoder's own operations can be traced alone."""
+    """Replace attention by passing the values through, so that the decoder's own operations are traced alone."""
 
     def init_state(self, num_layers, shapes, spec):
         return None
@@ -103,7 +103,7 @@ class Through(Policy):
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
 def test_no_float64_even_where_jax_allows_it(stacked):
-    with jax.enable_x64(True):  # without, JAX would turn a stray float64 into float32 and hide it
+    with jax.enable_x64(True):  # otherwise JAX would turn a stray float64 into float32 and hide it
         params = half(random_params(CONFIG))
         params = params if stacked else unstack(params)
         cache = init_cache(CONFIG, 1, 64, dtype=jnp.bfloat16, stacked=stacked)
@@ -130,7 +130,7 @@ def test_the_audit_would_see_bfloat16_accumulation():
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["tuple", "stacked"])
 def test_the_cache_is_updated_in_place(stacked):
-    """Donation holds in the compiled program: each cache buffer is an output's, and nothing as large is made."""
+    """In the compiled program each cache buffer aliases an output; temporary memory is smaller than the cache."""
     params = random_params(CONFIG)
     params = params if stacked else unstack(params)
     cache = init_cache(CONFIG, 1, 4096, dtype=jnp.float32, stacked=stacked)
@@ -160,7 +160,7 @@ def test_stacked_layers_write_only_new_rows_into_the_cache():
 
 
 def test_stacked_and_tuple_caches_agree():
-    """Two sequences at different places, a chunk and then a token: same hidden states, same cache, layer by layer."""
+    """A chunk and then a token, for two sequences at different positions, give the same hidden states and cache."""
     params = random_params(CONFIG, 6)
     tokens = np.random.default_rng(7).integers(0, CONFIG.vocab_size, (2, 17)).astype(np.int32)
     first = Positions(*(np.array(x, np.int32) for x in ([0, 5], [16, 14], [16, 9])))
@@ -177,7 +177,7 @@ def test_stacked_and_tuple_caches_agree():
     assert np.count_nonzero(np.any(found[0][3], axis=(0, 2, 4))[0]) == 17
 
 
-# Each path of `matmul` at the ends of its range: 12 outputs are one block, 8,192 several, 8,191 a prime.
+# Row and output counts at the ends of each path of `matmul`: 12 outputs are one block, 8,192 several, 8,191 is prime.
 PRODUCTS = {
     jnp.float32: {(1, 12), (2, 12), (5, 12), (1, 8192), (2, 8192), (4, 8192), (5, 8192), (3, 8191)},
     jnp.bfloat16: {(1, 12), (4, 12), (5, 12), (3, 8192)},
@@ -219,7 +219,7 @@ def test_stacked_and_tuple_agree_without_a_cache():
 
 
 def test_sequences_of_different_lengths_do_not_see_each_other():
-    """The second alone: its neighbour is its copy, which takes no other program."""
+    """The second sequence runs alone next to a copy of itself, which needs no second program."""
     params = random_params(CONFIG)
     tokens = np.random.default_rng(4).integers(0, CONFIG.vocab_size, (2, 16)).astype(np.int32)
     found = []
@@ -256,7 +256,7 @@ def test_rotation_is_an_isometry_that_sees_only_distances(kind):
 
 @pytest.mark.parametrize("function", [linear, matmul, rms_norm, rotate, rope_tables, append, init_cache, logits])
 def test_annotations_hold(function):
-    """jaxtyping annotations are true: checked at run time on one call each."""
+    """Check the function's jaxtyping annotations at run time on one call."""
     checked = jaxtyped(typechecker=beartype)(function)
     x = jnp.ones((2, 3, 4, 16))
     calls = {

@@ -61,7 +61,7 @@ def test_streams_of_bytes_that_are_not_text(plain):
 
 
 def test_streams_with_byte_fallback_and_word_marks():
-    """A Llama 2 style tokenizer: words carry a mark for their space, unknown characters fall back to bytes."""
+    """In a Llama 2 style tokenizer, words carry a mark for their space, and unknown characters fall back to bytes."""
     vocab = {"<unk>": 0, "▁": 1, "▁a": 2, "b": 3} | {f"<0x{byte:02X}>": 4 + byte for byte in range(256)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
     backend.decoder = tokenizers.decoders.Sequence(
@@ -104,7 +104,7 @@ def test_templates_are_rendered_as_transformers_does():
     """
     out = with_template(source).render_chat([{"role": "u", "content": "<é>"}] * 3, extra=1)
     line = '{"role": "u", "content": "<é>"}'
-    assert out == f"<s>\n{line}\n{line}\n>1    "  # what transformers 5.23 renders
+    assert out == f"<s>\n{line}\n{line}\n>1    "  # as transformers 5.23 renders it
     assert len(with_template("{{ strftime_now('%Y') }}").render_chat([])) == 4
 
 

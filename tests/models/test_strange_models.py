@@ -1,4 +1,4 @@
-"""Untrusted model files: names with control characters, numbers past int32, lists where a value belongs.
+"""Untrusted model files: names with control characters, numbers past int32, lists in place of values.
 
 Each is refused in one printable sentence that names the file, the key and the value.
 """
@@ -137,7 +137,7 @@ def test_an_index_that_lists_a_control_sequence(folder):
 
 
 def test_tokenizer_folders(folder):
-    """The library's own error quotes the file."""
+    """The tokenizers library's own error would quote the file's control characters."""
     path = folder / "tokenizer.json"
     original = path.read_text()
     path.write_text(json.dumps(json.loads(original) | {"model": {"type": CLEAR}, CLEAR: 1}))
@@ -261,7 +261,7 @@ def test_config_values_of_another_type(folder, changes):
 
 
 def test_the_largest_window_reads_everything(tmp_path):
-    """In prefill and decode."""
+    """A window of 2**31 - 1 gives the tokens of a model without a window, in prefill and decode."""
     small = replace(CONFIG, num_layers=1)
     folder = save_tiny(tmp_path / "windowed", small, plan=False)
     edit_json(folder / "config.json", model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=LIMIT)
@@ -275,7 +275,7 @@ def test_the_largest_window_reads_everything(tmp_path):
     np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=1e-6)
 
 
-# Lists, and a config's own rules
+# Lists, and rules of the config class
 
 
 def numbers(*values: int) -> bytes:
@@ -310,7 +310,7 @@ def test_a_list_for_a_tokenizer_model(tmp_path, value):
 
 
 def test_every_key_as_a_list_of_numbers(tmp_path):
-    """Whatever the key, a list is accepted (layers that all agree) or refused by name."""
+    """A list is accepted only if its entries agree for all layers; otherwise the refusal names the key."""
     metadata, tensors = tiny_model(64)
     tokens = BPE["tokens"][:60]
     merges = [merge for merge in BPE["merges"] if set(merge.split()) <= set(tokens)][:4]

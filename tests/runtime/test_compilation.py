@@ -34,7 +34,7 @@ def test_a_full_disk_keeps_no_entry(tmp_path, caplog, monkeypatch):
 
 
 def test_jax_compiles_again_without_a_warning(tmp_path, monkeypatch):
-    """Warnings are errors here, and JAX warns of entries that it cannot read."""
+    """JAX warns of entries that it cannot read, and pytest turns warnings into errors."""
     before = {name: getattr(jax.config, name) for name in ("jax_compilation_cache_dir", KEPT_S)}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     jax.config.update("jax_compilation_cache_dir", None)

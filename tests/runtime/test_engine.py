@@ -1,4 +1,4 @@
-"""The engine: a request's answer is the one that it gets alone, even when others join, leave, are cancelled or fail."""
+"""The engine: a request's answer does not change when other requests join, leave, are cancelled or fail."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tessera.sparse.kascade import Kascade
 
 CONFIG = replace(TINY, tie_embeddings=False, max_positions=256)
 POLICIES = {"dense": Dense(), "kascade": Kascade.from_plan(PLAN)}
-SIZES, NUM_KEYS = (64,), 256  # one chunk size and one cache size, so that the tests share a few programs
+SIZES, NUM_KEYS = (64,), 256  # one size each, so that tests share programs
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,12 @@ MIXTURE = (
     Request(prompt=prompt(140), max_new_tokens=3, sampling=Sampling(repetition_penalty=1.7)),
     Request(prompt=prompt(9), max_new_tokens=6, sampling=Sampling(temperature=0.7, repetition_penalty=1.3), seed=5),
 )
-"""Requests of every sampling method, below and above the plan's cross-over."""
+"""Requests with every sampling method, some below the plan's cross-over and some above."""
 
 
 @pytest.mark.parametrize(
     ("attention", "lag"),
-    # kascade runs the short ones dense
+    # under kascade the short requests run dense
     [pytest.param("dense", 0, marks=pytest.mark.exhaustive), ("kascade", 0), ("kascade", 2)],
 )
 def test_requests_that_join_and_leave_midway_get_the_tokens_that_they_get_alone(model, attention, lag):
@@ -126,7 +126,7 @@ def test_a_cancelled_request_frees_its_row(model, after):
     assert partial.finish_reason == "interrupted"
     assert partial.tokens == alone(model, first).tokens[: max(after - 2, 0)]
     events = steps(engine, 4)
-    assert [event.id for event in events] == [kept, kept]  # three chunks, then a token a step
+    assert [event.id for event in events] == [kept, kept]  # three steps of prefill, then one token
     found = ends(events) | {end.id: end.generation for end in engine.drain()}
     check_same(found[kept], alone(model, second))
     assert not engine.busy
@@ -145,7 +145,7 @@ def test_cancelling_one_of_a_joint_prefill_leaves_the_other(model):
 
 
 def test_scores_that_are_not_finite_fail_one_request(model):
-    """Token 7's embedding is NaN, so a prompt that ends with it fails; the row that held NaN serves the next one."""
+    """Token 7's embedding is NaN, so a prompt that ends with it fails; its row then serves another request."""
     broken = replace(model, params=replace(model.params, embed=model.params.embed.at[7].set(jnp.nan)))
     good = [replace(r, prompt=[token if token != 7 else 8 for token in r.prompt]) for r in MIXTURE]
     bad = replace(good[1], prompt=[*good[1].prompt[:-1], 7])
@@ -167,7 +167,7 @@ def test_scores_that_are_not_finite_fail_one_request(model):
 
 
 def test_a_request_without_memory_fails_alone(model, monkeypatch):
-    """When the lane opens, and later, when a row is copied for the prefill."""
+    """Memory may be short when the lane opens, or later, when a row is copied for the prefill."""
     engine = engine_of(model)
     large = replace(MIXTURE[0], prompt=prompt(250))
     for midway in (False, True):
@@ -210,7 +210,7 @@ def test_a_stop_text_needs_a_tokenizer(model):
 
 
 def test_the_shortest_and_the_longest_prompts(model):
-    """One token, a full context, and an answer that the context ends: the last token is never fed back."""
+    """A prompt of one token, a full context, and an answer that fills the context; its last token is not fed back."""
     engine = engine_of(model)
     lengths = {1: 4, 256: 1, 254: 3}
     for length in lengths:
@@ -235,7 +235,7 @@ def test_a_longer_request_grows_the_cache_of_running_ones(model):
 
 @pytest.mark.parametrize("attention", ["dense", "kascade"])
 def test_a_free_row_keeps_its_prompt_for_the_next_with_the_same_prefix(model, attention):
-    """While the other row decodes, which writes a key into every row, and after an answer whose keys do not count."""
+    """Decode steps of the other row write into every row, yet the free row keeps its prompt; only that is reused."""
     engine = engine_of(model, attention)
     engine.submit(Request(prompt=prompt(160, seed=9), max_new_tokens=60))
     first = Request(prompt=prompt(150), max_new_tokens=5)
@@ -284,7 +284,7 @@ def test_nothing_compiles_after_warm_up(model, nothing_compiles):
 
 
 def test_progress_counts_the_prompt_tokens_that_the_device_has_computed(model):
-    """One chunk runs ahead; tokens whose keys are in the cache do not count."""
+    """One chunk runs ahead of the host; prompt tokens whose keys are in the cache do not count."""
     engine, seen = engine_of(model, slots=1), []
     for expected in ([0, 64, 128, 200], [8]):  # the second time, 192 tokens are in the cache
         engine.submit(Request(prompt=prompt(200), max_new_tokens=3))

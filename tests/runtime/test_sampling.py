@@ -1,4 +1,4 @@
-"""Sampling against transformers' own processors (golden), and what a seed promises."""
+"""Sampling against transformers' own logits processors (golden files), and what a seed determines."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_distribution_is_that_of_transformers(golden, case):
 
 
 def test_draws_follow_the_distribution(golden):
-    """4,000 draws of one row: every frequency within 5 standard errors, and nothing outside the kept tokens."""
+    """Draw one row 4,000 times: frequencies lie within 5 standard errors, and only kept tokens occur."""
     case, count = 6, 4000
     sampling = settings(golden, case)
     logits = np.repeat(golden["logits"][:1], count, axis=0)

@@ -1,4 +1,4 @@
-"""A window run in chunks is the window run at once; its rows are judged as the logits say."""
+"""Running a window in chunks equals running it at once; rows are judged as their logits say."""
 
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ def pair():
 
 
 def test_chunks_make_the_window(pair, monkeypatch):
-    """The last chunk is cut short, and every chunk's notes count its own keys."""
+    """The last chunk is cut short, and each chunk's state counts only that chunk's keys."""
     monkeypatch.setattr(score, "CHUNK", 128)
     chunks = list(score.run_window(MODEL, TOKENS, WINDOW))
     assert [(chunk.start, chunk.count, len(chunk.hidden)) for chunk in chunks] == [
@@ -57,10 +57,10 @@ def test_chunks_are_whole_query_tiles(query_tile, num_keys, rows, size):
 
 
 def test_one_program_serves_every_array(pair):
-    """A policy made from a traced array runs as the policy itself, and another array compiles nothing."""
+    """A policy built from a traced array runs as one built from a constant, and another array compiles nothing."""
 
     class Scaled(Window):
-        """Attention output times a traced factor."""
+        """Attention output multiplied by a traced factor."""
 
         def __init__(self, factor):
             super().__init__(window=40, sinks=16, tile=16, query_tile=16)
@@ -79,7 +79,7 @@ def test_one_program_serves_every_array(pair):
 
 
 def test_rows_are_judged_as_the_logits_say(pair, monkeypatch):
-    """In blocks, the last one cut short, for any rows in any order; against NumPy in float64."""
+    """Compare with float64 NumPy, for unordered rows in blocks, the last of which is cut short."""
     monkeypatch.setattr(score, "ROWS", 32)
     rows = np.r_[score.predicting(TOKENS)[::-3], 5, 5]
     scores = [np.asarray(logits(MODEL.params, jnp.asarray(x)), np.float64)[rows] for x in pair]

@@ -1,4 +1,4 @@
-"""The mathematics of choosing anchors, against brute force and against definitions written out."""
+"""Choosing anchors: each formula against brute force or its definition written out."""
 
 from itertools import combinations
 
@@ -20,7 +20,7 @@ from tessera.sparse.anchors import (
 
 
 def total(score, anchors):
-    """The objective, by its definition: each layer scored under the last anchor at or before it."""
+    """Compute the objective: the sum of each layer's score under the last anchor at or before that layer."""
     return sum(score[max(a for a in anchors if a <= layer)][layer] for layer in range(len(score)))
 
 
@@ -33,7 +33,7 @@ def test_dynamic_program_equals_brute_force(num_layers):
             score = rng.random((num_layers, num_layers))
             best = max(choices, key=lambda anchors: total(score, anchors))
             assert choose_anchors(score, num_anchors) == best
-        # Scores with many ties: the value must be the best one, whichever of the equals is taken.
+        # With many ties, any choice is right that reaches the best value.
         score = rng.integers(0, 3, (num_layers, num_layers)).astype(float)
         found = choose_anchors(score, num_anchors)
         assert found[0] == 0
@@ -89,13 +89,13 @@ def test_importance_is_one_minus_cosine_down_to_small_angles():
         y = x + size * turn
         exact = 1 - (x * y).sum(-1) / np.linalg.norm(x, axis=-1) / np.linalg.norm(y, axis=-1)
         found = importance(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
-        # x and y are rounded to float32: an angle of 1e-4 is known to about 1e-3 of itself.
+        # In float32, an angle of 1e-4 is known to about 1e-3 of its size.
         np.testing.assert_allclose(found, exact, rtol=5e-3)
 
 
 def test_each_head_takes_the_most_similar_head_of_its_anchor_many_to_one():
     table = np.zeros((2, 2, 3, 3))
-    table[0, 1] = [[0.2, 0.9, 0.8], [0.7, 0.1, 0.1], [0.6, 0.2, 0.3]]  # [head of a, head of b]
+    table[0, 1] = [[0.2, 0.9, 0.8], [0.7, 0.1, 0.1], [0.6, 0.2, 0.3]]  # [head of layer 0, head of layer 1]
     heads = best_heads(table)
     assert heads[0, 1].tolist() == [1, 0, 0]
     assert mapped(table, heads)[0, 1] == pytest.approx((0.7 + 0.9 + 0.8) / 3)

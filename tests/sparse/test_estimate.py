@@ -1,4 +1,4 @@
-"""Cheap scores of key tiles against plain NumPy, written from the docstring alone."""
+"""Estimated masses of key tiles against plain NumPy, written from the docstring alone."""
 
 from functools import partial
 from itertools import product
@@ -21,12 +21,12 @@ def draw(batch=2, queries=64, keys=128, heads=4, kv_heads=2, width=8, seed=0):
 
 @partial(jax.jit, static_argnums=(2, 4))
 def estimate_mass(q, k, spec, positions, how):
-    """On [B,S,K,H] keys."""
+    """Estimate masses from keys in the layout [B,S,K,H]."""
     return estimate_head_major(q, k.swapaxes(1, 2), spec, positions, how)
 
 
 def plain(q, k, spec, positions, how):
-    """Row by row, block by block, in float64."""
+    """Compute the estimate row by row and block by block, in float64."""
     batch, num_queries, num_heads, width = q.shape
     kv_heads, num_tiles = k.shape[2], -(-k.shape[1] // spec.tile)
     mass = np.zeros((batch, kv_heads, -(-num_queries // spec.query_tile), num_tiles))
@@ -34,7 +34,7 @@ def plain(q, k, spec, positions, how):
     for b in range(batch):
         start, kv_len, q_len = (int(x[b]) for x in positions)
         for t in range(min(num_queries, q_len)):
-            last = min((t // spec.query_tile + 1) * spec.query_tile, q_len) - 1  # of this query tile's valid rows
+            last = min((t // spec.query_tile + 1) * spec.query_tile, q_len) - 1  # the query tile's last valid row
             if (last - t) % rows:
                 continue
             p = start + t
@@ -66,7 +66,7 @@ SPECS = (
 )
 HOWS = (Estimate(keys=4), Estimate(keys=1, rows=4), Estimate(keys=2, rows=2), Estimate(keys=8, summary="minmax"))
 PAIRED = ((0, 0), (1, 1), (2, 2), (3, 3), (3, 2))
-"""Each spec and each way once; and blocks of many keys, which a window's edge cuts."""
+"""(index of HOWS, index of SPECS) run by default: each entry at least once, and a window that cuts blocks of 8 keys."""
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_estimates_are_those_of_the_plain_sum(how, spec):
 
 
 def test_many_steps_join_at_one_normaliser():
-    """More blocks than one step takes: sums taken at different running maxima meet."""
+    """With more blocks than one step takes, sums at different running maxima are merged."""
     q, k = draw(batch=1, queries=8, keys=1536, heads=2, kv_heads=1)
     k *= np.linspace(0.1, 3, 1536)[:, None, None].astype(np.float32)
     spec, positions = (
@@ -108,7 +108,7 @@ def test_one_row_is_scored_exactly_whatever_the_average():
 
 @pytest.mark.parametrize("length", range(17, 33))
 def test_the_last_row_of_a_prompt_is_scored(length):
-    """It decides the first token of the answer: what it alone looks at must have mass, wherever the prompt ends."""
+    """The last row decides the answer's first token, so a key that only this row sees must have mass at any length."""
     q, k = np.zeros((1, 32, 1, 8), np.float32), np.zeros((1, 128, 1, 8), np.float32)
     q[0, :, 0, 1] = k[0, 0, 0, 1] = 20.0
     q[0, length - 1, 0] = k[0, 40, 0] = np.eye(8, dtype=np.float32)[0] * 20

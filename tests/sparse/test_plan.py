@@ -1,4 +1,4 @@
-"""The plan as a file: it comes back as it was, and every way to be wrong is one clear sentence."""
+"""The plan as a file: saved and loaded unchanged, and one clear sentence for each kind of damage."""
 
 import json
 import os
@@ -26,7 +26,7 @@ MEASURED = PROMISE["measured"]
 
 
 def written(tmp_path, **changes):
-    """The plan's file with some fields replaced, or dropped where the value is None."""
+    """Save the plan with some fields replaced, or dropped where the value is None, and return the file."""
     path = tmp_path / "plan.json"
     PLAN.save(path)
     found = json.loads(path.read_text()) | changes
@@ -71,7 +71,7 @@ def test_damaged_bytes(tmp_path, body):
 
 
 def test_a_plan_of_the_first_schema_still_loads(tmp_path):
-    """It lists no local tiles and no sinks, has no layers that choose for themselves and no budgets."""
+    """The first schema has no local tiles, sinks, layers that choose for themselves, budgets or promise."""
     later = {name: None for name in ("local", "sinks", "own", "budgets", "score_keys", "score_rows", "promise")}
     plan = Plan.load(written(tmp_path, schema=1, **later))
     assert (plan.local, plan.sinks, plan.own, plan.budgets, dict(plan.promise)) == (0, 0, (), (), {})
@@ -172,7 +172,7 @@ def test_policies_by_name():
     for name in POLICIES:
         policy = policy_for(name, CONFIG, PLAN)
         assert policy.name == name
-        assert hash(policy) == hash(policy_for(name, CONFIG, PLAN))  # static under jit: equal means no recompile
+        assert hash(policy) == hash(policy_for(name, CONFIG, PLAN))  # as static arguments, they share programs
 
 
 def test_policy_errors():

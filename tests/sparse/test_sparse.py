@@ -1,4 +1,4 @@
-"""Policies in a running decoder: what is read, by whom, from whose keys, and that nothing else changes."""
+"""Policies in a running decoder: which keys each layer and head reads, and that nothing else changes."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,12 +28,12 @@ KASCADE = Kascade(
     anchors=(0, 1), head_map=((0, 1), (0, 1), (1, 0), (1, 1)), tile=16, query_tile=8, fraction=0.1, minimum=32
 )
 OWN = replace(KASCADE, own=(2,), head_map=((0, 1), (0, 1), (0, 1), (1, 0)), local=16, sinks=16, score_keys=4)
-"""Layer 2 chooses by mean keys, layer 3 reuses its choice."""
+"""Layer 2 chooses its own tiles from means of 4 keys, and layer 3 reuses its choice."""
 BUDGETS = replace(OWN, budgets=((0, 0), (0, 0), (0.0, 0.3), (1.0, 0.1)))
-"""The same with a budget per layer and head: none, a third, all, a tenth."""
+"""OWN with a budget per layer and head, the share of keys read: none, a third, all, a tenth."""
 WINDOW = Window(window=32, sinks=8, tile=16, query_tile=1)
 LENGTH = 160
-"""All calls have two rows of this length where they can: each other shape is another program per policy."""
+"""Tokens in each of a call's two rows. Most calls share this shape, as each shape compiles a program per policy."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def step(params, rows, cache, start, lengths, *, config, policy):
 
 
 def run(params, rows, policy, *, config=CONFIG, start=None, lengths=None, cache=None):
-    """One call on a cache of 256 keys -> (logits, reads, cache, state)."""
+    """Run one call on a cache of 256 keys; return (logits, reads, cache, state)."""
     batch, width = rows.shape
     start = np.zeros(batch, np.int32) if start is None else np.asarray(start, np.int32)
     lengths = np.full(batch, width, np.int32) if lengths is None else np.asarray(lengths, np.int32)
@@ -75,7 +75,7 @@ def density(reads: Reads):
 
 
 def attend_by_hand(q, k, v, allowed_BNTS):
-    """Softmax attention over the allowed keys, in float64."""
+    """Compute softmax attention over the allowed keys in float64."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = (np.repeat(a, groups, axis=2) for a in (k, v))
@@ -86,7 +86,7 @@ def attend_by_hand(q, k, v, allowed_BNTS):
 
 
 def allowed_by(selection, spec, batch, heads, width, num_keys, start=0):
-    """[B,K,T,S] from a selection: listed tile and causal."""
+    """Return the mask [B,K,T,S] of a selection: keys of listed tiles, up to the row's own position."""
     allowed = np.zeros((batch, heads, width, num_keys), bool)
     tiles, count = np.asarray(selection.tiles), np.asarray(selection.count)
     for b, h, t in np.ndindex(batch, heads, width):
@@ -112,14 +112,14 @@ def start_state(policy, q, k):
 
 
 def after_anchor(policy, seed=0):
-    """The state behind anchor layer 0, which saw its own q, k, v."""
+    """Return the state after anchor layer 0 attended to q, k and v drawn from `seed`."""
     q, k, v = qkv(seed)
     return attend(policy, 0, q, k, v, start_state(policy, q, k))[1]
 
 
 @partial(jax.jit, static_argnums=(0, 1), static_argnames="window")
 def attend(policy, layer, q, k, v, state, *, window=None):
-    """One layer of a policy over a whole sequence."""
+    """Run one layer of a policy over a whole sequence."""
     return policy.attend(layer, q, KeyValues.of(k, v), AttentionSpec(window=window), whole(q.shape[1]), state)
 
 
@@ -127,7 +127,7 @@ def attend(policy, layer, q, k, v, state, *, window=None):
     "policy",
     [
         replace(KASCADE, fraction=1.0),
-        # what these read is checked against a hand-made mask below
+        # hand-made masks below check these
         pytest.param(Oracle(tile=16, query_tile=8, fraction=1.0), marks=pytest.mark.exhaustive),
         pytest.param(Window(window=512, tile=16), marks=pytest.mark.exhaustive),
     ],
@@ -146,7 +146,7 @@ def test_reading_every_tile_is_dense(stacked, tokens, policy):
     [
         KASCADE,
         BUDGETS,
-        # only the head map and the budgets depend on the layer's number
+        # identity and pooled change only the head map and the budgets
         pytest.param(replace(KASCADE, heads="identity"), marks=pytest.mark.exhaustive),
         pytest.param(replace(KASCADE, heads="pooled"), marks=pytest.mark.exhaustive),
     ],
@@ -165,11 +165,11 @@ def test_anchors_are_dense_and_reuse_layers_sparse(stacked, tokens):
     np.testing.assert_array_equal(found[:2], 1.0)
     assert np.all(found[2:] < 0.5)
     assert np.all(found[2:] > 0.1)
-    assert np.abs(out - dense).max() > 1e-3  # the approximation shows: this did not run dense in disguise
+    assert np.abs(out - dense).max() > 1e-3  # the approximation shows, so this did not run dense
 
 
 def test_each_layer_calls_the_kernel_of_its_role(unrolled, tokens, monkeypatch):
-    """Anchor 0 has no reuse layer behind it and 3 is the last: both run plain dense; only anchor 1 scores."""
+    """Anchor 0 has no reuse layer and anchor 3 is the last layer, so both run plain dense; only anchor 1 scores."""
     policy = replace(KASCADE, anchors=(0, 1, 3))
     called = []
 
@@ -195,7 +195,7 @@ def test_each_layer_calls_the_kernel_of_its_role(unrolled, tokens, monkeypatch):
 @pytest.mark.parametrize(("heads", "order"), [("remap", (1, 0)), ("identity", (0, 1))])
 def test_reuse_layers_attend_to_their_own_keys_and_values_under_the_head_map(heads, order):
     policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (1, 0)), heads=heads)
-    state = after_anchor(replace(policy, heads="remap"))  # the anchor's choice is one for both
+    state = after_anchor(replace(policy, heads="remap"))  # both cases use the anchor's choice under remap
     q, k, v = qkv(1)
     out, after = attend(policy, 1, q, k, v, state)
     spec = AttentionSpec(tile=16, query_tile=8)
@@ -216,7 +216,7 @@ def test_pooled_heads_share_one_selection():
 
 
 def test_what_is_not_selected_is_not_read():
-    """Any change to the keys and values of unselected tiles leaves a reuse layer's output bit for bit the same."""
+    """Changing keys and values of unselected tiles leaves a reuse layer's output bit for bit the same."""
     policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (0, 1)), heads="pooled", query_tile=96)
     q, k, v = qkv(1)
     listed = Selection(np.full((1, 2, 1, 2), [1, 4], np.int32), np.full((1, 2, 1), 2, np.int32))
@@ -227,18 +227,18 @@ def test_what_is_not_selected_is_not_read():
     clean, _ = attend(policy, 1, q, k, v, state)
     spoilt, _ = attend(policy, 1, q, np.where(spoil, far, k), np.where(spoil, -far, v), state)
     np.testing.assert_array_equal(clean, spoilt)
-    v[0, 70] += 1  # tile 4 is listed
+    v[0, 70] += 1  # key 70 lies in tile 4, which is listed
     changed, _ = attend(policy, 1, q, k, v, state)
     assert (np.asarray(changed) != np.asarray(clean)).any()
 
 
-# OWN reads as BUDGETS does and leaves a choice as KASCADE does.
+# OWN adds no case: it reads like BUDGETS and leaves a choice like KASCADE.
 ALSO_OWN = pytest.param(OWN, marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize("policy", [KASCADE, ALSO_OWN, BUDGETS, WINDOW])
 def test_a_ragged_batch_equals_each_sequence_alone(stacked, tokens, policy):
-    """A sequence runs alone next to its own copy, which takes no second program."""
+    """Each sequence runs alone next to a copy of itself, which needs no second program."""
     lengths = [LENGTH, 93]
     together, reads, cache, _ = run(stacked, tokens, policy, lengths=lengths)
     next_rows = tokens[:, :1]
@@ -254,7 +254,7 @@ def test_a_ragged_batch_equals_each_sequence_alone(stacked, tokens, policy):
 
 
 def test_each_head_reads_its_own_budget():
-    """Budget 1 is dense, budget 0 what is always read."""
+    """A head with budget 1 is dense; a head with budget 0 reads only the keys that are always read."""
     spec, where = AttentionSpec(tile=16, query_tile=8), whole(96)
     q, k, v = qkv(1)
     shapes = call_shapes(q, k)
@@ -281,7 +281,7 @@ def test_each_head_reads_its_own_budget():
 
 
 def test_layers_that_choose_for_themselves_read_the_best_tiles_of_their_own_scores(stacked, tokens):
-    """With exact scores of every row, `own` everywhere is the oracle in those layers."""
+    """With exact scores of every row, a policy whose layers 1 to 3 choose for themselves equals the oracle there."""
     policy = replace(KASCADE, anchors=(0,), own=(1, 2, 3), head_map=((0, 1),) * 4, score_keys=1, local=16, sinks=16)
     oracle = Oracle(tile=16, query_tile=8, fraction=0.1, minimum=32, local=16, sinks=16, dense=(0,))
     ours, reads, _, _ = run(stacked, tokens, policy)
@@ -294,7 +294,7 @@ def test_layers_that_choose_for_themselves_read_the_best_tiles_of_their_own_scor
 
 @pytest.mark.parametrize("policy", [replace(KASCADE, query_tile=1), WINDOW])
 def test_decode_after_prefill_is_a_longer_prefill(stacked, tokens, policy):
-    """With one row per query tile both select by the same masses; decoded tokens are selectable at once."""
+    """With one row per query tile, prefill and decode select by the same masses; new tokens are selectable at once."""
     longer, longer_reads, _, _ = run(stacked, tokens, policy, lengths=[130, 130])
     out, reads, cache, _ = run(stacked, tokens, policy, lengths=[126, 126])
     read = np.asarray(reads.read)
@@ -316,7 +316,7 @@ def test_chunked_prefill_is_the_whole_prefill(stacked, tokens, policy):
 
 
 def test_kascade_under_a_sliding_window():
-    """An anchor and a reuse layer that may read everything read what the window shows."""
+    """With fraction 1, an anchor and a reuse layer read exactly the keys in the window."""
     policy = replace(KASCADE, anchors=(0,), head_map=((0, 1), (0, 1)), fraction=1.0)
     q, k, v = qkv(2)
     shown = np.tril(np.ones((96, 96), bool)) & ~np.tril(np.ones((96, 96), bool), -48)
@@ -329,7 +329,7 @@ def test_kascade_under_a_sliding_window():
 
 @pytest.mark.parametrize("window", [None, 40])
 def test_reads_are_counted_exactly(window):
-    """Against a mask written out key by key: ragged batch, padding rows, a start in mid-tile, unordered counts."""
+    """Compare with a mask built key by key: ragged batch, padding rows, a start inside a tile, varying counts."""
     rng = np.random.default_rng(3)
     spec = AttentionSpec(tile=16, query_tile=8, window=window)
     positions = Positions(*(np.array(x, np.int32) for x in ([37, 5], [57, 18], [20, 13])))
@@ -354,7 +354,7 @@ def test_the_window_reads_sinks_and_newest_keys_rounded_to_tiles():
     q, k, v = qkv(0, 96, 96)
     out, reads = attend(policy, 0, q, k, v, policy.init_state(1, call_shapes(q, k), AttentionSpec()))
     t, s = np.arange(96)[:, None], np.arange(96)
-    oldest = (t // 8) * 8 - 31  # of the query tile's first row
+    oldest = (t // 8) * 8 - 31  # the oldest local key of the query tile's first row
     allowed = ((s < 16) | (s // 16 >= np.maximum(oldest, 0) // 16)) & (s <= t)
     expected = attend_by_hand(q, k, v, np.broadcast_to(allowed, (1, 4, 96, 96)))
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
@@ -373,7 +373,7 @@ def test_the_oracle_keeps_the_heaviest_tiles():
     allowed = np.zeros((1, 4, 96, 96), bool)
     for h, i in np.ndindex(2, 12):
         order = mass[0, h, i].copy()
-        order[i // 2] = np.inf  # the diagonal
+        order[i // 2] = np.inf  # the row's own tile
         visible = (i + 1) * 8
         far = -(-max(0.1 * visible, 32) // 16)
         for tile in np.argsort(-order, kind="stable")[: 1 + int(far)]:
@@ -383,7 +383,7 @@ def test_the_oracle_keeps_the_heaviest_tiles():
     assert out[1].read[0, 0] == allowed[:, ::2].sum()
 
 
-@pytest.mark.exhaustive  # the ends are covered: few keys change the output, all keys give dense
+@pytest.mark.exhaustive  # other tests cover the ends: few keys change the output, all keys give dense
 def test_more_keys_bring_the_output_nearer_to_dense(stacked, tokens):
     dense, _, _, _ = run(stacked, tokens, Dense())
     errors, reads = [], []

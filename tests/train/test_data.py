@@ -48,7 +48,7 @@ def test_library_is_split_by_file_and_the_demo_documents_are_held_out(source):
 def test_what_a_plan_is_calibrated_on_is_nowhere_else(source):
     calibration = data.library_calibration()
     assert 0.05 < len(calibration) / (len(calibration) + len(source.held_out)) < 0.2
-    for name in data.HELD_OUT:  # what the demo asks about
+    for name in data.HELD_OUT:  # the demo asks about these files
         assert (Path(os.__file__).parent / name).read_bytes() in source.held_out.tobytes()
     kept, rows = source.held_out.tobytes(), quality.calibration_texts(1024)
     for row in rows:
@@ -96,7 +96,7 @@ def test_recalled_spans_stood_earlier(source):
 
 @pytest.mark.parametrize("length", [128, 512, 2048])
 def test_every_weighted_value_can_be_found_earlier(source, length):
-    """What weighs most is an answer's value: it must stand in the text before its question."""
+    """Tokens with VALUE_WEIGHT are an answer's value, which must occur in the text before the question."""
     rng = np.random.default_rng((7, length))
     answers = 0
     for _ in range(20):
@@ -119,7 +119,7 @@ def test_notes_are_asked_in_both_formats(source):
     assert 5 < len(chats) < 25
     asked = [re.search(r"What is .*\?<\|end\|><\|assistant\|>", text) for text in chats]
     asked += [re.search(r"What is .*\? \S", text) for text in texts if text not in chats]
-    assert sum(match is not None for match in asked) >= 27  # a document may turn out too short for its only table
+    assert sum(match is not None for match in asked) >= 27  # a short document may leave out its only table
 
 
 @pytest.mark.parametrize("chat", [False, True])

@@ -33,11 +33,11 @@ QUIET = Console(file=io.StringIO())
 SHORT = replace(TINY, stages=(Stage(length=16, batch=4, steps=4, mixture=COPYING),), weight_decay=0.1, clip=0.5)
 BATCH = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
 start = jax.jit(train.init_state, static_argnums=0)
-"""One program, where op by op each weight's shape makes several."""
+"""Compiled as one program; run eagerly, each weight's shape would compile several."""
 
 
 def step(recipe: Recipe, stage: Stage):
-    """The first step at a rate of 1e-3."""
+    """Run the first step at a rate of 1e-3; return the new state and the metrics."""
     rate = np.float32(1e-3)
     return train.train_step(start(recipe), BATCH.tokens, BATCH.weights, rate, recipe=recipe, stage=stage)
 
@@ -48,14 +48,14 @@ def without_clock(folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory):
-    """The tiny recipe, never interrupted. The cache spares the killed processes its compilation."""
+    """Run the tiny recipe without interruption. Its cached programs save the killed processes their compilation."""
     enable_cache()
     folder = tmp_path_factory.mktemp("whole")
     return folder, train.train(TINY, folder, console=QUIET)
 
 
 def plain_loss(params, tokens, weights, config):
-    """The weighted cross-entropy with the dispatcher's attention and optax's own cross-entropy."""
+    """Compute the weighted cross-entropy with the dispatcher's attention and optax's cross-entropy."""
     full = jnp.full(tokens.shape[0], tokens.shape[1] - 1, jnp.int32)
     hidden, _, _ = decoder.forward(
         params, tokens[:, :-1], None, Positions(full * 0, full, full), config=config, policy=Dense()
@@ -66,7 +66,7 @@ def plain_loss(params, tokens, weights, config):
 
 @pytest.fixture(scope="module")
 def plain_step():
-    """Loss, gradient norm and updated parameters of SHORT's first step in plain code and optax's own AdamW."""
+    """Compute loss, gradient norm and updated parameters of SHORT's first step in plain code and optax's AdamW."""
 
     def decayed(params):
         norms = {"attn_norm": False, "mlp_norm": False}
@@ -96,7 +96,7 @@ def test_step_equals_plain_gradient_and_optax_adamw(plain_step, change):
     moved = [np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(jax.tree.leaves(state.params), _leaves(before))]
     assert all(change.max() > 0 for change in moved)
     for name, got, want in zip(_names(before), jax.tree.leaves(state.params), jax.tree.leaves(expected)):
-        # Adam's first update is the gradient's sign: an element whose gradient is rounding noise may go either way
+        # Adam's first update is the gradient's sign, which is random where the gradient is rounding noise.
         far = np.abs(np.asarray(got) - np.asarray(want)) > 1e-5
         assert far.mean() < 2e-3, name
 
@@ -159,7 +159,7 @@ def test_look_back_starts_with_heads_that_favour_the_previous_tokens():
         assert int(np.argmax(by_distance)) == distance
 
 
-@pytest.mark.exhaustive  # fine-tuning shows that a run learns; other tests check the look-back heads and this data
+@pytest.mark.exhaustive  # fine-tuning shows learning; other tests check the look-back heads and this data
 def test_loss_falls_on_copying(tmp_path):
     recipe = replace(TINY, stages=(Stage(length=24, batch=32, steps=60, mixture=COPYING, rate=5e-3),), look_back=True)
     train.train(recipe, tmp_path, console=QUIET)
@@ -184,7 +184,7 @@ def test_run_leaves_log_picture_checkpoints_and_a_model_that_loads(whole_run):
 
 
 def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tmp_path):
-    """A real SIGKILL, at an arbitrary moment; then a Ctrl-C, which saves first; then to the end.
+    """The run is killed by SIGKILL after 3 steps, then stopped by Ctrl-C, which saves first, then finished.
 
     Takes 15 s for two processes that import, trace and train.
     """
@@ -202,7 +202,7 @@ def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tm
     assert train.checkpoints(tmp_path)[-1].name == f"checkpoint-{done:08d}.safetensors"
     assert without_clock(tmp_path) == without_clock(folder)[:done]
     with open(tmp_path / "loss.jsonl", "a") as file:
-        file.write('{"step": 99, "lo')  # a line cut while it was written
+        file.write('{"step": 99, "lo')  # a line that a kill cut short
     result = train.train(TINY, tmp_path, console=QUIET)
     assert without_clock(tmp_path) == without_clock(folder)
     for got, want in zip(jax.tree.leaves(result.params), jax.tree.leaves(uninterrupted.params)):
@@ -211,8 +211,8 @@ def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tm
 
 @contextmanager
 def training(folder: Path, *, save_every_s: float):
-    """A process that trains the tiny recipe into the folder."""
-    flag = "jax_disable_most_optimizations"  # other optimizations, other roundings
+    """Start a process that trains the tiny recipe into the folder; end it on leaving the context."""
+    flag = "jax_disable_most_optimizations"  # other optimizations would round otherwise
     code = f"import jax\njax.config.update({flag!r}, {jax.config.values[flag]})\n"
     code += "from tessera.runtime.compilation import enable_cache\nfrom tessera.train import loop, recipes\n"
     code += f"enable_cache()\nloop.train(recipes.TINY, {str(folder)!r}, save_every_s={save_every_s})"

@@ -1,4 +1,4 @@
-"""The benchmark harness catches what benchmarks hide: skipped work, wrong outputs, dense runs in disguise."""
+"""The benchmark harness catches what benchmarks hide: skipped work, wrong outputs, and dense runs labelled sparse."""
 
 import math
 import sys
@@ -26,7 +26,7 @@ from tessera.workbench.bench import attention as cases
 from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, causal_pairs, model_work, utilisation, versus
 from tessera.workbench.evidence import INTERVAL_ROUNDS, How, What
 
-# The peer's protocol served by NumPy, as torch is not in this environment: it computes what it is asked for.
+# A worker in NumPy speaks the peer's protocol, as this environment has no torch; it computes real attention.
 WORKER = """
 import json, sys, time
 import numpy as np
@@ -50,14 +50,14 @@ for line in sys.stdin:
 
 @pytest.fixture
 def stand(monkeypatch):
-    """Sides run without a rest between them, prompts in chunks of one size, and models with layers under scan."""
+    """Return a stand without rests between sides, with one chunk size for prompts and stacked layers in models."""
     for module in (cases, model):
         monkeypatch.setattr(module, "REST_S", 0.0)
     monkeypatch.setattr(step, "CHUNK", 64)
     monkeypatch.setattr(model.generate, "load", load_stacked)
     made = Stand("smoke", replace(SMOKE, sparse_tokens=1280), sys.executable)
     made.case = "planted"
-    # Measured on a busy machine they would be lower than what the calls then reach.
+    # Set high: measured on a busy machine, ceilings could be lower than the rates that the calls then reach.
     made.ceilings = measure.Ceilings(flops_per_s={"float32": 1e15, "bfloat16": 1e15}, bytes_per_s=1e15)
     yield made
     made.close()
@@ -84,7 +84,8 @@ def test_dense_prefill_compares_all_sides_on_the_same_inputs(stand, tmp_path):
     assert again.samples == ours.samples
     assert again.comparison.ratio == pytest.approx(measure.ratio(jaxs.samples, ours.samples))
     assert len({r.key for r in (peer, ours, jaxs, again)}) == 4
-    assert jaxs.key == again.key._replace(kernel=again.comparison.against)  # how tables and --gate find the other side
+    # Tables and --gate find the other side by this key.
+    assert jaxs.key == again.key._replace(kernel=again.comparison.against)
     assert not {peer.what.kernel, jaxs.what.kernel} & set(ours.facts["skipped"])
 
 
@@ -115,7 +116,7 @@ def test_sparse_prefill_records_its_realised_density(stand):
 
 
 def test_a_kernel_that_drops_a_tile_is_caught(stand, monkeypatch):
-    """It reads only its first listed tile; from 1,280 keys on, 10 % is two."""
+    """The planted kernel leaves out the last listed tile; from 1,280 keys on, 10 % is two tiles."""
 
     def drop_tile(q, k, v, spec, *, selection=None, **rest):
         if selection is not None:
@@ -141,16 +142,16 @@ def test_a_time_below_the_floor_becomes_an_error(stand):
     fast = stand.record(what, [0.5], How(), work={"flops": 1e9, "bytes": 1.0})
     assert "below the roofline floor" in fast.error
     once = stand.record(what, [2.0, 0.5, 2.0], How(), work={"flops": 1e9, "bytes": 1.0})
-    assert "0.5 s of one sample is below the roofline floor" in once.error  # one skipped call of three is one too many
+    assert "0.5 s of one sample is below the roofline floor" in once.error  # one skipped call of three fails the record
     honest = stand.record(what, [2.0], How(), work={"flops": 1e9, "bytes": 1.0})
     assert honest.error is None
     assert honest.peak_fraction == pytest.approx(0.5)
 
 
 def test_a_timer_that_skips_the_work_is_caught(tmp_path, monkeypatch):
-    """The fault is in time_call itself, and the ceilings are those that the run measures."""
+    """The fault is in time_call itself, and the run measures its own ceilings."""
 
-    def skip(function, *args):  # not "does not wait": a busy machine may run a call before it comes back
+    def skip(function, *args):  # only not waiting would be no fault: a busy machine may finish the call first
         start = time.perf_counter()
         out = jax.block_until_ready(function(*args))
         return 1e-3 * (time.perf_counter() - start), out
@@ -187,7 +188,7 @@ def test_utilisation_is_work_over_time_and_ceiling(stand):
     found = utilisation(2e9, 1e8, 2.0, "float32", ceilings)
     assert (found["mfu"], found["bandwidth_share"]) == pytest.approx((0.25, 0.05))
     assert not {"mfu_nominal", "bandwidth_share_nominal"} & set(found)
-    chip = hardware.chip("v7x")  # two devices
+    chip = hardware.chip("v7x")  # has two devices per chip
     found = utilisation(2e12, 1e9, 0.1, "bfloat16", ceilings, chip)
     assert found["mfu_nominal"] == pytest.approx(2e13 / (chip.bf16_flops_per_s / 2))
     assert found["bandwidth_share_nominal"] == pytest.approx(1e10 / (chip.bytes_per_s / 2))
@@ -203,7 +204,7 @@ def test_records_of_the_whole_model_hold_their_utilisation(stand):
     )
     assert whole.facts["a"] == 1
     assert (whole.facts["mfu"], whole.facts["bandwidth_share"]) == pytest.approx((1 / 8, 1 / 2))
-    assert whole.peak_fraction == pytest.approx(1 / 2)  # the larger: bytes bound this one
+    assert whole.peak_fraction == pytest.approx(1 / 2)  # the larger of the two: memory bounds this call
     assert part.facts == {"a": 1}
 
 
@@ -223,7 +224,7 @@ def test_amdahls_law():
 
 
 def test_attention_alone_does_the_whole_prefills_attention():
-    """150 tokens: three chunks and a padded end; the dense row is checked against float64 inside."""
+    """150 tokens make three chunks, the last one padded; AttentionAlone itself checks dense rows against float64."""
     config = replace(SMOKE.config, num_layers=2)
     params = random_params(config)
     plan = replace(model.synthetic_plan(params, config), anchors=(0,), tile=16, minimum=16)
@@ -308,9 +309,10 @@ def test_rounds_end_in_time_and_are_never_less_than_the_least(stand, monkeypatch
         return 60.0
 
     stand.sizes = replace(SMOKE, rounds=5, least_rounds=3)
-    assert stand.interleave({"a": minute}, warmup=1)["a"] == [60.0] * 5  # no end: 6 minutes
+    assert stand.interleave({"a": minute}, warmup=1)["a"] == [60.0] * 5  # no end is set: 6 minutes
     stand.ends = 360.0 + 310.0
-    assert stand.interleave({"a": minute}, warmup=1)["a"] == [60.0] * 4  # a minute of warm-up; a fifth ends at 720
+    # After a minute of warm-up, a fifth round would end at 720 s.
+    assert stand.interleave({"a": minute}, warmup=1)["a"] == [60.0] * 4
     assert stand.interleave({"a": minute, "b": minute}, warmup=0) == {"a": [60.0] * 3, "b": [60.0] * 3}
     assert stand.interleave({"a": minute}, least=1, warmup=0)["a"] == [60.0]
 
@@ -328,7 +330,7 @@ def test_what_a_case_leaves_of_its_share_is_the_next_ones_and_one_named_has_no_e
     bench.run("cpu", out=tmp_path / "out.jsonl")
     cases = bench.SUITES["cpu"].cases
     assert ends == pytest.approx([100.0 + Sizes().suite_s * (n + 1) / len(cases) for n in range(len(cases))])
-    assert cases[-1] == "kascade_prefill"  # the longest takes what is left
+    assert cases[-1] == "kascade_prefill"  # the longest case takes the time that is left
     ends.clear()
     bench.run("cpu", out=tmp_path / "out.jsonl", only=("start_up",))
     assert ends == [math.inf]
@@ -340,7 +342,7 @@ def test_a_real_suite_asks_for_samples_enough_and_weighs_memory_once(stand, monk
     monkeypatch.setattr(stand, "write_model", lambda config, name: name)
     stand.sizes = replace(stand.sizes, rounds=2, memory_tokens=(256, 512))
     short, long = model.prefill_memory(stand)
-    # one process a length, each less the tiny prompt's
+    # Each length runs in one process, less the memory of a tiny prompt.
     assert (short.samples, long.samples) == ((192.0,), (448.0,))
     assert long.facts["slope_bytes_per_token"] == pytest.approx(1.0)
 
@@ -374,13 +376,13 @@ def test_runs_append_resume_and_report_failures(tmp_path, monkeypatch, capsys):
     assert bench.run("smoke", out=out, only=["compilation"], resume=True) == 0
     assert len(evidence.read(out)) == 4
     assert bench._done(out, "smoke") == {"compilation"}
-    assert bench._done(out, "cpu") == set()  # tiny sizes are no record of the real ones
+    assert bench._done(out, "cpu") == set()  # the smoke suite's sizes are no record of the cpu suite's
     other = [replace(r, where=replace(r.where, cpu="Other 9000")) for r in stamped]
     evidence.append(tmp_path / "other.jsonl", other)
     assert bench._done(tmp_path / "other.jsonl", "smoke") == set()
     assert bench.run("smoke", out=out, only=["peer_model"], peer_python=tmp_path / "missing") == 1
     *_, before, failure = evidence.read(out)
-    assert before.error is None  # one record of the failure
+    assert before.error is None  # the failure adds one record
     assert "make peers" in failure.error
     assert str(tmp_path) not in failure.error
     assert "peer_model: peer_model: error: " in capsys.readouterr().err

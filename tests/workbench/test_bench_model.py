@@ -20,7 +20,7 @@ def test_two_records_a_length_from_one_interleaved_run(tmp_path, monkeypatch):
     ]
     for dense, ours in zip(records[::2], records[1::2]):
         assert set(dense.density) == {1.0}
-        assert min(ours.density) < 0.9  # dense work in disguise would say 1
+        assert min(ours.density) < 0.9  # dense work labelled sparse would have density 1
         assert ours.comparison.ratio == pytest.approx(dense.median / ours.median)
         assert ours.how.interleaved
 

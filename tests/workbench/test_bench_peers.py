@@ -1,4 +1,4 @@
-"""Peers of dense prefill: each is really run where it can be, and says why where it cannot."""
+"""Peers of dense prefill: each runs where it can, and elsewhere gives the reason why it cannot."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ HERE = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Nothing here is a time. Ceilings measured on a busy machine would be lower than what the calls then reach."""
+    """Set high ceilings, as those measured on a busy machine could be exceeded; these tests report no times."""
     high = measure.Ceilings(flops_per_s={"float32": 1e15, "bfloat16": 1e15}, bytes_per_s=1e15)
     monkeypatch.setattr(measure, "ceilings", lambda: high)
     monkeypatch.setattr(cases, "REST_S", 0.0)
@@ -31,7 +31,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def stand(tmp_path):
-    """One without PyTorch's environment."""
+    """Return a stand whose PyTorch environment is missing."""
     made = Stand("smoke", SMOKE, tmp_path / "missing" / "python")
     made.case = "planted"
     yield made
@@ -108,7 +108,7 @@ def test_without_pytorch_the_others_are_compared_and_it_is_named(stand):
 
 
 def test_ours_is_recorded_when_no_peer_runs(tmp_path, monkeypatch, capsys):
-    """Its scores are too large for JAX's own attention, and the environment of PyTorch is missing."""
+    """The scores exceed the limit for JAX's own attention, and PyTorch's environment is missing."""
     monkeypatch.setattr(peers, "MOST_SCORE_BYTES", 8 * 8 * SMOKE.attention_tokens**2 - 1)
     out, missing = tmp_path / "records.jsonl", tmp_path / "missing"
     assert bench.run("smoke", out=out, only=["dense_prefill_f32"], peer_python=missing) == 0
@@ -133,7 +133,7 @@ def test_a_library_that_fails_is_left_out_with_what_it_said(stand, monkeypatch):
 
 
 def test_any_peer_of_the_table_is_compared_and_caught_when_wrong(stand, monkeypatch):
-    """Splash, interpreted; then without its scale."""
+    """Splash, interpreted, is compared; without its scale it is caught as wrong."""
     right = partial(peers.splash, interpret=True)
     here = peers.PEERS["splash"]._replace(refusal=lambda platform, shapes: "", attend=right)
     monkeypatch.setattr(peers, "PEERS", {"splash": here})

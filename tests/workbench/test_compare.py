@@ -1,4 +1,4 @@
-"""Comparing two sets of records: a regression of 20 % is found, noise is not, a slow day cancels."""
+"""Comparing two sets of records: a loss of 20 % is found, noise is not, and a slow day cancels out."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ COMMAND = "tessera bench --suite {} --only sparse_prefill"
 
 
 def run(ours: float, peer: float | None = 1.0, *, noise: float = 0.03, seed: int = 0, unit: str = "s", **asked) -> list:
-    """Records of one interleaved run, or of one side alone; `asked` has its suite and its sizes."""
+    """Return records of one interleaved run, or of one side if `peer` is None; `asked` holds `suite` and `config`."""
     rng = np.random.default_rng(seed)
     draw = lambda centre: list(centre * (1 + noise * rng.standard_normal(9)))  # noqa: E731
     how = evidence.How(iterations=9, interleaved=peer is not None)
@@ -50,13 +50,13 @@ def test_noise_is_none(seed):
 
 
 def test_what_is_too_noisy_to_tell_is_named(capsys):
-    """A loss of 20 % is found, or it is said that the figure cannot be judged, and what its interval is."""
+    """Either a loss of 20 % is reported, or the figure is reported as too noisy to judge, with its interval."""
     quiet, noisy = only(run(1.0), run(1.0, seed=1)), only(run(1.0, noise=0.3), run(1.0, noise=0.3, seed=1))
     assert not quiet.blind
     assert noisy.blind
     for seed in range(20):
         lost = only(run(1.0, noise=0.15, seed=seed), run(1.25, noise=0.15, seed=100 + seed))
-        assert lost.regressed or lost.blind or lost.interval[0] >= 0.8  # chance made the loss smaller than it is
+        assert lost.regressed or lost.blind or lost.interval[0] >= 0.8  # here noise made the loss smaller than 20 %
     faster = only(run(2.0, noise=0.1), run(1.0, noise=0.1, seed=1))
     assert not faster.blind, "noise does not matter where no loss is possible"
     compare.print_changes([quiet, noisy], [])
@@ -67,13 +67,13 @@ def test_what_is_too_noisy_to_tell_is_named(capsys):
 
 
 def few(ours: float, count: int) -> list:
-    """As `run`, of fewer rounds."""
+    """Return records as `run` does, with only `count` samples."""
     made = run(ours)
     return [replace(r, samples=r.samples[:count], median=float(np.median(r.samples[:count]))) for r in made]
 
 
 def test_few_samples_judge_nothing(capsys):
-    """Two redrawn samples have an interval as narrow as chance made them."""
+    """Intervals need five samples: two redrawn samples give an interval that may be narrow by chance."""
     for sides in ((few(1.0, 2), run(1.5)), (run(1.0), few(1.5, 4)), (few(1.0, 1), few(1.5, 1))):
         found = only(*sides)
         assert found.interval is None
@@ -114,7 +114,7 @@ def test_more_is_better_for_a_share():
 
 
 def test_peak_memory_weighed_once_is_not_judged():
-    """Four runs of one commit's kernels on one machine: 98, 13, 39 and 36 MB above a tiny prompt, for one length."""
+    """One process per length varies too much: four runs of the same kernels gave 98, 13, 39 and 36 MB."""
     what = evidence.What(op="memory", kernel="peak above a 64-token prompt", workload="prefill_memory_4096")
     few, many = ([evidence.make(what, [value], command=COMMAND.format("cpu"), unit="bytes")] for value in (13e6, 98e6))
     for before, after in ((few, many), (many, few)):
@@ -131,7 +131,7 @@ def test_what_no_longer_runs_is_said():
 
 
 def test_suites_and_sizes_are_never_held_against_each_other(capsys):
-    """The cases of a suite of tiny sizes have the names of the real ones."""
+    """The cases of a suite with tiny sizes have the same names as the real ones."""
     real, tiny = run(1.0, suite="cpu", config={"length": 8192}), run(0.01, seed=1)
     assert not list(compare.changes(real, tiny))
     [theirs, ours] = compare.changes([*real, *tiny], run(1.0, seed=2, suite="cpu", config={"length": 8192}))
@@ -139,7 +139,7 @@ def test_suites_and_sizes_are_never_held_against_each_other(capsys):
     assert ours.against == "peer"
     assert not list(compare.changes(real, run(1.0, suite="cpu", config={"length": 4096})))
     pair = [run(1.0, config={"anchors": anchors}) for anchors in ((0, 1), [0, 1])]
-    assert len(list(compare.changes(*pair))) == 2  # as a record is made, and as it is read
+    assert len(list(compare.changes(*pair))) == 2  # tuples as made, lists as read from JSON
 
 
 def test_figures_that_the_second_set_lacks_are_named(capsys):

@@ -1,4 +1,4 @@
-"""`tessera eval`: tasks fit their length and can be answered from their text, fidelity is what it says."""
+"""`tessera eval`: tasks fit their length and can be answered from their text; fidelity and recall match definitions."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_chunks():
-    """Texts and prompts in chunks of one size, several of them and the last one cut short: tests share programs."""
+    """Use one small chunk size, so that tests share programs and run several chunks, the last one cut short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(score, "CHUNK", 64)
         patch.setattr(step, "CHUNK", 64)
@@ -126,7 +126,7 @@ def test_dense_is_at_no_distance_from_itself_and_a_window_is(model):
 
 
 def test_fidelity_is_the_divergence_of_the_models_logits(model, monkeypatch):
-    monkeypatch.setattr(score, "ROWS", 128)  # two blocks of rows, the last one cut short
+    monkeypatch.setattr(score, "ROWS", 128)  # two blocks of rows, the second cut short
     window = np.random.default_rng(1).integers(0, 256, 200).astype(np.int32)
     models = (model.with_attention("dense"), dataclasses.replace(model, policy=NARROW))
     scores = [np.asarray(m.logits(window[None]), np.float64)[0, :-1] for m in models]
@@ -148,7 +148,7 @@ class TapState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tap(Policy):
-    """A policy's own run, with every layer's q and k kept."""
+    """Run a policy unchanged and keep every layer's q and k."""
 
     policy: Policy
 
@@ -167,7 +167,7 @@ class Tap(Policy):
 
 
 def brute_force(q, k, allowed):
-    """Share of the softmax on the keys that a row may read: q [T,N,H], k [S,K,H], allowed [T,K,S] -> [K]."""
+    """Compute the share of softmax on allowed keys: q [T,N,H], k [S,K,H], allowed [T,K,S] -> mean per KV head [K]."""
     group = q.shape[1] // k.shape[1]
     scores = np.einsum("tnh,snh->tns", q, k.repeat(group, 1)) / np.sqrt(q.shape[-1])
     scores = np.where(np.tri(len(q), len(k), dtype=bool)[:, None], scores, -np.inf)
@@ -177,7 +177,7 @@ def brute_force(q, k, allowed):
 
 
 def window_keys(policy, length):
-    """[T,K,S] by the words of `Window`: tiles with a sink, or with a key in the window of any row of the query tile."""
+    """Return the keys read [T,K,S]: tiles with a sink, or with a key in the window of any row of the query tile."""
     allowed = np.zeros((length, 2, length), bool)
     for row in range(length):
         first = row // policy.query_tile * policy.query_tile
@@ -189,7 +189,7 @@ def window_keys(policy, length):
 
 
 def listed_keys(selections, heads, length):
-    """[T,K,S] of an anchor's selections, chunk after chunk, for a layer whose heads use the anchor's `heads`."""
+    """Return the keys read [T,K,S] by a layer whose head i uses anchor head heads[i]; one selection per chunk."""
     allowed, tile, row = np.zeros((length, 2, length), bool), PLAN.tile, 0
     for selection in selections:
         for i in range(selection.count.shape[-1]):
@@ -222,7 +222,7 @@ def test_recall_is_the_softmax_on_the_keys_read_per_head(model, name):
     sparse = [1, 2] if name == "kascade" else [0, 1, 2]
     assert found.sparse_layers == tuple(sparse)
     assert found.per_window == pytest.approx([np.mean(np.asarray(wanted)[sparse])], rel=1e-4)
-    assert np.ptp(np.asarray(wanted)[1:]) > 0.01, "layers and heads that differ: their order is tested"
+    assert np.ptp(np.asarray(wanted)[1:]) > 0.01, "layers and heads must differ to test their order"
     assert 0.1 < np.min(wanted) < 0.95
 
 
@@ -255,7 +255,7 @@ HALF = {"tile": 16, "query_tile": 1}
     [
         Window(window=32, sinks=0, **HALF),
         Window(window=16, sinks=16, **HALF),
-        Oracle(fraction=0.25, minimum=1, **HALF),  # a quarter beyond the row's own tile, another quarter
+        Oracle(fraction=0.25, minimum=1, **HALF),  # the row's own tile is one quarter, the budget another
         Kascade(anchors=(0,), head_map=((0, 1), (1, 0)), fraction=0.25, minimum=1, **HALF),
     ],
     ids=["window", "sinks", "oracle", "kascade"],
@@ -340,7 +340,7 @@ def test_a_suite_records_every_side_and_resumes(model, tmp_path, monkeypatch, on
 
     whole, again = out.read_text().splitlines(keepends=True), tmp_path / "again.jsonl"
     kept = len(whole) - 6
-    again.write_text("".join(whole[:kept]) + whole[kept][:40])  # a kill
+    again.write_text("".join(whole[:kept]) + whole[kept][:40])  # as after a kill
     evaluation.run(model, model_plan(model), suite="smoke", out=again, text=TEXT, resume=True)
     assert [r.key for r in evidence.read(again)] == [r.key for r in records]
 

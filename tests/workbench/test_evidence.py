@@ -66,7 +66,7 @@ def test_host_name_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("name", ["demo", "tiny-host"])
 def test_only_whole_words_name_a_host(monkeypatch, name):
-    """A host called demo may run the demo, and tiny-host is not named by what happens to hold its letters."""
+    """A record may contain the word demo on a host called demo, and letters of tiny-host inside a longer word."""
     monkeypatch.setattr(platform, "node", lambda: name)
     what = evidence.What(op="demo", kernel="dense", workload="demo_answers", title="untiny-hosted")
     evidence.make(what, [1.0], command="tessera demo")
@@ -156,7 +156,7 @@ def test_the_stored_records_are_whole():
 
 
 def test_appending_survives_a_kill(tmp_path):
-    """A writer that appends as fast as it can is killed; every line before the last is whole and nothing raises."""
+    """A process that appends in a loop is killed; all lines but the last are whole, and reading raises nothing."""
     path = tmp_path / "cpu.jsonl"
     program = textwrap.dedent("""
         import sys

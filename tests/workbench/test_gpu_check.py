@@ -1,4 +1,4 @@
-"""The GPU script, end to end without a GPU: valid records of every piece, resumed where it stopped."""
+"""The GPU script, end to end without a GPU: every piece writes valid records, and a second run resumes."""
 
 import os
 import subprocess
@@ -37,7 +37,7 @@ def session(path: Path, **kwargs) -> Session:
 
 
 def test_the_script_runs_dry_from_end_to_end_and_resumes(tmp_path):
-    """One kernel per role and phase, in the interpreter; jaxtyping stands in, as on a machine without it."""
+    """Run one kernel per role and phase in the interpreter, with jaxtyping's stand-in and without other packages."""
     out = tmp_path / "dry.jsonl"
     hidden = tmp_path / "hidden"
     hidden.mkdir()
@@ -81,7 +81,7 @@ def test_an_error_is_a_record_and_is_tried_again_last(tmp_path):
     [record] = evidence.read(tmp_path / "x.jsonl")
     assert record.error == "ValueError: in ... it broke"
     run.retry = True
-    assert not run.attempt(what, fail)  # once a run
+    assert not run.attempt(what, fail)  # an item runs once per run
     rerun = session(tmp_path / "x.jsonl")
     assert not rerun.attempt(what, fail)
     rerun.retry = True
@@ -93,17 +93,17 @@ def test_an_error_is_a_record_and_is_tried_again_last(tmp_path):
 
 
 def test_what_other_sources_made_is_done_again(tmp_path, monkeypatch):
-    """Two states of a tree may be of the same commit."""
+    """Two states of a tree may have the same commit, so records also name a hash of the sources."""
     what = What(op="o", kernel="k", workload="w")
     assert session(tmp_path / "x.jsonl").attempt(what, lambda: {"samples": [1.0]})
     assert session(tmp_path / "x.jsonl").is_done(what)
     monkeypatch.setattr(files, "sources", lambda: "another state")
     assert not session(tmp_path / "x.jsonl", dry=False).is_done(what)
-    assert session(tmp_path / "x.jsonl", since=0, again=True).is_done(what)  # of this very run
+    assert session(tmp_path / "x.jsonl", since=0, again=True).is_done(what)  # made by this very run
 
 
 def test_sources_are_what_runs(tmp_path):
-    """Contents and names of code and tables, committed or not; nothing else."""
+    """The hash covers contents and names of code and tables, committed or not, and nothing else."""
     (tmp_path / "tables").mkdir()
     (tmp_path / "a.py").write_text("one = 1\n")
     (tmp_path / "tables" / "t.jsonl").write_text("{}\n")
@@ -125,14 +125,14 @@ def test_what_does_not_fit_is_said_to_and_leaves_a_fresh_process(tmp_path):
     assert ended.value.code == supervisor.RESTART
     [record] = evidence.read(run.out)
     assert record.error.startswith("does not fit: JaxRuntimeError: RESOURCE_EXHAUSTED")
-    rerun = session(run.out, since=0)  # the fresh one
+    rerun = session(run.out, since=0)  # the fresh process
     assert rerun.is_done(what)
     rerun.retry = True
     assert not rerun.is_done(what)
 
 
 def test_an_item_in_which_everything_ends_is_tried_last_and_given_up_if_that_repeats(tmp_path):
-    """Once may be the machine's own end, as when it is taken away; an item that brings it down does so again."""
+    """One end may be the machine's, as when it is taken away; an item that ends it again is given up."""
     what = What(op="o", kernel="k", workload="w")
     for times in range(3):
         run = session(tmp_path / "x.jsonl")
@@ -173,7 +173,7 @@ def test_an_item_that_the_same_run_mends_did_not_fail(tmp_path, monkeypatch, cap
 
 
 def test_cudnn_is_not_installed_where_jax_does_not_find_it(monkeypatch):
-    """jax itself is always here; with the plug-in alone, without its libraries, it says so by an error."""
+    """JAX is installed, but the cuDNN libraries may be missing, which the version check reports by an error."""
 
     def absent():
         raise RuntimeError("cuDNN not found.")
@@ -216,7 +216,7 @@ def test_a_contender_whose_sample_fails_is_out_alone(tmp_path):
 
 
 def dense_by_jax(factor: float):
-    """A peer: attention in float32, times a factor."""
+    """Return a peer that computes attention in float32, times a factor."""
 
     def ready(setting, q, k, v):
         attend = jax.jit(lambda q, k, v: factor * jax.nn.dot_product_attention(q, k, v, is_causal=setting.causal))
@@ -296,7 +296,7 @@ def test_a_call_that_does_not_fit_is_left_out_and_says_its_bytes(tmp_path, monke
 
 
 def test_every_call_fits_an_h200():
-    """With room for a kernel that wants K and V in yet another layout, in the three quarters that are jax's."""
+    """JAX may use three quarters of memory, which must also hold another copy of K and V in the kernel's layout."""
     share = 0.75 * float(environment.facts(targets.TARGETS["h200"].read_text())["device_memory_size"])
     largest = max(timing.SETTINGS + tuning.SETTINGS, key=lambda setting: setting.bytes)
     assert (largest.batch, largest.keys) == (64, 131072)
@@ -316,7 +316,7 @@ def test_the_layout_is_the_first_thing_that_correct_does(tmp_path):
 
 
 def test_a_little_of_everything_comes_before_the_rest_of_anything(tmp_path, monkeypatch):
-    """A run may end within `correct`: every kernel has been asked something by then, and something has been timed."""
+    """A run may end during `correct`; by then its first pass has checked every kernel and timed something."""
     run, seen = session(tmp_path / "x.jsonl", dry=False, limit_s=600.0), []
     run.attempt = lambda what, act, limit_s=0.0: seen.append((what.workload, what.kernel))
     monkeypatch.setattr(timing, "time_setting", lambda session, watch, setting: seen.append(setting))
@@ -342,7 +342,7 @@ def test_a_little_of_everything_comes_before_the_rest_of_anything(tmp_path, monk
 
 
 def test_cases_hold_what_breaks_kernels():
-    """Window and cap, heads of 256, rows before the first key, sequences without keys, every tile."""
+    """Windows with a cap, heads of 256, rows before the first key, sequences without keys, every tile."""
     kernels = {kernel.name: list(correct.cases(kernel, dry=False)) for kernel in correct.trials.kernels("dense")}
     dense = kernels["gpu_prefill_dense"]
     assert {case.workload.head_dim for case in dense} >= {64, 128, 256}
@@ -379,7 +379,7 @@ def test_kascade_is_added_up_layer_by_layer(tmp_path):
     taken = {name: clock.Samples([s, s], [s, s]) for name, s in samples.items()}
     timing.kascade(run, clock.Clock(run), SMALL, taken, "cudnn by jax")
     [record] = evidence.read(tmp_path / "x.jsonl")
-    assert record.median == pytest.approx(5 * 3.0 + 27 * 0.5, rel=0.1)  # and five selections
+    assert record.median == pytest.approx(5 * 3.0 + 27 * 0.5, rel=0.1)  # selection takes little time
     assert record.comparison.ratio == pytest.approx(32 * 2.0 / record.median)
 
 

@@ -1,5 +1,7 @@
-"""The deviceless CUDA compiler and the gates: reports read right, errors explained, every Hopper kernel lowered and
-compiled to machine code on a machine without a GPU."""
+"""The deviceless CUDA compiler and the gates, on a machine without a GPU.
+
+Reports are read right and errors explained; every Hopper kernel lowers and compiles to machine code.
+"""
 
 import itertools
 import json
@@ -27,7 +29,7 @@ HERE = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def compiler():
-    """One process for every program of this file: starting it takes longer than most of them."""
+    """Start one compiling process for the file's tests, because starting takes longer than most compilations."""
     with gpu.Compiler("h200", paths=[str(HERE)]) as found:
         yield found
 
@@ -39,7 +41,7 @@ def compiled(compiler):
 
 
 def text_of(**changes) -> str:
-    """A report of ptxas and a disassembly, as the worker leaves them."""
+    """Return ptxas's report and a disassembly in the worker's form; each change is a pair (old text, new text)."""
     text = """ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'two_mosaic_gpu_kernel' for 'sm_90a'
 ptxas info    : Function properties for two_mosaic_gpu_kernel
@@ -198,7 +200,7 @@ def test_the_target_configuration_is_the_chip_of_the_table():
     assert f"core_count: {chip.cores}\n" in text
     assert f"memory_bandwidth: {int(chip.bytes_per_s)}\n" in text
     assert f"shared_memory_per_block_optin: {chip.on_chip_bytes}\n" in text
-    assert "ACCELERATED_FEATURES" in text  # sm_90a: without it there is no wgmma
+    assert "ACCELERATED_FEATURES" in text  # sm_90a, which wgmma requires
 
 
 FIRST = {case["kernel"]: case for case in gpu_gates.first_cases()}
@@ -211,7 +213,7 @@ def test_the_fast_subset_holds_every_kernel():
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kernel", FIRST)
 def test_kernels_lower_for_cuda_with_the_jax_that_is_here(kernel, part):
-    """Every head dim of each kernel and, of one kernel or another, every mask; no compiler is needed."""
+    """Lower every head dim of each kernel, and every mask for at least one kernel; this needs no CUDA compiler."""
     found = list(gpu_gates.spread_cases(FIRST[kernel]))
     for case in found[(part + list(FIRST).index(kernel)) % 2 :: 2]:
         error = gpu.lower(attention_program(kernel, *gpu_gates.call(case)))
@@ -220,13 +222,13 @@ def test_kernels_lower_for_cuda_with_the_jax_that_is_here(kernel, part):
 
 @pytest.mark.parametrize("kernel", FIRST)
 def test_kernels_pass_the_gates_as_machine_code(compiler, kernel):
-    """A fast part of `tessera study gpu-gates`: the default blocks of every kernel."""
+    """Compile the default blocks of every kernel: a fast part of `tessera study gpu-gates`."""
     result = gpu_gates.run(FIRST[kernel], compiler)
     assert result["broken"] == []
 
 
 def test_scoring_in_chunks_launches_each_kernel_once_a_chunk(compiler):
-    """Two fusions read a chunk's lse: without a barrier XLA clones the call that makes it."""
+    """Two fusions read a chunk's lse; without a barrier XLA clones the call that produces it."""
     spec, shapes = inspection.call(
         role="score", phase="prefill", batch=1, length=32768, heads=32, kv_heads=8, head_dim=64, dtype="bfloat16",
         spec=AttentionSpec(tile=128, query_tile=128), fraction=0.1,
@@ -240,7 +242,7 @@ def test_scoring_in_chunks_launches_each_kernel_once_a_chunk(compiler):
     ("head_dim", "mask"), [(64, "causal"), (128, "softcap"), pytest.param(128, "causal", marks=pytest.mark.exhaustive)]
 )
 def test_the_gradient_passes_the_gates_as_machine_code(compiler, head_dim, mask):
-    """Both of its kernels, each by itself, at a length that divides nothing."""
+    """Compile both kernels of the gradient, at a length that is no multiple of a block."""
     found = (c | gpu_gates.ODD for c in gpu_gates.gradient_cases() if (c["head_dim"], c["mask"]) == (head_dim, mask))
     result = gpu_gates.run(next(found), compiler)
     assert result["broken"] == []
@@ -263,13 +265,14 @@ def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configura
         first = [FIRST[kernel.name].get(name) for name in names]
         assert sum(case["config"] is not None and [case.get(n) for n in names] == first for case in mine) == wanted
         alone = (c for c in mine if c["config"] is None and c.get("batch") == 1 and "kv_heads" not in c)
-        for case in alone:  # its blocks under every mask, for two sequences
+        for case in alone:  # these blocks under every mask, for two sequences
             for mask in gpu_gates.MASKS:
                 masked = {**case, "mask": mask, "batch": gpu_gates.BATCH}
                 own = map(str, gpu_gates.undefault(masked) if gpu_gates.taken(masked) else [])
                 met = {str(c["config"]) for c in mine if (c["head_dim"], c["mask"]) == (case["head_dim"], mask)}
                 assert met >= set(own)
-        for sizes in gpu_gates.OTHERS.get((kernel.role, kernel.phase), ()):  # their own blocks, under two masks
+        # Other sizes have their own blocks, checked under two masks.
+        for sizes in gpu_gates.OTHERS.get((kernel.role, kernel.phase), ()):
             other = FIRST[kernel.name] | sizes
             own = {str(config) for config in (None, *gpu_gates.undefault(other))}
             met = [c for c in mine if all(c[n] == other[n] for n in ("head_dim", "group", "query_tile"))]
@@ -341,7 +344,7 @@ def test_what_cannot_be_held_is_refused_before_a_compiler_starts(capsys):
 
 
 def test_where_no_kernel_of_ours_is_nothing_is_said_to_pass(capsys, tmp_path):
-    """Why ours do not take it is said; float32 products have half the rate of bfloat16's."""
+    """If no Hopper kernel takes the call, the reason is given; float32 products have half the rate of bfloat16."""
     from tessera.cli import main as cli
 
     flags = "--chip h200 --length 256 --heads 2 --kv-heads 1 --head-dim 128 --dtype float32"
@@ -363,7 +366,7 @@ def test_a_whole_model_is_not_inspected_for_a_gpu(capsys):
 
 
 def test_compilers_for_absent_chips_do_not_complain():
-    """With libtpu and the CUDA plug-in installed and neither chip here, a command says nothing but its answer."""
+    """libtpu and the CUDA plug-in are installed without their chips; a command prints only its answer."""
     environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     command = [sys.executable, "-W", "error", "-m", "tessera", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -376,7 +379,7 @@ def inspected(ms: float, flops: float = 1e12, moved: float = 1e9, **code) -> gpu
 
 
 def test_the_figures_rooflines_add_up():
-    """Rates are of the named call; Kascade counts five anchors with their selection and 27 reuse layers."""
+    """Rates are those of the named call; Kascade counts five anchors with their selection, and 27 reuse layers."""
     ms = {"dense long": 10.0, "score long": 11.0, "sparse long": 1.0, "decode dense": 4.0, "decode score": 4.0}
     ms |= {"decode sparse": 0.4, "dense": 2.0, "decode dense, 16 sequences": 1.0, "small": 0.001}
     ms |= {"sparse 16/32": 0.5, "sparse 16/128": 1.0, "sparse 32/32": 2.0, "sparse 32/128": 4.0}

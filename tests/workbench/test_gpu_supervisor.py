@@ -1,4 +1,4 @@
-"""The GPU script's parent: what hangs or dies costs itself alone; a stop or a full disk costs no item anything."""
+"""The GPU script's parent: an item that hangs or dies fails alone; a stop or a full disk counts against no item."""
 
 import signal
 import subprocess
@@ -86,7 +86,7 @@ def outside(session):
 
 
 def supervise(folder: Path, function: str = "run", limit_s: float = 400.0) -> tuple[bool, list[evidence.Record]]:
-    """(got through, records that this run made) of a planted piece."""
+    """Supervise a planted piece; return (whether it got through, the records of this run)."""
     (folder / "planted.py").write_text(PLANTED)
     out = folder / "x.jsonl"
     before = len(evidence.read(out)) if out.exists() else 0
@@ -100,7 +100,8 @@ def test_what_hangs_dies_or_faults_costs_itself_alone(tmp_path):
     assert whole
     crashing = ["hangs", "dies", "faults", "escapes"]
     in_order = ["good", "hangs", "dies", "refuses", "faults", "before", "has none", "after", "escapes", "last"]
-    assert [record.what.workload for record in found] == in_order + crashing  # what crashed once more, last of all
+    # The crashed items run once more, after all others.
+    assert [record.what.workload for record in found] == in_order + crashing
     errors = {record.what.workload: record.error for record in found}
     pids = {record.what.workload: record.facts["pid"] for record in found if record.error is None}
     assert set(pids) == {"good", "before", "after", "last"}
@@ -111,10 +112,11 @@ def test_what_hangs_dies_or_faults_costs_itself_alone(tmp_path):
     assert errors["has none"] == "RuntimeError: No available kernel"
     assert errors["escapes"] == "crashed: Exception: of no kind that anybody knows"
     assert pids["before"] == pids["after"]
-    assert len(set(pids.values())) == 3  # nothing ran on in a process that may be broken
+    assert len(set(pids.values())) == 3  # after a crash or fault, items run in a new process
     whole, found = supervise(tmp_path)
     assert whole
-    assert [record.what.workload for record in found] == ["refuses", "has none"]  # no third hang, crash or fault
+    # Hangs, crashes and faults get no third try.
+    assert [record.what.workload for record in found] == ["refuses", "has none"]
     assert not (tmp_path / "x.now").exists()
 
 
@@ -125,7 +127,7 @@ def test_what_the_end_of_the_time_cuts_short_is_nobodys_fault(tmp_path, monkeypa
 
 
 def test_a_stop_by_a_signal_is_nobodys_fault(tmp_path):
-    """Of the child here, as of every process of a job that is cancelled."""
+    """The child is stopped here, as all processes of a cancelled job are."""
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             supervise(tmp_path, "stopped")
@@ -162,7 +164,7 @@ def test_what_cannot_be_written_ends_the_run_and_blames_no_item(tmp_path, monkey
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(supervisor.files, "replace_text", full)  # the parent's own
+    monkeypatch.setattr(supervisor.files, "replace_text", full)  # the parent cannot write either
     with pytest.raises(supervisor.Unwritable, match=r"x.now cannot be written: No space left on device"):
         supervise(tmp_path)
     assert not (tmp_path / "x.now").exists()
@@ -207,4 +209,4 @@ def test_no_child_outlives_its_parent(tmp_path):
     parent.kill()
     parent.wait()
     while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_bytes():
-        time.sleep(0.1)  # a child that goes on is this test's own hang
+        time.sleep(0.1)  # if the child lives on, this test hangs

@@ -1,4 +1,4 @@
-"""What lm_eval asks of a model: likelihoods equal the logits', prompts that are too long, stop strings."""
+"""The interface that lm_eval calls: likelihoods equal the logits', long prompts are cut, stop strings end answers."""
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ def test_the_best_guesses_are_greedy(model):
 
 def test_the_continuation_is_what_is_scored(model):
     whole, scored = harness.split(model, "The key is ", "48213")
-    assert scored == 6  # the space goes with it
+    assert scored == 6  # the space counts to the continuation
     assert whole == model.tokenizer.encode("The key is 48213")
     long, scored = harness.split(model, "x" * 600, "48213")
     assert len(long) == 512

@@ -31,7 +31,7 @@ def test_time_call_waits_for_the_result():
     measure.time_call(slow, x)
     seconds, out = measure.time_call(slow, x)
     assert out.is_ready()
-    assert seconds > 40 * 2 * 300**3 / 1e14  # below this the work cannot have been waited for
+    assert seconds > 40 * 2 * 300**3 / 1e14  # faster is impossible: the call was not waited for
 
 
 def test_ratio_interval_holds_the_ratio_and_widens_with_noise():
@@ -57,7 +57,7 @@ def test_ceilings_are_rates_of_this_device():
 
 
 def test_ceilings_have_a_clock_of_their_own(monkeypatch):
-    """A timer that skips the work must not raise them along with the rates that they bound."""
+    """A timer that skips the work must not raise the ceilings that bound its rates."""
     monkeypatch.setattr(measure, "time_call", lambda function, *args: (1e-9, function(*args)))
     found = measure.ceilings(size=512, read_bytes=1 << 24, rounds=2)
     assert max(found.flops_per_s.values()) < 1e14

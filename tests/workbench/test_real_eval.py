@@ -1,4 +1,4 @@
-"""`tessera eval --suite real`: trials are what generation does, rivals read as many keys, statistics are right."""
+"""`tessera eval --suite real`: trials match generation, rivals read as many keys as the plan, statistics are right."""
 
 import dataclasses
 import json
@@ -106,7 +106,7 @@ def test_the_three_domains_share_no_text_with_each_other_or_with_calibration():
         pieces = [text[i : i + 200] for i in range(1000, 60_000, 3000)]
         for other, body in found.items():
             if other != name:
-                assert sum(piece in body for piece in pieces) <= 1, (name, other)  # a licence may be in two files
+                assert sum(piece in body for piece in pieces) <= 1, (name, other)  # two texts may share a licence
 
 
 # --- trials
@@ -138,8 +138,8 @@ def test_an_answer_is_found_if_generation_gives_it(model, policy):
     assert [o.found for o in found.outcomes[:4]] == [True, True, True, False]
     assert found.outcomes[0].tokens == 5
     assert 2 <= found.outcomes[3].tokens < 5
-    assert found.outcomes[4].logprob > found.outcomes[3].logprob  # what is told is not asked
-    assert found.outcomes[5] == found.outcomes[0], "a question before leaves no trace"
+    assert found.outcomes[4].logprob > found.outcomes[3].logprob  # a given token is not scored
+    assert found.outcomes[5] == found.outcomes[0], "an earlier question must leave no trace"
     [again] = run_trials(model, policy, [document._replace(questions=document.questions[::-1])])
     assert again.outcomes[::-1] == found.outcomes
 
@@ -183,8 +183,8 @@ def test_a_budget_buys_the_best_tiles():
         9,
         11,
         20,
-    ]  # 64 keys less 8.5 of its own, rounded: 3, and its own
-    assert select(policy, scores, 32, rows=16) == [0, 1, 2]  # fewer are visible than it could buy
+    ]  # the own tile, and 3 more: 64 keys less 8.5 own ones, rounded
+    assert select(policy, scores, 32, rows=16) == [0, 1, 2]  # fewer tiles are visible than the budget buys
     assert select(dataclasses.replace(policy, sinks=0), scores, 320, rows=16) == [5, 9, 11, 20]
     none = dataclasses.replace(policy, keys=((0, 0.0), (512, 0.0)), sinks=0)
     assert select(none, scores, 320, rows=16) == [20]
@@ -224,7 +224,7 @@ def test_with_all_keys_every_rule_is_dense(model, scores):
 
 
 def by_chunk(model, policy, tokens):
-    """Keys read over keys visible, all layers and heads, per chunk."""
+    """Return keys read over keys visible, over all layers and heads, per chunk."""
     runner = Runner(model, policy, len(tokens))
     for _ in runner.fill(tokens):
         pass
@@ -288,12 +288,12 @@ def test_kept_counts_only_what_dense_finds():
     assert paired.gain(dense, policy).value == pytest.approx(1 / 6)
     everything = paired.kept(dense, dense)
     assert everything.value == 1
-    assert everything.low == pytest.approx(1 / (1 + 1.96**2 / 3))  # Wilson's, for 3 of 3
+    assert everything.low == pytest.approx(1 / (1 + 1.96**2 / 3))  # Wilson's lower bound for 3 of 3
     assert np.isnan(paired.kept([[0, 0]], [[1, 0]]).value)
 
 
 def test_an_interval_redraws_documents_not_questions():
-    """Twenty documents in which all ten questions go the same way say as much as twenty questions."""
+    """Twenty documents whose ten questions always agree say as much as twenty questions."""
     rng = np.random.default_rng(0)
     outcome = rng.random(20) < 0.5
     together = paired.ratio(10.0 * outcome, [10] * 20)
@@ -365,14 +365,14 @@ def test_the_suite_records_every_contender(records):
 
 
 def test_a_task_that_the_control_does_as_well_is_marked(model, records, tmp_path):
-    """A random model finds nothing, so no task says anything; on text the plan, which reads more, is closer."""
+    """A random model answers nothing, so each task is marked; text is not, as the plan reads more than the control."""
     plans = [r for r in evidence.read(records) if r.facts["policy"] == "the plan"]
     marks = {r.what.workload: r.facts["against_control"]["says_nothing"] for r in plans}
     assert {name.partition(" at ")[0] for name, mark in marks.items() if mark} >= {"single", "count"}
     assert not marks["text, tokens 512 to 1,024: the plan"]
     assert "says nothing about the choice of keys" in report_real.tasks(evidence.read(records))
     useless = Plan.load(f"{model.source}/plan.json")
-    useless = dataclasses.replace(useless, fraction=0.0, minimum=0)  # a plan that chooses nothing
+    useless = dataclasses.replace(useless, fraction=0.0, minimum=0)  # selects nothing
     out = tmp_path / "useless.jsonl"
     assert real.run(model, useless, text=TEXT, out=out) == 0
     plans = [r for r in evidence.read(out) if r.facts["policy"] == "the plan"]
@@ -380,7 +380,7 @@ def test_a_task_that_the_control_does_as_well_is_marked(model, records, tmp_path
 
 
 def test_a_difference_of_rounding_is_marked():
-    """Records round KL: both samples of one policy may be less than the other's by a part of 1e-7, which is nothing."""
+    """KL is rounded in records, so that a difference of 1e-8 between two policies means nothing."""
     assert real.verdict(paired.mean([3e-8, 4e-8]), resolution=real.RESOLUTION)["says_nothing"]
     assert not real.verdict(paired.mean([3e-5, 4e-5]), resolution=real.RESOLUTION)["says_nothing"]
 
@@ -400,7 +400,7 @@ def test_a_difference_that_is_sure_is_not_marked():
 def test_a_run_that_was_cut_off_goes_on(model, records, tmp_path, small_suite):
     whole = records.read_text().splitlines(keepends=True)
     again = tmp_path / "again.jsonl"
-    again.write_text("".join(whole[:8]) + whole[8][:40])  # a kill
+    again.write_text("".join(whole[:8]) + whole[8][:40])  # as after a kill
     plan = Plan.load(f"{model.source}/plan.json")
     real.run(model, plan, text=TEXT, out=again, resume=True)
     assert [r.key for r in evidence.read(again)] == [r.key for r in evidence.read(records)]
@@ -420,7 +420,7 @@ def test_another_plan_is_asked_again_and_dense_is_not(model, records, tmp_path, 
 
 
 def test_other_plans_are_compared_with_the_plan(records, small_suite, model, tmp_path):
-    """The plan itself measures the same again; a plan that reads all keys is dense."""
+    """The same plan as a rival repeats the plan's figures; a plan that reads all keys is dense."""
     both = tmp_path / "both.jsonl"
     both.write_bytes(records.read_bytes())
     before, plan = len(evidence.read(both)), Plan.load(f"{model.source}/plan.json")
@@ -456,7 +456,7 @@ def test_a_run_cut_short_has_whole_comparisons(records):
         == [
             *(who for who in everyone for _ in range(2)),  # one text, two ranges
             *everyone[:3],  # single at 512
-            *everyone,  # single at 1,024, which rivals are asked too
+            *everyone,  # single at 1,024, which the rivals answer too
             *everyone[:3],  # count
         ]
     )
@@ -478,7 +478,7 @@ def test_tables_and_pictures_are_drawn_from_the_records(records, tmp_path):
 def test_gaps_are_ratios_to_the_exact_choice(records):
     found = evidence.read(records)
     plans = [r for r in found if r.what.op == "eval real text" and r.facts["policy"] == "the plan"]
-    plans = [dataclasses.replace(r, samples=list(r.samples) * 5) for r in plans]  # an interval needs five blocks
+    plans = [dataclasses.replace(r, samples=list(r.samples) * 5) for r in plans]  # an interval needs five samples
     exact = [
         dataclasses.replace(
             record,
@@ -513,7 +513,7 @@ def test_the_published_tables_judge_the_shipped_plan():
 
 
 def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
-    """Numbers that no window of a quarter of the keys holds; layers under scan, which compile in seconds."""
+    """No window of a quarter of the keys holds the numbers. Layers run under scan, which compiles in seconds."""
     model = generate.load(smollm2)
     stacked = dataclasses.replace(model.params, layers=jax.tree.map(lambda *x: jnp.stack(x), *model.params.layers))
     model = dataclasses.replace(model, params=stacked)
@@ -524,14 +524,15 @@ def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
     for policy in (Dense(), window):
         [answers] = run_trials(model, policy, [document])
         found[policy.name] = [outcome.found for outcome in answers.outcomes]
-        budget = (128**2 / 2 + 128 * 384 + (1024**2 - 512**2) / 8) / (1024**2 / 2)  # all, 128 keys, a quarter
+        # All of 128 keys, then 128, then a quarter.
+        budget = (128**2 / 2 + 128 * 384 + (1024**2 - 512**2) / 8) / (1024**2 / 2)
         assert np.mean(answers.density) == pytest.approx(1.0 if policy == Dense() else budget, abs=0.01)
     assert sum(found["dense"]) >= 5
     assert sum(found["matched"]) <= sum(found["dense"]) - 3
 
 
 def test_the_judge_finds_the_plan_that_a_fetched_model_ships_with(smollm2, monkeypatch):
-    """By --model as without it: a run that judged no plan would be silently another one."""
+    """The plan is found with and without --model; otherwise a run would judge no plan and not say so."""
     judged = []
     monkeypatch.setattr(real, "run", lambda model, plan, **rest: judged.append(plan) or 0)
     for model in (None, "smollm2"):

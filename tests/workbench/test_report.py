@@ -1,4 +1,4 @@
-"""Tables come from records: rendering, refusal of figures without provenance, and a README that is not stale."""
+"""Tables come from records: rendering, refusal of figures without provenance, and a README that is up to date."""
 
 import subprocess
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_speed_table_shows_both_sides_and_where_they_ran():
 
 
 def test_studies_of_before_name_the_command_of_today():
-    """Each is a study that exists."""
+    """Commands of old records are shown under the studies' present names."""
     from tessera.cli.study import STUDIES
     from tessera.workbench.report.markdown import RENAMED, repeat_with
 
@@ -196,7 +196,7 @@ def test_predictions_and_their_provenance_are_the_newest_of_each_chip_alone(name
     text = report.render(name, [new, old, other])
     assert text == report.render(name, [new, other])
     assert "2020" not in text
-    assert "Intel" in report.render(name, [old, other])  # while nothing newer is there, the old one stands
+    assert "Intel" in report.render(name, [old, other])  # without a newer record, the old one stays
 
 
 def test_a_prediction_says_how_many_of_the_planned_points_it_covers():
@@ -251,7 +251,7 @@ def test_the_readme_shows_what_the_records_say():
 
 
 def test_every_record_names_code_that_this_history_holds():
-    """`commit`, or where that is not in it the commit that the work landed in: else nobody could repeat a figure."""
+    """A record names its commit, or the commit that its work landed in; otherwise its figure could not be repeated."""
 
     def git(*words):
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""The HTML page: every picture from its records, provenance or nothing, predictions marked."""
+"""The HTML page: every picture comes from records with provenance, and predictions are marked."""
 
 import dataclasses
 import re
@@ -88,7 +88,7 @@ def everything() -> list:
 
 
 def kept(monkeypatch, draw, records) -> Figure:
-    """The figure behind a picture."""
+    """Return the figure behind a picture."""
     drawn, figures = report_pictures.drawn, []
 
     def keep(draw, size):
@@ -143,7 +143,7 @@ def test_suites_machines_and_errors_do_not_mix_in_a_picture(records):
 
 
 def test_the_heat_map_of_recall_says_which_layer_and_head_keeps_what(monkeypatch):
-    """Texts of every cell at its layer and head, from the figure itself: SVG text is drawn as outlines."""
+    """Each cell's text lies at its layer and head; read from the figure, because SVG text is drawn as outlines."""
     figure = kept(monkeypatch, report_pictures.recall, everything())
     kascade, window, scale = figure.axes
     cells = [{(int(t.get_position()[1]), int(t.get_position()[0])): t.get_text() for t in a.texts}
@@ -179,19 +179,19 @@ def test_predicted_pictures_show_the_newest_of_each_chip():
 
 
 def test_texts_beside_crowded_marks_do_not_meet():
-    """Every mark of a roofline at one place, and at an edge: each text still finds a place of its own, inside."""
+    """With 20 marks at one place and one at an edge, all texts lie inside the axes without overlap."""
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     axes.set(xscale="log", yscale="log", xlim=(1, 1e4), ylim=(1e-3, 1e3))
     figure.draw_without_rendering()
     points = [(1e3, 1.0)] * 20 + [(1.01, 1.0), (9.9e3, 9e2)]
     notes = report_labels.place(axes, points, ["50"] * 22, ["black"] * 22)
-    figure.draw_without_rendering()  # puts them there
+    figure.draw_without_rendering()  # draws the notes at their places
     boxes = [Text.get_window_extent(note) for note in notes]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     room = axes.get_window_extent()
     assert all(room.contains(*corner) for box in boxes for corner in box.corners())
-    assert [note.arrow_patch is not None for note in notes[:20]].count(True) > 5, "far texts are led to their marks"
+    assert [note.arrow_patch is not None for note in notes[:20]].count(True) > 5, "far texts need arrows to their marks"
     assert notes[0].arrow_patch is None
 
 
@@ -208,7 +208,7 @@ def test_the_roofline_draws_the_newest_ceilings_and_says_where_there_are_none(mo
     [roof] = [line for line in first.lines if len(line.get_xdata()) > 1]
     x, y = np.array(roof.get_data())
     assert y.tolist() == np.minimum(2000.0, x).tolist()
-    assert 2000.0 in x, "the ridge is a corner"
+    assert 2000.0 in x, "the roof needs a corner at the ridge"
     assert "no record holds its ceilings" in second.get_title()
     assert all(len(line.get_xdata()) == 1 for line in second.lines)
     assert [text.get_text() for text in first.texts] == ["50"]
@@ -224,7 +224,7 @@ def test_every_series_of_the_progress_has_its_own_colour_mark_and_width(monkeypa
     lines = [line for line in axes.lines if not line.get_label().startswith("_")]
     for style in ("color", "marker", "linewidth"):
         assert len({getattr(line, f"get_{style}")() for line in lines}) == 10, style
-    assert sorted(lines, key=lambda line: -line.get_linewidth()) == lines, "thin ones lie on thick ones"
+    assert sorted(lines, key=lambda line: -line.get_linewidth()) == lines, "thin lines must be drawn over thick ones"
 
 
 def test_the_page_shows_every_machine_of_the_tables_that_documents_cut_to_one():
@@ -248,8 +248,8 @@ def test_the_same_records_make_the_same_page(records, page):
 
 def test_the_page_stands_alone_and_is_well_formed(page):
     assert not re.findall(r'(?:src|href)="(?!#|data:)[^"]*"', page)
-    assert "<script>" not in page  # an error's text is text
-    assert page.count('<span class="predicted">predicted</span>') >= 3  # the words above, the picture, two rows
+    assert "<script>" not in page  # the text of an error is escaped
+    assert page.count('<span class="predicted">predicted</span>') >= 3  # the introduction, the picture and two rows
     assert "0123456789"[:9] in page
     assert page.count("<svg") == len(report_pictures.PICTURES)
     opened = []
@@ -294,7 +294,7 @@ def test_the_command_writes_the_page_of_a_folder(tmp_path, capsys):
 
 
 def test_progress_says_met_where_less_is_better():
-    """1.0 where at most 1.1 is wanted is above the line; a panel per chip holds nine figures without overflowing."""
+    """A ratio of 1.0 with a target of at most 1.1 is above the line; a panel holds nine figures without overflow."""
     made = []
     for date, ratio in (("2026-01-01T00:00:00+00:00", 1.0), ("2026-01-02T00:00:00+00:00", 2.2)):
         for chip in ("v5e", "v5p", "v6e", "v7x"):
@@ -311,6 +311,6 @@ def test_progress_says_met_where_less_is_better():
 
 
 def test_the_stored_page_is_of_the_stored_records():
-    """`make readme` renders it. Not compared byte for byte: another matplotlib draws the pictures otherwise."""
+    """The page names the digest of its records; bytes are not compared, as they depend on matplotlib's version."""
     page = (ROOT / "docs" / "report.html").read_text()
     assert f'content="{report_page.digest(evidence.collect(ROOT / "evidence"))}"' in page, "run `make readme`"

@@ -1,4 +1,4 @@
-"""Tables of answers, plans, searches, gates, sweeps and oracle trials: what is missing, what failed, two machines."""
+"""Tables of answers, plans, searches, gates, sweeps and oracle trials, with gaps, errors and two machines."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def on(machine, record):
 
 
 def task(policy, kind, length, scores, suite="demo", density=0.2, machine=AMD, config=PLAN, error=None):
-    """A record as `eval.ask` writes it, without the model."""
+    """Build a record in the form that `eval.ask` writes."""
     low, high = evaluation.mean_interval(scores) if scores else (0, 0)
     facts = {"scores": scores, "low": low, "high": high, "length": length, "kind": kind, "policy": policy}
     what = What(op="eval task", kernel="kascade", workload=f"{kind} at {length}: {policy}", config=config)
@@ -40,7 +40,7 @@ def task(policy, kind, length, scores, suite="demo", density=0.2, machine=AMD, c
 
 
 def fidelity(policy, mean, suite="demo", machine=AMD, config=PLAN, error=None):
-    """A record as `eval.measure_fidelity` writes it, without the model."""
+    """Build a record in the form that `eval.measure_fidelity` writes."""
     facts = {"perplexity": 3.25, "perplexity_dense": 3.0, "agreement": 0.975, "mean": mean, "low": mean / 2}
     facts |= {"high": 2 * mean, "policy": policy}
     what = What(op="eval fidelity", kernel="kascade", workload=f"held-out text: {policy}", config=config)
@@ -51,7 +51,7 @@ def fidelity(policy, mean, suite="demo", machine=AMD, config=PLAN, error=None):
 
 
 def recall(policy, mean, suite="demo", machine=AMD, error=None):
-    """A record as `eval.measure_recall` writes it, without the model."""
+    """Build a record in the form that `eval.measure_recall` writes."""
     facts = {"per_head": [[1.0, mean]], "sparse_layers": [0], "mean": mean, "low": mean - 0.02, "high": mean + 0.01}
     what = What(op="eval recall", kernel="kascade", workload=f"attention mass: {policy}", config=PLAN)
     fields = {"error": error} if error else {"facts": facts | {"policy": policy}}
@@ -61,7 +61,7 @@ def recall(policy, mean, suite="demo", machine=AMD, error=None):
 
 
 def lines(name, records):
-    """Rows of a table, without header and rule; every one has as many cells as the header."""
+    """Return (header, rows) of a table, after checking that all rows have as many cells as the header."""
     text = report.render(name, records, every_machine=True)
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1
@@ -110,7 +110,7 @@ def test_attention_mass_is_a_column_where_a_record_has_it():
     ]
     header, rows = lines("eval", records)
     assert "| keys read | attention mass kept (95 %) | KL per token, nats (95 %) |" in header
-    assert rows[0].endswith("| 100.0 % |  |  |  |"), "dense has none"
+    assert rows[0].endswith("| 100.0 % |  |  |  |"), "dense has no fidelity"
     assert rows[2].endswith("| 20.0 % | 97.2 % (95.2 to 98.2 %) | 0.00400 (0.00200 to 0.00800) | 97.5 % |")
     assert rows[3].endswith("| 20.0 % | error: x | 0.00400 (0.00200 to 0.00800) | 97.5 % |")
     assert "attention mass" not in report.render("eval", [*demo(), recall("fraction 0.2", 0.9, suite="smoke")])
@@ -126,7 +126,7 @@ def test_suites_that_ask_the_same_do_not_replace_each_other(suite):
 
 
 def test_a_row_is_of_one_plan():
-    """Answers of the plan before stand in no cell of the new one's row, and in no mean."""
+    """Answers of the previous plan appear in no cell of the new plan's row, and in no mean."""
     _, rows = lines("eval", demo())
     new = PLAN | {"minimum": 256}
     later = replace(task("fraction 0.2", "single", 4096, [1.0] * 10, config=new), date="2030-01-01T00:00:00+00:00")
@@ -173,7 +173,7 @@ def test_other_choices_follow_the_plan_as_it_is():
 
 
 def search(refused):
-    """What `tune.tune` returns, for a winner that held or one that did not."""
+    """Build the record of a search whose winner held, or of one whose winner was refused."""
     searched = tune.task_of("prefill_16k_gqa", "dense")
     default = asdict(searched.kernel.default_config(searched.spec, searched.shapes))
     name, value = next((n, v) for n, v in default.items() if isinstance(v, int) and not isinstance(v, bool))
@@ -196,7 +196,7 @@ def whole(kernel, machine, facts, comparison=None):
 
 @pytest.mark.parametrize(("count", "shown"), [(4, False), (5, True)])
 def test_no_page_shows_an_interval_of_fewer_than_five_samples(count, shown):
-    """Records hold them: they are older than the rule, or their documents are few."""
+    """Older records, and records of few documents, still hold intervals of fewer than five samples."""
     versus = evidence.Comparison(against="dense", ratio=1.25, interval=(1.11, 1.33))
     facts = {"attention_share": 0.5, "attention_gain": 2.0, "amdahl_gain": 1.4, "found": [[1]] * count, "kept": 1.0}
     facts |= {"kept_low": 0.51, "kept_high": 1.0, "mean": 0.5, "low": 0.4, "high": 0.6, "scores": [1.0] * count}
@@ -267,7 +267,7 @@ def test_tuned_blocks_of_tpus_have_a_column_per_chip_and_the_newest_stands():
 
 
 def choice(name, chip, samples, cycles, **result):
-    """A record as stored; the study that made them is deleted."""
+    """Build a record of the study of kernel choices, which no longer exists."""
     what = What(op="kernel choice", kernel="tpu_prefill_dense", workload=f"{name}, {chip}", dtype="bfloat16")
     facts = {"chip": chip, "choice": name, "full": {"cycles": cycles}}
     return on(AMD, evidence.make(what, samples, command="study", facts=facts, **result))
@@ -296,7 +296,7 @@ def test_gates_count_configurations_and_cases_and_mark_what_breaks():
     found += [gate_case("gpu_b", "one", 255, (64, 32), ["spilled"]), gate_case("gpu_b", "one", 90)]
     found += [gate_case("gpu_c", "one", 0, broken=["hung"]) | {"kernels": []}]
     made = [on(AMD, r) for r in gpu_gates.records(found, "tessera study gpu-gates")]
-    again = on(INTEL, made[0])  # what a compiler alone decides is counted once
+    again = on(INTEL, made[0])  # what depends only on a compiler is counted once
     _, rows = lines("gates", [*made, again])
     assert rows == [
         "| gpu_a, h200 | 2 | 3 | 3 | 168 | 0 | 168 KiB |",
@@ -345,7 +345,7 @@ def chip(name, ratio, met=True, figure=figures.KASCADE):
 
 
 def promises():
-    """Records of the README's rows, by row; among them are some that belong in none."""
+    """Return row -> records for the README's rows, and some records that belong in no row."""
     found = [gate_case("gpu_a", "one", 128), gate_case("gpu_a", "two", 168), gate_case("gpu_b", "one", 100)]
     texts = {"code": 0.02, "reference": 0.04, "help": 0.01}
     return {
@@ -494,7 +494,7 @@ def test_the_stored_records_fill_their_tables(name):
 
 
 def test_tiny_sizes_replace_no_figure():
-    """What `tessera bench --suite smoke` records of a case stands beside the suite's own."""
+    """A record of `tessera bench --suite smoke` does not replace the cpu suite's record of the same case."""
     what = evidence.What(op="attention", kernel="ours", workload="case", dtype="float32")
     made = [evidence.make(what, [1.0], command=f"tessera bench --suite {s} --only case") for s in ("cpu", "smoke")]
     assert current(made) == made

@@ -1,4 +1,4 @@
-"""The files that long compilations append to: what a kill leaves of them, and what a line says was compiled."""
+"""Files that long compilations append to: what a kill leaves in them, and which compilation a line describes."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ NAMES = {
 
 
 def study(module, *flags):
-    """Run `tessera study NAME` in this process."""
+    """Run `tessera study NAME` in this process; return its exit code."""
     return cli.main(["study", NAMES[module], *map(str, flags)])
 
 
@@ -48,7 +48,7 @@ def test_no_cut_of_the_last_line_costs_another(tmp_path):
     first = whole.index(b"\n") + 1
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut])
-        left = LINES[: (cut >= first - 1) + (cut >= len(whole) - 1)]  # complete without its line end is complete
+        left = LINES[: (cut >= first - 1) + (cut >= len(whole) - 1)]  # a line is complete without its line end
         assert files.read_lines(path) == left
         files.append_line(path, {"d": 4})
         assert files.read_lines(path) == [*left, {"d": 4}]
@@ -123,7 +123,7 @@ def test_blocks_read_a_cut_file(tmp_path):
 
 
 def test_a_search_of_one_case_keeps_the_rows_of_the_others(tmp_path, monkeypatch):
-    """The table follows the records: the newest of each case, searched in this run or not."""
+    """The table holds the newest record of each case, whether or not this run searched the case."""
     monkeypatch.setattr(blocks, "RECORDS", tmp_path / "records.jsonl")
     monkeypatch.setattr(tuned, "TABLES", tmp_path)
     first, second = "dense", "dense, head dim 64"
@@ -188,7 +188,7 @@ def test_a_validation_counts_what_was_planned_beside_what_was_compiled():
     assert "Constants, used and fitted again: cycles per bundle 1.020 and" in report.prediction([chip, fitted, every])
     assert (chip.facts["points"], chip.facts["planned"]) == (2, 3)
     assert chip.facts["big_blocks"] == {"compiled": 0, "planned": 1}
-    assert "planned" not in every.facts  # timings of the other chips are not at hand
+    assert "planned" not in every.facts  # the other chips' timings are missing
 
 
 def test_a_missing_peer_is_named_with_what_installs_it(tmp_path, monkeypatch, capsys):
@@ -202,4 +202,4 @@ def test_a_missing_peer_is_named_with_what_installs_it(tmp_path, monkeypatch, ca
     validation.PEER_PYTHON.touch()
     assert study(validation, *collect, "--timings", tmp_path / "nowhere") == 2
     assert "pass --timings with a folder" in capsys.readouterr().err
-    assert study(validation, *collect, "--timings", tmp_path) == 1  # timings, but not of this chip
+    assert study(validation, *collect, "--timings", tmp_path) == 1  # has timings, but none of this chip

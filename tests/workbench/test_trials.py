@@ -1,4 +1,4 @@
-"""The simulated chips see what is planted: races of every launch, memory that nobody wrote."""
+"""The simulated chips detect planted faults: races in any launch, and reads of memory that was never written."""
 
 import contextlib
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ GPU = next(k for k in KERNELS if k.platform == "gpu" and "cudnn" not in k.name)
 
 
 def tpu_copy(x, *, early: bool):
-    """x by a copy into scratch; `early` reads the scratch before the copy is waited for."""
+    """Return x by a copy into scratch; `early` reads the scratch before waiting for the copy."""
 
     def body(x_ref, out_ref, scratch, semaphore):
         copy = pltpu.make_async_copy(x_ref, scratch, semaphore)
@@ -41,7 +41,7 @@ def tpu_copy(x, *, early: bool):
 
 
 def gpu_copy(x, *, early: bool):
-    """The same by TMA on a simulated Hopper."""
+    """Return x by a TMA copy on a simulated Hopper; `early` reads the buffer before waiting for the copy."""
 
     def body(x_ref, out_ref, shared, barrier):
         plgpu.copy_gmem_to_smem(x_ref, shared, barrier)

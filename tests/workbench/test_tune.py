@@ -1,4 +1,4 @@
-"""The tuner: a search that repeats itself never, a child that may die, gains that are confirmed, rows that are read."""
+"""The tuner: no configuration is tried twice, children may die, gains are confirmed, and rows can be read back."""
 
 import dataclasses
 import json
@@ -49,18 +49,18 @@ def test_the_search_finds_the_bottom_and_never_asks_twice(method):
     found = list(method(SPACE, seeds, bowl, budget=60, seed=1))
     asked = [search.key(p.genome) for p, _ in found]
     assert len(asked) == len(set(asked)) == 60
-    assert min(f for _, f in found if f is not None) <= 3  # of 144, chance alone would reach it one time in three
+    assert min(f for _, f in found if f is not None) <= 3  # of 144; chance reaches this one time in three
     assert found[0][0].origin == "default"
     assert all(p.origin in ("default", "bred", "tpe", "random") for p, _ in found)
     assert all(max(p.parents) < i for i, (p, _) in enumerate(found) if p.parents)
 
 
 def test_the_estimator_learns():
-    """In the second half of a search it visits the best third of the space more often than chance would."""
+    """The second half of a search visits the best third of the space more often than chance does."""
     late = [f for seed in range(4) for _, f in list(tpe.suggest(SPACE, [], bowl, budget=40, seed=seed))[20:]]
     values = sorted(f for f in map(bowl, (search.Proposal(genome=g, origin="") for g in SPACE)) if f is not None)
     found = sum(f is not None and f <= values[47] for f in late)
-    assert found >= 45  # of 80, where chance reaches 27, give or take 4
+    assert found >= 45  # of 80; chance gives 27, with a standard deviation of 4
 
 
 @METHODS
@@ -78,7 +78,7 @@ def test_a_small_space_is_tried_whole(method):
 
 @METHODS
 def test_a_space_with_holes_and_names_is_searched_from_its_seeds(method):
-    """Words and None have no distances; most combinations are not allowed, nor is the last seed."""
+    """Words and None have no distances; most combinations, and the last seed, are not in the space."""
     words = ("copy", "ring", None)
     space = [{"n": n, "way": way} for n in (8, 64, 512) for way in words if (n == 64) == (way == "ring")]
     seeds = [*space[1:3], {"n": 8, "way": "ring"}]
@@ -133,7 +133,7 @@ def test_a_row_of_a_call_is_that_row():
 
 
 def test_candidates_that_hang_die_lie_or_raise_are_results_and_the_search_goes_on(tmp_path):
-    """One is very fast and wrong: correctness comes before speed."""
+    """The wrong candidate is the fastest, so correctness must come before speed."""
     found = run(tmp_path / "journal.jsonl")
     errors = {t["config"]["block_s"]: t["error"] for t in found["candidates"]}
     assert "killed after 20 s" in errors[tune_subjects.HANGS]
@@ -178,7 +178,7 @@ def test_the_cost_model_seeds_only_where_its_ranks_hold(platform, origin):
 
 @pytest.mark.parametrize("method", ["tpe", pytest.param("genetic", marks=pytest.mark.exhaustive)])
 def test_a_killed_search_goes_on_where_it_stopped(method, tmp_path):
-    """The journal of a run cut after two answers, its last line half written."""
+    """The journal is cut after two answers, in the middle of its next line."""
     whole = tmp_path / "whole.jsonl"
     few = tune.Budget(candidates=2, quick=1, finalists=1, rounds=1, limit_s=200.0, method=method)
     space = [tune_subjects.Config(block_s=n) for n in (tune_subjects.SLOW, tune_subjects.FAST)]
@@ -247,8 +247,8 @@ def test_the_cost_model_sees_waste_and_steps():
     def cost(block_t, block_s):
         return seeding.estimate(kernel, AttentionSpec(), shapes, kernel.Config(block_t=block_t, block_s=block_s))
 
-    assert cost(256, 256) < cost(2048, 2048)  # above the diagonal
-    assert cost(256, 256) < cost(16, 16)  # steps
+    assert cost(256, 256) < cost(2048, 2048)  # large blocks compute more above the diagonal
+    assert cost(256, 256) < cost(16, 16)  # small blocks take more steps
 
 
 def test_an_unknown_workload_is_refused_by_name():
@@ -265,7 +265,7 @@ def test_limits_that_no_system_can_keep_are_refused(flag, value, capsys):
 
 
 def test_the_command_of_a_record_repeats_the_search():
-    """Whatever is not the default is in it; the method last, by which the report tells searches apart."""
+    """The command holds every option that is not the default; the method comes last, where the report looks for it."""
     plain = ship.command("w", "dense", tune.Budget(candidates=9))
     assert plain == "tessera tune --workload w --role dense --candidates 9 --seed 0"
     found = ship.command("w", "dense", tune.Budget(quick=5, rounds=21, limit_s=60.0, method="tpe"))

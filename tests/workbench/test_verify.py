@@ -1,4 +1,4 @@
-"""`tessera verify` passes what is right, and names what is wrong: planted faults."""
+"""`tessera verify` passes right kernels, and names the faults of planted wrong ones."""
 
 import dataclasses
 import json
@@ -69,7 +69,7 @@ def test_a_right_kernel_passes(kernel, numbers):
     ("kernel", "launch", "workload", "said"),
     [
         (SPARSE, without_last_tile, "ragged", "past the tolerance"),
-        (SPARSE, with_all_tiles, "ragged", "past the tolerance"),  # dense in disguise
+        (SPARSE, with_all_tiles, "ragged", "past the tolerance"),  # dense work in place of sparse
         (SCORE, without_window, "window_softcap", "past the tolerance"),
         (SCORE, with_mass_of_wrong_rows, "ragged", "past the tolerance"),
         (SCORE, with_a_nan, "ragged", "NaN"),
@@ -85,10 +85,10 @@ def test_a_planted_fault_is_caught_and_named(kernel, launch, workload, said):
 
 
 def spread(kernel) -> list[verify.Trial]:
-    """Choose trials of production's blocks: the number of heads changes with the head dim.
+    """Choose trials of default blocks that vary the head count with the head dim.
 
-    Portable kernels have the same blocks at every head dim, and single keys are simulated slowly, copy by copy: of
-    these, only heads of 128.
+    Portable kernels have the same blocks at every head dim, and single keys are simulated slowly, copy by copy, so both
+    run one trial with head dim 128.
     """
     found = list(verify.config_trials(kernel, every=False, seed=0))
     if kernel.platform == "any" or kernel.name == "gpu_keys_sparse":
@@ -99,9 +99,9 @@ def spread(kernel) -> list[verify.Trial]:
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["some", "all"])
 @pytest.mark.parametrize("kernel", [k for k in trials.kernels() if k.platform != "tpu"], ids=lambda k: k.name)
 def test_production_blocks_meet_the_oracle(kernel, every):
-    """The default of every head dim, on more keys than its pipeline holds; `tessera verify --configs all` tries all.
+    """Check the default of every head dim on more keys than its pipeline holds; `--configs all` checks every config.
 
-    (Those that TPUs ship with: test_tpu_prefill.py.)
+    test_tpu_prefill.py and test_tpu_decode.py check the blocks that TPUs ship with.
     """
     chosen = verify.config_trials(kernel, every=False, seed=0) if every else spread(kernel)
     found = [verify.attempt(trial) for trial in chosen]
@@ -110,7 +110,7 @@ def test_production_blocks_meet_the_oracle(kernel, every):
 
 
 def test_every_configuration_of_the_space_is_tried_and_a_broken_one_is_named():
-    """One that leaves out a tile with large blocks alone."""
+    """The planted kernel drops a tile for one config only."""
     every = verify.config_trials(SPARSE, every=True, seed=0)
     large = [t for t in every if (t.workload.head_dim, t.workload.num_heads) == (64, verify.GROUPS[0])]
     spec, shapes = large[0].workload.role_spec("sparse"), large[0].workload.shapes("sparse", large[0].dtype)
@@ -155,7 +155,7 @@ def test_a_run_keeps_records_and_says_failure_by_its_status(tmp_path, monkeypatc
 
 
 def test_simulation_does_not_wait_for_threads_on_two_cores(monkeypatch):
-    """Jax takes both settings when it first looks at the device."""
+    """JAX reads both settings once, when it first queries the device."""
     monkeypatch.delenv("NPROC", raising=False)
     jax.config.update("jax_cpu_enable_async_dispatch", True)
     with pytest.raises(ValueError, match="nosuch"):
