@@ -30,7 +30,7 @@ def three(value: float) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Round a number, or an array as nested lists, to four significant digits: people read plans too."""
+    """Round a number to four significant digits, and an array to nested lists of such numbers; plans stay readable."""
     if isinstance(value, Iterable):
         return [rounded(item) for item in value]
     return float(f"{value:.4g}")
