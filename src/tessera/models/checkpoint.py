@@ -251,7 +251,7 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
 
 
 def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:
-    """Raise ValueError unless names and shapes fit the config; `read_gguf` has checked a GGUF file's sizes and types."""
+    """Raise ValueError unless names and shapes fit the config. `read_gguf` has checked sizes and types of GGUF."""
     is_gguf = source.is_file()
     caller = "metadata" if is_gguf else "config.json"
     retry = "download the model again" if is_gguf else RETRY

@@ -3,7 +3,7 @@
 from tessera.sparse.plan import Plan
 
 FEWEST_ANSWERS = 5
-"""Planted answers that dense must find; of fewer, the share that a plan keeps says nothing."""
+"""Minimum number of planted answers that dense must find. With fewer, the share that a plan keeps means nothing."""
 
 
 def promise_line(plan: Plan) -> str:
