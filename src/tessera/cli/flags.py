@@ -47,11 +47,11 @@ class SamplingFlags:
     top_k: Omittable[int] = None
     """Draw from the k best tokens only; 0 is off."""
     top_p: Omittable[float] = None
-    """Draw from the fewest tokens that hold this much probability; 1 is off."""
+    """Draw only from the fewest best tokens whose probabilities sum to this value; 1 is off."""
     min_p: Omittable[float] = None
-    """Draw only from tokens with at least this share of the best one's probability; 0 is off."""
+    """Draw only from tokens with at least this share of the best token's probability; 0 is off."""
     repetition_penalty: Annotated[Omittable[float], tyro.conf.arg(aliases=("--repeat-penalty",))] = None
-    """Above 1, tokens already in the prompt or the answer become less likely; 1 is off."""
+    """A value above 1 makes tokens already in the prompt or the answer less likely; 1 is off."""
     seed: Annotated[int, SEED] = 0
     """Seed of the random draws: the same seed gives the same answer."""
 

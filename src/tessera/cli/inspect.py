@@ -56,7 +56,7 @@ class Inspect:
     window: Omittable[int] = None
     """Sliding window in tokens; none if not given."""
     softcap: Omittable[float] = None
-    """Cap on the scores; none if not given."""
+    """Softcap of the scores, cap * tanh(score / cap); none if not given."""
     model: Annotated[Omittable[str], MODEL] = None
     """Inspect a whole step of this model instead of one call: llama-3.1-8b, a Hugging Face folder, or a GGUF file."""
     mesh: int = 8
@@ -64,7 +64,7 @@ class Inspect:
     attention: Literal["kascade", "dense"] = "kascade"
     """With --model: attention policy; kascade uses five anchor layers."""
     kernel: Omittable[str] = None
-    """Kernel by name; the one that runs on this chip if not given."""
+    """Name of the kernel; the kernel that dispatch chooses for this chip if not given."""
     config: Omittable[str] = None
     """The kernel's block sizes as a JSON object; the kernel chooses them if not given."""
     limit_s: float = 300.0
@@ -72,7 +72,7 @@ class Inspect:
     picture: Omittable[Path] = None
     """Draw the roofline and, for a TPU, the instruction slots used into this file, such as x.svg."""
     evidence: Omittable[Path] = None
-    """Append a record of the result to this file."""
+    """File to which a record of the result is appended."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False

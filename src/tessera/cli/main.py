@@ -150,7 +150,7 @@ class Generate(ModelFlags, SamplingFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(ModelFlags, SamplingFlags):
-    """Chat with a model; /help inside lists the commands."""
+    """Chat with a model; type /help in the chat to list its commands."""
 
     system: Annotated[Omittable[str], SYSTEM] = None
     """System message, if the model's template takes one."""
@@ -228,7 +228,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Ask a real model (offline: the shipped one) about a long document, dense and with Kascade, and compare."""
+    """Ask a real model (offline: the shipped model) about a long document, dense and with Kascade, and compare."""
 
     out: Path = Path("build/demo")
     """Folder for record.json and index.html."""
@@ -249,7 +249,7 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Inspect this installation: versions, devices, kernels and why they run, caches, memory."""
+    """Inspect this installation: versions, devices, which kernels run and why, caches, memory."""
 
     plan: Omittable[Path] = None
     """Also report what this plan promised and measured."""

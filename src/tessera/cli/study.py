@@ -14,20 +14,21 @@ Chips = Several[Literal["v5e", "v5p", "v6e", "v7x"]]
 
 @dataclass(frozen=True, kw_only=True)
 class TpuSweep:
-    """Compile every TPU kernel for every chip, head dim, dtype and tile that it claims (an hour on two cores)."""
+    """Compile every TPU kernel for every chip, head dim, dtype and tile that it claims to support (an hour on two
+    cores)."""
 
     chip: Chips = ()
-    """Only these chips; all if not given."""
+    """Chips to compile for; all if not given."""
     kernel: str = ""
-    """Only kernels whose name contains this."""
+    """Run only kernels whose name contains this text."""
     out: Path = Path("build/tpu-sweep.jsonl")
-    """File of finished cases."""
+    """File that stores finished cases, for resuming."""
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
     """Added to the niceness of the compiler's process."""
     list: bool = False
-    """Print what is left and exit."""
+    """Print the cases that are left and exit."""
     report: bool = False
     """Append one record to evidence/ for the cases that the newest commit in the file has compiled."""
     debug: bool = False
@@ -44,13 +45,13 @@ class TpuFigures:
     sizes."""
 
     chip: Chips = ()
-    """Only these chips; all if not given."""
+    """Chips to compile for; all if not given."""
     case: Several[str] = ()
-    """Only these cases; all if not given."""
+    """Cases to run; all if not given."""
     timings: Omittable[Path] = None
-    """Tokamax's tokamax/data/autotuning folder; the installed wheel's, of v7x only, if not given."""
+    """Tokamax's folder tokamax/data/autotuning; if not given, the installed wheel's, which covers only v7x."""
     out: Path = Path("build/tpu-figures.json")
-    """File of finished cases."""
+    """File that stores finished cases, for resuming."""
     limit_s: float = 600.0
     """Seconds after which a compile is killed."""
     report: bool = False
@@ -68,15 +69,15 @@ class TpuBlocks:
     """Search block sizes of the TPU kernels by predicted time."""
 
     chip: Chips = ()
-    """Only these chips; all if not given."""
+    """Chips to compile for; all if not given."""
     case: Several[str] = ()
-    """Only these cases; all if not given."""
+    """Cases to run; all if not given."""
     out: Path = Path("build/tpu-blocks.jsonl")
-    """File of tried candidates."""
+    """File that stores tried candidates, for resuming."""
     limit_s: float = 180.0
     """Seconds after which a compile is killed."""
     budget: int = 10
-    """Maximum candidates per case; half for a case that starts from another's winner."""
+    """Maximum candidates per case; half for a case that starts from another case's winner."""
     first: Several[str] = ()
     """Changes of the default block sizes to try first, as JSON: '{"step": 1024}'."""
     field: Several[str] = ()
@@ -98,9 +99,9 @@ class TpuValidation:
     chip: Literal["v5p", "v6e", "v7x"] = "v6e"
     """The chip to compile for."""
     timings: Omittable[Path] = None
-    """Tokamax's tokamax/data/autotuning folder; the installed wheel's, of v7x only, if not given."""
+    """Tokamax's folder tokamax/data/autotuning; if not given, the installed wheel's, which covers only v7x."""
     out: Path = Path("build/tpu-validation.jsonl")
-    """File of schedules, one line each."""
+    """File that stores the compiled schedules, one per line."""
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     most: Omittable[int] = None
@@ -127,9 +128,9 @@ class GpuGates:
     (hours)."""
 
     kernel: str = ""
-    """Only kernels whose name contains this."""
+    """Run only kernels whose name contains this text."""
     out: Path = Path("build/gpu-gates.jsonl")
-    """File of finished cases."""
+    """File that stores finished cases, for resuming."""
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
@@ -137,7 +138,7 @@ class GpuGates:
     most: Omittable[int] = None
     """Stop after this many cases."""
     list: bool = False
-    """Print what is left and exit."""
+    """Print the cases that are left and exit."""
     report: bool = False
     """Append a record per kernel and configuration to evidence/."""
     also: Several[str] = ()
@@ -174,13 +175,13 @@ class Fuzz:
     mutations: int = 10_000
     """Number of damaged files."""
     seed: int = 0
-    """Same seed, same files."""
+    """Seed of the damage: the same seed gives the same files."""
     file: Several[str] = ()
-    """Damage only these: config.json, plan.json, model.gguf, ..."""
+    """Names of the files to damage, such as config.json, plan.json or model.gguf; all if not given."""
     case: Omittable[int] = None
-    """Open only this case; print the damage and the answer."""
+    """Open only the case of this number; print the damage and the result."""
     out: Path = Path("build/fuzz.jsonl")
-    """File of finished blocks of cases."""
+    """File that stores finished blocks of cases, for resuming."""
     limit_s: float = 5.0
     """Seconds of processor time after which opening a file counts as a hang."""
     niceness: int = 0

@@ -67,7 +67,7 @@ class Bench:
         options = {"peer_python": peers, "only": self.only}
         if self.gate:
             if self.resume or self.out is not None:
-                raise ValueError("--gate keeps no records: drop --resume and --out")
+                raise ValueError("--gate stores no records: drop --resume and --out")
             return bench.gate(suite, **options)
         return bench.run(suite, out=self.out, resume=self.resume, **options)
 
@@ -84,7 +84,7 @@ class Verify:
     numbers."""
 
     kernel: str = ""
-    """Only kernels whose name contains this."""
+    """Run only kernels whose name contains this text."""
     simulate: bool = False
     """Also verify kernels of absent chips, in simulation with race detection (an hour for all)."""
     configs: Literal["small", "default", "all"] = "small"
@@ -254,7 +254,7 @@ class Report:
     def run(self) -> int:
         """Write the page or the tables; return 1 if a table is stale with --check."""
         if self.check and not self.tables:
-            raise ValueError("--check looks at tables: add --tables")
+            raise ValueError("--check checks tables: add --tables")
         if self.tables:
             from tessera.workbench.report import documents as report
 

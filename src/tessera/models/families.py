@@ -254,7 +254,7 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
         original = raw.get("original_max_position_embeddings") or inner or max_positions
         values["original_max_positions"] = original
         if kind == "yarn" and "factor" not in values:
-            check_fields(factor := {"factor": max_positions / original}, ROPE_FIELDS, "config.json, as lengths imply")
+            check_fields(factor := {"factor": max_positions / original}, ROPE_FIELDS, "config.json (from lengths)")
             values |= factor
     required = {"factor"} | ({"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set())
     if missing := sorted(required - values.keys()):

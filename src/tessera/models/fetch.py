@@ -181,7 +181,7 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
 
 
 def _reason(text: str) -> str:
-    """Summarise pip's output in one line: the first connection problem, else the last error."""
+    """Return the first connection problem in pip's output, else its last error, in one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     broken = [line for line in lines if "connection broken by" in line]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]

@@ -92,7 +92,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     head_dim = meta.positive("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (size := meta.positive(key, head_dim)) != head_dim:
-            raise meta.error(key, size, f"the whole head of {head_dim} must have this size")
+            raise meta.error(key, size, f"it must be {head_dim}, the size of a head")
     if "token_embd.weight" not in tensors:
         raise ValueError(f"{file.path} holds no weights: token_embd.weight is missing: download a whole model")
     vocab_size = tensors["token_embd.weight"].shape[0]

@@ -116,7 +116,7 @@ class _Vocabulary:
         key = f"tokenizer.ggml.{role}_token_id"
         value = self.typed(key, int, None)
         if value is not None and not 0 <= value < len(self.tokens):
-            raise ValueError(f"{key}={value} is not one of its {len(self.tokens)} tokens")
+            raise ValueError(f"{key}={value} is not the id of one of the {len(self.tokens)} tokens")
         return value
 
     def used(self) -> dict[str, int]:
@@ -206,7 +206,7 @@ def _build(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options:
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=dict(ids), merges=list(merges), **options))
     except Exception as error:  # the library has no narrower class
-        raise ValueError(f"the library refused its vocabulary ({escaped(error, 300)})") from error
+        raise ValueError(f"the tokenizers library refused its vocabulary ({escaped(error, 300)})") from error
 
 
 def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool) -> dict[str, str]:
@@ -242,5 +242,5 @@ def _surround(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int
         )
     except Exception as error:  # the library has no narrower class
         raise ValueError(
-            f"the library refused its special tokens {escaped([*before, *after])} ({escaped(error)})"
+            f"the tokenizers library refused its special tokens {escaped([*before, *after])} ({escaped(error)})"
         ) from error

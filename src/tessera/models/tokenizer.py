@@ -341,7 +341,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     raw = parse_json(data, path)
     try:
         check_tokenizer(raw)
-        with LibraryErrors("the library refuses it"):
+        with LibraryErrors("the tokenizers library refuses it"):
             backend = tokenizers.Tokenizer.from_str(data.decode())
             backend.no_truncation()
             backend.no_padding()

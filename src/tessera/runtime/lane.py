@@ -44,7 +44,7 @@ class Joining(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A step that the device may still be computing; `rows` pairs each row of its arrays with its request."""
+    """A step that the device may still be computing; `rows` pairs row numbers of the step's arrays with requests."""
 
     choice: Choice
     reads: Sequence[Reads]

@@ -57,13 +57,13 @@ class Sampling:
         if not (isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
         if self.top_k is not None and (int(self.top_k) != self.top_k or self.top_k < 0):
-            raise ValueError(f"top_k={self.top_k} must be a whole number, or 0 to keep all tokens")
+            raise ValueError(f"top_k={self.top_k} must be a positive whole number, or 0 to keep all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or 1 to keep all tokens")
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps all tokens")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must be between 0 (keeps all tokens) and 1")
         if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1.0 is none")
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1.0 has no effect")
 
     @property
     def method(self) -> Method:
@@ -98,9 +98,9 @@ class Choice(NamedTuple):
     """One token per sequence.
 
     Attributes:
-        token: ids.
-        logprob: ln of its probability under softmax(logits): before penalty, temperature and filters.
-        seen: tokens of prompt and answer so far, None unless penalised.
+        token: the chosen ids.
+        logprob: ln of each chosen token's probability under softmax(logits), before penalty, temperature and filters.
+        seen: mask of the tokens in prompt and answer so far; None unless `method.penalised`.
     """
 
     token: Int32[Array, "B"]

@@ -133,7 +133,7 @@ def run_whole(
 
 
 class Scored(NamedTuple):
-    """Judged rows of one run.
+    """Judgements of some rows of one run.
 
     Attributes:
         loss: -ln p of the next token, in nats.

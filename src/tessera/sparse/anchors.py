@@ -14,7 +14,7 @@ from jaxtyping import Float, Int32
 from tessera.core.shapes import round_up
 
 PAPER_ANCHORS, PAPER_LAYERS = 5, 32
-"""The paper uses five anchors for 32 layers (Llama-3.1-8B)."""
+"""Numbers of anchors and of layers in the paper's plan for Llama-3.1-8B."""
 
 
 def default_anchors(num_layers: int) -> int:
@@ -119,7 +119,7 @@ def anchor_of(anchors: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 
 def best_heads(similarity_LLKK: Float[np.ndarray, "L L K K"]) -> Int32[np.ndarray, "L L K"]:
-    """Return, for each pair of layers (a, b) and head of b, the most similar head of a; a tie takes the lower head."""
+    """Return, for each pair of layers (a, b) and head of b, the most similar head of a; ties go to the lower head."""
     return np.argmax(np.asarray(similarity_LLKK), axis=2).astype(np.int32)
 
 

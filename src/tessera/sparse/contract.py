@@ -1,4 +1,4 @@
-"""Interface of a sparse attention policy, which owns every layer's attention call."""
+"""Interface of a sparse attention policy, which computes the attention of every layer."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Shap
 
 
 class Reads(NamedTuple):
-    """How much of the visible context one forward call read, per layer and sequence.
+    """Key counts of one forward call, per layer and sequence.
 
     Attributes:
         read: key positions read, summed over query rows and KV heads.

@@ -30,7 +30,7 @@ BLOCK_SCORES = 512
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """How tiles are scored.
+    """Parameters of the cheap scores.
 
     Attributes:
         keys: consecutive keys that share one score; divides the tile.

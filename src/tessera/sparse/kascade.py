@@ -98,7 +98,7 @@ class Kascade(Policy):
 
     def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> KascadeState:
         if num_layers != len(self.head_map):
-            raise ValueError(f"num_layers={num_layers} must be {len(self.head_map)}, the number the plan was made for")
+            raise ValueError(f"num_layers={num_layers} must be {len(self.head_map)}, the number of layers in the plan")
         if shapes.num_kv_heads != len(self.head_map[0]):
             raise ValueError(f"num_kv_heads={shapes.num_kv_heads} must be {len(self.head_map[0])}, as in the plan")
         heads = (shapes.batch, shapes.num_kv_heads)
@@ -153,7 +153,7 @@ class Kascade(Policy):
     def chosen(
         self, layer: int | Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState
     ) -> Selection:
-        """Return the tiles that a sparse layer reads, given the state after its source (itself, if it is in `own`)."""
+        """Return the tiles that a layer reads, given the state after its source (for a layer in `own`, itself)."""
         choice = self.map_heads(layer, state.choice)
         return self.select(layer, choice, spec, positions, shapes) if self.budgets else choice
 

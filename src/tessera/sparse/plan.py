@@ -182,7 +182,7 @@ def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple
     for layer in own:
         if head_map[layer] != tuple(range(len(head_map[layer]))):
             raise ValueError(
-                f"head_map[{layer}]={quoted(list(head_map[layer]))} must be in order: the layer chooses for itself"
+                f"head_map[{layer}]={quoted(list(head_map[layer]))} must be in order, because the layer is in `own`"
             )
 
 
@@ -225,7 +225,7 @@ def check_promise(promise: Mapping[str, Any]) -> None:
         raise ValueError("promise lacks keep or max_kl")
     measured, judged = promise["measured"], promise["judged_tokens"]
     if not isinstance(measured, Mapping):
-        raise ValueError(f"measured={quoted(measured)} in the promise must hold what was measured by name")
+        raise ValueError(f"measured={quoted(measured)} in the promise must be an object of measured values")
     _check_names("measured in the promise", measured, {*MEASURED, *COUNTED})
     for name, value in {**promise, **measured}.items():
         if name in ("keep", "density") and not number(0, 1).fits(value):

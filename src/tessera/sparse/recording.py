@@ -209,4 +209,4 @@ class RecallRecorder(Policy):
                 return policy.select(positions, shapes)
             case Dense():
                 return select_tiles(mass, spec, fraction=1.0, **where)
-        raise TypeError(f"recall of {policy.name!r}: the keys that it reads are unknown here")
+        raise TypeError(f"recall cannot be recorded for {policy.name!r}: the keys that it reads are unknown here")
