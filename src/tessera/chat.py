@@ -1,7 +1,7 @@
 """A conversation with one model. The engine lives across turns, so a turn reuses keys that earlier prefills wrote.
 
-A turn gives the same result as a cold run of the whole conversation. A turn therefore prefills the previous answer
-again and reuses only keys that a prefill wrote, cut to whole query tiles (`Session.align`). Under a sparse policy, keys
+A turn gives the same result as a cold run of the whole conversation. It therefore prefills the previous answer again,
+and reuses only keys that a prefill wrote, cut to whole query tiles (`Session.align`). Under a sparse policy, keys
 that decode wrote would differ: a decode row ranks the key tiles by its own scores, a prefill row by the scores of its
 whole query tile. (In the demo model the keys differ by 12 % of their maximum or more, from layer 3 on.)
 

@@ -180,7 +180,7 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _plans(problems: list[str]) -> dict[str, Plan]:
-    """Load the shipped plans."""
+    """Load the shipped plans, by path; add a problem for each that cannot be loaded."""
     found = {}
     for path in sorted(SHIPPED.rglob("*plan.json")):
         try:

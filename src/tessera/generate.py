@@ -80,12 +80,12 @@ class Model:
     generation_config: GenerationConfig = GenerationConfig()
 
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
-        """Compute next-token scores at every position, float32. All sequences must have the same length.
+        """Compute the next-token logits at every position, in float32. All sequences must have the same length.
 
         Raises:
             ValueError: tokens have the wrong shape, lie outside the vocabulary or exceed the context, or the weights
                 hold NaN or infinity.
-            MemoryError: B * T * V scores do not fit.
+            MemoryError: B * T * V logits do not fit.
         """
         tokens = np.asarray(tokens_BT)
         if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):

@@ -52,7 +52,7 @@ class Inspect:
     query_tile: int = 32
     """Queries that share a selection."""
     fraction: float = 0.1
-    """Share of the key tiles that the sparse role reads."""
+    """Share of the key tiles that a call with --role sparse reads."""
     window: Omittable[int] = None
     """Sliding window in tokens; none if not given."""
     softcap: Omittable[float] = None

@@ -17,7 +17,7 @@ RECORDS = Path("evidence/records.jsonl")
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure a suite against its peers and append the records; or compare two files of records."""
+    """Measure Tessera and its peers on a suite of cases and append the records; or compare two files of records."""
 
     suite: Omittable[Literal["cpu", "demo", "smoke"]] = None
     """"cpu" (the default) measures speed, "demo" measures the shipped model's answers, "smoke" checks in seconds that
@@ -116,15 +116,15 @@ class Tune:
     """Search a kernel's block sizes on this device; a restart after Ctrl-C resumes."""
 
     workload: str
-    """Call of the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
+    """Name of a call in the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
     role: Literal["dense", "score", "sparse"] = "dense"
     """Role of the kernel to tune."""
     method: Literal["genetic", "tpe"] = "genetic"
     """"genetic" is our own search, "tpe" Optuna's estimator (pip install 'tessera-attention[tune]')."""
     candidates: int = 16
-    """Configurations to try."""
+    """Number of configurations to try."""
     quick: int = 3
-    """Timed calls per configuration in the search."""
+    """Number of timed calls per configuration in the search."""
     finalists: int = 3
     """Candidates in the final comparison, besides the default configuration."""
     rounds: int = 7
@@ -154,7 +154,7 @@ class Tune:
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Compare policies on long-context tasks and on fidelity to dense: does a sparse policy keep the answers?"""
+    """Compare attention policies on long-context tasks and on fidelity to dense attention."""
 
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch). If not given, the shipped demo model; for the

@@ -134,7 +134,7 @@ class Worker:
 
 
 class Tail(threading.Thread):
-    """Thread that drains a stream, so that its writer never blocks, and keeps the last lines."""
+    """Thread that drains a stream, so that the process that writes it never blocks, and keeps the last lines."""
 
     def __init__(self, stream):
         super().__init__(daemon=True)
@@ -145,5 +145,5 @@ class Tail(threading.Thread):
         self._lines.extend(line.strip() for line in self._stream)
 
     def text(self) -> str:
-        """Return the last three lines."""
+        """Return the stream's last three lines, joined by spaces."""
         return " ".join(self._lines)

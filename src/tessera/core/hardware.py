@@ -1,4 +1,4 @@
-"""Nominal peak arithmetic, memory bandwidth and on-chip memory of chips; and a description of this host's CPU.
+"""Nominal peak rates, memory bandwidth and on-chip memory of accelerators, and a description of this host's CPU.
 
 Sources: the vendors' specification pages (docs.cloud.google.com/tpu/docs, nvidia.com data sheets, dense rates without
 structured sparsity); on-chip memory per TensorCore from jax's own `tpu_info`. A CPU has no trustworthy nominal peak
@@ -44,7 +44,7 @@ class Chip:
 
     Attributes:
         name: short name, as in "v6e".
-        device_kinds: its values of `jax.Device.device_kind`, in lower case.
+        device_kinds: values of `jax.Device.device_kind` for this chip, in lower case.
         bf16_flops_per_s: dense bfloat16 matrix rate of the whole chip.
         int8_ops_per_s: dense 8-bit rate of the whole chip (fp8 where the chip has no int8 unit).
         bytes_per_s: main memory bandwidth of the whole chip.
@@ -181,7 +181,7 @@ class Cpu:
 
 
 def cpu() -> Cpu:
-    """Describe this host's processor. Reads /proc if it exists; nothing is cached."""
+    """Describe this host's processor. Each call reads /proc again, if it exists."""
     return Cpu(model=_cpu_model(), cores=_usable_cores(), memory_bytes=_memory_bytes())
 
 

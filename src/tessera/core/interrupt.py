@@ -135,10 +135,9 @@ class Handler:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Handle Ctrl-C inside the block as this module describes. Until `defer` is called, KeyboardInterrupt is raised at
-    once.
+    """Handle Ctrl-C inside the block as this module describes; until `defer` is called, KeyboardInterrupt is raised.
 
-    Does nothing on Windows, or if SIGINT is ignored (nohup).
+    This does nothing on Windows, or if SIGINT is ignored (nohup).
     """
     global _handler
     if os.name == "nt" or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

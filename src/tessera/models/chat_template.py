@@ -19,7 +19,7 @@ LIMIT_S = 10.0
 milliseconds, but on a busy machine a conversation of a million tokens takes seconds to cross the pipe."""
 MILLION = 1_000_000
 READY_S = 60.0
-"""Maximum seconds until the worker is ready. It takes 0.2 s on an idle machine."""
+"""Maximum seconds until the worker is ready. Its start takes 0.2 s on an idle machine."""
 FREE_CHARACTERS = 1 << 20
 """Maximum characters of a template's output, plus GROWTH times the characters of the conversation as JSON."""
 GROWTH = 4

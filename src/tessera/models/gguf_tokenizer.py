@@ -41,7 +41,7 @@ MAX_SPLIT_WORK = 1 << 32
 pieces need 2 million; a vocabulary of long texts would take hours."""
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-"""Special tokens: GGUF's name -> transformers' name."""
+"""Roles of special tokens: GGUF's names, each with transformers' name."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's character for a space."""
 

@@ -88,7 +88,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training tools; here its body is rendered unchanged."""
+    """The tag `{% generation %}`, which marks the assistant's words for training tools. Its body renders unchanged."""
 
     tags = {"generation"}
 

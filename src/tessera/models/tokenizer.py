@@ -60,7 +60,8 @@ class Tokenizer:
 
     Attributes:
         backend: the underlying tokenizer.
-        specials: role -> token text, e.g. {"bos_token": "<s>", "eos_token": "</s>"}; chat templates see them by role.
+        specials: text of each special token by role, as in {"bos_token": "<s>", "eos_token": "</s>"}; chat templates
+            get them as variables of these names.
         chat_template: jinja source, or None.
         settings: other keys of tokenizer_config.json, written back unchanged.
     """
@@ -353,7 +354,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json or special_tokens_map.json; empty if there is no such file."""
+    """Read tokenizer_config.json or special_tokens_map.json; return {} if the file does not exist."""
     if not path.is_file():
         return {}
     # transformers writes "no limit" as the integer 10 ** 30, rounded to a float

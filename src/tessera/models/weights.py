@@ -17,7 +17,7 @@ from tessera.models.layers import Layer, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One weight.
+    """One weight of a decoder, as an entry of this table.
 
     Attributes:
         name: field of Layer, or of Params.

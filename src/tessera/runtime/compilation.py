@@ -97,7 +97,7 @@ def enable_cache() -> Path | None:
 
 
 def forget_programs(above: int = 30_000) -> bool:
-    """Drop all compiled programs if this process has more memory maps than `above`; return whether it did.
+    """Drop all compiled programs if this process has more memory maps than `above`; return whether they were dropped.
 
     A CPU program takes about 25 maps, a model with unrolled layers hundreds. Linux allows a process 65,530 maps
     (vm.max_map_count), and XLA crashes at the next one, so long runs of many programs call this between their steps.

@@ -74,7 +74,7 @@ class Sampling:
         return Method(draw=draw, filtered=draw and filters, penalised=self.repetition_penalty != 1.0)
 
     def values(self, vocab_size: int) -> "Values":
-        """Return the parameters as NumPy scalars, neutral where one is unset."""
+        """Return the parameters as NumPy scalars; a parameter that is not set gets the value that has no effect."""
         return Values(
             temperature=np.float32(self.temperature),
             top_k=np.int32(vocab_size if not self.top_k else min(self.top_k, vocab_size)),

@@ -28,7 +28,7 @@ from tessera.runtime.compilation import capacity_bucket, chunk_sizes, cut_chunks
 from tessera.sparse.contract import Policy, Reads
 
 CHUNK = 1024
-"""Maximum rows of one prefill call of generation; see `score.CHUNK` for text that is judged."""
+"""Maximum rows of one prefill call in generation. `score.CHUNK` is the limit for text that is scored."""
 
 
 @partial(jax.jit, static_argnames=("config", "batch", "num_keys", "dtype", "stacked"))

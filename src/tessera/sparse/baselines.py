@@ -127,7 +127,7 @@ class Oracle(Counted):
         return "oracle"
 
     def score(self, layer: int | Array, q: Array, kv: KeyValues, spec: AttentionSpec, positions: Positions):
-        """Measure the exact masses of all key tiles."""
+        """Compute the exact probability masses of all key tiles."""
         return dispatch.attend(q, kv, replace(spec, mass=True), **positions._asdict()).mass
 
     def select(self, mass: Array, spec: AttentionSpec, positions: Positions) -> Selection:

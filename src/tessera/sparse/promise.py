@@ -20,7 +20,7 @@ def promise_line(plan: Plan) -> str:
 
 
 def promise_note(plan: Plan | None) -> str:
-    """Say in a few words what a plan promised and measured; empty without a plan or a promise."""
+    """Describe in a few words what a plan promised and measured; "" without a plan or a promise."""
     if plan is None or not plan.promise:
         return ""
     found = plan.promise["measured"]
