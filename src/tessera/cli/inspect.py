@@ -70,7 +70,7 @@ class Inspect:
     limit_s: float = 300.0
     """Seconds after which the compiler is stopped."""
     picture: Omittable[Path] = None
-    """Draw the roofline and, for a TPU, the instruction slots used into this file, such as x.svg."""
+    """File for a picture, such as x.svg, of the roofline and, for a TPU, of the instruction slots used."""
     evidence: Omittable[Path] = None
     """File to which a record of the result is appended."""
     json: bool = False

@@ -135,7 +135,7 @@ class Handler:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Handle Ctrl-C inside the block as this module describes; until `defer` is called, KeyboardInterrupt is raised.
+    """Handle Ctrl-C in the block as this module describes; before `defer` is called, raise KeyboardInterrupt at once.
 
     This does nothing on Windows, or if SIGINT is ignored (nohup).
     """

@@ -30,7 +30,7 @@ def three(value: float) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Round a number to four significant digits, and an array to nested lists of such numbers; plans stay readable."""
+    """Round a number to four significant digits, and an array to nested lists of such numbers. This keeps plans readable."""
     if isinstance(value, Iterable):
         return [rounded(item) for item in value]
     return float(f"{value:.4g}")
