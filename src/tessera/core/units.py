@@ -30,7 +30,10 @@ def three(value: float) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Round a number to four significant digits, and an array to nested lists of such numbers. This keeps plans readable."""
+    """Round a number, or each number of an array, to four significant digits, so that plans stay readable.
+
+    An array becomes nested lists.
+    """
     if isinstance(value, Iterable):
         return [rounded(item) for item in value]
     return float(f"{value:.4g}")
