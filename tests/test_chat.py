@@ -138,7 +138,7 @@ def test_a_message_that_does_not_fit_leaves_the_conversation_as_it_was(model):
     chat = Chat(model, GREEDY, max_new_tokens=20)
     chat.ask("hello")
     before = list(chat.messages)
-    with pytest.raises(ValueError, match=r"makes 604 tokens but the model's context of 512 leaves 492"):
+    with pytest.raises(ValueError, match=r"has 604 tokens, but the model's context of 512 leaves 492"):
         chat.ask(say(600))
     with pytest.raises(ValueError, match="message is empty"):
         chat.ask("  ")

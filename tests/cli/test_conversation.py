@@ -78,8 +78,8 @@ def test_commands_act_and_refusals_are_sentences(model, tmp_path, monkeypatch, c
     ("line", "said"),
     [
         ("/nonsense now", "/nonsense is not a command; the commands are /help, /system, /undo"),
-        ("/etc/passwd is what?", 'a message that starts with / goes in """'),
-        ("x" * 600, "makes 604 tokens"),
+        ("/etc/passwd is what?", 'Put a message that starts with / in """'),
+        ("x" * 600, "has 604 tokens"),
         ("/save", "/save needs a file"),
         ("/save a\0b", "null byte"),
         ("/load missing.json", "/load missing.json: No such file or directory"),
