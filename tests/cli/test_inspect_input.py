@@ -47,7 +47,7 @@ def test_flags_of_a_call_are_refused_beside_a_model(capsys, monkeypatch):
 @pytest.mark.parametrize("flags", ["--mesh 3", "--attention dense", "--mesh 3, --attention dense"])
 def test_flags_of_a_model_are_refused_without_one(flags, chip, capsys, monkeypatch):
     said = refusal(flags.replace(",", "") + chip, capsys, monkeypatch)
-    assert f"{flags} needs --model, whose step it describes: name a model, or drop it" in said
+    assert f"{flags} can be used only with --model: name a model, or leave this out" in said
 
 
 ENDS = [
