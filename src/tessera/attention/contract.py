@@ -17,8 +17,8 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 TILES = (1, 16, 32, 64, 128)
-"""Allowed keys per tile. 1 selects single keys, as the Kascade paper does; only reference and portable kernels take it.
-"""
+"""Allowed keys per tile. 1 selects single keys, as the Kascade paper does; of the score and sparse kernels, only
+`reference`, `xla` and `gpu.keys` take it."""
 
 MAX_QUERY_TILE = 2**20
 """Query rows per query tile, at most: the longest context that is supported."""

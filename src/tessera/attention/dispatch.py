@@ -45,7 +45,7 @@ DENSE = AttentionSpec()
 
 
 class Choice(NamedTuple):
-    """Whether a kernel was chosen for a call; if not, the reason."""
+    """Verdict on one kernel for one call: whether it is chosen and, if not, the reason."""
 
     kernel: str
     platform: str

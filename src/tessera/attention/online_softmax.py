@@ -22,7 +22,7 @@ FLOOR = -1e30
 
 
 class SoftmaxState(NamedTuple):
-    """Running softmax of R rows over the keys absorbed so far: maximum m, sum l and weighted values acc, as above."""
+    """Running softmax of R rows: maximum score m (bits), sum l of 2^(y - m), and acc, the sum of 2^(y - m) * v."""
 
     m: Float[Array, "... R"]
     l: Float[Array, "... R"]  # noqa: E741
@@ -66,8 +66,8 @@ def scale_of(spec: AttentionSpec, head_dim: int) -> float:
 def raw_scores(a: Float[Array, "... R H"], b: Float[Array, "... S H"], spec: AttentionSpec) -> tuple[Array, float]:
     """Return z [..., R, S] and a factor > 0 such that factor * z are the scores in bits.
 
-    Here z is q.k, not yet scaled, where possible: the maximum of a row can be taken before the factor is applied, so
-    the product of q and k need not be rewritten between the maximum and the exponential.
+    Without a softcap (and with a positive scale), z is q.k and the factor holds the scale. A row's maximum can be taken
+    before the factor is applied, so z need not be rewritten between the maximum and the exponential.
     """
     z, factor = dot(a, b, -1, -1), scale_of(spec, a.shape[-1])
     if spec.softcap:

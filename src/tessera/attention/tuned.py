@@ -88,7 +88,7 @@ def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
 
 
 def config(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> Any:
-    """Return the kernel's Config for a call on the trace's target device: from that device's table, else the default.
+    """Return the kernel's Config for a call on the device being traced for: from that device's table, else the default.
 
     Raises:
         ValueError: the table's row does not fit the kernel's Config.
@@ -112,7 +112,7 @@ def built(row: Row, kernel: Kernel) -> Any:
 
 
 def device() -> str:
-    """Return the table name of the trace's target device: "v6e", "h200", or a CPU's name as in evidence/ file names."""
+    """Return the table name of the device being traced for: "v6e", "h200", or a CPU's name as in evidence/ files."""
     on = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if on is None else on.device_kind
     chip = hardware.chip(kind)

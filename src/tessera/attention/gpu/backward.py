@@ -190,7 +190,7 @@ def rows_body(*refs, cut: Cut):
     at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK  # run the thread blocks with the most keys first
     first = ins.q_start[b] + at
 
-    def blocks_of():  # computed where needed: registers hold other things
+    def blocks_of():  # recomputed where needed, to save registers
         return key_blocks(first, jnp.minimum(ins.q_len[b] - at, BLOCK), ins.kv_len[b], cut.spec, STEP)
 
     wg = jax.lax.axis_index("warpgroup")
@@ -243,7 +243,7 @@ def keys_body(*refs, cut: Cut):
     h, block, b = (jax.lax.axis_index(name) for name in ("head", "keys", "sequence"))
     at = block * cut.keys
 
-    def blocks_of():  # computed where needed: registers hold other things
+    def blocks_of():  # recomputed where needed, to save registers
         limits = ins.kv_len[b], ins.q_len[b]
         return row_blocks(at, cut.keys, ins.q_start[b], limits, cut.spec, STEP)
 
@@ -405,7 +405,7 @@ def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
 
 
 def by_rows(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
-    """Compute the same in plain JAX: blocks of rows of all heads against all keys, with dk and dv summed in float32."""
+    """Compute what `by_kernels` does, in plain JAX: blocks of rows against all keys, dk and dv summed in float32."""
     k, v, spec = inputs.k, inputs.v, cut.spec
     batch, kv_heads, num_keys, head_dim = k.shape
     rows = inputs.lse.shape[2]

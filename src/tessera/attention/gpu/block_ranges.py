@@ -13,7 +13,7 @@ from tessera.attention.contract import AttentionSpec
 
 
 class Blocks(NamedTuple):
-    """Block indices: blocks [start, stop) have a visible (row, key) pair; in [whole, masked) every pair is visible."""
+    """Ranges of blocks: [start, stop) have at least one visible (row, key) pair; in [whole, masked) all are visible."""
 
     start: Array | int
     whole: Array | int

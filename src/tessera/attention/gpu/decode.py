@@ -346,9 +346,9 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     if shapes.head_dim not in (64, 128, 256):
         return f"head_dim={shapes.head_dim} is not 64, 128 or 256: products take whole swizzled lines of shared memory"
     if role != "dense" and spec.tile < 16:
-        return f"tile={spec.tile}: copies and sums take tiles of 16 keys and more"
+        return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
     if role == "sparse" and shapes.head_dim == 256 and spec.tile < 64:
-        return f"tile={spec.tile}: at head_dim=256 the output sums leave no registers for several copies per block"
+        return f"tile={spec.tile} must be at least 64 at head_dim=256: registers do not suffice for smaller tiles"
     return None
 
 

@@ -1,7 +1,7 @@
 """Mass of key tiles in Hopper's score decode, in the launch that merges the splits: 2^(bank - lse) summed over rows.
 
 The bank is log2 of each unit's sum of exponentials per row; lse is log2 of a row's whole sum. The first thread blocks
-merge the splits (`split_merge`); each of the others computes the masses of a few hundred tiles of one KV head. It
+merge the splits (`split_merge`). Each other thread block computes the masses of a few hundred tiles of one KV head; it
 cannot wait for the merged lse, so it merges lse again from the splits' values, 4 bytes per row and split, while its
 part of the bank is being loaded. Thread blocks without a visible tile read nothing. The decode kernel does not write
 units that no row sees, so they are masked by position.
@@ -63,8 +63,8 @@ def merge_and_weigh(
 
     Args:
         out, lse: partial results, as `merge_splits` takes them.
-        bank: log2 of the sum of exponentials per unit, of `stored_units(cut)`, and row of a product; units that no row
-            sees may hold anything.
+        bank: log2 of each unit's sum of exponentials, per row of a product, for `stored_units(cut)` units; units that
+            no row sees may hold anything.
         totals: lse in bits, once per row of a product; -inf where the split saw no key.
         cut: sizes of the call.
         positions: positions of the rows.

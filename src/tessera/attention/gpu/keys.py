@@ -205,7 +205,7 @@ def launch(
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if spec.tile != 1:
-        return f"tile={spec.tile}: single keys only, tiles have a faster kernel"
+        return f"tile={spec.tile} must be 1: gpu_prefill_sparse is faster for tiles"
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     scale = 1.0 if spec.scale is None else spec.scale

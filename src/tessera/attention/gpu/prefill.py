@@ -240,11 +240,11 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     if role == "score" and spec.tile < 16:
-        return f"tile={spec.tile} must be at least 16: a number per row and tile is written"
+        return f"tile={spec.tile} must be at least 16: the kernel writes one number per row and tile"
     tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
     if role == "score" and shapes.head_dim == 256 and tight:
         taken = f"tile={spec.tile}, softcap={spec.softcap}, window={spec.window}"
-        return f"head_dim=256 with {taken}: registers hold the tiles' sums only from tile 64 on, without cap and window"
+        return f"head_dim=256 with {taken}: registers suffice only if tile >= 64, without softcap and window"
     return None
 
 

@@ -172,7 +172,7 @@ def launch(
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if spec.tile < 16:
-        return f"tile={spec.tile} must be at least 16: smaller ones are not worth a copy each"
+        return f"tile={spec.tile} must be at least 16: smaller tiles are not worth one copy each"
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     scale = 1.0 if spec.scale is None else spec.scale
@@ -189,7 +189,7 @@ def fits(config: Config, spec: AttentionSpec, shapes: Shapes) -> bool:
     if cut.smem_bytes > SHARED_BYTES:
         return False
     if config.rows == 2 * ROWS and config.stages == 3 and shapes.head_dim == 128:
-        return False  # spills two registers with some tiles and groups (found by the gates)
+        return False  # spills two registers with some tiles and groups (found by `tessera study gpu-gates`)
     columns = cut.row_blocks * (shapes.head_dim + config.block_s)  # accumulators and scores: half a register per column
     plain = spec.tile >= ROWS and (cut.row_blocks == 1 or cut.chunk >= 32)
     most = 256 if spec.window is not None else 384 if plain else 320  # masks and copies of q need registers too

@@ -125,7 +125,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 def chunk_range(first, last, kv_len, base, cut: Cut, xp=jnp) -> Range:
-    """Compute which chunks of the slab that begins at key `base` the rows at positions first to last need."""
+    """Return the chunks that rows at positions `first` to `last` need, in the slab that begins at key `base`."""
 
     def chunk_of(position, up: bool):
         return (xp.clip(position - base, 0, cut.block_s) + (cut.chunk - 1 if up else 0)) // cut.chunk
@@ -134,7 +134,7 @@ def chunk_range(first, last, kv_len, base, cut: Cut, xp=jnp) -> Range:
 
 
 def range_of(b, slab, i, positions: Positions, cut: Cut) -> Range:
-    """Compute which chunks of the slab row block i of sequence b needs; none if it holds only padding."""
+    """Return the chunks of slab number `slab` that row block i of sequence b needs; none if it holds only padding."""
     q_start, kv_len, q_len = (p[b] for p in positions)
     first = q_start + i * cut.block_t
     last = q_start + jnp.minimum((i + 1) * cut.block_t, q_len) - 1
@@ -390,7 +390,7 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
 
 
 def vmem_bytes() -> int:
-    """Return the bytes of VMEM of the trace's target chip; v6e's without a TPU."""
+    """Return the bytes of VMEM of the chip being traced for; v6e's if it is no TPU."""
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 128 << 20
 
 

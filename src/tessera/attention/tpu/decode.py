@@ -340,7 +340,7 @@ def call(cut: Cut, out_dtype, dtype):
 
 
 def chip() -> tuple[int, int]:
-    """Return the cores that share a launch and the bytes of VMEM per core of the trace's target chip; v6e's without."""
+    """Return (cores that share a launch, bytes of VMEM) of the chip being traced for; v6e's if it is no TPU."""
     if not pltpu.is_tpu_device():
         return 1, 128 << 20
     info = pltpu.get_tpu_info()
@@ -352,7 +352,7 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} is more than 256"
     if role != "dense" and spec.tile < 16:
-        return f"tile={spec.tile}: copies and sums take tiles of 16 keys and more"
+        return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
     return None
 
 

@@ -124,7 +124,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
 
 def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
-    """Absorb the keys of the key block that lie before the row block, which every row sees, block_t at a time."""
+    """Absorb, block_t at a time, the keys of the key block that precede the row block; every row sees them."""
     if cut.block_t == cut.block_s:
         return
 
@@ -279,7 +279,7 @@ def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
 
 
 def chip() -> tuple[int, int]:
-    """Return the columns of the matrix unit and the bytes of VMEM of the trace's target chip; v6e's without a TPU."""
+    """Return (matrix unit columns, bytes of VMEM) of the chip being traced for; v6e's if it is no TPU."""
     if not pltpu.is_tpu_device():
         return 256, 128 << 20
     info = pltpu.get_tpu_info()

@@ -161,7 +161,7 @@ class Range(NamedTuple):
 
 
 def key_range(b: Array, i: Array, positions: Positions, cut: Cut) -> Range:
-    """Compute which key blocks row block i of sequence b needs; index maps and the body both call this."""
+    """Return the key blocks that row block i of sequence b needs; index maps and the body both call this."""
     q_start, kv_len, q_len = (p[b] for p in positions)
     kv_len = jnp.clip(kv_len, 0, cut.num_keys)
     first = q_start + i * cut.block_t

@@ -145,7 +145,7 @@ class Item(NamedTuple):
 
 
 def read_item(lists: Array, p: int, step: Array, positions: Positions, cut: Cut) -> Item:
-    """Compute the scalars of row block p of a grid step, walking from the ends of its list to the tiles that count."""
+    """Compute the scalars of row block p of a grid step; drop tiles that no row sees from the end of its list."""
     spec, block = cut.spec, step * cut.items + p
     q_start, kv_len, q_len = (x[pl.program_id(0)] for x in positions)
     kv_len = jnp.clip(kv_len, 0, cut.num_keys)
@@ -260,7 +260,8 @@ def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
 def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Array:
     """Return positions [1,mask_s] of the keys of mask_tiles list entries from `entry` on; NEVER for invalid keys.
 
-    Invalid are keys at or past kv_len, entries past count, and keys of a moved short last tile that precede it.
+    Keys are invalid at or past kv_len, in entries past count, and before the start of a short last tile that was read
+    from further back.
     """
     tile, groups = cut.spec.tile, []
     for at in range(0, cut.mask_tiles * tile, LANES):

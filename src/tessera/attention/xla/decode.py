@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """block_s: keys read per step (sparse: rounded down to whole tiles, at least one)."""
+    """Block size: block_s keys per step; the sparse role rounds it down to whole tiles, at least one."""
 
     block_s: int
 

@@ -135,7 +135,7 @@ class Block(NamedTuple):
 
 
 def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num_blocks: int, plan: Plan) -> Block:
-    """Locate row block `index`, out of `num_blocks` per group of heads, in the call."""
+    """Return the `Block` of row block number `index`; each group of heads has `num_blocks` row blocks."""
     x = index // num_blocks * plan.heads
     first = index % num_blocks * plan.block_t
     sequence = (x + jnp.arange(plan.heads, dtype=jnp.int32)) // kv_heads
@@ -254,7 +254,7 @@ class TileSums(NamedTuple):
     def mass(self, lse: Float[Array, "Y R"], plan: Plan) -> Float[Array, "Y I J"]:
         """Sum each key tile's probability, sum * 2^(m - lse) with lse in bits, over the rows of each query tile."""
         bits = jnp.where(jnp.isfinite(lse), lse / LN_2, jnp.inf)
-        weight = jnp.exp2(self.maxima - bits)[..., None]  # 0 for rows that see nothing, whose sums may be anything
+        weight = jnp.exp2(self.maxima - bits)[..., None]  # 0 for rows that see no key, whose sums may be anything
         part = jnp.where(weight > 0, self.sums * weight, 0.0)
         part = part.reshape(*part.shape[:2], -1, plan.spec.query_tile * plan.groups, part.shape[-1]).sum(3)
         part = jnp.moveaxis(part, 0, 2)  # [Y, I, Q, P]
@@ -306,7 +306,7 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
             ds = p * (dot(v_block, do_block, -1, -1) + offset_block[:, None, :]) * scale_of(spec, q.shape[3])
             if spec.softcap:
                 ds = ds * (1 - jnp.square(z / spec.softcap))
-            ds = jnp.where(mask, ds, 0.0).astype(q.dtype)  # a row that sees nothing may meet NaN values
+            ds = jnp.where(mask, ds, 0.0).astype(q.dtype)  # v may be NaN in the blocks of rows that see no key
             dq = dq + dot(ds, k_block, -2, -2)
             dk = add_keys(dk, dot(ds, q_block, -1, -2), block, start)
             return dq, dk, add_keys(dv, dot(p, do_block, -1, -2), block, start)

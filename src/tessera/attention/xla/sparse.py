@@ -75,9 +75,9 @@ def read_tiles(x: Float[Array, "X S H"], lists: Lists, start: Int32[Array, "Y P"
 def step_masks(
     lists: Lists, entry: Int32[Array, "P"], num_keys: int, spec: AttentionSpec
 ) -> tuple[Array, Bool[Array, "Y R P"], Bool[Array, "Y P 1"]]:
-    """Return the start of each tile of a masked step [Y, P], the mask of keys that each row sees, and of valid keys.
+    """Return the starts [Y, P] of the tiles at indices `entry` of the lists, and two masks of their keys.
 
-    `entry` are indices into the lists.
+    The masks mark the keys that each row sees [Y, R, P * tile] and the valid keys [Y, P * tile, 1].
     """
     listed = entry < lists.count[:, None]
     first = jnp.where(listed, take_ids(lists, entry), 0) * spec.tile
