@@ -15,7 +15,8 @@ def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
     Queries are the last T of S positions: q_start = S - T.
     """
     t, s = shapes.num_queries, shapes.num_keys
-    pairs = t * s - (min(t, s) * (min(t, s) - 1) / 2 if spec.causal else 0)
+    rows_in = min(t, s)  # rows before position 0 see nothing if causal
+    pairs = rows_in * s - rows_in * (rows_in - 1) / 2 if spec.causal else t * s
     if spec.window is not None:
         pairs = min(pairs, t * spec.window)
     width = jnp.dtype(shapes.dtype).itemsize
