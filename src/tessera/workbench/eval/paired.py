@@ -60,7 +60,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def kept(dense: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
-    """Share of dense's right answers that the policy gets right too; arguments hold 1 or 0 per document and question."""
+    """Share of dense's right answers that a policy gets right too; arguments hold 1 or 0 per document and question."""
     both = [sum(a and b for a, b in zip(*pair, strict=True)) for pair in zip(dense, policy, strict=True)]
     return ratio(both, [sum(found) for found in dense])
 

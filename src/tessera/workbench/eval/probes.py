@@ -157,7 +157,7 @@ def values(rng: np.random.Generator) -> list[Fact]:
 
 
 def chain(rng: np.random.Generator) -> list[Fact]:
-    """Draw a number for each of four cities, and a number to follow it elsewhere; a question asks for one, then the other."""
+    """Draw a number for each of four cities, and hide elsewhere which number follows it; a question asks for both."""
     facts = []
     for city in rng.permutation(CITIES)[:4]:
         value, after = number(rng), number(rng)

@@ -104,8 +104,8 @@ def run_trials(
     """Ask every question of every document under a policy, ignoring its cross-over.
 
     Args:
-        num_keys: keys that the cache must hold; the longest document's length if None. Each size costs a compilation, so
-            pass one number for documents of several lengths.
+        num_keys: keys that the cache must hold; the longest document's length if None. Each size costs a compilation,
+            so pass one number for documents of several lengths.
 
     Raises:
         ValueError: the policy's query tile does not divide ROOM.
