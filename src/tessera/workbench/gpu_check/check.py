@@ -21,9 +21,9 @@ ALLOWED = {"out": 2.0, "lse": 1.0, "mass": 8.0}
 
 @partial(jax.jit, static_argnames="spec")
 def errors(spec: AttentionSpec, q, k, v, positions: Positions, selection: Selection | None, found: AttentionOut):
-    """Return the errors of the parts that `found` has: of out and lse the largest of any row, of mass the norm's.
+    """Return each part's error: out's worst |error| / |row|, lse's worst |error|, and |error| / |mass| for the mass.
 
-    Errors of out and mass are relative. A part that holds NaN has error NaN.
+    A part that holds NaN has error NaN. A part that `found` lacks is left out.
     """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     expected = reference.attend(q, KeyValues.of(k, v), spec, positions, selection, reference.Config())

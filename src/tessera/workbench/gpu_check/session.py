@@ -98,7 +98,7 @@ class Session:
         return self._end - time.monotonic()
 
     def is_done(self, what: What) -> bool:
-        """Return whether to skip the item now: it is done, was refused in this run, crashed twice, or waits for `retry`."""
+        """Return whether to skip the item now: it is done, failed in this run, crashed twice, or waits for `retry`."""
         key = _key(what)
         if key in self._good or key in self._refused or self._crashes[key] >= MOST_CRASHES:
             return True
