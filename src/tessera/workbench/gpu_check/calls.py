@@ -117,7 +117,7 @@ def takes_single_keys(kernel: Kernel) -> bool:
 
 
 def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
-    """Return (spec, shapes) with the first tile that the kernel takes, else None. Tile 1 needs <= MOST_SINGLE_KEYS keys."""
+    """Return (spec, shapes) with the first tile that the kernel takes, else None. MOST_SINGLE_KEYS limits tile 1."""
     for tile in TILES if kernel.role != "dense" else TILES[:1]:
         if tile == 1 and setting.keys > MOST_SINGLE_KEYS:
             continue

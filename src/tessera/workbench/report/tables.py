@@ -90,7 +90,7 @@ def study(records: Sequence[Record]) -> Table:
 
 
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
-    """Select a suite's `tessera eval` records of the shipped model: for each policy, those with its newest record's plan.
+    """Select a suite's `tessera eval` records of the shipped model: per policy, those with its newest record's plan.
 
     A question that only an earlier plan answered has an empty cell until it is asked again.
     """
@@ -179,7 +179,7 @@ def _mean_density(tasks: Sequence[Record]) -> str:
 
 
 def amdahl(records: Sequence[Record]) -> Table:
-    """Show a sparse prefill's measured gain, and the gain that Amdahl's law predicts from attention's share and gain."""
+    """Show a sparse prefill's measured gain and the gain that Amdahl's law predicts from attention's share and gain."""
     chosen = [r for r in records if "attention_gain" in r.facts and r.comparison and not r.error]
     rows = []
     for record in chosen:
