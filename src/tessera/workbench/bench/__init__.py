@@ -188,7 +188,7 @@ def _run_case(stand: Stand, name: str) -> list[Record]:
 
 
 def _done(path: Path, suite: str) -> set[str]:
-    """Cases of a suite with records from this commit and machine, none of them an error."""
+    """Names of a suite's cases with records from this commit and machine, none of them an error."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()

@@ -1,4 +1,4 @@
-"""Time attention without the model: our dense call against other libraries, our sparse and score calls against it."""
+"""Time attention alone: our dense call against other libraries, our sparse and score calls against our dense call."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -131,7 +131,7 @@ def sparse_prefill(stand: Stand) -> Iterator[Record]:
         _check_rows(out.out, fresh(number), rows, None, "score")
         total = float(jnp.sum(out.mass))
         if abs(total / (length * heads) - 1) > 1e-3:
-            raise ValueError(f"mass sums to {total}, it must be {length * heads}, one per row")
+            raise ValueError(f"mass sums to {total}, but must sum to {length * heads}: 1 per row and head")
         current["mass"] = out.mass
         return seconds
 
@@ -171,7 +171,7 @@ def _sparse_records(
     _, length, heads, head_dim = inputs[0].shape
     kv_heads = inputs[1].shape[2]
     if density > 0.5:
-        raise ValueError(f"{density=:.3f} must be near 0.1: this is dense work in disguise")
+        raise ValueError(f"{density=:.3f} must be near 0.1: this run is dense work in disguise")
     how = How(
         warmup=1,
         iterations=len(taken["dense"]),
@@ -236,7 +236,10 @@ def _draw_inputs(seed: int, length: int, heads: int, kv_heads: int, dtype: str) 
 
 
 def oracle_rows(q, k, v, rows: Sequence[int], selected: tuple[Selection, AttentionSpec] | None = None) -> np.ndarray:
-    """Compute softmax(q k^T / sqrt(H)) v [N,rows,H] in float64 for a few rows, over visible (selected) keys."""
+    """Compute softmax(q k^T / sqrt(H)) v in float64 for a few rows, over the keys that each row sees: [N, rows, H].
+
+    With `selected`, only keys in the row's selected tiles count.
+    """
     q, k, v = (np.asarray(x[0].astype(jnp.float32), np.float64) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     out = np.zeros((q.shape[1], len(rows), q.shape[2]))

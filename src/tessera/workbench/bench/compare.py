@@ -103,8 +103,8 @@ def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
 def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
     """Records of the first set whose figures the second set lacks, or has only at other sizes.
 
-    Only suites and machines that both sets have count. If a case's latest run no longer has a figure that an earlier
-    commit recorded, that figure is not missing. Nor are the figures of a case that crashed in the second set.
+    Suites and machines that the second set lacks altogether are ignored. So are figures that the case's last run in the
+    first set no longer recorded, and figures of cases that crashed in the second set.
     """
     before = list(before)
     old, new = figures(before), figures(after)
@@ -192,7 +192,7 @@ def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Se
         table.add_row(_name(c), c.key.dtype, *values, "REGRESSED" if c.regressed else "cannot tell" if c.blind else "")
     console.print(table)
     if blind := [c for c in found if c.blind]:
-        said = f"{len(blind)} of {len(found)} figures cannot be judged, a loss of {WANTED:.0%} is not excluded"
+        said = f"{len(blind)} of {len(found)} figures cannot be judged (a loss of {WANTED:.0%} or more is possible)"
         console.print(f"{said}: measure them again on an idle machine", style="yellow")
         for c in blind:
             console.print(f"    {_name(c)}: {c.factor:.3f}, 95 % interval {_interval(c)}", style="yellow", markup=False)

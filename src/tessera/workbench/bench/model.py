@@ -83,7 +83,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
     density = {name: float(np.mean(values)) for name, values in layers.items()}
     density["kascade attention"] = alone["kascade"].density
     if not max(density["kascade"], density["kascade attention"]) < 0.9 * density["dense"]:
-        raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
+        raise ValueError(f"{density=}: Kascade must read fewer keys than dense; this run is dense work in disguise")
     amdahl = predict(taken["dense"], attention_s)
     settings = {"tokens": length, **_shape(config)}
     checked = "finite first token; keys read counted"
@@ -112,7 +112,7 @@ def crossover(stand: Stand) -> Iterator[Record]:
     """Time the shipped model's prefill at several lengths: Kascade under the shipped plan against our dense.
 
     The last record holds the cross-over: the least length from which Kascade stays faster (`find_crossover`), or null
-    if Kascade is slower at the longest length. Lengths beyond the model's context are valid for timing only.
+    if Kascade is not faster at the longest length. Lengths beyond the model's context are valid for timing only.
     """
     shipped = generate.load(DEMO_MODEL, attention="kascade")
     policies = {"dense": Dense(), "kascade": replace(shipped.policy, crossover_tokens=0)}
@@ -125,7 +125,7 @@ def crossover(stand: Stand) -> Iterator[Record]:
         taken, layers = time_lengths(shipped.params, config, policies, length, interleave)
         density = {name: float(np.mean(values)) for name, values in layers.items()}
         if longest and not density["kascade"] < 0.9 * density["dense"]:
-            raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
+            raise ValueError(f"{density=}: Kascade must read fewer keys than dense; this run is dense work in disguise")
         facts = {}
         for name in policies:
             medians[name].append(float(np.median(taken[name])))

@@ -21,7 +21,7 @@ from tessera.workbench.evidence import How, Record, What
 
 LENGTHS = (1024, 2048, 4096, 8192)
 ROUNDS, LEAST, SHARE_S = 5, 3, 240.0
-"""Per length: rounds, and the least rounds that run even if they take longer than SHARE_S seconds."""
+"""Rounds per length: ROUNDS if they fit into SHARE_S seconds, else fewer, but at least LEAST."""
 
 
 def run(

@@ -46,7 +46,7 @@ class Sizes:
         samples: tasks per kind and length, at evenly spaced depths.
         windows: number of held-out text windows on which closeness to dense (fidelity) is measured.
         window_tokens: tokens per window.
-        recall_windows: on how many of these windows, at most, the attention mass kept (recall) is measured; 0 for none.
+        recall_windows: maximum number of these windows on which attention mass kept (recall) is measured; 0 for none.
     """
 
     kinds: tuple[str, ...] = tuple(tasks.KINDS)
@@ -57,7 +57,7 @@ class Sizes:
     recall_windows: int = 4
 
     def tasks(self) -> Iterator[tuple[str, int]]:
-        """Yield (kind, length) of every task that a contender answers."""
+        """Yield (kind, length) of every group of tasks that a contender answers."""
         for kind in self.kinds:
             yield from ((kind, length) for length in (self.lengths if kind == self.kinds[0] else self.lengths[-1:]))
 
@@ -115,8 +115,8 @@ def window_of(plan: Plan, length: int) -> int:
 def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
     """Yield dense, then the plan with one setting changed: tile and query tile, fraction, minimum keys, heads, anchors.
 
-    `make_plan` calibrates plans with other heads or anchors. If `plan` has per-head budgets, a plan that `make_plan`
-    calibrates without them takes its place.
+    `make_plan` calibrates plans with other heads or anchors. If `plan` has per-head budgets, the base
+    is instead a plan that `make_plan` calibrates without them.
     """
     plan = dataclasses.replace(make_plan() if plan.budgets else plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})

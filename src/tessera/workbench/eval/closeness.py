@@ -1,6 +1,6 @@
 """Compare predictions under a policy with those under dense, token by token: KL divergence, loss, top-1 tokens.
 
-    KL[t] = sum_v p(v) (ln p(v) - ln p'(v)),  p under dense, p' under the policy, v every candidate for token t + 1
+    KL[t] = sum_v p(v) (ln p(v) - ln p'(v)),  p under dense, p' under the policy, v over the vocabulary
 
 A text runs once under each policy. Results are means of blocks of tokens, so one pass serves every range of positions.
 """

@@ -8,8 +8,7 @@ effect of earlier sparse layers and chunks on later ones.
     recall[layer, KV head] = share of attention mass on the keys that the policy lets that layer and head read
 
 The attention mass is the softmax over all visible keys, computed from the q and k of the policy's own run, mean over
-rows and the KV head's query heads. Layers that read every key (Kascade's anchors, all layers of
-dense) have recall 1.
+rows and the KV head's query heads. Layers that read every key (Kascade's anchors, all of dense's) have recall 1.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Judge a plan on a real model, by closeness to dense and by questions, against rivals that read as many keys.
 
     tessera eval --suite real                    short form: 2,048 and 4,096 tokens, a window as the only rival
-    tessera eval --suite real-full --resume      every length, kind and rival, and the frontier; takes hours, resumes
+    tessera eval --suite real-full --resume      every length, kind and rival, also at other budgets; takes hours
 
 All policies run the same texts and answer the same questions, so every comparison is paired; a record holds the outcome
 of each question. Rivals read as many keys as the plan at every position (`contenders.py`). The control is the plan
@@ -48,7 +48,7 @@ class Sizes:
         lengths: ends of the position ranges that get a record each; ascending multiples of 512.
         documents: (kind, length, count), in the order they run; lengths are multiples of 128 up to the longest.
         windows: number of text windows per domain, each as long as the longest length.
-        brief: documents for contenders with `brief` set: most rivals, and all at the frontier.
+        brief: documents for contenders with `brief` set: most rivals, and all at other budgets (the frontier).
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
         scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
@@ -175,7 +175,7 @@ class Material:
         return cls(windows=windows, filler=probes.Filler.of(model.tokenizer, domains.get("reference", text)))
 
     def dense(self, model: Model, domain: str) -> list[Pass]:
-        """Return a domain's results under dense, from the first call's run."""
+        """Run a domain's windows under dense, or return the results of an earlier call."""
         if domain not in self.held:
             self.held[domain] = [run_text(model, Dense(), window) for window in self.windows[domain]]
         return self.held[domain]
@@ -251,7 +251,7 @@ def verdict(better: paired.Estimate, p: float = 0.0, resolution: float = 0.0) ->
 def judge_trials(
     model: Model, contender: Contender, documents: Sequence[probes.Document], longest: int, ledger: Ledger
 ) -> Record:
-    """Record which questions of one kind and length a policy answers, and how many of dense's answers it keeps."""
+    """Record which questions of one kind and length a policy answers right, and its share of dense's right answers."""
     kind, length = documents[0].kind, documents[0].length
     answers = run_trials(model, contender.policy, documents, num_keys=longest)
     found = [[int(o.found) for o in a.outcomes] for a in answers]

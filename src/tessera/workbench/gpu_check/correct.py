@@ -112,7 +112,7 @@ def what_of(kernel: Kernel, case: Case) -> What:
 
 
 def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
-    """Return the single-key kernel's config with most stages per block size; the block size decides where rows lie."""
+    """Return one config of the single-key kernel per block size, which decides where rows lie; each has most stages."""
     spec = AttentionSpec(tile=1, query_tile=layout.TOKENS, causal=False)
     heads = 2 * head_dim // layout.TOKENS
     space = kernel.search_space(spec, Shapes(1, 64, 4096, heads, 1, head_dim, 2048, "bfloat16"))
@@ -120,7 +120,7 @@ def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
 
 
 def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
-    """Yield the kernel's cases, the most important first: the Hopper calls of the catalogue with random numbers."""
+    """Yield the kernel's cases by importance: Hopper calls, adversarial numbers, wide heads, tiles, small blocks."""
 
     def takes(workload: Workload, dtype: str = "bfloat16") -> bool:
         return kernel.refusal(workload.role_spec(kernel.role), workload.shapes(kernel.role, dtype)) is None

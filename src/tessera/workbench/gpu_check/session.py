@@ -145,7 +145,7 @@ class Session:
         if isinstance(error, REFUSALS) or type(error) is RuntimeError and device_works():
             self.add(what, (), error=plain(error, whole=True))
             return
-        fault = "does not fit" if FULL.search(str(error)) else "crashed"  # the retry has a fresh process's memory
+        fault = "does not fit" if FULL.search(str(error)) else "crashed"  # the retry starts with free memory
         fault = "no room on the disk" if FULL_DISK.search(str(error)) else fault
         self.add(what, (), error=f"{fault}: {plain(error, whole=True)}")
         self._notes = []
@@ -202,7 +202,7 @@ class Session:
 
 
 class Guard:
-    """Context of Session.guard. A class, since lint forbids `except Exception`; it records all that it catches."""
+    """Context of Session.guard, a class because lint forbids `except Exception`. It records each error it catches."""
 
     def __init__(self, session: Session, what: What, limit_s: float):
         self.session, self.what, self.limit_s = session, what, limit_s

@@ -33,7 +33,7 @@ OVERTIME_S = 75.0
 """Seconds past the limit after which the parent ends the child and leaves its item for the next run."""
 POLL_S = 0.2
 SILENT = "it said nothing"
-"""Text for the error of a child whose stderr is empty, for example because the disk is full."""
+"""Error text of a child whose stderr is empty, for example because the disk is full."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals by which people and job schedulers stop a run. The running item is not at fault."""
 COMMAND = (sys.executable, "-m", "tessera.workbench.gpu_check.worker")
@@ -102,7 +102,7 @@ def _children(request: dict[str, Any], note: Path, limit_s: float, paths: Sequen
             raise Unwritable(f"{request['out']} cannot be written" if said == SILENT else said.removeprefix("error: "))
         found = _read(note) or {}
         if not found.get("what") or "end" in found:
-            print(f"error: the child {ended} outside of every item: {said}", file=sys.stderr)
+            print(f"error: the child process {ended} while no item ran: {said}", file=sys.stderr)
             return False
         end = ended if ended.startswith("hung") else f"crashed: {ended}; {said}"
         with writing(note):
@@ -132,7 +132,7 @@ def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequen
 
 
 def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
-    """Wait until the child ends, its item exceeds the time limit, or the total time runs out; return which, in words.
+    """Wait for the child's end, its item's time limit or the total time limit; return what came first, in words.
 
     Raises:
         KeyboardInterrupt: someone stopped the child.

@@ -42,7 +42,7 @@ TARGETS = {"dense prefill": 0.95, "seed": 1.0, "kascade prefill": 3.4, "kascade 
 
 
 class Numbers(NamedTuple):
-    """A call's arrays, shared by all contenders: `inputs` are q, k and v [B,S,K,H]; `kv` has the cache's layout."""
+    """A call's arrays, shared by all contenders: `inputs` holds q, k and v [B,S,K,H]; `kv` is in the cache's layout."""
 
     setting: Setting
     key: jax.Array

@@ -298,7 +298,7 @@ def progress(records: Sequence[Record]) -> Picture | None:
         for axes, (where, found) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items()):
             for index, (name, own) in enumerate(found.items()):
                 own = sorted(own, key=lambda r: r.date)
-                thick = 1 - index / len(found)  # a lower line shows on both sides of the one above it
+                thick = 1 - index / len(found)  # later lines are thinner, so that earlier ones show behind them
                 axes.plot([np.datetime64(r.date[:19]) for r in own], [_of_target(r) for r in own],
                           MARKS[index % len(MARKS)] + "-", color=COLOURS[index % len(COLOURS)], label=name,
                           linewidth=1 + 3 * thick, markersize=5 + 5 * thick, markeredgecolor="white",

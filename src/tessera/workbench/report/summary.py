@@ -12,7 +12,7 @@ from tessera.workbench.studies import figures
 NEEDLE_TOKENS, TEXT_TOKENS, PREFILL_TOKENS = (2048, 4096, 8192), (4096, 8192), 8192
 """Tokens: lengths of the documents with needles, range of positions in the text, length of the timed prompt."""
 KEPT_GOAL = 0.95
-"""Share of dense's needles that a plan should keep; a smaller share is bold."""
+"""Share of dense's needles that a plan should keep; a smaller share is printed in bold."""
 BENCH = "tessera bench --model smollm2"
 """Start of the command whose records hold the prefill times."""
 
