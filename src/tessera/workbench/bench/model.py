@@ -1,4 +1,4 @@
-"""Benchmark the whole model: speed against transformers, Kascade against our dense, memory, compilation, start-up."""
+"""Benchmark the whole model: speed against transformers, Kascade against dense, memory, compilation, start-up."""
 
 import math
 import shutil
@@ -50,7 +50,7 @@ def synthetic_plan(params: Params, config: ModelConfig) -> Plan:
 
 
 def kascade_prefill(stand: Stand) -> Iterator[Record]:
-    """Measure time to first token of a long prompt: Kascade against our dense, with the same weights.
+    """Measure time to first token of a long prompt: Kascade against our dense attention, with the same weights.
 
     Each policy's attention calls are also timed once without the model. From those times Amdahl's law predicts a gain,
     which Kascade's record holds.
@@ -109,7 +109,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
 
 
 def crossover(stand: Stand) -> Iterator[Record]:
-    """Time the shipped model's prefill at several lengths: Kascade under the shipped plan against our dense.
+    """Time the shipped model's prefill at several lengths: Kascade under the shipped plan against our dense attention.
 
     The last record holds the cross-over: the least length from which Kascade stays faster (`find_crossover`), or null
     if Kascade is not faster at the longest length. Lengths beyond the model's context are valid for timing only.

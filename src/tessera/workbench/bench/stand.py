@@ -39,9 +39,9 @@ class Sizes:
 
     Attributes:
         attention_tokens: length of the dense prefill that is compared with PyTorch.
-        sparse_tokens: length of the sparse and score calls that are compared with our dense.
-        long_tokens: prompt length of Kascade's whole-model prefill against our dense.
-        short_tokens: prompt length of whole-model prefill and decode against transformers.
+        sparse_tokens: length of the sparse and score calls that are compared with our dense call.
+        long_tokens: prompt length of the whole-model prefill, Kascade against our dense attention.
+        short_tokens: prompt length of the whole-model prefill and decode that are compared with transformers.
         decode_steps: tokens decoded per sample.
         memory_tokens: prompt lengths at which memory is measured.
         crossover_tokens: prompt lengths at which the demo model's prefill is timed, ascending.

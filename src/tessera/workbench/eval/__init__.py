@@ -205,7 +205,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def measure_fidelity(
     contender: Contender, windows: Sequence[np.ndarray], dense: Sequence[np.ndarray], command: str
 ) -> Record:
-    """Record KL divergence from dense per token, perplexities, and the share of equal top-1 tokens."""
+    """Record closeness to dense: KL divergence per token, both perplexities, and the share of equal top-1 tokens."""
     found = fidelity(contender.model, contender.model.policy, windows, dense)
     facts = {"perplexity": found.perplexity, "perplexity_dense": found.perplexity_dense, "agreement": found.agreement}
     how = How(iterations=len(found.kl), check="KL(dense || policy), mean over the tokens of each window")

@@ -103,7 +103,7 @@ def adapter(model: Model) -> Any:
         raise ValueError(f"{model.source} has no tokenizer: lm_eval's tasks are text")
 
     class Tessera(LM):
-        """Answer one request after the other."""
+        """Model for lm_eval that answers requests one by one."""
 
         def loglikelihood(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             todo = [request.args for request in requests]

@@ -130,7 +130,7 @@ def common_words(rng: np.random.Generator, hay: Hay, size: int, depth: float) ->
 
 
 def frequent_words(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """List made-up words, the n-th in proportion to n^-2, and ask for the three most frequent."""
+    """List made-up words, the n-th with probability in proportion to n^-2, and ask for the three most frequent."""
     pool = _words(rng, 50)
     weights = np.arange(1, 51) ** -2.0
     listed = rng.choice(pool, size // 6, p=weights / weights.sum())

@@ -77,7 +77,7 @@ class Case(NamedTuple):
 
 
 def run(session: Session) -> None:
-    """Append records of layouts, cases and gradients; if `session.first`, only FIRST cases per kernel, no gradients."""
+    """Append records of layouts, cases and gradients; if `session.first`, only FIRST cases per kernel."""
     kernels = list(calls.kernels_here(session))
     for kernel in filter(calls.takes_single_keys, kernels):
         for head_dim in (64,) if session.dry else (64, 128):

@@ -41,7 +41,7 @@ so after it the process goes on if the device still works. After any other error
 CRASHED = ("hung after", "crashed", "does not fit")
 """Prefixes of the error of an item that ended its process."""
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
-"""Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory, not about shared memory, the kernel's fault."""
+"""Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory, except shared memory, a fault of the kernel."""
 FULL_DISK = re.compile(r"(?i)no space left on device|disk quota exceeded")
 """Matches errors about a full disk, for example of a compiler. They do not count as the item's crash."""
 CUT = "cut short:"
@@ -75,7 +75,7 @@ class Session:
     """
 
     def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False, since: int | None = None):
-        """Read what is done. `since` is the number of records of earlier runs (None: all); `again` ignores those."""
+        """Read from the file what is done. `since`: number of records of earlier runs (None: all), which `again` skips."""
         self.out, self.dry = out, dry
         self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
         self._end = time.monotonic() + limit_s

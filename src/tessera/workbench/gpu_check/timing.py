@@ -236,9 +236,9 @@ def versus(against: str, theirs: list[float], mine: list[float], target: float |
 def kascade(
     session: Session, watch: clock.Clock, setting: Setting, taken: Mapping[str, clock.Samples], best: str
 ) -> None:
-    """Record Kascade's attention time over 32 layers, 5 of them anchors that score and select, against the peer's.
+    """Record Kascade's attention time over 32 layers, of which 5 are anchors that score and select, against the peer's.
 
-    The time is the sum over layers of samples of the same round. The selection is timed here, on random masses.
+    A sample adds up the layers' times from one round. The selection is timed here, on random masses.
     """
     what = What(op="gpu kascade", kernel="gpu", workload=setting.words(), dtype=setting.dtype)
     by_role = {role: taken[name].device for role in ROLES if (name := f"gpu_{setting.phase}_{role}") in taken}
@@ -247,7 +247,7 @@ def kascade(
 
 
 def in_layers(session: Session, watch: clock.Clock, setting: Setting, by_role, rival: tuple[str, list[float]]) -> dict:
-    """Time the selection; return the record's fields, with the sum over layers per round as samples."""
+    """Time the selection; return the record's fields, whose samples are the sums over layers, one per round."""
     spec, _ = setting.call("sparse")
     mass = jax.block_until_ready(setting.masses(spec, jax.random.key(0)))
     select = clock.waiting(jax.jit(partial(setting.select, spec)), mass)

@@ -53,7 +53,7 @@ _BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)
 
 
 def headline(records: Sequence[Record]) -> Table:
-    """Show the ratios that have a target: a row per workload, a column per machine, missed targets in bold."""
+    """Show the measured ratios that have a target: a row per workload, a column per machine, missed targets in bold."""
     chosen = [r for r in records if r.what.op in ("attention", "model") and r.comparison and r.comparison.target]
     machines = sorted({r.where.machine for r in chosen})
     rows: dict[tuple[str, str], dict[str, Record]] = {}

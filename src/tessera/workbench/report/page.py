@@ -142,7 +142,7 @@ def row(record: Record) -> dict[str, Any]:
 
 
 def write(folder: Path, out: Path) -> int:
-    """Render the records under a folder to a page, with the real model's pictures next to it; return how many records.
+    """Render the records under a folder to a page, with the real model's pictures next to it; return the record count.
 
     Raises:
         ValueError: the folder holds no records, or one that cannot be traced.

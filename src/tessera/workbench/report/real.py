@@ -46,7 +46,7 @@ def answered(records: Iterable[Record], op: str) -> list[Record]:
 
 
 def text(records: Sequence[Record]) -> str:
-    """Show divergence from dense on each domain and range of positions."""
+    """Show each contender's KL divergence from dense, by domain and range of positions."""
     return _by_question(answered(records, TEXT), COLUMNS, _divergence, "KL per token, nats (95 %); keys read")
 
 
