@@ -31,7 +31,7 @@ from tessera.workbench.bench.stand import draw, fresh_seed
 def attend_layers(
     q: Float[Array, "B T N H"], cache: Cache, positions: Positions, *, spec: AttentionSpec, policy: Policy
 ) -> tuple[Float[Array, "B T N H"], Reads | None]:
-    """Run a chunk's attention in every layer of a cache [B,K,S,H]; return the outputs' sum and the counts of keys read."""
+    """Run a chunk's attention in every layer of a cache [B,K,S,H]; return the outputs' sum and counts of keys read."""
     pairs = [KeyValues(k, v) for k, v in zip(*cache)]
     state, total = policy.init_state(len(pairs), pairs[0].shapes(q), spec), jnp.zeros_like(q)
     for layer, kv in enumerate(pairs):

@@ -125,7 +125,7 @@ PEERS = MappingProxyType(
         "tokamax": Peer("tokamax dot_product_attention", not_for_tokamax, tokamax, "tokamax"),
     }
 )
-"""Peers in this process, by the suffix of the workload that compares them."""
+"""Peers in this process, by the name that ends the workload of their records."""
 
 
 class Ready(NamedTuple):

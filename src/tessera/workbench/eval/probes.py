@@ -2,7 +2,7 @@
 
 | kind | hidden in the document | asked |
 |---|---|---|
-| single | eight numbers of unrelated things | each of them |
+| single | a number for each of eight unrelated things | the number of each |
 | alike | a number for each of eight cities, in the same words | the number of each |
 | keys | a number for each of five people who share first names and surnames | the number of each |
 | values | three numbers, under different names, for each of two cities | each of them |
@@ -128,12 +128,12 @@ def number(rng: np.random.Generator) -> str:
 
 
 def single(rng: np.random.Generator) -> list[Fact]:
-    """Draw eight numbers of unrelated things."""
+    """Draw a number for each of eight unrelated things."""
     return [numbered(rng, thing) for thing in rng.permutation(MEASURES)[:8]]
 
 
 def alike(rng: np.random.Generator) -> list[Fact]:
-    """Draw a number for each of eight cities, in the same words."""
+    """Draw a number for each of eight cities, all hidden in the same words."""
     return [numbered(rng, f"special number of {city}") for city in rng.permutation(CITIES)[:8]]
 
 

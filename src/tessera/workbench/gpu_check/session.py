@@ -36,8 +36,8 @@ REFUSALS = (
     *(ValueError, TypeError, NotImplementedError, AssertionError, LookupError, ImportError, AttributeError),
     *(BufferError, MosaicError, LoweringError, ir.MLIRError),
 )
-"""Errors after which the process goes on. Libraries raise a plain RuntimeError for refused calls and CUDA faults alike,
-so after it the process goes on if the device still works. After any other error, a fresh process takes over."""
+"""Errors after which the process goes on. A plain RuntimeError, which libraries raise for refused calls and CUDA faults
+alike, counts as one if the device still works. After any other error, a fresh process takes over."""
 CRASHED = ("hung after", "crashed", "does not fit")
 """Prefixes of the error of an item that ended its process."""
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
@@ -75,7 +75,7 @@ class Session:
     """
 
     def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False, since: int | None = None):
-        """Read from the file what is done. `since`: number of records of earlier runs (None: all), which `again` skips."""
+        """Read from the file what is done. The first `since` records (None: all) are old, and `again` ignores them."""
         self.out, self.dry = out, dry
         self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
         self._end = time.monotonic() + limit_s

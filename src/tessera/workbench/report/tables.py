@@ -105,7 +105,7 @@ def _policy(record: Record) -> str:
 
 
 def _kind(record: Record) -> tuple[str, int | None]:
-    """Return (kind of task, tokens) of a task's record, (HELD_OUT, None) or (MASS, None) of others."""
+    """Return (kind of task, tokens) for a task's record, else (HELD_OUT, None) or (MASS, None)."""
     kind, _, length = record.what.workload.partition(": ")[0].partition(" at ")
     return kind, int(length) if length else None
 
