@@ -303,7 +303,7 @@ def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int,
 
 
 def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int) -> None:
-    """Raise MemoryError unless a cache of `num_keys` keys and a chunk of a prompt of `num_tokens` fit on each device."""
+    """Raise MemoryError unless a cache of `num_keys` keys and a chunk of a prompt of `num_tokens` fit every device."""
     itemsize, parts = params.embed.dtype.itemsize, num_parts(mesh_of(params))
     cache = cache_bytes(config, batch, num_keys, itemsize) // parts
     require(
