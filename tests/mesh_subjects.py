@@ -91,9 +91,9 @@ def compiled(name: str, num_partitions: int) -> str:
     """Return the text of a program that ran on this many devices, as the compiler left it."""
     import jax
 
-    texts = [module.to_string() for e in jax.devices()[0].client.live_executables() for module in e.hlo_modules()]
-    [text] = [x for x in texts if f"jit_{name}," in x and f"num_partitions={num_partitions}," in x]
-    return text
+    modules = [module for e in jax.devices()[0].client.live_executables() for module in e.hlo_modules()]
+    texts = [module.to_string() for module in modules if module.name == f"jit_{name}"]
+    return next(text for text in texts if f"num_partitions={num_partitions}" in text)
 
 
 def messages(text: str) -> list[tuple[str, str]]:

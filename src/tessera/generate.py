@@ -284,7 +284,8 @@ def load(
         plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
         mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". Weights, cache
             and logits are split by KV heads, feed-forward columns and vocabulary, so "heads" must divide each of them.
-            A number takes gcd(KV heads, devices) for heads. None runs on one device.
+            A number takes gcd(KV heads, devices) for heads. None runs on one device; if JAX runs in several
+            processes, on all their devices.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
@@ -302,6 +303,8 @@ def load(
     policy = policy_for(attention, config, plan)
     if compiles_without_chip() and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
+    if mesh is None and jax.process_count() > 1:
+        mesh = jax.device_count()
     on = None if mesh is None else mesh_for(config, mesh)
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {config.dtype},"
@@ -332,7 +335,7 @@ def load(
 def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:
     """Return the mesh that shares a model of this config; raise ValueError if the model or this machine cannot."""
     shape = parse(mesh, config.num_kv_heads)
-    check(shape, split_sizes(config), len(jax.devices()))
+    check(shape, split_sizes(config), jax.device_count(), jax.process_count())
     return build(shape)
 
 

@@ -21,6 +21,7 @@ from tessera.cli.calibrate import Calibrate
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch, named_model
+from tessera.cli.processes import ProcessFlags
 from tessera.cli.study import STUDIES, Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
 from tessera.core import hardware, interrupt
@@ -62,7 +63,7 @@ class ModelFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(ModelFlags, SamplingFlags):
+class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     """Continue one or more prompts."""
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional, WORDS] = ()
@@ -88,10 +89,6 @@ class Generate(ModelFlags, SamplingFlags):
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
-        from tessera.cli.prompt_bar import PromptBar
-        from tessera.generate import Interrupted
-        from tessera.sparse.promise import promise_note
-
         sampling = self.values()  # raises errors before the model is loaded
         prompts = self.read_prompts()
         if self.stream and (self.json or self.tokens or len(prompts) > 1):
@@ -100,6 +97,14 @@ class Generate(ModelFlags, SamplingFlags):
             raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         if self.parse_special and not self.chat:
             raise ValueError("--parse-special works only with --chat: other prompts always have special tokens parsed")
+        return self.run_together(lambda: self.answer(prompts, sampling), prompts)
+
+    def answer(self, prompts: list, sampling: dict) -> int:
+        """Load the model, and print each prompt's continuation."""
+        from tessera.cli.prompt_bar import PromptBar
+        from tessera.generate import Interrupted
+        from tessera.sparse.promise import promise_note
+
         model = self.load()
         advice = "" if self.chat or self.tokens else template_advice(model, prompts)
         if self.chat:

@@ -47,13 +47,14 @@ def parse(text: str | int, num_kv_heads: int) -> MeshShape:
     return MeshShape(heads, first // heads)
 
 
-def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int) -> None:
+def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int, num_processes: int = 1) -> None:
     """Raise ValueError unless the mesh can share a model among `num_devices` devices.
 
     Args:
         shape: the mesh.
         sizes: the model's sizes by name; the "heads" axis splits each of them, so it must divide each.
-        num_devices: devices that are present.
+        num_devices: devices that are present, in all processes.
+        num_processes: processes that share them; several must use all their devices.
     """
     fits = max(n for n in range(1, num_devices + 1) if not any(size % n for size in sizes.values()))
     way_out = f"use mesh {fits}x1" if fits > 1 else "leave out the mesh"
@@ -65,6 +66,11 @@ def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int) -> None:
             raise ValueError(f"{named} cannot split {name}={size} into {shape.heads} equal parts: {way_out}")
     if count > num_devices:
         raise ValueError(f"{named} needs {count} devices, and JAX finds {num_devices}: {way_out}")
+    if num_processes > 1 and count < num_devices:
+        raise ValueError(
+            f"{named} leaves out {num_devices - count} of the {num_devices} devices of {num_processes} processes: "
+            f"use mesh {num_devices}, or start fewer processes"
+        )
 
 
 def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:

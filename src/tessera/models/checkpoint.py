@@ -273,6 +273,23 @@ def take_split(array: jax.Array, at: tuple[np.ndarray, ...]) -> jax.Array:
     return keep(array[at])
 
 
+def files_digest(source: str | os.PathLike) -> str:
+    """Return an id of a model's files, read from the config, the headers and some bytes of each tensor.
+
+    Unlike `fingerprint`, it needs no weights in memory, so processes can compare their models before they load them.
+    """
+    source, config = Path(source), read_config(source)
+    stored = gguf_tensors(read_gguf(source), config) if source.is_file() else read_index(source)
+    digest = hashlib.sha256(stable_repr(config).encode())
+    for name, tensor in sorted(stored.items()):
+        digest.update(repr((name, *tensor[1:])).encode())
+        with open(tensor.path, "rb") as file:
+            for part in range(4):
+                file.seek(tensor.offset + part * max(tensor.num_bytes - 64, 0) // 3)
+                digest.update(file.read(min(64, tensor.num_bytes)))
+    return digest.hexdigest()[:16]
+
+
 def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:
     """Raise ValueError unless names and shapes fit the config. `read_gguf` has checked sizes and types of GGUF."""
     is_gguf = source.is_file()
