@@ -21,6 +21,7 @@ from tessera.cli.errors import check_address_space, explained
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch, named_model
+from tessera.cli.processes import ProcessFlags
 from tessera.cli.study import STUDIES, Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
 from tessera.core import hardware, interrupt
@@ -45,6 +46,8 @@ class ModelFlags:
     """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
     dtype: Dtype = "auto"
     """Dtype of weights and cache; auto is the checkpoint's own."""
+    mesh: Omittable[str] = None
+    """Devices that share the model: a number, such as 8, or heads x context, such as 4x1; one device if not given."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -54,11 +57,11 @@ class ModelFlags:
 
         if self.plan is not None and self.attention != "kascade":
             raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
-        return load(named_model(self.model), dtype=self.dtype, attention=self.attention, plan=self.plan)
+        return load(named_model(self.model), dtype=self.dtype, attention=self.attention, plan=self.plan, mesh=self.mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(ModelFlags, SamplingFlags):
+class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     """Continue one or more prompts."""
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional, WORDS] = ()
@@ -84,10 +87,6 @@ class Generate(ModelFlags, SamplingFlags):
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
-        from tessera.cli.prompt_bar import PromptBar
-        from tessera.generate import Interrupted
-        from tessera.sparse.promise import promise_note
-
         sampling = self.values()  # raises errors before the model is loaded
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(
@@ -100,6 +99,14 @@ class Generate(ModelFlags, SamplingFlags):
             raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         if self.parse_special and not self.chat:
             raise ValueError("--parse-special works only with --chat: other prompts always have special tokens parsed")
+        return self.run_together(lambda: self.answer(prompts, sampling), prompts)
+
+    def answer(self, prompts: list, sampling: dict) -> int:
+        """Load the model, and print each prompt's continuation."""
+        from tessera.cli.prompt_bar import PromptBar
+        from tessera.generate import Interrupted
+        from tessera.sparse.promise import promise_note
+
         model = self.load()
         advice = "" if self.chat or self.tokens else template_advice(model, prompts)
         if self.chat:
