@@ -190,7 +190,7 @@ class Fuzz:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Open the files that this version of the code has not opened yet; return 1 if one breaks the rule."""
+        """Open the files that this version of the code has not opened yet; return 1 if one shows a defect."""
         return _module("fuzz").study(self)
 
 

@@ -97,7 +97,7 @@ class Lane:
         self._release()
         row = next((row for row, ticket in enumerate(self.slots) if ticket is None), None)
         if row is None:
-            raise ValueError("every row is in use: hold a prefix before requests are submitted, or with more slots")
+            raise ValueError("every row is in use: hold the prefix before submitting requests, or open an engine with more slots")
         self._kept[row] = ()
         kept = list(tokens[: self.session.align(len(tokens))])
         if not kept:

@@ -183,7 +183,7 @@ DEMO = Recipe(
         Stage(length=4096, batch=2, steps=94, mixture=MOSTLY_NOTES, rate=0.00087516, last_rate=5e-5),
     ),
 )
-"""The shipped model: copying forms at 24 tokens, then lengths grow to the whole context."""
+"""The shipped model: it first learns to copy at 24 tokens; then lengths grow to the whole context."""
 
 TINY = Recipe(
     name="tiny",

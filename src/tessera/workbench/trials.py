@@ -204,7 +204,7 @@ def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) ->
 def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shapes | None = None) -> object:
     """Return the kernel's smallest blocks, far below the catalogue's sizes, so that every loop runs more than once.
 
-    On a GPU, Hopper's products and registers limit the blocks, so there it is the smallest config of the call's search
+    Hopper's products and registers limit the blocks: for a GPU kernel, return the smallest config of the call's search
     space.
     """
     if kernel.platform == "gpu":

@@ -28,7 +28,7 @@ from tessera.attention.online_softmax import FLOOR
 from tessera.core.shapes import ceil_div, round_up
 
 TILES = ROWS
-"""Tiles per load: the rows of a product's register layout."""
+"""Tiles per load: one per row of a product."""
 MOST_NUMBERS = 32
 """Numbers of the bank in flight together, at most, per tile of a load: 16 per thread, as 128 threads load 64 tiles."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -124,7 +124,7 @@ def body(*refs, cut: Cut, merging: int):
 
 
 def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
-    """Compute the masses of one piece, and write them through shared memory, as TMA omits those past the last tile."""
+    """Compute the masses of one piece and write them through shared memory: TMA drops those past the last tile."""
     head, piece = (op(index, jnp.int32(num_pieces(cut))) for op in (jax.lax.div, jax.lax.rem))
     sequence, head = (op(head, jnp.int32(cut.shapes.num_kv_heads)) for op in (jax.lax.div, jax.lax.rem))
     run = find_run(cut, 0, Positions(*(x[sequence] for x in refs.positions)))

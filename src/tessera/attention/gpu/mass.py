@@ -25,7 +25,7 @@ from tessera.core.shapes import ceil_div, round_up
 UNITS = ROWS
 """Units of keys per thread block."""
 ALIGNED = 8
-"""Rows. Every load begins at a multiple of it."""
+"""Alignment of a load, in rows: each begins at a multiple of this number."""
 MOST_ROWS = 64
 """Rows per load, at most."""
 UNROLLED = 4

@@ -159,7 +159,7 @@ def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "
     window = NEVER if spec.window is None else spec.window
 
     def units(keys):
-        """Count the whole units of the list among the first `keys` positions of each tile."""
+        """Count the listed units that lie wholly within the first `keys` positions of their tiles."""
         return jnp.sum(jnp.where(listed, jnp.clip(keys // cut.unit, 0, spec.tile // cut.unit), 0), -1)
 
     numbers = Plan(

@@ -292,7 +292,7 @@ def vmem_limit() -> int:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Run dense prefill, differentiable in q, k and v, or if spec.mass the score role, which is not differentiable."""
+    """Run dense prefill, or the score role if spec.mass. Only dense is differentiable, in q, k and v."""
     if spec.mass:
         return attend(q, kv.k, kv.v, positions, spec, config)
     return dense(q, kv.k, kv.v, positions, spec, config)
@@ -356,7 +356,7 @@ def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield rows, keys, chunks and steps around the default, row sums from either unit, and state in VMEM or not."""
+    """Yield configs with sizes around the default's, row sums from either unit, and state in VMEM or not."""
     groups = shapes.num_heads // shapes.num_kv_heads
     axes = {
         "block_t": [tokens_of(rows, groups, spec) for rows in (512, 1024, 2048, 4096, 8192)],

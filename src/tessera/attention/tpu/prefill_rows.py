@@ -109,7 +109,7 @@ def add_lanes(sums: Array, p: Array) -> Array:
 
 
 def put_tile_sums(sums: Array, p: Array, start: Array) -> Array:
-    """Store the sums of p over tiles of 128 keys, each in its tile's lane of `sums`, which is still empty."""
+    """Store the sums of p over tiles of 128 keys, each in its tile's lane of `sums`; that lane holds no sum yet."""
     lane = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
     first = whole(start, LANES) & (LANES - 1)
     for c in range(p.shape[1] // LANES):

@@ -123,9 +123,9 @@ def attend_tile(q_tile: Float[Array, "Y R H"], k: Array, v: Array, lists: Lists,
 
 
 class Groups(NamedTuple):
-    """Groups of query tiles: each has `heads` of all `total` = B * K heads and `side` consecutive query tiles of each.
+    """Division of all query tiles into groups, each of `side` consecutive query tiles of each of `heads` heads.
 
-    `num_tiles` is the number of query tiles per head.
+    `total` = B * K is the number of all heads, and `num_tiles` the number of query tiles per head.
     """
 
     total: int

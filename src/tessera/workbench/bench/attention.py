@@ -69,7 +69,10 @@ def _dense_records(
     compile_s: Mapping[str, float],
     skipped: Mapping[str, str],
 ) -> Iterator[Record]:
-    """Yield the peer's record and ours for every peer; without PyTorch, only our record has the case's name."""
+    """Yield the peer's record and ours for every peer.
+
+    The first record or pair has the case's name: the pair with PyTorch, or without PyTorch our record alone.
+    """
     (_, length, heads, head_dim), dtype = inputs[0].shape, str(inputs[0].dtype)
     case = "dense_prefill_" + ("f32" if dtype == "float32" else "bf16")
     title = f"dense causal prefill, {length:,} tokens, {heads} heads of {head_dim}"
@@ -171,7 +174,7 @@ def _sparse_records(
     _, length, heads, head_dim = inputs[0].shape
     kv_heads = inputs[1].shape[2]
     if density > 0.5:
-        raise ValueError(f"{density=:.3f} must be near 0.1: this run is dense work in disguise")
+        raise ValueError(f"{density=:.3f} must be near 0.1: this run does not do sparse work")
     how = How(
         warmup=1,
         iterations=len(taken["dense"]),

@@ -25,7 +25,8 @@ WANTED: Final = 0.20
 """Fractional loss that a comparison should detect or rule out; `Change.blind` marks figures where it does neither."""
 LESS_IS_BETTER: Final = ("s", "bytes", "of tolerance")
 ANSWERED: Final = ("tune", "block sizes")
-"""Operations whose records hold a result as config. Other records' configs hold the requested sizes and settings."""
+"""Operations whose records hold their result in the field `config`. Other records hold the requested sizes and settings
+there."""
 
 COMPILED: Final = ("gpu gates", "tpu sweep")
 """Operations, besides predictions, whose results depend only on a compiler and therefore repeat exactly."""

@@ -22,7 +22,7 @@ from tessera.workbench.gpu_check.session import Session
 FRACTION = 0.1
 TILES = (64, 128, 32, 16, 1)
 MOST_SINGLE_KEYS = 16384
-"""Most keys of a call with tile 1. With more, masses and lists of single keys take gigabytes."""
+"""Maximum keys of a call with tile 1. With more, masses and lists of single keys take gigabytes."""
 LLAMA_8B, LLAMA_70B = (32, 8), (64, 8)
 """Query and KV heads of Llama 3.1."""
 

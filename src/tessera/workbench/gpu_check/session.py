@@ -36,12 +36,15 @@ REFUSALS = (
     *(ValueError, TypeError, NotImplementedError, AssertionError, LookupError, ImportError, AttributeError),
     *(BufferError, MosaicError, LoweringError, ir.MLIRError),
 )
-"""Errors after which the process goes on. A plain RuntimeError, which libraries raise for refused calls and CUDA faults
-alike, counts as one if the device still works. After any other error, a fresh process takes over."""
+"""Errors after which the process can continue.
+
+A plain RuntimeError counts too if the device still works: libraries raise it both for refused calls and for CUDA
+faults. After any other error, a fresh process takes over.
+"""
 CRASHED = ("hung after", "crashed", "does not fit")
 """Prefixes of the error of an item that ended its process."""
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
-"""Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory, except shared memory, a fault of the kernel."""
+"""Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory, except shared memory (a fault of the kernel)."""
 FULL_DISK = re.compile(r"(?i)no space left on device|disk quota exceeded")
 """Matches errors about a full disk, for example of a compiler. They do not count as the item's crash."""
 CUT = "cut short:"
@@ -75,7 +78,10 @@ class Session:
     """
 
     def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False, since: int | None = None):
-        """Read from the file what is done. The first `since` records (None: all) are old, and `again` ignores them."""
+        """Read which items are done from the file `out`, if it exists.
+
+        The first `since` records (None: all) are old; with `again`, they do not count.
+        """
         self.out, self.dry = out, dry
         self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
         self._end = time.monotonic() + limit_s

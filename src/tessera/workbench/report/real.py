@@ -130,7 +130,8 @@ def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callab
 
 
 def _head(question: str, found: dict[str, Record]) -> str:
-    """Name the question, how many of its answers dense finds, and whether it says nothing about the choice of keys."""
+    """Format the row's first cell: the question, how many of its answers dense finds, and a remark if the control
+    answers it as well as the plan."""
     dense, plan = found.get("dense"), found.get("the plan")
     if dense is not None and dense.what.op == TASK:
         outcomes = [one for document in dense.facts["found"] for one in document]

@@ -19,9 +19,9 @@ from tessera.workbench.report.markdown import (
 )
 
 HELD_OUT = "held-out text"
-"""Start of the workload of records about closeness to dense."""
+"""Prefix of the workload names of records about closeness to dense."""
 MASS = "attention mass"
-"""Start of the workload of records about the attention mass that a policy keeps."""
+"""Prefix of the workload names of records about the attention mass that a policy keeps."""
 PASS_KEY = "single"
 """The one kind of task in the study of a plan's settings: find a pass key."""
 
@@ -250,7 +250,7 @@ def _search(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Describe the change from the default that ships; without one, name the default and any winner not confirmed."""
+    """Describe how the shipped config differs from the default; if it does not, name a winner not confirmed, if any."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)
@@ -305,7 +305,7 @@ def choices(records: Sequence[Record]) -> str:
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
-    """Format how many times longer the call and its main loop take; for the unchanged kernel, time and cycles."""
+    """Format the ratios of time and main-loop cycles to the unchanged kernel's; for that kernel, time and cycles."""
     record = found.get((name, chip))
     if record is None or record.error:
         return _failed(record)

@@ -86,7 +86,7 @@ class Case:
         )
 
     def bucket(self) -> dict[str, Any]:
-        """Return the bucket of calls that the row covers."""
+        """Return the bucket of calls that the row covers: measure -> value or interval (see `attention.tuned`)."""
         exact = ["dtype", "head_dim", "groups"]
         exact += ["kv_heads"] if self.phase == "decode" else []
         exact += ["tile"] if self.role != "dense" else []
@@ -129,7 +129,7 @@ CASES = MappingProxyType(
         "dense, float32": Case(role="dense", length=16384, dtype="float32", intervals={**WHOLE, "num_keys": MIDDLE}),
     }
 )  # fmt: skip
-"""Name -> call worth a row, in the order of the search."""
+"""Name -> call that gets a row in the tables of block sizes, in the order of the search."""
 
 
 def on_chip(chip: str):
