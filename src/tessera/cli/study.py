@@ -77,7 +77,7 @@ class TpuBlocks:
     limit_s: float = 180.0
     """Seconds after which a compile is killed."""
     budget: int = 10
-    """Maximum candidates per case; half for a case that starts from another case's winner."""
+    """Maximum candidates per case; half as many for a case that starts from another case's winner."""
     first: Several[str] = ()
     """Changes to the default block sizes to try first, as JSON: '{"step": 1024}'."""
     field: Several[str] = ()

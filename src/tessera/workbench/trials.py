@@ -291,7 +291,7 @@ def dtype_of(kernel: Kernel) -> str:
 def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
     """Return the small workloads to check a kernel on.
 
-    A workload of tile lists or tile masses is left out if the kernel takes it only at another tile size.
+    Workloads tagged "lists" or "tiles" are left out if the kernel takes them only at another tile size.
     """
     found = tagged("test") + (tagged("hopper") if kernel.platform == "gpu" else ())
     found = tuple(w for w in found if kernel.phase == "prefill" or "decode" in w.tags)

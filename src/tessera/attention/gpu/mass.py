@@ -59,7 +59,8 @@ def tile_mass(
     cut: Cut,
     rows: int,
 ) -> Float[Array, "B K I U"]:
-    """Return the mass per unit of the query tiles in rows [0, rows) of `bits`; row 0 is row `skipped` of the call."""
+    """Return the mass per unit of the query tiles in rows [0, rows) of `bits`. Row 0 of `bits` is row `skipped` of the
+    call."""
     batch, num_heads, units, _ = bits.shape
     num_tiles = ceil_div(rows, cut.spec.query_tile)
     return plgpu.kernel(

@@ -22,7 +22,8 @@ SUBLANES = 8
 PACKED = 16
 """Rows of a packed bfloat16 register. Every copy starts at a multiple of it."""
 TILES_AT_ONCE = 32
-"""Maximum tiles whose copies are started by straight-line scalar code: 4 instruction bundles per copy, a loop's 13."""
+"""Maximum tiles whose copies are started by straight-line scalar code: 4 instruction bundles per copy, not 13 as in a
+loop."""
 PIECE_IDS = 1 << 14
 """Tile ids per grid step, all heads together. With the next step's ids and double buffering: 256 KiB of 1 MiB SMEM."""
 

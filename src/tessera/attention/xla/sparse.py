@@ -91,7 +91,7 @@ def step_masks(
 
 
 def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
-    """Return the tile ids at indices `entry` of each list; indices past its end repeat its last id."""
+    """Return the tile ids at indices `entry` of each list. Indices past a list's end repeat its last id."""
     return jnp.take(lists.tiles, jnp.minimum(entry, lists.tiles.shape[1] - 1), axis=1)
 
 

@@ -40,7 +40,8 @@ NOMINAL = Overheads()
 """Overheads of an ideal chip: no stalls, no cost per step, full bandwidth."""
 
 CALIBRATED = Overheads(stall=1.02, step_s=0.17e-6, bandwidth_share=0.8)
-"""Constants fitted to measured times of v5p and v6e only. evidence/tpu-prediction.jsonl has the errors, also of v7x."""
+"""Constants fitted to measured times, on v5p and v6e only. evidence/tpu-prediction.jsonl has the errors, also on
+v7x."""
 
 
 @dataclass(frozen=True, kw_only=True)

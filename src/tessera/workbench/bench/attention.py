@@ -170,7 +170,7 @@ def _sparse_records(
     select_s: float,
     compile_s: Mapping[str, float],
 ) -> Iterator[Record]:
-    """Yield a record per role: dense, and score and sparse, each with its comparison with dense and a target."""
+    """Yield three records: dense, then score and sparse, each of which is compared with dense and has a target."""
     _, length, heads, head_dim = inputs[0].shape
     kv_heads = inputs[1].shape[2]
     if density > 0.5:

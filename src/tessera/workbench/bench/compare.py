@@ -159,10 +159,10 @@ def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
 
 
 def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray | None]:
-    """Return the figure (its median, or the peer's median / its median) and its bootstrap draws; None for the draws if
-    there are too few samples.
+    """Return the figure and its bootstrap draws, or None for the draws if there are too few samples.
 
-    A share of right trials is a single sample, so its trials are redrawn. A compiler's result is equal in every draw.
+    The figure is the record's median or, with a peer, the peer's median / the record's. A share of right trials is a
+    single sample, so its trials are redrawn. A compiler's result is equal in every draw.
     """
     if is_prediction(record) or record.what.op in COMPILED:
         return record.median, np.full(DRAWS, record.median)

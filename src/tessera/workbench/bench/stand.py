@@ -183,7 +183,10 @@ class Stand:
         return made
 
     def _floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
-        """Shortest seconds by the roofline; for bfloat16, which kernels may convert, by the fastest dtype's rate."""
+        """Return the shortest possible seconds by the roofline.
+
+        A kernel may convert bfloat16 to another dtype, so a bfloat16 call is held to the fastest dtype's rate.
+        """
         names = {dtype, *self.ceilings.flops_per_s} if dtype == "bfloat16" else {dtype}
         return min(self.ceilings.floor_s(name, flops, num_bytes) for name in names)
 

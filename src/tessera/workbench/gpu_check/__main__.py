@@ -25,7 +25,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="file of records; evidence/gpu-<device>.jsonl if not given")
     parser.add_argument("--limit-s", type=float, default=420.0, help="seconds after which no new item starts")
     parser.add_argument("--again", action="store_true", help="rerun items that the file already records")
-    parser.add_argument("--dry", action="store_true", help="run tiny shapes in the interpreter; store nothing in evidence/")
+    parser.add_argument(
+        "--dry", action="store_true", help="run tiny shapes in the interpreter; never write to evidence/"
+    )
     options = parser.parse_args(argv)
     unknown = sorted(set(options.pieces) - set(PIECES))
     if unknown:

@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of q, out, and K and V twice: in the cache's layout and in that of other libraries."""
+        """Bytes of q and out once, and of K and V twice: in the cache's layout and in that of other libraries."""
         queries, keys = self.queries * self.heads, self.keys * self.kv_heads
         return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
 

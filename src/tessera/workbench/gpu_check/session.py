@@ -4,8 +4,8 @@ An item (one measurement) is done once the current sources have made a record of
 record run first. Failed items run again after everything else; those that hung, crashed or did not fit into memory run
 only once more. While an item runs, a note on disk names it and its time limit. The parent (`supervisor.py`) kills a
 process that exceeds the limit, and the next process turns the note into the item's error record. If the note does not
-say how the process ended, parent and child died together: the machine was taken away, or the item crashes the machine.
-The first such end of an item does not count as a crash.
+say how the process ended, parent and child died together: either the machine was taken away, or the item crashed it.
+The first time this happens to an item does not count as a crash.
 """
 
 import collections
@@ -46,7 +46,7 @@ CRASHED = ("hung after", "crashed", "does not fit")
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
 """Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory, except shared memory (a fault of the kernel)."""
 FULL_DISK = re.compile(r"(?i)no space left on device|disk quota exceeded")
-"""Matches errors about a full disk, for example of a compiler. They do not count as the item's crash."""
+"""Matches errors about a full disk, for example of a compiler. An item with such an error does not count as crashed."""
 CUT = "cut short:"
 """Prefix of the error of an item during which child and parent both died."""
 MOST_CRASHES = 2
@@ -128,7 +128,8 @@ class Session:
             self._refused.add(key)
 
     def add(self, what: What, samples: Sequence[float], **fields: Any) -> Record:
-        """Append a record of samples, or of the field `error`; a dry run's record says that nothing was measured."""
+        """Append a record of samples or, with the field `error`, of a failure; a dry run's record says that it measured
+        nothing."""
         if self.dry:
             how = fields.get("how") or How(iterations=max(len(samples), 1))
             fields["how"] = replace(how, check=f"dry run: {how.check or 'nothing measured'}")

@@ -35,7 +35,7 @@ def piece_named(name: str) -> Callable[[Session], None]:
 
 
 def end_with_parent() -> None:
-    """End this process when stdin closes, which means that the parent has died."""
+    """End this process when stdin closes: the parent has then died."""
     os.read(0, 1)  # not sys.stdin, whose lock would still be held when Python exits
     os._exit(1)
 

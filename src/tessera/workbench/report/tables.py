@@ -258,7 +258,7 @@ def _best(record: Record) -> str:
 
 
 def _interval(record: Record) -> str:
-    """Format the gain's interval; empty if the winner was refused, as the interval is then the winner's."""
+    """Format the gain's interval; empty if the winner was refused, because the stored interval is that winner's."""
     facts = record.facts
     if facts.get("interval") is None or "refused" in facts:
         return ""
@@ -398,7 +398,7 @@ def rooflines(records: Sequence[Record]) -> str:
 
 
 def _machine_code(record: Record) -> str:
-    """Format the most registers and spilled bytes of the figure's calls, and failed gates in bold."""
+    """Format the highest register count and spilled bytes of the figure's calls, and failed gates in bold."""
     calls = [call for call in record.facts.values() if isinstance(call, Mapping) and call.get("registers")]
     if not calls:
         return ""

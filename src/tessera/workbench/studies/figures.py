@@ -209,7 +209,7 @@ def xla_ms(program: str, chip: str) -> float:
 
 
 def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[tuple[str, float, list[str]]]:
-    """Yield (figure, ratio, cases it comes from) for every figure whose cases compiled."""
+    """Yield (figure, ratio, cases that it compares) for every figure whose cases compiled."""
 
     def has(*names: str) -> bool:
         return all("ms" in found.get(name, {}) for name in names)
