@@ -120,7 +120,8 @@ class _Vocabulary:
         return value
 
     def used(self) -> dict[str, int]:
-        """Return ids by piece, without unused pieces, which only pad the vocabulary to the number of embeddings."""
+        """Map each piece to its id. Unused pieces are left out: they only pad the vocabulary to the number of
+        embeddings."""
         return {token: i for i, token in enumerate(self.tokens) if self.types[i] != UNUSED}
 
 

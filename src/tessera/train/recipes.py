@@ -45,7 +45,7 @@ class Stage:
             raise ValueError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
         unknown = {kind for kind, _ in self.mixture} - data.KINDS.keys()
         if unknown or not self.mixture:
-            raise ValueError(f"mixture={self.mixture} must name kinds of {tuple(data.KINDS)}")
+            raise ValueError(f"mixture={self.mixture} must name kinds out of {tuple(data.KINDS)}")
         if min(share for _, share in self.mixture) <= 0:
             raise ValueError(f"mixture={self.mixture} must have positive shares")
 

@@ -136,7 +136,7 @@ def locate(refs: Refs, cut: Cut) -> Place:
 
 
 def starts_of(refs: Refs, cut: Cut, at: Place, block) -> list:
-    """Return the position of the first key of each unit of a block."""
+    """Return the position of the first key of each unit of a block (see `decode_splits`)."""
     return unit_starts(cut, at.run, block, lambda entry: refs.tiles[at.sequence, at.head, 0, entry])
 
 

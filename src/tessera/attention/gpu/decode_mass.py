@@ -1,10 +1,10 @@
 """Mass of key tiles in Hopper's score decode, in the launch that merges the splits: 2^(bank - lse) summed over rows.
 
-The bank is log2 of each unit's sum of exponentials per row; lse is log2 of a row's whole sum. The first thread blocks
-merge the splits (`split_merge`). Each other thread block computes the masses of a few hundred tiles of one KV head; it
-cannot wait for the merged lse, so it merges lse again from the splits' values, 4 bytes per row and split, while its
-part of the bank is being loaded. Thread blocks without a visible tile read nothing. The decode kernel does not write
-units that no row sees, so they are masked by position.
+The bank is log2 of each unit's sum of exponentials per row (`decode_splits` defines units); lse is log2 of a row's
+whole sum. The first thread blocks merge the splits (`split_merge`). Each other thread block computes the masses of a
+few hundred tiles of one KV head; it cannot wait for the merged lse, so it merges lse again from the splits' values, 4
+bytes per row and split, while its part of the bank is being loaded. Thread blocks without a visible tile read nothing.
+The decode kernel does not write units that no row sees, so they are masked by position.
 
 Work: one exponential per (row, unit). Reading the bank once, 4 bytes per row and unit, bounds the time.
 """

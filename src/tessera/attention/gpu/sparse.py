@@ -42,7 +42,7 @@ COLUMNS = 64
 
 
 def key_of(refs: Refs, item: Item, at: Array, cut: Cut) -> tuple[Array, Array]:
-    """Return the position of the first key of a unit, and whether the list holds that unit.
+    """Return the position of the first key of a unit (see `sparse_blocks`), and whether the list holds that unit.
 
     `at` counts the list's units from the first one that some row sees (`Plan.begin`). Past the end of the list, the
     position is that of the last unit.

@@ -1,7 +1,8 @@
 """Sizes of a sparse prefill call on Hopper (rows of query tiles, blocks of listed keys), and a plan for every list.
 
 Before the launch, XLA computes which part of each list some row sees, and which part every row sees in full. Tile ids
-ascend, so each part is one range of the list, and entries that need masks lie between the ends of the two ranges.
+ascend, so each part is one range of the list, and entries that need masks lie between the ends of the two ranges. A
+*unit* is the keys of one copy: a tile, or as much of a tile as fits one block.
 """
 
 import math

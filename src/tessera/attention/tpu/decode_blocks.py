@@ -3,6 +3,9 @@
 The kernel gets these numbers before it copies anything. A dense or score call has a range [lo, hi) of key positions per
 sequence. In a sparse call, lo and hi are positions in the listed tiles laid end to end: ids ascend, so the visible part
 is one range there too.
+
+A *unit* is the keys of the smallest copy. A *chain* is the grid steps of one group of KV heads and one split, which run
+in order on one core.
 """
 
 from collections import Counter

@@ -1,6 +1,7 @@
 """Blocks of a TPU prefill call: their sizes, the key blocks that each row block needs, and how often each scope runs.
 
-The functions are scalar arithmetic, shared by the kernel's index maps, its body and the prediction of its time.
+The functions are scalar arithmetic, shared by the kernel's index maps, its body and the prediction of its time. The
+*corner* is the keys at a row block's own positions. A *bank* is the sums of 128 tiles, one per lane (score role).
 """
 
 from collections.abc import Callable, Mapping

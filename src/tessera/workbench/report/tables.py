@@ -67,7 +67,7 @@ def granularity(records: Sequence[Record]) -> Table:
 
 
 def study(records: Sequence[Record]) -> Table:
-    """Show plans with one setting changed, except tile sizes. The unchanged plan comes first."""
+    """Show the plans with one setting changed (other than the tile sizes); the unchanged plan comes first."""
     chosen = _evaluated(records, "study")
     plain = {
         f"tile {r.what.config['tile']}, query tile {r.what.config['query_tile']}": "the plan as it is"
