@@ -29,7 +29,8 @@ from tessera.core.files import check_writable
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
 LEAST_ADDRESS_SPACE = 3 << 29
-"""Bytes, 1.5 GiB. With two cores and the demo model, JAX runs out of memory at 1 GiB and works at 2 GiB."""
+"""Minimum bytes of address space: 1.5 GiB. With two cores and the demo model, JAX runs out of memory at 1 GiB and works
+at 2 GiB."""
 DESCRIPTION = """LLaMA-family models at long context in JAX: attention reads only the key tiles that matter.
 
 -V, --version prints the version."""

@@ -218,8 +218,8 @@ class Session:
     def warm(self, *, decode: bool = True) -> int:
         """Run every program for this cache size once, on empty sequences; return their number.
 
-        `decode` includes the decode program. `Lane.warm` calls this and adds sampling, and `Engine.warm` calls
-        `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
+        With `decode`, the decode program is one of them. `Lane.warm` calls this and adds sampling, and `Engine.warm`
+        calls `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
         """
         no_rows = np.zeros(self.batch, np.int32)
         last = np.zeros((self.batch, self.config.hidden_size), self.dtype)

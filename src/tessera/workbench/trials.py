@@ -127,7 +127,7 @@ def _to_int(x):
 
 
 def _tracked_product(product, **call):
-    """Run the simulator's matrix product and check reads of its operands for races, which the simulator does not.
+    """Run the simulator's matrix product, and check the reads of its operands for races. The simulator itself does not.
 
     The asynchronous proxy reads the operands and sees threads' writes only after a fence (commit_smem). The product is
     assumed to end before its thread continues, so a buffer that is released while the product still reads it goes

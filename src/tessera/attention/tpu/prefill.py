@@ -141,7 +141,8 @@ def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
 
 @jax.named_scope("corner")
 def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
-    """Absorb the keys at the rows' own positions, sub_t at a time, each time for the rows at or after those keys."""
+    """Absorb the keys at the rows' own positions, in updates of sub_t keys, each for only the rows at or after its
+    keys."""
     rows, mask = cut.groups * cut.sub_t, own_keys(cut)
     state = load(refs, slice(None), bank)
     for c in range(cut.block_t // cut.sub_t):
@@ -279,7 +280,7 @@ def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
 
 
 def chip() -> tuple[int, int]:
-    """Return (matrix unit columns, bytes of VMEM) of the chip being traced for; v6e's if it is no TPU."""
+    """Return (matrix unit columns, bytes of VMEM) of the chip that the program is traced for; v6e's if it is no TPU."""
     if not pltpu.is_tpu_device():
         return 256, 128 << 20
     info = pltpu.get_tpu_info()
