@@ -81,7 +81,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     tokens: bool = False
     """Read prompts as token ids, separated by spaces or commas, and print token ids."""
     stream: bool = False
-    """Print text as it is generated (one prompt)."""
+    """Print text as it is generated. Needs exactly one prompt."""
     json: bool = False
     """Print one JSON object per prompt, each on its own line."""
 

@@ -77,7 +77,7 @@ class TpuBlocks:
     limit_s: float = 180.0
     """Seconds after which a compile is killed."""
     budget: int = 10
-    """Maximum candidates per case; half for a case that starts from another case's winner."""
+    """Maximum candidates per case; half as many for a case that starts from another case's winner."""
     first: Several[str] = ()
     """Changes to the default block sizes to try first, as JSON: '{"step": 1024}'."""
     field: Several[str] = ()
@@ -190,7 +190,7 @@ class Fuzz:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Open the files that this version of the code has not opened yet; return 1 if one breaks the rule."""
+        """Open the files that this version of the code has not opened yet; return 1 if one shows a defect."""
         return _module("fuzz").study(self)
 
 

@@ -74,7 +74,7 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
 
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
-        model: a name of `steps.MODELS`, or a folder with a config.json.
+        model: a name of `steps.MODELS`, a folder with a config.json, or a GGUF file.
         mesh: devices that share every layer.
         limit_s: seconds for the compiler.
         call: phase, batch, length, queries, attention, tile, query_tile, fraction (see `steps.model_step`).

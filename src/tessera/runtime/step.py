@@ -165,16 +165,17 @@ class Session:
             self.cache = enlarge(self.cache, num_keys=self.num_keys)
 
     def bucket(self, num_keys: int) -> int:
-        """Return the cache size for `num_keys` keys and the last chunk's padding; XLA silently clamps later writes."""
+        """Return the cache size for `num_keys` keys and the last chunk's padding; XLA would silently clamp writes past
+        it."""
         return capacity_bucket(round_up(num_keys, self.sizes[-1]))
 
     def align(self, position: int) -> int:
         """Round a position down to a multiple of the smallest chunk, and so of the query tile.
 
-        Before the result, keys that a prefill wrote equal those of a cold prefill of any longer prompt with the same
-        prefix: each query tile there was full, and so ranked the key tiles by the same rows. (A prompt's last query
-        tile may be partial.) Chunks of other sizes run other programs, which may round differently; on a CPU, keys and
-        selections are bit-identical for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
+        Before the returned position, keys that a prefill wrote equal those of a cold prefill of any longer prompt with
+        the same prefix: each query tile there was full, and so ranked the key tiles by the same rows. (A prompt's last
+        query tile may be partial.) Chunks of other sizes run other programs, which may round differently; on a CPU,
+        keys and selections are bit-identical for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
         """
         return position - position % self.sizes[-1]
 
@@ -225,8 +226,8 @@ class Session:
     def warm(self, *, decode: bool = True) -> int:
         """Run every program for this cache size once, on empty sequences; return their number.
 
-        `decode` includes the decode program. `Lane.warm` calls this and adds sampling, and `Engine.warm` calls
-        `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
+        With `decode`, the decode program is one of them. `Lane.warm` calls this and adds sampling, and `Engine.warm`
+        calls `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
         """
         no_rows = np.zeros(self.batch, np.int32)
         last = self.no_rows()

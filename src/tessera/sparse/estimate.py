@@ -90,9 +90,9 @@ def estimate_mass(
 
 
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
-    """Return the sampled rows' offsets in their query tile: every `rows`-th, back from the last of `left_BI` rows.
+    """Return the sampled rows' offsets in their query tile: every `rows`-th, counted back from the last valid row.
 
-    A negative offset means that there is no such row.
+    `left_BI` are the numbers of valid rows. A negative offset means that there is no such row.
     """
     from_end = jnp.arange(ceil_div(height, rows), dtype=jnp.int32)[::-1] * rows
     last = jnp.clip(left_BI, 1, height)[..., None] - 1
