@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,40 +21,19 @@ from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.dispatch import choose
 from tessera.attention.parallel import AXIS
 from tessera.attention.selection import capacity_for
-from tessera.models.cache import Cache
+from tessera.models.cache import init_cache
+from tessera.models.catalogue import MODELS, anchors_of
 from tessera.models.checkpoint import read_config
-from tessera.models.config import ModelConfig, Rope
+from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Layer, Params
-from tessera.models.weights import EMBED, HEAD, Weight, layer_weights, outer_weights, shape_of
+from tessera.models.weights import Weight, layer_weights, outer_weights, shape_of
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 
-MODELS = MappingProxyType(
-    {
-        "llama-3.1-8b": ModelConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            max_positions=131072,
-            rope=Rope(kind="llama3", theta=500000.0, factor=8.0),
-            norm_eps=1e-5,
-            dtype="bfloat16",
-        )
-    }
-)
-"""Models whose sizes are known without their files."""
-
-ANCHORS = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
-"""Anchor layers of the Kascade paper. A step's cost depends on their number, not on which layers they are."""
-
-SPLIT_AXES = frozenset({"heads", "kv_heads", "mlp"})
-"""Logical axes of a layer's weights that the mesh divides."""
+SPLIT_AXES = frozenset({"vocab", "heads", "kv_heads", "mlp"})
+"""Logical axes of weights that the mesh divides."""
 
 
 def config_of(model: str) -> ModelConfig:
@@ -79,27 +57,25 @@ def policy_of(
     """
     if attention == "dense":
         return Dense()
-    count = min(5, config.num_layers)
-    anchors = ANCHORS.get(model, tuple(i * config.num_layers // count for i in range(count)))
+    anchors = anchors_of(model, config)
     head_map = ((*range(config.num_kv_heads),),) * config.num_layers
     return Kascade(
         anchors=anchors, head_map=head_map, heads="identity", tile=tile, query_tile=query_tile, fraction=fraction
     )
 
 
-def abstract_params(config: ModelConfig, mesh: Mesh) -> Params:
-    """Return stacked weights as shapes with shardings; of the outer weights, only the unembedding is split, by
-    vocabulary."""
+def abstract_params(config: ModelConfig, mesh: Mesh, *, stacked: bool = True) -> Params:
+    """Return weights as shapes with shardings; embedding and unembedding are split by vocabulary."""
 
-    def place(weight: Weight, split: frozenset[str], *lead: int) -> jax.ShapeDtypeStruct:
-        spec = P(*(None for _ in lead), *(AXIS if axis in split else None for axis in weight.axes))
+    def place(weight: Weight, *lead: int) -> jax.ShapeDtypeStruct:
+        spec = P(*(None for _ in lead), *(AXIS if axis in SPLIT_AXES else None for axis in weight.axes))
         shape = (*lead, *shape_of(weight, config))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype), sharding=NamedSharding(mesh, spec))
 
-    layer = Layer(**{w.name: place(w, SPLIT_AXES, config.num_layers) for w in layer_weights(config)})
-    unembed = EMBED if config.tie_embeddings else HEAD
-    outer = {w.name: place(w, frozenset({"vocab"} if w is unembed else ())) for w in outer_weights(config)}
-    return Params(layers=layer, **outer)
+    lead = (config.num_layers,) if stacked else ()
+    layer = Layer(**{w.name: place(w, *lead) for w in layer_weights(config)})
+    outer = {w.name: place(w) for w in outer_weights(config)}
+    return Params(layers=layer if stacked else (layer,) * config.num_layers, **outer)
 
 
 def model_step(
@@ -114,10 +90,12 @@ def model_step(
     query_tile: int,
     fraction: float,
     devices: Any,
+    stacked: bool = True,
 ) -> tuple[Any, tuple, dict]:
     """Return (step, abstract arguments, about) of a prefill of the last `queries` of `length` tokens, or of one decode.
 
-    The step donates the cache, as the engine does, and returns the new cache and the last row's logits.
+    The step donates the cache, as the engine does, and returns the new cache and the last row's logits. `stacked` layers
+    run under a scan, which compiles fast; otherwise they are unrolled, as `load` runs them.
     """
     config = config_of(model)
     mesh = Mesh(np.array(devices), (AXIS,))
@@ -127,14 +105,10 @@ def model_step(
     def place(shape, dtype, *spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    stored = place(
-        (config.num_layers, batch, config.num_kv_heads, length, config.head_dim),
-        jnp.dtype(config.dtype),
-        None,
-        None,
-        AXIS,
-    )
-    cache, whole = Cache(stored, stored), NamedSharding(mesh, P())
+    held = jax.eval_shape(lambda: init_cache(config, batch, length, dtype=config.dtype, stacked=stacked))
+    by_head = (None, None, AXIS) if stacked else (None, AXIS)
+    cache = jax.tree.map(lambda x: place(x.shape, x.dtype, *by_head), held)
+    whole = NamedSharding(mesh, P())
 
     def step(params, cache, tokens_BT, positions):
         hidden, cache, _ = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
@@ -143,7 +117,7 @@ def model_step(
     function = jax.jit(step, donate_argnums=1, out_shardings=(jax.tree.map(lambda x: x.sharding, cache), whole))
     tokens = place((batch, rows), jnp.int32)
     positions = Positions(*[place((batch,), jnp.int32)] * 3)
-    params = abstract_params(config, mesh)
+    params = abstract_params(config, mesh, stacked=stacked)
     shape = Shapes(batch, rows, length, config.num_heads // len(devices), config.num_kv_heads // len(devices),
                    config.head_dim, None, config.dtype)  # fmt: skip
     about = {"roles": roles(policy, config), "weight_bytes": weight_bytes(params, len(devices))}
