@@ -22,12 +22,13 @@ from tessera.attention.dispatch import choose
 from tessera.attention.parallel import AXIS
 from tessera.attention.selection import capacity_for
 from tessera.models.cache import init_cache
-from tessera.models.catalogue import MODELS, anchors_of
+from tessera.models.catalogue import MODELS
 from tessera.models.checkpoint import read_config
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Layer, Params
 from tessera.models.weights import Weight, layer_weights, outer_weights, shape_of
+from tessera.runtime.roofline import recipe
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
@@ -51,17 +52,10 @@ def config_of(model: str) -> ModelConfig:
 def policy_of(
     model: str, config: ModelConfig, *, attention: str, tile: int, query_tile: int, fraction: float
 ) -> Policy:
-    """Return Dense, or Kascade with the paper's anchors and each head mapped to itself.
-
-    A model that is not in ANCHORS gets up to five evenly spread anchors.
-    """
+    """Return Dense, or Kascade as the paper sets it up; see `roofline.recipe`."""
     if attention == "dense":
         return Dense()
-    anchors = anchors_of(model, config)
-    head_map = ((*range(config.num_kv_heads),),) * config.num_layers
-    return Kascade(
-        anchors=anchors, head_map=head_map, heads="identity", tile=tile, query_tile=query_tile, fraction=fraction
-    )
+    return recipe(config, model, tile=tile, query_tile=query_tile, fraction=fraction)
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh, *, stacked: bool = True) -> Params:
@@ -94,8 +88,8 @@ def model_step(
 ) -> tuple[Any, tuple, dict]:
     """Return (step, abstract arguments, about) of a prefill of the last `queries` of `length` tokens, or of one decode.
 
-    The step donates the cache, as the engine does, and returns the new cache and the last row's logits. `stacked` layers
-    run under a scan, which compiles fast; otherwise they are unrolled, as `load` runs them.
+    The step donates the cache, as the engine does, and returns the new cache and the last row's logits. Layers that
+    are `stacked` run under a scan, which compiles fast; otherwise they are unrolled, as `load` runs them.
     """
     config = config_of(model)
     mesh = Mesh(np.array(devices), (AXIS,))

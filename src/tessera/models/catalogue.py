@@ -52,9 +52,3 @@ MODELS: Final[Mapping[str, ModelConfig]] = MappingProxyType(
 
 ANCHORS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
 """Anchor layers of the Kascade paper. A step's cost depends on their number, not on which layers they are."""
-
-
-def anchors_of(name: str | None, config: ModelConfig) -> tuple[int, ...]:
-    """Return the anchors of a model without a plan: the paper's for a model in ANCHORS, else up to five even ones."""
-    count = min(5, config.num_layers)
-    return ANCHORS.get(name, tuple(i * config.num_layers // count for i in range(count)))
