@@ -20,10 +20,10 @@ from tessera.core.memory import require
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
+from tessera.models.footprint import Types, weight_bytes
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
-from tessera.models.weights import num_parameters
 from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Engine
@@ -296,7 +296,7 @@ def load(
     policy = policy_for(attention, config, plan)
     if compiles_without_chip() and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
-    num_bytes = num_parameters(config) * jnp.dtype(config.dtype).itemsize
+    num_bytes = sum(weight_bytes(config, types=Types(weights=config.dtype, dtype=config.dtype)).values())
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {config.dtype},"
     require(num_bytes, jax.devices()[0], what, "take a smaller model, or bfloat16")

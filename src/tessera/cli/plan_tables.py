@@ -10,7 +10,7 @@ from tessera.runtime.planner import Answer, Pair
 from tessera.runtime.roofline import Speed
 
 GIB = 1 << 30
-WORDS = ("weights, cache", "attention", "bound by")
+WORDS = ("weights, cache", "reads", "bound by")
 """Columns of words; the others hold numbers."""
 
 
@@ -45,8 +45,10 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _memory(answer: Answer) -> Table:
-    title = f"GiB per device, {answer.pairs[0].usable_bytes / GIB:.1f} usable"
-    table = _table(title, "weights, cache", "fits", "total", "weights", "cache", "rest", "longest", "largest batch")
+    title = (
+        f"GiB per device, {answer.pairs[0].usable_bytes / GIB:.1f} usable; longest context and largest batch that fit"
+    )
+    table = _table(title, "weights, cache", "fits", "total", "weights", "cache", "rest", "longest", "batch")
     for pair in answer.pairs:
         parts = pair.parts
         sizes = parts.total, parts.weights, parts.cache, parts.total - parts.weights - parts.cache
@@ -57,8 +59,10 @@ def _memory(answer: Answer) -> Table:
 
 
 def _times(answer: Answer) -> Table:
-    columns = "first token, s", "bound by", "decode, ms", "bound by", "tokens/s"
-    table = _table("Predicted times", "weights, cache", "attention", *columns)
+    columns = "first", "bound by", "decode", "bound by", "tokens/s"
+    table = _table(
+        "Predicted seconds to the first token, and milliseconds per token", "weights, cache", "reads", *columns
+    )
     for pair in answer.pairs:
         if pair.fits:
             table.add_row(_name(pair), "dense", *_speed(pair.dense))

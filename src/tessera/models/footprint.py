@@ -72,6 +72,9 @@ class Division:
         return f"{self.heads} x {self.context}"
 
 
+ONE_DEVICE = Division()
+
+
 def divide(config: ModelConfig, devices: int) -> Division:
     """Divide a model over `devices`: heads = gcd(KV heads, devices), context = the rest.
 
@@ -127,6 +130,11 @@ class Footprint:
         return self.attention + self.mlp + self.vocabulary + self.vectors
 
     @property
+    def beyond_weights(self) -> int:
+        """What a request adds to a loaded model: all parts except weights and compiled code."""
+        return self.total - self.weights - self.program
+
+    @property
     def total(self) -> int:
         """All parts."""
         return sum(getattr(self, f.name) for f in fields(self))
@@ -160,24 +168,25 @@ class Load:
 
     Attributes:
         stacked: layers run under a scan, which copies the keys and values of one layer at a time.
-        float32_copies: the program also holds float32 copies of narrower activations, as XLA's CPU programs do.
+        host: XLA's CPU compiler made the program. It keeps float32 copies of narrower activations, and a chunk of
+            several sequences copies the keys of every layer (LOG.md).
     """
 
     batch: int
     num_keys: int
     rows: int = 1
     stacked: bool = False
-    float32_copies: bool = False
+    host: bool = False
 
 
-def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = Division()) -> Footprint:
+def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE) -> Footprint:
     """Compute the bytes on one device, by part.
 
     Equations, n = division.heads, c = division.context:
 
         weights      sum over the table of size / (n if an axis is split)
         cache        2 L B K S (H + scale) / (n c)
-        copies       if stacked: 2 B K S H / (n c), one layer's keys and values
+        copies       one layer's keys and values if stacked, (L + 2) / 2 layers' if the host runs a chunk with B > 1
         activations  B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output; and
                      the branch's two inputs and their product
         logits       4 B V (1 + 1 / n), where n > 1; 4 B V on one device
@@ -188,13 +197,13 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
     return Footprint(
         **kinds,
         cache=cache,
-        copies=cache // config.num_layers if load.stacked else 0,
+        copies=_copied_layers(config, load) * cache // (2 * config.num_layers),
         activations=activation_bytes(config, load, types=types, division=division),
         logits=whole + (whole // division.heads if division.heads > 1 else 0),
     )
 
 
-def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Division = Division()) -> dict[str, int]:
+def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Division = ONE_DEVICE) -> dict[str, int]:
     """Return the bytes of the weights on one device: attention, mlp, vocabulary, vectors."""
     found = dict.fromkeys(("attention", "mlp", "vocabulary", "vectors"), 0)
     for weight in outer_weights(config):
@@ -206,7 +215,7 @@ def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Divis
 
 
 def cache_bytes(
-    config: ModelConfig, batch: int, num_keys: int, *, types: Types = Types(), division: Division = Division()
+    config: ModelConfig, batch: int, num_keys: int, *, types: Types = Types(), division: Division = ONE_DEVICE
 ) -> int:
     """Return the bytes of keys and values on one device: 2 L B K S (H + scale) / (n c)."""
     scales = 2 * config.num_layers * batch * config.num_kv_heads * ceil_div(num_keys, division.context)
@@ -215,13 +224,20 @@ def cache_bytes(
 
 
 def activation_bytes(
-    config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = Division()
+    config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE
 ) -> int:
     """Return the bytes that one chunk holds at its peak, within one layer; see `footprint`."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 3 * config.hidden_size + 3 * max(config.intermediate_size, heads) // division.heads
-    extra = 4 if load.float32_copies and types.itemsize < 4 else 0
+    extra = 4 if load.host and types.itemsize < 4 else 0
     return load.batch * load.rows * width * (types.itemsize + extra)
+
+
+def _copied_layers(config: ModelConfig, load: Load) -> int:
+    """Count the arrays of a layer's keys, or of its values, that a program copies."""
+    if load.host and load.batch > 1 and load.rows > 1:
+        return config.num_layers + 2
+    return 2 if load.stacked else 0
 
 
 def _kind(weight: Weight) -> str:
