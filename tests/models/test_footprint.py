@@ -123,7 +123,7 @@ def test_more_devices_need_less_each():
 
 @pytest.mark.parametrize(("batch", "layers"), [(1, 2), (2, 3)])
 def test_a_chunk_on_the_host_against_its_compiler(batch, layers):
-    """XLA's CPU programs: one sequence holds 3 D + 3 F floats a row; more sequences copy keys of every layer."""
+    """XLA's CPU programs: one sequence holds 3 D + 3 F floats a row; more sequences copy half of the cache."""
     from tessera.runtime.step import allocate, prefill_chunk
     from tessera.sparse.baselines import Dense
 

@@ -169,7 +169,7 @@ class Load:
     Attributes:
         stacked: layers run under a scan, which copies the keys and values of one layer at a time.
         host: XLA's CPU compiler made the program. It keeps float32 copies of narrower activations, and a chunk of
-            several sequences copies the keys of every layer (LOG.md).
+            several sequences copies about half of the cache (LOG.md).
     """
 
     batch: int
@@ -186,7 +186,7 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
 
         weights      sum over the table of size / (n if an axis is split)
         cache        2 L B K S (H + scale) / (n c)
-        copies       one layer's keys and values if stacked, (L + 2) / 2 layers' if the host runs a chunk with B > 1
+        copies       one layer's keys and values if stacked, (L + 2) // 2 layers' if the host runs a chunk, B > 1
         activations  B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output; and
                      the branch's two inputs and their product
         logits       4 B V (1 + 1 / n), where n > 1; 4 B V on one device
@@ -236,7 +236,7 @@ def activation_bytes(
 def _copied_layers(config: ModelConfig, load: Load) -> int:
     """Count the arrays of a layer's keys, or of its values, that a program copies."""
     if load.host and load.batch > 1 and load.rows > 1:
-        return config.num_layers + 2
+        return 2 * ((config.num_layers + 2) // 2)
     return 2 if load.stacked else 0
 
 

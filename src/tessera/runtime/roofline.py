@@ -36,30 +36,34 @@ SAMPLES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Shares of the nominal peak that matrix products and attention reach in a prefill.
+    """Shares of the nominal bfloat16 peak that a prefill reaches.
 
     Attributes:
         products: linear layers, with the operations around them.
-        dense, sparse: attention over all keys, and over listed tiles (whole tiles count).
+        dense, score, sparse: attention of each role; sparse counts whole listed tiles of 128 keys.
     """
 
     products: float
     dense: float
+    score: float
     sparse: float
 
 
 SHARES: Mapping[str, Shares] = MappingProxyType(
     {
-        "v4": Shares(products=0.8, dense=0.6, sparse=0.3),
-        "v5e": Shares(products=0.88, dense=0.93, sparse=0.40),
-        "v5p": Shares(products=0.8, dense=0.6, sparse=0.3),
-        "v6e": Shares(products=0.73, dense=0.45, sparse=0.14),
-        "v7x": Shares(products=0.8, dense=0.6, sparse=0.3),
-        "h100": Shares(products=0.7, dense=0.6, sparse=0.3),
-        "h200": Shares(products=0.7, dense=0.6, sparse=0.3),
+        "v5e": Shares(products=0.95, dense=0.947, score=0.85, sparse=0.417),
+        "v5p": Shares(products=0.9, dense=0.946, score=0.893, sparse=0.603),
+        "v6e": Shares(products=0.863, dense=0.463, score=0.439, sparse=0.179),
+        "v7x": Shares(products=0.9, dense=0.407, score=0.385, sparse=0.235),
+        **dict.fromkeys(("v4", "h100", "h200"), Shares(products=0.7, dense=0.5, score=0.5, sparse=0.25)),
     }
 )
-"""v5e and v6e: from the compiler's schedules of 8B prefill steps (evidence/tpu-steps.jsonl). The others are assumed."""
+"""Attention: the compiler's schedules of a prefill of 131,072 tokens, a tenth of the keys (evidence/tpu-figures.jsonl).
+Products of v5e and v6e: its schedules of 8B steps (evidence/tpu-steps.jsonl). Products of v5p and v7x, and all of v4,
+h100 and h200, are assumed. Nothing here is measured."""
+
+DERIVED = ("v5e", "v5p", "v6e", "v7x")
+"""Chips whose attention shares come from schedules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,11 +148,12 @@ def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kasc
 
 
 class Reading(NamedTuple):
-    """Keys that rows read, summed over layers: of layers that read all keys, of listed tiles, of cheap scores."""
+    """Keys that rows read, summed over the layers of each role; `own` counts the keys that cheap scores rank."""
 
     dense: float = 0.0
+    score: float = 0.0
     sparse: float = 0.0
-    scored: float = 0.0
+    own: float = 0.0
 
 
 def reading(config: ModelConfig, policy: Kascade | None, visible: int) -> Reading:
@@ -162,15 +167,15 @@ def reading(config: ModelConfig, policy: Kascade | None, visible: int) -> Readin
         budget = max(fraction * visible, policy.minimum) if fraction > 0 else 0
         return min(visible, round_up(int(budget), policy.tile) + round_up(always, policy.tile))
 
-    dense = sparse = scored = 0.0
+    found = dict.fromkeys(Reading._fields, 0.0)
     for layer, role in enumerate(policy.roles()):
-        budgets = policy.budgets[layer] if policy.budgets else (policy.fraction,)
         if role in ("dense", "score"):
-            dense += visible
+            found[role] += visible
             continue
-        sparse += sum(map(listed, budgets)) / len(budgets)
-        scored += visible if role == "own" else 0
-    return Reading(dense, sparse, scored)
+        budgets = policy.budgets[layer] if policy.budgets else (policy.fraction,)
+        found["sparse"] += sum(map(listed, budgets)) / len(budgets)
+        found["own"] += visible if role == "own" else 0
+    return Reading(**found)
 
 
 def speed(q: Question, types: Types, policy: Kascade | None) -> Speed:
@@ -245,13 +250,14 @@ def _prefill(q: Question, on: Chip, division: Division, types: Types, policy: Ka
     found = [reading(config, policy, int((step + 0.5) * q.length / steps) + 1) for step in range(steps)]
     keys = Reading(*(sum(column) / steps * rows for column in zip(*found)))
     pair = 4.0 * config.num_heads * config.head_dim / division.devices / peak
-    own = 1.0 if policy is None else 1 / (2 * policy.score_keys * policy.score_rows)
+    ranked = 0.0 if policy is None else keys.own / (2 * policy.score_keys * policy.score_rows)  # keys, no values
     head = 2.0 * q.batch * config.vocab_size * config.hidden_size / division.heads
     products = 2.0 * layer_parameters(config) * rows / division.devices + head
     return {
         "weights": ceil_div(q.length, q.chunk) * _read_s(q, on, types),
         "products": products / (peak * share.products),
-        "attention": pair * (keys.dense / share.dense + (keys.sparse + own * keys.scored) / share.sparse),
+        "attention": pair
+        * (keys.dense / share.dense + keys.score / share.score + (keys.sparse + ranked) / share.sparse),
         "links": _links_s(q, division, rows / division.context, rows / division.context),
     }
 
@@ -260,7 +266,7 @@ def _decode(q: Question, on: Chip, division: Division, types: Types, policy: Kas
     config, peak = q.config, on.bf16_flops_per_s / on.devices
     keys, stored = reading(config, policy, q.length), CACHE_TYPES[types.cache]
     per_key = config.num_kv_heads * (config.head_dim * stored.bits / 8 + stored.scale_bytes) / division.devices
-    moved = q.batch * per_key * (2 * keys.dense + 2 * keys.sparse + keys.scored)
+    moved = q.batch * per_key * (2 * (keys.dense + keys.score + keys.sparse) + keys.own)
     matrices = layer_parameters(config) + config.vocab_size * config.hidden_size
     return {
         "weights": _read_s(q, on, types),
