@@ -22,10 +22,11 @@ from tessera.core.mesh import build, check, local_devices, mesh_of, num_parts, p
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
+from tessera.models.footprint import Division, Types, weight_bytes
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
-from tessera.models.weights import abstract_params, device_bytes, num_parameters, split_sizes
+from tessera.models.weights import split_sizes
 from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Engine
@@ -308,10 +309,9 @@ def load(
     on = None if mesh is None else mesh_for(config, mesh)
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {config.dtype},"
-    if on is None:
-        num_bytes, devices = num_parameters(config) * jnp.dtype(config.dtype).itemsize, jax.devices()[:1]
-    else:
-        num_bytes, devices = device_bytes(abstract_params(config, on)), on.local_devices
+    types, division = Types(weights=config.dtype, dtype=config.dtype), Division(heads=num_parts(on))
+    num_bytes = sum(weight_bytes(config, types=types, division=division).values())
+    devices = jax.devices()[:1] if on is None else on.local_devices
     require(num_bytes, devices, what, "take a smaller model, more devices, or bfloat16")
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():

@@ -54,6 +54,7 @@ FLAGS = {
         "--fraction --window --softcap --model -m --mesh --attention --kernel --config --limit-s --picture --evidence "
         "--json --debug"
     ).split(),
+    "plan": "--chip --devices --batch --length --chunk --plan --compile --limit-s --picture --json --debug".split(),
     "study": (),
 }
 """Command -> its flags. Users' scripts rely on them, so removing or renaming a flag is a breaking change."""

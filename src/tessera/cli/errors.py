@@ -4,7 +4,8 @@ import errno
 from contextlib import suppress
 
 LEAST_ADDRESS_SPACE = 3 << 29
-"""Bytes, 1.5 GiB. With two cores and the demo model, JAX runs out of memory at 1 GiB and works at 2 GiB."""
+"""Minimum bytes of address space: 1.5 GiB. With two cores and the demo model, JAX runs out of memory at 1 GiB and works
+at 2 GiB."""
 
 
 def explained(error: Exception) -> str:

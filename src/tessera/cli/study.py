@@ -194,6 +194,26 @@ class Fuzz:
         return _module("fuzz").study(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Compare planned memory of whole steps with the compiler's."""
+
+    out: Path = Path("build/planner.jsonl")
+    """File of finished steps."""
+    limit_s: float = 1800.0
+    """Seconds after which a compile is killed."""
+    list: bool = False
+    """Print what is left and exit."""
+    report: bool = False
+    """Append a record per step to evidence/; exit code 1 if the planner was wrong."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Compile what is missing, or report."""
+        return _module("planner").study(self)
+
+
 STUDIES = {
     "tpu-sweep": TpuSweep,
     "tpu-figures": TpuFigures,
@@ -202,6 +222,7 @@ STUDIES = {
     "gpu-gates": GpuGates,
     "gpu-figures": GpuFigures,
     "fuzz": Fuzz,
+    "planner": Planner,
 }
 
 

@@ -2,8 +2,8 @@
 
 Process 0 listens at HOST:PORT; the others connect, say what they were given (`facts`), and learn whether all agree.
 Only then does JAX start its own service at PORT + 1: it would abort a process that waits in vain, and it needs seconds
-to notice one that died. The connections stay open. The system closes those of a process that ends for any reason, so the
-others notice at once, say so in one sentence and exit.
+to notice one that died. The connections stay open. The system closes those of a process that ends for any reason, so
+the others notice at once, say so in one sentence and exit.
 
 The messages are single lines of JSON: a process's greeting, the verdict, then how a process ended: "done",
 "interrupted" or "failed". A closed connection without such a message means a kill.

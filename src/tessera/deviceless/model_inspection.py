@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from tessera.core.hardware import LINK_BYTES_PER_S
 from tessera.core.memory import format_bytes
 from tessera.deviceless import hlo, steps
 from tessera.deviceless.compiler import factory_program
@@ -31,9 +32,6 @@ MESHES = MappingProxyType(
     }
 )
 """Mesh size -> topology whose first devices form the mesh; the smallest that the compiler accepts has four chips."""
-
-LINK_BYTES_PER_S = MappingProxyType({"v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "v7x": 600e9})
-"""Nominal rate of all links of a jax device to other chips, both directions (docs.cloud.google.com/tpu/docs)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from tessera.core.shapes import round_up
 from tessera.models.cache import Cache, init_cache, keep_split
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
+from tessera.models.footprint import ONE_DEVICE, Division, Footprint, Load, Types, footprint
 from tessera.models.layers import Params
 from tessera.runtime.compilation import capacity_bucket, chunk_sizes, cut_chunks
 from tessera.sparse.contract import Policy, Reads
@@ -288,28 +289,28 @@ class Prefill:
         return read_head(self.session.params, self._last)
 
 
-def cache_bytes(config: ModelConfig, batch: int, num_keys: int, itemsize: int) -> int:
-    """Return 2 L B K S H itemsize, the bytes of the cache; S is `num_keys` rounded up to a capacity bucket."""
-    per_key = 2 * config.num_layers * batch * config.num_kv_heads * config.head_dim * itemsize
-    return per_key * capacity_bucket(num_keys)
-
-
-def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int, parts: int = 1) -> int:
-    """Estimate the bytes of one prefill chunk's activations: residual, projections, both halves of the MLP, and their
-    float32 copies; on each of the `parts` devices that share the heads."""
-    rows = batch * min(num_tokens, CHUNK)
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    width = 4 * config.hidden_size + (2 * heads + 3 * config.intermediate_size) // parts
-    return rows * width * (itemsize + 4)
+def needed(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    batch: int,
+    num_keys: int,
+    num_tokens: int,
+    host: bool = False,
+    division: Division = ONE_DEVICE,
+) -> Footprint:
+    """Compute what a request holds on one device: the cache, and one chunk of a prompt of `num_tokens` tokens."""
+    load = Load(batch=batch, num_keys=capacity_bucket(num_keys), rows=min(num_tokens, CHUNK), host=host)
+    return footprint(config, load, types=Types(weights=dtype, cache=dtype, dtype=dtype), division=division)
 
 
 def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int) -> None:
     """Raise MemoryError unless a cache of `num_keys` keys and a chunk of a prompt of `num_tokens` fit every device."""
-    itemsize, parts = params.embed.dtype.itemsize, num_parts(mesh_of(params))
-    cache = cache_bytes(config, batch, num_keys, itemsize) // parts
+    devices, division = local_devices(params), Division(heads=num_parts(mesh_of(params)))
+    sizes = {"batch": batch, "num_keys": num_keys, "num_tokens": num_tokens, "division": division}
     require(
-        cache + chunk_bytes(config, batch, num_tokens, itemsize, parts),
-        local_devices(params),
+        needed(config, dtype=str(params.embed.dtype), host=devices[0].platform == "cpu", **sizes).beyond_weights,
+        devices,
         f"a cache for {batch} sequences of {num_keys} tokens",
         "pass fewer or shorter prompts per call, or a smaller max_new_tokens",
     )
