@@ -15,12 +15,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.attention import context, dispatch
-from tessera.attention.contract import AttentionSpec, KeyValues
+from tessera.attention.contract import AttentionSpec, KeyValues, Selection
 from tessera.attention.selection import select_tiles
 from tessera.deviceless.hlo import collectives
 
-TILE, QUERY_TILE, HEAD_DIM = 16, 16, 16
-LENGTHS = {"budget": 0.3, "minimum": 32}
+TILE, QUERY_TILE, HEAD_DIM, BATCH = 16, 16, 16, 2
 
 
 def positions(q_start, kv_len, q_len):
@@ -73,10 +72,10 @@ def study(heads: int, parts: int, kv_heads: int, groups: int, chunks: int, softc
     mesh = Mesh(devices, ("heads", "context"))
     keys = jax.random.split(jax.random.key(parts), 3)
     counts = kv_heads * groups, kv_heads, kv_heads
-    q, k, v = (jax.random.normal(key, (2, total, n, HEAD_DIM)) for key, n in zip(keys, counts))
+    q, k, v = (jax.random.normal(key, (BATCH, total, n, HEAD_DIM)) for key, n in zip(keys, counts))
     spec = AttentionSpec(tile=TILE, query_tile=QUERY_TILE, softcap=softcap)
     striped = replace(spec, stripe=width)
-    empty = np.full((2, kv_heads, total, HEAD_DIM), np.nan, np.float32)
+    empty = np.full((BATCH, kv_heads, total, HEAD_DIM), np.nan, np.float32)
     errors, found = {"prefill": [], "decode": []}, {}
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, P(None, "heads", "context"))
@@ -84,7 +83,7 @@ def study(heads: int, parts: int, kv_heads: int, groups: int, chunks: int, softc
     lengths = total, total - chunk // 2 - 7  # the second sequence ends within a stripe
     for start in range(0, total, chunk):
         q_len = np.clip(np.array(lengths) - start, 0, chunk)
-        where = positions([start] * 2, np.where(q_len > 0, start + q_len, 0), q_len)
+        where = positions([start] * BATCH, np.where(q_len > 0, start + q_len, 0), q_len)
         rows = slice(start, start + chunk)
         kv = KeyValues.of(k.at[:, start + chunk :].set(jnp.nan), v.at[:, start + chunk :].set(jnp.nan))
         want = whole_step(q[:, rows], kv, where, spec)
@@ -105,6 +104,40 @@ def study(heads: int, parts: int, kv_heads: int, groups: int, chunks: int, softc
     return found
 
 
+def traffic(heads: int, parts: int) -> dict:
+    """Count the bytes that a dense and a sparse call send, for two lengths of the cache, and decode's collectives."""
+    mesh = Mesh(np.array(jax.devices()[: heads * parts]).reshape(heads, parts), ("heads", "context"))
+    width, counts = 2 * QUERY_TILE, (2 * heads, heads, heads)
+    spec = AttentionSpec(tile=TILE, query_tile=QUERY_TILE, stripe=width)
+    found = {}
+
+    def program(q, k, v, where, selection):
+        return dispatch.attend(q, KeyValues(k, v), spec, **where, selection=selection).out
+
+    def compiled(rows: int, num_keys: int, capacity: int | None) -> str:
+        def array(shape, dtype, *split):
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*split)))
+
+        split = "context" if rows > 1 else None
+        q = array((BATCH, rows, counts[0], HEAD_DIM), jnp.float32, None, split, "heads")
+        k, v = [array((BATCH, heads, num_keys, HEAD_DIM), jnp.float32, None, "heads", "context")] * 2
+        where = {name: array((BATCH,), jnp.int32) for name in ("q_start", "kv_len", "q_len")}
+        lists = (BATCH, heads, -(-rows // QUERY_TILE))
+        selection = capacity and Selection(
+            array((*lists, capacity), jnp.int32, None, "heads"), array(lists, jnp.int32, None, "heads")
+        )
+        with jax.set_mesh(mesh):
+            return jax.jit(program).lower(q, k, v, where, selection).compile().as_text()
+
+    for name, rows, capacity in (("dense", width * parts, None), ("sparse", width * parts, 4), ("decode", 1, None)):
+        for chunks in (2, 32):
+            sent = [(c.opcode, c.bytes) for c in collectives(compiled(rows, chunks * width * parts, capacity))]
+            found[f"{name} {chunks}"] = sorted(sent)
+    return found
+
+
 if __name__ == "__main__":
+    jax.config.update("jax_disable_most_optimizations", True)  # as conftest does: every program runs a few times
+    print(json.dumps(traffic(2, 4)), flush=True)
     for case in json.loads(sys.argv[1]):
         print(json.dumps(study(**case)), flush=True)
