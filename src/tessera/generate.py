@@ -12,18 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Float
 
 from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
 from tessera.core.memory import require
+from tessera.core.mesh import build, check, local_devices, mesh_of, num_parts, parse
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
-from tessera.models.weights import num_parameters
+from tessera.models.weights import abstract_params, device_bytes, num_parameters, split_sizes
 from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Engine
@@ -96,8 +98,10 @@ class Model:
             check_tokens(row, self.config, f"tokens_BT[{index}]")
         batch, length = tokens.shape
         size = capacity_bucket(length)
-        num_bytes = 4 * batch * size * self.config.vocab_size
-        require(num_bytes, self.device, f"logits of {batch} x {size} tokens", "score fewer tokens per call")
+        num_bytes = 4 * batch * size * self.config.vocab_size // num_parts(mesh_of(self.params))
+        require(
+            num_bytes, local_devices(self.params), f"logits of {batch} x {size} tokens", "score fewer tokens per call"
+        )
         padded = np.zeros((batch, size), np.int32)
         padded[:, :length] = tokens
         lengths = np.full(batch, length, np.int32)
@@ -201,7 +205,7 @@ class Model:
                     progress(f"{policy.name} attention, {size} keys, batch {batch}")
                 count += self.session(policy, batch=batch, num_keys=size).warm()
             shortest = size + 1
-        return count + warm_choices([values.method], batch, self.config.vocab_size)
+        return count + warm_choices([values.method], batch, self.config.vocab_size, mesh_of(self.params))
 
     def with_attention(self, attention: str, plan: Plan | str | os.PathLike | None = None, **options: Any) -> "Model":
         """Return this model under another attention policy; `options` set fields of the policy, e.g. fraction=0.05."""
@@ -223,11 +227,6 @@ class Model:
         """Return `given` unless it is None, else the value in generation_config.json, else `otherwise`."""
         found = self.generation_config.max_new_tokens if given is None else given
         return otherwise if found is None else found
-
-    @property
-    def device(self) -> jax.Device:
-        """Device that holds the weights."""
-        return next(iter(self.params.embed.devices()))
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Encode the prompts as token lists; raise ValueError if one is empty or exceeds vocabulary or context."""
@@ -273,6 +272,7 @@ def load(
     dtype: str | None = None,
     attention: str = "dense",
     plan: Plan | str | os.PathLike | None = None,
+    mesh: str | int | None = None,
 ) -> Model:
     """Load a model from a Hugging Face folder, a GGUF file or a hub id.
 
@@ -282,6 +282,9 @@ def load(
         dtype: "float32" or "bfloat16"; None or "auto" keeps the checkpoint's dtype.
         attention: "dense", "kascade", "window" or "oracle".
         plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
+        mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". Weights, cache
+            and logits are split by KV heads, feed-forward columns and vocabulary, so "heads" must divide each of them.
+            A number takes gcd(KV heads, devices) for heads. None runs on one device.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
@@ -299,15 +302,19 @@ def load(
     policy = policy_for(attention, config, plan)
     if compiles_without_chip() and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
-    num_bytes = num_parameters(config) * jnp.dtype(config.dtype).itemsize
+    on = None if mesh is None else mesh_for(config, mesh)
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {config.dtype},"
-    require(num_bytes, jax.devices()[0], what, "take a smaller model, or bfloat16")
+    if on is None:
+        num_bytes, devices = num_parameters(config) * jnp.dtype(config.dtype).itemsize, jax.devices()[:1]
+    else:
+        num_bytes, devices = device_bytes(abstract_params(config, on)), on.local_devices
+    require(num_bytes, devices, what, "take a smaller model, more devices, or bfloat16")
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():
         logger.info("%s", warning)
     enable_cache()
-    params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False)
+    params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False, mesh=on)
     if plan is not None:
         plan.check(config, fingerprint(params, config))
         logger.info("%s", promise_line(plan))
@@ -320,6 +327,13 @@ def load(
         source=str(source),
         generation_config=generation_config,
     )
+
+
+def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:
+    """Return the mesh that shares a model of this config; raise ValueError if the model or this machine cannot."""
+    shape = parse(mesh, config.num_kv_heads)
+    check(shape, split_sizes(config), len(jax.devices()))
+    return build(shape)
 
 
 def save(model: Model, folder: str | os.PathLike) -> None:

@@ -10,8 +10,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from tessera.attention.contract import AttentionOut, Shapes
-
-AXIS = "heads"
+from tessera.core.mesh import HEADS as AXIS
 
 
 def num_parts() -> int:

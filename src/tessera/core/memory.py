@@ -1,5 +1,6 @@
 """Check that arrays fit in a device's free memory, before anything is read or compiled."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -16,12 +17,22 @@ def available_bytes(device: jax.Device) -> int | None:
     return min(bounds, default=None)
 
 
-def require(num_bytes: int, device: jax.Device, what: str, way_out: str) -> None:
-    """Raise MemoryError if `what` needs more bytes than the device has free; the error ends with `way_out`."""
-    free = available_bytes(device)
-    if free is not None and num_bytes > free:
+def require(num_bytes: int, devices: Sequence[jax.Device], what: str, way_out: str) -> None:
+    """Raise MemoryError if `what` needs more bytes on each of these devices than they have; see `way_out`.
+
+    Args:
+        num_bytes: bytes on each device.
+        devices: devices of this process. Devices of a CPU share the host's memory.
+        what: subject of the error's sentence.
+        way_out: end of the error's sentence, an advice.
+    """
+    share = len(devices) if devices[0].platform == "cpu" else 1
+    free = min((room for device in devices if (room := available_bytes(device)) is not None), default=None)
+    if free is not None and share * num_bytes > free:
+        each = f"{format_bytes(num_bytes)} on each of {len(devices)} devices" if len(devices) > 1 else ""
         raise MemoryError(
-            f"{what} needs {format_bytes(num_bytes)} but {format_bytes(free)} are free on {device.platform}: {way_out}"
+            f"{what} needs {each or format_bytes(num_bytes)} but {format_bytes(free)} are free on "
+            f"{devices[0].platform}{' in total' if share > 1 else ''}: {way_out}"
         )
 
 

@@ -5,16 +5,14 @@ mesh; the cache and attention are split by KV head (`attention/parallel.py`). XL
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
-from math import prod
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tessera.attention import tuned
@@ -22,12 +20,12 @@ from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.attention.dispatch import choose
 from tessera.attention.parallel import AXIS
 from tessera.attention.selection import capacity_for
+from tessera.core.mesh import MeshShape, build
 from tessera.models.cache import Cache
 from tessera.models.checkpoint import read_config
 from tessera.models.config import ModelConfig, Rope
 from tessera.models.decoder import forward, logits
-from tessera.models.layers import Layer, Params
-from tessera.models.weights import EMBED, HEAD, Weight, layer_weights, outer_weights, shape_of
+from tessera.models.weights import abstract_params, device_bytes
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
@@ -53,9 +51,6 @@ MODELS = MappingProxyType(
 
 ANCHORS = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
 """Anchor layers of the Kascade paper. A step's cost depends on their number, not on which layers they are."""
-
-SPLIT_AXES = frozenset({"heads", "kv_heads", "mlp"})
-"""Logical axes of a layer's weights that the mesh divides."""
 
 
 def config_of(model: str) -> ModelConfig:
@@ -87,21 +82,6 @@ def policy_of(
     )
 
 
-def abstract_params(config: ModelConfig, mesh: Mesh) -> Params:
-    """Return stacked weights as shapes with shardings; of the outer weights, only the unembedding is split, by
-    vocabulary."""
-
-    def place(weight: Weight, split: frozenset[str], *lead: int) -> jax.ShapeDtypeStruct:
-        spec = P(*(None for _ in lead), *(AXIS if axis in split else None for axis in weight.axes))
-        shape = (*lead, *shape_of(weight, config))
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype), sharding=NamedSharding(mesh, spec))
-
-    layer = Layer(**{w.name: place(w, SPLIT_AXES, config.num_layers) for w in layer_weights(config)})
-    unembed = EMBED if config.tie_embeddings else HEAD
-    outer = {w.name: place(w, frozenset({"vocab"} if w is unembed else ())) for w in outer_weights(config)}
-    return Params(layers=layer, **outer)
-
-
 def model_step(
     model: str,
     *,
@@ -120,7 +100,7 @@ def model_step(
     The step donates the cache, as the engine does, and returns the new cache and the last row's logits.
     """
     config = config_of(model)
-    mesh = Mesh(np.array(devices), (AXIS,))
+    mesh = build(MeshShape(len(devices), 1), devices)
     policy = policy_of(model, config, attention=attention, tile=tile, query_tile=query_tile, fraction=fraction)
     rows = 1 if phase == "decode" else queries
 
@@ -146,7 +126,7 @@ def model_step(
     params = abstract_params(config, mesh)
     shape = Shapes(batch, rows, length, config.num_heads // len(devices), config.num_kv_heads // len(devices),
                    config.head_dim, None, config.dtype)  # fmt: skip
-    about = {"roles": roles(policy, config), "weight_bytes": weight_bytes(params, len(devices))}
+    about = {"roles": roles(policy, config), "weight_bytes": device_bytes(params)}
     about["calls"] = {role: attention_figures(role, policy, config, shape) for role in about["roles"]}
     return function, (params, cache, tokens, positions), about
 
@@ -172,13 +152,3 @@ def roles(policy: Policy, config: ModelConfig) -> Mapping[str, int]:
     """Count the layers of each attention role."""
     found = policy.roles() if isinstance(policy, Kascade) else ("dense",) * config.num_layers
     return {role: found.count(role) for role in ("dense", "score", "sparse") if role in found}
-
-
-def weight_bytes(params: Params, parts: int) -> int:
-    """Sum the bytes of the weights on one device."""
-    total = 0
-    for f in fields(Params):
-        for leaf in jax.tree.leaves(getattr(params, f.name)):
-            split = AXIS in jax.tree.leaves(tuple(leaf.sharding.spec))
-            total += prod(leaf.shape) * leaf.dtype.itemsize // (parts if split else 1)
-    return total

@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from tessera.core.mesh import keep
 from tessera.models.config import ModelConfig
 
 
@@ -25,6 +26,12 @@ def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLi
         return Cache(jnp.zeros((config.num_layers, *shape), dtype), jnp.zeros((config.num_layers, *shape), dtype))
     layers = range(config.num_layers)
     return Cache(tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers))
+
+
+def keep_split(cache: Cache) -> Cache:
+    """Fix, inside a program, that the devices of a mesh share the cache by KV heads."""
+    stacked = not isinstance(cache.k, tuple)
+    return keep(cache, *((None, None) if stacked else (None,)), "kv_heads")
 
 
 def append(

@@ -1,7 +1,7 @@
 """Load Hugging Face folders and GGUF files tensor by tensor; save folders atomically.
 
 Loading first checks a model from its headers only (files, sizes, names, shapes, dtypes), then reads the weights one
-tensor at a time, so peak host memory is the model plus one tensor.
+tensor at a time, so peak host memory is the model plus one tensor; on a mesh, what this process's devices hold of it.
 """
 
 import dataclasses
@@ -10,25 +10,29 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from math import prod
+from operator import getitem
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
+from tessera.core.mesh import keep, mesh_of, program, sharding
 from tessera.models.config import ModelConfig, stable_repr
 from tessera.models.families import parse_config, render_config
 from tessera.models.fetch import MODELS, fetched
-from tessera.models.gguf_file import GgufTensor, read_gguf, read_gguf_tensor
+from tessera.models.gguf_file import GgufTensor, read_gguf, read_gguf_rows
 from tessera.models.gguf_model import gguf_config, gguf_tensors
 from tessera.models.gguf_tokenizer import gguf_tokenizer
 from tessera.models.layers import Layer, Params
+from tessera.models.parts import load_weight
 from tessera.models.tensor_file import (
     INDEX,
     SHARD_PATTERN,
@@ -37,7 +41,7 @@ from tessera.models.tensor_file import (
     check_stored,
     map_blocks,
     read_index,
-    read_tensor,
+    read_rows,
     write_file,
 )
 from tessera.models.tokenizer import FILES as TOKENIZER_FILES
@@ -47,6 +51,7 @@ from tessera.models.weights import (
     FINAL_NORM,
     HEAD,
     LAYER,
+    Weight,
     expected_shapes,
     layer_name,
     layer_weights,
@@ -138,7 +143,14 @@ def read_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
     return gguf_tokenizer(read_gguf(folder)) if folder.is_file() else load_tokenizer(folder)
 
 
-def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = None, stacked: bool = False) -> Params:
+def load_params(
+    folder: str | os.PathLike,
+    config: ModelConfig,
+    *,
+    dtype: Any = None,
+    stacked: bool = False,
+    mesh: Mesh | None = None,
+) -> Params:
     """Load the weights of a folder or of a GGUF file.
 
     Args:
@@ -147,38 +159,41 @@ def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = 
         dtype: dtype of the weights in memory, float32 or bfloat16; None is config.dtype.
         stacked: return the layers as one Layer with a leading axis L, for lax.scan; else as a tuple of Layer. A tuple
             is better on CPU, where a scan copies every layer's weights and cache and compiles no faster.
+        mesh: devices that share the weights (`core.mesh.RULES`); each process reads only what its devices hold. None
+            loads everything on the default device.
 
     Raises:
-        ValueError: a file is missing or truncated; a tensor is missing, unexpected or of the wrong shape or dtype; or a
-            weight is not finite.
+        ValueError: a file is missing or truncated; a tensor is missing, unexpected or of the wrong shape or dtype; a
+            weight is not finite; or a file was replaced while it was read.
     """
     dtype = np.dtype(dtype or config.dtype)
     if dtype not in (np.float32, ml_dtypes.bfloat16):
         raise ValueError(f"dtype={dtype.name!r} must be float32 or bfloat16")
     folder = Path(folder)
+    before = _identities(folder)
     stored: Mapping[str, Stored | GgufTensor]
     if folder.is_file():
-        stored, read = gguf_tensors(read_gguf(folder), config), read_gguf_tensor
+        stored, read = gguf_tensors(read_gguf(folder), config), read_gguf_rows
     else:
-        stored, read = read_index(folder), read_tensor
+        stored, read = read_index(folder), read_rows
     _check_tensors(stored, config, folder)
     if config.tie_embeddings and HEAD.stored in stored:
         _check_tied(stored[EMBED.stored], stored[HEAD.stored])
 
-    def load(*names: str, lead: tuple[int, ...] = ()) -> jax.Array:
-        shape = stored[names[0]].shape
-        out = _aligned_empty((len(names), *shape), dtype)
-        for name, row in zip(names, out):
-            read(name, stored[name], row)
-        return jax.device_put(out.reshape(*lead, *shape))
+    def load(weight: Weight, *names: str, lead: tuple[int, ...] = ()) -> jax.Array:
+        placed = None if mesh is None else sharding(mesh, (*(None for _ in lead), *weight.axes))
+        return load_weight(read, {name: stored[name] for name in names}, lead, dtype, placed)
 
     def load_layers(*indices: int, lead: tuple[int, ...] = ()) -> Layer:
-        named = {w.name: [layer_name(index, w) for index in indices] for w in layer_weights(config)}
-        return Layer(**{field: load(*names, lead=lead) for field, names in named.items()})
+        weights = layer_weights(config)
+        return Layer(**{w.name: load(w, *(layer_name(index, w) for index in indices), lead=lead) for w in weights})
 
     count = config.num_layers
     layers = load_layers(*range(count), lead=(count,)) if stacked else tuple(load_layers(i) for i in range(count))
-    return Params(layers=layers, **{weight.name: load(weight.stored) for weight in outer_weights(config)})
+    outer = {weight.name: load(weight, weight.stored) for weight in outer_weights(config)}
+    if changed := [path for path, was in _identities(folder).items() if before.get(path) != was]:
+        raise ValueError(f"{changed[0]} was replaced while it was being read: load the model again")
+    return Params(layers=layers, **outer)
 
 
 def save_folder(
@@ -240,14 +255,22 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
 
     The id is a SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16.
     """
-    digest = hashlib.sha256()
+    digest, take = hashlib.sha256(), getitem if mesh_of(params) is None else take_split
     digest.update(stable_repr(dataclasses.replace(config, dtype="", eos_ids=(), bos_id=None)).encode())
     for name, (array, row) in sorted(_tensors(params).items()):
-        flat = (array if row is None else array[row]).reshape(-1)
-        picked = flat[np.linspace(0, flat.shape[0] - 1, 64).astype(np.int32)].astype(jnp.bfloat16)
+        shape = _shape((array, row))
+        flat = np.linspace(0, prod(shape) - 1, 64).astype(np.int64)
+        at = tuple(place.astype(np.int32) for place in np.unravel_index(flat, shape))
+        picked = take(array, at if row is None else (np.full(64, row, np.int32), *at))
         digest.update(name.encode())
-        digest.update(np.asarray(picked).view(np.uint16).tobytes())
+        digest.update(np.asarray(picked).astype(ml_dtypes.bfloat16).view(np.uint16).tobytes())
     return digest.hexdigest()[:16]
+
+
+@program()
+def take_split(array: jax.Array, at: tuple[np.ndarray, ...]) -> jax.Array:
+    """Return elements of an array that a mesh splits, on every device; reshaping the array would gather it."""
+    return keep(array[at])
 
 
 def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:
@@ -284,12 +307,10 @@ def _check_tied(embed: Stored, head: Stored) -> None:
         )
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Allocate an array aligned to 64 bytes: on CPU, device_put then uses it in place, without a second copy."""
-    num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(num_bytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + num_bytes].view(dtype).reshape(shape)
+def _identities(source: Path) -> dict[Path, tuple[int, int, int]]:
+    """Return size, time of change and inode of each file that may hold weights."""
+    files = [source] if source.is_file() else sorted((*source.glob("*.safetensors"), *source.glob(INDEX)))
+    return {path: (stat.st_size, stat.st_mtime_ns, stat.st_ino) for path in files for stat in [path.stat()]}
 
 
 def _tensors(params: Params) -> dict[str, Tensor]:

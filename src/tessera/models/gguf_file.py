@@ -212,27 +212,35 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
 
 
 def read_gguf_tensor(name: str, tensor: GgufTensor, out: np.ndarray) -> np.ndarray:
-    """Dequantise one tensor block by block into `out`, of the tensor's shape, and convert the values to its dtype.
+    """Dequantise one tensor into `out`, of the tensor's shape, and convert the values to its dtype; see
+    `read_gguf_rows`."""
+    rows = out.reshape(tensor.shape[0], -1)
+    for where, values in read_gguf_rows(name, tensor, range(rows.shape[0]), range(rows.shape[1])):
+        rows[where] = values
+    return out
 
-    Where llama.cpp interleaved the rows of a head (rows 2 i and 2 i + 1 rotate together), this restores Hugging Face's
-    order (rows i and i + H / 2 rotate together).
+
+def read_gguf_rows(
+    name: str, tensor: GgufTensor, rows: range, columns: range
+) -> Iterator[tuple[slice | np.ndarray, np.ndarray]]:
+    """Yield blocks of a tensor's dequantised rows: which rows, and their values [rows, columns] as float32.
+
+    A vector has one column. Only the quantised blocks that hold the columns are dequantised. Where llama.cpp
+    interleaved the rows of a head (rows 2 i and 2 i + 1 rotate together), the row numbers are those of Hugging Face's
+    order (rows i and i + H / 2 rotate together); `rows` must then hold whole heads.
 
     Raises:
         ValueError: the file was cut short after its header was read, or a value is NaN or infinite.
     """
-    rows = out.reshape(-1, tensor.shape[-1])
     order = None if tensor.heads is None else order_of_rows(tensor.shape[0], tensor.heads)
-    done = 0
-    for values in _blocks(name, tensor):
-        count = values.shape[0]
-        if order is None:
-            rows[done : done + count] = values
-        elif out.ndim == 1:  # a bias is one row
-            out[order] = values[0]
-        else:
-            rows[order[done : done + count]] = values
-        done += count
-    return out
+    if len(tensor.shape) == 1:  # stored as one row
+        for _, values in _blocks(name, tensor, range(1), range(tensor.shape[0])):
+            yield slice(0, tensor.shape[0]) if order is None else order, values.reshape(-1, 1)
+        return
+    if order is not None and set(order[rows.start : rows.stop]) != set(rows):
+        raise ValueError(f"rows {rows.start} to {rows.stop} of {name} must hold whole heads")
+    for block, values in _blocks(name, tensor, rows, columns):
+        yield block if order is None else order[block], values
 
 
 def order_of_rows(count: int, heads: int) -> np.ndarray:
@@ -240,27 +248,28 @@ def order_of_rows(count: int, heads: int) -> np.ndarray:
     return np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
-def _blocks(name: str, tensor: GgufTensor) -> Iterator[np.ndarray]:
-    """Yield the tensor's dequantised rows, several at a time, as float32 [rows, tensor.shape[-1]]."""
+def _blocks(name: str, tensor: GgufTensor, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield the dequantised values of some of the file's rows and columns, several rows at a time, as float32."""
     import gguf  # the import takes half a second, and reading a header does not need it
 
     kind = gguf.GGMLQuantizationType[tensor.layout.name]
-    width = tensor.shape[-1]
-    num_rows = _count(tensor.shape) // width
-    step = max(BLOCK_VALUES // width, 1)
-    row_bytes = width * tensor.layout.num_bytes // tensor.layout.values
+    unit, unit_bytes, width = tensor.layout.values, tensor.layout.num_bytes, tensor.shape[-1]
+    first, end = columns.start // unit, -(-columns.stop // unit)  # quantised blocks of a row
+    cut = slice(columns.start - first * unit, columns.stop - first * unit)
+    step, row_bytes = max(BLOCK_VALUES // width, 1), width // unit * unit_bytes
     with open(tensor.path, "rb") as file:
-        file.seek(tensor.offset)
-        for start in range(0, num_rows, step):
-            count = min(step, num_rows - start)
+        file.seek(tensor.offset + rows.start * row_bytes)
+        for start in range(rows.start, rows.stop, step):
+            count = min(step, rows.stop - start)
             raw = np.fromfile(file, np.uint8, count * row_bytes)
             if raw.size != count * row_bytes:
                 raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
+            raw = raw.reshape(count, row_bytes)[:, first * unit_bytes : end * unit_bytes]
             with np.errstate(all="ignore"):  # infinite scales are refused below
-                values = gguf.dequantize(raw.reshape(1, -1), kind).reshape(count, width)
+                values = gguf.dequantize(np.ascontiguousarray(raw).reshape(1, -1), kind).reshape(count, -1)[:, cut]
             if not np.isfinite(values).all():
                 raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
-            yield values
+            yield slice(start, start + count), values
 
 
 def _read_tensor_table(header: _Header, count: int, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from tessera.attention.parallel import num_parts
 from tessera.models.config import Rope
 
 FEW_ROWS = 4
@@ -93,6 +94,9 @@ def _few_rows(x: Array, weight: Array) -> Array:
         return _dot(jnp.pad(x, ((0, FEW_ROWS - count), (0, 0))), weight)[:count]
     if count == 1:
         return _dot(x[0], weight)[None]
+
+    if num_parts() > 1:  # the blocks below would cut across the devices' parts, and XLA would gather the matrix
+        return _dot(x, weight)
 
     def each_row(block: Array) -> Array:
         return jax.lax.map(lambda row: _dot(row, block), x)  # a loop: unrolled, it compiles longer and runs no faster

@@ -160,20 +160,28 @@ def map_blocks(tensor: Stored) -> Iterator[np.ndarray]:
         yield flat[start : start + step]
 
 
-def read_tensor(name: str, tensor: Stored, out: np.ndarray) -> np.ndarray:
-    """Read one tensor into `out`, converting the values to out's dtype.
+def read_rows(name: str, tensor: Stored, rows: range, columns: range) -> Iterator[tuple[slice, np.ndarray]]:
+    """Yield blocks of a tensor's rows: which rows, and their values [rows, columns] in the file's dtype.
+
+    A vector has one column.
 
     Raises:
-        ValueError: a value is NaN or infinite.
+        ValueError: a value in these rows and columns is NaN or infinite, or the file was cut short since it was opened.
     """
-    flat, done = out.reshape(-1), 0
+    dtype, width = DTYPES[tensor.dtype], prod(tensor.shape[1:])
     bits, exponent = EXPONENTS[tensor.dtype]
-    for block in map_blocks(tensor):
-        if np.any((block.view(bits) & exponent) == exponent):
-            raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
-        flat[done : done + block.shape[0]] = block
-        done += block.shape[0]
-    return out
+    step = max(BLOCK_BYTES // (width * dtype.itemsize), 1)
+    with open(tensor.path, "rb") as file:
+        file.seek(tensor.offset + rows.start * width * dtype.itemsize)
+        for start in range(rows.start, rows.stop, step):
+            count = min(step, rows.stop - start)
+            flat = np.fromfile(file, bits, count * width)  # a copy: an array must not change when the file does
+            if flat.size != count * width:
+                raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
+            block = flat.reshape(count, width)[:, columns.start : columns.stop]
+            if np.any((block & exponent) == exponent):
+                raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
+            yield slice(start, start + count), block.view(dtype)
 
 
 def write_file(path: Path, specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]], arrays: Iterator[np.ndarray]) -> None:

@@ -3,14 +3,17 @@
 Initialisation, loading, saving, sharding and the parameter count all use this table.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from tessera.core import mesh
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params
 
@@ -122,6 +125,39 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for index in range(config.num_layers):
         shapes |= {layer_name(index, weight): shape for weight, shape in layer.items()}
     return shapes
+
+
+def split_sizes(config: ModelConfig) -> Mapping[str, int]:
+    """Return the sizes that a mesh splits. It splits q, k and v by whole KV heads, each with its query heads."""
+    return {
+        "num_kv_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def abstract_params(config: ModelConfig, on: Mesh, *, dtype: DTypeLike | None = None, stacked: bool = True) -> Params:
+    """Return the weights as shapes with their shardings on a mesh; `dtype` None is config.dtype."""
+    dtype = jnp.dtype(dtype or config.dtype)
+
+    def place(weight: Weight, lead: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
+        where = mesh.sharding(on, (*(None for _ in lead), *weight.axes))
+        return jax.ShapeDtypeStruct((*lead, *shape_of(weight, config)), dtype, sharding=where)
+
+    def layer(lead: tuple[int, ...] = ()) -> Layer:
+        return Layer(**{weight.name: place(weight, lead) for weight in layer_weights(config)})
+
+    layers = layer((config.num_layers,)) if stacked else tuple(layer() for _ in range(config.num_layers))
+    return Params(layers=layers, **{weight.name: place(weight) for weight in outer_weights(config)})
+
+
+def device_bytes(params: Params) -> int:
+    """Return the bytes of weights, real or abstract, that one device of their mesh holds."""
+
+    def held(leaf: Array | jax.ShapeDtypeStruct) -> int:
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(map(held, jax.tree.leaves(params)))
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -16,11 +16,12 @@ from operator import or_
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Float, Int32
 
+from tessera.core.mesh import keep, program, put
 from tessera.runtime.requests import End, Event, Failure, Held, Ticket, Token
 from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose, seen_tokens
 from tessera.runtime.step import Prefill, Session, explain_not_finite, require_room
@@ -30,10 +31,10 @@ NEUTRAL = Sampling()
 """Sampling parameters of a row without a request."""
 
 
-@jax.jit
+@program()
 def set_row(array: Array, new: Array, row: Int32[Array, ""]) -> Array:
     """Return the array with one row replaced by the only row of `new`; steps in flight still read the old array."""
-    return array.at[row].set(new[0])
+    return keep(array.at[row].set(new[0]))
 
 
 class Joining(NamedTuple):
@@ -68,7 +69,7 @@ class Lane:
         self._pending: deque[Pending] = deque()
         self._due = 0
         self._failed: list[Event] = []
-        self._token, self._seen = np.zeros(session.batch, np.int32), None
+        self._token, self._seen = put(np.zeros(session.batch, np.int32), session.mesh), None
 
     @property
     def busy(self) -> bool:
@@ -117,17 +118,18 @@ class Lane:
         With `joins`, include the programs of requests that join while others decode.
         """
         self._kept = [()] * self.session.batch
-        methods, vocab_size = tuple(methods), self.session.config.vocab_size
-        count = self.session.warm() + warm_choices(methods, self.session.batch, vocab_size)
+        methods, vocab_size, mesh = tuple(methods), self.session.config.vocab_size, self.session.mesh
+        count = self.session.warm() + warm_choices(methods, self.session.batch, vocab_size, mesh)
         if not joins or self.session.batch == 1:
             return count
         part, row = self.session.row(0), np.int32(0)
-        count += part.warm(decode=False) + warm_choices(methods, 1, vocab_size)
+        count += part.warm(decode=False) + warm_choices(methods, 1, vocab_size, mesh)
         self.session.put(0, part)
         arrays = [np.zeros(self.session.batch, np.int32)]
         if any(method.penalised for method in methods):
             arrays.append(np.zeros((self.session.batch, vocab_size), bool))
-        jax.block_until_ready([self.session.cache, *(set_row(array, array[:1], row) for array in arrays)])
+        placed = [(put(array, mesh), put(array[:1], mesh)) for array in arrays]
+        jax.block_until_ready([self.session.cache, *(set_row(array, part, row) for array, part in placed)])
         return count + 2 + len(arrays)
 
     def _release(self) -> None:
@@ -165,7 +167,7 @@ class Lane:
         self._joining = None
         prompts = [ticket.request.prompt for ticket in tickets]
         penalised = any(ticket.request.sampling.method.penalised for ticket in tickets)
-        seen = seen_tokens(prompts, self.session.config.vocab_size) if penalised else None
+        seen = put(seen_tokens(prompts, self.session.config.vocab_size), self.session.mesh) if penalised else None
         choice = pick(run.scores(), seen, tickets)
         if run.session is self.session:
             self._token, self._seen = choice.token, choice.seen
@@ -180,7 +182,7 @@ class Lane:
         self._token = set_row(self._token, choice.token, np.int32(row))
         if choice.seen is not None:
             shape = (self.session.batch, self.session.config.vocab_size)
-            seen = np.zeros(shape, bool) if self._seen is None else self._seen
+            seen = put(np.zeros(shape, bool), self.session.mesh) if self._seen is None else self._seen
             self._seen = set_row(seen, choice.seen, np.int32(row))
 
     def _start(self) -> Joining | None:
@@ -264,9 +266,10 @@ def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Tick
     return choose(scores, seen if method.penalised else None, seeds, steps, values, method=method)
 
 
-def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int) -> int:
+def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int, mesh: Mesh | None = None) -> int:
     """Run the sampling program of every method once; return the number of programs."""
-    scores, seen = jnp.zeros((batch, vocab_size), jnp.float32), np.zeros((batch, vocab_size), bool)
+    scores = put(np.zeros((batch, vocab_size), np.float32), mesh, None, "vocab")
+    seen = put(np.zeros((batch, vocab_size), bool), mesh)
     values = Values(*(np.full(batch, value) for value in NEUTRAL.values(vocab_size)))
     seeds, steps = np.zeros(batch, np.uint32), np.zeros(batch, np.int32)
     done = [choose(scores, seen if m.penalised else None, seeds, steps, values, method=m) for m in methods]

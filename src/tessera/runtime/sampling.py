@@ -6,7 +6,6 @@ logits / temperature. All ties at the threshold are kept (transformers drops som
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import isfinite
 from types import MappingProxyType
 from typing import NamedTuple
@@ -16,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Bool, Float, Int32, UInt32
+
+from tessera.core.mesh import keep, program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +109,7 @@ class Choice(NamedTuple):
     seen: Bool[Array, "B V"] | None
 
 
-@partial(jax.jit, static_argnames="method")
+@program(static_argnames="method")
 def choose(
     logits_BV: Float[Array, "B V"],
     seen_BV: Bool[Array, "B V"] | None,
@@ -123,6 +124,7 @@ def choose(
     Sequences with different sampling parameters run in one call. `method` holds every step that any of them needs; for
     a sequence that does not need a step, values that switch it off (such as temperature 0) leave its token unchanged.
     """
+    logits_BV = keep(logits_BV)  # gathered once: sorting a split vocabulary would gather it again and again
     z_BV = distribution(logits_BV, seen_BV, values, method=method)
     token_B = jnp.argmax(z_BV, axis=-1).astype(jnp.int32)
     if method.draw:
@@ -135,7 +137,7 @@ def choose(
     logprob_B = chosen - jax.nn.logsumexp(logits_BV, axis=-1)
     if method.penalised:
         seen_BV = seen_BV.at[jnp.arange(token_B.shape[0]), token_B].set(True)
-    return Choice(token_B, logprob_B, seen_BV)
+    return keep(Choice(token_B, logprob_B, seen_BV))
 
 
 def distribution(

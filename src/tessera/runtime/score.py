@@ -20,12 +20,14 @@ from jaxtyping import Bool, Float, Float32, Int32
 
 from tessera.attention.contract import Positions
 from tessera.core import interrupt
+from tessera.core.mesh import keep, mesh_of, program
 from tessera.core.shapes import round_up
-from tessera.models.cache import Cache, init_cache
+from tessera.models.cache import Cache, keep_split
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
 from tessera.runtime.compilation import CHUNK_UNIT
+from tessera.runtime.step import allocate
 from tessera.sparse.contract import Policy
 
 CHUNK = 512
@@ -56,7 +58,7 @@ class Chunk(NamedTuple):
     notes: Any
 
 
-@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
+@program(static_argnames=("config", "policy"), donate_argnames="cache")
 def run_chunk(
     params: Params,
     cache: Cache,
@@ -70,7 +72,9 @@ def run_chunk(
 ) -> tuple[Float[Array, "1 T D"], Cache, Any]:
     """Run the first `q_len` of T rows, from position `q_start`; return hidden states, cache and the policy's notes."""
     positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
-    return forward(params, tokens_BT, cache, positions, config=config, policy=make_policy(policy, array))
+    policy = make_policy(policy, array)
+    hidden, cache, notes = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
+    return keep(hidden), keep_split(cache), notes
 
 
 def make_policy(policy: PolicyOf, array: Any) -> Policy:
@@ -95,7 +99,10 @@ class Run:
         self.rows = round_up(min(CHUNK, round_up(num_keys, CHUNK_UNIT)), query_tile)
         params, stacked = model.params, not isinstance(model.params.layers, tuple)
         size = round_up(num_keys, self.rows)
-        self.cache = init_cache(model.config, 1, size, dtype=params.embed.dtype, stacked=stacked)
+        dtype = str(params.embed.dtype)
+        self.cache = allocate(
+            mesh_of(params), config=model.config, batch=1, num_keys=size, dtype=dtype, stacked=stacked
+        )
 
     def call(self, tokens: Any, start: int, rows: int) -> Chunk:
         """Run tokens, padded to `rows` rows, from position `start` on, which is a multiple of the query tile."""
@@ -162,19 +169,19 @@ class Compared(NamedTuple):
     same: Bool[np.ndarray, "rows"]
 
 
-@jax.jit
+@program()
 def _score_block(params, hidden, targets):
     logp = jax.nn.log_softmax(logits(params, hidden).astype(jnp.float32))
-    return Scored(-jnp.take_along_axis(logp, targets[:, None], -1)[:, 0], logp.argmax(-1) == targets)
+    return keep(Scored(-jnp.take_along_axis(logp, targets[:, None], -1)[:, 0], logp.argmax(-1) == targets))
 
 
-@jax.jit
+@program()
 def _compare_block(params, dense, ours, targets):
     pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, ours)]
     kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
     losses = [-jnp.take_along_axis(x, targets[:, None], -1)[:, 0] for x in pair]
     best = [x.argmax(-1) for x in pair]
-    return Compared(kl, *losses, *(x == targets for x in best), best[0] == best[1])
+    return keep(Compared(kl, *losses, *(x == targets for x in best), best[0] == best[1]))
 
 
 def score_rows(model: Any, hidden: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> Scored:

@@ -8,19 +8,20 @@ activations; both are linear in length.
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int32
 
 from tessera.attention.contract import Positions
 from tessera.core import interrupt
 from tessera.core.memory import require
+from tessera.core.mesh import keep, local_devices, mesh_of, num_parts, program, put
 from tessera.core.shapes import round_up
-from tessera.models.cache import Cache, init_cache
+from tessera.models.cache import Cache, init_cache, keep_split
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
@@ -31,13 +32,13 @@ CHUNK = 1024
 """Maximum rows of one prefill call in generation. `score.CHUNK` is the limit for text that is scored."""
 
 
-@partial(jax.jit, static_argnames=("config", "batch", "num_keys", "dtype", "stacked"))
-def allocate(*, config: ModelConfig, batch: int, num_keys: int, dtype: str, stacked: bool) -> Cache:
-    """Allocate an empty cache."""
-    return init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked)
+@program(static_argnums=0, static_argnames=("config", "batch", "num_keys", "dtype", "stacked"))
+def allocate(mesh: Mesh | None, *, config: ModelConfig, batch: int, num_keys: int, dtype: str, stacked: bool) -> Cache:
+    """Allocate an empty cache; the devices of a mesh share it by KV heads, and none ever holds all of it."""
+    return keep_split(init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked))
 
 
-@partial(jax.jit, static_argnames="num_keys")
+@program(static_argnames="num_keys")
 def enlarge(cache: Cache, *, num_keys: int) -> Cache:
     """Copy a cache into one with room for `num_keys` keys."""
 
@@ -46,10 +47,10 @@ def enlarge(cache: Cache, *, num_keys: int) -> Cache:
         widths[-2] = (0, num_keys - x.shape[-2])
         return jnp.pad(x, widths)
 
-    return jax.tree.map(pad, cache)
+    return keep_split(jax.tree.map(pad, cache))
 
 
-@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
+@program(static_argnames=("config", "policy"), donate_argnames="cache")
 def prefill_chunk(
     params: Params,
     cache: Cache,
@@ -70,16 +71,17 @@ def prefill_chunk(
     hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
     row = jnp.maximum(q_len_B - 1, 0)[:, None, None]
     picked = jnp.take_along_axis(hidden, row, axis=1)[:, 0]
-    return cache, jnp.where((q_len_B > 0)[:, None], picked, last_BD), policy.reads(state)
+    last_BD = jnp.where((q_len_B > 0)[:, None], picked, last_BD)
+    return keep_split(cache), *keep((last_BD, policy.reads(state)))
 
 
-@jax.jit
+@program()
 def read_head(params: Params, last_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
     """Compute next-token logits after a prefill."""
-    return logits(params, last_BD)
+    return keep(logits(params, last_BD), None, "vocab")
 
 
-@partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
+@program(static_argnames=("config", "policy"), donate_argnames="cache")
 def decode_token(
     params: Params,
     cache: Cache,
@@ -96,10 +98,11 @@ def decode_token(
     """
     positions = Positions(position_B, jnp.where(alive_B, position_B + 1, 0), alive_B.astype(jnp.int32))
     hidden, cache, state = forward(params, token_B[:, None], cache, positions, config=config, policy=policy)
-    return cache, logits(params, hidden[:, 0]), policy.reads(state)
+    scores = keep(logits(params, hidden[:, 0]), None, "vocab")
+    return keep_split(cache), scores, keep(policy.reads(state))
 
 
-@partial(jax.jit, static_argnames=("config", "policy"))
+@program(static_argnames=("config", "policy"))
 def score_tokens(
     params: Params,
     tokens_BT: Int32[Array, "B T"],
@@ -113,23 +116,24 @@ def score_tokens(
     hidden, _, _ = forward(params, tokens_BT, None, positions, config=config, policy=policy)
     out = logits(params, hidden)
     padding = jnp.arange(tokens_BT.shape[1]) >= q_len_B[:, None]
-    return out, jnp.all(jnp.isfinite(out) | padding[..., None])
+    finite = jnp.all(jnp.isfinite(out) | padding[..., None])
+    return keep(out, None, None, "vocab"), keep(finite)
 
 
-@jax.jit
+@program()
 def take_row(cache: Cache, row: Int32[Array, ""]) -> Cache:
     """Copy one sequence out of a cache."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=x.ndim - 4), cache)
+    return keep_split(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=x.ndim - 4), cache))
 
 
-@partial(jax.jit, donate_argnames="cache")
+@program(donate_argnames="cache")
 def put_row(cache: Cache, part: Cache, row: Int32[Array, ""]) -> Cache:
     """Write a cache of one sequence into one row of a larger one."""
 
     def write(x: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=x.ndim - 4)
 
-    return jax.tree.map(write, cache, part)
+    return keep_split(jax.tree.map(write, cache, part))
 
 
 class Session:
@@ -146,12 +150,12 @@ class Session:
         sizes: Sequence[int] | None = None,
     ):
         self.params, self.config, self.policy, self.batch = params, config, policy, batch
-        self.dtype = str(params.embed.dtype)
+        self.dtype, self.mesh = str(params.embed.dtype), mesh_of(params)
         self.stacked = not isinstance(params.layers, tuple)
         self.sizes = chunk_sizes(policy.query_tile, CHUNK) if sizes is None else tuple(sizes)
         self.num_keys = self.bucket(num_keys)
         self.cache = allocate(
-            config=config, batch=batch, num_keys=self.num_keys, dtype=self.dtype, stacked=self.stacked
+            self.mesh, config=config, batch=batch, num_keys=self.num_keys, dtype=self.dtype, stacked=self.stacked
         )
 
     def reserve(self, num_keys: int) -> None:
@@ -214,6 +218,10 @@ class Session:
         )
         return out, [] if reads is None else [reads]
 
+    def no_rows(self) -> Float[Array, "B D"]:
+        """Return the hidden states that a prefill starts with: zeros, on every device."""
+        return put(np.zeros((self.batch, self.config.hidden_size), self.dtype), self.mesh)
+
     def warm(self, *, decode: bool = True) -> int:
         """Run every program for this cache size once, on empty sequences; return their number.
 
@@ -221,7 +229,7 @@ class Session:
         `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
         """
         no_rows = np.zeros(self.batch, np.int32)
-        last = np.zeros((self.batch, self.config.hidden_size), self.dtype)
+        last = self.no_rows()
         sizes = [size for size in self.sizes if size <= self.num_keys]
         for size in sizes:
             last, _ = self.chunk(last, np.zeros((self.batch, size), np.int32), 0, no_rows)
@@ -251,7 +259,7 @@ class Prefill:
         self._rows = np.zeros((session.batch, longest + session.sizes[0]), np.int32)
         for row, prompt in zip(self._rows, prompts):
             row[: len(prompt)] = prompt
-        self._last = np.zeros((session.batch, session.config.hidden_size), session.dtype)
+        self._last = session.no_rows()
         self._chunks = deque((start + offset, size) for offset, size in cut_chunks(longest - start, session.sizes))
 
     @property
@@ -285,21 +293,22 @@ def cache_bytes(config: ModelConfig, batch: int, num_keys: int, itemsize: int) -
     return per_key * capacity_bucket(num_keys)
 
 
-def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int) -> int:
+def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int, parts: int = 1) -> int:
     """Estimate the bytes of one prefill chunk's activations: residual, projections, both halves of the MLP, and their
-    float32 copies."""
+    float32 copies; on each of the `parts` devices that share the heads."""
     rows = batch * min(num_tokens, CHUNK)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    width = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
+    width = 4 * config.hidden_size + (2 * heads + 3 * config.intermediate_size) // parts
     return rows * width * (itemsize + 4)
 
 
 def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int) -> None:
-    """Raise MemoryError unless a cache of `num_keys` keys and one chunk of a prompt of `num_tokens` fit."""
-    itemsize = params.embed.dtype.itemsize
+    """Raise MemoryError unless a cache of `num_keys` keys and a chunk of a prompt of `num_tokens` fit every device."""
+    itemsize, parts = params.embed.dtype.itemsize, num_parts(mesh_of(params))
+    cache = cache_bytes(config, batch, num_keys, itemsize) // parts
     require(
-        cache_bytes(config, batch, num_keys, itemsize) + chunk_bytes(config, batch, num_tokens, itemsize),
-        next(iter(params.embed.devices())),
+        cache + chunk_bytes(config, batch, num_tokens, itemsize, parts),
+        local_devices(params),
         f"a cache for {batch} sequences of {num_keys} tokens",
         "pass fewer or shorter prompts per call, or a smaller max_new_tokens",
     )

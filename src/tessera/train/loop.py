@@ -323,7 +323,7 @@ def check_room(recipe: Recipe) -> None:
     for stage in recipe.stages:
         num_bytes = 4 * stage.batch // stage.accumulate * stage.length * recipe.config.vocab_size
         what = f"the scores of a batch of {stage.batch:,} x {stage.length:,} tokens"
-        require(num_bytes, jax.devices()[0], what, "take a smaller batch or length")
+        require(num_bytes, jax.devices()[:1], what, "take a smaller batch or length")
 
 
 def run_step(state: State, corpus: data.Split, recipe: Recipe, step: int) -> tuple[State, dict[str, Any]]:

@@ -1,0 +1,158 @@
+"""The devices that share one model: a mesh with the axes "heads" and "context", and what it splits.
+
+Weights, cache and logits carry a mesh in their shardings, so nothing else has to name it. `program` enters the mesh of
+a call's arguments; inside, `keep` fixes where a result lies. Without a mesh, both do nothing.
+"""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from math import gcd
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+HEADS, CONTEXT = "heads", "context"
+AXES = (HEADS, CONTEXT)
+
+RULES: Mapping[str, str] = MappingProxyType({"vocab": HEADS, "heads": HEADS, "kv_heads": HEADS, "mlp": HEADS})
+"""Mesh axis that splits a logical axis; the other logical axes are whole on every device."""
+
+
+class MeshShape(NamedTuple):
+    """Number of devices along each axis."""
+
+    heads: int
+    context: int
+
+
+def parse(text: str | int, num_kv_heads: int) -> MeshShape:
+    """Read the shape of a mesh: "4x2" gives heads and context; "8" gives heads = gcd(num_kv_heads, 8), context = rest.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", str(text))
+    if not found:
+        raise ValueError(f"mesh={str(text)!r:.40} must be a number of devices, like 8, or heads x context, like 4x2")
+    first, context = int(found[1]), found[2]
+    if context is not None:
+        return MeshShape(first, int(context))
+    heads = gcd(num_kv_heads, first)
+    return MeshShape(heads, first // heads)
+
+
+def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int) -> None:
+    """Raise ValueError unless the mesh can share a model among `num_devices` devices.
+
+    Args:
+        shape: the mesh.
+        sizes: the model's sizes by name; the "heads" axis splits each of them, so it must divide each.
+        num_devices: devices that are present.
+    """
+    fits = [n for n in range(1, num_devices + 1) if not any(size % n for size in sizes.values())]
+    way_out = f"pass mesh={fits[-1]}x1" if fits[-1] > 1 else "load it without a mesh"
+    named = f"mesh={shape.heads}x{shape.context} (heads x context)"
+    if shape.heads * shape.context > num_devices:
+        raise ValueError(
+            f"{named} needs {shape.heads * shape.context} devices and {num_devices} are present: {way_out}"
+        )
+    for name, size in sizes.items():
+        if size % shape.heads:
+            raise ValueError(f"{named} cannot split {name}={size} into {shape.heads} equal parts: {way_out}")
+    if shape.context > 1:
+        raise ValueError(f"{named} splits the context, which is not supported yet: {way_out}")
+
+
+def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
+    """Return a mesh over the first devices; None takes those of this machine, or of all processes."""
+    devices = jax.devices() if devices is None else devices
+    count = shape.heads * shape.context
+    return Mesh(np.array(devices[:count]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def spec(axes: Sequence[str | None]) -> P:
+    """Return how an array with these logical axes is split."""
+    split = [RULES.get(axis) for axis in axes]
+    while split and split[-1] is None:  # P("heads", None) and P("heads") differ in JAX, and JAX returns the short one
+        split.pop()
+    return P(*split)
+
+
+def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    """Return where an array with these logical axes lies on a mesh."""
+    return NamedSharding(mesh, spec(axes))
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """Return the mesh that the first array of a pytree lies on; None if it lies on one device."""
+    for leaf in jax.tree.leaves(tree):
+        placed = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+        return placed.mesh if isinstance(placed, NamedSharding) else None
+    return None
+
+
+def num_parts(mesh: Mesh | None) -> int:
+    """Count the devices that share the heads."""
+    return 1 if mesh is None else mesh.shape[HEADS]
+
+
+def local_devices(tree: Any) -> list[jax.Device]:
+    """Return the devices of this process that hold the first array of a pytree."""
+    return sorted(jax.tree.leaves(tree)[0].sharding.addressable_devices, key=lambda device: device.id)
+
+
+class Program:
+    """A function compiled by jax.jit with `options`, and called in the mesh of its first argument.
+
+    That argument is a pytree of arrays, or, if it is static, a Mesh or None.
+    """
+
+    def __init__(self, function: Callable, **options: Any):
+        functools.update_wrapper(self, function)
+        self._compiled = jax.jit(function, **options)
+
+    def __call__(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+        with entered(first if isinstance(first, Mesh) else mesh_of(first)):
+            return self._compiled(first, *args, **kwargs)
+
+    def lower(self, first: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lower the program for these arguments, as jax.jit's `lower` does."""
+        with entered(first if isinstance(first, Mesh) else mesh_of(first)):
+            return self._compiled.lower(first, *args, **kwargs)
+
+    def _cache_size(self) -> int:
+        return self._compiled._cache_size()
+
+
+def program(**options: Any) -> Callable[[Callable], Program]:
+    """Make a function a `Program`."""
+    return lambda function: Program(function, **options)
+
+
+def entered(mesh: Mesh | None) -> AbstractContextManager:
+    """Return a context in which JAX traces for this mesh; for None, one that changes nothing."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def keep(tree: Any, *axes: str | None) -> Any:
+    """Fix where a program's results lie: split by their logical axes, or whole everywhere without `axes`."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec(axes)), tree)
+
+
+def put(x: np.ndarray, mesh: Mesh | None, *axes: str | None) -> np.ndarray | jax.Array:
+    """Put a host array on a mesh, split as `keep` splits it; without a mesh, return it.
+
+    A program compiles separately for a host array and for one on the mesh, so a loop that feeds a program its own
+    result starts with this. Every process must hold the same values.
+    """
+    if mesh is None:
+        return x
+    return jax.make_array_from_callback(x.shape, sharding(mesh, axes), lambda index: x[index])

@@ -1,0 +1,88 @@
+"""Read a weight as the parts that this process's devices hold, in one pass over its file.
+
+The reader of a file format yields rows of a tensor, checked for NaN and infinity. Each block of rows is copied to every
+part that it belongs to, so a file is read and dequantised once, whatever the number of devices, and host memory holds
+the process's parts plus one block.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+Rows = Iterator[tuple[slice | np.ndarray, np.ndarray]]
+"""Blocks of a tensor: which rows, as a slice or as an array of row numbers, and their values [rows, columns]."""
+
+Reader = Callable[[str, Any, range, range], Rows]
+"""Reads rows and columns of a tensor, given its name and its place in a file. A vector has one column."""
+
+Box = tuple[int, int, int, int]
+"""First row, end of rows, first column, end of columns."""
+
+
+def load_weight(
+    read: Reader, tensors: Mapping[str, Any], lead: tuple[int, ...], dtype: np.dtype, placed: NamedSharding | None
+) -> jax.Array:
+    """Load one weight: a tensor, or with `lead` = (L,) the stack of L tensors of one shape.
+
+    Args:
+        read: reader of the file's format.
+        tensors: place of each tensor by name.
+        lead: () or (L,).
+        dtype: dtype of the result.
+        placed: where the result lies; each process reads only what its devices hold. None: on the default device.
+
+    Raises:
+        ValueError: a value that this process reads is NaN or infinite, or the file ends early.
+    """
+    shape = next(iter(tensors.values())).shape
+    whole = (*lead, *shape)
+    everything = {None: (slice(None),) * len(whole)}
+    indices = (everything if placed is None else placed.addressable_devices_indices_map(whole)).values()
+    boxes = {box_of(index[len(lead) :], shape) for index in indices}
+    parts = {box: _aligned_empty((len(tensors), box[1] - box[0], box[3] - box[2]), dtype) for box in boxes}
+    rows = range(min(box[0] for box in boxes), max(box[1] for box in boxes))
+    columns = range(min(box[2] for box in boxes), max(box[3] for box in boxes))
+    for layer, (name, tensor) in enumerate(tensors.items()):
+        for where, values in read(name, tensor, rows, columns):
+            for box, part in parts.items():
+                _copy(where, values[:, box[2] - columns.start : box[3] - columns.start], box, part[layer])
+    if placed is None:
+        [part] = parts.values()
+        return jax.device_put(part.reshape(whole))
+
+    def held(index: tuple[slice, ...]) -> np.ndarray:
+        part = parts[box_of(index[len(lead) :], shape)]
+        return part.reshape(*lead, *part.shape[1 : 1 + len(shape)])
+
+    return jax.make_array_from_callback(whole, placed, held)
+
+
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """Return the rows and columns that an index of a tensor's shape selects; a vector has one column."""
+    bounds = [part.indices(size)[:2] for part, size in zip(index, shape)]
+    first, second = (*bounds, (0, 1))[:2]
+    return *first, *second
+
+
+def _copy(where: slice | np.ndarray, values: np.ndarray, box: Box, out: np.ndarray) -> None:
+    """Copy the rows that belong to a part."""
+    first, end = box[:2]
+    if isinstance(where, slice):
+        start, stop = max(where.start, first), min(where.stop, end)
+        if start < stop:
+            out[start - first : stop - first] = values[start - where.start : stop - where.start]
+    else:
+        mine = (where >= first) & (where < end)
+        out[where[mine] - first] = values[mine]
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Allocate an array aligned to 64 bytes: on CPU, JAX then uses it in place, without a second copy."""
+    num_bytes = prod(shape) * dtype.itemsize
+    raw = np.empty(num_bytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + num_bytes].view(dtype).reshape(shape)
