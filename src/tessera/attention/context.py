@@ -32,8 +32,7 @@ from jaxtyping import Float, Int32
 
 from tessera.attention import parallel
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection
-
-AXIS = "context"
+from tessera.core.mesh import CONTEXT as AXIS
 
 Run = Callable[[Array, KeyValues, AttentionSpec, Positions, Selection | None], AttentionOut]
 """run(q, kv, spec, positions, selection): one attention call on one device, as `dispatch` chooses its kernel."""
@@ -128,7 +127,7 @@ def check(num_rows: int, kv: KeyValues, spec: AttentionSpec, stripes: Stripes, *
         raise ValueError(f"keys dealt over {AXIS}={parts} must be contiguous in the queries' dtype, got {layout} keys")
     if num_rows not in (1, stripes.chunk):
         raise ValueError(
-            f"a call with {num_rows} rows must have 1 or {stripes.chunk}: one stripe of {width} on each of {parts} devices"
+            f"a call of {num_rows} rows must have 1 or {stripes.chunk}: a stripe of {width} on each of {parts} devices"
         )
     if kv.k.shape[2] % stripes.chunk:
         raise ValueError(f"num_keys={kv.k.shape[2]} must be a multiple of {stripes.chunk}, {parts} stripes of {width}")
@@ -237,6 +236,54 @@ def _decode_positions(kv: KeyValues, positions: Positions, spec: AttentionSpec, 
     end = jnp.minimum(positions.kv_len, positions.q_start + 1) if spec.causal else positions.kv_len
     filled = stripes.held(jnp.maximum(end, 0), jax.lax.axis_index(AXIS))
     return Positions(jnp.full_like(filled, kv.k.shape[2]), filled, positions.q_len)
+
+
+def tile_masses(
+    estimate: Callable[[Array, Array, Positions], Float[Array, "B K I J"]],
+    q_BTNH: Float[Array, "B T N H"],
+    k_BKSH: Float[Array, "B K S H"],
+    spec: AttentionSpec,
+    positions: Positions,
+) -> Float[Array, "B K I J"]:
+    """Compute the masses by which a layer selects tiles, from its dealt keys alone.
+
+    In prefill, each device runs estimate(q, k, positions) for its own rows on keys gathered in order of position. In
+    decode, it scores its own keys exactly, one by one, and the devices exchange one maximum and one sum.
+    """
+    stripes = Stripes(spec.stripe, num_parts())
+    decode = q_BTNH.shape[1] == 1
+    check(q_BTNH.shape[1], KeyValues(k_BKSH, k_BKSH), replace(spec, mass=True), stripes, sparse=False)
+    heads = parallel.AXIS if parallel.num_parts() > 1 else None
+
+    def own_rows(q, k, positions):
+        first = jax.lax.axis_index(AXIS) * stripes.width
+        q_len = jnp.clip(positions.q_len - first, 0, stripes.width)
+        whole = stripes.gather(jax.lax.all_gather(k, AXIS, axis=2, tiled=True), 2)
+        return estimate(q, whole, Positions(positions.q_start + first, positions.kv_len, q_len))
+
+    def one_row(q, k, positions):
+        batch, num_kv_heads, num_slots, head_dim = k.shape
+        rows = q.reshape(batch, num_kv_heads, -1, head_dim)
+        scale = head_dim**-0.5 if spec.scale is None else spec.scale
+        z = scale * jnp.einsum("bkgh,bksh->bkgs", rows, k, preferred_element_type=jnp.float32)
+        z = z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
+        own = _decode_positions(KeyValues(k, k), positions, spec, stripes)
+        filled = jnp.where(positions.q_len > 0, own.kv_len, 0)
+        z = jnp.where(jnp.arange(num_slots) < filled[:, None, None, None], z, -jnp.inf)
+        top = jax.lax.pmax(z.max(-1, keepdims=True), AXIS)
+        e = jnp.exp(z - jnp.where(jnp.isneginf(top), 0.0, top))
+        total = jax.lax.psum(e.sum(-1, keepdims=True), AXIS)
+        mass = (e / jnp.where(total > 0, total, 1.0)).sum(2)
+        return mass.reshape(batch, num_kv_heads, 1, -1, 1, stripes.width // spec.tile, spec.tile).sum(-1)
+
+    rows = P(None, None, heads) if decode else P(None, AXIS, heads)
+    mass = jax.shard_map(
+        one_row if decode else own_rows,
+        in_specs=(rows, P(None, heads, AXIS), P()),
+        out_specs=P(None, heads, None, None, AXIS) if decode else P(None, heads, AXIS),
+        check_vma=False,
+    )(q_BTNH, k_BKSH, positions)
+    return mass.reshape(*mass.shape[:3], -1)
 
 
 def _take_stripe(x: Float[Array, "B K S H"], slot: Int32[Array, "B"], width: int) -> Float[Array, "B K w H"]:

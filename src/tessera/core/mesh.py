@@ -20,7 +20,9 @@ from jax.sharding import PartitionSpec as P
 HEADS, CONTEXT = "heads", "context"
 AXES = (HEADS, CONTEXT)
 
-RULES: Mapping[str, str] = MappingProxyType({"vocab": HEADS, "heads": HEADS, "kv_heads": HEADS, "mlp": HEADS})
+RULES: Mapping[str, str] = MappingProxyType(
+    {"vocab": HEADS, "heads": HEADS, "kv_heads": HEADS, "mlp": HEADS, "rows": CONTEXT, "slots": CONTEXT}
+)
 """Mesh axis that splits a logical axis; the other logical axes are whole on every device."""
 
 
@@ -65,8 +67,6 @@ def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int) -> None:
     for name, size in sizes.items():
         if size % shape.heads:
             raise ValueError(f"{named} cannot split {name}={size} into {shape.heads} equal parts: {way_out}")
-    if shape.context > 1:
-        raise ValueError(f"{named} splits the context, which is not supported yet: {way_out}")
 
 
 def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
@@ -95,6 +95,11 @@ def mesh_of(tree: Any) -> Mesh | None:
         placed = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
         return placed.mesh if isinstance(placed, NamedSharding) else None
     return None
+
+
+def num_stripes(mesh: Mesh | None) -> int:
+    """Count the devices that share each sequence's keys, in stripes (`attention.context`)."""
+    return 1 if mesh is None else mesh.shape[CONTEXT]
 
 
 def num_parts(mesh: Mesh | None) -> int:

@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Shapes
+from tessera.core.mesh import keep
 from tessera.models.cache import Cache, append
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params, linear, matmul, mlp, rms_norm, rope_tables, rotate
@@ -23,6 +24,7 @@ def forward(
     config: ModelConfig,
     policy: Policy,
     remat: bool = False,
+    stripe: int | None = None,
 ) -> tuple[Float[Array, "B T D"], Cache | None, Any]:
     """Run all layers over T new tokens per sequence.
 
@@ -35,12 +37,14 @@ def forward(
         config: the decoder's config; static under jit.
         policy: computes the attention of every layer; static under jit.
         remat: recompute each layer in the backward pass instead of storing it.
+        stripe: positions per stripe of a cache that is dealt over the mesh axis "context" (`attention.context`), whose
+            devices then share the rows, too; None if the cache is in order of position.
 
     Returns:
         hidden states after the final norm, the updated cache, the policy's final state.
     """
     batch, num_queries = tokens_BT.shape
-    spec = AttentionSpec(window=config.window)
+    spec = AttentionSpec(window=config.window, stripe=stripe)
     position_BT = positions.q_start[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
     tables = rope_tables(config.rope, config.head_dim, position_BT)
     x = params.embed[tokens_BT]
@@ -52,11 +56,13 @@ def forward(
     state = policy.init_state(config.num_layers, shapes, spec)
 
     def block(index, x, layer: Layer, cache, state):
+        if stripe is not None and num_queries > 1:
+            x = keep(x, None, "rows")
         h = rms_norm(x, layer.attn_norm, config.norm_eps)
         q, k, v = project(h, layer, tables, config)
         if cache is not None:  # one layer's cache, or all layers' stacked
             at = () if unrolled else (index,)
-            cache = Cache(*(append(held, new, positions.q_start, at) for held, new in zip(cache, (k, v))))
+            cache = Cache(*(append(held, new, positions.q_start, at, stripe) for held, new in zip(cache, (k, v))))
             kv = KeyValues(*(held[at] for held in cache))
         else:
             kv = KeyValues.of(k, v)
