@@ -1,23 +1,34 @@
-"""Attention over a cache dealt over a mesh, against one device that holds the keys in order; run by test_context.py.
+"""A cache dealt over the mesh axis "context", against one device that holds the keys in order of position.
 
-It runs in a child process with 8 devices on the CPU, and prints one JSON line of findings per mesh.
+    python context_subjects.py '[[name, subject, arguments], ...]'
+
+prints one JSON line per subject: its name and what it found, or how it failed. runtime/test_context.py runs it in one
+child process with eight devices on the CPU, because JAX fixes the number of devices once per process.
 """
 
 import json
 import sys
+import traceback
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiny import CONFIG, save_tiny
 
 from tessera.attention import context, dispatch
 from tessera.attention.contract import AttentionSpec, KeyValues, Selection
 from tessera.attention.selection import select_tiles
+from tessera.core.mesh import mesh_of, num_stripes
 from tessera.deviceless.hlo import collectives
+from tessera.generate import load
+from tessera.runtime.step import Session
+from tessera.sparse.baselines import Dense
+from tessera.sparse.kascade import Kascade
 
 TILE, QUERY_TILE, HEAD_DIM, BATCH = 16, 16, 16, 2
 
@@ -64,10 +75,10 @@ def worst(errors) -> dict[str, float]:
     return {name: max(e[name] for e in errors) for name in errors[0]}
 
 
-def study(heads: int, parts: int, kv_heads: int, groups: int, chunks: int, softcap: float | None) -> dict:
+def study(heads: int, parts: int, kv_heads: int, groups: int, softcap: float | None) -> dict:
     """Fill a cache chunk by chunk, then decode at several lengths; compare every call with one device."""
     width = QUERY_TILE * 2
-    chunk, total = width * parts, width * parts * chunks
+    chunk, total = width * parts, 3 * width * parts
     devices = np.array(jax.devices()[: heads * parts]).reshape(heads, parts)
     mesh = Mesh(devices, ("heads", "context"))
     keys = jax.random.split(jax.random.key(parts), 3)
@@ -100,7 +111,7 @@ def study(heads: int, parts: int, kv_heads: int, groups: int, chunks: int, softc
             got, cache = dealt_step(*one, cache, where, striped)
         errors["decode"].append(compare(got, want))
     found["errors"] = {phase: worst(each) for phase, each in errors.items()}
-    found["bytes per device"] = cache[0].addressable_shards[0].data.nbytes / cache[0].nbytes
+    found["share"] = cache[0].addressable_shards[0].data.nbytes / cache[0].nbytes
     return found
 
 
@@ -136,8 +147,71 @@ def traffic(heads: int, parts: int) -> dict:
     return found
 
 
+def generation(kv_heads: int, mesh: str, attention: str, folder: str) -> dict:
+    """Compare prefill and greedy decoding of a model on a mesh with one device's, over caches full of NaN."""
+    config = replace(CONFIG, num_layers=2, num_heads=2 * kv_heads, num_kv_heads=kv_heads, tie_embeddings=False)
+    path = Path(folder) / f"kv{kv_heads}"
+    if not path.exists():
+        save_tiny(path, config, plan=False)
+    heads = tuple(range(kv_heads))
+    remap = Kascade(anchors=(0,), head_map=(heads, heads[::-1]), tile=16, query_tile=32, fraction=0.3, minimum=16)
+    own = {"own": (0, 1), "anchors": (), "budgets": ((0.2,) * kv_heads, (0.0, *(0.4,) * (kv_heads - 1)))}
+    policy = {"dense": Dense(), "remap": remap, "pooled": replace(remap, heads="pooled"), "own": replace(remap, **own)}
+    found, error = {}, {}
+    for shape in (None, mesh):
+        model = load(path, mesh=shape)
+        parts = num_stripes(mesh_of(model.params))
+        session = Session(model.params, config, policy[attention], batch=2, num_keys=300, sizes=(256,))
+        nan = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), session.cache)
+        session.cache = nan
+        error["share"] = session.cache.k[0].addressable_shards[0].data.nbytes / session.cache.k[0].nbytes
+        prompts = [[(7 * i) % 250 for i in range(n)] for n in (300, 170)]
+        scores, reads = session.prefill(prompts)
+        steps, tokens = [np.asarray(scores)], []
+        session.reserve(600)
+        for step in range(3):
+            tokens.append(steps[-1].argmax(-1).astype(np.int32))
+            at = np.array([len(prompt) for prompt in prompts], np.int32) + step
+            scores, more = session.decode(tokens[-1], at, np.ones(2, bool))
+            steps.append(np.asarray(scores))
+            reads = reads + more
+        found[shape] = np.stack(steps), tokens, [np.asarray(x) for each in reads for x in each]
+    (want, want_tokens, want_reads), (got, got_tokens, got_reads) = found[None], found[mesh]
+    error |= {"finite": float(np.isfinite(want).all()), "logits": float(np.abs(want - got).max())}
+    error["tokens"] = float((np.array(want_tokens) != np.array(got_tokens)).sum())
+    error["reads"] = float(max(np.abs(a - b).max() for a, b in zip(want_reads, got_reads)))
+    return error | {"parts": parts}
+
+
+def refusals() -> dict[str, str]:
+    """Return the error of each call that a dealt cache cannot serve."""
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("heads", "context"))
+    q, k = jnp.zeros((1, 64, 2, HEAD_DIM)), jnp.zeros((1, 2, 128, HEAD_DIM))
+    plain = AttentionSpec(tile=16, query_tile=16, stripe=16)
+    cases = {
+        "window": (q, k, replace(plain, window=32)),
+        "rows": (q[:, :32], k, plain),
+        "keys": (q, k[:, :, :96], plain),
+        "tile": (q, k, replace(plain, tile=32, mass=True)),
+        "query_tile": (q, k, replace(plain, query_tile=32, mass=True)),
+    }
+    found = {}
+    for name, (q, k, spec) in cases.items():
+        try:
+            with jax.set_mesh(mesh):
+                jax.eval_shape(partial(dispatch.attend, spec=spec), q, KeyValues(k, k))
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+SUBJECTS = {"study": study, "traffic": traffic, "generation": generation, "refusals": refusals}
+
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)  # as conftest does: every program runs a few times
-    print(json.dumps(traffic(2, 4)), flush=True)
-    for case in json.loads(sys.argv[1]):
-        print(json.dumps(study(**case)), flush=True)
+    for name, subject, arguments in json.loads(sys.argv[1]):
+        try:
+            found = {"found": SUBJECTS[subject](**arguments)}
+        except Exception:
+            found = {"failed": traceback.format_exc()}
+        print(json.dumps({"name": name, **found}), flush=True)
