@@ -332,12 +332,7 @@ def load(
 def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:
     """Return the mesh that shares a model of this config; raise ValueError if the model or this machine cannot."""
     shape = parse(mesh, config.num_kv_heads)
-    check(shape, split_sizes(config), len(jax.devices()))
-    if shape.context > 1 and config.window is not None:
-        raise ValueError(
-            f"mesh={shape.heads}x{shape.context} (heads x context) cannot share a model with a sliding window "
-            f"(window={config.window}), which bounds the keys that a row sees: pass mesh={shape.heads}x1"
-        )
+    check(shape, split_sizes(config), len(jax.devices()), config.window)
     return build(shape)
 
 

@@ -47,6 +47,8 @@ class ModelFlags:
     """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
     dtype: Dtype = "auto"
     """Dtype of weights and cache; auto is the checkpoint's own."""
+    mesh: Omittable[str] = None
+    """Devices that share the model: a number, such as 8, or heads x context, such as 4x1; one device if not given."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -56,7 +58,7 @@ class ModelFlags:
 
         if self.plan is not None and self.attention != "kascade":
             raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
-        return load(named_model(self.model), dtype=self.dtype, attention=self.attention, plan=self.plan)
+        return load(named_model(self.model), dtype=self.dtype, attention=self.attention, plan=self.plan, mesh=self.mesh)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ FLAGS = MappingProxyType(
         **dict.fromkeys(("-c", "--ctx-size", "--max-model-len", "--max-seq-len"), _CONTEXT),
         **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "--device", "--device-map"), _DEVICE),
         **dict.fromkeys(("-t", "--threads"), "JAX takes every core: drop it, or start the command under taskset"),
-        **dict.fromkeys(("-tp", "--tensor-parallel-size"), "a model runs on one device: drop it"),
+        **dict.fromkeys(("-tp", "--tensor-parallel-size"), "use --mesh"),
         **dict.fromkeys(("-b", "--batch-size", "-ub", "--ubatch-size", "--gpu-memory-utilization"), _MEMORY),
         **dict.fromkeys(("-fa", "--flash-attn", "--attn-implementation", "--attention-backend"), _KERNEL),
         **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"), _CACHE),

@@ -41,7 +41,7 @@ def parse(text: str | int, num_kv_heads: int) -> MeshShape:
     """
     found = re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", str(text))
     if not found:
-        raise ValueError(f"mesh={str(text)!r:.40} must be a number of devices, like 8, or heads x context, like 4x2")
+        raise ValueError(f"mesh {str(text)!r:.40} must be a number of devices, like 8, or heads x context, like 4x2")
     first, context = int(found[1]), found[2]
     if context is not None:
         return MeshShape(first, int(context))
@@ -49,24 +49,27 @@ def parse(text: str | int, num_kv_heads: int) -> MeshShape:
     return MeshShape(heads, first // heads)
 
 
-def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int) -> None:
+def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int, window: int | None = None) -> None:
     """Raise ValueError unless the mesh can share a model among `num_devices` devices.
 
     Args:
         shape: the mesh.
         sizes: the model's sizes by name; the "heads" axis splits each of them, so it must divide each.
         num_devices: devices that are present.
+        window: the model's sliding window in tokens, if any. Attention over a split context has none (`context`).
     """
-    fits = [n for n in range(1, num_devices + 1) if not any(size % n for size in sizes.values())]
-    way_out = f"pass mesh={fits[-1]}x1" if fits[-1] > 1 else "load it without a mesh"
-    named = f"mesh={shape.heads}x{shape.context} (heads x context)"
-    if shape.heads * shape.context > num_devices:
+    fits = max(n for n in range(1, num_devices + 1) if not any(size % n for size in sizes.values()))
+    way_out = f"use mesh {fits}x1" if fits > 1 else "leave out the mesh"
+    named, count = f"mesh {shape.heads}x{shape.context} (heads x context)", shape.heads * shape.context
+    if shape.context > 1 and window is not None:
         raise ValueError(
-            f"{named} needs {shape.heads * shape.context} devices and {num_devices} are present: {way_out}"
+            f"{named} cannot split the context of a model with a sliding window (window={window}): {way_out}"
         )
     for name, size in sizes.items():
         if size % shape.heads:
             raise ValueError(f"{named} cannot split {name}={size} into {shape.heads} equal parts: {way_out}")
+    if count > num_devices:
+        raise ValueError(f"{named} needs {count} devices, and JAX finds {num_devices}: {way_out}")
 
 
 def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:

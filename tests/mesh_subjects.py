@@ -1,0 +1,317 @@
+"""Checks of a model on a mesh of eight fake devices, run by runtime/test_mesh.py in one child process.
+
+    python mesh_subjects.py FOLDER [NAME ...]
+
+prints the name of each check that passed, and ends with the traceback of the first that fails. JAX fixes the number of
+devices once per process, so the tests cannot run these checks themselves.
+"""
+
+import gc
+import os
+import re
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+
+HEADS = 8  # KV heads of most checks
+CHECKS: dict[str, Callable[[Path], None]] = {}
+
+
+def check(function: Callable[[Path], None]) -> Callable[[Path], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def config_of(num_kv_heads: int, **changes):
+    from tiny import CONFIG
+
+    sizes = dict(num_layers=2, num_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads, tie_embeddings=False)
+    return replace(CONFIG, **sizes | changes)
+
+
+def policies(num_kv_heads: int) -> dict:
+    """Return dense, and Kascade with a head map that crosses devices; its second layer reuses the first's tiles."""
+    from tessera.sparse.baselines import Dense
+    from tessera.sparse.kascade import Kascade
+
+    head_map = (tuple(range(num_kv_heads)), tuple(reversed(range(num_kv_heads))))
+    remap = Kascade(anchors=(0,), head_map=head_map, tile=16, query_tile=16, fraction=0.3, minimum=16)
+    return {"dense": Dense(), "remap": remap, "pooled": replace(remap, heads="pooled")}
+
+
+def saved(folder: Path, config, name: str) -> Path:
+    from tiny import save_tiny
+
+    path = folder / name
+    return path if path.exists() else save_tiny(path, config, plan=False)
+
+
+def run(folder: Path, config, policy, mesh: str | None):
+    """Prefill two prompts in chunks over a cache full of NaN, decode greedily; return the logits of every step."""
+    import jax
+    import numpy as np
+
+    from tessera.generate import load
+    from tessera.runtime.step import Session
+
+    model = load(folder, mesh=mesh)
+    session = Session(model.params, config, policy, batch=2, num_keys=192, sizes=(64,))
+    session.cache = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), session.cache)
+    prompts = [list(range(3, 153)), list(range(40, 110))]
+    scores, _ = session.prefill(prompts)
+    found, lengths = [np.asarray(scores)], np.array([len(prompt) for prompt in prompts], np.int32)
+    for step in range(3):
+        scores, _ = session.decode(found[-1].argmax(-1).astype(np.int32), lengths + step, np.ones(2, bool))
+        found.append(np.asarray(scores))
+    return np.stack(found)
+
+
+@cache
+def runs(folder: Path, num_kv_heads: int, attention: str, mesh: str | None):
+    config = config_of(num_kv_heads)
+    return run(saved(folder, config, f"kv{num_kv_heads}"), config, policies(num_kv_heads)[attention], mesh)
+
+
+def check_same(folder: Path, num_kv_heads: int, attention: str, *meshes: str) -> None:
+    import numpy as np
+
+    expected = runs(folder, num_kv_heads, attention, None)
+    assert np.isfinite(expected).all()
+    for mesh in meshes:
+        found = runs(folder, num_kv_heads, attention, mesh)
+        assert (found.argmax(-1) == expected.argmax(-1)).all(), mesh
+        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0, err_msg=mesh)
+
+
+def compiled(name: str, num_partitions: int) -> str:
+    """Return the text of a program that ran on this many devices, as the compiler left it."""
+    import jax
+
+    texts = [module.to_string() for e in jax.devices()[0].client.live_executables() for module in e.hlo_modules()]
+    [text] = [x for x in texts if f"jit_{name}," in x and f"num_partitions={num_partitions}," in x]
+    return text
+
+
+def messages(text: str) -> list[tuple[str, str]]:
+    """Return kind and result type of each operation in which devices exchange data."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    found = re.findall(rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(", text)
+    return [(kind, result) for result, kind in found]
+
+
+@check
+def host_memory_is_the_model_and_one_tensor(folder: Path) -> None:
+    """First of the checks, because a compilation takes more memory than this model."""
+    import jax
+    import numpy as np
+
+    from tessera.models.checkpoint import load_params
+    from tessera.models.tensor_file import write_file
+    from tessera.models.weights import expected_shapes, num_parameters
+
+    config = config_of(HEADS, hidden_size=1024, intermediate_size=4096, num_layers=6, head_dim=16)
+    path = folder / "large"
+    path.mkdir()
+    shapes = expected_shapes(config)
+    largest = 4 * max(int(np.prod(shape)) for shape in shapes.values())
+    total = 4 * num_parameters(config)
+    assert total > 300e6 > 10 * largest
+    values = np.random.default_rng(0).normal(size=largest // 4).astype(np.float32)
+    specs = {name: (np.dtype(np.float32), shape) for name, shape in shapes.items()}
+    write_file(path / "model.safetensors", specs, (values[: int(np.prod(s))].reshape(s) for s in shapes.values()))
+    jax.block_until_ready(jax.numpy.zeros(8))
+    from tessera.core.mesh import MeshShape, build
+
+    mesh = build(MeshShape(8, 1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    params = load_params(path, config, mesh=mesh)
+    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert sum(shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards) >= total
+    assert grown < total + 2 * largest + (32 << 20), f"{grown=} {total=} {largest=}"
+    del params
+    gc.collect()
+
+
+@check
+def three_kv_heads_dense(folder: Path) -> None:
+    check_same(folder, 3, "dense", "3")
+
+
+@check
+def eight_kv_heads_kascade(folder: Path) -> None:
+    check_same(folder, 8, "remap", "8")
+
+
+@check
+def decode_sums_twice_a_layer_and_moves_no_table(folder: Path) -> None:
+    """One more sum looks up the embedding. Kascade's head map moves tile numbers of other devices' heads."""
+    for num_kv_heads, attention in ((3, "dense"), (8, "remap")):
+        config = config_of(num_kv_heads)
+        runs(folder, num_kv_heads, attention, str(num_kv_heads))
+        found = messages(compiled("decode_token", num_kv_heads))
+        sums = [result for kind, result in found if kind == "all-reduce"]
+        assert 0 < len(sums) <= 2 * config.num_layers + 1, found
+        assert all(result.startswith("s32") for kind, result in found if kind != "all-reduce"), found
+        shapes = [dims.split(",") for _, result in found for dims in re.findall(r"\[([\d,]+)\]", result)]
+        assert max(prod(map(int, dims)) for dims in shapes) <= 2 * config.hidden_size  # [B,D], not the table's [V,D]
+
+
+@check
+def nothing_is_whole_on_one_device(folder: Path) -> None:
+    """Weights but norms, cache and logits are split equally; the cache never was whole."""
+    import jax
+
+    from tessera.generate import load
+
+    config = config_of(3)
+    model = load(saved(folder, config, "kv3"), mesh="3")
+    session = model.session(model.policy, batch=2, num_keys=192)
+    runs(folder, 3, "dense", "3")
+    leaves = [*jax.tree.leaves(session.cache), *(x for x in jax.tree.leaves(model.params) if x.ndim > 1)]
+    for x in leaves:
+        assert [shard.data.nbytes for shard in x.addressable_shards] == [x.nbytes // 3] * 3, (x.shape, x.sharding)
+    text = compiled("allocate", 3)
+    assert "[2,1,256," in text
+    assert "[2,3,256," not in text
+
+
+@check
+def the_engine_answers_as_one_device_does_and_compiles_nothing(folder: Path) -> None:
+    """Requests join, leave, sample and are penalised; then the model scores the text in one call and in chunks."""
+    import jax
+    import numpy as np
+
+    from tessera.generate import load
+    from tessera.runtime.requests import End, Request
+    from tessera.runtime.sampling import Sampling
+    from tessera.runtime.score import run_whole, score_rows
+
+    expected = runs(folder, 3, "dense", None)
+    model = load(saved(folder, config_of(3), "kv3"), mesh="3")
+    engine = model.engine(slots=2, num_keys=192, sizes=(64,))
+    penalised = Sampling(temperature=0.8, repetition_penalty=1.3)
+    engine.warm([Sampling(), penalised])
+    count = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, s, **_: count.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    prompts = [list(range(3, 153)), list(range(40, 110))]
+    for prompt in prompts:
+        engine.submit(Request(prompt=prompt, max_new_tokens=4))
+    ends = {event.id: event.generation.tokens for _ in range(6) for event in engine.step() if isinstance(event, End)}
+    assert [list(ends[id]) for id in (0, 1)] == expected.argmax(-1).T.tolist()
+    for seed in range(3):
+        engine.submit(Request(prompt=prompts[1], max_new_tokens=3, sampling=penalised, seed=seed))
+    assert len([end for end in engine.drain()]) == 3
+    assert count == []
+    scores = np.asarray(model.logits([prompts[0]]))[0]
+    np.testing.assert_allclose(scores[-1], expected[0, 0], atol=1e-5)
+    tokens = np.array(prompts[0])
+    hidden, _ = run_whole(model, tokens, model.policy)
+    logp = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+    rows = np.arange(100, 149)
+    np.testing.assert_allclose(score_rows(model, hidden, tokens, rows).loss, -logp[rows, tokens[rows + 1]], atol=1e-4)
+
+
+@check
+def a_saved_model_and_its_fingerprint_are_those_of_one_device(folder: Path) -> None:
+    import jax
+
+    from tessera.generate import load, save
+    from tessera.models.checkpoint import fingerprint
+    from tessera.runtime.step import explain_not_finite
+
+    config = config_of(3)
+    source = saved(folder, config, "kv3")
+    one, model = load(source), load(source, mesh=3)
+    assert fingerprint(model.params, config) == fingerprint(one.params, config)
+    save(model, folder / "again")
+    name = "model.safetensors"
+    assert (folder / "again" / name).read_bytes() == (source / name).read_bytes()
+    broken = replace(model.params, embed=model.params.embed * jax.numpy.nan)
+    assert "params.embed hold NaN" in explain_not_finite(broken)
+
+
+@check
+def gguf_parts_equal_the_whole(folder: Path) -> None:
+    """Blocks of 32 values, rows of q and k in llama.cpp's order, columns cut at blocks and within one."""
+    import jax
+    import numpy as np
+    from gguf import quantize
+    from gguf_files import Q, from_folder
+
+    from tessera.core.mesh import MeshShape, build
+    from tessera.models.checkpoint import load_params, read_config
+
+    def quantised(kind: Q, name: str, x: np.ndarray) -> tuple[np.ndarray, Q]:
+        if x.ndim == 1 or name.startswith("token"):
+            return x, Q.F32
+        return (x.astype(np.float16), kind) if kind == Q.F16 else (quantize(x, kind), kind)
+
+    config = config_of(4, hidden_size=64, intermediate_size=96, head_dim=16)
+    source = saved(folder, config, "gguf")
+    for kind, heads in ((Q.Q8_0, 4), (Q.Q4_0, 2), (Q.F16, 4)):
+        path = from_folder(source, folder / f"{kind.name}.gguf", quantise=partial(quantised, kind))
+        found = read_config(path)
+        whole = load_params(path, found)
+        parts = load_params(path, found, mesh=build(MeshShape(heads, 1)))
+        stacked = load_params(path, found, mesh=build(MeshShape(heads, 1)), stacked=True)
+        for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        for a, b in zip(jax.tree.leaves(parts.layers[1]), jax.tree.leaves(stacked.layers), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b)[1])
+
+
+@check
+def every_device_counts_in_the_memory_check(folder: Path) -> None:
+    import pytest
+
+    from tessera.core import memory
+    from tessera.generate import load
+    from tessera.runtime.step import cache_bytes, chunk_bytes, require_room
+
+    config = config_of(3)
+    model = load(saved(folder, config, "kv3"), mesh="3")
+    asked = dict(batch=2, num_keys=1024, num_tokens=64)
+    needed = cache_bytes(config, 2, 1024, 4) + 3 * chunk_bytes(config, 2, 64, 4, 3)
+    assert needed < cache_bytes(config, 2, 1024, 4) + 2 * chunk_bytes(config, 2, 64, 4)
+    original = memory.available_bytes
+    try:
+        memory.available_bytes = lambda device: needed
+        require_room(model.params, config, **asked)
+        memory.available_bytes = lambda device: needed - 3
+        with pytest.raises(MemoryError, match="on each of 3 devices but .* are free on cpu in total"):
+            require_room(model.params, config, **asked)
+    finally:
+        memory.available_bytes = original
+
+
+@check
+def all_others(folder: Path) -> None:
+    """The other numbers of KV heads, devices and policies (exhaustive)."""
+    for num_kv_heads in (1, 2, 3, 8):
+        for attention in ("dense", "remap", "pooled"):
+            counts = [n for n in (1, 2, 3, 4, 8) if num_kv_heads % n == 0]
+            check_same(folder, num_kv_heads, attention, *map(str, counts))
+
+
+def main() -> None:
+    """Run the named checks, or all but the last."""
+    import jax
+
+    assert len(jax.devices()) == 8
+    jax.config.update("jax_disable_most_optimizations", True)
+    folder, *names = sys.argv[1:]
+    for name in names or list(CHECKS)[:-1]:
+        started = os.times()
+        CHECKS[name](Path(folder))
+        print(name, flush=True)
+        print(f"{name}: {sum(os.times()[:2]) - sum(started[:2]):.1f} s", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
