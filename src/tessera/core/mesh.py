@@ -21,7 +21,15 @@ HEADS, CONTEXT = "heads", "context"
 AXES = (HEADS, CONTEXT)
 
 RULES: Mapping[str, str] = MappingProxyType(
-    {"vocab": HEADS, "heads": HEADS, "kv_heads": HEADS, "mlp": HEADS, "rows": CONTEXT, "slots": CONTEXT}
+    {
+        "vocab": HEADS,
+        "heads": HEADS,
+        "kv_heads": HEADS,
+        "mlp": HEADS,
+        "rows": CONTEXT,
+        "slots": CONTEXT,
+        "spread_rows": HEADS,
+    }
 )
 """Mesh axis that splits a logical axis; the other logical axes are whole on every device."""
 

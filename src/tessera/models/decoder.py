@@ -25,6 +25,7 @@ def forward(
     policy: Policy,
     remat: bool = False,
     stripe: int | None = None,
+    spread: bool = False,
 ) -> tuple[Float[Array, "B T D"], Cache | None, Any]:
     """Run all layers over T new tokens per sequence.
 
@@ -39,6 +40,8 @@ def forward(
         remat: recompute each layer in the backward pass instead of storing it.
         stripe: positions per stripe of a cache that is dealt over the mesh axis "context" (`attention.context`), whose
             devices then share the rows, too; None if the cache is in order of position.
+        spread: let the devices of the mesh axis "heads" share the rows instead of the weights, which each gathers layer
+            by layer; attention and cache stay split by heads (`runtime.spread`).
 
     Returns:
         hidden states after the final norm, the updated cache, the policy's final state.
@@ -58,8 +61,12 @@ def forward(
     def block(index, x, layer: Layer, cache, state):
         if stripe is not None and num_queries > 1:
             x = keep(x, None, "rows")
+        if spread:
+            x, layer = keep(x, None, "spread_rows"), keep(layer)
         h = rms_norm(x, layer.attn_norm, config.norm_eps)
         q, k, v = project(h, layer, tables, config)
+        if spread:
+            q, k, v = keep((q, k, v), None, None, "heads")
         if cache is not None:  # one layer's cache, or all layers' stacked
             at = () if unrolled else (index,)
             cache = Cache(*(append(held, new, positions.q_start, at, stripe) for held, new in zip(cache, (k, v))))
@@ -67,7 +74,10 @@ def forward(
         else:
             kv = KeyValues.of(k, v)
         out, state = policy.attend(index, q, kv, spec, positions, state)
-        y = x + linear(out.reshape(batch, num_queries, -1), layer.o, layer.o_bias)
+        out = out.reshape(batch, num_queries, -1)
+        if spread:
+            out = keep(out, None, "spread_rows")
+        y = x + linear(out, layer.o, layer.o_bias)
         state = policy.observe(index, x, y, positions, state)
         y = y + mlp(rms_norm(y, layer.mlp_norm, config.norm_eps), layer)
         return y, cache, state

@@ -27,7 +27,9 @@ from tessera.models.cache import Cache, init_cache, keep_split
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
+from tessera.models.weights import device_bytes
 from tessera.runtime.compilation import capacity_bucket, chunk_sizes, cut_chunks
+from tessera.runtime.spread import Sharing
 from tessera.sparse.contract import Policy, Reads
 
 CHUNK = 1024
@@ -65,7 +67,7 @@ def enlarge(cache: Cache, *, num_keys: int, stripe: int | None = None) -> Cache:
     return keep_split(jax.tree.map(pad, cache), stripe)
 
 
-@program(static_argnames=("config", "policy", "stripe"), donate_argnames="cache")
+@program(static_argnames=("config", "policy", "stripe", "spread"), donate_argnames="cache")
 def prefill_chunk(
     params: Params,
     cache: Cache,
@@ -77,6 +79,7 @@ def prefill_chunk(
     config: ModelConfig,
     policy: Policy,
     stripe: int | None = None,
+    spread: bool = False,
 ) -> tuple[Cache, Float[Array, "B D"], Reads | None]:
     """Run one prefill chunk; return the cache, `last_BD` and the reads.
 
@@ -84,7 +87,9 @@ def prefill_chunk(
     because the host waits for it to learn how far the device is.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
-    hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy, stripe=stripe)
+    hidden, cache, state = forward(
+        params, tokens_BT, cache, positions, config=config, policy=policy, stripe=stripe, spread=spread
+    )
     row = jnp.maximum(q_len_B - 1, 0)[:, None, None]
     picked = jnp.take_along_axis(hidden, row, axis=1)[:, 0]
     last_BD = jnp.where((q_len_B > 0)[:, None], picked, last_BD)
@@ -172,11 +177,8 @@ class Session:
         self.params, self.config, self.policy, self.batch = params, config, policy, batch
         self.dtype, self.mesh = str(params.embed.dtype), mesh_of(params)
         self.stacked = not isinstance(params.layers, tuple)
-        if sizes is None:
-            sizes = chunk_sizes(policy.query_tile, CHUNK)
-            if num_stripes(self.mesh) > 1:  # a chunk is one stripe per device, so there is one size
-                sizes = (stripe_rows(policy.query_tile, num_stripes(self.mesh)) * num_stripes(self.mesh),)
-        self.sizes = tuple(sizes)
+        self.sharing = sharing(params, config)
+        self.sizes = self._sizes(num_keys) if sizes is None else tuple(sizes)
         self.stripe = self._stripe()
         self.num_keys = self.bucket(num_keys)
         self.cache = allocate(
@@ -199,6 +201,14 @@ class Session:
         """Return the cache size for `num_keys` keys and the last chunk's padding; XLA silently clamps later writes."""
         size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
         return size if self.stripe is None else round_up(size, self.sizes[-1])
+
+    def _sizes(self, num_keys: int) -> tuple[int, ...]:
+        parts = num_stripes(self.mesh)
+        if parts > 1:  # a chunk is one stripe per device, so there is one size
+            return (stripe_rows(self.policy.query_tile, parts) * parts,)
+        sizes = chunk_sizes(self.policy.query_tile, CHUNK)
+        large = spread_chunk(self.params, self.config, batch=self.batch, num_keys=num_keys, unit=sizes[0])
+        return sizes if large is None else (large, *(size for size in sizes if size < large))
 
     def _stripe(self) -> int | None:
         parts = num_stripes(self.mesh)
@@ -253,6 +263,7 @@ class Session:
             config=self.config,
             policy=self.policy,
             stripe=self.stripe,
+            spread=self.stripe is None and self.sharing.by_rows(self.batch, tokens.shape[1]),
         )
         return last, reads
 
@@ -349,6 +360,24 @@ def stripe_rows(query_tile: int, parts: int) -> int:
     return round_up(ceil_div(CHUNK, parts), lcm(max(TILES), query_tile))
 
 
+def sharing(params: Params, config: ModelConfig) -> Sharing:
+    """Return what decides how the devices of the weights' mesh share a prefill chunk."""
+    layer_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params.layers)) // config.num_layers
+    devices = num_parts(mesh_of(params))
+    return Sharing(config=config, devices=devices, itemsize=params.embed.dtype.itemsize, layer_bytes=layer_bytes)
+
+
+def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: int, unit: int) -> int | None:
+    """Return the length of the chunks that the devices share by rows, or None; see `Sharing.chunk`.
+
+    Their activations take at most as much of a device's memory as its weights.
+    """
+    if num_stripes(mesh_of(params)) > 1:
+        return None
+    rows = device_bytes(params) // row_bytes(config, params.embed.dtype.itemsize)
+    return sharing(params, config).chunk(batch=batch, num_keys=num_keys, unit=unit, rows_per_device=rows)
+
+
 def cache_bytes(config: ModelConfig, batch: int, num_keys: int, itemsize: int) -> int:
     """Return 2 L B K S H itemsize, the bytes of the cache; S is `num_keys` rounded up to a capacity bucket."""
     per_key = 2 * config.num_layers * batch * config.num_kv_heads * config.head_dim * itemsize
@@ -359,17 +388,28 @@ def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int,
     """Estimate the bytes of one prefill chunk's activations: residual, projections, both halves of the MLP, and their
     float32 copies; on each of the `parts` devices that share the heads."""
     rows = batch * min(num_tokens, CHUNK)
+    return rows * row_bytes(config, itemsize, parts)
+
+
+def row_bytes(config: ModelConfig, itemsize: int, parts: int = 1) -> int:
+    """Estimate the bytes of one row's activations, as `chunk_bytes` does."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 4 * config.hidden_size + (2 * heads + 3 * config.intermediate_size) // parts
-    return rows * width * (itemsize + 4)
+    return width * (itemsize + 4)
 
 
 def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int) -> None:
     """Raise MemoryError unless a cache of `num_keys` keys and a chunk of a prompt of `num_tokens` fit every device."""
-    itemsize, parts = params.embed.dtype.itemsize, num_parts(mesh_of(params))
-    cache = cache_bytes(config, batch, num_keys, itemsize) // (parts * num_stripes(mesh_of(params)))
+    itemsize, parts, stripes = params.embed.dtype.itemsize, num_parts(mesh_of(params)), num_stripes(mesh_of(params))
+    cache = cache_bytes(config, batch, num_keys, itemsize) // (parts * stripes)
+    chunk = chunk_bytes(config, batch, num_tokens, itemsize, parts)
+    if stripes > 1:  # anchor layers gather one layer's keys and values
+        chunk += cache * stripes // config.num_layers
+    if large := spread_chunk(params, config, batch=batch, num_keys=num_keys, unit=CHUNK):
+        own = batch * large // parts * row_bytes(config, itemsize)
+        chunk = max(chunk, own + 2 * sharing(params, config).layer_bytes)  # one layer's weights, and the next layer's
     require(
-        cache + chunk_bytes(config, batch, num_tokens, itemsize, parts),
+        cache + chunk,
         local_devices(params),
         f"a cache for {batch} sequences of {num_keys} tokens",
         "pass fewer or shorter prompts per call, or a smaller max_new_tokens",
