@@ -21,15 +21,8 @@ HEADS, CONTEXT = "heads", "context"
 AXES = (HEADS, CONTEXT)
 
 RULES: Mapping[str, str] = MappingProxyType(
-    {
-        "vocab": HEADS,
-        "heads": HEADS,
-        "kv_heads": HEADS,
-        "mlp": HEADS,
-        "rows": CONTEXT,
-        "slots": CONTEXT,
-        "spread_rows": HEADS,
-    }
+    dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "spread_rows"), HEADS)
+    | dict.fromkeys(("rows", "slots"), CONTEXT)
 )
 """Mesh axis that splits a logical axis; the other logical axes are whole on every device."""
 

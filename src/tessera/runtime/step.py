@@ -87,9 +87,8 @@ def prefill_chunk(
     because the host waits for it to learn how far the device is.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
-    hidden, cache, state = forward(
-        params, tokens_BT, cache, positions, config=config, policy=policy, stripe=stripe, spread=spread
-    )
+    how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
+    hidden, cache, state = forward(params, tokens_BT, cache, positions, **how)
     row = jnp.maximum(q_len_B - 1, 0)[:, None, None]
     picked = jnp.take_along_axis(hidden, row, axis=1)[:, 0]
     last_BD = jnp.where((q_len_B > 0)[:, None], picked, last_BD)
@@ -372,7 +371,8 @@ def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: i
 
     Their activations take at most as much of a device's memory as its weights.
     """
-    if num_stripes(mesh_of(params)) > 1:
+    mesh = mesh_of(params)
+    if num_parts(mesh) == 1 or num_stripes(mesh) > 1:
         return None
     rows = device_bytes(params) // row_bytes(config, params.embed.dtype.itemsize)
     return sharing(params, config).chunk(batch=batch, num_keys=num_keys, unit=unit, rows_per_device=rows)
