@@ -1,16 +1,19 @@
 """A cache dealt over the mesh axis "context", against one device that holds the keys in order of position.
 
-    python context_subjects.py '[[name, subject, arguments], ...]'
+    python context_subjects.py FOLDER '[[name, subject, arguments], ...]'
 
 prints one JSON line per subject: its name and what it found, or how it failed. runtime/test_context.py runs it in one
 child process with eight devices on the CPU, because JAX fixes the number of devices once per process.
 """
 
 import json
+import re
 import sys
+import time
 import traceback
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 
 import jax
@@ -26,11 +29,12 @@ from tessera.attention.selection import select_tiles
 from tessera.core.mesh import mesh_of, num_stripes
 from tessera.deviceless.hlo import collectives
 from tessera.generate import load
-from tessera.runtime.step import Session
+from tessera.runtime.step import Session, prefill_chunk, sharing
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
 TILE, QUERY_TILE, HEAD_DIM, BATCH = 16, 16, 16, 2
+FOLDER = Path(sys.argv[1])
 
 
 def positions(q_start, kv_len, q_len):
@@ -116,16 +120,16 @@ def study(heads: int, parts: int, kv_heads: int, groups: int, softcap: float | N
 
 
 def traffic(heads: int, parts: int) -> dict:
-    """Count the bytes that a dense and a sparse call send, for two lengths of the cache, and decode's collectives."""
+    """List what a dense and a sparse chunk send, for two lengths of the cache, and what a decoded token sends."""
     mesh = Mesh(np.array(jax.devices()[: heads * parts]).reshape(heads, parts), ("heads", "context"))
     width, counts = 2 * QUERY_TILE, (2 * heads, heads, heads)
     spec = AttentionSpec(tile=TILE, query_tile=QUERY_TILE, stripe=width)
     found = {}
 
-    def program(q, k, v, where, selection):
-        return dispatch.attend(q, KeyValues(k, v), spec, **where, selection=selection).out
+    def program(q, k, v, where, *selections):
+        return [dispatch.attend(q, KeyValues(k, v), spec, **where, selection=each).out for each in selections]
 
-    def compiled(rows: int, num_keys: int, capacity: int | None) -> str:
+    def compiled(rows: int, num_keys: int) -> str:
         def array(shape, dtype, *split):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*split)))
 
@@ -134,30 +138,29 @@ def traffic(heads: int, parts: int) -> dict:
         k, v = [array((BATCH, heads, num_keys, HEAD_DIM), jnp.float32, None, "heads", "context")] * 2
         where = {name: array((BATCH,), jnp.int32) for name in ("q_start", "kv_len", "q_len")}
         lists = (BATCH, heads, -(-rows // QUERY_TILE))
-        selection = capacity and Selection(
-            array((*lists, capacity), jnp.int32, None, "heads"), array(lists, jnp.int32, None, "heads")
-        )
+        selection = Selection(array((*lists, 4), jnp.int32, None, "heads"), array(lists, jnp.int32, None, "heads"))
         with jax.set_mesh(mesh):
-            return jax.jit(program).lower(q, k, v, where, selection).compile().as_text()
+            selections = (None, selection) if rows > 1 else (None,)
+            return jax.jit(program).lower(q, k, v, where, *selections).compile().as_text()
 
-    for name, rows, capacity in (("dense", width * parts, None), ("sparse", width * parts, 4), ("decode", 1, None)):
-        for chunks in (2, 32):
-            sent = [(c.opcode, c.bytes) for c in collectives(compiled(rows, chunks * width * parts, capacity))]
-            found[f"{name} {chunks}"] = sorted(sent)
+    for name, rows, chunks in (("chunk", width * parts, 2), ("chunk", width * parts, 32), ("decode", 1, 32)):
+        sent = [(c.opcode, c.bytes) for c in collectives(compiled(rows, chunks * width * parts))]
+        found[f"{name} {chunks}"] = sorted(sent)
     return found
 
 
-def generation(kv_heads: int, mesh: str, attention: str, folder: str) -> dict:
+def generation(kv_heads: int, mesh: str, attention: str) -> dict:
     """Compare prefill and greedy decoding of a model on a mesh with one device's, over caches full of NaN."""
-    config = replace(CONFIG, num_layers=2, num_heads=2 * kv_heads, num_kv_heads=kv_heads, tie_embeddings=False)
-    path = Path(folder) / f"kv{kv_heads}"
+    config = replace(CONFIG, num_layers=3, num_heads=2 * kv_heads, num_kv_heads=kv_heads, tie_embeddings=False)
+    path = FOLDER / f"kv{kv_heads}"
     if not path.exists():
         save_tiny(path, config, plan=False)
     heads = tuple(range(kv_heads))
-    remap = Kascade(anchors=(0,), head_map=(heads, heads[::-1]), tile=16, query_tile=32, fraction=0.3, minimum=16)
-    budgets = (0.2,) * kv_heads, (0.0, *(0.4,) * (kv_heads - 1))
-    own = replace(remap, anchors=(), own=(0, 1), head_map=(heads, heads), budgets=budgets)
-    policy = {"dense": Dense(), "remap": remap, "pooled": replace(remap, heads="pooled"), "own": own}
+    head_map = heads, heads[::-1], heads
+    remap = Kascade(anchors=(0,), own=(2,), head_map=head_map, tile=16, query_tile=32, fraction=0.3, minimum=16)
+    budgets = (0.2,) * kv_heads, (0.1,) * kv_heads, (0.4, *(0.0,) * (kv_heads - 1))
+    policy = {"dense": Dense(), "remap": remap, "pooled": replace(remap, heads="pooled")}
+    policy["budgets"] = replace(remap, budgets=budgets)
     found, error = {}, {}
     for shape in (None, mesh):
         model = load(path, mesh=shape)
@@ -184,6 +187,54 @@ def generation(kv_heads: int, mesh: str, attention: str, folder: str) -> dict:
     return error | {"parts": parts}
 
 
+SENT = {"all-gather": 1, "all-to-all": 1, "all-reduce": 2}
+"""Bytes that a device sends in a ring, as multiples of (n - 1) / n times the bytes of the result."""
+
+
+def sent_bytes(text: str, devices: int) -> dict[str, float]:
+    """Sum the bytes that one device sends in a compiled program in float32, by kind of collective."""
+    total = {}
+    for line in text.splitlines():
+        if opcode := re.search(r" (all-gather|all-to-all|all-reduce|reduce-scatter)\(", line):
+            dims = re.findall(r"f32\[([\d,]+)\]", line[: opcode.start()])  # a tuple's type names each part
+            count = sum(prod(map(int, each.split(","))) for each in dims)
+            total[opcode[1]] = total.get(opcode[1], 0) + 4 * count * SENT[opcode[1]] * (devices - 1) / devices
+    return total
+
+
+def spread() -> dict:
+    """Prefill with rows shared by heads and by rows on 8x1 devices: logits against one device, and the bytes sent."""
+    config = replace(CONFIG, hidden_size=64, num_layers=2, num_heads=8, num_kv_heads=8, tie_embeddings=False)
+    path = save_tiny(FOLDER / "spread", config, plan=False)
+    policy = Kascade(anchors=(0,), head_map=(tuple(range(8)),) * 2, tile=16, query_tile=32, fraction=0.3, minimum=16)
+    prompts, found = [[(7 * i) % 250 for i in range(n)] for n in (500, 170)], {}
+    for name, shape, by_rows in (("one", None, False), ("heads", "8", False), ("rows", "8", True)):
+        session = Session(load(path, mesh=shape).params, config, policy, batch=2, num_keys=512, sizes=(512,))
+        found[f"{name} by default"] = session.sharing.by_rows(2, 512)
+        session.sharing = Fixed(by_rows)
+        found[name] = np.asarray(session.prefill(prompts)[0])
+        if shape is not None:
+            given = session.params, session.cache, session.no_rows(), np.zeros((2, 512), np.int32)
+            zeros = np.zeros(2, np.int32)
+            how = {"config": config, "policy": policy, "stripe": None, "spread": by_rows}
+            text = prefill_chunk.lower(*given, zeros, zeros, **how).compile().as_text()
+            found[f"{name} sent"] = sent_bytes(text, 8)
+            found["predicted"] = sharing(session.params, config).sent(2 * 512)._asdict()
+    want = found.pop("one")
+    for name in ("heads", "rows"):
+        got = found.pop(name)
+        found[f"{name} logits"] = float(np.abs(got - want).max())
+        found[f"{name} tokens"] = int((got.argmax(-1) != want.argmax(-1)).sum())
+    return found
+
+
+class Fixed:
+    """Shares every chunk as told."""
+
+    def __init__(self, by_rows: bool):
+        self.by_rows = lambda batch, rows: by_rows
+
+
 def refusals() -> dict[str, str]:
     """Return the error of each call that a dealt cache cannot serve."""
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("heads", "context"))
@@ -206,13 +257,13 @@ def refusals() -> dict[str, str]:
     return found
 
 
-SUBJECTS = {"study": study, "traffic": traffic, "generation": generation, "refusals": refusals}
+SUBJECTS = {"study": study, "traffic": traffic, "generation": generation, "refusals": refusals, "spread": spread}
 
 if __name__ == "__main__":
     jax.config.update("jax_disable_most_optimizations", True)  # as conftest does: every program runs a few times
-    for name, subject, arguments in json.loads(sys.argv[1]):
+    for name, subject, arguments in json.loads(sys.argv[2]):
         try:
             found = {"found": SUBJECTS[subject](**arguments)}
         except Exception:  # noqa: BLE001  one subject that fails must not hide what the others find
             found = {"failed": traceback.format_exc()}
-        print(json.dumps({"name": name, **found}), flush=True)
+        print(json.dumps({"name": name, "cpu_s": time.process_time(), **found}), flush=True)

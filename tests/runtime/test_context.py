@@ -1,47 +1,77 @@
-"""A cache dealt over the mesh axis "context" gives the results of one device, and sends no keys."""
+"""On a mesh, a cache dealt over the axis "context" and rows spread over "heads" give the results of one device."""
 
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 SUBJECTS = Path(__file__).parents[1] / "context_subjects.py"
-MESHES = {"2x4": (2, 4, 2, 2, 20.0), "4x2": (4, 2, 4, 1, None), "1x8": (1, 8, 1, 3, None)}
-"""Per mesh: heads, context, KV heads, query heads per KV head, softcap."""
-MODELS = {"K=1": (1, "8", "own"), "K=2": (2, "8", "pooled"), "K=3": (3, "8", "remap"), "K=8": (8, "2x4", "dense")}
-"""Per model: KV heads, mesh, policy."""
+exhaustive = pytest.mark.exhaustive
+"""Other meshes, head counts and policies repeat what the first of each table covers."""
+MESHES = {
+    "2x4": dict(heads=2, parts=4, kv_heads=2, groups=2, softcap=20.0),
+    "4x2": dict(heads=4, parts=2, kv_heads=4, groups=1, softcap=None),
+    "1x8": dict(heads=1, parts=8, kv_heads=1, groups=3, softcap=None),
+}
+MODELS = {
+    "K=2": dict(kv_heads=2, mesh="8", attention="budgets"),
+    "K=1": dict(kv_heads=1, mesh="8", attention="budgets"),
+    "K=3": dict(kv_heads=3, mesh="8", attention="remap"),
+    "K=8": dict(kv_heads=8, mesh="2x4", attention="pooled"),
+    "K=8 dense": dict(kv_heads=8, mesh="4x2", attention="dense"),
+}
 
 
-@pytest.fixture(scope="module")
-def findings(tmp_path_factory) -> dict[str, dict]:
-    """Run all subjects in one child process; return the line of each."""
-    names = "heads", "parts", "kv_heads", "groups", "softcap"
-    work = [[f"attention {mesh}", "study", dict(zip(names, sizes))] for mesh, sizes in MESHES.items()]
-    work += [["traffic", "traffic", {"heads": 2, "parts": 4}], ["refusals", "refusals", {}]]
-    folder = str(tmp_path_factory.mktemp("models"))
-    for name, (kv_heads, mesh, attention) in MODELS.items():
-        work.append([name, "generation", dict(kv_heads=kv_heads, mesh=mesh, attention=attention, folder=folder)])
+def first_of(table: dict) -> list:
+    return [name if not index else pytest.param(name, marks=exhaustive) for index, name in enumerate(table)]
+
+
+def run_subjects(folder: Path, work: dict[str, tuple[str, dict]]) -> dict[str, Any]:
+    """Run subjects in one child process with eight devices; return what each found, or how it failed."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "error", SUBJECTS, json.dumps(work)]
+    given = [[name, subject, arguments] for name, (subject, arguments) in work.items()]
+    command = [sys.executable, "-W", "error", SUBJECTS, folder, json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | flags)
     assert done.returncode == 0, done.stderr[-3000:]
     return {line["name"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
-def found(findings: dict[str, dict], name: str) -> dict:
-    assert "found" in findings[name], findings[name]["failed"][-3000:]
-    return findings[name]["found"]
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory) -> dict[str, Any]:
+    work = {"2x4": ("study", MESHES["2x4"]), "K=2": ("generation", MODELS["K=2"])}
+    work |= {"traffic": ("traffic", {"heads": 2, "parts": 4}), "spread": ("spread", {}), "refusals": ("refusals", {})}
+    return run_subjects(tmp_path_factory.mktemp("models"), work)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_attention_equals_one_device(findings, mesh):
+@pytest.fixture(scope="module")
+def more_findings(tmp_path_factory) -> dict[str, Any]:
+    work = {name: ("study", sizes) for name, sizes in MESHES.items()}
+    work |= {name: ("generation", model) for name, model in MODELS.items()}
+    return run_subjects(tmp_path_factory.mktemp("models"), work)
+
+
+@pytest.fixture
+def found(request):
+    """Return a function that gives a subject's findings, or fails with its traceback."""
+
+    def look_up(name: str) -> dict:
+        again = request.node.get_closest_marker("exhaustive")
+        line = request.getfixturevalue("more_findings" if again else "findings")[name]
+        assert "found" in line, line["failed"][-3000:]
+        return line["found"]
+
+    return look_up
+
+
+@pytest.mark.parametrize("mesh", first_of(MESHES))
+def test_attention_equals_one_device(found, mesh):
     """Every role, chunk by chunk and in decode, with a sequence that ends within a stripe and NaN in free slots."""
-    study = found(findings, f"attention {mesh}")
-    heads, parts = MESHES[mesh][:2]
-    assert study["share"] == 1 / (heads * parts)
+    study = found(mesh)
+    assert study["share"] == 1 / 8
     for phase in ("prefill", "decode"):
         errors = study["errors"][phase]
         assert errors.pop("selection") == 0
@@ -49,27 +79,26 @@ def test_attention_equals_one_device(findings, mesh):
         assert max(errors.values()) <= 2e-6, errors
 
 
-def test_what_a_call_sends_does_not_depend_on_the_number_of_keys(findings):
-    sent = found(findings, "traffic")
-    for call in ("dense", "sparse", "decode"):
-        assert sent[f"{call} 2"] == sent[f"{call} 32"] != []
-    assert [opcode for opcode, _ in sent["decode 2"]] == ["all-reduce", "all-reduce"]  # a maximum and a sum
+def test_what_a_call_sends_does_not_depend_on_the_number_of_keys(found):
+    sent = found("traffic")
+    assert sent["chunk 2"] == sent["chunk 32"]
+    assert sorted({opcode for opcode, _ in sent["chunk 2"]}) == ["all-gather", "all-reduce", "reduce-scatter"]
+    assert [opcode for opcode, _ in sent["decode 32"]] == ["all-reduce", "all-reduce"]  # a maximum and a sum
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_generates_what_one_device_does(findings, name):
+@pytest.mark.parametrize("name", first_of(MODELS))
+def test_a_model_generates_what_one_device_does(found, name):
     """Two prompts in chunks of 256 rows, a cache that grows, then greedy decoding."""
-    run = found(findings, name)
-    kv_heads, mesh, _ = MODELS[name]
-    assert run["parts"] == (4 if kv_heads in (2, 8) else 8)
+    run = found(name)
+    assert run["parts"] == {"K=2": 4, "K=8": 4, "K=8 dense": 2}.get(name, 8)
     assert run["share"] == 1 / 8
     assert run["finite"] == 1
     assert (run["tokens"], run["reads"]) == (0, 0)
     assert run["logits"] <= 1e-5
 
 
-def test_calls_that_a_dealt_cache_cannot_serve_are_refused(findings):
-    errors = found(findings, "refusals")
+def test_calls_that_a_dealt_cache_cannot_serve_are_refused(found):
+    errors = found("refusals")
     assert "window=32 on a mesh with context=4 is not supported" in errors["window"]
     assert "a call of 32 rows must have 1 or 64" in errors["rows"]
     assert "num_keys=96 must be a multiple of 64" in errors["keys"]

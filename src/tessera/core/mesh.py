@@ -21,8 +21,15 @@ HEADS, CONTEXT = "heads", "context"
 AXES = (HEADS, CONTEXT)
 
 RULES: Mapping[str, str] = MappingProxyType(
-    dict.fromkeys(("vocab", "heads", "kv_heads", "mlp", "spread_rows"), HEADS)
-    | dict.fromkeys(("rows", "slots"), CONTEXT)
+    {
+        "vocab": HEADS,
+        "heads": HEADS,
+        "kv_heads": HEADS,
+        "mlp": HEADS,
+        "spread_rows": HEADS,
+        "rows": CONTEXT,
+        "slots": CONTEXT,
+    }
 )
 """Mesh axis that splits a logical axis; the other logical axes are whole on every device."""
 
