@@ -219,7 +219,10 @@ def spread() -> dict:
             how = {"config": config, "policy": policy, "stripe": None, "spread": by_rows}
             text = prefill_chunk.lower(*given, zeros, zeros, **how).compile().as_text()
             found[f"{name} sent"] = sent_bytes(text, 8)
-            found["predicted"] = sharing(session.params, config).sent(2 * 512)._asdict()
+            layers = {name: 2 * x for name, x in sharing(session.params, config).sent(2 * 512)._asdict().items()}
+            # Once per chunk: by heads, the rows of the split embedding are added up; by rows, the table is gathered.
+            rows, table = 2 * 2 * 512 * 64 * 4 * 7 / 8, session.params.embed.nbytes * 7 / 8
+            found["predicted"] = layers["by_heads"] + rows, layers["by_rows"] + table
     want = found.pop("one")
     for name in ("heads", "rows"):
         got = found.pop(name)

@@ -284,7 +284,8 @@ def load(
         plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
         mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". Weights, cache
             and logits are split by KV heads, feed-forward columns and vocabulary, so "heads" must divide each of them.
-            A number takes gcd(KV heads, devices) for heads. None runs on one device.
+            A number takes gcd(KV heads, devices) for heads, and the rest for context, which splits each sequence's
+            keys and a prompt's rows. None runs on one device.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.

@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 
+from tessera.deviceless.steps import MODELS as KNOWN
+from tessera.runtime.spread import Sharing
+
+LLAMA_8B = KNOWN["llama-3.1-8b"]
 SUBJECTS = Path(__file__).parents[1] / "context_subjects.py"
 exhaustive = pytest.mark.exhaustive
 """Other meshes, head counts and policies repeat what the first of each table covers."""
@@ -95,6 +99,33 @@ def test_a_model_generates_what_one_device_does(found, name):
     assert run["finite"] == 1
     assert (run["tokens"], run["reads"]) == (0, 0)
     assert run["logits"] <= 1e-5
+
+
+def test_rows_spread_over_devices_give_the_same_logits_and_send_the_predicted_bytes(found):
+    spread = found("spread")
+    assert (spread["one by default"], spread["heads by default"]) == (False, True)  # 1,024 rows, beyond break-even
+    for how, predicted in zip(("heads", "rows"), spread["predicted"]):
+        assert spread[f"{how} logits"] <= 1e-5
+        assert spread[f"{how} tokens"] == 0
+        sent = spread[f"{how} sent"]
+        assert sum(sent.values()) == pytest.approx(predicted, rel=0.01), sent
+    assert "all-to-all" in spread["rows sent"]
+
+
+def test_long_chunks_of_a_large_model_are_shared_by_rows():
+    """Llama-3.1-8B in bfloat16 on eight devices: bytes per device and layer at 131,072 rows."""
+    eight = Sharing(config=LLAMA_8B, devices=8, itemsize=2, layer_bytes=2 * 218_112_000)
+    by_heads, by_rows = eight.sent(131_072)
+    assert by_heads == 4 * 7 / 8 * 131_072 * 4096 * 2
+    assert 5 * by_rows < by_heads
+    least = eight.break_even
+    assert eight.sent(least).by_rows < eight.sent(least).by_heads
+    assert eight.sent(least - 1).by_rows >= eight.sent(least - 1).by_heads
+    assert eight.chunk(batch=1, num_keys=140_000, unit=1024, rows_per_device=16_384) == 131_072
+    assert eight.chunk(batch=1, num_keys=least - 1, unit=1024, rows_per_device=16_384) is None
+    assert "131,072 rows is shared by rows" in eight.explain(131_072)
+    assert "1,024 rows is shared by heads" in eight.explain(1024)
+    assert Sharing(config=LLAMA_8B, devices=1, itemsize=2, layer_bytes=1).break_even is None
 
 
 def test_calls_that_a_dealt_cache_cannot_serve_are_refused(found):

@@ -122,9 +122,11 @@ def attend(
     positions = Positions(per_sequence("q_start", q_start, 0, batch), *lengths)
     parallel.local_shapes(shapes)  # raises unless the devices can share the KV heads equally
 
+    platform = parallel.platform()  # of the mesh, which a call on one device's share no longer knows
+
     def run(q, kv, spec, positions, selection):
         local = kv.shapes(q, selection)
-        kernel = choose(spec, local, backend=backend)
+        kernel = choose(spec, local, backend=backend, platform=platform)
         return kernel.launch(q, kv, spec, positions, selection, tuned.config(kernel, spec, local))
 
     if spec.stripe is not None and context.num_parts() > 1:

@@ -65,8 +65,8 @@ def forward(
             x, layer = keep(x, None, "spread_rows"), keep(layer)
         h = rms_norm(x, layer.attn_norm, config.norm_eps)
         q, k, v = project(h, layer, tables, config)
-        if spread:
-            q, k, v = keep((q, k, v), None, None, "heads")
+        if spread:  # by rows first: else XLA splits v's projection by heads and gathers h for it
+            q, k, v = keep(keep((q, k, v), None, "spread_rows"), None, None, "heads")
         if cache is not None:  # one layer's cache, or all layers' stacked
             at = () if unrolled else (index,)
             cache = Cache(*(append(held, new, positions.q_start, at, stripe) for held, new in zip(cache, (k, v))))

@@ -407,7 +407,8 @@ def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: i
         chunk += cache * stripes // config.num_layers
     if large := spread_chunk(params, config, batch=batch, num_keys=num_keys, unit=CHUNK):
         own = batch * large // parts * row_bytes(config, itemsize)
-        chunk = max(chunk, own + 2 * sharing(params, config).layer_bytes)  # one layer's weights, and the next layer's
+        whole = max(2 * sharing(params, config).layer_bytes, params.embed.nbytes)  # two layers, while one is gathered
+        chunk = max(chunk, own + whole)
     require(
         cache + chunk,
         local_devices(params),
