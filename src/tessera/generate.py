@@ -285,8 +285,8 @@ def load(
         plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
         mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". Weights, cache
             and logits are split by KV heads, feed-forward columns and vocabulary, so "heads" must divide each of them.
-            A number takes gcd(KV heads, devices) for heads. None runs on one device; if JAX runs in several
-            processes, on all their devices.
+            A number takes gcd(KV heads, devices) for heads, and the rest for context, which splits each sequence's
+            keys and a prompt's rows. None runs on one device; if JAX runs in several processes, on all their devices.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
@@ -335,7 +335,7 @@ def load(
 def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:
     """Return the mesh that shares a model of this config; raise ValueError if the model or this machine cannot."""
     shape = parse(mesh, config.num_kv_heads)
-    check(shape, split_sizes(config), jax.device_count(), jax.process_count())
+    check(shape, split_sizes(config), jax.device_count(), jax.process_count(), config.window)
     return build(shape)
 
 
