@@ -3,15 +3,16 @@
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tessera.cli.flags import Omittable
 from tessera.core import interrupt
 
-FAILED = 2
+if TYPE_CHECKING:
+    from tessera.core.processes import Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,22 +46,26 @@ class ProcessFlags:
         place = self.check_processes()
         if place is None:
             return run()
-        from tessera.core.processes import join
+        return together(place, facts_of(self, prompts), self.wait_s, run)
 
-        lifeline = join(place, facts_of(self, prompts), self.wait_s)
-        status = FAILED
-        try:
-            with speaking(place.index == 0):
-                status = run()
-        except KeyboardInterrupt:
-            status = interrupt.STATUS
-            raise
-        except RuntimeError:  # most likely from a collective that another process left
-            lifeline.settle()
-            raise
-        finally:
-            lifeline.leave(status)
-        return status
+
+def together(place: "Place", facts: Mapping[str, str], wait_s: float, run: Callable[[], int]) -> int:
+    """Meet the other processes, run `run` with them and return its exit code; see `core.processes.join`."""
+    from tessera.core.processes import FAILED, join
+
+    lifeline, status = join(place, facts, wait_s), FAILED
+    try:
+        with speaking(place.index == 0):
+            status = run()
+    except KeyboardInterrupt:
+        status = interrupt.STATUS
+        raise
+    except RuntimeError:  # most likely from a collective that another process left
+        lifeline.settle()
+        raise
+    finally:
+        lifeline.leave(status)
+    return status
 
 
 def facts_of(command: ProcessFlags, prompts: Any) -> dict[str, str]:

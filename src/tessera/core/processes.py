@@ -169,15 +169,13 @@ def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: flo
             listener.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
                 peer, _ = listener.accept()
-                peer.settimeout(5)
-                with peer.makefile("rb") as lines:
-                    greeting = _parse(lines)
             except TimeoutError:
-                if time.monotonic() < deadline:  # a stranger connected and said nothing
-                    continue
                 missing = ", ".join(str(i) for i in range(1, place.count) if i not in peers)
                 errors.append(f"process {missing} of {place.count} did not come within {wait_s:g} s: start it too")
                 break
+            peer.settimeout(5)
+            with peer.makefile("rb") as lines:
+                greeting = _parse(lines)
             if greeting is None:
                 peer.close()
                 continue
@@ -192,6 +190,7 @@ def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: flo
         with suppress(OSError):
             peer.sendall(verdict)
     if errors:
+        _close(peers)
         raise ValueError(errors[0])
     return peers
 
@@ -220,11 +219,18 @@ def _greet(place: Place, facts: Mapping[str, str], deadline: float, wait_s: floa
         with peer.makefile("rb") as lines:
             verdict = json.loads(lines.readline(MAX_LINE_BYTES) or b'{"error": "process 0 ended"}')
     except (OSError, ValueError) as error:
+        peer.close()
         raise ValueError(f"--coordinator {where} is not a process of this command: correct the address") from error
     if verdict["error"]:
+        peer.close()
         raise ValueError(verdict["error"])
     peer.settimeout(None)
     return {0: peer}
+
+
+def _close(peers: Mapping[int, socket.socket]) -> None:
+    for peer in peers.values():
+        peer.close()
 
 
 def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peers: Mapping[int, object]) -> list[str]:
@@ -246,7 +252,7 @@ def _parse(lines: BinaryIO) -> dict | None:
     """Read a greeting; None if it is none."""
     try:
         found = json.loads(lines.readline(MAX_LINE_BYTES))
-    except (ValueError, ConnectionError):
+    except (ValueError, OSError):  # a stranger, who may also say nothing
         return None
     if not isinstance(found, dict) or found.get("tessera") != 1 or not isinstance(found.get("facts"), dict):
         return None
