@@ -132,7 +132,7 @@ def test_a_chunk_on_the_host_against_its_compiler(batch, layers):
     layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params.layers)
     params = replace(params, layers=(layer,) * layers)
     cache = jax.eval_shape(
-        lambda: allocate(config=config, batch=batch, num_keys=num_keys, dtype="float32", stacked=False)
+        lambda: allocate(None, config=config, batch=batch, num_keys=num_keys, dtype="float32", stacked=False)
     )
     last = jax.ShapeDtypeStruct((batch, config.hidden_size), jnp.float32)
     tokens, counts = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, rows), (batch,)))
