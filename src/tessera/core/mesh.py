@@ -110,10 +110,17 @@ def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
 
 def mesh_of(tree: Any) -> Mesh | None:
     """Return the mesh that the first array of a pytree lies on; None if it lies on one device."""
-    for leaf in jax.tree.leaves(tree):
-        placed = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
-        return placed.mesh if isinstance(placed, NamedSharding) else None
-    return None
+    leaf = _first_leaf(tree)
+    placed = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    return placed.mesh if isinstance(placed, NamedSharding) else None
+
+
+def _first_leaf(tree: Any) -> Any:
+    """Descend to the first leaf; flattening all weights of a model for every call would take longer than the call."""
+    level = jax.tree_util.default_registry.flatten_one_level(tree)
+    if level is None:
+        return tree
+    return next((_first_leaf(child) for child in level[0] if child is not None), None)
 
 
 def num_stripes(mesh: Mesh | None) -> int:
@@ -128,7 +135,7 @@ def num_parts(mesh: Mesh | None) -> int:
 
 def local_devices(tree: Any) -> list[jax.Device]:
     """Return the devices of this process that hold the first array of a pytree."""
-    return sorted(jax.tree.leaves(tree)[0].sharding.addressable_devices, key=lambda device: device.id)
+    return sorted(_first_leaf(tree).sharding.addressable_devices, key=lambda device: device.id)
 
 
 class Program:

@@ -240,8 +240,11 @@ def save_folder(
     such as notes or, if `tokenizer` is None, the old tokenizer's files. This needs disk space for both folders.
 
     Raises:
-        ValueError: the folder cannot be replaced (a file, a mount point, the working folder).
+        ValueError: the folder cannot be replaced (a file, a mount point, the working folder), or the weights lie on
+            devices of several processes.
     """
+    if not getattr(params.embed, "is_fully_addressable", True):
+        raise ValueError("the weights lie on devices of several processes: load the model in one process to save it")
     raw = render_config(config, params.embed.dtype.name, tokenizer.pad_id if tokenizer else None)
     ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[key] is not None}
     shards = _assign_shards(_tensors(params), shard_bytes)
