@@ -3,7 +3,7 @@
     model = tessera.load("path/or/hub-id", attention="kascade", plan="plan.json")
     [answer] = model.generate(["..."], max_new_tokens=64)
 
-Heavy modules load on first use: importing this package starts nothing.
+Importing this package is fast: a heavy module, such as JAX, is imported when a name that needs it is first used.
 """
 
 from importlib import import_module
@@ -27,6 +27,8 @@ __all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str):
+    if name in ("LLM", "AutoModelForCausalLM", "AutoTokenizer", "pipeline"):
+        raise AttributeError(f"module 'tessera' has no attribute {name!r}: use tessera.load and Model.generate")
     if name not in _WHERE:
         raise AttributeError(f"module 'tessera' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"tessera.{_WHERE[name]}"), name)

@@ -1,4 +1,4 @@
-"""The KV cache: allocated once, updated in place, keys of one head contiguous so that a tile is one block."""
+"""The KV cache: allocated once and updated in place. The keys of one head are contiguous, so a tile is one block."""
 
 from typing import NamedTuple
 
@@ -33,9 +33,9 @@ def append(
     q_start: Int32[Array, "B"],
     layer: tuple[Int32[Array, ""], ...] = (),
 ) -> Float[Array, "*L B K S H"]:
-    """Write T new positions per sequence from q_start on, and nothing else; in a stacked cache, to one layer.
+    """Write T new positions per sequence, from q_start on; `layer` selects the layer of a stacked cache.
 
-    The caller must keep q_start + T <= S: XLA clamps silently.
+    The caller must ensure q_start + T <= S, because XLA silently clamps the position of a write.
     """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
     zero = jnp.int32(0)  # not a Python 0: with 64-bit types enabled that would be int64, unlike q_start's int32
