@@ -26,15 +26,13 @@ from tessera.models.catalogue import MODELS
 from tessera.models.checkpoint import read_config
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
+from tessera.models.footprint import SPLIT_AXES
 from tessera.models.layers import Layer, Params
 from tessera.models.weights import Weight, layer_weights, outer_weights, shape_of
 from tessera.runtime.roofline import recipe
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
-
-SPLIT_AXES = frozenset({"vocab", "heads", "kv_heads", "mlp"})
-"""Logical axes of weights that the mesh divides."""
 
 
 def config_of(model: str) -> ModelConfig:
