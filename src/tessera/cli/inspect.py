@@ -203,7 +203,7 @@ class Inspect:
 
 
 def check_picture(path: Path) -> None:
-    """Refuse a picture that cannot be written."""
+    """Raise an error if --picture cannot be written: no matplotlib, an unknown file format, or a missing folder."""
     from tessera.core.extras import require
 
     require("matplotlib", "report")

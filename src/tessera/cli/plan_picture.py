@@ -35,7 +35,7 @@ def draw(answer: Answer, model: str, path: Path) -> None:
         left = [a + b for a, b in zip(left, sizes)]
     usable = pairs[0].usable_bytes / GIB
     axes.axvline(usable, color="#b3001b", linewidth=1.5)
-    width = max(*left, usable) * 1.16
+    width = max(*left, usable) * 1.3  # room for "does not fit"
     axes.text(usable, -0.75, f" {usable:.1f} usable", color="#b3001b", va="center", ha="left", fontsize=9)
     for row, (pair, end) in enumerate(zip(pairs, left)):
         text = f" {end:.1f}" if pair.fits else f" {end:.1f}, does not fit"
