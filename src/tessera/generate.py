@@ -285,7 +285,7 @@ def load(
         mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". Weights, cache
             and logits are split by KV heads, feed-forward columns and vocabulary, so "heads" must divide each of them.
             A number takes gcd(KV heads, devices) for heads, and the rest for context, which splits each sequence's
-            keys and a prompt's rows. None runs on one device.
+            keys and a prompt's rows. None runs on one device; if JAX runs in several processes, on all their devices.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
@@ -303,6 +303,8 @@ def load(
     policy = policy_for(attention, config, plan)
     if compiles_without_chip() and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
+    if mesh is None and jax.process_count() > 1:
+        mesh = jax.device_count()
     on = None if mesh is None else mesh_for(config, mesh)
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {config.dtype},"
@@ -333,7 +335,7 @@ def load(
 def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:
     """Return the mesh that shares a model of this config; raise ValueError if the model or this machine cannot."""
     shape = parse(mesh, config.num_kv_heads)
-    check(shape, split_sizes(config), len(jax.devices()), config.window)
+    check(shape, split_sizes(config), jax.device_count(), jax.process_count(), window=config.window)
     return build(shape)
 
 

@@ -75,7 +75,7 @@ def test_another_form_is_refused(text):
 def test_a_mesh_that_does_not_divide_is_refused_with_one_that_does(text, changes, devices, words):
     config = replace(CONFIG, **changes)
     with pytest.raises(ValueError, match=words):
-        check(parse(text, config.num_kv_heads), split_sizes(config), devices, config.window)
+        check(parse(text, config.num_kv_heads), split_sizes(config), devices, window=config.window)
 
 
 def test_the_command_refuses_a_mesh_before_it_reads_weights(tmp_path, capsys, monkeypatch):

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,9 +17,11 @@ import tyro
 
 from tessera.cli import usage
 from tessera.cli.calibrate import Calibrate
+from tessera.cli.errors import check_address_space, explained
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch, named_model
+from tessera.cli.processes import ProcessFlags
 from tessera.cli.study import STUDIES, Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
 from tessera.core import hardware, interrupt
@@ -28,8 +29,6 @@ from tessera.core.escapes import escaped
 from tessera.core.files import check_writable
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
-LEAST_ADDRESS_SPACE = 3 << 29
-"""Bytes, 1.5 GiB. With two cores and the demo model, JAX runs out of memory at 1 GiB and works at 2 GiB."""
 DESCRIPTION = """LLaMA-family models at long context in JAX: attention reads only the key tiles that matter.
 
 -V, --version prints the version."""
@@ -62,7 +61,7 @@ class ModelFlags:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generate(ModelFlags, SamplingFlags):
+class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     """Continue one or more prompts."""
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional, WORDS] = ()
@@ -88,11 +87,11 @@ class Generate(ModelFlags, SamplingFlags):
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
-        from tessera.cli.prompt_bar import PromptBar
-        from tessera.generate import Interrupted
-        from tessera.sparse.promise import promise_note
-
         sampling = self.values()  # raises errors before the model is loaded
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(
+                f"--max-new-tokens {self.max_new_tokens} must be at least 1: name the longest answer you want"
+            )
         prompts = self.read_prompts()
         if self.stream and (self.json or self.tokens or len(prompts) > 1):
             raise ValueError("--stream prints the text of one prompt: drop --json and --tokens, or pass one prompt")
@@ -100,6 +99,14 @@ class Generate(ModelFlags, SamplingFlags):
             raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         if self.parse_special and not self.chat:
             raise ValueError("--parse-special works only with --chat: other prompts always have special tokens parsed")
+        return self.run_together(lambda: self.answer(prompts, sampling), prompts)
+
+    def answer(self, prompts: list, sampling: dict) -> int:
+        """Load the model, and print each prompt's continuation."""
+        from tessera.cli.prompt_bar import PromptBar
+        from tessera.generate import Interrupted
+        from tessera.sparse.promise import promise_note
+
         model = self.load()
         advice = "" if self.chat or self.tokens else template_advice(model, prompts)
         if self.chat:
@@ -343,7 +350,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         if command.debug:
             raise
-        print(f"error: {escaped(error, None)}", file=sys.stderr)
+        print(f"error: {escaped(explained(error), None)}", file=sys.stderr)
         return 2
     except RuntimeError as error:  # from the device, or a bug in Tessera
         if command.debug:
@@ -351,19 +358,6 @@ def main(argv: list[str] | None = None) -> int:
         said = f"{type(error).__name__}: {escaped(error, 500)}"
         print(f"error: {said} (--debug shows where)", file=sys.stderr)
         return 2
-
-
-def check_address_space() -> None:
-    """Raise MemoryError if the address space limit (ulimit -v) is so low that JAX aborts or cannot be imported."""
-    with suppress(ImportError):  # Windows has no such limit
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
-            raise MemoryError(
-                f"this process may use {limit / 2**30:.2g} GiB of address space, and JAX alone takes more than "
-                f"{LEAST_ADDRESS_SPACE / 2**30:g} GiB: raise the limit (ulimit -v)"
-            )
 
 
 def parse(argv: list[str]):
@@ -381,6 +375,8 @@ def parse(argv: list[str]):
             refuse(usage.unknown_command(word, below, prog))
         prog, kind, below = f"{prog} {word}", below[word], STUDIES if word == "study" else {}
     if not below and (error := usage.unknown_flag(words, usage.flags(kind), prog)):
+        refuse(error)
+    if not below and (error := usage.wrong_dtype(words, prog)):
         refuse(error)
     about = {"prog": prog, "description": DESCRIPTION if prog == "tessera" else None, "registry": REGISTRY}
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)

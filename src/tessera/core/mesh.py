@@ -57,13 +57,16 @@ def parse(text: str | int, num_kv_heads: int) -> MeshShape:
     return MeshShape(heads, first // heads)
 
 
-def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int, window: int | None = None) -> None:
+def check(
+    shape: MeshShape, sizes: Mapping[str, int], num_devices: int, num_processes: int = 1, *, window: int | None = None
+) -> None:
     """Raise ValueError unless the mesh can share a model among `num_devices` devices.
 
     Args:
         shape: the mesh.
         sizes: the model's sizes by name; the "heads" axis splits each of them, so it must divide each.
-        num_devices: devices that are present.
+        num_devices: devices that are present, in all processes.
+        num_processes: processes that share them; several must use all their devices.
         window: the model's sliding window in tokens, if any. Attention over a split context has none (`context`).
     """
     fits = max(n for n in range(1, num_devices + 1) if not any(size % n for size in sizes.values()))
@@ -78,6 +81,11 @@ def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int, window: 
             raise ValueError(f"{named} cannot split {name}={size} into {shape.heads} equal parts: {way_out}")
     if count > num_devices:
         raise ValueError(f"{named} needs {count} devices, and JAX finds {num_devices}: {way_out}")
+    if num_processes > 1 and count < num_devices:
+        raise ValueError(
+            f"{named} leaves out {num_devices - count} of the {num_devices} devices of {num_processes} processes: "
+            f"use mesh {num_devices}, or start fewer processes"
+        )
 
 
 def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
@@ -102,10 +110,17 @@ def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
 
 def mesh_of(tree: Any) -> Mesh | None:
     """Return the mesh that the first array of a pytree lies on; None if it lies on one device."""
-    for leaf in jax.tree.leaves(tree):
-        placed = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
-        return placed.mesh if isinstance(placed, NamedSharding) else None
-    return None
+    leaf = _first_leaf(tree)
+    placed = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    return placed.mesh if isinstance(placed, NamedSharding) else None
+
+
+def _first_leaf(tree: Any) -> Any:
+    """Descend to the first leaf; flattening all weights of a model for every call would take longer than the call."""
+    level = jax.tree_util.default_registry.flatten_one_level(tree)
+    if level is None:
+        return tree
+    return next((_first_leaf(child) for child in level[0] if child is not None), None)
 
 
 def num_stripes(mesh: Mesh | None) -> int:
@@ -120,7 +135,7 @@ def num_parts(mesh: Mesh | None) -> int:
 
 def local_devices(tree: Any) -> list[jax.Device]:
     """Return the devices of this process that hold the first array of a pytree."""
-    return sorted(jax.tree.leaves(tree)[0].sharding.addressable_devices, key=lambda device: device.id)
+    return sorted(_first_leaf(tree).sharding.addressable_devices, key=lambda device: device.id)
 
 
 class Program:

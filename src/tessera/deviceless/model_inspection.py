@@ -16,11 +16,12 @@ from types import MappingProxyType
 from typing import Any
 
 from tessera.core.memory import format_bytes
+from tessera.core.mesh import MeshShape, check
 from tessera.deviceless import hlo, steps
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import predict
-from tessera.models.weights import num_parameters
+from tessera.models.weights import num_parameters, split_sizes
 
 MESHES = MappingProxyType(
     {
@@ -87,6 +88,7 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
     config = steps.config_of(model)
     if config.num_kv_heads % mesh:
         raise ValueError(f"--mesh {mesh} must divide the model's {config.num_kv_heads} KV heads")
+    check(MeshShape(mesh, 1), split_sizes(config), mesh)
     program = factory_program("tessera.deviceless.steps:model_step", model=model, **call)
     found = tpu.compile_for(chip, program, topology=MESHES[chip][mesh], devices=mesh, limit_s=limit_s)
     about = {"model": model, "chip": chip, "mesh": mesh, "phase": call["phase"]}

@@ -216,8 +216,11 @@ def save_folder(
     such as notes or, if `tokenizer` is None, the old tokenizer's files. This needs disk space for both folders.
 
     Raises:
-        ValueError: the folder cannot be replaced (a file, a mount point, the working folder).
+        ValueError: the folder cannot be replaced (a file, a mount point, the working folder), or the weights lie on
+            devices of several processes.
     """
+    if not getattr(params.embed, "is_fully_addressable", True):
+        raise ValueError("the weights lie on devices of several processes: load the model in one process to save it")
     raw = render_config(config, params.embed.dtype.name, tokenizer.pad_id if tokenizer else None)
     ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[key] is not None}
     shards = _assign_shards(_tensors(params), shard_bytes)
@@ -271,6 +274,23 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
 def take_split(array: jax.Array, at: tuple[np.ndarray, ...]) -> jax.Array:
     """Return elements of an array that a mesh splits, on every device; reshaping the array would gather it."""
     return keep(array[at])
+
+
+def files_digest(source: str | os.PathLike) -> str:
+    """Return an id of a model's files, read from the config, the headers and some bytes of each tensor.
+
+    Unlike `fingerprint`, it needs no weights in memory, so processes can compare their models before they load them.
+    """
+    source, config = Path(source), read_config(source)
+    stored = gguf_tensors(read_gguf(source), config) if source.is_file() else read_index(source)
+    digest = hashlib.sha256(stable_repr(config).encode())
+    for name, tensor in sorted(stored.items()):
+        digest.update(repr((name, *tensor[1:])).encode())
+        with open(tensor.path, "rb") as file:
+            for part in range(4):
+                file.seek(tensor.offset + part * max(tensor.num_bytes - 64, 0) // 3)
+                digest.update(file.read(min(64, tensor.num_bytes)))
+    return digest.hexdigest()[:16]
 
 
 def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:

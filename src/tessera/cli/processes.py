@@ -1,0 +1,110 @@
+"""Flags that share one model among several processes; process 0 speaks for all."""
+
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from tessera.cli.flags import Omittable
+from tessera.core import interrupt
+
+if TYPE_CHECKING:
+    from tessera.core.processes import Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessFlags:
+    """Flags that make this process one of several."""
+
+    coordinator: Omittable[str] = None
+    """Run as one of several processes: HOST:PORT at which process 0 listens. JAX uses the next port."""
+    processes: Omittable[int] = None
+    """With --coordinator: number of processes."""
+    process: Omittable[int] = None
+    """With --coordinator: number of this process, from 0; process 0 prints."""
+    wait_s: float = 60.0
+    """With --coordinator: seconds to wait for the other processes to start."""
+
+    def check_processes(self):
+        """Return this process's place, or None if it is the only one."""
+        from tessera.core.processes import place
+
+        given = {"--processes": self.processes, "--process": self.process}
+        if self.coordinator is None:
+            if extra := [name for name, value in given.items() if value is not None]:
+                raise ValueError(f"{extra[0]} needs --coordinator HOST:PORT, the address of process 0")
+            return None
+        if lacking := [name for name, value in given.items() if value is None]:
+            raise ValueError(f"--coordinator {self.coordinator} needs {lacking[0]} too")
+        return place(self.coordinator, self.processes, self.process)
+
+    def run_together(self, run: Callable[[], int], prompts: Any) -> int:
+        """Run a command in all processes: only if all were given the same, and silently in all but process 0."""
+        place = self.check_processes()
+        if place is None:
+            return run()
+        return together(place, facts_of(self, prompts), self.wait_s, run)
+
+
+def together(place: "Place", facts: Mapping[str, str], wait_s: float, run: Callable[[], int]) -> int:
+    """Meet the other processes, run `run` with them and return its exit code; see `core.processes.join`."""
+    from tessera.core.processes import FAILED, join
+
+    lifeline, status = join(place, facts, wait_s), FAILED
+    try:
+        with speaking(place.index == 0):
+            status = run()
+    except KeyboardInterrupt:
+        status = interrupt.STATUS
+        raise
+    except RuntimeError:  # most likely from a collective that another process left
+        lifeline.settle()
+        raise
+    finally:
+        lifeline.leave(status)
+    return status
+
+
+def facts_of(command: ProcessFlags, prompts: Any) -> dict[str, str]:
+    """Return digests of everything that must be the same in all processes; paths may differ between machines."""
+    from importlib.metadata import version
+
+    from tessera.cli.model_commands import named_model
+    from tessera.generate import find_plan
+    from tessera.models.checkpoint import files_digest, resolve
+
+    own = {"process", "wait_s", "debug", "model", "plan", "prompt", "option", "file", "stream", "json"}
+    source = resolve(named_model(command.model))
+    plan = find_plan(command.attention, command.plan, str(source))
+    found = {
+        "version of JAX or Tessera": (version("jax"), version("tessera-attention")),
+        "model": files_digest(source),
+        "plan": plan,
+        "prompt": prompts,
+        "set of flags": {name: value for name, value in asdict(command).items() if name not in own},
+    }
+    return {name: hashlib.sha256(repr(value).encode()).hexdigest() for name, value in found.items()}
+
+
+@contextmanager
+def speaking(aloud: bool):
+    """Keep libraries' lines out of standard output; with `aloud` False, print nothing at all."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # gloo prints each connection to the file descriptor
+    before = sys.stdout, sys.stderr
+    with (
+        open(kept if aloud else os.dup(nowhere), "w", encoding=sys.stdout.encoding) as out,
+        open(os.devnull, "w") as no,
+    ):
+        sys.stdout, sys.stderr = out, sys.stderr if aloud else no
+        try:
+            yield
+        finally:
+            out.flush()
+            sys.stdout, sys.stderr = before
+            os.dup2(kept if aloud else nowhere, 1)
+            os.close(nowhere)

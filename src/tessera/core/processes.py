@@ -1,0 +1,276 @@
+"""Several processes that run one model: they meet at one address, compare what they were given, and end together.
+
+Process 0 listens at HOST:PORT; the others connect, say what they were given (`facts`), and learn whether all agree.
+Only then does JAX start its own service at PORT + 1: it would abort a process that waits in vain, and it needs seconds
+to notice one that died. The connections stay open. The system closes those of a process that ends for any reason, so
+the others notice at once, say so in one sentence and exit.
+
+The messages are single lines of JSON: a process's greeting, the verdict, then how a process ended: "done",
+"interrupted" or "failed". A closed connection without such a message means a kill.
+"""
+
+import atexit
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import BinaryIO, NamedTuple
+
+from tessera.core.interrupt import STATUS as INTERRUPTED
+
+FAILED = 2
+"""Exit code of a process that ends because another one did."""
+LEAVE_S = 10.0
+"""Seconds that a finished process waits for the others before it leaves."""
+MAX_LINE_BYTES = 1 << 14
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Place(NamedTuple):
+    """This process's place among all.
+
+    Attributes:
+        host, port: where process 0 listens.
+        count: number of processes.
+        index: this process, 0 to count - 1.
+    """
+
+    host: str
+    port: int
+    count: int
+    index: int
+
+
+def place(coordinator: str, count: int, index: int) -> Place:
+    """Check the flags that describe a process's place.
+
+    Raises:
+        ValueError: the address is not HOST:PORT, or the numbers do not fit each other.
+    """
+    found = re.fullmatch(r"\[?([^\s\[\]/]+?)\]?:(\d{1,5})", coordinator)
+    if not found or not 1 <= int(found[2]) < 65535:
+        raise ValueError(
+            f"--coordinator {coordinator!r:.80} must be HOST:PORT, like 10.0.0.1:7000, with PORT below 65535"
+        )
+    if count < 2:
+        raise ValueError(f"--processes {count} must be at least 2; drop --coordinator to run one process")
+    if not 0 <= index < count:
+        raise ValueError(f"--process {index} must be between 0 and {count - 1}, because there are {count} processes")
+    return Place(found[1], int(found[2]), count, index)
+
+
+class Lifeline:
+    """Connections to the other processes: process 0 has one to each, every other process one to process 0."""
+
+    def __init__(self, place: Place, peers: Mapping[int, socket.socket]):
+        self._place, self._peers = place, dict(peers)
+        self._ended, self._change = set[int](), threading.Condition()
+        self._status: int | None = None
+        atexit.register(self._exit)  # runs before JAX's own, which waits for dead processes
+
+    def watch(self) -> None:
+        """Watch the connections from now on; end this process as soon as another one fails or is interrupted."""
+        for index, peer in self._peers.items():
+            threading.Thread(target=self._listen, args=(index, peer), daemon=True, name=f"process-{index}").start()
+
+    def leave(self, status: int) -> None:
+        """Tell the others how this process ended; after a success, wait until they are done too."""
+        self._status = status
+        self._tell({0: "done", INTERRUPTED: "interrupted"}.get(status, "failed"))
+        deadline = time.monotonic() + (LEAVE_S if status == 0 else 0)
+        with self._change:
+            while len(self._ended) < len(self._peers) and (left := deadline - time.monotonic()) > 0:
+                self._change.wait(left)
+
+    def settle(self) -> None:
+        """Wait a moment for the news that another process ended, which explains most errors of a collective."""
+        time.sleep(2)
+
+    def _tell(self, how: str, index: int | None = None) -> None:
+        line = json.dumps({"ended": self._place.index if index is None else index, "how": how}).encode() + b"\n"
+        for peer in self._peers.values():
+            with suppress(OSError):
+                peer.sendall(line)
+
+    def _listen(self, index: int, peer: socket.socket) -> None:
+        with suppress(OSError), peer.makefile("rb") as lines:
+            while line := lines.readline(MAX_LINE_BYTES):
+                news = json.loads(line)
+                if news["how"] != "done":
+                    self._end(news["ended"], news["how"])
+                with self._change:
+                    self._ended.add(index)
+                    self._change.notify_all()
+        if index not in self._ended:
+            self._end(index, "killed")
+
+    def _end(self, index: int, how: str) -> None:
+        """End this process, because another one ended; process 0 tells the rest."""
+        if self._status is not None:  # this process is ending already
+            return
+        if self._place.index == 0:
+            self._tell(how, index)
+        words = {"interrupted": "was interrupted", "failed": "failed", "killed": "was killed or lost its connection"}
+        os.write(2, f"process {self._place.index} ends, because process {index} {words[how]}\n".encode())
+        os._exit(INTERRUPTED if how == "interrupted" else FAILED)
+
+    def _exit(self) -> None:
+        if self._status:
+            with suppress(OSError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(self._status)
+
+
+def join(place: Place, facts: Mapping[str, str], wait_s: float) -> Lifeline:
+    """Meet the other processes, and start JAX across all of them.
+
+    Args:
+        place: this process's place.
+        facts: what all processes must have been given alike: a digest by name.
+        wait_s: seconds to wait for the others.
+
+    Raises:
+        ValueError: process 0 does not answer, or a process does not come, in time; two processes have the same number;
+            or a process was given something else than process 0.
+        OSError: process 0 cannot listen at the address.
+    """
+    deadline = time.monotonic() + wait_s
+    peers = _gather(place, facts, deadline, wait_s) if place.index == 0 else _greet(place, facts, deadline, wait_s)
+    start_jax(place)
+    lifeline = Lifeline(place, peers)
+    lifeline.watch()
+    return lifeline
+
+
+def start_jax(place: Place) -> None:
+    """Start JAX's own service, and make the devices of all processes those of this one."""
+    import jax
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    address = f"{host}:{place.port + 1}"
+    bind = {"coordinator_bind_address": address} if place.host in LOOPBACK else {}
+    jax.distributed.initialize(address, place.count, place.index, cluster_detection_method="deactivate", **bind)
+
+
+def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: float) -> dict[int, socket.socket]:
+    """Wait for every process, compare its facts with those of process 0, and tell all of them the verdict."""
+    peers: dict[int, socket.socket] = {}
+    errors = []
+    with _listener(place) as listener:
+        while len(peers) < place.count - 1:
+            listener.settimeout(max(deadline - time.monotonic(), 0.01))
+            try:
+                peer, _ = listener.accept()
+            except TimeoutError:
+                missing = ", ".join(str(i) for i in range(1, place.count) if i not in peers)
+                errors.append(f"process {missing} of {place.count} did not come within {wait_s:g} s: start it too")
+                break
+            peer.settimeout(5)
+            with peer.makefile("rb") as lines:
+                greeting = _parse(lines)
+            if greeting is None:
+                peer.close()
+                continue
+            index = greeting["process"]
+            errors += _differences(place, facts, greeting, peers)
+            peers[index if index not in peers else -len(peers)] = peer
+            if errors:
+                break
+    verdict = json.dumps({"error": errors[0] if errors else None}).encode() + b"\n"
+    for peer in peers.values():
+        peer.settimeout(None)
+        with suppress(OSError):
+            peer.sendall(verdict)
+    if errors:
+        _close(peers)
+        raise ValueError(errors[0])
+    return peers
+
+
+def _greet(place: Place, facts: Mapping[str, str], deadline: float, wait_s: float) -> dict[int, socket.socket]:
+    """Connect to process 0, say what this process was given, and wait for the verdict."""
+    greeting = {"tessera": 1, "process": place.index, "processes": place.count, "facts": dict(facts)}
+    where = f"{place.host}:{place.port}"
+    while True:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise ValueError(
+                f"no process 0 answers at --coordinator {where} within {wait_s:g} s: start process 0 there, with the "
+                f"same --coordinator, or correct the address"
+            )
+        try:
+            peer = socket.create_connection((place.host, place.port), timeout=min(left, 5))
+            break
+        except socket.gaierror as error:
+            raise ValueError(f"--coordinator {where} names no host: {error.strerror}") from error
+        except OSError:  # process 0 is not there yet
+            time.sleep(0.1)
+    try:
+        peer.sendall(json.dumps(greeting).encode() + b"\n")
+        peer.settimeout(max(deadline - time.monotonic(), 0) + 5)  # process 0 waits for the others
+        with peer.makefile("rb") as lines:
+            verdict = json.loads(lines.readline(MAX_LINE_BYTES) or b'{"error": "process 0 ended"}')
+    except (OSError, ValueError) as error:
+        peer.close()
+        raise ValueError(f"--coordinator {where} is not a process of this command: correct the address") from error
+    if verdict["error"]:
+        peer.close()
+        raise ValueError(verdict["error"])
+    peer.settimeout(None)
+    return {0: peer}
+
+
+def _close(peers: Mapping[int, socket.socket]) -> None:
+    for peer in peers.values():
+        peer.close()
+
+
+def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peers: Mapping[int, object]) -> list[str]:
+    """List how a process's greeting does not fit process 0."""
+    index, count = greeting["process"], greeting["processes"]
+    if count != place.count:
+        return [f"process {index} was given --processes {count}, and process 0 {place.count}: give all the same number"]
+    if not 0 < index < place.count or index in peers:
+        return [f"two processes were given --process {index}: number them 0 to {place.count - 1}"]
+    other = greeting["facts"]
+    return [
+        f"process {index} was given another {name} than process 0: give all processes the same"
+        for name, value in facts.items()
+        if other.get(name) != value
+    ]
+
+
+def _parse(lines: BinaryIO) -> dict | None:
+    """Read a greeting; None if it is none."""
+    try:
+        found = json.loads(lines.readline(MAX_LINE_BYTES))
+    except (ValueError, OSError):  # a stranger, who may also say nothing
+        return None
+    if not isinstance(found, dict) or found.get("tessera") != 1 or not isinstance(found.get("facts"), dict):
+        return None
+    return found if all(type(found.get(name)) is int for name in ("process", "processes")) else None
+
+
+def _listener(place: Place) -> socket.socket:
+    """Listen at the address: on a loopback address only there, else on every address of this host."""
+    host = place.host if place.host in LOOPBACK else ""
+    family = socket.AF_INET6 if place.host == "::1" else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, place.port))
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"process 0 cannot listen at --coordinator {place.host}:{place.port} ({error.strerror}): take another port"
+        ) from error
+    listener.listen(place.count)
+    return listener
