@@ -105,7 +105,7 @@ def study(heads: int, parts: int, kv_heads: int, groups: int, softcap: float | N
         with jax.set_mesh(mesh):
             got, cache = dealt_step(q[:, rows], k[:, rows], v[:, rows], cache, where, striped)
         errors["prefill"].append(compare(got, want))
-    for at in ((total - 1, 3), (chunk, width - 1), (total - chunk + width, 0)):
+    for at in ((total - 1, 3), (2 * chunk - 5, chunk), (total - chunk + width, 0)):  # whole and cut rounds of stripes
         alive = np.array([1, int(at[1] != 0)])
         where = positions(at, np.where(alive, np.array(at) + 1, 0), alive)
         pick = jax.vmap(lambda x, p: jax.lax.dynamic_slice_in_dim(x, p, 1))
