@@ -17,7 +17,7 @@ from jaxtyping import Float
 
 from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
-from tessera.core.memory import require
+from tessera.core.memory import require, require_programs
 from tessera.core.mesh import build, check, local_devices, mesh_of, num_parts, parse
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
@@ -313,6 +313,7 @@ def load(
     num_bytes = sum(weight_bytes(config, types=types, division=division).values())
     devices = jax.devices()[:1] if on is None else on.local_devices
     require(num_bytes, devices, what, "take a smaller model, more devices, or bfloat16")
+    require_programs(num_bytes * len(devices), what)
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():
         logger.info("%s", warning)
