@@ -52,6 +52,7 @@ class Kernel:
         capability: GPUs that it runs on; None if they do not matter.
         library: vendor's library that compiles it, only on its chip; None if XLA or Pallas does.
         automatic_limit: most scores (B N T S) of a call that does not name it; None for no limit.
+        scaled: whether it also reads int8 keys and values with scales.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Kernel:
     capability: Capability | None = None
     library: str | None = None
     automatic_limit: int | None = None
+    scaled: bool = False
 
     @property
     def family(self) -> str:
@@ -113,9 +115,10 @@ class Kernel:
             return f"it needs compute capability {self.capability.name}, this GPU has {capability}"
         if self.phase == "decode" and shapes.num_queries != 1:
             return f"it takes one query row per sequence, the call has {shapes.num_queries}"
-        if shapes.paged or shapes.scaled:
-            layout = "paged" if shapes.paged else "scaled"
-            return f"it reads contiguous keys in the queries' dtype, the call's are {layout}"
+        if shapes.paged:
+            return "it reads contiguous keys, the call's are paged"
+        if shapes.scaled and not self.scaled:
+            return "it reads keys in the queries' dtype, the call's are int8"
         if shapes.dtype not in self.dtypes:
             return f"dtype {shapes.dtype} is not one of {', '.join(self.dtypes)}"
         limit, way_out = self.automatic_limit, f"name backend={self.family!r} to run it anyway"

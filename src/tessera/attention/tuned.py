@@ -4,8 +4,8 @@ A row applies to the calls of its kernel that fall into its bucket. A bucket nam
 with the value it must have or the [low, high] it must lie in, ends included; measures it does not name do not matter.
 Measures that change the shape of the work are exact (dtype, head_dim, groups; kv_heads in decode; tile and query_tile
 where the role has them); lengths and batches are intervals around the searched values. Rows are searched for causal
-calls without window and cap, and apply only to those. The first row that applies is used; if none does, the
-kernel's default is.
+calls without window and cap on keys in the queries' dtype, and apply only to those. The first row that applies is used;
+if none does, the kernel's default is.
 
 Each row names the record in evidence/ that supports it: every candidate tried, and its time or error.
 """
@@ -61,7 +61,7 @@ class Row:
 
     def holds(self, kernel: str, spec: AttentionSpec, shapes: Shapes) -> bool:
         """Whether this row applies to a call."""
-        plain = spec.causal and spec.window is None and spec.softcap is None
+        plain = spec.causal and spec.window is None and spec.softcap is None and not shapes.scaled
         if kernel != self.kernel or not plain:
             return False
         found = measures(spec, shapes)

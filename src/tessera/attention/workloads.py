@@ -29,9 +29,11 @@ class Workload:
         fraction: share of the key tiles that the sparse role lists, at random.
         budget: options of select_tiles (fraction, one per KV head; minimum, local, sinks), which then lists tiles by
             random masses; None lists random tiles.
+        scaled: keys and values are int8 with scales.
         q_start, kv_len, q_len: per sequence; None is the contract's default (0, S, T).
         tags: "test" (small, checked against the oracles), "hopper" (small, in shapes that Hopper takes), "lists"
-            (small, for the role sparse), "tiles" (those of "lists" that the role score takes too), "bench" (timed),
+            (small, for the role sparse), "tiles" (those of "lists" that the role score takes too), "int8" (small, for
+            kernels that read int8 keys), "bench" (timed),
             "prefill" or "decode".
     """
 
@@ -46,6 +48,7 @@ class Workload:
     spec: AttentionSpec = AttentionSpec()
     fraction: float = 0.1
     budget: Budget | None = None
+    scaled: bool = False
     q_start: tuple[int, ...] | None = None
     kv_len: tuple[int, ...] | None = None
     q_len: tuple[int, ...] | None = None
@@ -86,7 +89,7 @@ class Workload:
         """The static shapes of the call in this role."""
         capacity = self.capacity if role == "sparse" else None
         sizes = (self.batch, self.num_queries, self.num_keys, self.num_heads, self.num_kv_heads, self.head_dim)
-        return Shapes(*sizes, capacity, dtype or self.dtype)
+        return Shapes(*sizes, capacity, dtype or self.dtype, scaled=self.scaled)
 
 
 WORKLOADS: tuple[Workload, ...] = (
@@ -311,6 +314,39 @@ WORKLOADS: tuple[Workload, ...] = (
         q_start=(370,),
         kv_len=(371,),
         tags=("lists", "tiles", "decode"),
+    ),
+    # Int8 keys and values: tails of blocks that are moved back or padded, a cap (the scale comes before it), sequences
+    # that see nothing, one list per head.
+    Workload(
+        name="int8_ragged",
+        batch=2,
+        num_queries=40,
+        num_keys=205,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=16,
+        spec=AttentionSpec(softcap=3.0, tile=32, query_tile=32),
+        budget=Budget((0.0, 1.0, 0.2), 0, 32, 32),
+        scaled=True,
+        q_start=(165, 3),
+        kv_len=(203, 40),
+        q_len=(38, 37),
+        tags=("int8", "prefill"),
+    ),
+    Workload(
+        name="int8_decode",
+        batch=3,
+        num_queries=1,
+        num_keys=300,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=16,
+        spec=AttentionSpec(window=250, tile=32),
+        budget=Budget((0.0, 1.0, 0.2), 0, 32, 32),
+        scaled=True,
+        q_start=(296, 17, 0),
+        kv_len=(297, 18, 0),
+        tags=("int8", "decode"),
     ),
     # Timed ones.
     Workload(

@@ -198,7 +198,7 @@ class Kascade(Policy):
         how = Estimate(keys=self.score_keys, rows=self.score_rows)
         reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
         if not self.budgets or reused or not isinstance(layer, int):
-            return estimate_mass(q, kv.k, spec, positions, how)
+            return estimate_mass(q, kv.k, spec, positions, how, kv.scales)
         heads = jnp.asarray([h for h, budget in enumerate(self.budgets[layer]) if 0 < budget < 1], jnp.int32)
         shapes = kv.shapes(q)
         tiles = ceil_div(shapes.num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
@@ -206,7 +206,9 @@ class Kascade(Policy):
         if not heads.size:
             return mass
         grouped = q.reshape(*q.shape[:2], shapes.num_kv_heads, -1, shapes.head_dim)[:, :, heads]
-        scored = estimate_mass(grouped.reshape(*q.shape[:2], -1, shapes.head_dim), kv.k[:, heads], spec, positions, how)
+        grouped = grouped.reshape(*q.shape[:2], -1, shapes.head_dim)
+        scales = None if kv.scales is None else kv.scales[:, heads]
+        scored = estimate_mass(grouped, kv.k[:, heads], spec, positions, how, scales)
         return mass.at[:, heads].set(scored)
 
     def _sparse(self, layer, q, kv, spec: AttentionSpec, positions: Positions, state: KascadeState):

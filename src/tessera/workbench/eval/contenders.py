@@ -116,7 +116,7 @@ def scores_mass(q, kv, layer, spec, positions):
 def scores_estimate(q, kv, layer, spec, positions, summary: str, keys: int | None = None):
     """Score tiles by attention probability, estimated per block of keys (a tile if None); decode scores each key."""
     keys = spec.tile if keys is None else min(keys, spec.tile)
-    return estimate_mass(q, kv.k, spec, positions, Estimate(keys=keys, summary=summary))
+    return estimate_mass(q, kv.k, spec, positions, Estimate(keys=keys, summary=summary), kv.scales)
 
 
 def _grid(q: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[int, int, int, int]:
