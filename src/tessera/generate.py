@@ -69,6 +69,7 @@ class Model:
         plan: the Kascade plan, if any.
         source: folder or GGUF file it was loaded from.
         generation_config: defaults of `generate` from generation_config.json; none for a GGUF file.
+        cache: dtype of cached keys and values, "int8" or None for the weights' own. `logits` caches nothing.
     """
 
     config: ModelConfig
@@ -78,6 +79,7 @@ class Model:
     plan: Plan | None = None
     source: str = "memory"
     generation_config: GenerationConfig = GenerationConfig()
+    cache: str | None = None
 
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
         """Compute next-token scores at every position, float32. All sequences must have the same length.
@@ -238,11 +240,11 @@ class Model:
 
     def engine(self, **options: Any) -> Engine:
         """Return an engine that continues prompts under the policy; see `Engine` for slots, num_keys, sizes, lag."""
-        return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, **options)
+        return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, cache=self.cache, **options)
 
     def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:
         """Allocate an empty cache for `batch` sequences of up to `num_keys` keys."""
-        return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys)
+        return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys, cache=self.cache)
 
     def _encode(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, str):
@@ -270,6 +272,7 @@ def load(
     dtype: str | None = None,
     attention: str = "dense",
     plan: Plan | str | os.PathLike | None = None,
+    cache: str | None = None,
 ) -> Model:
     """Load a model from a Hugging Face folder, a GGUF file or a hub id.
 
@@ -279,6 +282,8 @@ def load(
         dtype: "float32" or "bfloat16"; None or "auto" keeps the checkpoint's.
         attention: "dense", "kascade", "window" or "oracle".
         plan: for kascade: a Plan or a path; None loads the one that `locate_plan` finds.
+        cache: "int8" keeps each cached key and value as int8 times one scale per position and KV head, in about half
+            the bytes of bfloat16; None or "auto" keeps the weights' dtype.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
@@ -288,6 +293,9 @@ def load(
     dtype = None if dtype == "auto" else dtype
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own")
+    cache = None if cache == "auto" else cache
+    if cache not in (None, "int8"):
+        raise ValueError(f"{cache=} must be 'int8', or None for the weights' dtype")
     source = resolve(path_or_hub_id)
     config = read_config(source)
     if dtype is not None:
@@ -316,6 +324,7 @@ def load(
         plan=plan,
         source=str(source),
         generation_config=generation_config,
+        cache=cache,
     )
 
 

@@ -501,7 +501,7 @@ def test_decode_work_follows_what_is_filled(monkeypatch):
 @pytest.mark.parametrize("stored", ["float32", "int8"])
 @pytest.mark.parametrize("role", ["dense", "score", "sparse"])
 def test_decode_copies_no_cache(role, stored):
-    """The compiled program neither transposes nor copies the whole of a cache [B,K,S,H], nor widens all of an int8 one."""
+    """The compiled program neither transposes nor copies all of a cache [B,K,S,H], nor widens all of an int8 one."""
     kernel = next(k for k in KERNELS if k.name == f"xla_decode_{role}")
     batch, heads, num_keys, dim = 2, 2, 4096, 32
     spec = AttentionSpec(mass=role == "score")

@@ -47,6 +47,8 @@ class ModelFlags:
     """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
     dtype: Dtype = "auto"
     """Dtype of weights and cache; auto is the checkpoint's own."""
+    cache: Literal["auto", "int8"] = "auto"
+    """Dtype of cached keys and values; auto is the weights'. int8 takes about half of bfloat16's memory."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -56,7 +58,8 @@ class ModelFlags:
 
         if self.plan is not None and self.attention != "kascade":
             raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
-        return load(named_model(self.model), dtype=self.dtype, attention=self.attention, plan=self.plan)
+        found = {"dtype": self.dtype, "attention": self.attention, "plan": self.plan, "cache": self.cache}
+        return load(named_model(self.model), **found)
 
 
 @dataclass(frozen=True, kw_only=True)

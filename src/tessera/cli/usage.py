@@ -29,7 +29,7 @@ _CONTEXT = "a request takes the room that it needs, up to the model's own limit:
 _DEVICE = "JAX takes the accelerator that it finds: drop it, or set JAX_PLATFORMS=cpu"
 _MEMORY = "rows and memory are taken as needed: drop it"
 _KERNEL = "each device has its kernels, which `tessera doctor` names: drop it"
-_CACHE = "keys and values have the dtype of the weights: use --dtype"
+_CACHE = "keys and values have the dtype of the weights, or int8 with --cache int8"
 _WEIGHTS = "a GGUF file's quantised weights load as they are: drop it"
 _CHAT = "use `tessera chat`"
 

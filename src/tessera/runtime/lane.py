@@ -214,7 +214,14 @@ class Lane:
         batch = session.batch if session.bucket(num_keys) > session.num_keys else int(part)
         if batch:
             room = max(num_keys, session.num_keys)
-            require_room(session.params, session.config, batch=batch, num_keys=room, num_tokens=num_tokens)
+            require_room(
+                session.params,
+                session.config,
+                batch=batch,
+                num_keys=room,
+                num_tokens=num_tokens,
+                cache=session.cache_dtype,
+            )
         session.reserve(num_keys)
 
     def _reusable(self, row: int, ticket: Ticket) -> int:

@@ -81,7 +81,7 @@ class Run:
     """One sequence under a policy: its cache, and the calls that fill it.
 
     Args:
-        model: any object with `params` and `config`.
+        model: any object with `params` and `config`; its `cache`, if any, is the cache's dtype, as in `Session`.
         policy: static; see `PolicyOf`.
         num_keys: keys that the cache must hold. Programs are compiled per number of rows and cache size, so pass one
             number for sequences of several lengths.
@@ -94,7 +94,8 @@ class Run:
         self.rows = round_up(min(CHUNK, round_up(num_keys, CHUNK_UNIT)), query_tile)
         params, stacked = model.params, not isinstance(model.params.layers, tuple)
         size = round_up(num_keys, self.rows)
-        self.cache = init_cache(model.config, 1, size, dtype=params.embed.dtype, stacked=stacked)
+        dtype = getattr(model, "cache", None) or params.embed.dtype
+        self.cache = init_cache(model.config, 1, size, dtype=dtype, stacked=stacked)
 
     def call(self, tokens: Any, start: int, rows: int) -> Chunk:
         """Run tokens, padded to `rows` rows, at position `start`, a multiple of the query tile."""

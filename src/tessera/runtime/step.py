@@ -20,7 +20,7 @@ from tessera.attention.contract import Positions
 from tessera.core import interrupt
 from tessera.core.memory import require
 from tessera.core.shapes import round_up
-from tessera.models.cache import Cache, init_cache
+from tessera.models.cache import Cache, head_bytes, init_cache
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
@@ -41,12 +41,13 @@ def allocate(*, config: ModelConfig, batch: int, num_keys: int, dtype: str, stac
 def enlarge(cache: Cache, *, num_keys: int) -> Cache:
     """Copy a cache into one with room for `num_keys` keys."""
 
-    def pad(x: Array) -> Array:
+    def pad(x: Array, axis: int) -> Array:
         widths = [(0, 0)] * x.ndim
-        widths[-2] = (0, num_keys - x.shape[-2])
+        widths[axis] = (0, num_keys - x.shape[axis])
         return jnp.pad(x, widths)
 
-    return jax.tree.map(pad, cache)
+    axes = Cache(k=-2, v=-2, scales=-1)
+    return Cache(*(jax.tree.map(partial(pad, axis=axis), part) for part, axis in zip(cache, axes)))
 
 
 @partial(jax.jit, static_argnames=("config", "policy"), donate_argnames="cache")
@@ -129,7 +130,15 @@ def put_row(cache: Cache, part: Cache, row: Int32[Array, ""]) -> Cache:
 
 
 class Session:
-    """The KV cache of one batch, not a client's session, and the programs that fill it."""
+    """The KV cache of one batch, not a client's session, and the programs that fill it.
+
+    Args:
+        params, config, policy: of the model.
+        batch: sequences.
+        num_keys: keys per sequence to allocate at least.
+        sizes: rows of a prefill call, descending multiples of the policy's query tile.
+        cache: dtype of keys and values, "int8" or None for the weights' own.
+    """
 
     def __init__(
         self,
@@ -140,6 +149,7 @@ class Session:
         batch: int,
         num_keys: int,
         sizes: Sequence[int] | None = None,
+        cache: str | None = None,
     ):
         self.params, self.config, self.policy, self.batch = params, config, policy, batch
         self.dtype = str(params.embed.dtype)
@@ -147,8 +157,13 @@ class Session:
         self.sizes = chunk_sizes(policy.query_tile, CHUNK) if sizes is None else tuple(sizes)
         self.num_keys = self.bucket(num_keys)
         self.cache = allocate(
-            config=config, batch=batch, num_keys=self.num_keys, dtype=self.dtype, stacked=self.stacked
+            config=config, batch=batch, num_keys=self.num_keys, dtype=cache or self.dtype, stacked=self.stacked
         )
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """The argument `cache`: "int8", or None for the weights' dtype."""
+        return None if self.cache.scales is None else "int8"
 
     def reserve(self, num_keys: int) -> None:
         """Grow the cache to hold `num_keys` keys in total, keeping its contents."""
@@ -271,10 +286,10 @@ class Prefill:
         return read_head(self.session.params, self._last)
 
 
-def cache_bytes(config: ModelConfig, batch: int, num_keys: int, itemsize: int) -> int:
-    """Return the bytes of the cache for a request of `num_keys` keys: 2 L B K S H itemsize."""
-    per_key = 2 * config.num_layers * batch * config.num_kv_heads * config.head_dim * itemsize
-    return per_key * capacity_bucket(num_keys)
+def cache_bytes(config: ModelConfig, batch: int, num_keys: int, itemsize: int, cache: str | None = None) -> int:
+    """Return the bytes of the cache for a request of `num_keys` keys: 2 L B K S H itemsize, or 2 L B K S (H + 2)."""
+    per_head = head_bytes(config.head_dim, itemsize, int8=cache == "int8")
+    return 2 * config.num_layers * batch * config.num_kv_heads * per_head * capacity_bucket(num_keys)
 
 
 def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int) -> int:
@@ -285,11 +300,13 @@ def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int)
     return rows * width * (itemsize + 4)
 
 
-def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int) -> None:
+def require_room(
+    params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int, cache: str | None = None
+) -> None:
     """Raise MemoryError unless a cache of `num_keys` keys and one chunk of a prompt of `num_tokens` fit."""
     itemsize = params.embed.dtype.itemsize
     require(
-        cache_bytes(config, batch, num_keys, itemsize) + chunk_bytes(config, batch, num_tokens, itemsize),
+        cache_bytes(config, batch, num_keys, itemsize, cache) + chunk_bytes(config, batch, num_tokens, itemsize),
         next(iter(params.embed.devices())),
         f"a cache for {batch} sequences of {num_keys} tokens",
         "pass fewer or shorter prompts per call, or a smaller max_new_tokens",
