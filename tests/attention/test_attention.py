@@ -24,7 +24,7 @@ COVERING = {
 and 8, a window with a softcap, attention that is not causal, one row through a prefill kernel, and one list per head.
 The catalogue's other workloads repeat these features in other sizes."""
 ALSO = {
-    ("tpu", "sparse", "prefill"): {"tail"},
+    ("tpu", "sparse", "prefill"): {"tail", "int8_wide"},
     ("tpu", "score", "prefill"): {"heads_32_wide"},
     ("gpu", "score", "prefill"): {"heads_32_wide"},
     ("gpu", "dense", "prefill"): {"hopper_window"},

@@ -73,8 +73,8 @@ class KeyValues(NamedTuple):
         k, v: [B,K,S,H], or with pages the pool [P,K,page,H].
         pages: physical page of each page of a sequence; None: contiguous.
         scales: bfloat16 scales of int8 keys ([:, :, 0]) and values ([:, :, 1]), one per key and KV head: the key is
-            k * scale, the value v * scale. A kernel multiplies scores and probabilities by them, never K or V; one copy
-            brings both scales of a tile. None: keys and values are stored in q's dtype.
+            k * scale, the value v * scale; scores and probabilities may be multiplied instead, an exact identity. One
+            copy brings both scales of a tile. None: keys and values are stored in q's dtype.
     """
 
     k: Float[Array, "B K S H"]

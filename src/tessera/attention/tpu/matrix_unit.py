@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from tessera.core.shapes import ceil_div
 
@@ -53,6 +54,16 @@ def product(a: Array, b: Array, contract_b: int, exact: bool = False) -> Array:
         for j in reversed(range(3 - i)):
             total = total + y[j * rows : (j + 1) * rows]
     return total
+
+
+def dequantised(x: Array, scale: Array, dtype: DTypeLike) -> Array:
+    """Multiply int8 rows [X,H] by their scales [1,X], rounded to a dtype.
+
+    For kernels whose rows far outnumber H: that is less work than scaling scores and weights, and what follows need not
+    know. One scale lies in one lane and must reach all lanes of one row: the transposition unit does that.
+    """
+    columns = jnp.broadcast_to(scale.astype(jnp.float32), (LANES, x.shape[0])).T
+    return (x.astype(jnp.float32) * widen(columns, x.shape[1])).astype(dtype)
 
 
 def widen(x: Array, width: int) -> Array:
