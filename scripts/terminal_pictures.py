@@ -1,4 +1,5 @@
-"""Run Tessera's commands and draw what they print: docs/terminal-NAME.svg. Names as arguments draw only these."""
+"""Run some of Tessera's commands and draw their output as docs/terminal-NAME.svg. Arguments name the pictures to draw;
+without any, draw all."""
 
 import os
 import shlex
@@ -20,7 +21,7 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Draw the pictures; raise CalledProcessError if a command fails."""
+    """Draw the pictures that the arguments name; raise CalledProcessError if a command fails."""
     (DOCS.parent / "build").mkdir(exist_ok=True)
     for name in sys.argv[1:] or COMMANDS:
         draw(COMMANDS[name], DOCS / f"terminal-{name}.svg")

@@ -138,7 +138,7 @@ def test_a_message_that_does_not_fit_leaves_the_conversation_as_it_was(model):
     chat = Chat(model, GREEDY, max_new_tokens=20)
     chat.ask("hello")
     before = list(chat.messages)
-    with pytest.raises(ValueError, match=r"makes 604 tokens but the model's context of 512 leaves 492"):
+    with pytest.raises(ValueError, match=r"has 604 tokens, but the model's context of 512 leaves 492"):
         chat.ask(say(600))
     with pytest.raises(ValueError, match="message is empty"):
         chat.ask("  ")
@@ -183,7 +183,7 @@ def test_a_conversation_without_turns_has_nothing_to_take_back(model):
 def test_only_a_saved_chat_is_overwritten(model, tmp_path):
     chat, path = Chat(model, GREEDY, max_new_tokens=5), tmp_path / "mine.txt"
     path.write_text("my thesis")
-    with pytest.raises(ValueError, match=r"mine.txt exists and is no saved chat"):
+    with pytest.raises(ValueError, match=r"mine.txt exists and is not a saved chat"):
         chat.save(path)
     assert path.read_text() == "my thesis"
     with pytest.raises(ValueError, match="is a folder"):
@@ -202,11 +202,11 @@ def test_only_a_saved_chat_is_overwritten(model, tmp_path):
     [
         ("", "is not valid JSON .*: name a file that /save wrote"),
         ('{"tessera_chat": 1, "messages": [', "is not valid JSON"),
-        ("{}", "is no saved chat"),
+        ("{}", "is not a saved chat"),
         ('{"tessera_chat": 2, "model": "x", "messages": []}', "tessera_chat=2 must be 1"),
         ('{"tessera_chat": 1, "model": "x"}', "messages=None must be a list"),
         ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "user", "content": 5}]}', "messages=.* must be"),
-        ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "user", "content": "a"}]}', "by turns"),
+        ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "user", "content": "a"}]}', "must alternate"),
         ('{"tessera_chat": 1, "model": "x", "messages": [{"role": "system", "content": "a"}]}', "template refused"),
     ],
 )  # fmt: skip

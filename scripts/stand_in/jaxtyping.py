@@ -1,4 +1,4 @@
-"""Stands in for jaxtyping where nothing can be installed: any name can be subscripted, and annotates nothing."""
+"""Stub of jaxtyping for machines where nothing can be installed: any name can be subscripted and means `Any`."""
 
 from typing import Any
 

@@ -3,7 +3,7 @@
     model = tessera.load("path/or/hub-id", attention="kascade", plan="plan.json")
     [answer] = model.generate(["..."], max_new_tokens=64)
 
-Heavy modules load on first use: importing this package starts nothing.
+Importing this package is fast: a heavy module, such as JAX, is imported when a name that needs it is first used.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""The `tessera` command as a process: Ctrl-C and a closed pipe end it without a traceback, even while it imports."""
+"""Entry point of the `tessera` command. Ctrl-C or a closed output pipe ends it without a traceback, even in imports."""
 
 import os
 import signal
@@ -6,18 +6,18 @@ import sys
 
 
 def run() -> int:
-    """Run the command line and return its exit code: 130 after Ctrl-C, 141 if the reader of our output has closed it.
+    """Run the command line and return its exit code: 130 after Ctrl-C, 141 if standard output is a closed pipe.
 
-    141 is 128 + SIGPIPE: what a shell reports of a program that ends by that signal, as most tools do.
+    141 is 128 + SIGPIPE, the exit code that a shell reports for a program that this signal ends.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends this process silently until the next lines take over
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `handled` takes over, Ctrl-C ends the process silently
     from tessera.core import interrupt
 
     try:
         with interrupt.handled():
             status = _answer()
-            sys.stdout.flush()  # Python would do it later, and print a traceback if that fails
+            sys.stdout.flush()  # Python itself would flush at exit, and print a traceback on failure
     except KeyboardInterrupt:
         interrupt.told()
         print("interrupted", file=sys.stderr)
@@ -30,7 +30,8 @@ def run() -> int:
         status = 2
         _drop_output()
     if status == interrupt.STATUS:
-        exec("")  # clears a note by CPython that Ctrl-C left an exec (dataclass has one): -m would die by SIGINT
+        # CPython notes a KeyboardInterrupt that leaves an exec() (dataclass calls it); `python -m` then dies by SIGINT.
+        exec("")  # clears that note
     return status
 
 

@@ -33,15 +33,15 @@ CALLS = (
     ("score", "decode", AttentionSpec(mass=True), 1, None),
     ("sparse", "decode", AttentionSpec(), 1, 13),
 )
-"""Role, phase, spec, query rows and selection capacity of the calls a model makes, at 16,384 keys."""
+"""Attention calls of a model at 16,384 keys: role, phase, spec, query rows, selection capacity (None: no selection)."""
 
 
 def examine(plan: Path | None = None, config: ModelConfig | None = None) -> dict[str, Any]:
-    """Collect the report as plain data; `problems` lists what keeps tessera from working, one sentence each.
+    """Return the report as plain data; its `problems` says in one sentence each what keeps Tessera from working.
 
     Args:
-        plan: a plan file to report on.
-        config: of the model that the plan must fit.
+        plan: plan file to include in the report; None includes none.
+        config: config of the model that the plan must fit; None skips this check.
     """
     problems: list[str] = []
     asked = {} if plan is None else {"plan": _plan(plan, config, problems)}
@@ -93,7 +93,7 @@ def print_summary(found: dict[str, Any]) -> None:
 
 
 def _runs(kernels: list[dict[str, Any]], role: str, phase: str) -> str:
-    """Name the kernel that runs, once if it is the same for all dtypes."""
+    """Name the kernel that runs this role and phase, once if it is the same for all dtypes, else per dtype."""
     runs = {k["dtype"]: k["kernel"] or "none" for k in kernels if (k["role"], k["phase"]) == (role, phase)}
     if len(set(runs.values())) == 1:
         return next(iter(runs.values()))
@@ -109,7 +109,7 @@ def _size(cache: dict[str, Any]) -> str:
 
 
 def print_report(found: dict[str, Any]) -> None:
-    """Print all of the report of `examine`, as tables."""
+    """Print the whole report of `examine` as tables."""
     from rich.console import Console
     from rich.table import Table
 
@@ -180,7 +180,7 @@ def _kernels(problems: list[str]) -> list[dict[str, Any]]:
 
 
 def _plans(problems: list[str]) -> dict[str, Plan]:
-    """Load the shipped plans."""
+    """Load the shipped plans, by path; add a problem for each that cannot be loaded."""
     found = {}
     for path in sorted(SHIPPED.rglob("*plan.json")):
         try:
@@ -191,7 +191,7 @@ def _plans(problems: list[str]) -> dict[str, Plan]:
 
 
 def _note(plan: Plan) -> str:
-    """Say in a few words what a plan costs and keeps."""
+    """Describe in a few words how much quality a plan keeps and what share of the keys it reads."""
     if not plan.promise:
         return promise_line(plan)
     missed = "" if plan.promise["held"] else " (missed)"
@@ -199,7 +199,7 @@ def _note(plan: Plan) -> str:
 
 
 def _plan(path: Path, config: ModelConfig | None, problems: list[str]) -> dict[str, Any]:
-    """Return what the plan of this file promised and measured."""
+    """Describe what the plan in this file promised and measured; add a problem if the file cannot be used."""
     try:
         plan = Plan.load(path)
         if config is not None:
@@ -219,7 +219,7 @@ def _caches(problems: list[str]) -> list[dict[str, Any]]:
     for what, folder in places.items():
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if not os.access(existing, os.W_OK):
-            problems.append(f"the folder for {what}, {folder}, is not writable: nothing is kept there")
+            problems.append(f"the folder for {what}, {folder}, is not writable: nothing can be stored there")
         sizes = [entry.stat().st_size for entry in folder.rglob("*") if entry.is_file() and not entry.is_symlink()]
         found.append({"what": what, "path": str(folder), "files": len(sizes), "bytes": sum(sizes)})
     return found

@@ -41,16 +41,16 @@ logger = logging.getLogger(__name__)
 PLAN_FILE = "plan.json"
 """Default file name of a plan in a model's folder."""
 GGUF_PLAN_SUFFIX = ".plan.json"
-"""Suffix of the default plan of a GGUF file: x.plan.json next to x.gguf."""
+"""Suffix of the file name of a GGUF file's default plan: x.plan.json next to x.gguf."""
 
 NEW_TOKENS = 128
-"""Maximum new tokens where neither the caller nor generation_config.json sets any."""
+"""Default maximum of new tokens, if neither the caller nor generation_config.json sets one."""
 
 Prompt = str | Sequence[int]
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised on Ctrl-C during generate; `generations` holds the partial results, one per prompt."""
+    """Raised on Ctrl-C during generation; `generations` holds the partial results, one per prompt."""
 
     def __init__(self, generations: list[Generation]):
         super().__init__()
@@ -64,11 +64,11 @@ class Model:
     Attributes:
         config: the decoder's sizes and switches.
         params: weights.
-        tokenizer: None if the folder has none; token lists still work.
-        policy: owns every attention call.
+        tokenizer: None if the checkpoint has none; prompts must then be token lists.
+        policy: attention policy, which computes the attention of every layer.
         plan: the Kascade plan, if any.
-        source: folder or GGUF file it was loaded from.
-        generation_config: defaults of `generate` from generation_config.json; none for a GGUF file.
+        source: folder or GGUF file that the model was loaded from.
+        generation_config: defaults of `generate` from generation_config.json; empty for a GGUF file.
         cache: dtype of cached keys and values, "int8" or None for the weights' own. `logits` caches nothing.
     """
 
@@ -82,11 +82,12 @@ class Model:
     cache: str | None = None
 
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
-        """Compute next-token scores at every position, float32. All sequences must have the same length.
+        """Compute the next-token logits at every position, in float32. All sequences must have the same length.
 
         Raises:
-            ValueError: tokens have the wrong shape, lie outside the vocabulary or exceed the context; weights hold NaN.
-            MemoryError: B * T * V scores do not fit.
+            ValueError: tokens have the wrong shape, lie outside the vocabulary or exceed the context, or the weights
+                hold NaN or infinity.
+            MemoryError: B * T * V logits do not fit.
         """
         tokens = np.asarray(tokens_BT)
         if tokens.ndim != 2 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
@@ -124,29 +125,31 @@ class Model:
         stream: Callable[[int, str], Any] | None = None,
         progress: Callable[[int, int], Any] | None = None,
     ) -> list[Generation]:
-        """Continue each prompt. A result does not depend on the other prompts of the batch.
+        """Continue each prompt. Its result does not depend on the other prompts of the batch.
 
-        As in transformers, what is not given (None) is as the model's generation_config.json says; where that sets
-        nothing, the best token is taken, 128 times. `tessera.runtime.sampling.GREEDY` takes the best token always.
+        An argument that is None takes its value from the model's generation_config.json, as in transformers. Without a
+        value there, generation takes the best token and stops after 128 tokens. Pass `tessera.runtime.sampling.GREEDY`
+        (**GREEDY) to take the best token whatever that file says. An error in one prompt discards all answers; the
+        `engine` reports errors per request.
 
         Args:
             prompts: texts or token lists; lengths may differ.
             max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
-            temperature: 0 takes the best token; otherwise divides the logits before sampling.
-            top_k, top_p, min_p: keep the k best tokens; the fewest whose mass reaches p; those with at least min_p
-                times the best token's probability. Applied in this order after penalty and temperature; 0, 1 and 0
-                keep all tokens.
-            repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or answer;
-                1 changes nothing.
-            stop: texts that end generation; the first to appear is trimmed off.
+            temperature: 0 takes the best token; a larger value divides the logits before sampling.
+            top_k: keep the k best tokens; 0 keeps all.
+            top_p: of these, keep the fewest best tokens whose probabilities sum to p or more; 1 keeps all.
+            min_p: of these, keep tokens with at least min_p times the best token's probability; 0 keeps all.
+            repetition_penalty: divides positive and multiplies negative logits of tokens already in prompt or answer,
+                before temperature and filters; 1 changes nothing.
+            stop: texts that end generation; the answer is cut before the first that appears.
             seed: one for all prompts, or one per prompt. A draw depends only on its seed and step, not on the batch.
             stream: called with (prompt index, text piece) as soon as text is final; whole characters only.
             progress: called with (prompt tokens read, prompt tokens to read) while prompts are being read.
 
         Raises:
             ValueError: a prompt or sampling value is invalid, or weights hold NaN.
-            MemoryError: the cache does not fit. One prompt's error discards all answers; `engine` keeps the others.
-            Interrupted: Ctrl-C; carries the partial results.
+            MemoryError: the cache does not fit.
+            Interrupted: Ctrl-C was pressed; the exception holds the partial results.
         """
         started_s = time.perf_counter()
         sampling = self.sampling(
@@ -183,10 +186,10 @@ class Model:
         """Compile (or load from the cache folder) the programs for requests of up to `max_tokens`, prompt plus answer.
 
         Args:
-            max_tokens: longest request; None is the model's context.
+            max_tokens: tokens of the longest request; None is the model's context.
             batch: prompts per call; each batch size compiles separately.
-            progress: called with a line per step.
-            sampling: temperature, top_k, ... of later requests; only which are enabled matters, not their values.
+            progress: called with one line of text per step.
+            sampling: temperature, top_k, ... of later requests; only whether each is enabled matters, not its value.
 
         Returns:
             number of programs run.
@@ -203,23 +206,23 @@ class Model:
         return count + warm_choices([values.method], batch, self.config.vocab_size)
 
     def with_attention(self, attention: str, plan: Plan | str | os.PathLike | None = None, **options: Any) -> "Model":
-        """Return the same weights under another policy; `options` set its fields, e.g. fraction=0.05."""
+        """Return this model under another attention policy; `options` set fields of the policy, e.g. fraction=0.05."""
         check_attention(attention)
         found = find_plan(attention, self.plan if plan is None else plan, self.source)
         if found is not None and found is not self.plan:
             found.check(self.config, fingerprint(self.params, self.config))
-            if not options:  # the promise is of the plan as it is
+            if not options:  # the promise was measured without options
                 logger.info("%s", promise_line(found))
         return replace(self, policy=policy_for(attention, self.config, found, **options), plan=found)
 
     def sampling(self, **given: Any) -> Sampling:
-        """Return the arguments of `generate` that are given and not None, the others as generation_config.json says."""
+        """Build the sampling parameters from the `given` values that are not None, else from generation_config.json."""
         return Sampling(
             **self.generation_config.sampling() | {name: value for name, value in given.items() if value is not None}
         )
 
     def max_new_tokens(self, given: int | None, otherwise: int = NEW_TOKENS) -> int:
-        """Return what is given, else the value in generation_config.json, else `otherwise`."""
+        """Return `given` unless it is None, else the value in generation_config.json, else `otherwise`."""
         found = self.generation_config.max_new_tokens if given is None else given
         return otherwise if found is None else found
 
@@ -229,7 +232,7 @@ class Model:
         return next(iter(self.params.embed.devices()))
 
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Encode the prompts as token lists and check each: not empty, in the vocabulary, within the context."""
+        """Encode the prompts as token lists; raise ValueError if one is empty or exceeds vocabulary or context."""
         single = isinstance(prompts, str)
         prompts = list(prompts)
         if single or (prompts and isinstance(prompts[0], int | np.integer)):
@@ -239,7 +242,7 @@ class Model:
         return [self._encode(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
 
     def engine(self, **options: Any) -> Engine:
-        """Return an engine that continues prompts under the policy; see `Engine` for slots, num_keys, sizes, lag."""
+        """Return an engine for this model and its policy; `options` are slots, num_keys, sizes and lag of `Engine`."""
         return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, cache=self.cache, **options)
 
     def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:
@@ -279,9 +282,9 @@ def load(
     Args:
         path_or_hub_id: a folder with config.json and safetensors, a GGUF file (its weights are dequantised), the name
             of a fetched model ("smollm2"), or "owner/name".
-        dtype: "float32" or "bfloat16"; None or "auto" keeps the checkpoint's.
+        dtype: "float32" or "bfloat16"; None or "auto" keeps the checkpoint's dtype.
         attention: "dense", "kascade", "window" or "oracle".
-        plan: for kascade: a Plan or a path; None loads the one that `locate_plan` finds.
+        plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
         cache: "int8" keeps each cached key and value as int8 times one scale per position and KV head, in about half
             the bytes of bfloat16; None or "auto" keeps the weights' dtype.
 
@@ -343,7 +346,7 @@ def check_attention(attention: str) -> None:
 
 
 def find_plan(attention: str, plan: Plan | str | os.PathLike | None, source: str) -> Plan | None:
-    """Return the given plan, or load it from its path; for kascade without either, load what `locate_plan` finds."""
+    """Return `plan`, loaded if it is a path. If it is None, load for kascade the plan that `locate_plan` finds."""
     if plan is not None:
         return plan if isinstance(plan, Plan) else Plan.load(plan)
     if attention != "kascade":
@@ -372,7 +375,7 @@ def plan_path(source: str | os.PathLike) -> Path:
 
 
 def shipped_plan(source: str | os.PathLike) -> Path | None:
-    """Return the shipped plan's path for a fetched model's file name, if any; the fingerprint is checked later."""
+    """Return the path of the plan shipped for a fetched model, chosen by file name alone; None if there is none."""
     names = {Path(model.member).name: name for name, model in MODELS.items()}
     name = names.get(Path(source).name)
     return None if name is None else SHIPPED / f"{name}{GGUF_PLAN_SUFFIX}"

@@ -400,7 +400,7 @@ def test_bad_budgets_are_named(options, words):
 
 
 def test_a_traced_fraction_needs_a_capacity():
-    with pytest.raises(ValueError, match="give select_tiles its capacity"):
+    with pytest.raises(ValueError, match="pass capacity to select_tiles"):
         jit(lambda f: select_tiles(jnp.ones((1, 1, 1, 4)), AttentionSpec(), fraction=f))(0.5)
 
 

@@ -266,6 +266,16 @@ def test_a_search_with_a_query_tile_that_does_not_divide_a_chunk(model, windows)
     assert missed[..., 0].min() > 0
 
 
+def test_missed_mass_does_not_depend_on_the_chunks(model, windows, monkeypatch):
+    """Each chunk's rows have positions of the window: a chunk taken for the first would see too few keys."""
+    probes = probes_of(model, windows[:1], 1024, 1)
+    found = []
+    for chunk in (score.CHUNK, 2 * score.CHUNK):
+        monkeypatch.setattr(score, "CHUNK", chunk)
+        found.append(measure_missed(model, probes, TILING, Report(shown=False).each))
+    np.testing.assert_allclose(*found, rtol=1e-3, atol=1e-5)
+
+
 KEPT = Kept(
     text_kl=0.01, text_loss=2.0, text_loss_dense=1.99, text_kept=0.99, probes_kl=0.01, probes_kept=0.99, asked=9,
     found_dense=9, found=9, density=0.3, tokens=100,

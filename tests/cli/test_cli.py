@@ -96,10 +96,10 @@ UNKNOWN = {
     "-m x": "tessera takes a command before its flags, such as tessera generate -m (tessera --help lists all)",
     "generate hi --max_toknes 4": "tessera generate has no flag --max-toknes: did you mean --max-tokens? (tessera gen",
     "generate hi -ngl 99": "tessera generate has no flag -ngl: JAX takes the accelerator that it finds",
-    "generate hi -c 4096": "tessera generate has no flag -c: a request takes the room that it needs",
+    "generate hi -c 4096": "tessera generate has no flag -c: the cache grows with the request",
     "calibrate --txt a": "tessera calibrate has no flag --txt: did you mean --text? (tessera calibrate --help",
     "convert --model x": "tessera convert has no flag --model (tessera convert --help lists all)",
-    "fetch smollm2 more": "tessera fetch takes no 'more' there",
+    "fetch smollm2 more": "tessera fetch does not take 'more' there",
     "study fuz": "tessera study has no command fuz: did you mean fuzz? (tessera study --help",
     "study fuzz --mutation 3": "tessera study fuzz has no flag --mutation: did you mean --mutations? (tessera study",
 }  # fmt: skip
@@ -205,7 +205,7 @@ def run_tessera(*argv: str, **options) -> subprocess.CompletedProcess:
 def test_generate_and_chat_read_standard_input(folder):
     done = run_tessera("generate", "-", "--model", str(folder), "--max-new-tokens", "3", input="from a pipe")
     assert done.returncode == 0
-    assert done.stderr == "this model has a chat template: add --chat to ask it as it was trained to be asked\n"
+    assert done.stderr == "this model has a chat template: add --chat to apply it to the prompt\n"
     [expected] = tessera.load(folder).generate(["from a pipe"], max_new_tokens=3)
     assert done.stdout == expected.text + "\n"
     done = run_tessera("chat", "--model", str(folder), "--max-new-tokens", "3", input="hello\n/exit\n")

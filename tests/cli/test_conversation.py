@@ -77,9 +77,9 @@ def test_commands_act_and_refusals_are_sentences(model, tmp_path, monkeypatch, c
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("/nonsense now", "/nonsense is not a command: /help, /system, /undo"),
-        ("/etc/passwd is what?", 'a message that starts with / goes in """'),
-        ("x" * 600, "makes 604 tokens"),
+        ("/nonsense now", "/nonsense is not a command; the commands are /help, /system, /undo"),
+        ("/etc/passwd is what?", 'Put a message that starts with / in """'),
+        ("x" * 600, "has 604 tokens"),
         ("/save", "/save needs a file"),
         ("/save a\0b", "null byte"),
         ("/load missing.json", "/load missing.json: No such file or directory"),
@@ -139,5 +139,5 @@ def test_an_instruct_model_without_its_template_is_told_once(model, capsys):
     for argv in (["hi"], ["hi", "--chat"], ["1 2", "--tokens"], ["<|user|>hi"]):
         assert cli.main([*ask, *argv]) == 0
         said.append(capsys.readouterr().err)
-    assert said[0] == "this model has a chat template: add --chat to ask it as it was trained to be asked\n"
+    assert said[0] == "this model has a chat template: add --chat to apply it to the prompt\n"
     assert said[1:] == ["", "", ""]

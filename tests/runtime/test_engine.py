@@ -273,7 +273,9 @@ def test_a_held_prefix_is_prefilled_once_and_counted_in_every_answer(model):
 
 
 def test_nothing_compiles_after_warm_up(model, nothing_compiles):
-    engine = engine_of(model, "kascade")
+    """A context and a slot count that no other test has: their programs would hide what warm-up leaves out."""
+    model = replace(model, config=replace(CONFIG, max_positions=NUM_KEYS - 1))
+    engine = engine_of(model, "kascade", slots=3)
     engine.warm([request.sampling for request in MIXTURE])
     with nothing_compiles():
         for number, request in enumerate(MIXTURE * 2):

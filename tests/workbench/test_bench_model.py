@@ -26,7 +26,7 @@ def test_two_records_a_length_from_one_interleaved_run(tmp_path, monkeypatch):
 
 
 def test_what_does_not_fit_is_named(tmp_path, capsys):
-    with pytest.raises(ValueError, match="must hold one within the model's context of 4096"):
+    with pytest.raises(ValueError, match="must include one within the model's context of 4096"):
         own_model.run(DEMO_MODEL, lengths=(8192,), out=tmp_path / "records.jsonl")
     assert main(["bench", "--plan", "plan.json"]) == 2
     assert "--plan plan.json needs --model" in capsys.readouterr().err

@@ -150,8 +150,8 @@ def test_a_worker_on_the_cpu_is_no_peer_of_an_accelerator(stand, monkeypatch):
     present = Stand("smoke", SMOKE, sys.executable)
     assert present.peer_refusal == ""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    assert present.peer_refusal == "their worker computes on the CPU, Tessera on a TPU"
-    with pytest.raises(ValueError, match="transformers cannot be compared with: their worker"):
+    assert present.peer_refusal == "the PyTorch worker computes on the CPU, Tessera on a TPU"
+    with pytest.raises(ValueError, match="cannot compare with transformers: the PyTorch worker"):
         list(bench.CASES["peer_model"].run(present))
     present.close()
 

@@ -61,7 +61,7 @@ def test_what_is_too_noisy_to_tell_is_named(capsys):
     assert not faster.blind, "noise does not matter where no loss is possible"
     compare.print_changes([quiet, noisy], [])
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 of 2 figures cannot be judged, a loss of 20% is not excluded" in said
+    assert "1 of 2 figures cannot be judged (a loss of 20% or more is possible)" in said
     low, high = noisy.interval
     assert f"case: ours against peer: {noisy.factor:.3f}, 95 % interval {low:.3f} to {high:.3f}" in said
 

@@ -1,4 +1,6 @@
-"""Attention kernels behind one contract. Callable: `tessera.attention(q, k, v)` is `dispatch.attention`."""
+"""Attention kernels behind one contract. The package itself is callable: `tessera.attention(q, k, v)` runs
+`dispatch.attention`.
+"""
 
 import sys
 from types import ModuleType
@@ -6,7 +8,7 @@ from typing import Any
 
 
 class _Attention(ModuleType):
-    # Importing a submodule binds the package to the name `tessera.attention`, where users expect the function.
+    # Importing any submodule binds the name `tessera.attention` to this package, so the package must be callable.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from tessera.attention.dispatch import attention
 

@@ -5,7 +5,8 @@ A query row at absolute position p sees key s if and only if
     s < kv_len   and   (not causal or s <= p)   and   (window is None or s > p - window).
 
 Scores are z = softcap(scale * q.k), softcap(z) = c * tanh(z / c); out = softmax(z) v; lse = ln(sum(exp(z))).
-A row that sees no key gives out = 0, lse = -inf and zero gradient. Keys at or past kv_len may hold anything, NaN too.
+A row that sees no key gives out = 0, lse = -inf and zero gradient. K and V at positions >= kv_len may hold anything,
+even NaN.
 """
 
 from dataclasses import dataclass
@@ -16,25 +17,26 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 TILES = (1, 16, 32, 64, 128)
-"""Key tile sizes. 1 is the paper's own granularity: reference and portable path only."""
+"""Allowed keys per tile. 1 selects single keys, as the Kascade paper does; of the score and sparse kernels, only
+`reference`, `xla` and `gpu.keys` take it."""
 
 MAX_QUERY_TILE = 2**20
-"""Rows of the longest context; chunks of a prompt are padded to whole query tiles."""
+"""Query rows per query tile, at most: the longest context that is supported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Everything static about one attention call.
+    """Static options of one attention call.
 
     Attributes:
-        causal: a query sees no later key.
-        window: sliding window in tokens, the query's own position included; needs `causal`.
-        scale: factor on q.k; None is head_dim ** -0.5.
+        causal: whether keys after a query's position are hidden from that query.
+        window: sliding window in tokens, which counts the query's own position; needs `causal`. None for no window.
+        scale: factor on q.k; None means head_dim ** -0.5.
         softcap: c in c * tanh(z / c); None for no cap.
         tile: key positions per tile.
-        query_tile: query positions that share one selection, and one row of mass.
-        mass: also return each key tile's probability mass. A call with it has the role "score", one with a
-            selection the role "sparse", any other the role "dense".
+        query_tile: query positions that share one list of selected key tiles and one row of mass.
+        mass: whether to also return each key tile's probability mass. A call has the role "sparse" if it passes a
+            selection, "score" if `mass` is set, and "dense" otherwise.
     """
 
     causal: bool = True
@@ -57,9 +59,10 @@ class AttentionSpec:
 
 
 class Selection(NamedTuple):
-    """Key tiles each query tile reads: ids (absolute position // tile), strictly ascending; ids past count are ignored.
+    """Key tiles that each query tile reads, as lists of tile ids (absolute key position // tile).
 
-    Repeated ids are undefined behaviour: a kernel may count the tile once or once per repeat.
+    The first `count` ids of a list ascend strictly; kernels ignore the rest. Repeated ids are undefined behaviour: a
+    kernel may count the tile once or once per repeat.
     """
 
     tiles: Int32[Array, "B K I C"]
@@ -67,14 +70,14 @@ class Selection(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of one call, head-major: a tile of one head is one contiguous copy.
+    """Keys and values of one call, head-major, so that the keys of one tile and one head are contiguous in memory.
 
     Attributes:
-        k, v: [B,K,S,H], or with pages the pool [P,K,page,H].
-        pages: physical page of each page of a sequence; None: contiguous.
+        k, v: [B,K,S,H]; with `pages`, a pool of P pages [P,K,page,H] that all sequences share.
+        pages: pool index of each sequence's J pages, in order of position; None if k and v are contiguous.
         scales: bfloat16 scales of int8 keys ([:, :, 0]) and values ([:, :, 1]), one per key and KV head: the key is
             k * scale, the value v * scale; scores and probabilities may be multiplied instead, an exact identity. One
-            copy brings both scales of a tile. None: keys and values are stored in q's dtype.
+            copy brings both scales of a tile. None if k and v have q's dtype.
     """
 
     k: Float[Array, "B K S H"]
@@ -84,7 +87,7 @@ class KeyValues(NamedTuple):
 
     @classmethod
     def of(cls, k_BSKH: Float[Array, "B S K H"], v_BSKH: Float[Array, "B S K H"]) -> "KeyValues":
-        """Build the record from token-major arrays, as users pass them."""
+        """Build the record from token-major arrays, the layout that `attention` takes."""
         return cls(jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2))
 
     def shapes(self, q_BTNH: Float[Array, "B T N H"], selection: "Selection | None" = None) -> "Shapes":
@@ -102,8 +105,8 @@ class AttentionOut(NamedTuple):
     Attributes:
         out: weighted values, in q's dtype.
         lse: natural log of the sum of exponentials, float32, -inf for a row that sees no key.
-        mass: probability each key tile received, summed over the query tile's rows (tokens x G heads), float32;
-            None unless spec.mass.
+        mass: probability that each key tile received, summed over the query tile's rows (query_tile tokens x G query
+            heads per KV head), float32; None unless spec.mass.
     """
 
     out: Float[Array, "B T N H"]
@@ -112,12 +115,13 @@ class AttentionOut(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Positions and lengths of one call's rows and keys, per sequence.
+    """Per sequence, the position of the first query row and the numbers of valid keys and query rows.
 
     Attributes:
-        q_start: absolute position of the first query row (may be negative: such rows see no key when causal).
-        kv_len: valid keys.
-        q_len: valid query rows; rows at or past it are padding: out 0, lse -inf, no mass.
+        q_start: absolute position of the first query row. If negative and the call is causal, rows before position 0
+            see no key.
+        kv_len: number of valid keys.
+        q_len: number of valid query rows. Rows from q_len on are padding: out = 0, lse = -inf, and no mass.
     """
 
     q_start: Int32[Array, "B"]
@@ -126,14 +130,15 @@ class Positions(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Static sizes and dtype of one call, as a kernel's `refusal` and `cost` take them.
+    """Static sizes and dtype of one call: the argument of a kernel's `refusal` and `cost`.
 
     Attributes:
-        batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim: B, T, S, N, K and H; S counts free places too.
-        capacity: places of a selection's lists per query tile, C; None without a selection. No size of the cache.
-        dtype: of the queries.
-        paged: whether keys and values lie in pages.
-        scaled: whether they are int8 with scales.
+        batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim: B, T, S, N, K and H. S is the allocated length
+            of the keys, unused slots included.
+        capacity: C, the length of a selection's list of tile ids; None without a selection. Unrelated to S.
+        dtype: dtype of the queries.
+        paged: whether keys and values are stored in pages.
+        scaled: whether keys and values are int8 with scales.
     """
 
     batch: int
@@ -149,12 +154,12 @@ class Shapes(NamedTuple):
 
     @property
     def num_scores(self) -> int:
-        """Entries of the whole score matrix: B N T S."""
+        """Entries of the call's score matrix over all sequences and heads: B * N * T * S."""
         return self.batch * self.num_heads * self.num_queries * self.num_keys
 
 
 def call_shapes(q_BTNH: Array, k_BSKH: Array, selection: Selection | None = None) -> Shapes:
-    """Return the static sizes and dtype of a call on token-major arrays, as users pass them."""
+    """Return the static sizes and dtype of a call on token-major arrays, the layout that `attention` takes."""
     num_keys, num_kv_heads = k_BSKH.shape[1:3]
     return _shapes(q_BTNH, num_keys, num_kv_heads, selection)
 

@@ -27,7 +27,7 @@ KERNELS: tuple[Kernel, ...] = (
     *tpu_decode.KERNELS,
     *tpu_prefill.KERNELS,
     *tpu_sparse.KERNELS,
-    *gpu_cudnn.KERNELS,  # known to be good: before our own dense prefill until a GPU has timed both
+    *gpu_cudnn.KERNELS,  # proven elsewhere: stays before our own dense prefill until both have been timed on a GPU
     *gpu_decode.KERNELS,
     *gpu_sparse.KERNELS,
     *gpu_keys.KERNELS,
@@ -35,17 +35,17 @@ KERNELS: tuple[Kernel, ...] = (
     *xla_decode.KERNELS,
     *xla_prefill.KERNELS,
     *xla_sparse.KERNELS,
-    *reference.KERNELS,  # last: materialises T x S
+    *reference.KERNELS,  # last: materialises the T x S scores
 )
-"""Every kernel, best first. The first that supports a call on the platform runs it."""
+"""All kernels, best first. A call runs on the first kernel that supports it on the platform."""
 
 
 DENSE = AttentionSpec()
-"""The default call: causal, every visible key, no mass."""
+"""Default options: causal, no window, no mass."""
 
 
 class Choice(NamedTuple):
-    """Verdict on one kernel for one call: chosen, or the reason why not."""
+    """Verdict on one kernel for one call: whether it is chosen and, if not, the reason."""
 
     kernel: str
     platform: str
@@ -65,28 +65,30 @@ def attention(
     selection: Selection | None = None,
     backend: str | None = None,
 ) -> AttentionOut:
-    """Attend: out = softmax(z) v, lse = ln(sum(exp(z))), z = softcap(scale * q.k) over the keys a row sees.
+    """Compute out = softmax(z) v and lse = ln(sum(exp(z))), z = softcap(scale * q.k), over the keys that each row sees.
 
-    The role follows from the arguments: *sparse* with a selection, *score* with spec.mass, else *dense*. A row that
-    sees no key gives out 0, lse -inf and zero gradient; keys at or past kv_len may hold anything. The gradient is
-    that of the dense role (out and lse, with respect to q, k and v).
+    `contract` states which keys a row sees. The arguments decide the role: *sparse* with a selection, *score* with
+    spec.mass, else *dense*. A row that sees no key gives out = 0, lse = -inf and zero gradient; keys at positions
+    >= kv_len may hold anything. Only the dense role is differentiable: out and lse, with respect to q, k and v.
 
     Args:
         q_BTNH: queries; N must be a multiple of K.
         k_BSKH: keys, same dtype as q.
-        v_BSKH: values, the keys' shape and dtype.
-        spec: everything static: mask, scale, tile sizes, whether mass is wanted.
+        v_BSKH: values, with the shape and dtype of the keys.
+        spec: static options: mask, scale, softcap, tile sizes, and whether to return mass.
         q_start: absolute position of the first query row per sequence; zeros when None.
         kv_len: valid keys per sequence, clipped to [0, S]; S when None.
         q_len: valid query rows per sequence, clipped to [0, T]; T when None.
         selection: key tiles [B,K,I,C] to read per query tile; None reads every visible key.
-        backend: a kernel's name, or the part before its role ("reference"); None takes the first that can run.
+        backend: a kernel's full name ("reference_dense") or its name without the role ("reference"); None takes the
+            first kernel that can run the call.
 
     Returns:
         AttentionOut(out [B,T,N,H] in q's dtype, lse [B,T,N] float32, mass [B,K,I,J] float32 with spec.mass).
 
     Raises:
-        ValueError: shapes or dtypes disagree, or the backend cannot run the call (with its reason).
+        ValueError: shapes or dtypes disagree, or no kernel (or not the named backend) can run the call; the message
+            gives the reasons.
     """
     check(q_BTNH, k_BSKH, v_BSKH, "BSKH")
     where = {"q_start": q_start, "kv_len": kv_len, "q_len": q_len}
@@ -104,10 +106,10 @@ def attend(
     selection: Selection | None = None,
     backend: str | None = None,
 ) -> AttentionOut:
-    """Run `attention` on the record that a cache holds; policies call this."""
+    """Run `attention` on keys and values that are already a head-major `KeyValues`, as a KV cache stores them."""
     shapes = kv.shapes(q_BTNH, selection)
     if shapes.paged:
-        choose(spec, shapes, backend=backend)  # every kernel refuses them; the rules below are for plain arrays
+        choose(spec, shapes, backend=backend)  # raises, as every kernel refuses these; `check` knows plain arrays only
     check(q_BTNH, kv.k, kv.v, "BKSH", scales=kv.scales)
     batch, num_queries, num_keys = shapes[:3]
     if selection is not None:
@@ -135,15 +137,15 @@ def explain(
     capability: str | None = None,
     backend: str | None = None,
 ) -> list[Choice]:
-    """Return every kernel in the order it is tried, the chosen one marked, the others with their reason.
+    """List all kernels in the order in which they are tried: the chosen kernel, and why each other kernel is not.
 
     Args:
-        spec: the call's spec; the role is score if spec.mass.
-        shapes: the call's shapes (`call_shapes(q, k, selection)` builds them); a capacity makes the role sparse.
-        platform: "cpu", "gpu" or "tpu"; None is that of the mesh in use, else JAX's default backend.
-        capability: compute capability of the GPU, such as "9.0"; None is that of the GPU here. Without one, kernels for
-            every generation of GPUs count as able to run.
-        backend: explain a call that names this backend.
+        spec: options of the call.
+        shapes: sizes of the call; `call_shapes(q, k, selection)` builds them.
+        platform: "cpu", "gpu" or "tpu"; None means the platform of the mesh in use, else JAX's default backend.
+        capability: compute capability of the GPU, such as "9.0"; None means that of the local GPU. Without a local GPU,
+            capability is not checked.
+        backend: backend that the call names; None if it names none.
     """
     platform = parallel.platform() if platform is None else platform
     if capability is None and platform == "gpu":
@@ -163,10 +165,10 @@ def explain(
 
 
 def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, **where: str | None) -> Kernel:
-    """Return the kernel that `explain` marks as chosen; `where` is its platform and capability.
+    """Return the kernel that `explain` marks as chosen; `where` passes `platform` and `capability` on to `explain`.
 
     Raises:
-        ValueError: none can run, or the named backend cannot, with the reasons.
+        ValueError: no kernel, or not the named backend, can run the call; the message gives the reasons.
     """
     choices = explain(spec, shapes, **where, backend=backend)
     tried = list(zip(KERNELS, choices, strict=True))
@@ -181,14 +183,14 @@ def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, *
     if not wanted:
         names = ", ".join(kernel.name for kernel in KERNELS)
         raise ValueError(f"{backend=} must be one of {names}, or None for the first that can run")
-    # A family ("reference") also holds kernels of other roles: their refusals would only hide the one that matters.
+    # A family ("reference") also has kernels of other roles; report only the refusal of the call's own role.
     same_role = [(k, c) for k, c in wanted if k.role == role] or wanted
     reasons = "; ".join(f"{c.kernel}: {c.reason}" for _, c in same_role)
     raise ValueError(f"{asked} can run this call ({reasons})" if backend is None else f"{asked} cannot run: {reasons}")
 
 
 def check(q: Array, k: Array, v: Array, layout: str, scales: Array | None = None) -> None:
-    """Raise ValueError, naming the value and the rule, unless the arrays fit together; k and v have axes `layout`."""
+    """Raise ValueError unless q, k and v fit together; `layout` names the axes of k and v, "BSKH" or "BKSH"."""
     for name, array, letters in (("q", q, "BTNH"), ("k", k, layout), ("v", v, layout)):
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{name}.shape={tuple(array.shape)} must have four sizes [{','.join(letters)}], none zero")
@@ -215,7 +217,7 @@ def check_scales(k: Array, v: Array, scales: Array) -> None:
 
 
 def check_selection(selection: Selection, spec: AttentionSpec, lead: tuple[int, int, int]) -> None:
-    """Raise ValueError unless the selection is int32 [B,K,I,C] and [B,K,I], and spec.mass is off."""
+    """Raise ValueError if spec.mass is set or the selection is not int32 [B,K,I,C] and [B,K,I]; `lead` is (B, K, I)."""
     tiles, count = selection
     if spec.mass:
         raise ValueError("spec.mass=True needs selection=None: mass is measured on a dense pass")
@@ -231,7 +233,7 @@ def check_selection(selection: Selection, spec: AttentionSpec, lead: tuple[int, 
 
 
 def per_sequence(name: str, value: Array | None, default: int, batch: int) -> Int32[Array, "B"]:
-    """The value as int32 [B], the default where it is None."""
+    """Return `value`, checked to be int32 [B]; if it is None, an array [B] filled with `default`."""
     if value is None:
         return jnp.full((batch,), default, jnp.int32)
     value = jnp.asarray(value)

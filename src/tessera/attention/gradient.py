@@ -1,4 +1,7 @@
-"""Gradients of dense attention: the rule that wraps every kernel, and decode's own, O(S) memory without blocks."""
+"""Gradients of dense attention: the custom_vjp that wraps every kernel, and the gradient of decode kernels.
+
+The decode gradient takes O(S) memory for its one row per sequence, so it needs no blocks.
+"""
 
 import functools
 from collections.abc import Callable
@@ -23,9 +26,13 @@ def row_gradients(
     cotangents: tuple[Float[Array, "B K G H"], Float[Array, "B K G"]],
     spec: AttentionSpec,
 ) -> tuple[Array, Array, Array]:
-    """ds = p (do v^T - rowsum(do out) + dlse), dq = ds k, dk = ds^T q, dv = p^T do, from out and lse (the result)."""
+    """Compute dq = ds k, dk = ds^T q and dv = p^T do of one query row per sequence, from its result (out, lse).
+
+    p are the probabilities; ds = scale * p (do v^T - rowsum(do * out) + dlse), times the derivative of the softcap.
+    `mask` marks the visible keys; `cotangents` are (do, dlse).
+    """
     (out, lse), (d_out, d_lse) = result, cotangents
-    seen = jnp.isfinite(lse)[..., None]  # a row that sees no key may hold anything, its cotangents too; 0 * NaN is NaN
+    seen = jnp.isfinite(lse)[..., None]  # other rows and their cotangents may hold NaN, and 0 * NaN is NaN: zero them
     q32, out, d_out = (jnp.where(seen, x, 0).astype(jnp.float32) for x in (q, out, d_out))
     k32, v32 = (jnp.where(mask[:, None, :, None], x, 0).astype(jnp.float32) for x in (k, v))
     y = score_bits(q32, k32, spec)
@@ -42,10 +49,12 @@ def row_gradients(
 
 
 def differentiable(attend: Callable[..., Any], gradients: Callable[..., tuple[Array, Array, Array]]) -> Callable:
-    """Return dense(q, k, v, positions, spec, config): `attend` with this gradient, which keeps only inputs and result.
+    """Return dense(q, k, v, positions, spec, config): `attend`, with `gradients` as its custom gradient.
+
+    The forward pass saves only its inputs and its result.
 
     Args:
-        attend: (q, k, v, positions, spec, config) -> result: `AttentionOut`, or arrays for the caller to lay out.
+        attend: (q, k, v, positions, spec, config) -> result, an `AttentionOut` or a tuple of arrays.
         gradients: (q, k, v, result, cotangents, spec, positions, config) -> dq, dk, dv.
     """
 
@@ -66,9 +75,9 @@ def differentiable(attend: Callable[..., Any], gradients: Callable[..., tuple[Ar
 
 
 def differentiable_decode(attend: Callable[..., AttentionOut]) -> Callable[..., AttentionOut]:
-    """Return dense(q, k, v, positions, spec, config) of a decode kernel's `attend`, differentiable in q, k and v.
+    """Return dense(q, k, v, positions, spec, config): a decode kernel's `attend`, differentiable in q, k and v.
 
-    It calls attend("dense", q, kv, spec, positions, None, config) on [B,1,N,H] queries and [B,K,S,H] keys and values.
+    `dense` takes q [B,1,N,H] and k, v [B,K,S,H] and calls attend("dense", q, kv, spec, positions, None, config).
     """
 
     def dense(q, k, v, positions, spec: AttentionSpec, config: Any) -> AttentionOut:

@@ -1,4 +1,4 @@
-"""The record of a kernel: what it is, which calls it refuses and why; the configs that its tuner may try."""
+"""Records that describe attention kernels: where a kernel runs, which calls it refuses, and its tunable configs."""
 
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, Shapes
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """Compute capabilities of NVIDIA GPUs that a kernel runs on.
+    """Range of NVIDIA compute capabilities that a kernel runs on.
 
     Attributes:
-        name: words for a refusal, e.g. "9.0 (Hopper)".
-        least, most: lowest and highest capability; no highest if None.
+        name: text of the range for error messages, e.g. "9.0 (Hopper)".
+        least, most: lowest and highest capability, both included; most=None means no upper limit.
     """
 
     name: str
@@ -23,8 +23,8 @@ class Capability:
     most: float | None = None
 
     def includes(self, here: str) -> bool:
-        """Whether a GPU of capability `here` runs the kernel."""
-        if not re.fullmatch(r"\d+\.\d+", here):  # another vendor's GPU has a name there
+        """Return whether the range includes the capability `here`, such as "9.0"."""
+        if not re.fullmatch(r"\d+\.\d+", here):  # JAX reports a name instead of numbers for another vendor's GPU
             return False
         return self.least <= float(here) and (self.most is None or float(here) <= self.most)
 
@@ -34,24 +34,25 @@ class Kernel:
     """One implementation of one role on one platform.
 
     Attributes:
-        name: unique, family and role, e.g. "xla_prefill_dense".
+        name: unique name, "<family>_<role>", e.g. "xla_prefill_dense".
         platform: "any", "cpu", "tpu" or "gpu".
         role: "dense", "score" or "sparse".
         phase: "prefill" or "decode" (one query row per sequence).
-        dtypes: names of the q/k/v dtypes it takes.
-        supports: (spec, shapes) -> None, or why the kernel cannot run a call of its role, phase and dtypes; None if it
-            runs them all. Callers ask `refusal`, which checks the other fields too.
-        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; jit-able.
-        Config: frozen dataclass of block sizes.
+        dtypes: names of the dtypes that the kernel takes for q, k and v.
+        supports: (spec, shapes) -> the reason why the kernel cannot run this call of its role, phase and dtypes, or
+            None. The field is None if the kernel runs all such calls. Ask `refusal`, which also checks other fields.
+        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit.
+        Config: frozen dataclass of block sizes and other tunable options.
         default_config: (spec, shapes) -> Config.
         search_space: (spec, shapes) -> iterator of Config, for the tuner.
         cost: (spec, shapes) -> {"flops": float, "bytes": float}.
-        executions: (spec, shapes, config) -> how often each named scope of the kernel's body runs in the whole call,
-            with "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory). Turns a
-            compiled schedule into a time without the chip; None if no schedule is read.
-        capability: GPUs that it runs on; None if they do not matter.
-        library: vendor's library that compiles it, only on its chip; None if XLA or Pallas does.
-        automatic_limit: most scores (B N T S) of a call that does not name it; None for no limit.
+        executions: (spec, shapes, config) -> number of times each named scope of the kernel's body runs in the whole
+            call, plus "step" (grid steps) and "hbm_bytes" (bytes moved between main memory and on-chip memory). The
+            counts turn a compiled schedule into an estimated time without the chip; None if that is not supported.
+        capability: compute capabilities that the kernel needs; None if it does not depend on them.
+        library: vendor library that compiles the kernel, which needs the chip; None if XLA or Pallas compiles it.
+        automatic_limit: largest call, in scores (B * N * T * S), that runs the kernel without naming it as the backend;
+            None for no limit.
         scaled: whether it also reads int8 keys and values with scales.
     """
 
@@ -74,20 +75,20 @@ class Kernel:
 
     @property
     def family(self) -> str:
-        """The name without the role, which names the kernels of all roles."""
+        """Return the kernel's name without its role; the kernels of all roles share it."""
         return self.name.rpartition("_")[0]
 
     @property
     def simulable(self) -> bool:
-        """Whether it can be compiled, and simulated, without its chip."""
+        """Return whether the kernel can be compiled and simulated without its chip."""
         return self.library is None
 
     def is_named(self, backend: str) -> bool:
-        """Whether the backend is the kernel's name or its family."""
+        """Return whether `backend` is the kernel's name or its family."""
         return backend in (self.name, self.family)
 
     def runs_on(self, capability: str | None) -> bool:
-        """Whether a GPU of this compute capability runs it; True if that is unknown (None) or does not matter."""
+        """Return whether a GPU of this compute capability runs the kernel; True if the capability is unknown (None)."""
         return self.capability is None or capability is None or self.capability.includes(capability)
 
     def refusal(
@@ -102,10 +103,10 @@ class Kernel:
         """Return why the kernel cannot run the call; None if it can.
 
         Args:
-            spec, shapes: the call.
-            platform: where it would run: "cpu", "gpu" or "tpu"; None where the kernel's chip is.
-            capability: compute capability of that GPU; None if unknown, or without a GPU.
-            automatic: the call names no kernel.
+            spec, shapes: options and sizes of the call.
+            platform: platform that the call runs on: "cpu", "gpu" or "tpu"; None skips this check.
+            capability: compute capability of the GPU; None, for an unknown or no GPU, skips this check.
+            automatic: whether the call names no backend, so that `automatic_limit` applies.
         """
         if self.role != (role := role_of(spec, shapes)):
             return f"its role is {self.role}, the call's is {role}"
@@ -128,22 +129,22 @@ class Kernel:
 
 
 def role_of(spec: AttentionSpec, shapes: Shapes) -> str:
-    """Return the role of a call: sparse with a selection, score with spec.mass, else dense."""
+    """Return the role of a call: "sparse" if it has a selection, "score" if spec.mass is set, else "dense"."""
     if shapes.capacity is not None:
         return "sparse"
     return "score" if spec.mass else "dense"
 
 
 def distinct(default: Any, axes: Mapping[str, Sequence], cut: Callable[[Any], Hashable]) -> Iterator[Any]:
-    """Yield configs of the axes' values and the default's own; of configs that cut alike, the nearest to the default.
+    """Yield configs that cut the call into blocks differently: of configs with equal `cut`, the nearest to the default.
 
-    An axis that does not affect the call (a block longer than all keys) therefore stays at the default, and a search
-    that changes one field at a time still finds every way to cut.
+    The candidates combine all values of `axes` and the default's own. A field that does not affect the call (a block
+    longer than all keys) stays at the default, so a search that changes one field at a time still finds every cut.
 
     Args:
-        default: a config (a dataclass).
-        axes: field -> values.
-        cut: config -> how the kernel cuts the call with it.
+        default: the default config, a dataclass.
+        axes: values to try, per field name.
+        cut: config -> a hashable description of the blocks that the kernel makes with it.
     """
 
     def nearest_first(name: str) -> list:

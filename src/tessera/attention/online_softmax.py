@@ -1,8 +1,8 @@
-"""Online softmax: the visibility rule, and the running state (max, sum, weighted values) a sweep over keys carries.
+"""Online softmax in jax.numpy: scores, masks, and the running state that a loop over blocks of keys carries.
 
-Scores here are in bits: y = log2(e) * softcap(scale * q.k), so that every exponential is an exp2 with nothing to
-multiply. A state holds, per row, the largest score seen (m), the sum of 2^(y - m) (l) and that sum weighted by the
-values (acc). Masked scores are -inf; m starts at a finite floor, so 2^(-inf - m) is 0 and never NaN.
+Scores are in bits: y = log2(e) * softcap(scale * q.k), so that e^z = 2^y needs no multiplication in the exponential.
+Per row, the state holds m, the largest y so far; l, the sum of 2^(y - m); and acc, the sum of 2^(y - m) * v. Masked
+scores are -inf; m starts at a finite floor, so that 2^(-inf - m) is 0, not NaN.
 """
 
 import math
@@ -18,11 +18,11 @@ from tessera.attention.contract import AttentionSpec
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 FLOOR = -1e30
-"""Initial running max: below every finite score worth weighting, above -inf."""
+"""Initial running maximum, in bits: finite, and below every score that occurs."""
 
 
 class SoftmaxState(NamedTuple):
-    """Running softmax of rows R over the keys seen so far; scores in bits."""
+    """Running softmax of R rows: maximum score m (bits), sum l of 2^(y - m), and acc, the sum of 2^(y - m) * v."""
 
     m: Float[Array, "... R"]
     l: Float[Array, "... R"]  # noqa: E741
@@ -30,17 +30,17 @@ class SoftmaxState(NamedTuple):
 
 
 def init_state(rows: tuple[int, ...], head_dim: int) -> SoftmaxState:
-    """The state before any key."""
+    """Return the state before any key; `rows` is the shape of m and l."""
     return SoftmaxState(
         jnp.full(rows, FLOOR, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((*rows, head_dim), jnp.float32)
     )
 
 
 def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Float[Array, "..."]:
-    """Batched product over all leading dimensions but two, accumulated in float32.
+    """Multiply matrices (the last two axes), accumulating in float32; all leading axes are batch axes.
 
-    A float32 left operand (probabilities) is rounded to the right one's dtype for 16-bit matrix units. On CPU nothing
-    is rounded: 16-bit operands are widened, as XLA's float32 product is the faster one there (LOG.md).
+    For 16-bit matrix units, a float32 left operand (probabilities) is rounded to the dtype of the right operand. On
+    CPU, 16-bit operands are widened to float32 instead, because XLA's float32 product is faster there (LOG.md).
     """
     batch = tuple(range(a.ndim - 2))
     dims = (((contract_a % a.ndim,), (contract_b % b.ndim,)), (batch, batch))
@@ -59,7 +59,7 @@ def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Float[Array, ".
 
 
 def scale_of(spec: AttentionSpec, head_dim: int) -> float:
-    """The factor on q.k."""
+    """Return the factor on q.k: spec.scale, or head_dim ** -0.5 if it is None."""
     return head_dim**-0.5 if spec.scale is None else spec.scale
 
 
@@ -83,10 +83,11 @@ def blank(v: Array, scale: Array | None, seen: Bool[Array, "... S 1"]) -> tuple[
 def raw_scores(
     a: Float[Array, "... R H"], b: Float[Array, "... S H"], spec: AttentionSpec, scale: Array | None = None
 ) -> tuple[Array, float]:
-    """z [..., R, S] and a factor > 0 with y = factor * z; `scale` [..., 1, S] is that of int8 keys.
+    """Return z [..., R, S] and a factor > 0 such that factor * z are the scores in bits.
 
-    The factor stays out of z because a row maximum commutes with it: the product is then read once by the maximum
-    and once by the exponential, and never written in between.
+    `scale` [..., 1, S] is that of int8 keys. Without a softcap (and with a positive scale), z is q.k and the factor
+    holds the scale. A row's maximum can be taken before the factor is applied, so z need not be rewritten between the
+    maximum and the exponential.
     """
     z, factor = dot(a, b, -1, -1), scale_of(spec, a.shape[-1])
     if scale is not None:
@@ -101,7 +102,7 @@ def raw_scores(
 def score_bits(
     q: Float[Array, "... R H"], k: Float[Array, "... S H"], spec: AttentionSpec, scale: Array | None = None
 ) -> Float[Array, "... R S"]:
-    """y = log2(e) * softcap(scale * q k^T), float32; the argument `scale` is that of int8 keys."""
+    """Compute the scores in bits, log2(e) * softcap(scale * q k^T), in float32; `scale` as in `raw_scores`."""
     z, factor = raw_scores(q, k, spec, scale)
     return z * factor
 
@@ -109,7 +110,7 @@ def score_bits(
 def visible_mask(
     row: Int32[Array, "... R 1"], key: Int32[Array, "... 1 S"], kv_len: Int32[Array, "... 1 1"], spec: AttentionSpec
 ) -> Bool[Array, "... R S"]:
-    """The contract's visibility rule for absolute positions."""
+    """Mark the keys that each row sees, by the contract's rule; `row` and `key` are absolute positions."""
     mask = key < kv_len
     if spec.causal:
         mask = mask & (key <= row)
@@ -119,7 +120,7 @@ def visible_mask(
 
 
 def sees_any(row: Int32[Array, "... R"], kv_len: Int32[Array, "... 1"], spec: AttentionSpec) -> Bool[Array, "... R"]:
-    """Whether a row sees any key at all."""
+    """Mark the rows (absolute positions) that see at least one key by the contract's rule."""
     stop = jnp.minimum(kv_len, row + 1) if spec.causal else kv_len + 0 * row
     return stop > (0 if spec.window is None else jnp.maximum(row - spec.window + 1, 0))
 
@@ -132,13 +133,13 @@ def absorb(
     tile: int = 1,
     scale: Float[Array, "... 1 S"] | None = None,
 ) -> tuple[SoftmaxState, Float[Array, "... R J"]]:
-    """Add one block of keys with scores y = factor * z; also return each tile's sum of 2^(y - m) at the new m.
+    """Add one block of keys with scores y = factor * z to the state.
 
-    `scale` is that of int8 values.
+    Also return, per row and key tile, the sum of 2^(y - m) with the new m. `scale` is that of int8 values.
     """
     m = jnp.maximum(state.m, z.max(-1) * factor)
     p = jnp.exp2(z * factor - m[..., None])
-    # The row sum is the sum of the tiles' sums: scoring adds no pass over p.
+    # The row sum below adds the tiles' sums, so that the tile sums cost no extra pass over p.
     parts = p if tile == 1 else p.reshape(*p.shape[:-1], -1, tile).sum(-1)
     alpha = jnp.exp2(state.m - m)
     acc = alpha[..., None] * state.acc + dot(p if scale is None else p * scale, v, -1, -2)
@@ -146,7 +147,7 @@ def absorb(
 
 
 def finish_state(state: SoftmaxState, valid: Bool[Array, "... R"]) -> tuple[Float[Array, "... R H"], Array]:
-    """out = acc / l and lse = ln(sum e^z), both float32; 0 and -inf where nothing was seen or the row is not valid."""
+    """Return out = acc / l and lse = ln(sum e^z) in float32; 0 and -inf for rows that are not valid or saw no key."""
     seen = valid & (state.l > 0)
     l = jnp.where(seen, state.l, 1.0)  # noqa: E741
     out = jnp.where(seen[..., None], state.acc / l[..., None], 0.0)

@@ -1,10 +1,11 @@
-"""Independent oracles in float64 numpy, written only from the contract's text: they share nothing with a kernel.
+"""Float64 numpy oracles for attention and its gradient, written from the contract's text; they share no kernel code.
 
-Tolerance: twice the error of the same-dtype naive path (inputs and weights rounded to the dtype, sums in float32),
-plus a rounding floor: a score of magnitude |z| carries a float32 rounding error of |z| eps32, which the exponential
-turns into a relative error of the weight, and the output is rounded to the dtype once. A kernel that feeds a matrix
-unit folds the scale into q and rounds the product to the dtype; its naive path for lse and mass does the same. Such a
-kernel also sums the rounded weights, which moves the sum by at most half an epsilon.
+`tolerance` derives the error that a kernel may make in a dtype. It is twice the error of a naive path in that dtype
+(inputs and softmax weights rounded to the dtype, sums in float32), plus a rounding floor. The floor: a float32 score z
+has a rounding error of |z| * 2^-23, which the exponential turns into a relative error of the weight, and the output is
+rounded to the dtype once. A kernel that feeds a matrix unit multiplies q by the scale and rounds the product to the
+dtype, so its naive path for lse and mass does the same. Such a kernel also sums the rounded weights, which changes the
+sum by at most half an epsilon of the dtype, relative.
 """
 
 from typing import NamedTuple
@@ -17,9 +18,10 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 
 
 class Call(NamedTuple):
-    """One attention call in numpy: q [B,T,N,H], k and v [B,S,K,H], the spec's fields, positions and a key list.
+    """One attention call in numpy: q [B,T,N,H], k and v [B,S,K,H], positions [B], and the fields of the spec.
 
-    With `scales` [B,K,2,S], the key is k * scales[:, :, 0] and the value v * scales[:, :, 1].
+    `tiles` [B,K,I,C] and `count` [B,K,I] are the selection; None without one. With `scales` [B,K,2,S], the key is
+    k * scales[:, :, 0] and the value v * scales[:, :, 1].
     """
 
     q: np.ndarray
@@ -40,7 +42,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """out [B,T,N,H], lse [B,T,N], mass [B,K,I,J], and the largest |z| a row saw."""
+    """Results (or their tolerances): out [B,T,N,H], lse [B,T,N], mass [B,K,I,J]; top is the largest visible |z|."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -49,7 +51,7 @@ class Answer(NamedTuple):
 
 
 def sees(call: Call, b: int, t: int, head: int) -> np.ndarray:
-    """Mark which of the S keys row t of query head `head` attends to, by the contract's rule."""
+    """Mark the keys, among S, that row t of query head `head` attends to: visible, and listed if there is a list."""
     num_keys, group = call.k.shape[1], call.q.shape[2] // call.k.shape[2]
     s = np.arange(num_keys)
     p = int(call.q_start[b]) + t
@@ -71,7 +73,7 @@ def real(call: Call, b: int, kv: int, which: int, work: type) -> np.ndarray:
 
 
 def scores(call: Call, b: int, t: int, head: int, work: type = np.float64) -> np.ndarray:
-    """z = softcap(scale * q.k) over all S keys."""
+    """Compute z = softcap(scale * q.k) of one query row and all S keys, in the dtype `work`."""
     kv = head // (call.q.shape[2] // call.k.shape[2])
     scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
     z = (real(call, b, kv, 0, work) @ call.q[b, t, head].astype(work)) * work(scale)
@@ -79,7 +81,7 @@ def scores(call: Call, b: int, t: int, head: int, work: type = np.float64) -> np
 
 
 def attend(call: Call, dtype: str = "float64") -> Answer:
-    """Compute textbook attention row by row: the truth in float64, the naive path in any other dtype."""
+    """Compute attention row by row: for "float64" the exact answer, for another dtype the naive path in that dtype."""
     work = np.float64 if dtype == "float64" else np.float32
     store = DTYPES[dtype]
     batch, num_queries, num_heads, _ = call.q.shape
@@ -110,14 +112,20 @@ def attend(call: Call, dtype: str = "float64") -> Answer:
 
 
 def fold(call: Call, dtype: str) -> Call:
-    """The same call with q carrying the scale and log2(e), or the scale over the cap, rounded to the dtype."""
+    """Return the call with q times scale * log2(e), rounded to the dtype, and a scale that undoes the log2(e).
+
+    With a softcap c, q is multiplied by scale / c instead.
+    """
     scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
     rest = np.log(2.0) if call.softcap is None else call.softcap
     return call._replace(q=(call.q.astype(np.float64) * (scale / rest)).astype(DTYPES[dtype]), scale=float(rest))
 
 
 def tolerance(call: Call, truth: Answer, dtype: str, folded: bool = False) -> Answer:
-    """Bound the absolute error of out, lse and mass in this dtype; `folded`: the kernel folds the scale into q."""
+    """Return the largest absolute error allowed in out, lse and mass for a kernel in this dtype.
+
+    `folded` means that the kernel multiplies q by the scale and rounds the product to the dtype.
+    """
     naive = attend(call, dtype)
     scored, summed = (fold(call, dtype), EPS[dtype] / 2) if folded else (call, 0.0)
     values = max(
@@ -135,7 +143,7 @@ def tolerance(call: Call, truth: Answer, dtype: str, folded: bool = False) -> An
 
 
 def gradients(call: Call, d_out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Gradient of sum(d_out * out) with respect to q, k and v, by the chain rule row by row, in float64."""
+    """Compute the gradient of sum(d_out * out) with respect to q, k and v, row by row, in float64."""
     dq, dk, dv = (np.zeros(x.shape) for x in (call.q, call.k, call.v))
     group = call.q.shape[2] // call.k.shape[2]
     scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale

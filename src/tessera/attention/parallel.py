@@ -1,7 +1,7 @@
-"""Tensor parallelism of one attention call: every device of a mesh axis named "heads" takes its share of the KV heads.
+"""Tensor parallelism of one attention call: the devices along the mesh axis "heads" share the KV heads equally.
 
-A Pallas kernel is opaque to the partitioner, so `split` states how the call divides: KV heads, each with its G query
-heads, are independent. Nothing is communicated.
+XLA's partitioner cannot see into a Pallas kernel, so `split` divides the call explicitly. KV heads, each with its G
+query heads, are independent, so the devices exchange nothing.
 """
 
 from collections.abc import Callable
@@ -15,21 +15,24 @@ AXIS = "heads"
 
 
 def num_parts() -> int:
-    """Count the devices that share the heads of the traced call: the size of the mesh's axis "heads", 1 without one."""
+    """Count the devices that share the heads of the traced call: the size of the mesh axis "heads", or 1 without it."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
 def platform() -> str:
-    """Return the platform that the traced program will run on: the mesh's, whose devices may be absent, else JAX's."""
+    """Return the platform that the traced program will run on: the mesh's if one is set, else JAX's default.
+
+    The devices of a mesh may be absent: a program can be compiled for a chip that this machine lacks.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def local_shapes(shapes: Shapes) -> Shapes:
-    """The shapes of one device's share.
+    """Return the call's shapes on one device, which holds only its share of the heads.
 
     Raises:
-        ValueError: the KV heads do not divide among the devices.
+        ValueError: the number of KV heads is not a multiple of the number of devices.
     """
     parts = num_parts()
     if shapes.num_kv_heads % parts:
@@ -40,10 +43,13 @@ def local_shapes(shapes: Shapes) -> Shapes:
 
 
 def split(launch: Callable[..., AttentionOut], with_mass: bool) -> Callable[..., AttentionOut]:
-    """Wrap launch(q, kv, positions, selection) so that each device runs its own heads; on one device, return launch."""
+    """Wrap launch(q, kv, positions, selection) so that each device runs on its share of the heads.
+
+    On one device, return `launch` itself.
+    """
     if num_parts() == 1:
         return launch
     heads, by_head = P(None, None, AXIS), P(None, AXIS)
     out = AttentionOut(heads, heads, by_head if with_mass else None)
-    # check_vma=False: JAX cannot track through a kernel which mesh axes its outputs vary over.
+    # check_vma=False: JAX cannot infer which mesh axes a Pallas kernel's outputs vary over.
     return jax.shard_map(launch, in_specs=(heads, by_head, P(), by_head), out_specs=out, check_vma=False)

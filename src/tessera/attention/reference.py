@@ -1,7 +1,7 @@
-"""The slow, obvious kernel: one masked softmax over the whole T x S matrix, in float32.
+"""Reference kernel, slow and simple: one masked softmax over the whole T x S score matrix, in float32.
 
-Cost: 4 B N T S H flops and B N T S float32 scores held at once, so it is for small shapes and for reading. It runs
-every role, in prefill and decode, on every platform, and JAX differentiates it without a custom rule.
+It takes 4 B N T S H flops and holds B N T S float32 scores at once, so use it for small shapes and read it to learn the
+contract. It runs every role, in prefill and decode, on every platform; JAX differentiates it without a custom rule.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,12 +15,12 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.attention.kernel import Kernel
 
 AUTOMATIC_SCORES = 2**28
-"""Scores (B N T S): 1 GiB of float32. Larger calls run it only if they name it."""
+"""Scores (B * N * T * S), 1 GiB in float32. Larger calls run this kernel only if they name it as the backend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Empty: there is nothing to tune."""
+    """No fields: the kernel has nothing to tune."""
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -34,7 +34,7 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
 
 
 def cost(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Two products over the whole matrix; the scores are written and read once."""
+    """Count flops of q.k and p.v over the whole T x S matrix, and bytes to write and read the float32 scores once."""
     scores = float(shapes.num_scores)
     return {"flops": 4.0 * scores * shapes.head_dim, "bytes": 8.0 * scores}
 
@@ -47,7 +47,7 @@ def attend(
     selection: Selection | None,
     config: Config,
 ) -> AttentionOut:
-    """out = softmax(z) v over the visible (and, if sparse, listed) keys; see the contract for z and visibility."""
+    """Compute out = softmax(z) v over the visible (if sparse: visible and listed) keys; `contract` defines z."""
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
     num_kv_heads, num_keys = kv.k.shape[1:3]
     groups = num_heads // num_kv_heads
@@ -81,7 +81,7 @@ def attend(
 
 
 def visible(spec: AttentionSpec, positions: Positions, num_queries: int, num_keys: int) -> Bool[Array, "B T S"]:
-    """Whether the row sees the key: valid, not later if causal, inside the window, and the row not padding."""
+    """Mark the keys that each row sees by the contract's rule; padding rows see none."""
     row = jnp.arange(num_queries)
     p_BT1 = (positions.q_start[:, None] + row)[:, :, None]
     s = jnp.arange(num_keys)
@@ -94,7 +94,7 @@ def visible(spec: AttentionSpec, positions: Positions, num_queries: int, num_key
 
 
 def listed(spec: AttentionSpec, selection: Selection, num_queries: int, num_keys: int) -> Bool[Array, "B K T S"]:
-    """Whether the row's query tile lists the key's tile."""
+    """Mark the keys whose tile is listed for the row's query tile."""
     num_tiles = -(-num_keys // spec.tile)
     live = jnp.arange(selection.tiles.shape[-1]) < selection.count[..., None]
     ids = jnp.where(live, selection.tiles, num_tiles)
@@ -104,7 +104,7 @@ def listed(spec: AttentionSpec, selection: Selection, num_queries: int, num_keys
 
 
 def tile_mass(spec: AttentionSpec, prob_BKGTS: Float[Array, "B K G T S"]) -> Float[Array, "B K I J"]:
-    """Probability summed over the keys of a tile and over the rows (tokens x G heads) of a query tile."""
+    """Sum probabilities over the keys of each key tile and the rows (tokens x G heads) of each query tile."""
     batch, num_kv_heads, _, num_queries, num_keys = prob_BKGTS.shape
     num_rows, num_tiles = -(-num_queries // spec.query_tile), -(-num_keys // spec.tile)
     pad = ((0, 0), (0, 0), (0, num_rows * spec.query_tile - num_queries), (0, num_tiles * spec.tile - num_keys))

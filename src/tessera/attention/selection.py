@@ -1,10 +1,13 @@
-"""From tile masses to the key tiles each query tile reads: near and sink tiles always, far tiles by a rolling budget.
+"""Choice of the key tiles that each query tile reads, from tile masses: near and sink tiles always, far tiles by mass.
 
-Choosing the n heaviest of J tiles needs no sort. Non-negative floats order like their bit patterns, so the n-th largest
-mass is found exactly, two bits a pass, in 16 passes over the masses: always 16, since a loop whose end depends on data
-makes a GPU wait for the host and a mesh for all of its chips. The ids follow in ascending order from running
-counts of kept tiles, 32 to a word, by comparing each place in the list with each word: C * J / 32 steps of vector
-work per query tile where a sort, or a look-up per listed tile, is scalar work on a TPU.
+The far budget rolls: it is a share of the keys that the query tile sees, so it grows along the sequence.
+
+Finding the n heaviest of J tiles needs no sort. Non-negative floats order like their bit patterns, so the n-th largest
+mass is found exactly in 16 passes over the masses, two bits per pass. The number of passes is fixed because a loop
+whose end depends on data makes a GPU wait for the host, and a mesh wait for all of its chips. The chosen ids then come
+out in ascending order: the marks of kept tiles are packed 32 to a word, and each list slot is compared with the running
+count at each word. That takes C * J / 32 steps of vector work per query tile; on a TPU, a sort or one look-up per
+listed tile would be scalar work.
 """
 
 from collections.abc import Sequence
@@ -20,31 +23,34 @@ from tessera.attention.contract import AttentionSpec, Selection
 from tessera.core.shapes import ceil_div
 
 SLACK = 1e-3
-"""Tiles by which fraction * visible / tile may exceed an integer and still round down to it: only float32 rounding."""
+"""Tiles to subtract before fraction * visible / tile is rounded up, so that float32 rounding never adds a tile."""
 
 OWN = 2**31 - 2
-"""Rank of own tiles, above every mass; one below the largest int32, because the search counts ranks from 1."""
+"""Rank of tiles with the query tile's own positions: above every mass; OWN + 1, which `keep_largest` forms, fits int32.
+"""
 
 ALWAYS = OWN - 1
-"""Rank of local and sink tiles: above every mass, below own tiles, so too small a capacity drops these first."""
+"""Rank of local and sink tiles: above every mass, below OWN. If the capacity is too small, own tiles are dropped last.
+"""
 
 WORD = 32
-"""Marks packed into one unsigned integer."""
+"""Bits of one unsigned integer, which holds one mark per tile."""
 
 Fraction = float | Sequence[float] | Float[Array, "K"]
-"""Share of the visible keys: one for all KV heads, or one per KV head."""
+"""Share of the visible keys, from 0 to 1: one number for all KV heads, or one per KV head."""
 
 
 class Tiles(NamedTuple):
-    """Tiles that each query tile may and must list, and how many. Bounds are inclusive; last < first is empty.
+    """Per query tile, ranges of key tile ids and the number of tiles to list. Ranges include both ends; last < first
+    means an empty range.
 
     Attributes:
-        first_visible, last_visible: tiles that hold a key some row of the query tile sees.
-        first_own, last_own: visible tiles that hold a position of the query tile's own rows (the diagonal).
-        first_local: the oldest visible tile that is always listed because it is near; local tiles end where own begin.
-        last_sink: the newest tile that holds a sink.
-        budget: how many tiles the query tile lists, including those always listed; 0 for padding. K' is K where the
-            fraction is per KV head, else 1.
+        first_visible, last_visible: tiles with a key that some row of the query tile sees.
+        first_own, last_own: visible tiles that contain a position of the query tile's own rows (the diagonal).
+        first_local: first tile of the local range; the tiles from first_local to last_own are always listed.
+        last_sink: last of the sink tiles, which start at tile 0; -1 without sinks.
+        budget: number of tiles to list, own, local and sink tiles included; 0 for a query tile of padding. K' is K if
+            there is one fraction per KV head, else 1.
     """
 
     first_visible: Int32[Array, "B I"]
@@ -70,35 +76,36 @@ def select_tiles(
     capacity: int | None = None,
     pooled: bool = False,
 ) -> Selection:
-    """List each query tile's own, local and sink tiles, and the heaviest far ones (Kascade, arXiv 2512.16391).
+    """List each query tile's own, local and sink tiles and its heaviest far tiles (Kascade, arXiv 2512.16391).
 
-    Always listed, where visible: the tiles that hold the query tile's own positions, any of the `local` positions
-    before its first row, or any of the first `sinks` positions. Every other visible tile is far. The far budget
-    is k = max(fraction * visible, minimum) keys, where visible counts the keys that the query tile's last valid row
-    sees. It lists the heaviest ceil(k / tile) far tiles, at most all of them. fraction = 1 lists every far tile and
-    fraction = 0 none, regardless of the minimum. Ties go to the lower id. NaN mass counts as none.
+    A visible tile is always listed if it holds one of the query tile's own positions, of the `local` positions before
+    its first row, or of the first `sinks` positions of the sequence. All other visible tiles are far. The far budget is
+    k = max(fraction * visible, minimum) keys, where `visible` is the number of keys that the query tile's last valid
+    row sees; the heaviest ceil(k / tile) far tiles are listed, or all of them if there are fewer. fraction = 1 lists
+    every far tile and fraction = 0 none, whatever the minimum. Ties go to the lower id. NaN mass counts as 0.
 
     Args:
-        mass_BKIJ: probability per key tile, as `attention` returns it with spec.mass.
-        spec: the spec that the mass was measured with (tile, query_tile, causal, window).
-        fraction: share of the visible keys to read from far tiles, from 0 to 1: one number, or [K], one per KV head.
-            Inside jit it may be traced if `capacity` is given; the caller must then keep it in range.
-        minimum: fewest keys to read from far tiles, if that many are left.
-        local: positions before the query tile's first row that are always read, rounded out to whole tiles.
-        sinks: first positions that are always read, rounded out to whole tiles, while a window covers them.
+        mass_BKIJ: probability mass per key tile, as `attention` returns it with spec.mass.
+        spec: options of the call that measured the mass; tile, query_tile, causal and window matter.
+        fraction: share of the visible keys to read from far tiles, from 0 to 1: one number, or [K] for one per KV head.
+            It may be traced if `capacity` is given; it is then not checked to be in range.
+        minimum: fewest keys to read from far tiles, if there are that many.
+        local: number of positions before the query tile's first row to read always, extended to whole tiles.
+        sinks: number of positions at the start of the sequence to read always, extended to whole tiles; a window hides
+            those that it does not reach.
         q_start: absolute position of the first query row per sequence; zeros when None.
         kv_len: valid keys per sequence; J * tile when None.
         q_len: valid query rows per sequence; I * query_tile when None (pass 1 in decode).
-        capacity: C; None takes `capacity_for`, which never cuts a budget. A smaller one drops the lightest tiles first,
-            local and sink tiles after all far ones, own tiles last.
-        pooled: one ranking for all KV heads, by the mass summed over them; counts still follow each head's fraction.
+        capacity: C, the length of each list; None means `capacity_for`, which fits every budget. A smaller capacity
+            drops far tiles first, lightest first, then local and sink tiles, then own tiles.
+        pooled: whether to rank tiles by the mass summed over all KV heads; each head still has its own budget.
 
     Returns:
-        Selection with tiles [B,K,I,C] ascending and count [B,K,I]; entries past count repeat a valid id.
+        Selection with tiles [B,K,I,C] in ascending order and count [B,K,I]; entries past count repeat a valid id.
 
     Raises:
-        ValueError: mass is not [B,K,I,J], a traced fraction comes without capacity, or fraction, minimum, local, sinks
-            or capacity is out of range.
+        ValueError: mass is not [B,K,I,J], the fraction is traced but capacity is None, or fraction, minimum, local,
+            sinks or capacity is out of range.
     """
     if mass_BKIJ.ndim != 4:
         raise ValueError(f"mass.shape={tuple(mass_BKIJ.shape)} must have four sizes [B,K,I,J]")
@@ -142,13 +149,13 @@ def capacity_for(
     local: int = 0,
     sinks: int = 0,
 ) -> int:
-    """Return the C that no budget exceeds, wherever the query tiles lie among num_keys keys.
+    """Return a list length C that fits every budget of `select_tiles`, wherever the queries lie among num_keys keys.
 
     Raises:
         ValueError: the fraction is traced, or an argument is out of range.
     """
     if isinstance(fraction, jax.core.Tracer):
-        raise ValueError("a traced fraction has no static size: give select_tiles its capacity")
+        raise ValueError("a traced fraction gives no static list length: pass capacity to select_tiles")
     check_budget(fraction, minimum, local, sinks)
     largest = float(np.max(fraction))
     rows = min(spec.query_tile, num_queries)
@@ -176,7 +183,7 @@ def tile_budget(
     local: int = 0,
     sinks: int = 0,
 ) -> Tiles:
-    """Return the ranges of visible, own, local and sink tiles and the budget of every query tile."""
+    """Compute every query tile's ranges of visible, own, local and sink tiles, and its budget in tiles."""
     check_budget(fraction, minimum, local, sinks)
     row = jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
     last_row = jnp.minimum(row + spec.query_tile, q_len[:, None]) - 1
@@ -204,7 +211,7 @@ def tile_budget(
 
 
 def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, minimum: int) -> Int32[Array, "B K' I"]:
-    """Return how many far tiles the budget in keys allows, even if fewer exist."""
+    """Convert the far budget from keys to tiles, without a limit to the far tiles that exist."""
     share = jnp.atleast_1d(jnp.asarray(fraction, jnp.float32))[:, None]
     tiles = jnp.ceil(visible_BI[:, None].astype(jnp.float32) * (share / spec.tile) - SLACK).astype(jnp.int32)
     tiles = jnp.maximum(tiles, ceil_div(minimum, spec.tile))
@@ -212,7 +219,7 @@ def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, mini
 
 
 def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B K I"]) -> Bool[Array, "B K I J"]:
-    """Mark the `count` largest ranks per row, ties to the lower index. Ranks are >= -1; `count` or more are >= 0."""
+    """Mark the `count` largest ranks over J; ties go to the lower index. All ranks are >= -1, at least `count` >= 0."""
 
     key = (rank_BKIJ + 1).astype(jnp.uint32)
 
@@ -225,7 +232,7 @@ def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B 
             found = jnp.where(enough, probe, found)
         return found
 
-    # The largest number that at least `count` keys reach; where count is 0 it is all ones, which no key reaches.
+    # Threshold: the largest number that at least `count` keys reach. With count 0 it is all ones, which no key reaches.
     threshold = jax.lax.fori_loop(0, 16, refine, jnp.zeros(count_BKI.shape, jnp.uint32))
     threshold = threshold[..., None]
     above, equal = key > threshold, key == threshold
@@ -235,10 +242,10 @@ def keep_largest(rank_BKIJ: Int32[Array, "B K I J"], count_BKI: Int32[Array, "B 
 
 
 def find_marks(mark_BKIJ: Bool[Array, "B K I J"], nth_BKIC: Int32[Array, "B K I C"]) -> Int32[Array, "B K I C"]:
-    """Return the index of the nth marked entry (from 1) per row: -1 for nth = 0, J - 1 where there are fewer.
+    """Return the index over J of the nth mark, counted from 1: -1 for nth = 0, J - 1 if there are fewer marks.
 
-    Marks are packed 32 to a word. The nth mark is in the last of the J / 32 words that begins before it; a
-    reduction over the words carries that word along, because a TPU does per-element look-ups one by one.
+    Marks are packed 32 to a word. The nth mark is in the last word with fewer than n marks before it. A reduction over
+    the words finds that word and carries its bits along, because a TPU does per-element look-ups one by one.
     """
     num_tiles = mark_BKIJ.shape[-1]
     num_words = ceil_div(num_tiles, WORD)
@@ -257,12 +264,12 @@ def find_marks(mark_BKIJ: Bool[Array, "B K I J"], nth_BKIC: Int32[Array, "B K I 
 
 
 def _later(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-    """Return the (index, ...) with the larger index."""
+    """Return, per element, the tuple (index, ...) with the larger index."""
     return tuple(jnp.where(b[0] > a[0], y, x) for x, y in zip(a, b))
 
 
 def _nth_bit(word: Array, nth: Array) -> Int32[Array, "B K I C"]:
-    """Position of the nth set bit (from 1) of a 32-bit word, by halves; 31 if there are fewer."""
+    """Find the position of the nth set bit (counted from 1) of a 32-bit word by bisection; 31 if there are fewer."""
     position = jnp.zeros(word.shape, jnp.int32)
     for width in (16, 8, 4, 2, 1):
         low = jax.lax.population_count(word & jnp.uint32((1 << width) - 1)).astype(jnp.int32)
@@ -287,7 +294,7 @@ def _span(length: int, tile: int) -> int:
 
 
 def check_budget(fraction: Fraction, minimum: int, local: int = 0, sinks: int = 0) -> None:
-    """Raise ValueError unless a budget of max(fraction * visible, minimum) far keys makes sense."""
+    """Raise ValueError if a fraction is outside [0, 1], or minimum, local or sinks is outside [0, 2**31)."""
     if not isinstance(fraction, jax.core.Tracer) and not all(0 <= share <= 1 for share in np.ravel(fraction)):
         raise ValueError(f"{fraction=} must be from 0 to 1")
     for name, keys in (("minimum", minimum), ("local", local), ("sinks", sinks)):

@@ -1,13 +1,13 @@
-"""Block sizes that a search found better than a kernel's default: shipped tables, one file per device, one row a line.
+"""Tuned block sizes that replace a kernel's default: shipped tables, one file per device, one row per line.
 
-A row applies to the calls of its kernel that fall into its bucket. A bucket names measures of a call (`measures`), each
-with the value it must have or the [low, high] it must lie in, ends included; measures it does not name do not matter.
-Measures that change the shape of the work are exact (dtype, head_dim, groups; kv_heads in decode; tile and query_tile
-where the role has them); lengths and batches are intervals around the searched values. Rows are searched for causal
-calls without window and cap on keys in the queries' dtype, and apply only to those. The first row that applies is used;
-if none does, the kernel's default is.
+A row applies to the calls of its kernel that match its bucket. A bucket maps names of measures (see `measures`) to the
+exact value or the interval [low, high], both ends included, that a call must have; other measures do not matter.
+Measures that change the shape of the work need an exact value (dtype, head_dim, groups; kv_heads in decode; tile and
+query_tile in the roles that use them); lengths and batch sizes have intervals around the values that were searched.
+Rows are searched for causal calls without window or softcap on keys in the queries' dtype, and apply only to such
+calls. A call uses the first row that applies, or the kernel's default if no row does.
 
-Each row names the record in evidence/ that supports it: every candidate tried, and its time or error.
+Each row names the record in evidence/ that supports it, which lists every config tried with its time or error.
 """
 
 import functools
@@ -37,11 +37,11 @@ class Row:
     """One line of a table.
 
     Attributes:
-        kernel: name in `dispatch.KERNELS`, which fixes role and phase.
-        bucket: measure -> value, or (low, high).
+        kernel: name of a kernel in `dispatch.KERNELS`; the name includes the role.
+        bucket: measure -> required value or interval (low, high).
         config: fields of the kernel's Config.
-        gain: the default's time over this one's; 1 if the default won, None if the default does not compile.
-        record: file in evidence/, workload and date of the one record (of this kernel) that supports the row.
+        gain: time with the default config / time with this config; 1 if the default won, None if it does not compile.
+        record: "file" in evidence/, "workload" and "date" of the record of this kernel that supports the row.
     """
 
     kernel: str
@@ -60,7 +60,7 @@ class Row:
             raise ValueError(f"record={dict(self.record)} must name file, workload and date")
 
     def holds(self, kernel: str, spec: AttentionSpec, shapes: Shapes) -> bool:
-        """Whether this row applies to a call."""
+        """Return whether this row applies to a call."""
         plain = spec.causal and spec.window is None and spec.softcap is None and not shapes.scaled
         if kernel != self.kernel or not plain:
             return False
@@ -72,7 +72,7 @@ class Row:
 
 
 def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
-    """Return the measures that buckets test; `listed` is the keys that a list has room for, None without a list."""
+    """Return the measures that buckets test; "listed" is capacity * tile (keys), None if there is no selection."""
     return {
         "dtype": shapes.dtype,
         "head_dim": shapes.head_dim,
@@ -88,7 +88,7 @@ def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
 
 
 def config(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> Any:
-    """The kernel's Config for a call on the device being traced for: the table's, else the kernel's default.
+    """Return the kernel's Config for a call on the device being traced for: from that device's table, else the default.
 
     Raises:
         ValueError: the table's row does not fit the kernel's Config.
@@ -100,10 +100,10 @@ def config(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> Any:
 
 
 def built(row: Row, kernel: Kernel) -> Any:
-    """The row's config as the kernel's Config.
+    """Build the kernel's Config from a row.
 
     Raises:
-        ValueError: its fields are not the Config's, or the kernel refuses a value.
+        ValueError: the row has fields that Config lacks, lacks fields that Config needs, or has a value out of range.
     """
     try:
         return kernel.Config(**row.config)
@@ -112,7 +112,7 @@ def built(row: Row, kernel: Kernel) -> Any:
 
 
 def device() -> str:
-    """Return the table name of the device being traced for: "v6e", "h200", or a CPU's as in evidence/ file names."""
+    """Return the table name of the device being traced for: "v6e", "h200", or a CPU's name as in evidence/ files."""
     on = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if on is None else on.device_kind
     chip = hardware.chip(kind)
@@ -123,22 +123,22 @@ def device() -> str:
 
 @functools.cache
 def this_cpu() -> str:
-    """Return the name of this host's CPU, cached because the look-up reads /proc."""
+    """Return the table name of this host's CPU, cached because the look-up reads /proc."""
     return hardware.device_slug()
 
 
 @functools.cache
 def table(name: str) -> tuple[Row, ...]:
-    """The shipped rows of a device, read on first use; none where there is no table."""
+    """Return the rows of a device's table, read on first use; an empty tuple if the device has no table."""
     path = TABLES / f"{name}.jsonl"
     return read(path) if path.exists() else ()
 
 
 def read(path: Path) -> tuple[Row, ...]:
-    """The rows of a table.
+    """Read the rows of a table file.
 
     Raises:
-        ValueError: a line is not a row; the message gives its number.
+        ValueError: a line is not a row; the message gives the line number.
     """
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -152,9 +152,9 @@ def read(path: Path) -> tuple[Row, ...]:
 
 
 def write(path: Path, rows: Iterable[Row]) -> None:
-    """Merge rows into a table. An old row stays unless a new row of its kernel has its bucket or its workload.
+    """Merge rows into a table file: a new row replaces old rows of the same kernel with the same bucket or workload.
 
-    So a row whose bucket has changed replaces the earlier row of its workload.
+    The workload is compared too because a new search of a workload may have changed the bucket.
     """
     rows = tuple(rows)
     found_anew = {_searched(row) for row in rows}

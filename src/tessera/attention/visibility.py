@@ -1,6 +1,6 @@
-"""Ranges of keys that a row sees by the contract's rule, computed outside the kernels.
+"""Ranges of keys that query rows see, by the visibility rule in `contract`, for use outside the kernels.
 
-Forms of the rule inside a kernel stay in that kernel: they work on scalars, in units of its blocks.
+Each kernel has its own form of the rule, which works on scalars and in units of that kernel's blocks.
 """
 
 from typing import NamedTuple
@@ -13,14 +13,14 @@ from tessera.attention.contract import AttentionSpec, Positions
 
 
 class Range(NamedTuple):
-    """Keys [start, stop) that each sequence's row sees; [0, 0) if it sees none."""
+    """Keys [start, stop) that the one query row of each sequence sees; [0, 0) if it sees none."""
 
     start: Int32[Array, "B"]
     stop: Int32[Array, "B"]
 
 
 def decode_range(spec: AttentionSpec, positions: Positions, num_keys: int) -> Range:
-    """Return the keys that each sequence's only row, at q_start, sees."""
+    """Return the range of keys that the one query row of each sequence (at position q_start) sees."""
     stop = jnp.clip(positions.kv_len, 0, num_keys)
     if spec.causal:
         stop = jnp.minimum(stop, positions.q_start + 1)
@@ -34,7 +34,7 @@ def decode_range(spec: AttentionSpec, positions: Positions, num_keys: int) -> Ra
 def row_ranges(
     spec: AttentionSpec, positions: Positions, num_queries: int
 ) -> tuple[Int32[Array, "B T"], Int32[Array, "B T"]]:
-    """Return the first key and the end (exclusive) that each query row sees densely; end = first for padding rows."""
+    """Return (first, end): without a selection, each row sees keys [first, end); end = first if it sees none."""
     row = jnp.arange(num_queries, dtype=jnp.int32)
     p = positions.q_start[:, None] + row
     kv_len = positions.kv_len[:, None]

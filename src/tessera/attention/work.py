@@ -1,4 +1,4 @@
-"""Work of an attention call, independent of the kernel: flops, and the bytes that every kernel must move."""
+"""Flops of an attention call, and the fewest bytes that any kernel must move for it."""
 
 from collections.abc import Mapping
 
@@ -15,9 +15,13 @@ def head_bytes(shapes: Shapes) -> float:
 
 
 def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Flops of the two products over visible pairs (q_start = S - T), and bytes of q, k, v, out, lse moved once."""
+    """Count flops of q.k and p.v over visible (row, key) pairs, and bytes of q, k, v, out and lse moved once each.
+
+    Queries are the last T of S positions: q_start = S - T.
+    """
     t, s = shapes.num_queries, shapes.num_keys
-    pairs = t * s - (min(t, s) * (min(t, s) - 1) / 2 if spec.causal else 0)
+    rows_in = min(t, s)  # rows before position 0 see nothing if causal
+    pairs = rows_in * s - rows_in * (rows_in - 1) / 2 if spec.causal else t * s
     if spec.window is not None:
         pairs = min(pairs, t * spec.window)
     width = jnp.dtype(shapes.dtype).itemsize
@@ -30,7 +34,7 @@ def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 
 
 def sparse_prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """Flops of the two products over the listed pairs (whole tiles), bytes of q, out, lse and the listed K and V."""
+    """Count flops of q.k and p.v over all keys of the listed tiles, and bytes of q, out, lse and the listed K and V."""
     width = jnp.dtype(shapes.dtype).itemsize
     keys = listed_keys(spec, shapes)
     rows = shapes.batch * shapes.num_heads * shapes.num_queries
@@ -42,7 +46,10 @@ def sparse_prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
 
 
 def listed_keys(spec: AttentionSpec, shapes: Shapes) -> float:
-    """Mean keys of a full list over query tiles (q_start = S - T); no list holds more tiles than its rows see."""
+    """Return the mean number of keys per query tile, if each lists as many visible tiles as `capacity` allows.
+
+    Queries are the last T of S positions: q_start = S - T.
+    """
     start = np.arange(0, shapes.num_queries, spec.query_tile) + shapes.num_keys - shapes.num_queries
     stop = np.clip(start + spec.query_tile, 0, shapes.num_keys) if spec.causal else shapes.num_keys
     first = 0 if spec.window is None else np.maximum(start - spec.window + 1, 0)
@@ -51,7 +58,7 @@ def listed_keys(spec: AttentionSpec, shapes: Shapes) -> float:
 
 
 def decode(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
-    """4 H flops per visible (row, key) pair; K and V of the visible or listed keys read once."""
+    """Count 4 H flops per (row, key) pair, and bytes of K and V of the visible (or listed) keys read once each."""
     keys = shapes.num_keys if spec.window is None else min(shapes.num_keys, spec.window)
     if role == "sparse":
         keys = min(shapes.capacity * spec.tile, shapes.num_keys)

@@ -1,4 +1,4 @@
-"""Named attention calls: one catalogue of shapes that tests, tuner and benchmarks share."""
+"""Named attention calls: a catalogue of shapes that tests, the tuner and benchmarks share."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from tessera.core.shapes import ceil_div
 
 
 class Budget(NamedTuple):
-    """Options of select_tiles, one fraction per KV head."""
+    """Options of `selection.select_tiles`, with one fraction per KV head."""
 
     fraction: tuple[float, ...]
     minimum: int
@@ -22,19 +22,18 @@ class Workload:
     """One attention call: everything except the contents of its arrays.
 
     Attributes:
-        name: unique.
+        name: unique name.
         batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim: B, T, S, N, K, H.
-        dtype: dtype of q, k and v when timed; tests run every dtype that a kernel claims.
-        spec: the dense call; the role score adds `mass`.
-        fraction: share of the key tiles that the sparse role lists, at random.
-        budget: options of select_tiles (fraction, one per KV head; minimum, local, sinks), which then lists tiles by
-            random masses; None lists random tiles.
+        dtype: dtype of q, k and v in benchmarks; tests run all dtypes of a kernel.
+        spec: options of the dense call; the role score sets `mass`.
+        fraction: share of the key tiles that the sparse role lists, if `budget` is None; the tiles are random.
+        budget: options of `select_tiles`, which lists tiles by random masses; None lists random tiles.
         scaled: keys and values are int8 with scales.
-        q_start, kv_len, q_len: per sequence; None is the contract's default (0, S, T).
-        tags: "test" (small, checked against the oracles), "hopper" (small, in shapes that Hopper takes), "lists"
-            (small, for the role sparse), "tiles" (those of "lists" that the role score takes too), "int8" (small, for
-            kernels that read int8 keys), "bench" (timed),
-            "prefill" or "decode".
+        q_start, kv_len, q_len: one entry per sequence; None means 0, S and T.
+        tags: "prefill" or "decode", and the uses: "test" (small, checked against the oracles), "hopper" (small, in
+            shapes that the Hopper kernels take), "lists" (small, for the role sparse), "tiles" (workloads of "lists"
+            that the role score also runs), "int8" (small, for
+            kernels that read int8 keys), "bench" (timed).
     """
 
     name: str
@@ -76,25 +75,25 @@ class Workload:
 
     @property
     def capacity(self) -> int:
-        """C, the tiles a sparse call lists per query tile."""
+        """C, the length of a list in a sparse call, in tiles."""
         if self.budget is not None:
             return capacity_for(self.spec, self.num_keys, self.num_queries, **self.budget._asdict())
         return max(1, round(self.fraction * self.num_key_tiles))
 
     def role_spec(self, role: str) -> AttentionSpec:
-        """The spec of the call in this role."""
+        """Return the spec of the call in this role: `mass` is set for "score" only."""
         return replace(self.spec, mass=role == "score")
 
     def shapes(self, role: str, dtype: str | None = None) -> Shapes:
-        """The static shapes of the call in this role."""
+        """Return the static shapes of the call in this role; `dtype` replaces the workload's own."""
         capacity = self.capacity if role == "sparse" else None
         sizes = (self.batch, self.num_queries, self.num_keys, self.num_heads, self.num_kv_heads, self.head_dim)
         return Shapes(*sizes, capacity, dtype or self.dtype, scaled=self.scaled)
 
 
 WORKLOADS: tuple[Workload, ...] = (
-    # Small, checked against the oracles: every tile, G of 1, 2, 4 and 8, T and S that no block divides, ragged batches,
-    # rows before position 0, sequences without keys or rows.
+    # Small calls for the oracles. They cover every tile size, G of 1, 2, 4 and 8, T and S that no block size divides,
+    # ragged batches, rows before position 0, and sequences without keys or rows.
     Workload(
         name="aligned",
         num_queries=64,
@@ -201,7 +200,7 @@ WORKLOADS: tuple[Workload, ...] = (
         kv_len=(290,),
         tags=("test", "decode"),
     ),
-    # The same for Hopper, whose products take head dims of whole swizzled lines; G of 1, 2, 7 and 16.
+    # The same for Hopper, whose matrix products need a head_dim that fills swizzled lines of 64; G of 1, 2, 7 and 16.
     Workload(
         name="hopper_ragged",
         batch=3,
@@ -261,7 +260,7 @@ WORKLOADS: tuple[Workload, ...] = (
         q_len=(1, 1, 1, 0),
         tags=("hopper", "decode"),
     ),
-    # Lists as in a plan of the real model: local tiles and sinks always, and per KV head no, all or some far tiles.
+    # Lists as in a plan for the real model: local and sink tiles, and per KV head none, all or some of the far tiles.
     Workload(
         name="heads_16",
         num_queries=40,
@@ -364,7 +363,7 @@ WORKLOADS: tuple[Workload, ...] = (
         kv_len=(297, 18, 0),
         tags=("int8", "decode"),
     ),
-    # Timed ones.
+    # Calls that benchmarks time.
     Workload(
         name="prefill_8k",
         num_queries=8192,
@@ -393,7 +392,7 @@ WORKLOADS: tuple[Workload, ...] = (
         head_dim=128,
         tags=("bench", "prefill"),
     ),
-    Workload(  # a chunk of the shipped model's prefill, at the end of its context, lists as in its plan
+    Workload(  # last prefill chunk of the shipped model's context, with the tile sizes of that model's plan
         name="chunk_4k_gqa",
         num_queries=512,
         num_keys=4096,
@@ -425,9 +424,9 @@ WORKLOADS: tuple[Workload, ...] = (
         tags=("bench", "decode"),
     ),
 )
-"""The catalogue."""
+"""All workloads; `tagged` selects from them."""
 
 
 def tagged(*tags: str) -> tuple[Workload, ...]:
-    """Workloads that carry every one of the tags, in catalogue order."""
+    """Return the workloads that have all of these tags, in catalogue order."""
     return tuple(w for w in WORKLOADS if set(tags) <= set(w.tags))

@@ -1,4 +1,4 @@
-"""The flags of `tessera calibrate`. Heavy imports wait until it runs."""
+"""The `tessera calibrate` command and its flags. Heavy modules are imported only when the command runs."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrate:
-    """Find what each layer and head of a model must read, on some text, and write the Kascade plan.
+    """Find out on some text which keys each layer and head of a model must read, and write them as a Kascade plan.
 
     After an interruption, the same command resumes.
     """
@@ -23,36 +23,37 @@ class Calibrate:
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch); the shipped demo model if not given."""
     out: Path = Path("plan.json")
-    """File for the plan; plan.json in the model's folder, or x.plan.json next to x.gguf, is found without --plan."""
+    """File to write the plan to. Without --plan, other commands look for plan.json in the model's folder, or for
+    x.plan.json next to x.gguf."""
     plan: Omittable[Path] = None
-    """Search nothing: measure this plan's promise and cross-over again, on this text and device."""
+    """Do not search; measure this plan's promise and cross-over again, on this text and device."""
     keep: Omittable[float] = None
-    """Keep at least this share of the probability that dense gives the right next token, on held-out text and on facts
-    planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
+    """Target: keep at least this share of the probability that dense attention gives the right next token, on held-out
+    text and on facts planted in it; 0.99 if none of --keep, --max-kl and --anchors is given."""
     max_kl: Omittable[float] = None
-    """Keep KL(dense || plan) per token at or below this, on the same text and facts."""
+    """Target: keep KL(dense || plan) at or below this many nats per token, on the same text and facts."""
     anchors: Omittable[int] = None
-    """Set no target: use Kascade's own recipe with this many layers that score all keys (the paper: 5 of 32)."""
+    """Use Kascade's own recipe, which has no target, with this many layers that score all keys (the paper: 5 of 32)."""
     tile: Literal[1, 16, 32, 64, 128] = 16
     """Keys per tile."""
     query_tile: int = 32
     """Queries that share a selection."""
     local: int = 64
-    """Keys just before a query tile, always read."""
+    """Number of keys just before a query tile that are always read."""
     sinks: int = 16
-    """First keys, always read."""
+    """Number of first keys of the sequence that are always read."""
     fraction: Omittable[float] = None
-    """With --anchors: share of the visible keys that reuse layers read, besides local keys and sinks; 0.1 if not
+    """With --anchors: share of the visible keys that the other layers read, besides local keys and sinks; 0.1 if not
     given."""
     minimum: int = 128
-    """Fewest keys that a choosing layer reads, besides local keys and sinks."""
+    """Minimum number of keys that a sparse layer reads, besides local keys and sinks."""
     heads: Omittable[Literal["remap", "identity", "pooled"]] = None
-    """With --anchors: the selection that a head uses: a mapped head's, its own, or one for all heads; "remap" if not
-    given."""
+    """With --anchors: which of the anchor's selections a head uses: that of the most similar head ("remap"), that of
+    the same head ("identity"), or one made for all heads ("pooled"); "remap" if not given."""
     crossover: Omittable[int] = None
-    """Tokens below which requests run dense; measured if not given."""
+    """Requests of fewer tokens run dense; measured if not given."""
     max_tokens: int = 65536
-    """Maximum number of tokens to take, spread evenly over the text."""
+    """Maximum number of tokens of the text to use, spread evenly over it."""
     dtype: Dtype = "auto"
     """Dtype of the weights; auto is the checkpoint's own."""
     debug: bool = False
@@ -77,7 +78,7 @@ class Calibrate:
         return 0
 
     def given_plan(self) -> "Plan | None":
-        """Read --plan; refuse flags that would make another."""
+        """Load the file of --plan, if given; raise ValueError for flags that would change the plan."""
         from tessera.sparse.plan import Plan
 
         if self.plan is None:
@@ -90,13 +91,13 @@ class Calibrate:
         return Plan.load(self.plan)
 
     def measure_again(self, model: Any, plan: "Plan") -> "Plan":
-        """Measure the given plan on the text and device."""
+        """Measure the given plan's promise and cross-over on --text and this device."""
         from tessera.calibration.remeasure import measure_again
 
         return measure_again(model, plan, self.text, crossover=self.crossover, max_tokens=self.max_tokens)
 
     def search(self, model: Any, notes: Path) -> "Plan":
-        """Find a plan; `notes` records each measurement, so that the same command resumes."""
+        """Search for a plan; the file `notes` stores each measurement, so that the same command can resume."""
         from tessera.calibration.calibrate import calibrate
 
         return calibrate(
@@ -119,7 +120,7 @@ class Calibrate:
 
 
 def check_out(path: Path) -> None:
-    """Refuse a path where a plan cannot be written, or would replace something else."""
+    """Raise an error if a plan cannot be written to this path, or would replace a file that is not a plan."""
     from tessera.core.files import check_writable
     from tessera.models.checkpoint import is_model_file
     from tessera.sparse.plan import Plan

@@ -1,4 +1,4 @@
-"""A chat at the terminal or through a pipe: messages of one or more lines, and commands."""
+"""The loop of `tessera chat`: read messages and /commands from a terminal or a pipe, and print the answers."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -25,32 +25,32 @@ COMMANDS = MappingProxyType(
         "/regenerate": "answer the last question again",
         "/save FILE": "write the conversation to a file",
         "/load FILE": "continue a saved conversation",
-        "/clear": "forget the conversation, not the system message",
-        "/exit": "leave (so does end of input)",
+        "/clear": "forget the conversation, but keep the system message",
+        "/exit": "leave, as at the end of the input",
     }
 )
-"""What /help lists."""
+"""The commands that /help lists, with their help texts."""
 ALIASES = MappingProxyType(
     {"/?": "/help", "/reset": "/clear", "/regen": "/regenerate", "/retry": "/regenerate", "/quit": "/exit"}
     | {"/bye": "/exit"}
 )
-"""What ollama and llama-cli call them."""
+"""Names of the commands in ollama and llama-cli."""
 HELP = "\n".join(
     [
         *(f"{name:16}{what}" for name, what in COMMANDS.items()),
-        f"A line that ends with \\ goes on in the next; {QUOTES} starts and ends a message of several lines.",
+        f"A line that ends with \\ continues on the next line; {QUOTES} starts and ends a message of several lines.",
     ]
 )
 ReadLine = Callable[[str], str | None]
-"""Takes a prompt to show and returns the next line, or None at the end of the input."""
+"""Function that shows a prompt and returns the next input line, or None at the end of the input."""
 
 
 class Entry(NamedTuple):
     """One message, or one command and the text after it.
 
     Attributes:
-        command: "" for a message.
-        text: a message that the quotes leave open at the end of the input is None.
+        command: name of the command; "" for a message.
+        text: the message, or the text after the command; None if the input ended inside triple quotes.
     """
 
     command: str
@@ -58,10 +58,12 @@ class Entry(NamedTuple):
 
 
 def converse(chat: Chat, read_line: ReadLine, *, interactive: bool) -> bool:
-    """Answer each entry until the input ends or /exit; answers go to standard output, remarks to standard error.
+    """Answer messages and run commands until the input ends or /exit.
+
+    Answers go to standard output; remarks and errors go to standard error.
 
     Returns:
-        Whether every entry was answered or obeyed, for scripts, which do not read the remarks.
+        whether every entry succeeded. A script needs this, because it does not read the errors.
     """
     return _Terminal(chat, interactive).run(entries(read_line, interactive))
 
@@ -84,7 +86,7 @@ class _Terminal:
         return good
 
     def obey(self, command: str, text: str | None) -> None:
-        """Answer a message or obey a command; raise ValueError or MemoryError if it is refused."""
+        """Answer a message or run a command; raise ValueError or MemoryError if that fails."""
         chat = self.chat
         if text is None:
             raise ValueError(f"the input ends inside a message that {QUOTES} opened: close it with {QUOTES}")
@@ -111,7 +113,8 @@ class _Terminal:
             case _:
                 names = ", ".join(name.split()[0] for name in COMMANDS)
                 raise ValueError(
-                    f"{escaped(command)} is not a command: {names}; a message that starts with / goes in {QUOTES}"
+                    f"{escaped(command)} is not a command; the commands are {names}. "
+                    f"Put a message that starts with / in {QUOTES}"
                 )
 
     def say(self, remark: str) -> None:
@@ -124,12 +127,12 @@ class _Terminal:
         self.say("There is no system message." if system is None else f"System message: {escaped(system, 500)}")
 
     def file(self, command: str, text: str, use: Callable[[Path], None]) -> str:
-        """Save to a file or load it; return its name."""
+        """Call `use` (save or load) with the path `text`; return the path, escaped for display."""
         if not text:
             raise ValueError(f"{command} needs a file: {command} FILE")
         try:
             use(Path(text).expanduser())
-        except (OSError, RuntimeError) as error:  # RuntimeError: ~name of no user
+        except (OSError, RuntimeError) as error:  # RuntimeError: an unknown ~user
             raise ValueError(f"{command} {text}: {getattr(error, 'strerror', None) or error}") from error
         return escaped(text, None)
 
@@ -140,7 +143,7 @@ class _Terminal:
             self.say("The same answer: nothing is drawn at temperature 0. Start chat with --temperature 0.8.")
 
     def turn(self, ask: Callable[..., Reply]) -> None:
-        """Show an answer as it grows."""
+        """Call `ask` and print the answer while it is generated."""
 
         def show(piece: str) -> None:
             print(piece, end="", flush=True)
@@ -166,7 +169,7 @@ class _Terminal:
 
 
 def entries(read_line: ReadLine, interactive: bool = False) -> Iterator[Entry]:
-    r"""Yield messages and commands: a line, lines joined by a \ at the end of each, or a block in triple quotes.
+    r"""Yield messages and commands. An entry is a line, a block in triple quotes, or lines joined by \ at their ends.
 
     Empty lines are skipped. Ctrl-C at a terminal drops an entry that is not complete yet.
     """
@@ -184,7 +187,7 @@ def entries(read_line: ReadLine, interactive: bool = False) -> Iterator[Entry]:
 
 
 def _complete(line: str, read_line: ReadLine) -> Entry | None:
-    """Read the rest of an entry that starts with this line; None if it is empty."""
+    """Return the entry that starts with this line, after reading its further lines; None for an empty line."""
     command, rest = (*line.split(None, 1), "")[:2] if line.startswith("/") else ("", line)
     command = ALIASES.get(command, command)
     if rest.startswith(QUOTES):
@@ -195,7 +198,7 @@ def _complete(line: str, read_line: ReadLine) -> Entry | None:
 
 
 def _block(first: str, read_line: ReadLine) -> str | None:
-    """Read lines up to the closing quotes; None if there are none."""
+    """Read lines up to the closing quotes; return None if the input ends before them."""
     lines = [first]
     while not lines[-1].rstrip().endswith(QUOTES):
         if (line := read_line("... ")) is None:
@@ -205,10 +208,10 @@ def _block(first: str, read_line: ReadLine) -> str | None:
 
 
 def typed_line(prompt: str) -> str | None:
-    """Read a line: typed at a prompt, or plain when standard input is not a terminal; None at its end."""
+    """Read one line of standard input, with a prompt and line editing at a terminal; None at the end of the input."""
     interactive = sys.stdin.isatty()
     if interactive:
-        with suppress(ImportError):  # Windows has none: its terminal edits lines itself
+        with suppress(ImportError):  # Windows has no readline: its terminal edits lines itself
             import readline  # noqa: F401  (gives input() line editing and history)
     with interrupt.at_once():
         try:

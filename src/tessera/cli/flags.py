@@ -1,4 +1,4 @@
-"""How flags are declared: those that may be left out, the names that other tools gave them, those of sampling."""
+"""Building blocks of the commands' flags: types of optional flags, aliases from other tools, and sampling flags."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, TypeVar, get_args
@@ -9,10 +9,10 @@ from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, Pri
 T = TypeVar("T")
 
 Omittable = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
-"""Type of a flag whose default is None; its docstring says in words what happens then."""
+"""Type of a flag whose default is None; the flag's help text says what happens without it."""
 
 Several = Annotated[tuple[T, ...], tyro.conf.arg(help_behavior_hint="")]
-"""Type of a flag that takes several values, or none: its default."""
+"""Type of a flag that takes any number of values; the default is no value."""
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -29,7 +29,7 @@ REGISTRY = ConstructorRegistry()
 
 @REGISTRY.primitive_rule
 def value_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Parse `T | None` as T: tyro alone shows {None}|INT, and takes the text "None" for None."""
+    """Parse `T | None` as T. Without this rule, tyro shows {None}|INT in help and parses the text "None" as None."""
     options = [option for option in get_args(info.type) if option is not type(None)]
     if type(None) not in get_args(info.type) or len(options) != 1:
         return None
@@ -42,20 +42,21 @@ class SamplingFlags:
     """Flags that control sampling."""
 
     temperature: Annotated[Omittable[float], tyro.conf.arg(aliases=("--temp",))] = None
-    """0 takes the best token; else divides the logits. This and the next four default to generation_config.json's."""
+    """0 takes the best token; a larger value divides the logits. Defaults of this flag and the next four come from
+    generation_config.json."""
     top_k: Omittable[int] = None
     """Draw from the k best tokens only; 0 is off."""
     top_p: Omittable[float] = None
-    """Draw from the fewest tokens that hold this much probability; 1 is off."""
+    """Draw only from the fewest best tokens whose probabilities sum to this value; 1 is off."""
     min_p: Omittable[float] = None
-    """Draw only from tokens with at least this share of the best one's probability; 0 is off."""
+    """Draw only from tokens with at least this share of the best token's probability; 0 is off."""
     repetition_penalty: Annotated[Omittable[float], tyro.conf.arg(aliases=("--repeat-penalty",))] = None
-    """Above 1, tokens already in the prompt or the answer become less likely; 1 is off."""
+    """A value above 1 makes tokens already in the prompt or the answer less likely; 1 is off."""
     seed: Annotated[int, SEED] = 0
-    """Same seed, same answer."""
+    """Seed of the random draws: the same seed gives the same answer."""
 
     def values(self) -> dict[str, float | int]:
-        """Return the sampling arguments of Model.generate that were given, checked."""
+        """Check the sampling flags that were given and return them as arguments of Model.generate."""
         from tessera.runtime.sampling import Sampling
 
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

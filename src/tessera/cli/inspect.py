@@ -1,4 +1,4 @@
-"""The flags of `tessera inspect`. Heavy imports wait until it runs."""
+"""The `tessera inspect` command and its flags. Heavy modules are imported only when the command runs."""
 
 import json
 import sys
@@ -10,39 +10,39 @@ from typing import Annotated, Literal
 from tessera.cli.flags import MODEL, Omittable
 
 CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config picture".split()
-"""Flags that a step of a model does not take."""
+"""Flags of a single call, which cannot be combined with --model."""
 
 TIMED_OUT = 3
-"""Exit code if the compiler was stopped: whether the call compiles is unknown."""
+"""Exit code if the compiler was stopped at --limit-s, so that it is unknown whether the call compiles."""
 
 MODEL_ONLY = ("mesh", "attention")
-"""Flags that a single call does not take."""
+"""Flags that require --model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect:
-    """Compile an attention kernel for a chip this machine lacks: does it fit, what fills it, how long should it take.
+    """Compile an attention kernel for a chip that this machine lacks; report its fit, its use of the chip and its time.
 
-    Exit code: 0, it compiles; 1, it does not or, for h200, breaks a gate; 2, no kernel takes the call; 3, the compiler
-    was stopped at --limit-s.
+    Exit code: 0 if the kernel compiles; 1 if it does not, or if its machine code for h200 fails a check; 2 if no kernel
+    takes the call; 3 if the compiler was stopped at --limit-s.
     """
 
     chip: Literal["v5e", "v5p", "v6e", "v7x", "h200"] = "v6e"
-    """Chip to compile for; v7x counts each of its two cores as a device. For h200 the time is a roofline."""
+    """Chip to compile for. Each of the two cores of a v7x counts as a device. The time for h200 is a roofline bound."""
     role: Literal["dense", "score", "sparse"] = "dense"
-    """Read all keys; or read all keys and return every tile's mass; or read selected tiles only."""
+    """"dense" reads all keys, "score" also returns every key tile's probability mass, "sparse" reads selected tiles."""
     phase: Literal["prefill", "decode"] = "prefill"
-    """Many query rows per sequence, or one."""
+    """"prefill" has many query rows per sequence, "decode" one."""
     batch: int = 1
-    """Sequences."""
+    """Number of sequences."""
     length: int = 16384
-    """Keys per sequence; prefill has as many queries."""
+    """Keys per sequence; prefill has as many query rows unless --queries is given."""
     queries: Omittable[int] = None
-    """Query rows of one prefill chunk, the last ones of the length; all if not given (2,048 with --model)."""
+    """Query rows of one prefill chunk, at the end of the sequence; all rows if not given (2,048 with --model)."""
     heads: int = 32
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int = 8
-    """Key/value heads."""
+    """Number of key/value heads."""
     head_dim: int = 128
     """Elements per head."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -52,27 +52,27 @@ class Inspect:
     query_tile: int = 32
     """Queries that share a selection."""
     fraction: float = 0.1
-    """Share of the key tiles that the sparse role reads."""
+    """Share of the key tiles that a call with --role sparse reads."""
     window: Omittable[int] = None
     """Sliding window in tokens; none if not given."""
     softcap: Omittable[float] = None
-    """Cap on the scores; none if not given."""
+    """Softcap of the scores, cap * tanh(score / cap); none if not given."""
     model: Annotated[Omittable[str], MODEL] = None
     """Inspect a whole step of this model instead of one call: llama-3.1-8b, a Hugging Face folder, or a GGUF file."""
     mesh: int = 8
-    """With --model: devices that share every layer."""
+    """With --model: number of devices that every layer is split over."""
     attention: Literal["kascade", "dense"] = "kascade"
-    """With --model: attention policy; kascade has five anchors."""
+    """With --model: attention policy; kascade uses five anchor layers."""
     kernel: Omittable[str] = None
-    """Kernel by name; the one that runs on this chip if not given."""
+    """Name of the kernel; the kernel that dispatch chooses for this chip if not given."""
     config: Omittable[str] = None
-    """The kernel's block sizes as a JSON object; its own choice if not given."""
+    """The kernel's block sizes as a JSON object; the kernel chooses them if not given."""
     limit_s: float = 300.0
     """Seconds after which the compiler is stopped."""
     picture: Omittable[Path] = None
-    """Write the roofline and the slots to this SVG."""
+    """File for a picture, such as x.svg, of the roofline and, for a TPU, of the instruction slots used."""
     evidence: Omittable[Path] = None
-    """Append a record of the result to this file."""
+    """File to which a record of the result is appended."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -113,7 +113,7 @@ class Inspect:
         return 0 if result.compiled and not getattr(result, "gates", None) else 1
 
     def progress(self, what: str):
-        """Return a context that shows on a terminal what is compiled, and since when."""
+        """Return a context manager that shows on a terminal what is being compiled and for how long."""
         from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -124,14 +124,14 @@ class Inspect:
         return shown
 
     def sizes(self) -> dict:
-        """Parse --config."""
+        """Parse --config as JSON."""
         try:
             return json.loads(self.config)
         except json.JSONDecodeError as error:
             raise ValueError(f"--config {self.config} is not JSON ({error}): write '{{\"block_s\": 512}}'") from error
 
     def check(self) -> None:
-        """Refuse, before a compile starts, flags that can only fail."""
+        """Raise ValueError for flags that cannot work, before compilation starts."""
         for name in ("batch", "length", "queries", "heads", "kv_heads", "head_dim", "query_tile"):
             value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             if value is not None and value < 1:
@@ -144,7 +144,7 @@ class Inspect:
             raise ValueError(
                 f"--queries {self.queries} cannot be used with --phase decode, which has one query row: drop it"
             )
-        if not 0 < self.fraction <= 1:  # refuses NaN too, as below
+        if not 0 < self.fraction <= 1:  # also false for NaN, as below
             raise ValueError(f"--fraction {self.fraction} must be above 0 and at most 1")
         if not 0 < self.limit_s <= threading.TIMEOUT_MAX:
             most = f"{threading.TIMEOUT_MAX:,.0f} seconds"
@@ -153,7 +153,7 @@ class Inspect:
         given = [n for n in (MODEL_ONLY if self.model is None else CALL_ONLY) if getattr(self, n) != defaults[n]]
         if given and self.model is None:
             said = ", ".join(f"--{n} {getattr(self, n)}" for n in given)
-            raise ValueError(f"{said} needs --model, whose step it describes: name a model, or drop it")
+            raise ValueError(f"{said} can be used only with --model: name a model, or leave this out")
         if given:
             said = ", ".join(f"--{n.replace('_', '-')}" for n in given)
             raise ValueError(f"{said} cannot be used with --model: they describe a single call")
@@ -161,7 +161,7 @@ class Inspect:
             self.check_picture()
 
     def check_picture(self) -> None:
-        """Refuse a picture that cannot be written."""
+        """Raise an error if --picture cannot be written: no matplotlib, an unknown file format, or a missing folder."""
         from tessera.core.extras import require
 
         require("matplotlib", "report")
@@ -193,14 +193,14 @@ class Inspect:
         return TIMED_OUT if result.timed_out else 0 if result.compiled else 1
 
     def record(self, what: str, kernel: str, workload: str, result) -> None:
-        """Append the result, or its error, as a record, which states that nothing was measured."""
+        """Append a record of the result, or of its error, to --evidence; the record says that nothing was measured."""
         from tessera.workbench import evidence
 
         ms, kind, check = "predicted_ms", "predicted", "predicted from the compiler's schedule, not measured"
         if self.chip == "h200":
             ms, kind, check = "roofline_ms", "roofline of", "a bound from the call's work, not measured"
         time, error = getattr(result, ms), result.error
-        if time is None and result.compiled:  # nothing to predict from: store only the facts
+        if time is None and result.compiled:  # no time was predicted: store only the facts
             error = result.bound_by
         made = evidence.make(
             evidence.What(op=f"{kind} {what}", kernel=kernel, workload=workload, dtype=self.dtype),

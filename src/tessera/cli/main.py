@@ -1,6 +1,6 @@
 """The command line: one frozen dataclass per subcommand, whose fields are its flags.
 
-Heavy imports wait until a command runs.
+Heavy modules are imported only when a command runs.
 """
 
 import json
@@ -29,7 +29,7 @@ from tessera.core.files import check_writable
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
 LEAST_ADDRESS_SPACE = 3 << 29
-"""Bytes. With 1 GiB, two cores and the demo model, JAX runs out of memory; with 2 GiB it answers."""
+"""Bytes, 1.5 GiB. With two cores and the demo model, JAX runs out of memory at 1 GiB and works at 2 GiB."""
 DESCRIPTION = """LLaMA-family models at long context in JAX: attention reads only the key tiles that matter.
 
 -V, --version prints the version."""
@@ -67,15 +67,15 @@ class Generate(ModelFlags, SamplingFlags):
     """Continue one or more prompts."""
 
     prompt: Annotated[tuple[str, ...], tyro.conf.Positional, WORDS] = ()
-    """Prompts; - reads one from standard input."""
+    """Prompts; "-" reads one prompt from standard input."""
     option: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], PROMPT] = ()
-    """A prompt, as above; may be repeated."""
+    """A prompt, given as a flag; may be repeated."""
     file: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], FILE] = ()
     """A file that holds one prompt; may be repeated."""
     max_new_tokens: Annotated[Omittable[int], TOKENS] = None
-    """Maximum number of tokens to generate per prompt; if not given, as generation_config.json says, else 128."""
+    """Maximum number of tokens to generate per prompt; if not given, the value in generation_config.json, else 128."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Stop when this text appears, and trim it off; may be repeated."""
+    """Stop when this text appears, and cut the answer before it; may be repeated."""
     chat: bool = False
     """Treat each prompt as a user's message and apply the model's chat template."""
     parse_special: bool = False
@@ -93,14 +93,14 @@ class Generate(ModelFlags, SamplingFlags):
         from tessera.generate import Interrupted
         from tessera.sparse.promise import promise_note
 
-        sampling = self.values()  # raises before a model is read
+        sampling = self.values()  # raises errors before the model is loaded
         prompts = self.read_prompts()
         if self.stream and (self.json or self.tokens or len(prompts) > 1):
             raise ValueError("--stream prints the text of one prompt: drop --json and --tokens, or pass one prompt")
         if self.chat and self.tokens:
             raise ValueError("--chat takes messages and --tokens takes ids: drop one of them")
         if self.parse_special and not self.chat:
-            raise ValueError("--parse-special is for --chat: a prompt's special tokens are always read as tokens")
+            raise ValueError("--parse-special works only with --chat: other prompts always have special tokens parsed")
         model = self.load()
         advice = "" if self.chat or self.tokens else template_advice(model, prompts)
         if self.chat:
@@ -108,7 +108,7 @@ class Generate(ModelFlags, SamplingFlags):
                 raise ValueError(f"--chat needs a chat template, and {model.source} has no tokenizer")
             encode, parse_special = model.tokenizer.encode_chat, self.parse_special
             prompts = [encode([{"role": "user", "content": text}], parse_special=parse_special) for text in prompts]
-        prompts = model.encode_prompts(prompts)  # raises before anything is said
+        prompts = model.encode_prompts(prompts)  # raises errors before anything is printed
         say(model.generation_config.note(sampling), advice)
         arguments = sampling | {"max_new_tokens": self.max_new_tokens, "stop": self.stop, "seed": self.seed}
         if self.stream:
@@ -130,7 +130,7 @@ class Generate(ModelFlags, SamplingFlags):
         return status
 
     def read_prompts(self) -> list[str] | list[list[int]]:
-        """Read the prompts: the command line's (- is standard input), then those of files."""
+        """Read the prompts of the command line ("-" is standard input), then those of --file."""
         prompts = (*self.prompt, *self.option)
         if not prompts and not self.file:
             raise ValueError("no prompt: pass one in quotes, --file FILE, or - to read standard input")
@@ -153,17 +153,17 @@ class Generate(ModelFlags, SamplingFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class Chat(ModelFlags, SamplingFlags):
-    """Chat with a model; /help inside lists the commands."""
+    """Chat with a model; type /help in the chat to list its commands."""
 
     system: Annotated[Omittable[str], SYSTEM] = None
     """System message, if the model's template takes one."""
     max_new_tokens: Annotated[Omittable[int], TOKENS] = None
-    """Maximum number of tokens per answer; if not given, as generation_config.json says, else 256."""
+    """Maximum number of tokens per answer; if not given, the value in generation_config.json, else 256."""
     parse_special: bool = False
     """Read names of special tokens in messages, such as <|end|>, as these tokens instead of as text."""
 
     def run(self) -> int:
-        """Converse until the input ends; return 2 if the input was a file or pipe and a line of it was refused."""
+        """Run the conversation until the input ends; return 2 if the input is a file or pipe and an entry failed."""
         from tessera.chat import NEW_TOKENS
         from tessera.chat import Chat as Conversation
         from tessera.cli.conversation import converse, typed_line
@@ -231,7 +231,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo:
-    """Ask a real model (offline: the shipped one) about a long document, dense and with Kascade, and compare."""
+    """Ask a real model (offline: the shipped model) about a long document, dense and with Kascade, and compare."""
 
     out: Path = Path("build/demo")
     """Folder for record.json and index.html."""
@@ -239,7 +239,8 @@ class Demo:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Run the demo; return 1 if Kascade kept no more answers than the control (shipped model: if any differs)."""
+        """Run the demo. Return 1 if Kascade kept no more answers than the control, or, with the shipped model, if any
+        answer differs from dense."""
         from tessera.core.extras import require
 
         require("matplotlib", "report")
@@ -251,16 +252,16 @@ class Demo:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Inspect this installation: versions, devices, kernels and why they run, caches, memory."""
+    """Inspect this installation: versions, devices, which kernels run and why, caches, memory."""
 
     plan: Omittable[Path] = None
     """Also report what this plan promised and measured."""
     model: Annotated[Omittable[str], MODEL] = None
-    """Also report what the plan of this model promised and measured, if it fits."""
+    """Also report what the plan of this model promised and measured, if the plan fits the model."""
     all: bool = False
     """Print every version, and why the other kernels do not run."""
     json: bool = False
-    """Print all as JSON."""
+    """Print the whole report as JSON."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -313,10 +314,10 @@ COMMANDS = MappingProxyType(
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    A user's error prints one line on standard error and returns 2; Ctrl-C returns 130.
+    After an error, print one line on standard error and return 2; after Ctrl-C, return 130.
 
     Raises:
-        BrokenPipeError: the reader of our output has closed it.
+        BrokenPipeError: the process that reads standard output has closed the pipe.
     """
     argv = sys.argv[1:] if argv is None else argv
     if hardware.compiles_without_chip():
@@ -338,14 +339,14 @@ def main(argv: list[str] | None = None) -> int:
         interrupt.told()
         print(f"interrupted: {interruption}".removesuffix(": "), file=sys.stderr)
         return interrupt.STATUS
-    except BrokenPipeError:  # the reader closed our output: there is nowhere to report it
+    except BrokenPipeError:  # standard output is closed: the caller ends the process
         raise
     except (ValueError, OSError, MemoryError) as error:
         if command.debug:
             raise
         print(f"error: {escaped(error, None)}", file=sys.stderr)
         return 2
-    except RuntimeError as error:  # from the device, or a bug of ours
+    except RuntimeError as error:  # from the device, or a bug in Tessera
         if command.debug:
             raise
         said = f"{type(error).__name__}: {escaped(error, 500)}"
@@ -354,7 +355,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_address_space() -> None:
-    """Raise MemoryError under a limit (ulimit -v) below which JAX aborts the process, or cannot be imported."""
+    """Raise MemoryError if the address space limit (ulimit -v) is so low that JAX aborts or cannot be imported."""
     with suppress(ImportError):  # Windows has no such limit
         import resource
 
@@ -370,12 +371,12 @@ def parse(argv: list[str]):
     """Parse the arguments into a command with its flags.
 
     Raises:
-        SystemExit: help was asked for (0), or the arguments are wrong (2).
+        SystemExit: with code 0 after help, with code 2 if the arguments are wrong.
     """
     words = [*argv[1:], "--help"] if argv[:1] == ["help"] else argv or ["--help"]
     kinds = [Annotated[kind, tyro.conf.subcommand(name=name)] for name, kind in COMMANDS.items()]
     prog, kind, below = "tessera", Union[*kinds], COMMANDS
-    while below and words and not re.fullmatch("-h|--help|--tyro-.*", words[0]):  # tyro's own write shell completions
+    while below and words and not re.fullmatch("-h|--help|--tyro-.*", words[0]):  # --tyro-* writes shell completions
         word, *words = words
         if word not in below:
             refuse(usage.unknown_command(word, below, prog))
@@ -391,24 +392,24 @@ def parse(argv: list[str]):
 
 
 def refuse(message: str) -> NoReturn:
-    """Exit with this error."""
+    """Print this error and exit with code 2."""
     print(f"error: {escaped(message, 400)}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def template_advice(model, prompts: list[str]) -> str:
-    """Advise --chat if the model has a chat template that no prompt applies; "" if all is well."""
+    """Return advice to add --chat if the model has a chat template and no prompt holds its special tokens, else ""."""
     tokenizer = model.tokenizer
     if tokenizer is None or tokenizer.chat_template is None:
         return ""
     names = [token.content for token in tokenizer.backend.get_added_tokens_decoder().values() if token.special]
     if any(name in prompt for name in names for prompt in prompts):
         return ""
-    return "this model has a chat template: add --chat to ask it as it was trained to be asked"
+    return "this model has a chat template: add --chat to apply it to the prompt"
 
 
 def say(*lines: str) -> None:
-    """Print what is not empty on standard error, a line each."""
+    """Print each line that is not empty on standard error."""
     for line in filter(None, lines):
         print(line, file=sys.stderr)
 

@@ -1,5 +1,5 @@
-"""Commands that obtain models: fetch a real one, convert a GGUF file to a Hugging Face folder. Also --model's
-default."""
+"""Commands that obtain models: `fetch` downloads one, `convert` writes one as a Hugging Face folder. Also the default
+of --model."""
 
 import sys
 from dataclasses import dataclass
@@ -35,14 +35,14 @@ class Convert:
     model: Annotated[str, tyro.conf.Positional]
     """GGUF file, Hugging Face folder, hub id, or the name of a fetched model."""
     out: Annotated[Path, tyro.conf.Positional]
-    """Folder to write; files in it that do not belong to a model stay."""
+    """Folder to write; files already in it that are not a model's stay."""
     dtype: Dtype = "auto"
-    """Dtype of the weights; auto is the model's own (float32 for quantised ones)."""
+    """Dtype of the weights; auto is the model's own (float32 for a quantised model)."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Write the folder, whole or not at all."""
+        """Write the folder atomically and print its path and the model's size."""
         from tessera.core.files import check_writable
         from tessera.generate import load, save
         from tessera.models.weights import num_parameters
@@ -56,7 +56,7 @@ class Convert:
 
 
 def with_its_plan(model):
-    """Return the model with the plan that comes with its weights, if any; say so if that plan is of no use."""
+    """Return the model with the plan stored with its weights, if any; if that plan does not fit, print why."""
     from dataclasses import replace
 
     from tessera.generate import locate_plan
@@ -76,12 +76,13 @@ def with_its_plan(model):
 
 
 def named_model(name: str | None) -> str | Path:
-    """Return the model that --model names. An empty name (a script's unset variable) is an error, not the default."""
+    """Return the value of --model, or the shipped model if it is None. An empty value (in a script, an unset variable)
+    stays as it is, so that loading it fails."""
     return shipped_model() if name is None else name
 
 
 def shipped_model() -> Path:
-    """Return the folder of the demo checkpoint that comes with the package."""
+    """Return the folder of the demo model that is shipped with the package."""
     from tessera.core.files import DEMO_MODEL
 
     if not (DEMO_MODEL / "config.json").is_file():

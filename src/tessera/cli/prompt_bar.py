@@ -1,19 +1,19 @@
-"""Progress of reading a long prompt, on a terminal."""
+"""Progress bar on a terminal while the model reads a long prompt."""
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 LONG = 1024
-"""Prompt tokens from which reading takes long enough to show: one chunk."""
+"""Prompt tokens, one prefill chunk. Only longer prompts show the bar, because one chunk gives no progress to show."""
 PERIOD_S = 600.0
-"""Seconds that the rate is averaged over: on a CPU, one chunk of a large model can take a minute."""
+"""Seconds over which the rate is averaged. On a CPU, one chunk of a large model can take a minute."""
 
 
 class PromptBar:
-    """A bar on standard error with tokens, tokens/s and time left, which vanishes once the prompt is read.
+    """Progress bar on standard error: tokens read, tokens/s and time left. It vanishes once the prompt is read.
 
-    Shows nothing for short prompts, nor if standard error is no terminal.
+    The bar stays hidden for short prompts, and if standard error is not a terminal.
     """
 
     def __init__(self):
@@ -56,11 +56,11 @@ class PromptBar:
 
 
 class Rate(TextColumn):
-    """Tokens per second."""
+    """Column of the progress bar that shows tokens per second."""
 
     def __init__(self):
         super().__init__("")
 
     def render(self, task: Task) -> Text:
-        """Render the rate of one bar."""
+        """Return the rate as text; empty while it is unknown."""
         return Text("" if task.speed is None else f"{task.speed:,.0f} tokens/s")

@@ -1,4 +1,4 @@
-"""The flags of `tessera study NAME`: long measurements without a chip that resume where they stopped."""
+"""The commands `tessera study NAME` and their flags. Studies are long, need no chip, and resume where they stopped."""
 
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,42 +14,44 @@ Chips = Several[Literal["v5e", "v5p", "v6e", "v7x"]]
 
 @dataclass(frozen=True, kw_only=True)
 class TpuSweep:
-    """Compile every TPU kernel for every chip, head dim, dtype and tile that it claims (an hour on two cores)."""
+    """Compile every TPU kernel for every chip, head dim, dtype and tile that it claims to support (an hour on two
+    cores)."""
 
     chip: Chips = ()
-    """Only these chips; all if not given."""
+    """Chips to compile for; all if not given."""
     kernel: str = ""
-    """Only kernels whose name contains this."""
+    """Run only kernels whose name contains this text."""
     out: Path = Path("build/tpu-sweep.jsonl")
-    """File of finished cases."""
+    """File that stores finished cases, for resuming."""
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
     """Added to the niceness of the compiler's process."""
     list: bool = False
-    """Print what is left and exit."""
+    """Print the cases that are left and exit."""
     report: bool = False
-    """Append one record to evidence/, of the cases that the newest commit in the file compiled."""
+    """Append one record to evidence/ for the cases that the newest commit in the file has compiled."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile what this commit has not compiled; exit code 1 on any failure."""
+        """Compile the cases that this commit has not compiled yet; return 1 if one fails."""
         return _module("sweep").study(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TpuFigures:
-    """Predict the figures that the TPU kernels must meet, against Tokamax's kernel at its best block sizes."""
+    """Predict the TPU kernels' times for their performance targets, and those of Tokamax's kernel at its best block
+    sizes."""
 
     chip: Chips = ()
-    """Only these chips; all if not given."""
+    """Chips to compile for; all if not given."""
     case: Several[str] = ()
-    """Only these cases; all if not given."""
+    """Cases to run; all if not given."""
     timings: Omittable[Path] = None
-    """Tokamax's tokamax/data/autotuning folder; the installed wheel's, of v7x only, if not given."""
+    """Tokamax's folder tokamax/data/autotuning; if not given, the installed wheel's, which covers only v7x."""
     out: Path = Path("build/tpu-figures.json")
-    """File of finished cases."""
+    """File that stores finished cases, for resuming."""
     limit_s: float = 600.0
     """Seconds after which a compile is killed."""
     report: bool = False
@@ -58,7 +60,7 @@ class TpuFigures:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile what is missing, or report."""
+        """Compile the cases that are missing, or, with --report, append the records."""
         return _module("figures").study(self)
 
 
@@ -67,26 +69,26 @@ class TpuBlocks:
     """Search block sizes of the TPU kernels by predicted time."""
 
     chip: Chips = ()
-    """Only these chips; all if not given."""
+    """Chips to compile for; all if not given."""
     case: Several[str] = ()
-    """Only these cases; all if not given."""
+    """Cases to run; all if not given."""
     out: Path = Path("build/tpu-blocks.jsonl")
-    """File of tried candidates."""
+    """File that stores tried candidates, for resuming."""
     limit_s: float = 180.0
     """Seconds after which a compile is killed."""
     budget: int = 10
-    """Maximum candidates per case; half for a case that starts from another's winner."""
+    """Maximum candidates per case; half for a case that starts from another case's winner."""
     first: Several[str] = ()
-    """Changes of the default to try first, as JSON: '{"step": 1024}'."""
+    """Changes to the default block sizes to try first, as JSON: '{"step": 1024}'."""
     field: Several[str] = ()
-    """Move only these fields, in this order."""
+    """Vary only these block sizes, in this order."""
     report: bool = False
     """Append records to evidence/ and write the shipped tables."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Search what is missing, or report."""
+        """Search the cases that are missing, or, with --report, append the records and write the tables."""
         return _module("blocks").study(self)
 
 
@@ -97,37 +99,38 @@ class TpuValidation:
     chip: Literal["v5p", "v6e", "v7x"] = "v6e"
     """The chip to compile for."""
     timings: Omittable[Path] = None
-    """Tokamax's tokamax/data/autotuning folder; the installed wheel's, of v7x only, if not given."""
+    """Tokamax's folder tokamax/data/autotuning; if not given, the installed wheel's, which covers only v7x."""
     out: Path = Path("build/tpu-validation.jsonl")
-    """File of schedules, one line each."""
+    """File that stores the compiled schedules, one per line."""
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     most: Omittable[int] = None
-    """Compile at most this many."""
+    """Compile at most this many cases."""
     source: str = "the wheel that peers/requirements-tpu.txt names"
-    """Where the timings come from, for the record."""
+    """Origin of the timings, which the records state."""
     evidence: Path = Path("evidence/tpu-prediction.jsonl")
-    """File of records."""
+    """File to append the records to."""
     picture: Path = Path("docs/tpu-prediction.svg")
-    """Picture of predicted against measured times."""
+    """File for the picture of predicted against measured times."""
     report: bool = False
-    """Compare and append the records."""
+    """Compare predicted with measured times and append the records."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Collect schedules, or report; exit code 1 if the chip has no timings."""
+        """Compile and store schedules, or, with --report, compare; return 1 if the chip has no timings."""
         return _module("validation").study(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuGates:
-    """Compile every configuration of the Hopper kernels to machine code and check it against every gate (hours)."""
+    """Compile every configuration of the Hopper kernels to machine code and check its resources and instructions
+    (hours)."""
 
     kernel: str = ""
-    """Only kernels whose name contains this."""
+    """Run only kernels whose name contains this text."""
     out: Path = Path("build/gpu-gates.jsonl")
-    """File of finished cases."""
+    """File that stores finished cases, for resuming."""
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
@@ -135,58 +138,59 @@ class GpuGates:
     most: Omittable[int] = None
     """Stop after this many cases."""
     list: bool = False
-    """Print what is left and exit."""
+    """Print the cases that are left and exit."""
     report: bool = False
     """Append a record per kernel and configuration to evidence/."""
     also: Several[str] = ()
-    """Further commits whose lines count, because no compiled code has changed since."""
+    """Earlier commits whose results also count, because no compiled code has changed since them."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile what this commit has not compiled; exit code 1 if a gate breaks."""
+        """Compile the cases that this commit has not compiled yet; return 1 if one fails a check."""
         return _module("gpu_gates").study(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuFigures:
-    """Compute the roofline of each figure that the Hopper kernels must meet on an H200."""
+    """Compute the roofline bound of each performance target of the Hopper kernels on an H200."""
 
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     evidence: Path = Path("evidence/gpu-figures.jsonl")
-    """File of records."""
+    """File to append the records to."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile the calls and append a record per figure."""
+        """Compile the calls and append a record per performance target."""
         return _module("gpu_figures").study(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fuzz:
-    """Damage a tiny model's files and open each: every one must load and make sense, or be refused in one sentence."""
+    """Damage a tiny model's files and open each one. It must load with valid values or fail with a one-sentence
+    error."""
 
     mutations: int = 10_000
     """Number of damaged files."""
     seed: int = 0
-    """Same seed, same files."""
+    """Seed of the damage: the same seed gives the same files."""
     file: Several[str] = ()
-    """Damage only these: config.json, plan.json, model.gguf, ..."""
+    """Names of the files to damage, such as config.json, plan.json or model.gguf; all if not given."""
     case: Omittable[int] = None
-    """Open only this case; print the damage and the answer."""
+    """Open only the case of this number; print the damage and the result."""
     out: Path = Path("build/fuzz.jsonl")
-    """File of finished blocks of cases."""
+    """File that stores finished blocks of cases, for resuming."""
     limit_s: float = 5.0
     """Seconds of processor time after which opening a file counts as a hang."""
     niceness: int = 0
-    """Added to the worker's own."""
+    """Added to the niceness of the worker process."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Open what this code has not opened; exit code 1 if a file was neither sound nor refused."""
+        """Open the files that this version of the code has not opened yet; return 1 if one breaks the rule."""
         return _module("fuzz").study(self)
 
 
@@ -209,8 +213,8 @@ class Study:
 
 
 def _module(name: str):
-    """The study's module, imported when it runs: jax is slow to load."""
+    """Import and return the study's module, only when the study runs, because jax is slow to import."""
     import jax
 
-    jax.config.update("jax_platforms", "cpu")  # nothing runs here, and libtpu without a chip is loud
+    jax.config.update("jax_platforms", "cpu")  # studies only compile, and libtpu without a chip prints warnings
     return import_module(f"tessera.workbench.studies.{name}")

@@ -1,4 +1,4 @@
-"""Answers to a command line with an unknown command or flag: what that is called here, or the nearest name."""
+"""Errors for an unknown command or flag: each names what to use instead, or the nearest known name."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,17 +18,17 @@ COMMANDS = MappingProxyType(
         "serve": "there is no server yet; generate answers prompts",
         "pull": "fetch downloads a model",
         "download": "fetch downloads a model",
-        "perplexity": "eval judges a plan, calibrate measures what one loses",
+        "perplexity": "eval compares policies, calibrate measures what a plan loses",
         "quantize": "there is no quantisation yet; GGUF files load as they are",
         "version": "--version shows it",
     }
 )
-"""Commands of llama.cpp, vLLM and transformers: what to use instead."""
+"""Commands of llama.cpp, vLLM and transformers, each with what to use instead."""
 
-_CONTEXT = "a request takes the room that it needs, up to the model's own limit: drop it"
+_CONTEXT = "the cache grows with the request, up to the model's context: drop it"
 _DEVICE = "JAX takes the accelerator that it finds: drop it, or set JAX_PLATFORMS=cpu"
-_MEMORY = "rows and memory are taken as needed: drop it"
-_KERNEL = "each device has its kernels, which `tessera doctor` names: drop it"
+_MEMORY = "batch rows and memory are allocated as needed: drop it"
+_KERNEL = "the device decides which kernels run, as `tessera doctor` shows: drop it"
 _CACHE = "keys and values have the dtype of the weights, or int8 with --cache int8"
 _WEIGHTS = "a GGUF file's quantised weights load as they are: drop it"
 _CHAT = "use `tessera chat`"
@@ -50,43 +50,43 @@ FLAGS = MappingProxyType(
         **dict.fromkeys(("-p", "--prompt"), "use `tessera generate`, or type it in `tessera chat`"),
         **dict.fromkeys(("-r", "--reverse-prompt"), "use --stop of `tessera generate`"),
         **dict.fromkeys(("-v", "--verbose"), "use --debug, which shows the traceback of an error"),
-        **dict.fromkeys(("-o", "--output", "--output-dir"), "use --out of the commands that write files"),
+        **dict.fromkeys(("-o", "--output", "--output-dir"), "use --out, which commands that write files have"),
         "--do-sample": "a --temperature above 0 samples: drop it",
         "--num-beams": "there is no beam search: drop it",
-        "--max-length": "use --max-new-tokens, which leaves out the prompt",
+        "--max-length": "use --max-new-tokens, which does not count the prompt",
         "--tokenizer": "the tokenizer comes with the model: drop it",
         "--torch-dtype": "use --dtype",
-        "--trust-remote-code": "no code of a model ever runs: drop it",
+        "--trust-remote-code": "code that comes with a model never runs: drop it",
         **dict.fromkeys(("-V", "--version"), "use `tessera --version`"),
         **dict.fromkeys(("--host", "--port"), "there is no server yet: drop it"),
     }
 )
-"""Flags of llama-cli, vLLM and transformers that have another name here, or none: what to do."""
+"""Flags of llama-cli, vLLM and transformers that have another name here, or none, each with what to do instead."""
 
 
 def unknown_command(word: str, commands: Iterable[str], prog: str) -> str:
-    """Return the error for a first word that is no command."""
+    """Return the error for a first word that is not a command."""
     if word.startswith("-"):
         return f"{prog} takes a command before its flags, such as {prog} generate {word} {_listed(prog)}"
     return f"{prog} has no command {word}{_instead(word, COMMANDS, commands)} {_listed(prog)}"
 
 
 def unknown_flag(words: Sequence[str], known: Sequence[str], prog: str) -> str | None:
-    """Return the error for the first flag that a command lacks, None if it has all.
+    """Return the error for the first word that looks like a flag but is not `known`; None if all flags are known.
 
-    tyro alone names missing flags first, and reads -ngl as -n gl.
+    tyro's own check would report missing flags first, and would parse -ngl as -n gl.
     """
     for word in takewhile(lambda word: word != "--", words):
         name = word.partition("=")[0].replace("_", "-")
-        letters = name[:2] in known and name not in FLAGS  # -n3
+        letters = name[:2] in known and name not in FLAGS  # a value joined to a short flag, as in -n3
         if re.match("--?[A-Za-z]", word) and name not in known and not letters:
             return f"{prog} has no flag {name}{_instead(name, FLAGS, known)} {_listed(prog)}"
     return None
 
 
 def extra_words(words: Sequence[str], prog: str) -> str:
-    """Return the error for words after a command that takes none, or fewer."""
-    return f"{prog} takes no {words[0]!r} there: quote a text that has spaces {_listed(prog)}"
+    """Return the error for more words after a command than it takes."""
+    return f"{prog} does not take {words[0]!r} there: put quotes around a text that has spaces {_listed(prog)}"
 
 
 def flags(kind: type) -> list[str]:

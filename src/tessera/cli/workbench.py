@@ -1,4 +1,5 @@
-"""Flags of the evidence workbench's commands. Heavy imports wait until one runs."""
+"""The commands that measure, verify, tune, evaluate and report, with their flags. Heavy modules are imported only when
+a command runs."""
 
 import sys
 from dataclasses import dataclass
@@ -11,15 +12,15 @@ from tessera.cli.flags import MODEL, Omittable, Several
 from tessera.core.files import check_writable
 
 RECORDS = Path("evidence/records.jsonl")
-"""Stands for the file in evidence/ to which a command without --out appends."""
+"""Path used to check that evidence/ is writable: without --out, a command appends to a file there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Measure a suite against its peers and append the records; or compare two files of records."""
+    """Measure Tessera and its peers on a suite of cases and append the records; or compare two files of records."""
 
     suite: Omittable[Literal["cpu", "demo", "smoke"]] = None
-    """"cpu" (if not given) measures speed, "demo" the shipped model's answers; "smoke" checks in seconds that
+    """"cpu" (the default) measures speed, "demo" measures the shipped model's answers, "smoke" checks in seconds that
     everything runs."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Case to run; may be repeated; all cases if not given."""
@@ -32,19 +33,19 @@ class Bench:
     model: Annotated[Omittable[str], MODEL] = None
     """Time this model's prefill (folder, hub id or GGUF file) over lengths, dense and with its plan; runs no suite."""
     plan: Omittable[Path] = None
-    """With --model: its plan; searched for near the weights if not given."""
+    """With --model: the model's plan; the one that comes with the weights if not given."""
     gate: bool = False
-    """Keep no records; exit code 1 if a figure is worse, beyond noise, than the suite's stored one for this device, 3
-    if none is certainly worse but some could not be judged (noise, few samples, not measured again)."""
+    """Store no records; compare the results with the suite's stored ones for this device. Exit code 1 if a result is
+    worse by more than noise; 3 if none is, but some could not be judged (noise, few samples, not measured again)."""
     compare: Omittable[tuple[Path, Path]] = None
-    """Measure nothing: compare two files of records, the second against the first; exit code as for --gate."""
+    """Measure nothing; compare the second of two files of records with the first. Exit codes as for --gate."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
         """Run the cases; return 1 if one failed.
 
-        --gate and --compare return 1 if a figure got worse, and 3 if they cannot tell.
+        With --gate or --compare, return 1 if a result got worse, and 3 if that is uncertain.
         """
         from tessera.workbench import bench
 
@@ -66,12 +67,12 @@ class Bench:
         options = {"peer_python": peers, "only": self.only}
         if self.gate:
             if self.resume or self.out is not None:
-                raise ValueError("--gate keeps no records: drop --resume and --out")
+                raise ValueError("--gate stores no records: drop --resume and --out")
             return bench.gate(suite, **options)
         return bench.run(suite, out=self.out, resume=self.resume, **options)
 
     def refuse_with(self, flag: str, *names: str) -> None:
-        """Raise ValueError if one of these flags was given, which `flag` would make useless."""
+        """Raise ValueError if any of the flags `names` was given, because `flag` ignores them."""
         if given := [f"--{name.replace('_', '-')}" for name in names if getattr(self, name)]:
             said = "it" if len(given) == 1 else "them"
             raise ValueError(f"{', '.join(given)} cannot be used with --{flag}, which ignores {said}: drop {said}")
@@ -79,20 +80,22 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class Verify:
-    """Run every kernel of this device against a float64 oracle: the catalogue, random shapes, adversarial numbers."""
+    """Compare every kernel of this device with a float64 oracle, on a catalogue of calls, random shapes and adversarial
+    numbers."""
 
     kernel: str = ""
-    """Only kernels whose name contains this."""
+    """Run only kernels whose name contains this text."""
     simulate: bool = False
     """Also verify kernels of absent chips, in simulation with race detection (an hour for all)."""
     configs: Literal["small", "default", "all"] = "small"
-    """Block sizes: the smallest, in every call; or production's, or each of the search space, in a long call."""
+    """Block sizes to verify: "small", the smallest ones, in every call; "default", production's, in a long call;
+    "all", each in the search space, in a long call."""
     random: int = 5
-    """Random shapes per kernel and dtype, with the smallest blocks."""
+    """Number of random shapes per kernel and dtype; they use the smallest blocks."""
     seed: Omittable[int] = None
-    """Seed of numbers and shapes; a fresh one, which is printed, if not given."""
+    """Seed of numbers and shapes; if not given, a random seed, which is printed."""
     out: Omittable[Path] = None
-    """File to append a record per kernel and dtype to."""
+    """File to which one record per kernel and dtype is appended."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -113,34 +116,34 @@ class Tune:
     """Search a kernel's block sizes on this device; a restart after Ctrl-C resumes."""
 
     workload: str
-    """Call of the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
+    """Name of a call in the catalogue, such as prefill_8k, prefill_16k_gqa or decode_4k_gqa."""
     role: Literal["dense", "score", "sparse"] = "dense"
     """Role of the kernel to tune."""
     method: Literal["genetic", "tpe"] = "genetic"
     """"genetic" is our own search, "tpe" Optuna's estimator (pip install 'tessera-attention[tune]')."""
     candidates: int = 16
-    """Configurations to try."""
+    """Number of configurations to try."""
     quick: int = 3
-    """Timed calls per configuration in the search."""
+    """Number of timed calls per configuration in the search."""
     finalists: int = 3
-    """Candidates in the final, besides the default."""
+    """Candidates in the final comparison, besides the default configuration."""
     rounds: int = 7
-    """Turns per candidate in the final and in the confirmation."""
+    """Times that each candidate takes its turn in the final comparison and in the confirmation."""
     limit_s: float = 300.0
-    """Seconds one answer of a candidate may take, compilation included."""
+    """Maximum seconds for one reply of a candidate's process, compilation included."""
     memory_gib: Omittable[float] = None
-    """GiB that a candidate may hold on the host, 0 for no limit; nine tenths of this machine's memory if not given."""
+    """Maximum GiB of host memory per candidate; 0 for no limit; nine tenths of this machine's memory if not given."""
     seed: int = 0
     """Seed of the search and of the inputs."""
     out: Omittable[Path] = None
     """File to append the record to; evidence/tune-<device>.jsonl if not given."""
     table: Omittable[Path] = None
-    """Table to put the row into; if not given, the installed one of this device, which dispatch reads."""
+    """Table of block sizes to write to; if not given, the installed table of this device, which dispatch reads."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Search, confirm, and write the record and the row."""
+        """Search, confirm the winner, and write its record and its row in the table."""
         from tessera.workbench.tune import Budget, ship
 
         check_writable(self.out or RECORDS)
@@ -151,7 +154,7 @@ class Tune:
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """Compare policies on long-context tasks and on fidelity to dense: does a sparse policy keep the answers?"""
+    """Compare attention policies on long-context tasks and on fidelity to dense attention."""
 
     model: Annotated[Omittable[str], MODEL] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2" (see fetch). If not given, the shipped demo model; for the
@@ -161,14 +164,16 @@ class Eval:
     rival: Several[Path] = ()
     """Further plans of the model, which the real suites compare with --plan."""
     suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
-    """"demo" compares policies, "study" the plan's choices, "smoke" checks in a minute that everything runs; "real"
-    compares a plan with rivals at equal keys in a quarter of an hour, "real-full" at every length, in hours."""
+    """"demo" compares policies, "study" compares choices in a plan, "smoke" checks in a minute that everything runs.
+    "real" compares a plan with rivals that read as many keys, in a quarter of an hour; "real-full" does so at every
+    length, in hours."""
     text: Omittable[Path] = None
-    """Text file, or folder of them, to hide tasks in and to measure fidelity on; held-out library text if not given."""
+    """Text file or folder of text files, in which tasks are hidden and on which fidelity is measured; held-out library
+    text if not given."""
     out: Omittable[Path] = None
     """File to append to; evidence/eval-<device>.jsonl (real suites: real-<device>.jsonl) if not given."""
     resume: bool = False
-    """Skip what already has a record of this commit."""
+    """Skip cases that already have a record of this commit."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -178,7 +183,7 @@ class Eval:
 
         check_writable(self.out or RECORDS)
         text = None if self.text is None else read_text(self.text)
-        given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # records hold no paths of this machine
+        given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # records must not hold paths of this machine
         words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
         asked = {"text": text, "out": self.out, "resume": self.resume, "suite": self.suite}
         words += [f" --rival {' '.join(path.name for path in self.rival)}"] if self.rival else []
@@ -223,7 +228,7 @@ class Eval:
 
 
 def make_study_plan(make_plan, model, choice):
-    """Make a plan of the shipped model's study with one choice changed, without measuring its cross-over."""
+    """Make the shipped model's plan with one choice changed, without measuring its cross-over."""
     from dataclasses import replace
 
     from tessera.workbench.quality import CHOSEN
@@ -240,16 +245,16 @@ class Report:
     out: Path = Path("build/report.html")
     """Page to write."""
     tables: bool = False
-    """Rewrite the tables of README.md and docs/ in this folder instead."""
+    """Instead of the page, rewrite the tables of README.md and docs/ in the working folder."""
     check: bool = False
-    """With --tables: only report the stale ones."""
+    """With --tables: write nothing, only report which tables are stale."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
         """Write the page or the tables; return 1 if a table is stale with --check."""
         if self.check and not self.tables:
-            raise ValueError("--check looks at tables: add --tables")
+            raise ValueError("--check checks tables: add --tables")
         if self.tables:
             from tessera.workbench.report import documents as report
 

@@ -16,10 +16,10 @@ class Ended(RuntimeError):
     """A worker ended without an answer.
 
     Attributes:
-        status: its exit code, negative for a signal.
-        late: whether it was killed at the time limit.
-        answered: whether it had answered an earlier request.
-        said: the last lines of its standard error.
+        status: the worker's exit code, or minus the number of the signal that ended it.
+        late: whether the time limit killed the worker.
+        answered: whether the worker had answered an earlier request.
+        said: the last lines of the worker's standard error.
     """
 
     def __init__(self, status: int, late: bool, answered: bool, said: str):
@@ -30,13 +30,13 @@ class Ended(RuntimeError):
 class Worker:
     """Worker process that reads one JSON request and writes one JSON reply per line.
 
-    Starts at the first request, and again if it ended.
+    The process starts at the first request, and again at a request after it ended.
 
     Args:
-        command: command line that starts it.
-        environment: its whole environment; None inherits this process's.
+        command: command line that starts the process.
+        environment: the process's whole environment; None inherits this process's.
         niceness: added to this process's niceness.
-        ready_s: maximum seconds until the worker writes one line to say that it is ready; None: it writes none.
+        ready_s: maximum seconds until the worker writes a line to say that it is ready; None if it writes no such line.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class Worker:
         """Send a request and return the reply; kill the worker after `limit_s` seconds.
 
         Raises:
-            Ended: the worker ended without a reply. The next request starts another one.
+            Ended: the worker ended without a reply. The next request starts another worker.
         """
         self.start()  # before the request: start-up does not count towards limit_s
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # _read reports how it ended
+            pass  # _read reports how the worker ended
         line = self._read(limit_s)
         self._answered = True
         return json.loads(line)
 
     def start(self) -> None:
-        """Start the worker and wait until it is ready, unless it runs.
+        """Start the worker, unless it is already running, and wait until it is ready.
 
         Raises:
             Ended: it ended before it was ready.
         """
         if self._process is not None and self._process.poll() is not None:
-            self.close()  # it died after its last reply
+            self.close()  # the worker died between its last reply and this request
         if self._process is None:
             self._start()
             if self._ready_s is not None:
@@ -119,7 +119,7 @@ class Worker:
         process, self._process = self._process, None
         try:
             process.stdin.close()
-        except BrokenPipeError:  # it died halfway through reading a request
+        except BrokenPipeError:  # the worker died while it was reading a request
             pass
         try:
             status = process.wait(timeout=5)
@@ -142,7 +142,7 @@ class Worker:
 
 
 class Tail(threading.Thread):
-    """Thread that drains a stream, so that its writer never blocks, and keeps the last lines."""
+    """Thread that drains a stream, so that the process that writes it never blocks, and keeps the last lines."""
 
     def __init__(self, stream):
         super().__init__(daemon=True)
@@ -153,5 +153,5 @@ class Tail(threading.Thread):
         self._lines.extend(line.strip() for line in self._stream)
 
     def text(self) -> str:
-        """Return the last three lines."""
+        """Return the stream's last three lines, joined by spaces."""
         return " ".join(self._lines)

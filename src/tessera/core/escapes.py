@@ -2,14 +2,14 @@
 
 
 def escaped(text: object, limit: int | None = 80) -> str:
-    r"""Return a text on one line, cut at `limit` characters, with escapes for what is not printable.
+    r"""Return str(text) on one line of at most `limit` characters, with characters that are not printable escaped.
 
-    A raw "\x1b[2J" in a name clears the terminal that the error message is printed on.
+    Unescaped, "\x1b[2J" in a file's name would clear the terminal that shows the error message.
     """
     line = " ".join(str(text).split())[:limit]
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)[:limit]
 
 
 def quoted(value: object, limit: int = 80) -> str:
-    """Return a value as Python writes it, escaped."""
+    """Return repr(value), escaped for the terminal."""
     return escaped(repr(value), limit)

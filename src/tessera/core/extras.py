@@ -1,17 +1,17 @@
-"""Packages that only some commands need."""
+"""Check for the optional packages, which only some commands need."""
 
 from importlib.util import find_spec
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported; it is not imported here."""
+    """Return whether a package can be imported, without importing it."""
     return find_spec(package) is not None
 
 
 def require(package: str, extra: str) -> None:
-    """Raise ValueError, naming the extra to install, if a package is missing.
+    """Raise ValueError, which names the extra to install, if a package is missing.
 
-    Call it before any work whose result the package writes.
+    Call this before the work whose result the package is needed for.
     """
     if not installed(package):
         raise ValueError(f"{package} is not installed: pip install 'tessera-attention[{extra}]'")

@@ -1,4 +1,4 @@
-"""Untrusted JSON: read it within limits, and check its fields against a table of what each may be."""
+"""Read untrusted JSON within limits, and check its fields against a table of rules."""
 
 import json
 import math
@@ -10,47 +10,52 @@ from typing import Any, NamedTuple
 from tessera.core.escapes import escaped, quoted
 
 SMALL_BYTES = 16 << 20
-"""Maximum bytes of a config. A model of 100,000 tensors has an index of 10 MB."""
+"""Maximum bytes of a config, a plan or an index of tensors. A model of 100,000 tensors has an index of 10 MB."""
 MAX_DEPTH = 64
-"""Maximum nesting. Configs have 4 levels, tokenizers 8."""
+"""Maximum levels of nesting in a JSON file. Configs have 4 levels, tokenizers 8."""
 LOWEST, HIGHEST = -(2**63), 2**64 - 1
-"""Integers of 64 bits, signed or not."""
+"""Bounds of integers: the lowest signed and the highest unsigned integer of 64 bits."""
 
 
 class Rule(NamedTuple):
-    """What a field may be: in words that follow "must be", and as a test."""
+    """Condition on the value of a field.
+
+    Attributes:
+        allowed: the condition in words, which follow "must be" in an error.
+        fits: function that returns whether a value meets the condition.
+    """
 
     allowed: str
     fits: Callable[[Any], bool]
 
 
 def integer(low: int, high: int) -> Rule:
-    """Accept an integer within bounds; true and false are none."""
+    """Return a rule that accepts integers from `low` to `high`, but not true or false."""
     words = "a positive integer of at most" if low == 1 else f"an integer from {low} to"
     return Rule(f"{words} {high}", lambda value: type(value) is int and low <= value <= high)
 
 
 def number(low: float, high: float) -> Rule:
-    """Accept a number within bounds."""
+    """Return a rule that accepts numbers from `low` to `high`."""
     return Rule(
         f"a number from {low:g} to {high:g}", lambda value: type(value) in (int, float) and low <= value <= high
     )
 
 
 def positive(high: float) -> Rule:
-    """Accept a number above 0."""
+    """Return a rule that accepts numbers above 0 and at most `high`."""
     return Rule(
         f"a positive number of at most {high:g}", lambda value: type(value) in (int, float) and 0 < value <= high
     )
 
 
 def items(rule: Rule, what: str) -> Rule:
-    """Accept a list in which each item fits; `what` names the items."""
+    """Return a rule that accepts a list whose items all fit `rule`; `what` names the items in errors."""
     return Rule(f"a list of {what}", lambda value: isinstance(value, list) and all(map(rule.fits, value)))
 
 
 def record(table: Mapping[str, Rule], allowed: str) -> Rule:
-    """Accept an object whose fields fit a table."""
+    """Return a rule that accepts an object whose fields fit the table; `allowed` describes the object in errors."""
     return Rule(
         allowed,
         lambda value: isinstance(value, Mapping) and all(rule.fits(value.get(key)) for key, rule in table.items()),
@@ -58,12 +63,12 @@ def record(table: Mapping[str, Rule], allowed: str) -> Rule:
 
 
 def either(*rules: Rule) -> Rule:
-    """Accept what fits one of the rules."""
+    """Return a rule that accepts a value that fits any of the rules."""
     return Rule(", or ".join(rule.allowed for rule in rules), lambda value: any(rule.fits(value) for rule in rules))
 
 
 def maybe(rule: Rule) -> Rule:
-    """Accept null, or no such field, as well."""
+    """Return a rule that accepts null and a missing field, too."""
     return Rule(f"{rule.allowed}, or null", lambda value: value is None or rule.fits(value))
 
 
@@ -74,7 +79,10 @@ LIST = Rule("a list", lambda value: isinstance(value, list))
 
 
 def check_fields(values: Mapping[str, Any], table: Mapping[str, Rule], place: str) -> None:
-    """Raise ValueError, naming field and value, unless each field of the table fits; a missing field counts as null."""
+    """Raise ValueError, which names field and value, unless every field in the table fits its rule.
+
+    A missing field counts as null.
+    """
     for key, rule in table.items():
         if not rule.fits(values.get(key)):
             raise ValueError(f"{key}={quoted(values.get(key))} must be {rule.allowed} in {place}")
@@ -83,7 +91,7 @@ def check_fields(values: Mapping[str, Any], table: Mapping[str, Rule], place: st
 def read_json(
     path: Path, limit: int = SMALL_BYTES, large: Iterable[str] = (), retry: str = "download it again"
 ) -> dict[str, Any]:
-    """Read a JSON object from a file; see `parse_json`."""
+    """Read a JSON object from a file of at most `limit` bytes; other arguments and errors are those of `parse_json`."""
     if (size := path.stat().st_size) > limit:
         raise ValueError(f"{path} has {size:,} bytes, more than the {limit:,} that it may have: {retry}")
     return parse_json(path.read_bytes(), path, retry, large)
@@ -96,13 +104,13 @@ def parse_json(
 
     Args:
         data: UTF-8 text.
-        source: named in the error.
-        retry: what the error advises.
+        source: origin of the text, which errors name.
+        retry: advice at the end of an error.
         large: names of fields that may hold integers of more than 64 bits.
 
     Raises:
-        ValueError: the text is not UTF-8 or not JSON, nests too deep, gives a field two values, holds a number that is
-            not finite or too large, or is no object.
+        ValueError: the text is not UTF-8, not JSON or not an object; or it nests too deep, gives a field two values, or
+            holds a number that is too large or not finite.
     """
     try:
         value = json.loads(data.decode(), object_pairs_hook=_without_doubles)

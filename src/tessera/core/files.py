@@ -1,6 +1,6 @@
 """Write files and folders atomically: write under a temporary name, flush to disk, rename.
 
-Also files of JSON lines, where a kill loses at most the line being written.
+Also read and append files of JSON lines, where a kill loses at most the line being written.
 """
 
 import glob
@@ -29,11 +29,11 @@ SHIPPED = Path(__file__).parents[1] / "demo"
 DEMO_MODEL = SHIPPED / "model"
 TEMPORARY = ".tessera-tmp"
 LOCK_S = 0.5
-"""Seconds to try for a lock: a load holds it for an instant, to see whether a save is alive."""
+"""Seconds to keep trying for a lock. A load takes the lock for an instant, to see whether a save is running."""
 
 
 def user_cache() -> Path:
-    """Return this user's cache folder for Tessera: in XDG_CACHE_HOME, read at each call, or the platform's place."""
+    """Return Tessera's folder in XDG_CACHE_HOME (read at each call), else in the platform's usual cache folder."""
     if os.environ.get("XDG_CACHE_HOME"):
         base = Path(os.environ["XDG_CACHE_HOME"])
     elif sys.platform == "darwin":
@@ -46,14 +46,14 @@ def user_cache() -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 with LF line endings on every system."""
+    """Write the text as UTF-8, with LF line endings on every system."""
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
-    """Replace one file: fill(temporary) writes the content. A kill leaves the old file or the new one.
+    """Replace one file atomically; fill(temporary) writes the new content to a temporary path.
 
-    A kill also leaves the temporary file; the next call removes it.
+    A kill leaves the old file or the new one. It may also leave the temporary file, which the next call removes.
     """
     remove_left(path.parent, glob.escape(path.name))
     temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
@@ -67,12 +67,13 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str = "--out") -> None:
-    """Raise an error if the file (or folder) cannot be written, before hours of work: the nearest folder that exists
-    takes a temporary file.
+    """Raise an error if the file (or, with `folder`, the folder) cannot be written. Call this before hours of work.
+
+    The check writes a temporary file to the nearest folder that exists. `flag` is the flag that errors name.
 
     Raises:
-        ValueError: a folder is where the file should be, or the other way round.
-        OSError: permissions, a read-only or full disk.
+        ValueError: the path is a folder instead of a file, or a file instead of a folder.
+        OSError: permission is missing, or the disk is read-only or full.
     """
     path = Path(path)
     if path.exists() and path.is_dir() != folder:
@@ -92,12 +93,12 @@ def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str =
 
 @contextmanager
 def sole_writer(path: Path) -> Iterator[None]:
-    """Hold the lock on writing this file or folder, which belongs to a hidden file next to it.
+    """Hold the lock for writing this file or folder. A hidden file next to it carries the lock.
 
-    The system frees the lock of a process that dies, so no lock is ever stale.
+    The system releases the lock of a process that dies, so no lock is ever stale.
 
     Raises:
-        OSError: another process holds it; the message names the process.
+        OSError: another process holds the lock; the message names the process.
     """
     lock = _lock_path(path)
     handle = _take_lock(lock, path)
@@ -105,7 +106,7 @@ def sole_writer(path: Path) -> Iterator[None]:
         yield
     finally:
         if handle is not None:
-            lock.unlink(missing_ok=True)  # while the lock is held: whoever opened this file sees that it is gone
+            lock.unlink(missing_ok=True)  # before releasing: a process that has opened the file notices, see _is_at
             os.close(handle)
 
 
@@ -114,7 +115,7 @@ def _lock_path(path: Path) -> Path:
 
 
 def _take_lock(lock: Path, path: Path) -> int | None:
-    """Return a handle that holds the lock; None on Windows."""
+    """Take the lock within LOCK_S seconds; return the handle that holds it, or None on Windows."""
     if fcntl is None:
         return None
     until = time.monotonic() + LOCK_S
@@ -134,7 +135,7 @@ def _take_lock(lock: Path, path: Path) -> int | None:
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether an open file is still the one at its path: its writer removes it when done."""
+    """Return whether an open lock file is still the file at its path; the process that held the lock removes it."""
     try:
         return os.path.samestat(os.fstat(handle), path.stat())
     except FileNotFoundError:
@@ -142,7 +143,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 
 def _lock(handle: int) -> bool:
-    """Lock an open file; return False if another process holds the lock. Without locks, everyone gets them."""
+    """Lock an open file; return False if another process holds the lock, True also on a system without file locks."""
     if fcntl is None:
         return True
     try:
@@ -155,7 +156,7 @@ def _lock(handle: int) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock on this file; no file, no lock."""
+    """Return whether a process holds the lock on this file; False if the file does not exist."""
     try:
         handle = os.open(path, os.O_RDWR)
     except OSError:
@@ -167,7 +168,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove the temporary files of this name (a pattern) that killed processes left."""
+    """Remove the temporary files that killed processes left for files of this name, a glob pattern."""
     for left in folder.glob(f".{name}.*{TEMPORARY}"):
         pid = left.name.removesuffix(TEMPORARY).rpartition(".")[2]
         if pid.isdecimal() and not _is_alive(int(pid)):
@@ -175,25 +176,25 @@ def remove_left(folder: Path, name: str = "*") -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    if os.name == "nt":  # where os.kill ends a process, whatever the signal
+    if os.name == "nt":  # on Windows, os.kill ends a process, whatever the signal
         return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # alive, and another user's
+    except OSError:  # the process is alive and belongs to another user
         return True
     return True
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace one file with this text, whole or not at all; create its folder."""
+    """Replace one file with this text, atomically; create its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, lambda temporary: write_text(temporary, text))
 
 
 def read_lines(path: Path) -> list[Any]:
-    """Read the values of a file of JSON lines (none if the file is missing), without a last line that a kill cut short.
+    """Return the values in a file of JSON lines, without a last line that a kill cut short; [] if the file is missing.
 
     Raises:
         ValueError: any other line is not JSON; the message gives its number.
@@ -206,14 +207,14 @@ def read_lines(path: Path) -> list[Any]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            raise ValueError(f"{path} line {number} is not JSON ({error}): delete it") from error
+            raise ValueError(f"{path} line {number} is not JSON ({error}): delete that line") from error
     return found
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append a JSON object to a file of JSON lines and flush it to disk; create its folder. One writer at a time.
+    """Append a JSON object to a file of JSON lines and flush the file to disk; create its folder if needed.
 
-    First removes a last line that a kill cut short.
+    A last line that a kill cut short is removed first. Only one process may write to the file at a time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
@@ -228,19 +229,19 @@ def append_line(path: Path, value: Any) -> None:
 
 
 class Notebook:
-    """Results of a long run so far, by name, in a file of JSON lines from which a stopped run resumes.
+    """Results of a long run by name, stored in a file of JSON lines, so that a stopped run can resume.
 
-    The first line holds the subject of the results; a file with another subject is overwritten.
+    The first line of the file holds the run's subject; a file with another subject is overwritten.
     """
 
     def __init__(self, path: Path | None = None, subject: Any = None):
-        """Open the file at `path` (None keeps nothing). `subject` is JSON, equal only for runs with equal results."""
+        """Open the file at `path`; None stores nothing. `subject` is JSON, equal only for runs with equal results."""
         self.path, self.found = path, {}
         if path is None:
             return
         try:
             first, *rest = read_lines(path) or [None]
-        except ValueError:  # not ours, or damaged in the middle: find its values again
+        except ValueError:  # not a notebook, or damaged in the middle: find all values again
             first, rest = None, []
         if first == {"subject": subject}:
             self.found = {line["name"]: line["value"] for line in rest}
@@ -248,7 +249,7 @@ class Notebook:
             replace_text(path, json.dumps({"subject": subject}) + "\n")
 
     def keep(self, name: str, find: Callable[[], Any]) -> Any:
-        """Return the value of this name; call `find` if there is none yet. Values are JSON; floats stay exact."""
+        """Return the stored value of this name, or store find()'s result. Values are JSON; floats stay exact."""
         if self.path is None:
             return find()
         if name not in self.found:
@@ -258,7 +259,7 @@ class Notebook:
 
 
 def _mend(file: BinaryIO) -> bytes:
-    """Cut off an incomplete last line; if the line is whole, return the newline it lacks."""
+    """Remove an incomplete last line and return b""; if the last line only lacks its newline, return that newline."""
     file.seek(0)
     text = file.read()
     start = text.rfind(b"\n") + 1
@@ -272,23 +273,23 @@ def _whole(line: bytes) -> bool:
     """Return whether a line is complete JSON; a proper prefix of a JSON object never is."""
     try:
         json.loads(line)
-    except ValueError:  # JSON and UTF-8 errors both
+    except ValueError:  # also the parent of UnicodeDecodeError
         return False
     return True
 
 
 @contextmanager
 def replace_folder(folder: Path, outdated: Callable[[str], bool] = lambda name: False) -> Iterator[Path]:
-    """Replace a folder: yield an empty sibling folder to fill, which takes its place at the end of the block.
+    """Replace a folder: yield an empty folder to fill, which replaces the old folder at the end of the block.
 
-    Everything else in the old folder (notes, a plan, subfolders) is kept, except names that the block wrote and
-    top-level names for which outdated(name) is true. An error leaves the old folder unchanged. A kill leaves the old
-    folder or the new one; between the two renames it leaves both, whole, under hidden sibling names, and `finish_swap`
-    (called by every load and save of a model) puts the new one in place.
+    The new folder also gets the old folder's other files (notes, a plan, subfolders), except top-level names for which
+    outdated(name) is true. An error leaves the old folder unchanged. A kill leaves the old folder or the new one. A
+    kill between the two final renames leaves both complete under hidden names; `finish_swap`, which every load and save
+    of a model calls, then puts the new folder in place.
 
     Raises:
-        ValueError: the folder cannot be renamed: it is a file, a mount point, or holds the working folder.
-        OSError: another process is saving to it.
+        ValueError: the path is a file, a mount point or a parent of the working folder, and so cannot be renamed.
+        OSError: another process is saving to the folder.
     """
     folder = folder.resolve()
     _check_renamable(folder)
@@ -322,14 +323,14 @@ def _replace_folder(folder: Path, outdated: Callable[[str], bool]) -> Iterator[P
 def finish_swap(folder: Path) -> None:
     """Put the new folder in place if a kill came between the two renames of `replace_folder`.
 
-    Logs a warning that names the copy which a killed save left, with its size; the next save removes it.
+    If a killed save left a copy, log a warning with its path and size; the next save removes the copy.
     """
     folder = folder.resolve()
     new, old = _siblings(folder)
     if not (new.is_dir() or old.is_dir()):
         return
     until = time.monotonic() + LOCK_S
-    while _is_locked(_lock_path(folder)):  # a save is alive: it puts its folder in place itself
+    while _is_locked(_lock_path(folder)):  # a save is running and puts its own folder in place
         if folder.exists() or time.monotonic() > until:
             return
         time.sleep(0.01)
@@ -366,11 +367,11 @@ def _check_renamable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: name a folder")
     if os.path.ismount(folder) or Path.cwd().is_relative_to(folder):
-        raise ValueError(f"{folder} is a mount point or holds the working folder: name another, such as one inside it")
+        raise ValueError(f"{folder} is a mount point or holds the working folder: name another folder, or one inside")
 
 
 def _siblings(folder: Path) -> tuple[Path, Path]:
-    """Return where the new folder is built, and where the old one is kept until the new one is in place."""
+    """Return two paths: where the new folder is built, and where the old one stays until the new one is in place."""
     return folder.parent / f".{folder.name}.tessera-new", folder.parent / f".{folder.name}.tessera-old"
 
 
@@ -381,7 +382,7 @@ def _remove(*folders: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, outdated: Callable[[str], bool]) -> None:
-    """Hard-link the old folder's other files: links cost no space and leave the old folder whole if it has to stay."""
+    """Hard-link the old folder's other files into the new one: links take no space and leave the old folder whole."""
 
     def left_out(place: str, names: list[str]) -> list[str]:
         return [n for n in names if Path(place) == old and (outdated(n) or (new / n).exists())]
@@ -397,7 +398,7 @@ def _link(source: str, target: str) -> None:
 
 
 def sources(package: Path = Path(__file__).parents[1]) -> str:
-    """Hash the code and tables that run. A commit id does not tell: a modified working tree keeps it."""
+    """Return a hash of the package's code and tables. A commit id does not suffice: a modified tree keeps its id."""
     digest = hashlib.sha256()
     for path in sorted(path for path in package.rglob("*") if path.suffix in (".py", ".jsonl", ".txtpb")):
         text = path.read_bytes()

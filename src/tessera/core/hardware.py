@@ -1,4 +1,4 @@
-"""Nominal peak arithmetic, memory bandwidth and on-chip memory of chips; and a description of this host's CPU.
+"""Nominal peak rates, memory bandwidth and on-chip memory of accelerators, and a description of this host's CPU.
 
 Sources: the vendors' specification pages (docs.cloud.google.com/tpu/docs, nvidia.com data sheets, dense rates without
 structured sparsity); on-chip memory per TensorCore from jax's own `tpu_info`. A CPU has no trustworthy nominal peak
@@ -14,11 +14,11 @@ from pathlib import Path
 
 
 def prepare_simulator() -> None:
-    """Set this process up to simulate chips. Call this before jax first looks at its devices.
+    """Configure jax in this process to simulate chips. Call this before jax initialises its devices.
 
-    Simulated warpgroups wait for each other on XLA's threads, and deadlock on the two threads of a small machine. Their
-    callbacks also copy arrays on those threads, where an asynchronously dispatched program may wait for the copy
-    (https://github.com/jax-ml/jax/issues/25861), so programs run in the caller's thread instead.
+    XLA gets eight threads, because simulated warpgroups wait for each other on XLA's threads and would deadlock on the
+    two threads of a small machine. Programs run in the caller's thread: dispatched asynchronously, a program may wait
+    on an XLA thread for an array copy that needs the same thread (https://github.com/jax-ml/jax/issues/25861).
     """
     import jax
 
@@ -27,10 +27,10 @@ def prepare_simulator() -> None:
 
 
 def compiles_without_chip() -> bool:
-    """Return whether JAX has compilers for chips (the extra "deviceless"), and this host has none of these chips.
+    """Return whether JAX's plug-ins for accelerators are installed (extra "deviceless") but no accelerator is present.
 
-    JAX would then load the plug-ins, which complain at length, and compute on the CPU. An NVIDIA GPU shows as
-    /dev/nvidia0, or as /dev/dxg under WSL.
+    The caller should then choose the CPU. JAX would otherwise load the plug-ins, which print many warnings, and use the
+    CPU anyway. An NVIDIA GPU shows as /dev/nvidia0, or as /dev/dxg under WSL.
     """
     patterns = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "dxg")
     if any(file for pattern in patterns for file in Path("/dev").glob(pattern)) or find_spec("jax_rocm7_plugin"):
@@ -44,20 +44,20 @@ class Chip:
 
     Attributes:
         name: short name, as in "v6e".
-        device_kinds: its values of `jax.Device.device_kind`, in lower case.
+        device_kinds: values of `jax.Device.device_kind` for this chip, in lower case.
         bf16_flops_per_s: dense bfloat16 matrix rate of the whole chip.
         int8_ops_per_s: dense 8-bit rate of the whole chip (fp8 where the chip has no int8 unit).
         bytes_per_s: main memory bandwidth of the whole chip.
         memory_bytes: main memory of the whole chip.
         cores: TensorCores or streaming multiprocessors.
         on_chip_bytes: scratch memory of one core (VMEM or shared memory).
-        capability: compute capability, as in "9.0"; None if it is no GPU.
+        capability: compute capability, as in "9.0"; None for a chip that is not a GPU.
         devices: jax devices per chip.
-        clock_hz: cycles per second of a TensorCore; None for other chips. Derived from the peak rate: flops per second
-            / (cores x matrix units x their side squared x 2), with 4 units of side 128 up to v5p, then 2 of side 256
-            that take two rows per cycle. The peak is Google's, except for v7x, where it is the compiler's (996 TFLOP/s
-            per core in `cost_analysis` of a large product, 1.9 GHz; Google's would give 2.2 GHz). Checked against
-            measured times in `workbench/studies/validation.py`.
+        clock_hz: cycles per second of a TensorCore; None for other chips. Derived as peak flops per second / (cores x
+            matrix units x side^2 x rows per cycle x 2). Chips up to v5p have 4 units of side 128 that take one row per
+            cycle, later ones 2 units of side 256 that take two. The peak is Google's, except for v7x, where it is the
+            compiler's (996 TFLOP/s per core in `cost_analysis` of a large product, so 1.9 GHz; Google's peak would give
+            2.2 GHz). `workbench/studies/validation.py` checks the clocks against measured times.
     """
 
     name: str
@@ -181,12 +181,12 @@ class Cpu:
 
 
 def cpu() -> Cpu:
-    """Describe this host's processor. Reads /proc if it exists; nothing is cached."""
+    """Describe this host's processor. Each call reads /proc again, if it exists."""
     return Cpu(model=_cpu_model(), cores=_usable_cores(), memory_bytes=_memory_bytes())
 
 
 def device_slug() -> str:
-    """Name this device for file names: "cpu-amd-epyc-2-cores", "tpu-v6-lite". Queries jax: never call it at import."""
+    """Return this device's name as a part of file names, such as "tpu-v6-lite". Queries jax: never call at import."""
     import jax
 
     kind, host = jax.devices()[0].device_kind, cpu()
@@ -195,7 +195,7 @@ def device_slug() -> str:
 
 
 def gpu_capability() -> str | None:
-    """Return the compute capability of the GPU here ("9.0"; other vendors name theirs otherwise); None without one.
+    """Return this host's GPU compute capability, such as "9.0" (other vendors use other forms); None without a GPU.
 
     Queries jax: never call it at import.
     """
@@ -217,7 +217,7 @@ def cpu_model(info: str) -> str:
 
     A virtual machine may hide the model number ("AMD EPYC"); family and model then identify the generation.
     """
-    pairs = (line.partition(":")[::2] for line in reversed(info.splitlines()))  # the first processor counts
+    pairs = (line.partition(":")[::2] for line in reversed(info.splitlines()))  # the first processor wins
     fields = {key.strip(): " ".join(value.split()) for key, value in pairs if value.strip()}
     name = next((fields[key] for key in ("model name", "Model", "cpu model") if key in fields), "")
     if not name or any(letter.isdigit() for letter in name) or not {"cpu family", "model"} <= fields.keys():

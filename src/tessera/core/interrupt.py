@@ -1,17 +1,18 @@
-"""Ctrl-C of the command line: a flag that the long loops look at between their steps.
+"""Ctrl-C in the command line: the handler sets a flag, which long loops check between their steps.
 
-Python's own handler raises KeyboardInterrupt at whatever line the main thread runs next. Inside a garbage-collection
-callback (JAX has one) or a finalizer, Python prints the exception and continues: the Ctrl-C is lost. The handler here
-sets a flag, and these end the command, whichever comes first:
+Python's own handler raises KeyboardInterrupt at whatever line the main thread runs next. If that line is inside a
+garbage-collection callback (JAX has one) or a finalizer, Python prints the exception and continues, and the Ctrl-C is
+lost. With the handler here, the first of these events ends the command:
 
-    check() or asked()   a loop looks at the flag between two steps
+    check() or asked()   a loop checks the flag between two steps
     at_once()            a wait for input or for a worker raises KeyboardInterrupt immediately
-    RAISE_S              no loop looked: KeyboardInterrupt is raised wherever the main thread runs Python
-    EXIT_S               the main thread is inside a compiler or a device call, or a callback lost the exception: exit
+    RAISE_S have passed  no loop checked the flag: KeyboardInterrupt is raised wherever the main thread runs Python
+    EXIT_S have passed   the main thread is in a compiler or device call, or a callback lost the exception: exit
     a second Ctrl-C      exit
 
-A thread keeps the clock, because Python runs signal handlers only between two of its own instructions. Only the command
-line installs the handler (`handled`); in a program that uses the library, check() and at_once() do nothing.
+A separate thread measures these times, because Python runs signal handlers only between two of its own instructions.
+Only the command line installs the handler (`handled`); in a program that uses the library, check() and at_once() do
+nothing.
 """
 
 import os
@@ -24,26 +25,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 RAISE_S, EXIT_S = 2.0, 2.5
-"""Seconds after the first Ctrl-C."""
+"""Seconds from the first Ctrl-C until KeyboardInterrupt is raised, and until the process exits."""
 STATUS = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 FORGET = 0
-"""No signal has this number: through the socket it reaches the thread in order with the signals."""
+"""Byte that tells the thread to forget the signals before it. No signal has this number, and the socket that carries
+the signals' numbers keeps it in order with them."""
 
 _groups: set[int] = set()
 _handler: "Handler | None" = None
 
 
 class Handler:
-    """State of Ctrl-C in this process, and the thread that keeps the clock.
+    """State of Ctrl-C in this process, and the thread that enforces the deadlines.
 
     Attributes:
         pressed: the thread has seen a Ctrl-C.
-        heard: Python's signal handler has; whichever is first counts.
-        taken: a loop has asked: the command is ending, in the time that it needs; the clock has stopped.
-        raised: KeyboardInterrupt is on its way through the main thread; the clock goes on.
-        told: the command has said that it was interrupted.
-        eager: raise KeyboardInterrupt in the signal handler.
+        heard: Python's signal handler has seen a Ctrl-C, before or after the thread.
+        taken: a loop has seen the flag, so the command is ending by itself, and the deadlines no longer apply.
+        raised: KeyboardInterrupt is propagating in the main thread; the deadlines still apply.
+        told: the command has printed that it was interrupted.
+        eager: the signal handler raises KeyboardInterrupt at once.
     """
 
     def __init__(self):
@@ -55,14 +57,14 @@ class Handler:
         self._thread = threading.Thread(target=self._watch, daemon=True, name="ctrl-c")
 
     def start(self) -> None:
-        """Take over SIGINT."""
+        """Install the handler of SIGINT and start the thread."""
         signal.signal(signal.SIGINT, self._hear)
         signal.set_wakeup_fd(self._send.fileno(), warn_on_full_buffer=False)
         self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
         self._thread.start()
 
     def stop(self) -> None:
-        """Leave SIGINT to the system: from here on it ends the process without a traceback."""
+        """Restore the system's handling of SIGINT, which ends the process without a traceback."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.set_wakeup_fd(-1)
         sys.unraisablehook = self._hook
@@ -109,14 +111,15 @@ class Handler:
                 deadline = began + RAISE_S
 
     def forget(self) -> None:
-        """Return to the state before the first Ctrl-C, once the thread has read every signal that came until now."""
+        """Wait until the thread has read every signal sent so far; then restore the state before the first Ctrl-C."""
         self._forgotten.clear()
         self._send.send(bytes([FORGET]))
         self._forgotten.wait()
         self.pressed = self.heard = self.taken = self.raised = self.told = self.eager = False
 
     def _raise(self) -> None:
-        """Raise KeyboardInterrupt in the main thread unless it is on its way; a signal also ends its system call."""
+        """Send SIGINT to the main thread. It raises KeyboardInterrupt, unless one is propagating, and ends a system
+        call."""
         self.eager, self._own_signals = True, self._own_signals + 1
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
@@ -132,9 +135,9 @@ class Handler:
 
 @contextmanager
 def handled() -> Iterator[None]:
-    """Answer Ctrl-C as this module says, until the block ends. Raises at once until `defer` is called.
+    """Handle Ctrl-C in the block as this module describes; before `defer` is called, raise KeyboardInterrupt at once.
 
-    Does nothing where SIGINT is ignored (nohup) and on Windows.
+    This does nothing on Windows, or if SIGINT is ignored (nohup).
     """
     global _handler
     if os.name == "nt" or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -150,13 +153,13 @@ def handled() -> Iterator[None]:
 
 
 def defer() -> None:
-    """From here on, Ctrl-C waits for check(), asked() or at_once()."""
+    """Make Ctrl-C wait for check(), asked() or at_once() from now on."""
     if _handler is not None:
         _handler.eager = False
 
 
 def asked() -> bool:
-    """Return whether Ctrl-C was pressed. The caller then ends the command, in the time that it needs."""
+    """Return whether Ctrl-C was pressed. If so, the caller must end the command, however long that takes."""
     if _handler is None or not (_handler.pressed or _handler.heard):
         return False
     _handler.taken = True
@@ -164,7 +167,7 @@ def asked() -> bool:
 
 
 def told() -> None:
-    """Note that the command has said why it ends: should its last steps take too long, exit without a word."""
+    """Note that the command has printed why it ends, so that a forced exit prints nothing more."""
     if _handler is not None:
         _handler.told = True
 
@@ -176,18 +179,19 @@ def check() -> None:
 
 
 def forget() -> None:
-    """Go on after a Ctrl-C: the next one counts as the first."""
+    """Continue after a Ctrl-C; the next Ctrl-C counts as the first."""
     if _handler is not None:
         _handler.forget()
 
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Raise KeyboardInterrupt as soon as Ctrl-C is pressed: for waits, which leave nothing half done."""
+    """Raise KeyboardInterrupt as soon as Ctrl-C is pressed in the block. Use this only for waits, which leave nothing
+    half done."""
     if _handler is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, _handler.eager = _handler.eager, True  # first: a signal from here on raises, and check() sees one before
+    before, _handler.eager = _handler.eager, True  # a later Ctrl-C raises; check() sees an earlier one
     try:
         check()
         yield
@@ -197,10 +201,10 @@ def at_once() -> Iterator[None]:
 
 
 def end_with_us(group: int) -> None:
-    """Kill this process group if Ctrl-C exits without cleaning up."""
+    """Register a process group to kill if Ctrl-C forces this process to exit."""
     _groups.add(group)
 
 
 def ended(group: int) -> None:
-    """Forget a process group that has ended: its number may be given to another."""
+    """Unregister a process group that has ended, because the system may reuse its number."""
     _groups.discard(group)

@@ -1,4 +1,4 @@
-"""Check whether something fits: bytes free on a device, checked before anything is read or compiled."""
+"""Check that arrays fit in a device's free memory, before anything is read or compiled."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def available_bytes(device: jax.Device) -> int | None:
 
 
 def require(num_bytes: int, device: jax.Device, what: str, way_out: str) -> None:
-    """Raise MemoryError if `num_bytes` for `what` exceed what the device has free."""
+    """Raise MemoryError if `what` needs more bytes than the device has free; the error ends with `way_out`."""
     free = available_bytes(device)
     if free is not None and num_bytes > free:
         raise MemoryError(
@@ -58,7 +58,7 @@ def _process_free_bytes() -> int | None:
 def _container_free_bytes() -> int | None:
     """Return the bytes left under a container's limit, which /proc/meminfo does not show.
 
-    A lower bound: the kernel counts page cache as used; only its inactive part is added back.
+    This is a lower bound: the kernel counts page cache as used, and only the inactive part of it is added back here.
     """
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if not (limit.is_file() and used.is_file()):

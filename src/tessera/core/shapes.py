@@ -1,4 +1,4 @@
-"""Dimension key: the letters used in annotations, einsums and array suffixes everywhere.
+"""Letters that name array dimensions in annotations, einsums and suffixes of array names, everywhere in Tessera.
 
     B batch            T query positions     S key positions
     N query heads      K key/value heads     G = N / K

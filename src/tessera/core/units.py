@@ -30,7 +30,10 @@ def three(value: float) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Round a number, or an array as nested lists, to four significant digits: people read plans too."""
+    """Round a number, or each number of an array, to four significant digits, so that plans stay readable.
+
+    An array becomes nested lists.
+    """
     if isinstance(value, Iterable):
         return [rounded(item) for item in value]
     return float(f"{value:.4g}")

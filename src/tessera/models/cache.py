@@ -1,4 +1,4 @@
-"""The KV cache: allocated once, updated in place, keys of one head contiguous so that a tile is one block.
+"""The KV cache: allocated once and updated in place. The keys of one head are contiguous, so a tile is one block.
 
 An int8 cache holds every key and value as int8 times one bfloat16 scale per position and KV head, max |x| / 127. Only
 scales of single positions let a cache grow without touching what it holds, and on the shipped model they lose less
@@ -101,9 +101,9 @@ def append(
     q_start: Int32[Array, "B"],
     layer: tuple[Int32[Array, ""], ...] = (),
 ) -> Float[Array, "*L B K S H"]:
-    """Write T new positions per sequence from q_start on, and nothing else; in a stacked cache, to one layer.
+    """Write T new positions per sequence, from q_start on; `layer` selects the layer of a stacked cache.
 
-    The caller must keep q_start + T <= S: XLA clamps silently.
+    The caller must ensure q_start + T <= S, because XLA silently clamps the position of a write.
     """
     return _write(cache, jnp.swapaxes(new, 1, 2).astype(cache.dtype), q_start, layer, axis=1)
 

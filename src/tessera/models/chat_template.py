@@ -15,19 +15,19 @@ from tessera.core.escapes import escaped
 WORKER = Path(__file__).with_name("template_worker.py")
 
 LIMIT_S = 10.0
-"""Maximum seconds of a rendering, plus one for each MILLION characters of the conversation: templates take
-milliseconds, and on a busy machine a conversation of a million tokens takes seconds to cross the pipe."""
+"""Maximum seconds of a rendering, plus one second per MILLION characters of the conversation. Templates take
+milliseconds, but on a busy machine a conversation of a million tokens takes seconds to cross the pipe."""
 MILLION = 1_000_000
 READY_S = 60.0
-"""Maximum seconds until the worker is ready. It takes 0.2 s on an idle machine."""
+"""Maximum seconds until the worker is ready. Its start takes 0.2 s on an idle machine."""
 FREE_CHARACTERS = 1 << 20
-"""Maximum characters that a template writes, beyond GROWTH times those of the conversation as JSON."""
+"""Maximum characters of a template's output, plus GROWTH times the characters of the conversation as JSON."""
 GROWTH = 4
 LONGEST_REASON = 300
 
 
 class Renderer:
-    """Worker process that renders templates: starts at the first one, ends with this object or with the program."""
+    """Worker process that renders templates. It starts at the first rendering and ends with this object or program."""
 
     def __init__(self):
         self._worker = Worker([sys.executable, "-P", str(WORKER)], ready_s=READY_S)
@@ -42,17 +42,17 @@ class Renderer:
 
         Args:
             template: jinja source.
-            variables: what it sees, plain JSON data.
-            size: characters of the conversation as JSON, which bound the time and what a template may write.
+            variables: the template's variables, plain JSON data.
+            size: characters of the conversation as JSON; the limits on time and output grow with it.
 
         Raises:
-            ValueError: the template is wrong, fails, or takes too long, too much memory or too many characters.
+            ValueError: the template is invalid, fails, or exceeds its limit on time, memory or output.
         """
         limit_s = LIMIT_S + size // MILLION
         request = {"template": template, "variables": variables, "limit_s": limit_s}
         request["limit_characters"] = FREE_CHARACTERS + GROWTH * size
         with self._lock, ExitStack() as stack:
-            stack.push(self._worker)  # after Ctrl-C, kill it: its answer must not be taken for the next one's
+            stack.push(self._worker)  # after Ctrl-C, kill the worker: its late reply must not answer the next request
             try:
                 reply = self._worker.ask(request, limit_s)
             except Ended as ended:

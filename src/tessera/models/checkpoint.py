@@ -1,4 +1,4 @@
-"""Load Hugging Face folders and GGUF files tensor by tensor; save folders whole or not at all.
+"""Load Hugging Face folders and GGUF files tensor by tensor; save folders atomically.
 
 Loading first checks a model from its headers only (files, sizes, names, shapes, dtypes), then reads the weights one
 tensor at a time, so peak host memory is the model plus one tensor.
@@ -58,7 +58,8 @@ Tensor = tuple[jax.Array, int | None]
 
 
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-"""Anything else is a path, and so is a name that ends in .gguf: a typo in a path must not go to the hub."""
+"""Pattern of a hub id. Any other name, and any that ends in .gguf, is a path, so a mistyped path is not looked up on
+the hub."""
 RETRY = "correct config.json, or download the model again"
 
 
@@ -107,14 +108,14 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
     """Read a folder's config.json and generation_config.json, or a GGUF file's metadata.
 
     Raises:
-        ValueError: no such folder or file, broken JSON or GGUF, or an unsupported key or value, which the message
-            names.
+        ValueError: the folder or file does not exist, its JSON or GGUF is broken, or a key or value is not supported;
+            the message names it.
     """
     folder = Path(folder)
     if folder.is_file():
         file = read_gguf(folder)
         config = gguf_config(file)
-        _check_tensors(gguf_tensors(file, config), config, folder)  # before anything is allocated for what it claims
+        _check_tensors(gguf_tensors(file, config), config, folder)  # before a size that the file claims is allocated
         return config
     path = folder / "config.json"
     if not path.is_file():
@@ -141,15 +142,15 @@ def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = 
     """Load the weights of a folder or of a GGUF file.
 
     Args:
-        folder: with model.safetensors, or model.safetensors.index.json and its shards; or a GGUF file.
+        folder: folder with model.safetensors, or with model.safetensors.index.json and its shards; or a GGUF file.
         config: the model's config; every tensor is checked against it before any is read.
         dtype: dtype of the weights in memory, float32 or bfloat16; None is config.dtype.
-        stacked: layers as one Layer with a leading L, for lax.scan; else a tuple of Layer, the better choice on CPU,
-            where a scan copies every layer's weights and cache and compiles no faster.
+        stacked: return the layers as one Layer with a leading axis L, for lax.scan; else as a tuple of Layer. A tuple
+            is better on CPU, where a scan copies every layer's weights and cache and compiles no faster.
 
     Raises:
-        ValueError: a missing or truncated file; missing, unexpected or misshapen tensors; an unsupported dtype;
-            weights that are not finite.
+        ValueError: a file is missing or truncated; a tensor is missing, unexpected or of the wrong shape or dtype; or a
+            weight is not finite.
     """
     dtype = np.dtype(dtype or config.dtype)
     if dtype not in (np.float32, ml_dtypes.bfloat16):
@@ -192,12 +193,12 @@ def save_folder(
 ) -> None:
     """Write a folder that `load` and Hugging Face transformers read: config, weights, generation config, tokenizer.
 
-    `generation` holds what generation_config.json says besides the ids of special tokens.
-    Weights are written one tensor at a time, in their dtype, in shards of at most `shard_bytes` (a larger tensor gets
-    a separate shard). All files go into a new folder, to which `extra(new)` may add more; it then replaces the old one
-    whole: a kill leaves the old model or the new one, never shards of both (see `replace_folder`). Other files of the
-    old folder stay, such as your notes or, if `tokenizer` is None, the old tokenizer's files. Needs disk space for both
-    folders at once.
+    `generation` holds the contents of generation_config.json besides the ids of special tokens. Weights are written one
+    tensor at a time, in their dtype, in shards of at most `shard_bytes` (a larger tensor gets a separate shard).
+
+    All files go into a new folder, to which `extra(new)` may add more. The new folder then replaces the old one
+    atomically, so a kill never leaves shards of both models (see `replace_folder`). Other files of the old folder stay,
+    such as notes or, if `tokenizer` is None, the old tokenizer's files. This needs disk space for both folders.
 
     Raises:
         ValueError: the folder cannot be replaced (a file, a mount point, the working folder).
@@ -235,9 +236,9 @@ def is_model_file(name: str) -> bool:
 
 
 def fingerprint(params: Params, config: ModelConfig) -> str:
-    """Return a short id of these weights: the same for either layout and for float32 or bfloat16 in memory.
+    """Return a short id of the weights, equal for stacked and unrolled layers and for float32 and bfloat16 in memory.
 
-    SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16.
+    The id is a SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16.
     """
     digest = hashlib.sha256()
     digest.update(stable_repr(dataclasses.replace(config, dtype="", eos_ids=(), bos_id=None)).encode())
@@ -250,11 +251,11 @@ def fingerprint(params: Params, config: ModelConfig) -> str:
 
 
 def _check_tensors(stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path) -> None:
-    """Refuse names and shapes other than the config's. Reading a GGUF's header already checked its sizes and types."""
+    """Raise ValueError unless names and shapes fit the config. `read_gguf` has checked sizes and types of GGUF."""
     is_gguf = source.is_file()
     caller = "metadata" if is_gguf else "config.json"
     retry = "download the model again" if is_gguf else RETRY
-    if config.num_layers > len(stored):  # before a list is made of as many layers as it claims
+    if config.num_layers > len(stored):  # before lists are made for as many layers as it claims
         raise ValueError(
             f"{source} holds {len(stored)} tensors, but its {caller} calls for {config.num_layers} layers: {retry}"
         )

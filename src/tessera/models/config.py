@@ -1,10 +1,10 @@
-"""Configuration of a decoder, read from a Hugging Face config; unsupported keys are refused by name."""
+"""Configuration of a decoder, whatever format it was read from (see `families` and `gguf_model`)."""
 
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 MAX_SIZE = 2**31 - 1
-"""Maximum of every size and position: on devices they are int32."""
+"""Maximum of every size and position, because they are int32 on devices."""
 ALWAYS_SHOWN = {
     "Rope": "kind theta factor low_freq_factor high_freq_factor original_max_positions beta_fast beta_slow "
     "attention_factor mscale mscale_all_dim truncate".split(),
@@ -12,7 +12,7 @@ ALWAYS_SHOWN = {
     "max_positions rope norm_eps window tie_embeddings attention_bias output_bias mlp_bias qk_norm bos_id eos_ids "
     "dtype".split(),
 }
-"""Fields that fingerprints have counted from the first plan on. Never add one: see `stable_repr`."""
+"""Fields, by class, that have been part of every fingerprint since the first plan. Never add one: see `stable_repr`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """One decoder, static and hashable."""
+    """Sizes and switches of one decoder. The class is hashable, so that it can be static under jit."""
 
     family: str = "llama"
     vocab_size: int
@@ -71,9 +71,10 @@ class ModelConfig:
 
 
 def stable_repr(config: Any) -> str:
-    """Return repr(config) without the fields that are not in ALWAYS_SHOWN and hold their default.
+    """Return repr(config), but leave out fields that hold their default, unless they are in ALWAYS_SHOWN.
 
-    Plans name their model by a hash of this text: a new field must not change it for models that do not use the field.
+    Plans identify their model by a hash of this text, so a new field must not change the text for models that do not
+    use the field.
     """
     name = type(config).__name__
     shown = [f for f in fields(config) if f.name in ALWAYS_SHOWN[name] or getattr(config, f.name) != _default(f)]

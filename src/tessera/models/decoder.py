@@ -1,4 +1,4 @@
-"""The decoder: embeds tokens, runs the layers under a policy, and computes logits. Knows no concrete policy."""
+"""The decoder: embed tokens, run the layers under any attention policy, and compute logits."""
 
 from typing import Any
 
@@ -29,10 +29,11 @@ def forward(
     Args:
         params: weights; stacked layers run under lax.scan, a tuple of layers is unrolled.
         tokens_BT: token ids; rows at or past positions.q_len are padding.
-        cache: earlier keys and values, laid out like the layers (stacked or tuple); None attends within the call only.
-        positions: kv_len counts the new tokens too.
-        config: static.
-        policy: static; owns every attention call.
+        cache: earlier keys and values, laid out like the layers (stacked or tuple). With None, the new tokens attend
+            only to each other.
+        positions: where the new tokens are; kv_len counts them, too.
+        config: the decoder's config; static under jit.
+        policy: computes the attention of every layer; static under jit.
         remat: recompute each layer in the backward pass instead of storing it.
 
     Returns:
@@ -73,7 +74,7 @@ def forward(
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:
-    """Compute queries, keys and values [B,T,N|K,H], normed (Qwen3) and rotated."""
+    """Compute queries [B,T,N,H], keys and values [B,T,K,H]. Queries and keys are rotated and, for Qwen3, normed."""
     heads = (*h.shape[:2], -1, config.head_dim)
     q = linear(h, layer.q, layer.q_bias).reshape(heads)
     k = linear(h, layer.k, layer.k_bias).reshape(heads)

@@ -1,7 +1,8 @@
-"""Hugging Face configs of the supported families: read into a ModelConfig or refused by name, and written back.
+"""Read Hugging Face configs of the supported families into a ModelConfig, and write them back.
 
-Every config key is read, known to be harmless, set to a value that switches its feature off, or refused; none is
-ignored. A new family takes one entry in FAMILIES if its decoder differs only by switches that ModelConfig has.
+No config key is silently ignored: each is read, is known to be harmless, holds a value that switches its feature off,
+or is refused by name. A new family needs only an entry in FAMILIES if its decoder differs by existing switches of
+ModelConfig.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +24,8 @@ class Family:
     Attributes:
         architecture: the class name in the config's `architectures`.
         max_positions: default of `max_position_embeddings`.
-        keys: family-specific keys, which `switches` reads.
-        switches: config -> the ModelConfig fields that define this family.
+        keys: config keys of this family only, which `switches` reads.
+        switches: function from the contents of config.json to the ModelConfig fields that define this family.
         head_dim: default of `head_dim`; None is hidden_size / num_attention_heads.
     """
 
@@ -56,7 +57,7 @@ HARMLESS_KEYS = frozenset(
 )
 
 MAX_LAYERS = 1 << 16
-"""Maximum layers: ten times what the largest models have. A list of 2 ** 31 would fill the memory."""
+"""Maximum number of layers, far above the largest models'. A list of 2 ** 31 layers would fill the memory."""
 
 SIZE = integer(1, MAX_SIZE)
 TOKEN_IDS = maybe(either(integer(0, MAX_SIZE), items(integer(0, MAX_SIZE), "token ids")))
@@ -81,9 +82,9 @@ FIELDS = MappingProxyType(
         **dict.fromkeys(("bos_token_id", "eos_token_id"), TOKEN_IDS),
     }
 )
-"""What config.json may hold, for the keys that are read."""
+"""Rules for the values in config.json, for the keys that are read."""
 GENERATION_FIELDS = MappingProxyType({"eos_token_id": TOKEN_IDS})
-"""What generation_config.json may hold, for the keys that are read."""
+"""Rules for the values in generation_config.json, for the keys that are read."""
 ROPE_FIELDS = MappingProxyType(
     {
         "rope_theta": FIELDS["rope_theta"],
@@ -92,13 +93,13 @@ ROPE_FIELDS = MappingProxyType(
         **dict.fromkeys(
             ("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"), maybe(positive(1e6))
         ),
-        # transformers takes a zero mscale as none
+        # transformers treats a zero mscale as unset
         **dict.fromkeys(("mscale", "mscale_all_dim"), maybe(number(0, 1e6))),
         "original_max_position_embeddings": maybe(SIZE),
         "truncate": maybe(TRUTH),
     }
 )
-"""What rope_scaling and rope_parameters may hold."""
+"""Rules for the values in rope_scaling and rope_parameters."""
 
 ROPE_KINDS = MappingProxyType(
     {
@@ -136,7 +137,8 @@ def _qwen3(raw: Raw) -> dict[str, Any]:
 
 
 def _qwen_window(raw: Raw) -> int | None:
-    """Return the window. Qwen slides in layers from max_window_layers on; only all layers or none are supported."""
+    """Return the window in tokens; None without one. Qwen's layers from max_window_layers on have it; here, all or none
+    must."""
     if not raw.get("use_sliding_window") or (window := _window(raw)) is None:
         return None
     first, layers = _given(raw, "max_window_layers", 28), raw["num_hidden_layers"]
@@ -178,11 +180,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 
 def parse_config(raw: Raw, generation: Raw = MappingProxyType({})) -> ModelConfig:
-    """Read a Hugging Face config with old or new keys.
+    """Read a Hugging Face config, with old or new names of keys, into a ModelConfig.
 
     Args:
         raw: contents of config.json.
-        generation: contents of generation_config.json; its eos_token_id wins, as in transformers.
+        generation: contents of generation_config.json; its eos_token_id takes precedence, as in transformers.
 
     Raises:
         ValueError: a key is missing or not supported; the message names the first and its value.
@@ -252,7 +254,7 @@ def parse_rope(raw: Raw, max_positions: int) -> Rope:
         original = raw.get("original_max_position_embeddings") or inner or max_positions
         values["original_max_positions"] = original
         if kind == "yarn" and "factor" not in values:
-            check_fields(factor := {"factor": max_positions / original}, ROPE_FIELDS, "config.json, as lengths imply")
+            check_fields(factor := {"factor": max_positions / original}, ROPE_FIELDS, "config.json (from lengths)")
             values |= factor
     required = {"factor"} | ({"low_freq_factor", "high_freq_factor"} if kind == "llama3" else set())
     if missing := sorted(required - values.keys()):
@@ -344,12 +346,12 @@ def _check_layer_types(raw: Raw, window: int | None) -> None:
 
 
 def _given(raw: Raw, key: str, default: Any) -> Any:
-    """Return a value; the default if it is missing or null."""
+    """Return raw[key], or the default if that is missing or null."""
     return default if raw.get(key) is None else raw[key]
 
 
 def _token_ids(raw: Raw, key: str) -> tuple[int, ...]:
-    """Return one token id, several or none."""
+    """Return the token ids of a key, which holds one id, a list of ids, or null."""
     value = raw.get(key)
     return tuple(value) if isinstance(value, list) else () if value is None else (value,)
 

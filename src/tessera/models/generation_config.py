@@ -1,8 +1,8 @@
-"""generation_config.json: how the checkpoint's authors sample it.
+"""Read generation_config.json, which holds the sampling defaults of a checkpoint's authors.
 
-As in transformers, each setting is the default of the argument (or flag) of its name. Two differences: a key that the
-file lacks changes nothing (transformers then samples from the 50 best tokens), and what this library cannot do is
-ignored, by name (`GenerationConfig.ignored`). `eos_token_id` is read with config.json, see `families.parse_config`.
+As in transformers, each setting is the default of the argument (or flag) of the same name. There are two differences. A
+filter that the file does not set is off (transformers would keep the 50 best tokens). Settings that this library does
+not support are ignored, and listed in `GenerationConfig.ignored`. `families.parse_config` reads `eos_token_id`.
 """
 
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ FIELDS = MappingProxyType(
         "max_new_tokens": maybe(integer(1, MAX_SIZE)),
     }
 )
-"""What it may hold, for the keys that are read here."""
+"""Rules for the values in generation_config.json, for the keys that are read here."""
 OFF = MappingProxyType({"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1})
-"""Values of the sampling arguments that change nothing."""
+"""Values at which the sampling arguments have no effect."""
 UNSUPPORTED = MappingProxyType(
     {
         **dict.fromkeys(
@@ -51,15 +51,16 @@ UNSUPPORTED = MappingProxyType(
         "renormalize_logits": False,
     }
 )
-"""Settings that change the answer and are ignored, each with the value that changes nothing."""
+"""Settings that are not supported, each with the value at which it has no effect; any other value is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """Defaults of generation; None is not set.
+    """Defaults of generation; None means that generation_config.json does not set the value.
 
     Attributes:
-        do_sample: draw at `temperature`, or at 1; False takes the best token unless the caller gives a temperature.
+        do_sample: draw at `temperature`, or at 1 if that is None; False takes the best token unless the caller gives a
+            temperature.
         temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens: see `Model.generate`.
         ignored: settings that change the answer and are not supported.
     """
@@ -74,14 +75,17 @@ class GenerationConfig:
     ignored: Mapping[str, Any] = MappingProxyType({})
 
     def sampling(self) -> dict[str, float | int]:
-        """Return the sampling arguments that are set; filters have no effect at temperature 0."""
+        """Return the temperature, and the other sampling arguments that are set; filters have no effect at 0."""
         drawn = 1.0 if self.temperature is None else self.temperature
         found = {"temperature": drawn if self.do_sample else 0.0}
         names = ("top_k", "top_p", "min_p", "repetition_penalty")
         return found | {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def note(self, given: Mapping[str, Any]) -> str:
-        """Say in a line what the file sets beyond the arguments `given` (None: not given); "" if nothing."""
+        """Return a line that lists the file's settings that take effect beyond the arguments `given`; "" if none do.
+
+        An argument that is None counts as not given.
+        """
         values, given = self.sampling(), {name: value for name, value in given.items() if value is not None}
         left = {name: value for name, value in values.items() if name not in given and value != OFF[name]}
         if not {**values, **given}["temperature"]:  # greedy: only the penalty counts
@@ -91,12 +95,12 @@ class GenerationConfig:
         return f"{FILE} sets {', '.join(f'{name} {value:g}' for name, value in left.items())}: flags override it"
 
     def warning(self) -> str:
-        """Name what is ignored, in a line; "" if nothing."""
+        """Return a line that lists the ignored settings; "" if there are none."""
         values = ", ".join(f"{name}={value}" for name, value in self.ignored.items())
         return f"{FILE}: {escaped(values, 200)} is not supported and ignored" if values else ""
 
     def render(self) -> dict[str, Any]:
-        """Return what is set, as in the file, without what is ignored."""
+        """Return the settings as contents of generation_config.json, without the ignored ones."""
         values = {name: getattr(self, name) for name in FIELDS}
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
@@ -113,7 +117,7 @@ def parse_generation_config(raw: Mapping[str, Any]) -> GenerationConfig:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
-    """Read a folder's generation_config.json; nothing is set if it has none. A GGUF file has none."""
+    """Read a folder's generation_config.json. Without that file, or for a GGUF file, nothing is set."""
     path = folder / FILE
     if not path.is_file():
         return GenerationConfig()

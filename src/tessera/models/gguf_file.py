@@ -1,9 +1,9 @@
 """GGUF files: read and check the header first, then dequantise tensors one at a time.
 
 A GGUF file is untrusted input. This module parses the header itself, because the gguf package's reader trusts every
-count and offset in it; that package only dequantises. The format, little-endian: the magic "GGUF", a version (2 or 3),
-the counts of tensors and of metadata entries (64 bits each), the entries (key, type, value), the tensors (name,
-dimensions with the innermost first, type, offset), padding, then the data.
+count and offset in the header; the package serves only to dequantise. The format is little-endian: the magic "GGUF", a
+version (2 or 3), the counts of tensors and of metadata entries (64 bits each), the entries (key, type, value), the
+tensors (name, dimensions with the innermost first, type, offset), padding, then the data.
 """
 
 import os
@@ -62,15 +62,15 @@ SCALARS = {
 STRING, ARRAY = 8, 9
 
 MAX_ENTRIES = 1 << 16
-"""Maximum metadata entries, and maximum tensors: ten times what the largest models have."""
+"""Maximum number of metadata entries, and of tensors: ten times what the largest models have."""
 MAX_STRINGS = 1 << 22
-"""Maximum strings in one list. The largest vocabularies hold 2 ** 18 tokens and 2 ** 19 merges; a Python string takes
-ten times the bytes that an empty one takes in the file."""
+"""Maximum strings in one list. The largest vocabularies hold 2 ** 18 tokens and 2 ** 19 merges. A limit is needed
+because an empty string takes ten times as many bytes in Python as in the file."""
 MAX_NAME_BYTES = 1 << 16
 """Maximum bytes of a key or tensor name, set by the format."""
 
 BLOCK_VALUES = 1 << 18
-"""Values dequantised at a time: the gguf package makes several copies, which then fit in a core's cache."""
+"""Values dequantised at a time. The gguf package makes several copies, which at this size fit in a core's cache."""
 
 
 class GgufTensor(NamedTuple):
@@ -80,7 +80,7 @@ class GgufTensor(NamedTuple):
         path: the file.
         layout: how values are stored.
         shape: outermost dimension first, as in NumPy.
-        offset: position of its first byte in the file.
+        offset: position of the tensor's first byte in the file.
         heads: number of heads whose rows llama.cpp interleaved; None if rows are in the order of Hugging Face's
             checkpoint.
     """
@@ -93,7 +93,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Bytes that the tensor takes in the file."""
         return _count(self.shape) // self.layout.values * self.layout.num_bytes
 
 
@@ -183,7 +183,7 @@ class _Header:
 
 
 def read_gguf(path: str | os.PathLike) -> GgufFile:
-    """Read and check a GGUF file's header. Allocates a small multiple of the header's bytes, never the sizes it claims.
+    """Read and check a GGUF file's header. Memory is a small multiple of the header's bytes, whatever sizes it claims.
 
     Raises:
         ValueError: the file is not GGUF or is cut short, or a count, size, offset or type is impossible.
@@ -212,10 +212,10 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
 
 
 def read_gguf_tensor(name: str, tensor: GgufTensor, out: np.ndarray) -> np.ndarray:
-    """Dequantise one tensor into `out` [like tensor.shape], block by block, converting to its dtype.
+    """Dequantise one tensor block by block into `out`, of the tensor's shape, and convert the values to its dtype.
 
-    Restores Hugging Face's row order (rows i and i + H / 2 of a head rotate together) where llama.cpp interleaved rows
-    (2 i and 2 i + 1 rotate together).
+    Where llama.cpp interleaved the rows of a head (rows 2 i and 2 i + 1 rotate together), this restores Hugging Face's
+    order (rows i and i + H / 2 rotate together).
 
     Raises:
         ValueError: the file was cut short after its header was read, or a value is NaN or infinite.
@@ -236,12 +236,12 @@ def read_gguf_tensor(name: str, tensor: GgufTensor, out: np.ndarray) -> np.ndarr
 
 
 def order_of_rows(count: int, heads: int) -> np.ndarray:
-    """Return, for each row of llama.cpp's q or k, its row in Hugging Face's checkpoint, int [count]."""
+    """Return int [count]: for each row of q or k in llama.cpp's order, the same row's index in Hugging Face's order."""
     return np.arange(count).reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
 
 
 def _blocks(name: str, tensor: GgufTensor) -> Iterator[np.ndarray]:
-    """Yield dequantised rows, some at a time, float32 [rows, tensor.shape[-1]]."""
+    """Yield the tensor's dequantised rows, several at a time, as float32 [rows, tensor.shape[-1]]."""
     import gguf  # the import takes half a second, and reading a header does not need it
 
     kind = gguf.GGMLQuantizationType[tensor.layout.name]
@@ -327,7 +327,7 @@ def _type_name(kind: int) -> str:
 
 
 def _count(shape: tuple[int, ...]) -> int:
-    """Count the values in Python integers: a hostile shape overflows 64 bits."""
+    """Return the product of the sizes. NumPy's integers would overflow for a hostile shape."""
     count = 1
     for size in shape:
         count *= size

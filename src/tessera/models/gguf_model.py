@@ -1,7 +1,7 @@
-"""Map a GGUF file's metadata to a ModelConfig and its tensors to a checkpoint's, or refuse them by name.
+"""Map a GGUF file's metadata to a ModelConfig, and its tensors to Hugging Face's names.
 
-Every key of the architecture is read, known not to change the model, set to a value that switches its feature off, or
-refused; none is ignored. Equations follow llama.cpp's graphs for the same keys.
+No key of the architecture is silently ignored: each is read, is known not to change the model, holds a value that
+switches its feature off, or is refused by name. Equations follow llama.cpp's graphs for the same keys.
 """
 
 import math
@@ -18,12 +18,13 @@ from tessera.models.gguf_file import GgufFile, GgufTensor, read_gguf_tensor
 from tessera.models.weights import LAYER, OUTER, layer_name
 
 ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of the rotary frequencies, one per pair: how a GGUF file stores Llama 3's scaling."""
+"""Name of the tensor in which a GGUF file stores Llama 3's scaling: divisors of the rotary frequencies, one per pair of
+dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One `general.architecture`.
+    """Properties of the models with one value of `general.architecture`.
 
     Attributes:
         family: key of families.FAMILIES.
@@ -60,7 +61,7 @@ HARMLESS_KEYS = {
     "tensor_data_layout": ("Meta AI original pth",),  # the layout of q and k that every llama GGUF has
     "use_parallel_residual": (True,),  # a key of other architectures that old converters wrote
 }
-"""Keys that change nothing at these values (None: at any value)."""
+"""Keys that do not change the model at these values (None: at any value)."""
 
 REALS = {
     "attention.layer_norm_rms_epsilon": positive(1),
@@ -68,7 +69,7 @@ REALS = {
     **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), number(1, 1e6)),
     **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"), positive(1e6)),
 }
-"""What the real numbers may be."""
+"""Rules for the keys that hold a real number."""
 
 FACTOR_TOLERANCE = 1e-5
 """Maximum relative error of rope_freqs.weight against Llama 3's factors; the converters' float32 error is near 1e-6."""
@@ -91,7 +92,7 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     head_dim = meta.positive("attention.key_length", hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (size := meta.positive(key, head_dim)) != head_dim:
-            raise meta.error(key, size, f"the whole head of {head_dim} must have this size")
+            raise meta.error(key, size, f"it must be {head_dim}, the size of a head")
     if "token_embd.weight" not in tensors:
         raise ValueError(f"{file.path} holds no weights: token_embd.weight is missing: download a whole model")
     vocab_size = tensors["token_embd.weight"].shape[0]
@@ -150,7 +151,10 @@ def gguf_tensors(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
 
 
 class _Metadata:
-    """The architecture's keys, each checked as it is read; `key` omits the architecture's prefix."""
+    """Metadata of the file's architecture, each value checked as it is read.
+
+    An argument `key` omits the architecture's prefix, as in "block_count" for "llama.block_count".
+    """
 
     def __init__(self, file: GgufFile):
         self.file = file
@@ -175,13 +179,13 @@ class _Metadata:
         if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
             value = value[0].item()
         if isinstance(value, np.ndarray):
-            raise self.error(key, value, "layers that differ in it are not supported")
+            raise self.error(key, value, "layers with different values are not supported")
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_SIZE:
             raise self.error(key, value, f"it must be a positive integer of at most {MAX_SIZE}")
         return value
 
     def real(self, key: str, *default: float | None) -> float | None:
-        """Read a positive number, as the shortest decimal that is this float32: 1e-05, not 9.999999747378752e-06."""
+        """Read a float32 as the shortest decimal that rounds to it: 1e-05, not 9.999999747378752e-06."""
         value = self.values.get(key)
         if value is None and default:
             return default[0]
@@ -246,12 +250,15 @@ def _rope(meta: _Metadata, head_dim: int, max_positions: int) -> Rope:
 
 
 def _llama3(meta: _Metadata, stored: GgufTensor, theta: float, head_dim: int, max_positions: int) -> Rope:
-    """Find the Rope whose frequencies are theta ** (-2 i / H) / factors[i].
+    """Find Llama 3's Rope whose frequencies are theta ** (-2 i / H) / factors[i] for pair i of the dimensions.
 
-    With f_i the frequency, L the original context and b_i = (L f_i / (2 pi) - low) / (high - low), clipped to [0, 1],
-    factors[i] = 1 / (b_i + (1 - b_i) / factor). Scaling L, low and high together changes nothing, so low is 1. Two
-    pairs in the transition band, 0 < b_i < 1, determine the line of b_i over f_i, hence L and high. With one pair or
-    none, high is Llama's 4.
+    With f_i = theta ** (-2 i / H) and the original context L, Llama 3 defines
+
+        b_i = (L f_i / (2 pi) - low) / (high - low), clipped to [0, 1]
+        factors[i] = 1 / (b_i + (1 - b_i) / factor)
+
+    A common factor of L, low and high cancels, so low is set to 1. Two pairs in the transition band, 0 < b_i < 1,
+    determine b_i as a linear function of f_i, and so L and high. With fewer pairs there, high is Llama's 4.
 
     Raises:
         ValueError: no such Rope has these factors.

@@ -1,7 +1,7 @@
-"""A GGUF file's tokenizer: byte-level BPE ("gpt2") or SentencePiece ("llama"), as a `tokenizers` tokenizer.
+"""Build a `tokenizers` tokenizer from a GGUF file: byte-level BPE ("gpt2") or SentencePiece ("llama").
 
-Text is split as the original tokenizers of these names split it (llama.cpp's expressions are translations of theirs);
-"default" has no original and splits as llama.cpp does.
+Text is split by the regular expressions of the original tokenizers, which llama.cpp's expressions translate. Only the
+pre-tokenizer "default" has no original; it uses llama.cpp's expressions.
 """
 
 import logging
@@ -19,7 +19,7 @@ from tessera.models.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
-"""Token types; 1 is an ordinary piece."""
+"""Values in `tokenizer.ggml.token_type`; 1 is an ordinary piece."""
 KNOWN_TYPES = range(7)
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
@@ -32,7 +32,8 @@ PATTERNS: Mapping[str, tuple[str, ...]] = {
     "qwen2": (WORDS + r"\p{N}" + REST,),
     "llama-bpe": (WORDS + r"\p{N}{1,3}" + REST,),
 }
-"""Expressions by `tokenizer.ggml.pre`: each splits the pieces that the one before left, matches and gaps alike."""
+"""Regular expressions by `tokenizer.ggml.pre`. Each splits every piece that the expression before it left, whether that
+piece was a match or the text between two matches."""
 ALIASES = {"gpt2": "gpt-2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 
 MAX_SPLIT_WORK = 1 << 32
@@ -40,7 +41,7 @@ MAX_SPLIT_WORK = 1 << 32
 pieces need 2 million; a vocabulary of long texts would take hours."""
 
 ROLES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-"""Special tokens: GGUF's name -> transformers' name."""
+"""Roles of special tokens: GGUF's names, each with transformers' name."""
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """SentencePiece's character for a space."""
 
@@ -49,7 +50,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
     """Build the tokenizer and chat template of a GGUF file; None if it has none (token lists still work).
 
     Raises:
-        ValueError: a tokenizer, pre-tokenizer or value is not supported (the message names it), or lists do not match.
+        ValueError: a tokenizer, pre-tokenizer or value is not supported, or the file's lists contradict each other.
     """
     meta = file.metadata
     kind = meta.get("tokenizer.ggml.model")
@@ -72,7 +73,7 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer | None:
 
 
 class _Vocabulary:
-    """The lists of `tokenizer.ggml`, checked against each other."""
+    """The lists under `tokenizer.ggml` in a GGUF file, checked for consistency."""
 
     def __init__(self, meta: Mapping[str, Any]):
         self.meta = meta
@@ -115,7 +116,7 @@ class _Vocabulary:
         key = f"tokenizer.ggml.{role}_token_id"
         value = self.typed(key, int, None)
         if value is not None and not 0 <= value < len(self.tokens):
-            raise ValueError(f"{key}={value} is not one of its {len(self.tokens)} tokens")
+            raise ValueError(f"{key}={value} is not the id of one of the {len(self.tokens)} tokens")
         return value
 
     def used(self) -> dict[str, int]:
@@ -124,7 +125,8 @@ class _Vocabulary:
 
 
 def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
-    """Build a tokenizer of GPT-2's kind: bytes as printable characters, merged within the pre-tokenizer's pieces."""
+    """Build a tokenizer of GPT-2's kind, which writes bytes as printable characters and merges them within the
+    pre-tokenizer's pieces."""
     if vocab.pre not in PATTERNS:
         raise ValueError(
             f"tokenizer.ggml.pre={quoted(vocab.pre)} is not supported: it must be one of {', '.join(PATTERNS)}"
@@ -149,7 +151,7 @@ def _byte_level(vocab: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(vocab: _Vocabulary) -> tokenizers.Tokenizer:
-    """Build SentencePiece's BPE: of all adjacent pairs, the one whose union has the best score merges first.
+    """Build SentencePiece's BPE: of all adjacent pairs, the pair whose merged piece has the best score merges first.
 
     Unknown characters become their bytes if the vocabulary has all byte pieces.
     """
@@ -204,15 +206,15 @@ def _build(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **options:
     try:
         return tokenizers.Tokenizer(models.BPE(vocab=dict(ids), merges=list(merges), **options))
     except Exception as error:  # the library has no narrower class
-        raise ValueError(f"the library refused its vocabulary ({escaped(error, 300)})") from error
+        raise ValueError(f"the tokenizers library refused its vocabulary ({escaped(error, 300)})") from error
 
 
 def _finish(backend: tokenizers.Tokenizer, vocab: _Vocabulary, *, add_bos: bool) -> dict[str, str]:
-    """Add markup tokens, and bos and eos around a text, to the backend; return the special tokens by role."""
+    """Add special and user-defined tokens to the backend, and put bos and eos around texts; return specials by role."""
     named = set(vocab.special_ids.values())
     added = []
     for index, (token, kind) in enumerate(zip(vocab.tokens, vocab.types)):
-        # a named token may be an ordinary piece, such as a padding id of 0: then it stays one
+        # a token with a role may be an ordinary piece (a padding id of 0, for example); it then stays ordinary
         special = kind == CONTROL or (index in named and (kind == UNKNOWN or not vocab.has_types))
         if token and (special or kind == USER_DEFINED):
             added.append(AddedToken(token, normalized=False, special=special))
@@ -240,5 +242,5 @@ def _surround(before: Sequence[str], after: Sequence[str], ids: Mapping[str, int
         )
     except Exception as error:  # the library has no narrower class
         raise ValueError(
-            f"the library refused its special tokens {escaped([*before, *after])} ({escaped(error)})"
+            f"the tokenizers library refused its special tokens {escaped([*before, *after])} ({escaped(error)})"
         ) from error

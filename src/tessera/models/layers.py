@@ -1,4 +1,4 @@
-"""The pieces of a decoder layer: its weights, norm, rotary embedding, linear, MLP."""
+"""The parts of a decoder layer: weights, norm, rotary embedding, linear projection, MLP."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int32
 from tessera.models.config import Rope
 
 FEW_ROWS = 4
-"""Maximum rows that take the CPU's decode path in `matmul`."""
+"""Rows. With at most this many, `matmul` takes its decode path on CPU."""
 
 CACHED_BYTES = 4 << 20
 """Bytes of a matrix block that stay in a CPU's cache while several rows are multiplied by it."""
@@ -54,14 +54,14 @@ class Params:
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
-    """x / sqrt(mean(x^2) + eps) * weight, computed in float32, returned in x's dtype."""
+    """Return x / sqrt(mean(x^2) + eps) * weight in x's dtype; the quotient is computed in float32."""
     x32 = x.astype(jnp.float32)
     normed = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return weight * normed.astype(x.dtype)
 
 
 def linear(x: Float[Array, "... D"], weight: Float[Array, "E D"], bias: Array | None = None) -> Float[Array, "... E"]:
-    """x W^T + b, accumulated in float32, returned in x's dtype."""
+    """Return x W^T + b in x's dtype, accumulated in float32."""
     out = matmul(x, weight)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
@@ -69,7 +69,7 @@ def linear(x: Float[Array, "... D"], weight: Float[Array, "E D"], bias: Array | 
 
 
 def matmul(x: Float[Array, "... D"], weight: Float[Array, "E D"]) -> Float[Array, "... E"]:
-    """x W^T in float32. A few rows (decode) take a separate path on CPU, where XLA's is slow."""
+    """Return x W^T in float32. On CPU, a few rows (decode) take a separate path, because XLA's is slow for them."""
     if math.prod(x.shape[:-1]) > FEW_ROWS:
         return _dot(x, weight)
     rows = x.reshape(-1, x.shape[-1])
@@ -82,11 +82,11 @@ def _dot(x: Array, weight: Array) -> Array:
 
 
 def _few_rows(x: Array, weight: Array) -> Array:
-    """Multiply rows [M,D] by [E,D] on CPU.
+    """Return x W^T on CPU for a few rows x [M,D] and W [E,D].
 
-    XLA multiplies a float32 matrix by one vector at memory speed, but repacks it for two or more rows, several times
-    slower. So rows run one by one over blocks of the matrix that stay in the cache between rows. In bfloat16 a single
-    row is by far the slow case, so rows are padded.
+    In float32, XLA multiplies a matrix by one vector at memory speed, but repacks the matrix for two or more rows,
+    which is several times slower. Rows therefore run one by one over blocks of the matrix that stay in the cache. In
+    bfloat16, a single row is by far the slowest case, so rows are padded to FEW_ROWS.
     """
     count, num_outputs = x.shape[0], weight.shape[0]
     if x.dtype != jnp.float32:
@@ -101,21 +101,21 @@ def _few_rows(x: Array, weight: Array) -> Array:
         return each_row(weight)
     divisors = (n for n in range(1, num_outputs + 1) if num_outputs % n == 0)
     blocks = next((n for n in divisors if weight.nbytes / n <= CACHED_BYTES), num_outputs)
-    if num_outputs // blocks < 64:  # a vocabulary that only splits into slivers: looping over them would cost more
+    if num_outputs // blocks < 64:  # E has few divisors, as for some vocabularies: many thin blocks cost more
         return _dot(x, weight)
     out = jax.lax.map(each_row, weight.reshape(blocks, num_outputs // blocks, -1))
     return jnp.swapaxes(out, 0, 1).reshape(count, num_outputs)
 
 
 def mlp(x: Float[Array, "B T D"], layer: Layer) -> Float[Array, "B T D"]:
-    """SwiGLU: W_down (silu(W_gate x) * W_up x)."""
+    """Return the SwiGLU MLP, W_down (silu(W_gate x) * W_up x)."""
     gate = linear(x, layer.gate, layer.gate_bias)
     up = linear(x, layer.up, layer.up_bias)
     return linear(jax.nn.silu(gate) * up, layer.down, layer.down_bias)
 
 
 def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Float[Array, "H/2"], float]:
-    """Return the angular frequency per pair of dimensions, and the factor on cos and sin (yarn's attention factor)."""
+    """Return the angular frequency per pair of dimensions, and the factor on cos and sin, 1 for all kinds but yarn."""
     pairs = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     freq = rope.theta**-pairs
     if rope.kind == "linear":
@@ -128,7 +128,7 @@ def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Float[Array, "H/2"], fl
 
 
 def _llama3(freq: Array, rope: Rope) -> Array:
-    """Divide the frequencies of long wavelengths by the factor, keep those of short ones, interpolate in between."""
+    """Divide frequencies of long wavelengths by rope.factor, keep those of short ones, and interpolate in between."""
     wavelength = 2 * math.pi / freq
     turns = rope.original_max_positions / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -137,7 +137,8 @@ def _llama3(freq: Array, rope: Rope) -> Array:
 
 
 def _yarn(freq: Array, rope: Rope, head_dim: int) -> tuple[Array, float]:
-    """NTK-by-parts (arXiv 2309.00071): interpolate slow pairs, keep fast ones, ramp between."""
+    """Scale by YaRN's NTK-by-parts (arXiv 2309.00071): divide slow pairs' frequencies by rope.factor, keep those of
+    fast pairs, ramp in between. Also return the factor on cos and sin."""
 
     def pair_at(rotations: float) -> float:
         return head_dim * math.log(rope.original_max_positions / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -162,14 +163,14 @@ def _yarn(freq: Array, rope: Rope, head_dim: int) -> tuple[Array, float]:
 
 
 def rope_tables(rope: Rope, head_dim: int, position_BT: Int32[Array, "B T"]) -> tuple[Array, Array]:
-    """cos and sin of position * frequency, float32 [B,T,1,H/2]."""
+    """Return cos and sin of position * frequency, times yarn's factor, as float32 [B,T,1,H/2] each."""
     freq, factor = rope_frequencies(rope, head_dim)
     angle = position_BT[..., None, None].astype(jnp.float32) * freq
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
 def rotate(x: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Float[Array, "B T N H"]:
-    """Rotate (x_i, x_{i+H/2}) by the table's angle, in float32."""
+    """Rotate each pair (x_i, x_{i+H/2}) by its angle in the tables (cos, sin); compute in float32."""
     cos, sin = tables
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

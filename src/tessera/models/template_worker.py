@@ -1,8 +1,8 @@
 """Render chat templates, which are other people's code, in a separate process that may be killed.
 
 Reads JSON requests {"template", "variables", "limit_s", "limit_characters"} from standard input, one per line, and
-answers each with a line of JSON on standard output: {"text"} or {"error"}. Run as a file it imports only jinja2 and the
-standard library, and starts in about 0.2 s.
+answers each with a line of JSON on standard output: {"text"} or {"error"}. The process runs this file directly and
+imports only jinja2 and the standard library, so it starts in about 0.2 s.
 """
 
 import contextlib
@@ -20,22 +20,22 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30
-"""Limit of this process's address space. A conversation of 20 million characters needs half of it."""
+"""Maximum bytes of this process's address space. A conversation of 20 million characters needs half of them."""
 
 
 class Refusal(Exception):
-    """A template failed; the text says why."""
+    """A template is invalid or failed; the message says why."""
 
 
 def main() -> int:
-    """Answer requests until there are no more."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent that ignores it would pass that on
+    """Answer requests until standard input ends."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent that ignores SIGALRM passes that on
     limit_memory()
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        # Should the parent be killed meanwhile, this alarm ends the process: no Python thread could, as a single power
-        # of two large numbers holds the interpreter for hours.
+        # If the parent is killed meanwhile, this alarm ends the process. A Python thread could not: one power of two
+        # large numbers holds the interpreter for hours.
         signal.alarm(math.ceil(request.pop("limit_s")) + 1)
         try:
             reply = {"text": render(**request)}
@@ -47,7 +47,7 @@ def main() -> int:
 
 
 def limit_memory() -> None:
-    """Limit the address space. A system that cannot (macOS) leaves only the limits of time and of output."""
+    """Limit the address space to MEMORY_BYTES. Without such a limit (macOS), only time and output are limited."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, hard))
@@ -57,7 +57,7 @@ def render(template: str, variables: Mapping[str, Any], limit_characters: int) -
     """Render one template.
 
     Raises:
-        Refusal: the template is wrong, failed, or writes more than `limit_characters`.
+        Refusal: the template is invalid, fails, or writes more than `limit_characters`.
     """
     try:
         pieces, count = [], 0
@@ -66,7 +66,7 @@ def render(template: str, variables: Mapping[str, Any], limit_characters: int) -
             if (count := count + len(piece)) > limit_characters:
                 raise jinja2.TemplateError(f"it writes more than {limit_characters:,} characters")
         text = "".join(pieces)
-        text.encode()  # a lone surrogate has no bytes to tokenise
+        text.encode()  # fails for a lone surrogate, which has no UTF-8 bytes to tokenise
         return text
     except jinja2.TemplateError as error:
         raise Refusal(error) from error
@@ -77,7 +77,7 @@ def render(template: str, variables: Mapping[str, Any], limit_characters: int) -
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Build the sandbox that chat templates are written for: transformers' switches, filters and functions."""
+    """Build the jinja sandbox that chat templates expect: transformers' options, filters and functions."""
     found = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )
@@ -88,7 +88,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training tools; here its body is rendered unchanged."""
+    """The tag `{% generation %}`, which marks the assistant's words for training tools. Its body renders unchanged."""
 
     tags = {"generation"}
 
@@ -98,12 +98,12 @@ class Generation(jinja2.ext.Extension):
 
 
 def raise_exception(message: str) -> None:
-    """Refuse the conversation, in the template's words."""
+    """Refuse the conversation with the template's message. Templates call this function."""
     raise jinja2.TemplateError(message)
 
 
 def tojson(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Write JSON as it is; jinja's own filter escapes for HTML, which would change the prompt."""
+    """Return the value as plain JSON. Jinja's own filter escapes for HTML, which would change the prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

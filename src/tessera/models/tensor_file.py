@@ -1,8 +1,8 @@
 """Safetensors files: check headers without reading data, map tensors one at a time, write them one at a time.
 
-This module parses the files itself: the safetensors package's NumPy path copies each tensor, keeps whole shards mapped
-(they count as the process's memory) and has no name for fp8. The format is 8 bytes of header length, a JSON header
-{name: {dtype, shape, data_offsets}}, then the data.
+This module parses the files itself, because the safetensors package's NumPy path copies each tensor, keeps whole shards
+mapped (which counts as the process's memory) and has no name for fp8. A file holds 8 bytes of header length, a JSON
+header {name: {dtype, shape, data_offsets}}, then the data.
 """
 
 import json
@@ -21,7 +21,8 @@ from tessera.core.fields import SMALL_BYTES, TEXT, Rule, integer, items, maybe, 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
 
 EXPONENTS = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
-"""Exponent bits by dtype: all set means infinity or NaN. Integers compare faster than bfloat16."""
+"""Integer type and mask of the exponent bits, by dtype. A value with all these bits set is infinity or NaN; integers
+compare faster than bfloat16."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -63,7 +64,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
     """Locate every tensor of a folder from the headers only, and check file sizes against them.
 
     Raises:
-        ValueError: no weights, a missing shard, a file that is not safetensors or is cut short.
+        ValueError: there are no weights, a shard is missing, or a file is not safetensors or is cut short.
     """
     single, index = folder / SINGLE, folder / INDEX
     if single.is_file():
@@ -86,7 +87,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
             if weight_map.get(name, shard) != shard or name in stored:
                 other = escaped(stored[name].path.name if name in stored else weight_map[name])
                 raise ValueError(
-                    f"{folder / shard} holds {escaped(name)}, which is in {other} or which {INDEX} places there: "
+                    f"{folder / shard} holds {escaped(name)}, but so does {other}, or {INDEX} assigns it there: "
                     f"download the model again"
                 )
             stored[name] = tensor
@@ -126,15 +127,15 @@ def read_header(path: Path) -> dict[str, Stored]:
         end, last = tensor.offset + tensor.num_bytes, name
     if end != size:
         problem = "is cut short" if end > size else "is too long"
-        raise ValueError(f"{path} {problem}: it has {size} bytes of {end}: download it again")
+        raise ValueError(f"{path} {problem}: it has {size} bytes, not {end}: download it again")
     return stored
 
 
 def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor of unexpected dtype, shape or size.
+    """Check that a tensor has this shape, a supported dtype and the size that follows from both.
 
     Raises:
-        ValueError: the message names the tensor and the value.
+        ValueError: one of them differs; the message names the tensor and the value.
     """
     if tensor.shape != shape:
         raise ValueError(
@@ -151,7 +152,7 @@ def check_stored(name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
 
 
 def map_blocks(tensor: Stored) -> Iterator[np.ndarray]:
-    """Yield flat pieces of one tensor, mapped only during the iteration."""
+    """Yield one tensor's values in flat blocks; its file is memory-mapped only during the iteration."""
     dtype = DTYPES[tensor.dtype]
     flat = np.memmap(tensor.path, dtype, "r", tensor.offset, (tensor.num_bytes // dtype.itemsize,))
     step = BLOCK_BYTES // dtype.itemsize
@@ -160,7 +161,7 @@ def map_blocks(tensor: Stored) -> Iterator[np.ndarray]:
 
 
 def read_tensor(name: str, tensor: Stored, out: np.ndarray) -> np.ndarray:
-    """Read one tensor into `out`, converting to its dtype.
+    """Read one tensor into `out`, converting the values to out's dtype.
 
     Raises:
         ValueError: a value is NaN or infinite.
@@ -176,7 +177,7 @@ def read_tensor(name: str, tensor: Stored, out: np.ndarray) -> np.ndarray:
 
 
 def write_file(path: Path, specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]], arrays: Iterator[np.ndarray]) -> None:
-    """Write one file from dtypes and shapes known in advance and arrays that come one at a time, in the same order."""
+    """Write one file. `specs` gives all dtypes and shapes in advance; `arrays` yields the tensors in the same order."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0

@@ -19,12 +19,12 @@ from tessera.models.tokenizer_fields import MAX_BYTES, SETTINGS, LibraryErrors, 
 
 TEMPLATE_FILE = "chat_template.jinja"
 FILES = frozenset({"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", TEMPLATE_FILE})
-"""Files that `load_tokenizer` reads. Saving replaces all of them, so that no tokenizer gets another's template."""
+"""Files that `load_tokenizer` reads. Saving replaces all of them, so that no tokenizer gets another one's template."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MARK = "\ufdd0"
-"""A character for programs' internal use, which no text holds. It breaks up the name of a special token in a chat
-message, so that the name is not found, and is dropped before the text is tokenised."""
+"""Unicode noncharacter, which text should not contain. `_mark` puts it into the names of special tokens in chat
+messages, so that the tokenizer does not find the names; it is removed before the text is tokenised."""
 
 BYTE_SPECIALS = (
     "<|bos|>",
@@ -60,7 +60,8 @@ class Tokenizer:
 
     Attributes:
         backend: the underlying tokenizer.
-        specials: role -> token text, e.g. {"bos_token": "<s>", "eos_token": "</s>"}; chat templates see them by role.
+        specials: text of each special token by role, as in {"bos_token": "<s>", "eos_token": "</s>"}; chat templates
+            get them as variables of these names.
         chat_template: jinja source, or None.
         settings: other keys of tokenizer_config.json, written back unchanged.
     """
@@ -123,7 +124,7 @@ class Tokenizer:
 
         Args:
             messages: {"role": ..., "content": ...} each, plain JSON data.
-            add_generation_prompt: open the assistant's turn.
+            add_generation_prompt: end with the start of the assistant's turn.
             variables: other variables of the template (tools, documents, enable_thinking, ...).
 
         Raises:
@@ -146,14 +147,14 @@ class Tokenizer:
     ) -> list[int]:
         """Render a conversation and encode it as token ids; the template writes bos itself.
 
-        Special tokens are those that the template writes: one that a message or variable names stays text, so that
-        nobody can end a turn from inside it. With `parse_special` it becomes the token, as in transformers.
+        Only the template can write special tokens. The name of a special token in a message or variable stays text, so
+        that a message cannot end its own turn; with `parse_special` it becomes the token, as in transformers.
         """
         data = {**variables, "messages": messages}
         _plain_size(data)
         added = [token for token in self.backend.get_added_tokens_decoder().values() if token.special]
         names = [token.content for token in added if len(token.content) > 1]
-        # a normaliser may turn other characters into a name
+        # a normaliser may turn other characters into a special token's name
         if not parse_special and (any(token.normalized for token in added) or _holds(data, names)):
             text = self.render_chat(**_mark(data, names), add_generation_prompt=add_generation_prompt)
             return _encode(self._literal_backend, text, add_special=False)
@@ -161,10 +162,10 @@ class Tokenizer:
 
     @cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:
-        """A copy that drops MARK after it has found the special tokens, and before all else."""
+        """Copy of the backend that removes MARK right after it has looked for special tokens."""
         raw = json.loads(self.backend.to_str())
         for token in raw["added_tokens"]:
-            token["normalized"] &= not token["special"]  # look for it before MARK is dropped
+            token["normalized"] &= not token["special"]  # find special tokens before MARK is removed
         drop = {"type": "Replace", "pattern": {"String": MARK}, "content": ""}
         others = [] if raw["normalizer"] is None else [raw["normalizer"]]
         raw["normalizer"] = {"type": "Sequence", "normalizers": [drop, *others]}
@@ -188,22 +189,22 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes ids one at a time; the pieces joined are the text of all ids, and no piece ends inside a character."""
+    """Decoder of one id at a time. The joined pieces are the text of all ids, and no piece ends inside a character."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool):
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._ids: list[int] = []  # a window: context (tokens whose text was returned), then tokens held back
-        self._context = 0  # how many of them are context
+        self._context = 0  # how many of _ids are context
         self._given = ""  # the part of the window's text that was returned
 
     def push(self, token: int) -> str:
-        """Take one id and return the text that became final (often one token's, "" inside a character)."""
+        """Take one id and return the text that is now final: often this token's text, "" inside a character."""
         self._ids.append(int(token))
         text = self._text()
         if not text.startswith(self._given):
-            # Byte fallback turns a whole run of bytes into replacement characters while its last character is
-            # unfinished. A character has at most four bytes, so after that the new bytes are decoded without context.
+            # Byte fallback turns a whole run of bytes into replacement characters while the run's last character is
+            # unfinished. A character has at most four bytes, so after four ids they are decoded without context.
             if len(self._ids) - self._context < 4:
                 return ""
             text = self._drop_context()
@@ -276,7 +277,8 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list
 
 
 def _plain_size(data: Any) -> int:
-    """Return the characters of data as JSON: a template, other people's code, may see nothing with methods."""
+    """Return the length of `data` as JSON. Raise ValueError unless it is plain data: a template is untrusted code and
+    must not get objects with methods."""
     try:
         return len(json.dumps(data))
     except (TypeError, ValueError, RecursionError) as error:
@@ -284,7 +286,7 @@ def _plain_size(data: Any) -> int:
 
 
 def _holds(data: Any, names: Sequence[str]) -> bool:
-    """Return whether a text in JSON data holds one of the names."""
+    """Return whether any text in the JSON data contains one of the names."""
     if isinstance(data, str):
         return any(name in data for name in names)
     if isinstance(data, Mapping):
@@ -293,7 +295,7 @@ def _holds(data: Any, names: Sequence[str]) -> bool:
 
 
 def _mark(data: Any, names: Sequence[str]) -> Any:
-    """Return JSON data with MARK inside each of the names that its texts hold."""
+    """Return the JSON data with MARK inserted into every occurrence of one of the names."""
     if isinstance(data, str):
         data = data.replace(MARK, "")
         for name in names:
@@ -340,7 +342,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
     raw = parse_json(data, path)
     try:
         check_tokenizer(raw)
-        with LibraryErrors("the library refuses it"):
+        with LibraryErrors("the tokenizers library refuses it"):
             backend = tokenizers.Tokenizer.from_str(data.decode())
             backend.no_truncation()
             backend.no_padding()
@@ -352,7 +354,7 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json or special_tokens_map.json; empty if there is no such file."""
+    """Read tokenizer_config.json or special_tokens_map.json; return {} if the file does not exist."""
     if not path.is_file():
         return {}
     # transformers writes "no limit" as the integer 10 ** 30, rounded to a float
@@ -362,7 +364,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _read_template(folder: Path, inline: Any) -> str | None:
-    """Read the chat template; the file wins over tokenizer_config.json, which may hold several named templates."""
+    """Return the chat template of chat_template.jinja, else `inline`, the template of tokenizer_config.json.
+
+    If `inline` is a list of named templates, return the one called "default".
+    """
     path = folder / TEMPLATE_FILE
     if path.is_file():
         try:

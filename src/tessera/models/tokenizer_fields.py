@@ -1,5 +1,8 @@
-"""What tokenizer.json and tokenizer_config.json may hold. The library that reads the first trusts it: a token id of
-2 ** 31 aborts the process, and some values end in a Rust panic, which is no `Exception`."""
+"""Rules for the contents of tokenizer.json and tokenizer_config.json.
+
+The tokenizers library trusts tokenizer.json: a token id of 2 ** 31 aborts the process, and some values cause a Rust
+panic, which is not a subclass of `Exception`.
+"""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -11,9 +14,9 @@ from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import LIST, OBJECT, TEXT, TRUTH, Rule, check_fields, either, integer, items, maybe, record
 
 MAX_BYTES = 64 << 20
-"""Maximum bytes of tokenizer.json. The largest, of a quarter of a million tokens, has 33 MB."""
+"""Maximum bytes of tokenizer.json. The largest known file, with a quarter of a million tokens, has 33 MB."""
 MAX_TOKENS = 1 << 22
-"""Bound of token ids: the library's memory grows with the largest."""
+"""Token ids must be below this, because the library's memory grows with the largest id."""
 
 TOKEN = integer(0, MAX_TOKENS - 1)
 WORD = Rule("a text that is not empty", lambda value: isinstance(value, str) and value != "")
@@ -67,7 +70,7 @@ SETTINGS = MappingProxyType(
         ),
     }
 )
-"""What tokenizer_config.json and special_tokens_map.json may hold, for the keys that are read."""
+"""Rules for the values in tokenizer_config.json and special_tokens_map.json, for the keys that are read."""
 
 
 class LibraryErrors:
@@ -85,13 +88,13 @@ class LibraryErrors:
 
 
 def check_tokenizer(raw: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the contents of tokenizer.json are within their bounds."""
+    """Raise ValueError unless the contents of tokenizer.json fit the rules in FIELDS and MODEL_FIELDS."""
     check_fields(raw, FIELDS, "tokenizer.json")
     check_fields(raw["model"], MODEL_FIELDS, "the model of tokenizer.json")
 
 
 def check_ids(backend: tokenizers.Tokenizer, raw: Mapping[str, Any]) -> None:
-    """Raise ValueError unless added tokens, and those put around a text, have the ids that the file gives them."""
+    """Raise ValueError unless the file's ids are right, for added tokens and for the tokens put around a text."""
     claims = [(token["content"], token["id"]) for token in raw.get("added_tokens") or ()]
     for entry in _templates(raw.get("post_processor") or {}):
         claims += zip(entry.get("tokens") or (), entry.get("ids") or ())
@@ -103,7 +106,7 @@ def check_ids(backend: tokenizers.Tokenizer, raw: Mapping[str, Any]) -> None:
 
 
 def _templates(processor: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the special tokens of the post-processors; the library checked their form."""
+    """Yield the special tokens of a post-processor and of those inside it; the library has checked their form."""
     if processor.get("type") == "Sequence":
         for inner in processor["processors"]:
             yield from _templates(inner)

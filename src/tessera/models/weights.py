@@ -1,6 +1,6 @@
 """Table of a decoder's weights: names in files, axes, when each exists, how each is initialised.
 
-Initialisation, loading, saving, sharding and the parameter count walk this table.
+Initialisation, loading, saving, sharding and the parameter count all use this table.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,16 @@ from tessera.models.layers import Layer, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One weight.
+    """One weight of a decoder, as an entry of this table.
 
     Attributes:
         name: field of Layer, or of Params.
         stored: Hugging Face's name; for a layer's weight, the part after "model.layers.N.".
         gguf: llama.cpp's name; for a layer's weight, the part after "blk.N.".
-        axes: logical axes, [out, in] for a matrix. Their sizes are its shape; meshes split along them.
-        needs: ModelConfig flag that enables it; None: it always exists.
-        residual: its product is added to the residual stream, so its initial values are (2 L) ** -0.5 smaller.
+        axes: names of the logical axes, [out, in] for a matrix; `sizes` gives their sizes, and meshes split along them.
+        needs: ModelConfig flag that enables the weight; None if it always exists.
+        residual: whether its product is added to the residual stream; its initial values are then multiplied by
+            (2 L) ** -0.5.
     """
 
     name: str
@@ -57,7 +58,7 @@ LAYER = (
     _matrix("k", "self_attn.k_proj", "attn_k", "kv_heads", "model"),
     _matrix("v", "self_attn.v_proj", "attn_v", "kv_heads", "model"),
     _matrix("o", "self_attn.o_proj", "attn_output", "model", "heads", residual=True),
-    # This is the norm before the MLP in every family here. Gemma 2's files call another norm so.
+    # In every family here, this is the norm before the MLP. In Gemma 2's files, another norm has this name.
     _vector("mlp_norm", "post_attention_layernorm", "ffn_norm", "model"),
     _matrix("gate", "mlp.gate_proj", "ffn_gate", "mlp", "model"),
     _matrix("up", "mlp.up_proj", "ffn_up", "mlp", "model"),
@@ -72,13 +73,13 @@ LAYER = (
     _vector("q_norm", "self_attn.q_norm", "attn_q_norm", "head_dim", "qk_norm"),
     _vector("k_norm", "self_attn.k_norm", "attn_k_norm", "head_dim", "qk_norm"),
 )
-"""A layer's weights: the fields of Layer."""
+"""Weights of one layer, which are the fields of Layer."""
 
 EMBED = _matrix("embed", "model.embed_tokens", "token_embd", "vocab", "model")
 FINAL_NORM = _vector("final_norm", "model.norm", "output_norm", "model")
 HEAD = _matrix("head", "lm_head", "output", "vocab", "model")
 OUTER = (EMBED, FINAL_NORM, HEAD)
-"""The weights outside of layers: the fields of Params. A tied model has no head."""
+"""Weights outside the layers, which are the other fields of Params. A tied model has no head."""
 
 
 def sizes(config: ModelConfig) -> Mapping[str, int]:
@@ -94,7 +95,7 @@ def sizes(config: ModelConfig) -> Mapping[str, int]:
 
 
 def shape_of(weight: Weight, config: ModelConfig) -> tuple[int, ...]:
-    """Return a weight's shape; stacked layers have a leading L."""
+    """Return a weight's shape, without the leading L of stacked layers."""
     size = sizes(config)
     return tuple(size[axis] for axis in weight.axes)
 
@@ -137,9 +138,9 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Initialise stacked weights: matrices normal with standard deviation in ** -0.5, norms one, biases zero.
+    """Initialise stacked weights: norms are one, biases zero, matrices normal with standard deviation in ** -0.5.
 
-    Models with a smaller deviation never learned to copy (LOG.md).
+    `in` is the matrix's input size. Models with a smaller deviation never learned to copy (LOG.md).
     """
     keys = iter(jax.random.split(key, 16))
     count, shrink = config.num_layers, (2 * config.num_layers) ** -0.5

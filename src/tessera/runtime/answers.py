@@ -14,7 +14,7 @@ class Generation:
     """Result of generating for one prompt.
 
     Attributes:
-        text: the decoded tokens, trimmed before a stop string; "" for a model without a tokenizer.
+        text: the decoded tokens, cut before a stop string; "" for a model without a tokenizer.
         tokens: generated ids, including an end-of-sequence token or the token that completed a stop string.
         logprobs: ln of each token's probability under the raw distribution softmax(logits): before repetition penalty,
             temperature and filters.
@@ -23,7 +23,8 @@ class Generation:
         prompt_tokens: tokens of the prompt.
         ttft_s: seconds from the call of generate to this prompt's first token, compilation included; nan without one.
         decode_tokens_per_s: decode rate after the first token; nan for fewer than two tokens.
-        density: key positions read / key positions visible, over all layers, heads, prompt rows and decode steps.
+        density: key positions read / key positions visible, each summed over layers, heads, prompt rows and decode
+            steps.
         layer_density: the same share per layer, anchors included; empty before the first token.
     """
 
@@ -44,7 +45,7 @@ class Generation:
 
 
 class Answer:
-    """Grows token by token into a Generation."""
+    """Answer of one request, which grows token by token; `generation` returns the result."""
 
     def __init__(
         self, prompt_tokens: int, limit: int, eos_ids: Sequence[int], stop: Sequence[str], tokenizer: Tokenizer | None
@@ -64,7 +65,7 @@ class Answer:
 
     @property
     def num_keys(self) -> int:
-        """Keys the cache must hold for prompt and answer: the last token is never fed back."""
+        """Keys that the cache must hold for prompt and answer, without the last token, which is never fed back."""
         return self.prompt_tokens + self.limit - 1
 
     @property
@@ -86,7 +87,7 @@ class Answer:
         return self._hand_out(len(self._text) - self._held())
 
     def count(self, read_L: np.ndarray, visible_L: np.ndarray) -> None:
-        """Add one call's key counts per layer: keys read for this sequence, and keys a dense pass would have read."""
+        """Add one call's key counts per layer: keys read for this sequence, and keys that a dense pass would read."""
         first = not self._visible_L.size
         self._read_L = read_L if first else self._read_L + read_L
         self._visible_L = visible_L if first else self._visible_L + visible_L
@@ -115,7 +116,7 @@ class Answer:
         )
 
     def _append(self, piece: str) -> bool:
-        """Add text; if that completes a stop string, trim the text before the first one, finish and return True."""
+        """Add text. If that completes a stop string, cut the text before the first one, finish and return True."""
         searched = max(0, len(self._text) - max(map(len, self._stop), default=1) + 1)
         self._text += piece
         found = [at for at in (self._text.find(stop, searched) for stop in self._stop) if at >= 0]

@@ -1,7 +1,7 @@
 """Compilation: shape buckets, and the persistent cache of programs in the user's cache folder.
 
-Buckets are geometric, so that a model compiles few shapes: prompts are cut into chunks of three sizes, and cache sizes
-grow in steps of at most 2x (1.5x and 1.33x from 1,024 keys on).
+Sizes are rounded to a geometric series of buckets, so that a model compiles few shapes: prompts are cut into chunks of
+three sizes, and cache sizes grow in steps of 2x, or of 1.5x and 1.33x from 1,024 keys on.
 """
 
 import gc
@@ -33,12 +33,12 @@ CHECKSUM_BYTES = 4
 class CheckedCache(LRUCache):
     """JAX's folder of compiled programs, with a checksum at the end of each file.
 
-    JAX would warn of a damaged entry in every process and never replace it. This cache drops it, and JAX compiles and
-    stores the program again.
+    JAX's own cache would warn about a damaged entry in every process and never replace it. This cache deletes the
+    entry, so JAX compiles and stores the program again.
     """
 
     def get(self, key: str) -> bytes | None:
-        """Return an entry; None if there is none, or a damaged one."""
+        """Return an entry; None if it is missing or damaged."""
         stored = super().get(key)
         if stored is None:
             return None
@@ -49,15 +49,15 @@ class CheckedCache(LRUCache):
         return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Store an entry; a full disk keeps none."""
+        """Store an entry; if that fails, on a full disk for example, warn and store nothing."""
         try:
             super().put(key, value + _checksum(value))
         except OSError as error:
-            logger.warning("a compiled program is not kept: %s (%s)", self.path, error.strerror or error)
+            logger.warning("a compiled program cannot be stored: %s (%s)", self.path, error.strerror or error)
             self._drop(key)
 
     def _drop(self, key: str) -> None:
-        with suppress(OSError):  # it is another user's, or another process was faster
+        with suppress(OSError):  # the file is another user's, or is already gone
             (self.path / f"{key}-cache").unlink()
 
 
@@ -88,7 +88,7 @@ def enable_cache() -> Path | None:
         logger.warning("compiled programs are not kept: %s is not writable (%s)", folder, error.strerror or error)
         return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    # JAX keeps only programs that took a second; ours are many and small, and add up to the start-up time.
+    # By default, JAX stores only programs that took a second. Ours are many and small, and add up to the start-up time.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     compilation_cache.reset_cache()  # JAX settles on "no cache" at the first compilation of the process
     compilation_cache._cache = CheckedCache(str(folder), max_size=-1)  # JAX has no public way to choose it
@@ -97,7 +97,7 @@ def enable_cache() -> Path | None:
 
 
 def forget_programs(above: int = 30_000) -> bool:
-    """Drop all compiled programs if this process has more memory maps than `above`; return whether it did.
+    """Drop all compiled programs if this process has more memory maps than `above`; return whether they were dropped.
 
     A CPU program takes about 25 maps, a model with unrolled layers hundreds. Linux allows a process 65,530 maps
     (vm.max_map_count), and XLA crashes at the next one, so long runs of many programs call this between their steps.
@@ -132,7 +132,10 @@ def capacity_buckets(num_keys: int) -> Iterator[int]:
 
 
 def chunk_sizes(query_tile: int, chunk: int) -> tuple[int, ...]:
-    """Return prefill chunk lengths, descending; multiples of the query tile, so that cuts never split a tile."""
+    """Return the lengths of prefill chunks, descending; the longest has at most `chunk` rows.
+
+    They are multiples of the query tile, so that no cut splits a tile. (One tile may be longer than `chunk`.)
+    """
     unit = lcm(CHUNK_UNIT, query_tile)
     sizes = [unit]
     while sizes[-1] * CHUNK_GROWTH <= max(chunk, unit):

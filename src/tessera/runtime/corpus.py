@@ -16,12 +16,12 @@ MAX_WINDOW = 8192
 """Maximum tokens of a window, unless the model's context is shorter."""
 
 MIN_WINDOW = 2 * NUM_KEYS
-"""Minimum tokens of a window: some query tiles must see more than the NUM_KEYS keys by which layers are compared."""
+"""Minimum tokens of a window. Layers are compared by NUM_KEYS keys, so some query tiles must see more than these."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """Token windows: `windows` choose the plan, `held_out` judge it; the hash covers both."""
+    """Token windows for calibration: `windows` serve to make a plan, `held_out` to judge it; `sha256` covers both."""
 
     windows: tuple[np.ndarray, ...]
     held_out: tuple[np.ndarray, ...]
@@ -44,8 +44,8 @@ class Corpus:
 def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[int]], max_tokens: int) -> Corpus:
     """Cut windows of at most the model's context, sampled evenly from the texts; hold out the last quarter.
 
-    A file or folder counts as one long text (files sorted by name, binary files skipped); the items of a list count
-    one by one.
+    A file or folder counts as one long text (files sorted by name, binary files skipped); each item of a list
+    is a separate text.
     """
     longest = min(model.config.max_positions, MAX_WINDOW)
     if isinstance(texts, str | os.PathLike):
@@ -63,8 +63,8 @@ def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[i
         windows = _long_enough([windows[0][:middle], windows[0][middle:]])
     if not windows:
         raise ValueError(
-            f"the longest text has {longest} tokens to calibrate and to judge on: {2 * MIN_WINDOW} are needed in one "
-            f"text, or {MIN_WINDOW} in each of two"
+            f"the longest text has {longest} tokens, too few to calibrate and to judge on: {2 * MIN_WINDOW} are needed "
+            f"in one text, or {MIN_WINDOW} in each of two"
         )
     held = max(1, len(windows) // 4)
     return Corpus(windows=tuple(windows[:-held]), held_out=tuple(windows[-held:]), source=source)
@@ -87,7 +87,7 @@ def read_text(path: Path) -> str:
 
 
 def _windows_of_text(model: Any, text: str, longest: int, max_tokens: int) -> list[np.ndarray]:
-    """Cut windows at evenly spaced starts; tokenise only the text they use, at up to 8 characters per token."""
+    """Cut windows at evenly spaced starts; tokenise for each only 8 characters of text per token that it may hold."""
     count = max(2, max_tokens // longest)
     span = 8 * longest
     if len(text) <= count * longest:  # too short to choose from
@@ -115,7 +115,7 @@ def _within(row: np.ndarray, config: ModelConfig) -> bool:
 
 
 def _long_enough(windows: list[np.ndarray]) -> list[np.ndarray]:
-    """Drop windows below MIN_WINDOW; a short remainder of a text would be judged on a few predictions."""
+    """Drop windows of fewer than MIN_WINDOW tokens; a text's short remainder gives too few predictions to judge by."""
     return [window for window in windows if len(window) >= MIN_WINDOW]
 
 

@@ -6,9 +6,8 @@
         for event in engine.step():
             ...
 
-A request's policy follows from its own length: one below the cross-over (`Plan.crossover_tokens`) runs dense,
-others under the engine's policy. Each policy's requests form a lane (`lane.py`), so a step has at most two. Not
-thread-safe.
+A request below the cross-over (`Plan.crossover_tokens`) runs dense; all others run under the engine's policy. The
+requests of each policy form a lane (`lane.py`), so a step runs at most two lanes. An engine is not thread-safe.
 """
 
 import logging
@@ -32,23 +31,24 @@ from tessera.sparse.contract import Policy
 logger = logging.getLogger(__name__)
 
 LAG = 2
-"""Steps an accelerator runs ahead of the host, so that the host reads tokens that are already computed."""
+"""Steps that an accelerator runs ahead of the host, so that the host reads tokens that are already computed."""
 
 
 class Engine:
     """Continues the prompts of many requests together.
 
-    After an exception that is not a `Failure` event (Ctrl-C) the caches may be donated: read partial answers with
-    `cancel` and drop the engine.
+    After an exception such as Ctrl-C, the caches may be donated and unusable: read partial answers with `cancel`, then
+    drop the engine. An error in a single request does not raise; it becomes a `Failure` event.
 
     Args:
-        params, config, policy: of the model.
-        tokenizer: None if there is none; answers then have tokens and no text.
-        slots: rows of each lane; None takes as many as there are requests when the lane opens.
-        num_keys: keys per row to allocate at least; a longer request grows the cache, which compiles new programs.
-        sizes: rows of a prefill call, descending multiples of the policy's query tile; None takes 1,024, 256 and 64.
-        lag: steps the device runs ahead of the host; None is LAG on accelerators and 0 on a CPU, where a step past the
-            end of an answer costs as much as any other.
+        params, config, policy: the model's weights, config and attention policy.
+        tokenizer: the model's tokenizer; with None, answers have tokens and no text.
+        slots: rows of each lane; None takes one row per request that waits when the lane opens.
+        num_keys: minimum keys per row to allocate; a longer request grows the cache, which compiles new programs.
+        sizes: lengths of prefill chunks, descending multiples of the policy's query tile; None takes those of
+            `chunk_sizes`, usually 1,024, 256 and 64.
+        lag: steps that the device runs ahead of the host; None is LAG on accelerators and 0 on a CPU, where a step past
+            the end of an answer costs as much as any other.
         cache: dtype of keys and values, "int8" or None for the weights' own.
     """
 
@@ -77,19 +77,19 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is open."""
+        """Whether any request is neither complete nor failed nor cancelled."""
         return any(ticket.open for ticket in self._tickets.values())
 
     def submit(self, request: Request, *, started_s: float | None = None) -> int:
         """Queue a request and return its id.
 
         Args:
-            request: joins at one of the next steps, when a row is free.
+            request: prompt to continue; it joins at a later step, once a row is free.
             started_s: start of the request on the clock of time.perf_counter, for its time to first token; None is now.
 
         Raises:
-            ValueError: the prompt is empty, outside the vocabulary or longer than the context, or `stop` has no
-                tokenizer to work with.
+            ValueError: the prompt is empty, outside the vocabulary or longer than the context, or the request has
+                `stop` texts and the model has no tokenizer.
         """
         check_tokens(request.prompt, self.config, "the prompt")
         if request.stop and self.tokenizer is None:
@@ -105,14 +105,14 @@ class Engine:
         return ticket.id
 
     def step(self) -> list[Event]:
-        """Run each lane once (one decoded token per row, one chunk of a joining prompt); return what is new.
+        """Run each lane once (one decoded token per row, one chunk of a joining prompt); return the new events.
 
         Every request ends with one End or Failure event, unless it is cancelled.
         """
         interrupt.check()
         self._tickets = {id: ticket for id, ticket in self._tickets.items() if ticket.open}
         events = self._admit()
-        for lane in self.lanes.values():  # both compute before the host waits for either
+        for lane in self.lanes.values():  # both lanes compute before the host waits for either
             lane.advance()
         for lane in self.lanes.values():
             events += lane.collect()
@@ -124,7 +124,7 @@ class Engine:
         A request that ended in the last step returns its whole answer.
 
         Raises:
-            KeyError: no such request, or it ended earlier.
+            KeyError: there is no such request, or it ended before the last step.
         """
         ticket = self._tickets.pop(id)
         ticket.dropped = True
@@ -133,15 +133,15 @@ class Engine:
     def drain(
         self, stream: Callable[[int, str], Any] | None = None, progress: Callable[[int, int], Any] | None = None
     ) -> Iterator[End]:
-        """Step until no request is open; yield how each ended.
+        """Step until no request is open; yield the End event of each.
 
         Args:
             stream: called with (id, text piece) as soon as text is final.
-            progress: called with (prompt tokens computed, prompt tokens to compute) of the open requests together,
-                after each step until all their prompts are.
+            progress: called after each step, until all prompts are computed, with totals over the open requests:
+                (prompt tokens computed, prompt tokens to compute).
 
         Raises:
-            ValueError, MemoryError: the error of the first request that fails; the others stay open.
+            ValueError, MemoryError: the error of the first request that fails; the other requests stay open.
         """
         tickets = [ticket for ticket in self._tickets.values() if ticket.open]
         done, total = 0, 1
@@ -160,20 +160,21 @@ class Engine:
                         raise event.error
 
     def hold(self, tokens: Sequence[int]) -> Held:
-        """Prefill the whole chunks of a prefix under the engine's policy; requests with `held` start after it.
+        """Prefill a prefix, cut to whole chunks, under the engine's policy; requests with the result as `held` start
+        after it.
 
-        Its row is free: a request with another prefix may take it, and `held` then saves nothing.
+        The prefix's row counts as free: a request with another prefix may take the row, and `held` then saves nothing.
         """
         check_tokens(tokens, self.config, "the prefix")
         lane = self.lanes.get(self.policy) or self._open(self.policy, self.slots or 1, len(tokens), len(tokens))
         return lane.hold(tokens)
 
     def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True) -> int:
-        """Run every program of requests of up to `num_keys` keys once, on empty rows; return how many.
+        """Run once, on empty rows, every program that requests of up to `num_keys` keys use; return their number.
 
         Args:
-            samplings: of later requests, in any mixture; only which steps they enable matters.
-            joins: also the programs of requests that join while others decode.
+            samplings: sampling parameters of later requests, in any mixture; only the steps that they enable matter.
+            joins: also run the programs of requests that join while others decode.
         """
         if self.busy:
             raise ValueError("requests are open: warm the engine before submitting any")
@@ -187,13 +188,13 @@ class Engine:
         return programs
 
     def _admit(self) -> list[Event]:
-        """Hand new requests to their policies' lanes."""
+        """Hand new requests to the lanes of their policies, opening lanes as needed; return Failure events."""
         groups: dict[Policy, list[Ticket]] = {}
         for ticket in self._waiting:
             if ticket.open:  # the request's own length selects its policy, not its neighbours'
                 groups.setdefault(self.policy.at_length(ticket.answer.num_keys), []).append(ticket)
         self._waiting, failures = [], []
-        if groups.keys() - self.lanes.keys():  # make room: an idle lane holds a cache for later prompts
+        if groups.keys() - self.lanes.keys():  # drop idle lanes, whose caches take memory
             self.lanes = {policy: lane for policy, lane in self.lanes.items() if lane.busy or policy in groups}
         for policy, tickets in groups.items():
             if policy not in self.lanes:
@@ -203,7 +204,7 @@ class Engine:
         return failures
 
     def _open_for(self, policy: Policy, tickets: Sequence[Ticket]) -> list[Event]:
-        """Open a lane for as many requests as memory allows: the longest fail first."""
+        """Open a lane for as many of the requests as memory allows; the longest fail first. Return Failure events."""
         failures, left = [], sorted(tickets, key=lambda ticket: ticket.answer.num_keys)
         while left:
             longest = left[-1].answer.num_keys

@@ -1,10 +1,10 @@
 """A lane: requests that run under one policy over one cache, one row each, and join and leave between steps.
 
-A request joins by a prefill, chunk by chunk while other rows decode. If all rows join at once, one prefill of the
-whole batch fills the cache in place. Otherwise a prefill of batch 1 fills a copy of the row, which then replaces it: in
-place, each chunk would compute and write every row. A row that is free keeps the keys that prefill wrote, and a later
-prompt with the same prefix starts after them. The keys that decode wrote are never reused: under a sparse policy they
-differ from those of a prefill (see `chat`).
+A request joins with a prefill, which runs chunk by chunk while other rows decode. If all rows join at once, one prefill
+of the whole batch fills the cache in place. Otherwise a prefill of batch 1 fills a copy of the row, and the copy then
+replaces the row; in place, each chunk would compute and write every row. A free row keeps the keys that prefill wrote,
+so a later prompt with the same prefix starts after them. Keys that decode wrote are never reused, because under a
+sparse policy they differ from those of a prefill (see `chat`).
 """
 
 import math
@@ -27,7 +27,7 @@ from tessera.runtime.step import Prefill, Session, explain_not_finite, require_r
 from tessera.sparse.contract import Reads
 
 NEUTRAL = Sampling()
-"""Sampling of a row without a request."""
+"""Sampling parameters of a row without a request."""
 
 
 @jax.jit
@@ -44,7 +44,7 @@ class Joining(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A step that the device may still be computing; `rows` pairs each row of its arrays with its request."""
+    """A step that the device may still be computing; `rows` pairs row numbers of the step's arrays with requests."""
 
     choice: Choice
     reads: Sequence[Reads]
@@ -55,8 +55,8 @@ class Lane:
     """One policy's requests and their cache.
 
     Args:
-        session: its cache, empty.
-        lag: steps the device runs ahead of the host.
+        session: the lane's cache, empty at first.
+        lag: steps that the device runs ahead of the host.
     """
 
     def __init__(self, session: Session, lag: int):
@@ -72,11 +72,11 @@ class Lane:
 
     @property
     def busy(self) -> bool:
-        """Whether a request waits or runs."""
+        """Whether any request waits or runs."""
         return any(ticket is not None and ticket.open for ticket in (*self.slots, *self.waiting))
 
     def advance(self) -> None:
-        """Dispatch one decoded token for every row in the middle of an answer, and one chunk for those that join."""
+        """Dispatch one decode step for the rows in the middle of an answer, and one chunk for the rows that join."""
         self._release()
         before = len(self._pending)
         self._decode()
@@ -86,7 +86,7 @@ class Lane:
         self._due = max(after - self.lag, int(idle))
 
     def collect(self) -> list[Event]:
-        """Wait for the steps that are due and return what they brought."""
+        """Wait for the steps that are due and return their events."""
         events, self._failed = self._failed, []
         for _ in range(min(self._due, len(self._pending))):
             events += self._take(self._pending.popleft())
@@ -112,7 +112,10 @@ class Lane:
         return Held(len(kept), reads)
 
     def warm(self, methods: Iterable[Method], *, joins: bool) -> int:
-        """Run every program of an empty lane once, those of requests that join midway if `joins`; return how many."""
+        """Run every program of an empty lane once; return their number.
+
+        With `joins`, include the programs of requests that join while others decode.
+        """
         self._kept = [()] * self.session.batch
         methods, vocab_size = tuple(methods), self.session.config.vocab_size
         count = self.session.warm() + warm_choices(methods, self.session.batch, vocab_size)
@@ -138,7 +141,7 @@ class Lane:
         alive = [t for t in self.slots if t is not None and t.open and 0 < t.chosen < t.answer.limit]
         if not alive:
             return
-        # A row that is not alive writes a key, too: in the last place, which `_kept` never counts.
+        # Rows that are not alive write a key, too: at the last position, which `_kept` never counts.
         position = np.full(self.session.batch, self.session.num_keys - 1, np.int32)
         flags = np.zeros(self.session.batch, bool)
         for ticket in alive:
@@ -181,7 +184,7 @@ class Lane:
             self._seen = set_row(seen, choice.seen, np.int32(row))
 
     def _start(self) -> Joining | None:
-        """Move requests from the queue to free rows: the whole batch if all rows are free and wanted, else one."""
+        """Move requests from the queue to free rows: a whole batch if all rows are free and wanted, else only one."""
         self.waiting = deque(ticket for ticket in self.waiting if ticket.open)
         rows = [row for row, ticket in enumerate(self.slots) if ticket is None]
         if not (rows and self.waiting):
@@ -209,7 +212,7 @@ class Lane:
         return Joining(Prefill(session, [ticket.request.prompt for ticket in tickets], start), tickets)
 
     def _make_room(self, num_keys: int, num_tokens: int, *, part: bool = False) -> None:
-        """Grow the cache to `num_keys` keys; MemoryError if that, or the copy of a row, does not fit."""
+        """Grow the cache to `num_keys` keys; raise MemoryError if that or, with `part`, a copied row does not fit."""
         session = self.session
         batch = session.batch if session.bucket(num_keys) > session.num_keys else int(part)
         if batch:
@@ -225,7 +228,7 @@ class Lane:
         session.reserve(num_keys)
 
     def _reusable(self, row: int, ticket: Ticket) -> int:
-        """Count the prompt's tokens whose keys this row holds, in whole chunks and at least one token short of it."""
+        """Return how many first tokens of the prompt need no prefill in this row: whole chunks, never the last one."""
         prompt, kept = ticket.request.prompt, self._kept[row]
         limit = min(len(kept), len(prompt) - 1)
         if ticket.request.held is not None:
@@ -259,7 +262,7 @@ class Lane:
 
 
 def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
-    """Choose one token per row by its request's own sampling, seed and step; rows without a request are ignored."""
+    """Choose one token per row by its request's sampling, seed and step; a row without a request gets any token."""
     samplings = [NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets]
     method = reduce(or_, (sampling.method for sampling in samplings))
     values = Values(*(np.array(column) for column in zip(*(s.values(scores.shape[1]) for s in samplings))))
@@ -269,7 +272,7 @@ def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Tick
 
 
 def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int) -> int:
-    """Run the sampling program of every method once; return how many."""
+    """Run the sampling program of every method once; return the number of programs."""
     scores, seen = jnp.zeros((batch, vocab_size), jnp.float32), np.zeros((batch, vocab_size), bool)
     values = Values(*(np.full(batch, value) for value in NEUTRAL.values(vocab_size)))
     seeds, steps = np.zeros(batch, np.uint32), np.zeros(batch, np.int32)
@@ -278,13 +281,13 @@ def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int) -> int:
 
 
 def count_reads(ticket: Ticket, reads: Sequence[Reads], row: int) -> None:
-    """Add one row's key counts of one or more calls to the request's answer."""
+    """Add the key counts of one row, from one or more calls, to the request's answer."""
     if reads:
         read_L, visible_L = (sum(np.asarray(call[i], np.float64)[:, row] for call in reads) for i in (0, 1))
         ticket.answer.count(read_L, visible_L)
 
 
 def fail(ticket: Ticket, error: Exception) -> Failure:
-    """Drop a request and return the event that says why."""
+    """Mark a request as dropped and return its Failure event."""
     ticket.dropped = True
     return Failure(ticket.id, error)

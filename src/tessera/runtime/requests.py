@@ -1,4 +1,4 @@
-"""What an engine takes and returns: requests and events."""
+"""The input and output of an engine: requests and events."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ class Held(NamedTuple):
     """A prefix whose keys an engine holds; see `Engine.hold`.
 
     Attributes:
-        num_tokens: its length, a multiple of the smallest chunk.
-        reads: key counts of its prefill.
+        num_tokens: length of the prefix, a multiple of the smallest chunk.
+        reads: key counts of the prefix's prefill.
     """
 
     num_tokens: int
@@ -31,11 +31,11 @@ class Request:
     Attributes:
         prompt: token ids.
         max_new_tokens: maximum number of tokens to generate; fewer if the model's context ends first.
-        stop: texts that end the answer; the first to appear is trimmed off.
-        sampling: how tokens are chosen.
-        seed: a draw depends only on the seed and the step.
-        held: None reuses the longest prefix whose keys are still in the cache. Otherwise reuse at most this prefix, and
-            count its prefill among the keys that the answer read.
+        stop: texts that end the answer; the answer is cut before the first that appears.
+        sampling: sampling parameters.
+        seed: seed of the draws; a draw depends only on the seed and the step.
+        held: result of `Engine.hold`: reuse at most this prefix, and count its prefill among the keys that the answer
+            read. None reuses the longest prefix whose keys are still in the cache.
     """
 
     prompt: Sequence[int]
@@ -54,7 +54,7 @@ class Request:
 
 
 class Token(NamedTuple):
-    """A request has one more token; `text` is what became final with it: whole characters, maybe none."""
+    """Event: a request has one more token. `text` is the text that this token made final, in whole characters."""
 
     id: int
     token: int
@@ -63,7 +63,7 @@ class Token(NamedTuple):
 
 
 class End(NamedTuple):
-    """A request is complete; `generation.finish_reason` is "stop" or "length".
+    """Event: a request is complete; `generation.finish_reason` is "stop" or "length".
 
     `reused_tokens` counts the prompt's tokens whose keys were still in the cache.
     """
@@ -74,7 +74,7 @@ class End(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """A request failed; the others continue."""
+    """Event: a request failed; the other requests continue."""
 
     id: int
     error: Exception
@@ -88,11 +88,11 @@ class Ticket:
     """A request inside an engine.
 
     Attributes:
-        row: its row of the lane.
+        row: row of the lane that the request has.
         reused: prompt tokens whose keys were in the cache.
-        position: prompt rows before it are computed, as far as the host knows.
+        position: number of prompt tokens that are computed, as far as the host knows.
         chosen: tokens that the device was asked to choose; the host may have read fewer.
-        dropped: cancelled or failed.
+        dropped: whether the request was cancelled or failed.
     """
 
     id: int
@@ -107,12 +107,12 @@ class Ticket:
 
     @property
     def open(self) -> bool:
-        """Whether it still wants tokens."""
+        """Whether the request still needs tokens."""
         return not (self.dropped or self.answer.done)
 
     @property
     def prefilled(self) -> tuple[int, int]:
-        """Prompt tokens computed, and to compute, without those whose keys were in the cache."""
+        """Prompt tokens computed, and prompt tokens to compute in total, both without tokens reused from the cache."""
         total = self.answer.prompt_tokens - self.reused
         done = total if self.answer.tokens or not self.open else self.position - self.reused
         return min(max(done, 0), total), total

@@ -20,14 +20,14 @@ from jaxtyping import Bool, Float, Int32, UInt32
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Steps of the sampling program. Static under jit, so that greedy decoding neither sorts nor draws."""
+    """Optional steps of the sampling program. Static under jit, so that greedy decoding neither sorts nor draws."""
 
     draw: bool = False
     filtered: bool = False
     penalised: bool = False
 
     def __or__(self, other: "Method") -> "Method":
-        """Return the steps that either needs."""
+        """Return the union of the steps of both."""
         return Method(
             draw=self.draw or other.draw,
             filtered=self.filtered or other.filtered,
@@ -36,14 +36,15 @@ class Method:
 
 
 GREEDY = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
-"""Arguments of Model.generate that take the best token, whatever the model's generation_config.json says."""
+"""Arguments of Model.generate that make it take the best token, whatever the model's generation_config.json says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampling parameters; see Model.generate. Checked here; their values are not static under jit.
+    """Checked sampling parameters; see Model.generate. Their values are not static under jit.
 
-    These switch a step off: temperature 0 (takes the best token), top_k 0, top_p 1, min_p 0, repetition_penalty 1.
+    These values switch a step off: temperature 0 (takes the best token), top_k 0, top_p 1, min_p 0,
+    repetition_penalty 1.
     """
 
     temperature: float = 0.0
@@ -56,24 +57,24 @@ class Sampling:
         if not (isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or a positive number")
         if self.top_k is not None and (int(self.top_k) != self.top_k or self.top_k < 0):
-            raise ValueError(f"top_k={self.top_k} must be a whole number, or 0 to keep all tokens")
+            raise ValueError(f"top_k={self.top_k} must be a positive whole number, or 0 to keep all tokens")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1, or 1 to keep all tokens")
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 keeps all tokens")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p} must be between 0 (keeps all tokens) and 1")
         if not (isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
-            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1.0 is none")
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be positive; 1.0 has no effect")
 
     @property
     def method(self) -> Method:
-        """Steps that these values need."""
+        """Optional steps of the sampling program that these values need."""
         draw = self.temperature > 0
         # greedy decoding needs no filter: every filter keeps the best token
         filters = bool(self.top_k) or self.top_p not in (None, 1) or bool(self.min_p)
         return Method(draw=draw, filtered=draw and filters, penalised=self.repetition_penalty != 1.0)
 
     def values(self, vocab_size: int) -> "Values":
-        """Return the parameters as NumPy scalars, neutral where one is unset."""
+        """Return the parameters as NumPy scalars; a parameter that is not set gets the value that has no effect."""
         return Values(
             temperature=np.float32(self.temperature),
             top_k=np.int32(vocab_size if not self.top_k else min(self.top_k, vocab_size)),
@@ -97,9 +98,9 @@ class Choice(NamedTuple):
     """One token per sequence.
 
     Attributes:
-        token: ids.
-        logprob: ln of its probability under softmax(logits): before penalty, temperature and filters.
-        seen: tokens of prompt and answer so far, None unless penalised.
+        token: the chosen ids.
+        logprob: ln of each chosen token's probability under softmax(logits), before penalty, temperature and filters.
+        seen: mask of the tokens in prompt and answer so far; None unless `method.penalised`.
     """
 
     token: Int32[Array, "B"]
@@ -119,8 +120,8 @@ def choose(
 ) -> Choice:
     """Choose one token per sequence; a draw depends only on that sequence's seed, logits and step.
 
-    Sequences of different sampling run in one call: `method` holds every step that one of them needs, and a sequence
-    whose values are neutral there (temperature 0 takes the best token) gets the token that it would get alone.
+    Sequences with different sampling parameters run in one call. `method` holds every step that any of them needs; for
+    a sequence that does not need a step, values that switch it off (such as temperature 0) leave its token unchanged.
     """
     z_BV = distribution(logits_BV, seen_BV, values, method=method)
     token_B = jnp.argmax(z_BV, axis=-1).astype(jnp.int32)
@@ -160,14 +161,14 @@ def threshold(z_BV: Float[Array, "B V"], values: Values) -> Float[Array, "B 1"]:
     kth_B1 = jnp.take_along_axis(ascending, vocab_size - values.top_k, axis=-1)
     kept = jnp.where(ascending >= kth_B1, ascending, -jnp.inf)
     cumulative = jnp.cumsum(jax.nn.softmax(kept, axis=-1), axis=-1)
-    removed = jnp.sum(cumulative <= 1 - values.top_p, axis=-1, keepdims=True)  # a prefix, since cumulative ascends
+    removed = jnp.sum(cumulative <= 1 - values.top_p, axis=-1, keepdims=True)  # the first ones: cumulative ascends
     nucleus_B1 = jnp.take_along_axis(ascending, jnp.minimum(removed, vocab_size - 1), axis=-1)
     relative_B1 = ascending[:, -1:] + jnp.log(values.min_p)
     return jnp.maximum(jnp.maximum(kth_B1, nucleus_B1), relative_B1)
 
 
 def seen_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[np.ndarray, "B V"]:
-    """Mark the tokens that each prompt contains."""
+    """Return a mask of the tokens that each prompt contains."""
     seen = np.zeros((len(prompts), vocab_size), bool)
     for row, prompt in zip(seen, prompts):
         row[np.asarray(prompt)] = True
@@ -175,7 +176,7 @@ def seen_tokens(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[np.nd
 
 
 def check_seeds(seed: int | Sequence[int], batch: int) -> UInt32[np.ndarray, "B"]:
-    """Return one seed per sequence; a single seed serves all."""
+    """Return one seed per sequence, the same one for all if `seed` is a number; raise ValueError if one is invalid."""
     seeds = [seed] * batch if isinstance(seed, int | np.integer) else list(seed)
     if len(seeds) != batch:
         raise ValueError(f"seed has {len(seeds)} values for {batch} prompts: pass one integer, or one per prompt")

@@ -1,10 +1,11 @@
-"""Run a text through the decoder in chunks of whole query tiles, and judge its rows.
+"""Run text through the decoder in chunks of whole query tiles, and judge its next-token predictions.
 
-Each window runs under a policy with a separate cache. Each chunk yields its hidden states and the policy's notes, its
-final state, from which `policy.reads` counts keys. The output head then judges rows in blocks of ROWS, so its memory is
-ROWS x vocabulary. For row t, with p under dense, p' under the policy, and x the token after t,
+Each window of text runs under a policy with a separate cache. Each chunk yields its hidden states and its notes: the
+policy's final state, from which `policy.reads` counts keys. The output head then processes rows in blocks of ROWS, so
+its memory is ROWS x vocabulary. Row t predicts the next token x with probabilities p under dense attention and p' under
+the policy:
 
-    loss = -ln p'(x)        KL = sum_v p(v) (ln p(v) - ln p'(v))
+    loss = -ln p'(x)        KL = sum over tokens v of p(v) (ln p(v) - ln p'(v))
 """
 
 from collections.abc import Callable, Iterator
@@ -28,24 +29,24 @@ from tessera.runtime.compilation import CHUNK_UNIT
 from tessera.sparse.contract import Policy
 
 CHUNK = 512
-"""Maximum rows per call, unless the query tile is larger. Smaller than generation's chunks (`step.CHUNK`): a recorder
-holds rows / query_tile masses over all keys."""
+"""Maximum rows per call, unless the query tile is larger. Smaller than generation's chunks (`step.CHUNK`), because a
+recorder holds masses over all keys for each of the chunk's query tiles."""
 
 ROWS = 256
-"""Rows of logits computed at a time: with a large vocabulary, more would not fit in memory."""
+"""Rows of logits computed at a time. With a large vocabulary, more rows would not fit in memory."""
 
 PolicyOf = Policy | Callable[[Any], Policy]
-"""A policy or, if an array comes with it, a function from that array to one. Both are static under jit: a program that
-serves many arrays takes them traced, and a policy that holds a traced array cannot be hashed."""
+"""A policy, or a function that makes one from an array; both are static under jit. With the function, one program
+serves many arrays: the array is traced, and a policy that holds a traced array could not itself be static."""
 
 
 class Chunk(NamedTuple):
-    """Result of one call.
+    """Result of one chunk of a window.
 
     Attributes:
-        start: position of its first row.
+        start: position of the chunk's first row.
         count: number of rows that hold tokens of the window; the others are padding.
-        hidden: the last layer's output.
+        hidden: hidden states after the final norm.
         notes: the policy's final state.
     """
 
@@ -67,13 +68,13 @@ def run_chunk(
     config: ModelConfig,
     policy: PolicyOf,
 ) -> tuple[Float[Array, "1 T D"], Cache, Any]:
-    """Run the first `q_len` of T rows from position `q_start` -> hidden states, cache, the policy's notes."""
+    """Run the first `q_len` of T rows, from position `q_start`; return hidden states, cache and the policy's notes."""
     positions = Positions(q_start_B, q_start_B + q_len_B, q_len_B)
     return forward(params, tokens_BT, cache, positions, config=config, policy=make_policy(policy, array))
 
 
 def make_policy(policy: PolicyOf, array: Any) -> Policy:
-    """Return the policy, made from the array if there is one."""
+    """Return policy(array) if there is an array, else the policy itself."""
     return policy if array is None else policy(array)
 
 
@@ -83,9 +84,9 @@ class Run:
     Args:
         model: any object with `params` and `config`; its `cache`, if any, is the cache's dtype, as in `Session`.
         policy: static; see `PolicyOf`.
-        num_keys: keys that the cache must hold. Programs are compiled per number of rows and cache size, so pass one
-            number for sequences of several lengths.
-        array: what a traced policy is made from.
+        num_keys: keys that the cache must hold. Programs are compiled per number of rows and cache size, so pass the
+            same number for sequences of several lengths.
+        array: argument of `policy` if that is a function; else None.
     """
 
     def __init__(self, model: Any, policy: PolicyOf, num_keys: int, array: Any = None):
@@ -98,7 +99,7 @@ class Run:
         self.cache = init_cache(model.config, 1, size, dtype=dtype, stacked=stacked)
 
     def call(self, tokens: Any, start: int, rows: int) -> Chunk:
-        """Run tokens, padded to `rows` rows, at position `start`, a multiple of the query tile."""
+        """Run tokens, padded to `rows` rows, from position `start` on, which is a multiple of the query tile."""
         interrupt.check()
         padded = np.zeros((1, rows), np.int32)
         padded[0, : len(tokens)] = tokens
@@ -124,7 +125,7 @@ def run_window(
 def run_whole(
     model: Any, tokens: Any, policy: PolicyOf, array: Any = None, *, num_keys: int | None = None
 ) -> tuple[np.ndarray, list[Any]]:
-    """Run a window of token ids -> hidden states [W,D], the policy's notes of each chunk; both on the host."""
+    """Run a window of W token ids; return hidden states [W,D] and the notes of each chunk, both on the host."""
     hidden, notes = [], []
     for chunk in run_window(model, tokens, policy, array, num_keys=num_keys):
         hidden.append(np.asarray(chunk.hidden)[: chunk.count])
@@ -133,7 +134,7 @@ def run_whole(
 
 
 class Scored(NamedTuple):
-    """Judged rows of one run.
+    """Judgements of some rows of one run.
 
     Attributes:
         loss: -ln p of the next token, in nats.
@@ -145,13 +146,13 @@ class Scored(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Rows of a run judged by the same rows under dense.
+    """Rows of a run under a policy, compared with the same rows under dense attention.
 
     Attributes:
         kl: KL(dense || policy), in nats.
-        loss_dense, loss: -ln p of the next token.
-        right_dense, right: whether the next token is the top-1 token.
-        same: whether the top-1 tokens are equal.
+        loss_dense, loss: -ln p of the next token under dense attention and under the policy, in nats.
+        right_dense, right: whether the next token is the top-1 token under dense attention and under the policy.
+        same: whether both have the same top-1 token.
     """
 
     kl: Float32[np.ndarray, "rows"]
@@ -189,17 +190,17 @@ def score_rows(model: Any, hidden: np.ndarray, tokens: np.ndarray, rows: np.ndar
 
 
 def compare_rows(model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> Compared:
-    """Compare rows of a run with the same rows under dense; arguments as in `score_rows`."""
+    """Compare rows of a run, `ours`, with the same rows under `dense`; both are [W,D]. See `score_rows`."""
     return Compared(*_by_block(partial(_compare_block, model.params), (dense, ours), tokens, rows))
 
 
 def predicting(tokens: np.ndarray) -> np.ndarray:
-    """Return the rows of a window that predict a token of it: all but the last."""
+    """Return the positions of all rows of a window but the last: their next token is in the window."""
     return np.arange(len(tokens) - 1)
 
 
 def _by_block(judge: Callable[..., tuple], runs: tuple[np.ndarray, ...], tokens: np.ndarray, rows: np.ndarray) -> list:
-    """Judge ROWS rows at a time and join the results; the last block repeats its last row to fill up."""
+    """Judge ROWS rows at a time and join the results; the last block is padded with copies of its last row."""
     blocks = []
     for first in range(0, len(rows), ROWS):
         part = rows[first : first + ROWS]

@@ -1,8 +1,8 @@
-"""The programs over a KV cache that is allocated once: a chunk of a prefill, one decoded token, rows in and out.
+"""The jitted programs over a KV cache that is allocated once: prefill a chunk, decode a token, copy rows in and out.
 
 The batch is right-padded. Prompts are cut into chunks at fixed positions, multiples of the query tile, so the keys that
-a row attends to depend neither on the other prompts nor on the chunk sizes. Memory: cache plus one chunk's activations,
-both linear in length.
+a row attends to depend neither on the other prompts nor on the chunk sizes. Memory is the cache plus one chunk's
+activations; both are linear in length.
 """
 
 from collections import deque
@@ -28,7 +28,7 @@ from tessera.runtime.compilation import capacity_bucket, chunk_sizes, cut_chunks
 from tessera.sparse.contract import Policy, Reads
 
 CHUNK = 1024
-"""Maximum rows of one prefill call of generation; see `score.CHUNK` for text that is judged."""
+"""Maximum rows of one prefill call in generation. `score.CHUNK` is the limit for text that is scored."""
 
 
 @partial(jax.jit, static_argnames=("config", "batch", "num_keys", "dtype", "stacked"))
@@ -62,9 +62,10 @@ def prefill_chunk(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Cache, Float[Array, "B D"], Reads | None]:
-    """Run one chunk; each sequence with rows in it writes its last row's hidden state to `last_BD`.
+    """Run one prefill chunk; return the cache, `last_BD` and the reads.
 
-    `last_BD` is not donated: the host waits for it, to know how far the device is.
+    Each sequence with rows in the chunk writes its last row's hidden state to `last_BD`. This argument is not donated,
+    because the host waits for it to learn how far the device is.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
@@ -90,7 +91,10 @@ def decode_token(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Cache, Float[Array, "B V"], Reads | None]:
-    """Feed one token per sequence; sequences that are not alive attend to nothing and count no reads."""
+    """Feed one token per sequence; return the cache, next-token logits and the reads.
+
+    Sequences that are not alive attend to nothing and count no reads.
+    """
     positions = Positions(position_B, jnp.where(alive_B, position_B + 1, 0), alive_B.astype(jnp.int32))
     hidden, cache, state = forward(params, token_B[:, None], cache, positions, config=config, policy=policy)
     return cache, logits(params, hidden[:, 0]), policy.reads(state)
@@ -105,7 +109,7 @@ def score_tokens(
     config: ModelConfig,
     policy: Policy,
 ) -> tuple[Float[Array, "B T V"], Bool[Array, ""]]:
-    """Compute logits at every position in one call without a cache, and whether all except the padding's are finite."""
+    """Compute logits at every position in one call without a cache, and whether those outside padding are finite."""
     positions = Positions(jnp.zeros_like(q_len_B), q_len_B, q_len_B)
     hidden, _, _ = forward(params, tokens_BT, None, positions, config=config, policy=policy)
     out = logits(params, hidden)
@@ -130,7 +134,7 @@ def put_row(cache: Cache, part: Cache, row: Int32[Array, ""]) -> Cache:
 
 
 class Session:
-    """The KV cache of one batch, not a client's session, and the programs that fill it.
+    """The KV cache of one batch and the programs that fill it. (This is not the session of a client.)
 
     Args:
         params, config, policy: of the model.
@@ -172,15 +176,15 @@ class Session:
             self.cache = enlarge(self.cache, num_keys=self.num_keys)
 
     def bucket(self, num_keys: int) -> int:
-        """Return the capacity, with room for the last chunk's padding: XLA silently clamps a write past the end."""
+        """Return the cache size for `num_keys` keys and the last chunk's padding; XLA silently clamps later writes."""
         return capacity_bucket(round_up(num_keys, self.sizes[-1]))
 
     def align(self, position: int) -> int:
-        """Round a position down to where a chunk may start, a multiple of the query tile.
+        """Round a position down to a multiple of the smallest chunk, and so of the query tile.
 
-        Keys that prefill wrote below it equal those of a cold prefill of any longer prompt with the same prefix: each
-        query tile below it was full, so it ranked the key tiles by the same rows. The last query tile of a shorter
-        prompt was not. Chunks of other sizes run other programs, which may round differently; on a CPU, keys and
+        Before the result, keys that a prefill wrote equal those of a cold prefill of any longer prompt with the same
+        prefix: each query tile there was full, and so ranked the key tiles by the same rows. (A prompt's last query
+        tile may be partial.) Chunks of other sizes run other programs, which may round differently; on a CPU, keys and
         selections are bit-identical for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
         """
         return position - position % self.sizes[-1]
@@ -192,11 +196,11 @@ class Session:
         return part
 
     def put(self, index: int, part: "Session") -> None:
-        """Write a session of batch 1, made by `row`, over one sequence."""
+        """Replace one sequence by a session of batch 1 that `row` made."""
         self.cache = put_row(self.cache, part.cache, np.int32(index))
 
     def prefill(self, prompts: Sequence[Sequence[int]], start: int = 0) -> tuple[Float[Array, "B V"], list[Reads]]:
-        """Run the prompts' tokens from `start` on -> next-token logits, reads of each chunk; see `Prefill`."""
+        """Run the prompts' tokens from `start` on; return next-token logits and each chunk's reads; see `Prefill`."""
         run = Prefill(self, prompts, start)
         while not run.done:
             interrupt.check()
@@ -216,17 +220,20 @@ class Session:
     def decode(
         self, token_B: Array, position_B: np.ndarray, alive_B: np.ndarray
     ) -> tuple[Float[Array, "B V"], list[Reads]]:
-        """Feed one token per sequence at its position -> next-token logits; rows not alive write a key there too."""
+        """Feed one token per sequence at its position; return next-token logits and reads.
+
+        Sequences that are not alive write a key at their position, too.
+        """
         self.cache, out, reads = decode_token(
             self.params, self.cache, token_B, position_B, alive_B, config=self.config, policy=self.policy
         )
         return out, [] if reads is None else [reads]
 
     def warm(self, *, decode: bool = True) -> int:
-        """Run every program for this cache size once, on empty sequences, decode's if wanted; return how many.
+        """Run every program for this cache size once, on empty sequences; return their number.
 
-        `Lane.warm` calls this for its rows and adds sampling; `Engine.warm` calls that for each of its lanes.
-        `Model.warmup` calls this for each cache size up to its longest request.
+        `decode` includes the decode program. `Lane.warm` calls this and adds sampling, and `Engine.warm` calls
+        `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
         """
         no_rows = np.zeros(self.batch, np.int32)
         last = np.zeros((self.batch, self.config.hidden_size), self.dtype)
@@ -244,11 +251,11 @@ class Prefill:
     """A prefill of a session's whole batch, which runs chunk by chunk.
 
     Attributes:
-        position: the device has computed every row before it.
+        position: the device has computed every row before this position.
 
     Args:
-        session: large enough for the prompts; see `Session.reserve`.
-        prompts: one per sequence.
+        session: session whose cache is large enough for the prompts; see `Session.reserve`.
+        prompts: token ids, one list per sequence.
         start: position of the first token to run, a multiple of the smallest chunk; the cache holds the tokens before.
     """
 
@@ -270,7 +277,8 @@ class Prefill:
     def advance(self) -> None:
         """Dispatch the next chunk and wait for the one before it.
 
-        The device always has one chunk to work on, so it never idles; the host knows its position and hears Ctrl-C.
+        The device always has a chunk to work on, so it never idles. The host learns how far the device is, and can
+        react to Ctrl-C between chunks.
         """
         first, size = self._chunks.popleft()
         before = self._last
@@ -287,13 +295,17 @@ class Prefill:
 
 
 def cache_bytes(config: ModelConfig, batch: int, num_keys: int, itemsize: int, cache: str | None = None) -> int:
-    """Return the bytes of the cache for a request of `num_keys` keys: 2 L B K S H itemsize, or 2 L B K S (H + 2)."""
+    """Return 2 L B K S H itemsize, the bytes of the cache; S is `num_keys` rounded up to a capacity bucket.
+
+    An int8 cache has 2 L B K S (H + 2).
+    """
     per_head = head_bytes(config.head_dim, itemsize, int8=cache == "int8")
     return 2 * config.num_layers * batch * config.num_kv_heads * per_head * capacity_bucket(num_keys)
 
 
 def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int) -> int:
-    """Estimate one prefill chunk's activation bytes: residual, projections, both halves of the MLP, float32 copies."""
+    """Estimate the bytes of one prefill chunk's activations: residual, projections, both halves of the MLP, and their
+    float32 copies."""
     rows = batch * min(num_tokens, CHUNK)
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 4 * config.hidden_size + 2 * heads + 3 * config.intermediate_size
@@ -314,7 +326,7 @@ def require_room(
 
 
 def explain_not_finite(params: Params) -> str:
-    """Explain in one sentence why scores are not finite: which weights are to blame, if any."""
+    """Explain in one sentence why scores are not finite; name the weights that are not, if any."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     broken = [jax.tree_util.keystr(path) for path, leaf in leaves if not bool(jnp.isfinite(leaf).all())]
     if broken:

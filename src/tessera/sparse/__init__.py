@@ -1,1 +1,1 @@
-"""Sparse attention policies: who attends to what."""
+"""Sparse attention policies, which decide what keys each query reads, and plans for them."""

@@ -1,7 +1,7 @@
-"""Policies for calibration's what-if questions: some heads read next to nothing, or each head gets a given budget.
+"""Policies for calibration's experiments: some heads read almost nothing, or each head gets a given budget.
 
-Their arrays may be traced, so one compiled program serves every layer and head. They are built inside the jitted call
-and never hashed.
+The arrays in these policies may be traced, so one compiled program serves every layer and head. Such a policy is built
+inside the jitted call and is never hashed.
 """
 
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ from tessera.sparse.estimate import Estimate, estimate_mass
 from tessera.sparse.reads import count_read, count_visible, record_reads
 
 GRID = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
-"""Budgets a head may get, as fractions of the visible keys; a finer grid made no measurable difference on text."""
+"""Budgets that a head may get, as fractions of the visible keys. A finer grid made no measurable difference on text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """Tiles listed beyond the budget, and how tiles are scored: the plan fields that calibration fixes first."""
+    """The fields of a plan that calibration fixes first: tile sizes, always-read keys, and how tiles are scored."""
 
     tile: int = 16
     query_tile: int = 32
@@ -39,21 +39,21 @@ class Tiling:
     score_rows: int = 4
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """The call's spec with these tiles."""
+        """Return the call's spec with these tile sizes."""
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
     def always(self) -> dict[str, int]:
-        """Return keyword arguments of `select_tiles`."""
+        """Return the keyword arguments of `select_tiles` for minimum, local keys and sinks."""
         return {"minimum": self.minimum, "local": self.local, "sinks": self.sinks}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalHeads(Counted):
-    """Dense attention, except that some KV heads read only the tiles always listed.
+    """Dense attention, except that some KV heads read only the always-read tiles: own and local keys, and sinks.
 
     Attributes:
-        tiling: which tiles are always listed.
-        local_LK: heads that read no far key.
+        tiling: sets the always-read tiles.
+        local_LK: KV heads that read only these tiles.
     """
 
     tiling: Tiling
@@ -78,7 +78,8 @@ class LocalHeads(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted(Counted):
-    """Every layer chooses its own tiles by cheap scores, each KV head within its budget (0 to 1 of what is visible)."""
+    """Every layer selects its own tiles by cheap scores, and each KV head as many as its budget, a fraction of the
+    visible keys, allows."""
 
     tiling: Tiling
     budgets_LK: Float[Array, "L K"]
@@ -103,9 +104,9 @@ class Budgeted(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class MassRecorder(Policy):
-    """Dense attention that returns every layer's masses [L,B,K,I,J].
+    """Dense attention whose final state holds every layer's tile masses [L,B,K,I,J].
 
-    The caller sorts them on the host, because XLA on CPU takes seconds to compile each layer's sort.
+    The caller sorts the masses on the host, because XLA on CPU takes seconds to compile each layer's sort.
     """
 
     tiling: Tiling
@@ -128,8 +129,11 @@ class MassRecorder(Policy):
 
 
 def missed_mass(mass_LBKIJ: np.ndarray, spec: AttentionSpec, positions: Positions, tiling: Tiling) -> np.ndarray:
-    """Return [L,K,F]: probability outside the tiles always listed and the best far tiles of each budget of GRID, summed
-    over query tiles, rows and query heads."""
+    """Return [L,K,F]: the probability outside the tiles read with each of the F budgets in GRID.
+
+    The tiles read are the always-read ones and the heaviest others. Probabilities are summed over sequences, query
+    tiles, rows and query heads.
+    """
     shape = mass_LBKIJ.shape[1:]
     (tiles, count), budgets = jax.device_get(_near_and_budgets(positions, shape=shape, spec=spec, tiling=tiling))
     far = np.array(mass_LBKIJ, np.float64)
@@ -149,7 +153,10 @@ def missed_mass(mass_LBKIJ: np.ndarray, spec: AttentionSpec, positions: Position
 def _near_and_budgets(
     positions: Positions, *, shape: tuple[int, ...], spec: AttentionSpec, tiling: Tiling
 ) -> tuple[Selection, list[Array]]:
-    """Return the tiles always listed, and the number of tiles within each budget of GRID. Op by op compiles longer."""
+    """Return the always-read tiles, and the number of tiles within each budget in GRID.
+
+    One jitted function compiles faster than its operations one by one.
+    """
     spec, always = tiling.spec(spec), tiling.always()
     near = select_tiles(jnp.zeros(shape), spec, fraction=0.0, **always, **positions._asdict())
     return near, [tile_budget(spec, shape[2], *positions, fraction=f, **always).budget for f in GRID]

@@ -1,6 +1,7 @@
-"""Which layers should score: similarity, importance, the dynamic program, the head map (KASCADE, arXiv 2512.16391).
+"""Choose the anchor layers, which score all keys, and the head map, as in Kascade (arXiv 2512.16391).
 
-Pure mathematics on small arrays; `recording.py` gathers the arrays from a running model, `similarity.py` combines both.
+This module holds pure mathematics on small arrays: similarity, importance, and the dynamic program. `recording.py`
+gathers the arrays from a running model; `calibration/similarity.py` combines both.
 """
 
 from collections.abc import Sequence
@@ -13,21 +14,25 @@ from jaxtyping import Float, Int32
 from tessera.core.shapes import round_up
 
 PAPER_ANCHORS, PAPER_LAYERS = 5, 32
-"""The paper uses five anchors for 32 layers (Llama-3.1-8B)."""
+"""Numbers of anchors and of layers in the paper's plan for Llama-3.1-8B."""
 
 
 def default_anchors(num_layers: int) -> int:
-    """Anchors in the paper's proportion, 5 of 32 layers, rounded up; at least 2 (layer 0 alone is a poor guide)."""
+    """Return the number of anchors in the paper's proportion, 5 of 32 layers, rounded up. At least 2, because layer 0
+    alone is a poor guide."""
     scaled = round_up(num_layers * PAPER_ANCHORS, PAPER_LAYERS) // PAPER_LAYERS
     return min(max(2, scaled), num_layers)
 
 
 def captured(mass_KIJ: Float[Array, "K I J"], ids_AKIC: Int32[Array, "A K I C"]) -> Float[Array, "A K K I"]:
-    """Sum the probability that each of this layer's heads puts on each set of keys: [a, theirs, mine, query tile].
+    """Sum the probability that each head of this layer puts on the keys chosen by each head of each layer a.
 
     Args:
-        mass_KIJ: probability that each key received from the query tile's rows.
-        ids_AKIC: C key ids per layer a, KV head and query tile, all different.
+        mass_KIJ: probability on each key in this layer, summed over the query tile's rows.
+        ids_AKIC: C different key ids per layer a, KV head and query tile.
+
+    Returns:
+        sums by [layer a, head of a, head of this layer, query tile].
     """
     heads = [
         jnp.take_along_axis(mass_KIJ[None, None, mine], ids_AKIC, axis=-1).sum(-1) for mine in range(len(mass_KIJ))
@@ -41,15 +46,19 @@ def similarity(
     own_KIC: Int32[Array, "K I C"],
     always_KI: Float[Array, "K I"] | float = 0.0,
 ) -> Float[Array, "A K K I"]:
-    """sim(a, b)_q = (P_b[always] + sum(P_b[I_a])) / (P_b[always] + sum(P_b[I_b])): [a, its head, b's head, query tile].
+    """Compute how well layer b would do with the keys that each earlier layer a chose, relative to its own choice.
 
-    1 where b finds all it would have chosen itself; 1 also where b has no mass at all (nothing to lose).
+    For each query tile, sim(a, b) = (P_b[always] + sum(P_b[I_a])) / (P_b[always] + sum(P_b[I_b])). It is 1 if b loses
+    nothing, which includes the case that b has no mass at all.
 
     Args:
-        mass_KIJ: P_b of the keys that a layer may choose from, summed over the query tile's rows.
+        mass_KIJ: P_b, probability in layer b of the keys that a layer may choose from, summed over a query tile's rows.
         ids_AKIC: I_a, the keys that each earlier layer's heads choose.
         own_KIC: I_b, the keys that b's heads choose.
         always_KI: P_b of the keys that every layer reads regardless of its choice; mass_KIJ excludes them.
+
+    Returns:
+        similarities by [layer a, head of a, head of b, query tile].
     """
     own = jnp.take_along_axis(mass_KIJ, own_KIC, axis=-1).sum(-1) + always_KI
     found = captured(mass_KIJ, ids_AKIC) + always_KI
@@ -57,7 +66,10 @@ def similarity(
 
 
 def importance(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Array, "..."]:
-    """w = 1 - cos(x, y), how much attention turns the residual stream; as |x/|x| - y/|y||^2 / 2, exact near 0."""
+    """Return 1 - cos(x, y), which tells how far attention turns the residual stream from x to y.
+
+    It is computed as |x/|x| - y/|y||^2 / 2, which stays accurate near 0.
+    """
 
     def unit(z):
         z = z.astype(jnp.float32)
@@ -67,10 +79,13 @@ def importance(x: Float[Array, "... D"], y: Float[Array, "... D"]) -> Float[Arra
 
 
 def choose_anchors(score_LL: Float[np.ndarray, "L L"], num_anchors: int) -> tuple[int, ...]:
-    """The anchors that maximise the sum of score[anchor of l][l] over all layers l; the first is layer 0.
+    """Return the M anchors that maximise the sum of score[anchor of l][l] over all layers l; the first is layer 0.
 
-    dp[m][j] = max_i (dp[m-1][i] + sum_{l=i}^{j-1} score[i][l]): the best of m anchors over layers below j, the last of
-    them i; backtracked from dp[M][L]. Ties go to the lower layer.
+    A dynamic program: the best sum over the layers below j with m anchors, of which layer i is the last, is
+
+        dp[m][j] = max over i of (dp[m-1][i] + sum over l from i to j-1 of score[i][l])
+
+    The anchors follow by backtracking from dp[M][L]. Ties go to the lower layer.
 
     Args:
         score_LL: score[a][b] = importance of b times similarity(a, b); only a <= b is read.
@@ -79,7 +94,7 @@ def choose_anchors(score_LL: Float[np.ndarray, "L L"], num_anchors: int) -> tupl
     score_LL = np.asarray(score_LL, np.float64)
     num_layers = len(score_LL)
     if score_LL.shape != (num_layers, num_layers) or not 1 <= num_anchors <= num_layers:
-        raise ValueError(f"{num_anchors=} must be from 1 to the number of layers, {score_LL.shape=} square")
+        raise ValueError(f"{num_anchors=} must be from 1 to the number of layers, and {score_LL.shape=} must be square")
     if not np.isfinite(np.triu(score_LL)).all():
         raise ValueError("score_LL must be finite: the model's attention or residual stream holds NaN or infinity")
     segment = np.concatenate([np.zeros((num_layers, 1)), np.cumsum(np.triu(score_LL), axis=1)], axis=1)
@@ -99,22 +114,25 @@ def choose_anchors(score_LL: Float[np.ndarray, "L L"], num_anchors: int) -> tupl
 
 
 def anchor_of(anchors: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Per layer, the anchor whose selection it uses: the last at or before it."""
+    """Return, for each layer, the anchor whose selection it uses: the last anchor at or before the layer."""
     return tuple(max(a for a in anchors if a <= layer) for layer in range(num_layers))
 
 
 def best_heads(similarity_LLKK: Float[np.ndarray, "L L K K"]) -> Int32[np.ndarray, "L L K"]:
-    """Return, for each pair of layers (a, b) and head of b, the most similar head of a; a tie takes the lower head."""
+    """Return, for each pair of layers (a, b) and head of b, the most similar head of a; ties go to the lower head."""
     return np.argmax(np.asarray(similarity_LLKK), axis=2).astype(np.int32)
 
 
 def mapped(similarity_LLKK: Float[np.ndarray, "L L K K"], heads_LLK: Int32[np.ndarray, "L L K"]) -> np.ndarray:
-    """Return layer similarities [L,L], (a, b): each head of b with its mapped head of a, averaged over b's heads."""
+    """Return layer similarities by [a, b]: the mean over b's heads of their similarity to their mapped heads of a."""
     return np.take_along_axis(np.asarray(similarity_LLKK), heads_LLK[:, :, None, :], axis=2)[:, :, 0].mean(-1)
 
 
 def head_table(heads_LLK: Int32[np.ndarray, "L L K"], anchors: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The plan's [L][K]: the head of its anchor that each layer's head uses; an anchor's heads use themselves."""
+    """Return a plan's head_map [L][K]: for each head of a layer, the head of the layer's anchor whose choice it uses.
+
+    An anchor's heads use their own choice.
+    """
     num_layers, _, num_kv_heads = heads_LLK.shape
     return tuple(
         tuple(range(num_kv_heads)) if layer in anchors else tuple(int(h) for h in heads_LLK[anchor, layer])

@@ -1,4 +1,4 @@
-"""Baseline policies: dense, window + sinks, an oracle in which every layer scores itself, and cheap scores."""
+"""Baseline policies: dense, window + sinks, an oracle in which every layer scores all keys, and cheap scores."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ class Counted(Policy):
 
 @dataclass(frozen=True, kw_only=True)
 class Dense(Counted):
-    """Every row reads every key it sees."""
+    """Every query row reads every key that is visible to it."""
 
     @property
     def name(self) -> str:
@@ -43,11 +43,11 @@ class Dense(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Window(Counted):
-    """Every row reads the first `sinks` keys and the last `window` keys, rounded out to whole tiles.
+    """Every query row reads the first `sinks` keys and the last `window` keys, rounded out to whole tiles.
 
-    The rounding goes by query tile: a query tile reads every key tile that holds a sink or a key in the window of any
-    of its rows, so a row reads at most query_tile + 2 * tile keys more than requested, and never fewer. Keys keep their
-    absolute rotary positions (StreamingLLM, arXiv 2309.17453, renumbers them within its cache).
+    A query tile reads every key tile that holds a sink or a key in the window of any of its rows. A row therefore reads
+    at most query_tile + 2 * tile keys more than requested, and never fewer. Keys keep their absolute rotary positions
+    (StreamingLLM, arXiv 2309.17453, renumbers keys within its cache).
 
     Attributes:
         window: newest keys kept, the row's own included.
@@ -71,7 +71,7 @@ class Window(Counted):
         return "window"
 
     def select(self, positions: Positions, shapes: Shapes) -> Selection:
-        """The window's tiles as a selection, the same for every KV head."""
+        """Return the tiles of sinks and window as a selection, the same for every KV head."""
         num_tiles = ceil_div(shapes.num_queries, self.query_tile)
         row = jnp.arange(num_tiles, dtype=jnp.int32) * self.query_tile
         rows = jnp.minimum(positions.q_len[:, None] - row, self.query_tile)
@@ -98,14 +98,15 @@ class Window(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Oracle(Counted):
-    """Every layer scores itself, then attends to its own best tiles only: the accuracy that Top-k could reach.
+    """Every layer scores all keys exactly, then attends only to its best tiles: the accuracy that top-k could reach.
 
-    It costs more than dense (the scoring pass reads every key); `reads` counts the keys its output depends on.
+    The oracle costs more than dense, because scoring reads every key; `reads` counts the keys that its output depends
+    on.
 
     Attributes:
         tile, query_tile, local, sinks, fraction, minimum: as in Kascade.
         pooled: one selection for all KV heads.
-        dense: layers that read every key anyway.
+        dense: layers that read every key instead.
     """
 
     tile: int = 16
@@ -126,11 +127,11 @@ class Oracle(Counted):
         return "oracle"
 
     def score(self, layer: int | Array, q: Array, kv: KeyValues, spec: AttentionSpec, positions: Positions):
-        """Measure the exact masses of all key tiles."""
+        """Compute the exact probability masses of all key tiles."""
         return dispatch.attend(q, kv, replace(spec, mass=True), **positions._asdict()).mass
 
     def select(self, mass: Array, spec: AttentionSpec, positions: Positions) -> Selection:
-        """Select the tiles always read, and the heaviest others that the budget allows."""
+        """Select the always-read tiles, and the heaviest other tiles that the budget allows."""
         always = {"local": self.local, "sinks": self.sinks, "pooled": self.pooled}
         budget = {"fraction": self.fraction, "minimum": self.minimum}
         return select_tiles(mass, spec, **budget, **always, **positions._asdict())
@@ -189,5 +190,5 @@ class Cheap(Oracle):
         batch, heads, num_keys = kv.k.shape[:3]
         shape = (batch, heads, ceil_div(q.shape[1], spec.query_tile), ceil_div(num_keys, spec.tile))
         key = jax.random.fold_in(jax.random.key(0), layer)
-        keys = jax.vmap(partial(jax.random.fold_in, key))(positions.q_start)  # by position: the same in any batch
+        keys = jax.vmap(partial(jax.random.fold_in, key))(positions.q_start)  # by position, so the same in any batch
         return jax.vmap(lambda key: jax.random.uniform(key, shape[1:], minval=0.1))(keys)

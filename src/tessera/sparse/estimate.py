@@ -1,14 +1,15 @@
 """Cheap scores of key tiles, for layers that neither run dense nor reuse another layer's choice.
 
-Keys are averaged in blocks of `keys` and only every `rows`-th query row is scored, counted back from the query tile's
-last valid row (a prompt's last row decides the first token of its answer). So a tile's mass is estimated from
-1 / (keys * rows) of the scores of a dense pass, without reading a value:
+Keys are averaged in blocks of `keys`. Only every `rows`-th query row is scored, counted back from the query tile's last
+valid row, because a prompt's last row decides the first token of its answer. A tile's mass is thus estimated from
+1 / (keys * rows) of the scores of a dense pass, and no value is read. For query tile i and key tile j,
 
-    mass[i, j] ~ sum over sampled rows r of query tile i, blocks b of tile j:  exp(z[r,b] - lse[r]),
-    z[r,b] = softcap(scale * q[r] . mean of the block's keys),  lse[r] = ln(sum over whole visible blocks exp(z[r,b])).
+    mass[i,j] ~ sum over sampled rows r of tile i, blocks b of tile j:  exp(z[r,b] - lse[r]),
+    z[r,b] = softcap(scale * q[r] . mean of block b's keys),   lse[r] = ln(sum over whole visible blocks exp(z[r,b])).
 
-With keys = 1 the scores are exact; with rows = 1 too, so is the mass, except for blocks that a row sees in part. A
-selection depends only on the order of the far tiles, and every row of a query tile sees those in full.
+With keys = 1 the scores are exact. With rows = 1 too, the mass is exact, except in blocks of which a row sees only a
+part. These blocks do not matter: a selection depends only on the order of the tiles that are not always read, and every
+row of a query tile sees all of these.
 """
 
 from dataclasses import dataclass
@@ -25,17 +26,17 @@ from tessera.attention.contract import AttentionSpec, Positions
 from tessera.core.shapes import ceil_div, round_up
 
 BLOCK_SCORES = 512
-"""Scored blocks per step: 96 rows of them fill a second-level cache without spilling."""
+"""Blocks of keys scored per step. The scores of 96 rows then just fit in a second-level cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """How tiles are scored.
+    """Parameters of the cheap scores.
 
     Attributes:
         keys: consecutive keys that share one score; divides the tile.
         rows: every `rows`-th query row of a query tile is scored, including the last valid one.
-        summary: "mean" scores a block by its mean key; "minmax" by the largest score any key within the block's
+        summary: "mean" scores a block by its mean key; "minmax" by the largest score that a key within the block's
             elementwise bounds could have (Quest, arXiv 2406.10774).
     """
 
@@ -63,11 +64,11 @@ def estimate_mass(
     how: Estimate,
     scales: Float[Array, "B K 2 S"] | None = None,
 ) -> Float[Array, "B K I J"]:
-    """Estimate the probability per key tile, summed over a query tile's sampled rows, as `select_tiles` takes it.
+    """Estimate each key tile's probability, summed over a query tile's sampled rows, as an input of `select_tiles`.
 
-    Work is 2 H N T S / (keys * rows) flops; scratch is one query tile's sums per key tile. A single query row (decode)
-    is scored key by key: averaging would read every key anyway. Int8 keys have `scales`, as in `KeyValues`; they are
-    averaged as the numbers they mean, and a single row's scores are scaled instead of the keys.
+    Work is 2 H N T S / (keys * rows) flops; scratch memory holds one query tile's sum per key tile. A single query row
+    (decode) is scored key by key, because averaging would read every key anyway. Int8 keys have `scales`, as in
+    `KeyValues`; they are averaged as the numbers they mean, and a single row's scores are scaled instead of the keys.
     """
     how.check(spec.tile)
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
@@ -96,7 +97,10 @@ def estimate_mass(
 
 
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
-    """Return the query-tile offset of every `rows`-th row, back from the last of `left_BI` rows; negative: no row."""
+    """Return the sampled rows' offsets in their query tile: every `rows`-th, back from the last of `left_BI` rows.
+
+    A negative offset means that there is no such row.
+    """
     from_end = jnp.arange(ceil_div(height, rows), dtype=jnp.int32)[::-1] * rows
     last = jnp.clip(left_BI, 1, height)[..., None] - 1
     return last - from_end
@@ -111,9 +115,10 @@ def _summaries(
     summary: str,
     dtype: DTypeLike,
 ) -> tuple[tuple[Array, ...], Array | None]:
-    """Means, or upper and lower bounds, of blocks of keys [B,K,num_blocks,H]; keys past kv_len count as zeros.
+    """Return the means, or the upper and lower bounds, of blocks of keys, each [B,K,num_blocks,H].
 
-    Blocks of one int8 key stay int8; their scales [B,K,1,num_blocks] are returned too.
+    Keys past kv_len count as zeros. Blocks of one int8 key stay int8; their scales [B,K,1,num_blocks] are returned
+    too.
     """
     valid = (jnp.arange(k.shape[2], dtype=jnp.int32) < kv_len[:, None])[:, None]
     padding = (0, num_blocks * keys - k.shape[2])
@@ -143,7 +148,8 @@ def _query_tile(
     keys: int,
     per_step: int,
 ) -> Float[Array, "B K J"]:
-    """Sum the mass of one query tile's sampled rows: per step at the running maximum, rescaled by lse at the end."""
+    """Sum the mass of one query tile's sampled rows. Each step's sums are relative to the running maximum; at the end,
+    all are rescaled by lse."""
     batch, num_kv_heads, num_rows, groups, head_dim = q.shape
     per_tile = spec.tile // keys
     num_steps = blocks[0].shape[2] // per_step
@@ -151,7 +157,7 @@ def _query_tile(
     p = positions.q_start[:, None] + row  # [B,R]
     valid = row < positions.q_len[:, None]
     stop = jnp.minimum(p + 1, positions.kv_len[:, None]) if spec.causal else positions.kv_len[:, None] + 0 * p
-    stop = jnp.where(valid, stop // keys, 0)  # whole blocks seen
+    stop = jnp.where(valid, stop // keys, 0)  # number of whole blocks visible
     start = jnp.where(valid, ceil_div(jnp.maximum(p - spec.window + 1, 0), keys), 0) if spec.window else 0 * stop
     q = q.reshape(batch, num_kv_heads, num_rows * groups, head_dim)
     start, stop = (jnp.repeat(bound, groups, axis=1)[:, None, :, None] for bound in (start, stop))

@@ -1,11 +1,13 @@
-"""Kascade (arXiv 2512.16391): a few anchor layers score all keys; the layers after an anchor read only what it found.
+"""Kascade (arXiv 2512.16391): a few anchor layers score all keys; the layers after an anchor read only its selection.
 
-Anchor layers attend densely and, in the same pass, learn the probability mass of every key tile per query tile and KV
-head; `select_tiles` keeps the best. Reuse layers read those tiles of their own keys and values, through a table that
-maps each of their KV heads to one of their source's. Deviations from the paper: tiles instead of single keys (`tile=1`
-is the paper's granularity); anchors return their dense output, which the fused pass yields anyway; and layers in `own`
-choose for themselves by cheap scores (`estimate.py`), since on a real model the heads that retrieve look where no
-other layer looks.
+Anchor layers attend densely and, in the same pass, compute the probability mass of every key tile per query tile and KV
+head; `select_tiles` selects the heaviest tiles. Reuse layers read these tiles of their own keys and values; `head_map`
+maps each of their KV heads to one of the layer that selected, their source.
+
+There are three deviations from the paper. Selections consist of tiles instead of single keys (`tile=1` is the paper's
+granularity). Anchors return their dense output, which the fused pass yields anyway. Layers in `own` select by
+themselves with cheap scores (`estimate.py`), because on a real model, the heads that retrieve facts read keys that no
+other layer selects.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -30,9 +32,10 @@ class KascadeState(NamedTuple):
     """State passed from layer to layer.
 
     Attributes:
-        choice: the source's selection; with `budgets`, its masses [B,K,I,J], from which each layer selects.
-        read: keys that the source's selection reads per KV head [B,K]; zeros if each layer selects.
-        reads: counts so far.
+        choice: selection of the source, the last layer that selected; with `budgets`, instead the source's masses
+            [B,K,I,J], from which each layer selects by its own budgets.
+        read: keys that the source's selection reads per KV head [B,K]; zeros with `budgets`.
+        reads: key counts of the layers so far.
     """
 
     choice: Selection | Array
@@ -42,7 +45,10 @@ class KascadeState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Kascade(Policy):
-    """Anchors score, `own` layers choose cheaply, the layers between reuse. Attributes as in `Plan`."""
+    """Anchors score all keys, layers in `own` select by cheap scores, all other layers reuse a selection.
+
+    The attributes are those of `Plan`.
+    """
 
     anchors: tuple[int, ...]
     head_map: tuple[tuple[int, ...], ...]
@@ -75,11 +81,11 @@ class Kascade(Policy):
         return "kascade"
 
     def at_length(self, num_tokens: int) -> Policy:
-        """Dense below the measured cross-over, else itself."""
+        """Return `Dense` for requests below the measured cross-over, else this policy."""
         return Dense() if num_tokens < self.crossover_tokens else self
 
     def roles(self) -> tuple[str, ...]:
-        """Per layer: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor that no layer reuses)."""
+        """Return each layer's role: "score" (anchor), "sparse" (reuse), "own", or "dense" (an anchor never reused)."""
         num_layers = len(self.head_map)
         reused = {layer for layer in range(num_layers) if layer + 1 < num_layers and self._reuses(layer + 1)}
         return tuple(
@@ -92,7 +98,7 @@ class Kascade(Policy):
 
     def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> KascadeState:
         if num_layers != len(self.head_map):
-            raise ValueError(f"num_layers={num_layers} must be {len(self.head_map)}, the number the plan was made for")
+            raise ValueError(f"num_layers={num_layers} must be {len(self.head_map)}, the number of layers in the plan")
         if shapes.num_kv_heads != len(self.head_map[0]):
             raise ValueError(f"num_kv_heads={shapes.num_kv_heads} must be {len(self.head_map[0])}, as in the plan")
         heads = (shapes.batch, shapes.num_kv_heads)
@@ -121,7 +127,7 @@ class Kascade(Policy):
         return state.reads
 
     def map_heads(self, layer: int | Array, per_head: Any) -> Any:
-        """Reorder the source's arrays [B,K,...] so that each of this layer's heads gets the source head it uses."""
+        """Reorder the source's arrays [B,K,...] so that each head of this layer gets the source head that it uses."""
         if self.heads != "remap":
             return per_head
         head = jnp.asarray(self.head_map, jnp.int32)[layer]
@@ -130,7 +136,7 @@ class Kascade(Policy):
     def select(
         self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes
     ) -> Selection:
-        """Select the tiles always read, and the heaviest others by mass [B,K,I,J] that this layer's budget allows."""
+        """Select the always-read tiles, and the others of largest mass [B,K,I,J] that this layer's budget allows."""
         fraction, largest = self._budget(layer)
         return select_tiles(
             mass,
@@ -147,7 +153,7 @@ class Kascade(Policy):
     def chosen(
         self, layer: int | Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState
     ) -> Selection:
-        """Return the tiles that a sparse layer reads, given the state after its source (itself, if it is in `own`)."""
+        """Return the tiles that a layer reads, given the state after its source (for a layer in `own`, itself)."""
         choice = self.map_heads(layer, state.choice)
         return self.select(layer, choice, spec, positions, shapes) if self.budgets else choice
 
@@ -158,7 +164,7 @@ class Kascade(Policy):
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
     def _budget(self, layer: int | Array) -> tuple[float | Array, float]:
-        """Return the fraction, or one per KV head, and the largest fraction that static sizes must allow for."""
+        """Return the layer's fraction (with `budgets`, one per KV head), and an upper bound on it for static sizes."""
         if not self.budgets:
             return self.fraction, self.fraction
         if isinstance(layer, int):
@@ -170,7 +176,7 @@ class Kascade(Policy):
         return capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=fraction, **always)
 
     def _leave(self, layer, mass, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState):
-        """Store a layer's choice for the layers that reuse it: masses with `budgets`, else one selection for all."""
+        """Store a layer's choice for the layers that reuse it: its masses with `budgets`, else its selection."""
         if self.budgets:
             return state._replace(choice=mass)
         selection = self.select(layer, mass, spec, positions, shapes)
@@ -194,7 +200,8 @@ class Kascade(Policy):
         return self._sparse(layer, q, kv, spec, positions, state)
 
     def _scores(self, layer, q, kv: KeyValues, spec: AttentionSpec, positions: Positions) -> Array:
-        """Estimate masses; in a static layer that no layer reuses, heads with budget 0 or 1 need none and get zeros."""
+        """Estimate tile masses. If `layer` is a Python int and no layer reuses it, heads with budget 0 or 1 get zeros,
+        because they need no masses."""
         how = Estimate(keys=self.score_keys, rows=self.score_rows)
         reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
         if not self.budgets or reused or not isinstance(layer, int):

@@ -1,4 +1,4 @@
-"""The plan: what calibration found out about one model, as a file that can be read, checked and moved."""
+"""The plan: the result of calibrating one model, which can be saved, loaded and checked against a model."""
 
 import json
 import os
@@ -20,11 +20,12 @@ HEADS = ("remap", "identity", "pooled")
 FIRST_SCHEMA: Mapping[str, Any] = MappingProxyType(
     {"local": 0, "sinks": 0, "own": [], "budgets": [], "score_keys": 1, "score_rows": 1, "promise": {}}
 )
-"""Fields that a plan of schema 1 lacks: it lists no local tiles and no sinks, and every layer scores or reuses."""
+"""Fields that a plan of schema 1 lacks, with the values it implies: no local keys, no sinks, no layer in `own`."""
 
 MAX_INT32 = 2**31 - 1
 MAX_QUERY_TILE = 1024
-"""Maximum rows that share a selection. The size of a plan's query tile sets how many rows a chunk of a prompt has."""
+"""Maximum query rows that share a selection. A chunk of a prompt holds whole query tiles, so large tiles make large
+chunks."""
 _RATIOS = items(number(0, 1), "numbers from 0 to 1")
 _INDICES = items(integer(0, 1 << 16), "integers of at least 0")
 FIELDS = MappingProxyType(
@@ -41,39 +42,41 @@ FIELDS = MappingProxyType(
         **dict.fromkeys(("promise", "provenance", "metrics"), OBJECT),
     }
 )
-"""What plan.json may hold."""
+"""Rules for the values in plan.json."""
 
 MEASURED = ("text_kl", "text_loss", "text_loss_dense", "text_kept", "probes_kl", "probes_kept", "density")
 COUNTED = ("asked", "found_dense", "found", "tokens")
 MAX_MEASURED = 1_000_000
-"""Numbers and counts that a promise holds as measured; `calibration.search.Kept` says what they are."""
+"""MEASURED and COUNTED name the numbers and counts that a promise holds as measured, which `calibration.search.Kept`
+documents. MAX_MEASURED bounds the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which layers score, which reuse, and how much they read, for one model.
+    """Which layers of one model score keys, which reuse a selection, and how much each reads.
 
     Attributes:
-        model: fingerprint of the weights the plan was made for.
-        num_layers, num_kv_heads: that model's, so that a mismatch is reported before anything runs.
+        model: fingerprint of the weights that the plan was made for.
+        num_layers, num_kv_heads: sizes of that model, so that a mismatch is reported before anything runs.
         anchors: layers that read all keys, ascending; layer 0 is in `anchors` or in `own`.
         own: layers that choose their own tiles by cheap scores (`score_keys`, `score_rows`).
-        head_map: [L][K]: the KV head of its source whose choice a layer's KV head uses. A layer in neither `anchors`
-            nor `own` reuses the choice of its source, the last layer before it in either.
-        heads: "remap" (use head_map), "identity" (each head its own), "pooled" (one selection for all heads).
+        head_map: [L][K]: for each KV head of a layer, the KV head of the layer's source whose choice it uses. The
+            source of a layer in neither `anchors` nor `own` is the last layer before it that is in either.
+        heads: "remap" (use head_map), "identity" (each head uses the source's same head), "pooled" (one selection for
+            all heads).
         tile: key positions per tile.
         query_tile: query positions that share a selection.
         local, sinks: keys just before the query tile, and first keys of the sequence, that are always read.
-        fraction: share of the visible keys a layer reads beyond those.
-        minimum: fewest keys it reads beyond those (all, if fewer are visible).
-        budgets: [L][K]: a fraction per layer and KV head instead of `fraction`: 1 reads all, 0 only what is always
-            read; empty to use `fraction`.
+        fraction: share of the visible keys that a layer reads besides the always-read ones.
+        minimum: minimum number of keys that a layer reads besides the always-read ones (all, if fewer are visible).
+        budgets: [L][K]: a fraction per layer and KV head instead of `fraction`. 1 reads all keys, 0 only the
+            always-read ones. Empty to use `fraction`.
         score_keys, score_rows: layers in `own` score means of `score_keys` keys, for every `score_rows`-th query row.
         crossover_tokens: requests of fewer tokens, max_new_tokens included, run dense, which is faster there.
-        promise: empty, or what calibration was asked for (`keep`, `max_kl`), what it measured (MEASURED, COUNTED), the
-            lengths of the windows that it measured on (`judged_tokens`), whether they set no budget (`fresh`) and meet
-            the target (`held`).
-        provenance: where it came from: corpus hash, date, tessera version, device.
+        promise: empty, or the target (`keep`, `max_kl`), the measured values (`measured`: those in MEASURED and
+            COUNTED), the lengths of the windows that were measured (`judged_tokens`), whether the budgets were set on
+            other windows (`fresh`), and whether the measured values meet the target (`held`).
+        provenance: origin of the plan: corpus hash, date, tessera version, device.
         metrics: measurements along the way: similarity, importance, recall, density, perplexity, cross-over times.
     """
 
@@ -120,7 +123,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Plan":
-        """Read a plan; FileNotFoundError or ValueError says in one sentence what is wrong and what to do."""
+        """Read a plan; raise FileNotFoundError or ValueError with one sentence on what is wrong and what to do."""
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"plan {str(path)!r} does not exist: make one with `tessera calibrate`")
@@ -164,14 +167,14 @@ class Plan:
 
 
 def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
-    """Raise ValueError unless anchors ascend from layer 0 within the model."""
+    """Raise ValueError unless the anchors ascend, start with layer 0 and are layers of the model."""
     ascending = all(a < b for a, b in zip(anchors, anchors[1:]))
     if not anchors or anchors[0] != 0 or not ascending or anchors[-1] >= num_layers:
         raise ValueError(f"anchors={quoted(list(anchors))} must ascend from 0 and stay below num_layers={num_layers}")
 
 
 def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple[tuple[int, ...], ...]) -> None:
-    """Raise ValueError unless anchors are in order and `own` names other layers, whose heads use their own choice."""
+    """Raise ValueError unless anchors are in order, `own` names other layers, and each head of these maps to itself."""
     num_layers = len(head_map)
     if list(own) != sorted(set(own)) or any(not 0 <= layer < num_layers for layer in own) or set(own) & set(anchors):
         raise ValueError(f"own={quoted(list(own))} must ascend, stay below num_layers={num_layers} and name no anchor")
@@ -179,7 +182,7 @@ def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple
     for layer in own:
         if head_map[layer] != tuple(range(len(head_map[layer]))):
             raise ValueError(
-                f"head_map[{layer}]={quoted(list(head_map[layer]))} must be in order: the layer chooses for itself"
+                f"head_map[{layer}]={quoted(list(head_map[layer]))} must be in order, because the layer is in `own`"
             )
 
 
@@ -204,16 +207,17 @@ def check_choice(found: Any) -> None:
 
 
 def check_query_tile(size: int) -> None:
-    """Raise ValueError unless chunks of whole query tiles stay small.
+    """Raise ValueError if the query tile would make the chunks of a prompt large.
 
-    A chunk is a multiple of the query tile and of a power of two; for a prime of 7,919 that is half a million rows.
+    A chunk is a multiple of both the query tile and 64 rows, so a query tile of 7,919, which is prime, would make
+    chunks of half a million rows.
     """
     if size > MAX_QUERY_TILE or (size > 8 and size % 8):
         raise ValueError(f"query_tile={size} must be a multiple of 8 and at most {MAX_QUERY_TILE}, or below 8")
 
 
 def check_promise(promise: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a promise is empty, or says what was asked for, what was measured, and on what."""
+    """Raise ValueError unless a promise is empty, or holds a target, the measured values and the window lengths."""
     if not promise:
         return
     _check_names("promise", promise, {"measured", "judged_tokens", "fresh", "held"}, {"keep", "max_kl"})
@@ -221,7 +225,7 @@ def check_promise(promise: Mapping[str, Any]) -> None:
         raise ValueError("promise lacks keep or max_kl")
     measured, judged = promise["measured"], promise["judged_tokens"]
     if not isinstance(measured, Mapping):
-        raise ValueError(f"measured={quoted(measured)} in the promise must hold what was measured by name")
+        raise ValueError(f"measured={quoted(measured)} in the promise must be an object of measured values")
     _check_names("measured in the promise", measured, {*MEASURED, *COUNTED})
     for name, value in {**promise, **measured}.items():
         if name in ("keep", "density") and not number(0, 1).fits(value):

@@ -1,7 +1,7 @@
 """The table of policies that users choose by name.
 
-A new one takes a class, a line in POLICIES, and its name in `cli.main.Attention`, which must not import jax. Policies
-that only calibration and studies use (recorders, ablations, rivals) stay out of the table.
+A new policy needs a class, an entry in POLICIES, and its name in `cli.main.Attention`, because `cli.main` must not
+import jax. Policies that only calibration and studies use (recorders, ablations, rivals) stay out of the table.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,9 +47,9 @@ def policy_for(name: str, config: Any, plan: Plan | None = None, **options: Any)
 
     Args:
         name: "dense", "kascade", "window" or "oracle".
-        config: the model's, checked against the plan.
-        plan: needed by kascade. In Python, window takes its tile sizes from it, oracle also its budget; the command
-            line passes a plan to kascade alone, whose promise it then prints.
+        config: the model's config, against which kascade checks the plan.
+        plan: required by kascade. Window takes its tile sizes from a plan, oracle its tile sizes and budget; the
+            command line passes a plan only to kascade.
         options: fields of the policy to override, e.g. fraction=0.05.
     """
     if name not in POLICIES:
@@ -62,7 +62,7 @@ def _tiles(plan: Plan | None) -> dict[str, int]:
 
 
 def _known(policy: type[Policy], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options once it is clear that the policy has fields of these names."""
+    """Return the options; raise ValueError if the policy has no field with one of their names."""
     names = [f.name for f in fields(policy)]
     if unknown := sorted(options.keys() - names):
         raise ValueError(

@@ -1,9 +1,9 @@
-"""A plan's promise and measurements in words, printed when a plan is made, loaded, used or examined."""
+"""Describe a plan's promise and measurements in words, for printing when a plan is made, loaded, used or examined."""
 
 from tessera.sparse.plan import Plan
 
 FEWEST_ANSWERS = 5
-"""Planted answers that dense must find; of fewer, the share that a plan keeps says nothing."""
+"""Minimum number of planted answers that dense must find. With fewer, the share that a plan keeps means nothing."""
 
 
 def promise_line(plan: Plan) -> str:
@@ -20,7 +20,7 @@ def promise_line(plan: Plan) -> str:
 
 
 def promise_note(plan: Plan | None) -> str:
-    """Say in a few words what a plan promised and measured; empty without a plan or a promise."""
+    """Describe in a few words what a plan promised and measured; "" without a plan or a promise."""
     if plan is None or not plan.promise:
         return ""
     found = plan.promise["measured"]
@@ -38,7 +38,7 @@ def promises_answers(plan: Plan) -> bool:
 
 
 def summary(plan: Plan) -> list[str]:
-    """Describe for people, line by line, what a plan costs and keeps compared with dense."""
+    """Return lines that tell users how many keys a plan reads, how much quality it keeps and how fast it runs."""
     lines = [promise_line(plan)]
     if plan.promise:
         found = plan.promise["measured"]
@@ -59,7 +59,7 @@ def summary(plan: Plan) -> list[str]:
         lines.append(f"held-out perplexity: dense {dense:g}, plan {ours:g}; anchors {list(plan.anchors)}")
         if ours > 1.02 * dense:
             lines.append(
-                "warning: the plan loses over 2 %: calibrate with --keep 0.99 instead, which searches for what holds"
+                "warning: the plan loses over 2 %: calibrate with --keep 0.99 instead, which searches for a better plan"
             )
     timed = plan.metrics.get("crossover")
     for tokens, dense_ms, ours_ms in (

@@ -1,4 +1,4 @@
-"""Exact counts of the keys that a call reads: the density users see is the realised one, not the intended one."""
+"""Exact counts of the keys that a call reads: the density reported to users is measured, not the plan's."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -10,7 +10,7 @@ from tessera.sparse.contract import Reads
 
 
 def init_reads(num_layers: int, batch: int) -> Reads:
-    """Counters at zero."""
+    """Return counters at zero."""
     return Reads(jnp.zeros((num_layers, batch), jnp.float32), jnp.zeros((num_layers, batch), jnp.float32))
 
 
@@ -22,14 +22,14 @@ def record_reads(
 
 
 def count_visible(spec: AttentionSpec, positions: Positions, shapes: Shapes) -> Float[Array, "B K"]:
-    """Keys a dense pass reads, summed over query rows, per KV head."""
+    """Count the keys that a dense pass reads, summed over query rows, per KV head."""
     first, end = row_ranges(spec, positions, shapes.num_queries)
     total = (end - first).sum(-1, dtype=_accumulator(shapes)).astype(jnp.float32)
     return jnp.broadcast_to(total[:, None], (shapes.batch, shapes.num_kv_heads))
 
 
 def count_read(selection: Selection, spec: AttentionSpec, positions: Positions, shapes: Shapes) -> Float[Array, "B K"]:
-    """Keys that are both selected and visible, summed over query rows, per KV head."""
+    """Count the keys that are both selected and visible, summed over query rows, per KV head."""
     num_tiles, capacity = selection.tiles.shape[-2:]
     rows = num_tiles * spec.query_tile
     bounds = row_ranges(spec, positions, rows)

@@ -1,7 +1,7 @@
 """Policies that record a model's attention for calibration and evaluation.
 
-Both policies stream: their state holds sums or minima over one call's query tiles and the keys that each layer listed
-last, nothing of size T x S; the caller combines calls.
+The state of both policies is small: it holds sums or minima over one call's query tiles and, in `SimilarityRecorder`,
+each layer's best keys, but nothing of size T x S. The caller combines the states of several calls.
 """
 
 from dataclasses import dataclass, replace
@@ -22,15 +22,16 @@ from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 
 NUM_KEYS = 64
-"""Keys per head and query tile for comparing two layers (the paper's k for anchor choice), not counting always-read
-ones: the reference counts its 32 own keys among the 64, and would have none left at query tiles of 64 and 128."""
+"""Keys per head and query tile by which two layers are compared (the paper's k for the choice of anchors), without
+always-read keys. The reference implementation counts the query tile's own 32 keys among the 64, which would leave none
+for query tiles of 64 and 128."""
 
 
 class SimilarityState(NamedTuple):
-    """Record of one call; a and b are layers, K' KV heads (one if pooled).
+    """Record of one call. a and b are layers; K' is the number of KV heads, 1 if pooled.
 
     Attributes:
-        ids: [L,B,K',I,C] the keys with the most mass in each layer.
+        ids: [L,B,K',I,C] the C keys with the most mass in each layer.
         least: [L,L,K',K'] minimum over query tiles of sim(a, b) per head of a and head of b.
         num_tiles: query tiles that had more keys to choose from than they could list.
         turned: [L] sum over tokens of 1 - cos of the residual stream around the attention block.
@@ -46,10 +47,10 @@ class SimilarityState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SimilarityRecorder(Policy):
-    """Measures how well each layer would do with every earlier layer's keys, one key at a time (tile 1).
+    """Measures how well each layer would do with the keys that each earlier layer chose, with tiles of one key.
 
-    Keys that every layer reads regardless of its choice say nothing about that choice: the query tile's own, the
-    `local` ones before them and the first `sinks`. The ranking leaves them out, and their mass counts as found.
+    Every layer reads the query tile's own keys, the `local` keys before them and the first `sinks` keys, whatever it
+    chooses. The ranking therefore leaves these keys out, and their mass counts as found.
 
     Attributes:
         query_tile: query positions pooled into one ranking, after the softmax.
@@ -111,7 +112,10 @@ class SimilarityRecorder(Policy):
         return state._replace(turned=state.turned.at[layer].set(turned), num_tokens=valid.sum(dtype=jnp.int32))
 
     def _choice(self, spec: AttentionSpec, positions: Positions, num_tiles: int) -> tuple[Array, Array]:
-        """Return the first and end (exclusive) [B,I] of the keys a query tile chooses from; end <= first if none."""
+        """Return the first and the end (exclusive) [B,I] of the keys that each query tile chooses from.
+
+        Without any such key, end <= first.
+        """
         row = jnp.arange(num_tiles, dtype=jnp.int32) * self.query_tile
         bounds = row_ranges(spec, positions, num_tiles * self.query_tile)
         seen, newest = (bound.reshape(-1, num_tiles, self.query_tile)[..., 0] for bound in bounds)
@@ -125,7 +129,7 @@ class RecallState(NamedTuple):
     Attributes:
         policy: the policy's own state.
         held: [L,K] probability on the keys that the layer's KV head may read, summed over rows and query heads.
-        total: [L,K] the same over all keys that a dense pass sees.
+        total: [L,K] the same over all keys that are visible.
     """
 
     policy: Any
@@ -137,13 +141,13 @@ class RecallState(NamedTuple):
 class RecallRecorder(Policy):
     """Measures how much of dense attention's probability lies on the keys that a policy reads, per layer and KV head.
 
-    The probabilities are those of each layer's own q and k. Kascade's anchors read every key, and Dense does so in all
-    layers: there `held` is `total` by definition.
+    The probabilities follow from each layer's own q and k. Where a layer reads every key by definition, as Kascade's
+    anchors and all layers of Dense do, `held` is `total`.
 
     Attributes:
         policy: a `Kascade`, `Window`, `Oracle` or `Dense`.
-        dense: return dense attention's output, so that a layer is judged on the dense run's inputs; else return the
-            policy's own, so that the run is the policy's.
+        dense: return dense attention's output, so that each layer is judged on the inputs of a dense run. If false,
+            return the policy's output, so that each layer is judged on the inputs of the policy's run.
     """
 
     policy: Policy
@@ -159,7 +163,7 @@ class RecallRecorder(Policy):
         return self.policy.query_tile
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The layers that do not read everything by definition."""
+        """Return the layers that do not read every key by definition."""
         match self.policy:
             case Kascade(anchors=anchors):
                 return tuple(layer for layer in range(num_layers) if layer not in anchors)
@@ -190,7 +194,7 @@ class RecallRecorder(Policy):
     def _listed(
         self, layer: int | Array, mass: Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: Any
     ) -> Selection:
-        """Return the tiles that the layer reads if it is sparse, given the policy's state after it.
+        """Return the tiles that the layer reads if it is sparse, given the policy's state after the layer.
 
         Raises:
             TypeError: the policy is of a kind whose choice is not known here.
@@ -205,4 +209,4 @@ class RecallRecorder(Policy):
                 return policy.select(positions, shapes)
             case Dense():
                 return select_tiles(mass, spec, fraction=1.0, **where)
-        raise TypeError(f"recall of {policy.name!r}: the keys that it reads are unknown here")
+        raise TypeError(f"recall cannot be recorded for {policy.name!r}: the keys that it reads are unknown here")

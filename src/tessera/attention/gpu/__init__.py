@@ -1,1 +1,1 @@
-"""Pallas Mosaic kernels for Hopper, and cuDNN's."""
+"""Attention kernels for NVIDIA GPUs: our own for Hopper, written in Pallas (Mosaic GPU), and cuDNN's."""

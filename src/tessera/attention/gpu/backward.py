@@ -1,18 +1,19 @@
 """Gradient of dense prefill on Hopper: one kernel for dq, one for dk and dv.
 
-With p = 2^(bits - lse) recomputed from q, k and lse, and delta = sum(d_out * out) - d_lse per row:
+With scores and lse in bits, p = 2^(score - lse), recomputed from q, k, lse; per row, delta = sum(d_out * out) - d_lse:
 
     dp = d_out v^T,  ds = p (dp - delta) softcap'(z),  dq = scale ds k,  dk = scale ds^T q,  dv = p^T d_out.
 
-A thread block holds its result in registers and sweeps over its operands, which a third warpgroup fetches: 128 rows of
-one query head sweep over their keys; or 128 keys of one KV head (64, whose columns the two warpgroups divide, where 128
-would not fit their registers) over the rows of all its query heads, so that no partial dk or dv is ever written.
-Nothing accumulates in main memory: results are the same from run to run.
+A thread block keeps its result in the registers of two warpgroups and loops over its operands, which a third warpgroup
+fetches. In the dq kernel, 128 rows of one query head loop over the keys that they see. In the other, 128 keys of one KV
+head loop over the rows of all its query heads, so that no partial dk or dv is written. (Where 128 keys would not fit
+the registers, the warpgroups hold 64 keys and each half of the columns.) Nothing accumulates in main memory, so results
+are equal from run to run.
 
-Before the launch, padding keys, rows that see nothing and these rows' cotangents are zeroed, and these rows' lse is set
-to +inf: only the diagonal, the window's edge and kv_len need masks. Work: 7 products per pair, 14 H flops; a kernel
-that accumulates dq in main memory, in arbitrary order, needs 5. Head dims that the kernels do not support, and chips
-other than Hopper, use plain JAX: a block of rows against every key, visible or not.
+Before the launch, padding keys, rows that see no key and their cotangents are zeroed, and the lse of those rows is set
+to +inf, so that only the diagonal, the window's edge and kv_len need masks. Work: 7 products, 14 H flops per (row, key)
+pair; a kernel that accumulates dq in main memory, in arbitrary order, needs 5. Plain JAX runs head dims that the
+kernels do not support, and chips other than Hopper: a block of rows against every key, visible or not.
 """
 
 import functools
@@ -48,18 +49,18 @@ from tessera.core.shapes import ceil_div, round_up
 
 BLOCK = WARPGROUPS * ROWS
 STEP = 64
-"""Rows, or keys, of one step of a sweep."""
+"""Rows (or keys) per step of a thread block's loop."""
 STAGES = 2
 HEAD_DIMS = (64, 128)
-"""Head dims that fit: dq of 256 columns leaves a warpgroup no registers for scores and their operands' addresses."""
+"""Head dims that fit the registers: with 256 columns, dq leaves none for scores and their operands' addresses."""
 SCORES = 1 << 25
-"""Most scores that the plain path holds at once, in each of a few arrays: 128 MiB in float32."""
+"""Scores that the plain JAX path holds at once in each of a few arrays, at most: 128 MiB in float32."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column of a product."""
 
 
 class Cut(NamedTuple):
-    """Static sizes."""
+    """Static sizes; groups is G, the query heads per KV head."""
 
     spec: AttentionSpec
     groups: int
@@ -68,17 +69,20 @@ class Cut(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether the warpgroups hold the same 64 keys, each half of the columns: a softcap takes 32 registers."""
+        """Whether the warpgroups share 64 keys and hold half of the columns each.
+
+        With a softcap, which takes 32 registers, 128 keys would not fit at head dim 128.
+        """
         return self.head_dim == 128 and self.spec.softcap is not None
 
     @property
     def keys(self) -> int:
-        """Keys whose dk and dv a thread block holds."""
+        """Keys per thread block of the dk and dv kernel."""
         return ROWS if self.shared else BLOCK
 
 
 class Inputs(NamedTuple):
-    """Main memory: rows [B,T,N,H], keys [B,K,S,H], one number per row [B,N,rows]."""
+    """Inputs in main memory: q, d_out [B,T,N,H]; k, v [B,K,S,H]; lse (bits) and delta [B,N,rows]; positions [B]."""
 
     q_start: Any
     kv_len: Any
@@ -122,7 +126,7 @@ class KeyRefs(NamedTuple):
 
 
 def weights(s: Array, lse: Array, cut: Cut, mask: Array | None) -> tuple[Array, Array]:
-    """Compute p and p softcap'(z) from scores before scale and cap."""
+    """Return p and p * softcap'(z) from scores s = q.k, before scale and softcap."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     t = None if cap is None else tanh(s, scale / cap)
     p = jnp.exp2(s * (scale * LOG2_E) - lse if cap is None else t * (cap * LOG2_E) - lse)
@@ -131,7 +135,7 @@ def weights(s: Array, lse: Array, cut: Cut, mask: Array | None) -> tuple[Array, 
 
 
 def scores_and_dp(q_smem, d_out_smem, k_smem, v_smem) -> tuple[Array, Array]:
-    """Compute q k^T and d_out v^T, one right after the other in the tensor core."""
+    """Compute q k^T and d_out v^T; both products are issued before the first is awaited."""
 
     def products(s, dp):
         plgpu.wgmma(s, q_smem, k_smem.transpose((1, 0)))
@@ -143,7 +147,7 @@ def scores_and_dp(q_smem, d_out_smem, k_smem, v_smem) -> tuple[Array, Array]:
 
 
 def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: AttentionSpec) -> Array:
-    """[rows, keys]: whether rows from position `first` on see keys from `start` on."""
+    """Mark, as [rows, keys], which keys from position `start` on the rows from position `first` on see."""
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     if not spec.causal:
         return key < kv_len - start
@@ -153,7 +157,7 @@ def row_mask(shape: tuple, first: Array, start: Array, kv_len: Array, spec: Atte
 
 
 def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> Array:
-    """[keys, rows]: whether rows from position `first` on see keys from `start` on, assuming that all exist."""
+    """Mark, as [keys, rows], which keys from `start` on the rows from `first` on see; ignore kv_len and q_len."""
     key = plgpu.broadcasted_iota(jnp.int32, shape[:1], 0, layout=ROW) + (start - first)
     row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     mask = row >= per_row(key, row)
@@ -161,14 +165,14 @@ def key_mask(shape: tuple, first: Array, start: Array, spec: AttentionSpec) -> A
 
 
 def sweep(blocks: Blocks, step, carry):
-    """Return the carry after every block of the range; step(block, carry, masked)."""
+    """Run step(block, carry, masked) over a range of blocks, masked at both ends; return the last carry."""
     carry = jax.lax.fori_loop(blocks.start, blocks.whole, functools.partial(step, masked=True), carry)
     carry = jax.lax.fori_loop(blocks.whole, blocks.masked, functools.partial(step, masked=False), carry)
     return jax.lax.fori_loop(blocks.masked, blocks.stop, functools.partial(step, masked=True), carry)
 
 
 def stages_of(free, count: Array, issue) -> None:
-    """Call issue(c, slot) for c in [0, count), each once its stage has been handed back; then await the last stages."""
+    """Call issue(c, slot) for c in [0, count), each after its stage is handed back; then wait for the last stages."""
 
     def step(c, _):
         slot = jax.lax.rem(c, STAGES)
@@ -183,13 +187,13 @@ def stages_of(free, count: Array, issue) -> None:
 
 
 def rows_body(*refs, cut: Cut):
-    """dq of 128 rows of one query head."""
+    """Compute dq of 128 rows of one query head."""
     ins, mine = Inputs(*refs[: len(Inputs._fields)]), RowRefs(*refs[len(Inputs._fields) :])
     n, block, b = (jax.lax.axis_index(name) for name in ("head", "rows", "sequence"))
-    at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK  # the longest first
+    at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK  # run the thread blocks with the most keys first
     first = ins.q_start[b] + at
 
-    def blocks_of():  # computed where needed: registers hold other things
+    def blocks_of():  # recomputed where needed, to save registers
         return key_blocks(first, jnp.minimum(ins.q_len[b] - at, BLOCK), ins.kv_len[b], cut.spec, STEP)
 
     wg = jax.lax.axis_index("warpgroup")
@@ -237,12 +241,12 @@ def rows_body(*refs, cut: Cut):
 
 
 def keys_body(*refs, cut: Cut):
-    """dk and dv of the keys of one block, all query heads of their KV head."""
+    """Compute dk and dv of one block of keys, summed over all query heads of its KV head."""
     ins, mine = Inputs(*refs[: len(Inputs._fields)]), KeyRefs(*refs[len(Inputs._fields) :])
     h, block, b = (jax.lax.axis_index(name) for name in ("head", "keys", "sequence"))
     at = block * cut.keys
 
-    def blocks_of():  # computed where needed: registers hold other things
+    def blocks_of():  # recomputed where needed, to save registers
         limits = ins.kv_len[b], ins.q_len[b]
         return row_blocks(at, cut.keys, ins.q_start[b], limits, cut.spec, STEP)
 
@@ -291,7 +295,7 @@ def keys_body(*refs, cut: Cut):
             mask = key_mask(s.shape, first, at + own, cut.spec) if masked and cut.spec.causal else None
             p, sloped = weights(s, per_column(mine.lse_smem), cut, mask)
             dv = accumulate(dv, p.astype(cut.dtype), d_out_part)
-            # Computed only now: dk, dv and the scores' 32 registers leave no room for 32 more.
+            # Compute dp only now: dk, dv and the scores' 32 registers leave no room for 32 more.
             ds = sloped * (scores(mine.v_smem.at[keys], d_out_smem) - per_column(mine.delta_smem))
             plgpu.commit_smem()  # threads have read lse and delta; the next copy over them is asynchronous
             dk = accumulate(dk, ds.astype(cut.dtype), q_part)
@@ -302,14 +306,14 @@ def keys_body(*refs, cut: Cut):
             return sweep(blocks, functools.partial(step, g=g), carry)
 
         dk, dv = jax.lax.fori_loop(0, cut.groups, head_rows, (filled((ROWS, width), 0.0),) * 2)
-        plgpu.barrier_arrive(mine.read)  # both warpgroups have read what is overwritten now
+        plgpu.barrier_arrive(mine.read)  # wait until both warpgroups have read K and V, which are overwritten below
         plgpu.barrier_wait(mine.read)
         key = plgpu.broadcasted_iota(jnp.int32, dk.shape, 0, layout=plgpu.Layout.WGMMA) + (at + own)
-        there = key < ins.kv_len[b]  # checked only here: no sum is over keys, and the sweep has no register to spare
+        there = key < ins.kv_len[b]  # checked only here: sums are over rows, and the loop has no register to spare
         mine.k_smem[keys, part] = jnp.where(there, dk * scale_of(cut.spec, cut.head_dim), 0.0).astype(cut.dtype)
         mine.v_smem[keys, part] = jnp.where(there, dv, 0.0).astype(cut.dtype)
         plgpu.commit_smem()
-        if cut.shared:  # a copy takes whole rows
+        if cut.shared:  # a copy takes whole rows, to which both warpgroups contribute
             plgpu.barrier_arrive(mine.read)
             plgpu.barrier_wait(mine.read)
         for writer, smem, target in ((0, mine.k_smem, mine.dk), (1, mine.v_smem, mine.dv)):
@@ -324,11 +328,11 @@ def keys_body(*refs, cut: Cut):
 def gradients(
     q, k, v, result: AttentionOut, cotangents: AttentionOut, spec: AttentionSpec, positions: Positions, config=None
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of the dense call that gave `result`, in the dtypes of q, k and v. That call's config is unused."""
+    """Compute (dq, dk, dv) of a dense call from its `result`, in the dtypes of q, k and v; `config` is unused."""
     num_queries, num_heads, head_dim = q.shape[1:]
     kv_heads, num_keys = k.shape[1:3]
     cut = Cut(spec, num_heads // kv_heads, head_dim, str(q.dtype))
-    # Rows that see no key: their cotangents may be anything (0 / 0 of a norm of 0), and 0 * NaN is NaN.
+    # Exclude rows that see no key: their cotangents may be NaN (a norm of 0 gives 0 / 0), and 0 * NaN is NaN.
     is_row = (jnp.arange(num_queries) < positions.q_len[:, None])[..., None] & jnp.isfinite(result.lse)
     is_key = (jnp.arange(num_keys) < positions.kv_len[:, None])[:, None, :, None]
     d_out = jnp.where(is_row[..., None], cotangents.out, 0).astype(q.dtype)
@@ -347,7 +351,7 @@ def gradients(
 
 
 def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) in the shapes of q, k and v."""
+    """Launch both kernels; return (dq, dk, dv) in the shapes of q, k and v."""
     (batch, num_queries, num_heads, head_dim), (_, kv_heads, num_keys, _) = inputs.q.shape, inputs.k.shape
     q, k = inputs.q, inputs.k
     line = swizzled(q.dtype)
@@ -376,7 +380,7 @@ def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
         kernel_name="gpu_backward_rows",
         **options,
     )(*inputs)
-    if simulated():  # the simulator runs one machine at a time: independent kernels must not run together
+    if simulated():  # the simulator cannot run two kernels at once, so make the second depend on the first
         inputs = inputs._replace(lse=inputs.lse + 0 * dq[0, 0, 0, 0].astype(jnp.float32))
     keys = plgpu.SMEM((cut.keys, head_dim), q.dtype, transforms=line)
     numbers = plgpu.SMEM((STAGES, STEP), jnp.float32)
@@ -404,7 +408,7 @@ def by_kernels(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
 
 
 def by_rows(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
-    """Compute the same in plain JAX: a block of rows of every head against every key, dk and dv summed in float32."""
+    """Compute what `by_kernels` does, in plain JAX: blocks of rows against all keys, dk and dv summed in float32."""
     k, v, spec = inputs.k, inputs.v, cut.spec
     batch, kv_heads, num_keys, head_dim = k.shape
     rows = inputs.lse.shape[2]
@@ -413,7 +417,7 @@ def by_rows(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
     token, key = jnp.repeat(jnp.arange(size, dtype=jnp.int32), cut.groups), jnp.arange(num_keys, dtype=jnp.int32)
 
     def in_blocks(x: Array) -> Array:
-        """[B,T,N,...] as [blocks, B, K, size * G, ...]."""
+        """Reshape [B,T,N,...] to [blocks, B, K, size * G, ...]."""
         x = jnp.pad(x, [(0, 0), (0, rows - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape(batch, -1, size, kv_heads, cut.groups, *x.shape[3:])
         x = jnp.moveaxis(x, (1, 3), (0, 2))

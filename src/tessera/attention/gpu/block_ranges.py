@@ -1,6 +1,6 @@
-"""Which blocks of keys a run of rows sees, and which blocks of rows see a run of keys: in part, or every pair of them.
+"""Ranges of key blocks that a block of rows sees, and of row blocks that see a block of keys.
 
-Blocks that a mask can touch are at the two ends of a range: a kernel runs masked blocks, plain ones, and masked ones.
+A mask can cut blocks only at the two ends of a range, so a kernel runs masked blocks, unmasked blocks, masked blocks.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from tessera.attention.contract import AttentionSpec
 
 
 class Blocks(NamedTuple):
-    """Some pair is visible in blocks [start, stop), every pair in blocks [whole, masked)."""
+    """Ranges of blocks: [start, stop) have at least one visible (row, key) pair; in [whole, masked) all are visible."""
 
     start: Array | int
     whole: Array | int
@@ -22,8 +22,8 @@ class Blocks(NamedTuple):
 
 
 def key_blocks(first: Array, rows: Array, kv_len: Array, spec: AttentionSpec, size: int) -> Blocks:
-    """Return the blocks of `size` keys for `rows` rows (none if not positive), the first at position `first`."""
-    some, every, start, whole = kv_len, kv_len, 0, 0  # keys before these limits, blocks from these
+    """Return the blocks of `size` keys that `rows` rows from position `first` on see; none if rows <= 0."""
+    some, every, start, whole = kv_len, kv_len, 0, 0  # some row sees keys before `some`, every row keys before `every`
     if spec.causal:
         some, every = jnp.minimum(kv_len, first + rows), jnp.minimum(kv_len, first + 1)
     if spec.window is not None:
@@ -35,9 +35,9 @@ def key_blocks(first: Array, rows: Array, kv_len: Array, spec: AttentionSpec, si
 
 
 def row_blocks(key: Array, keys: int, q_start: Array, limits: tuple, spec: AttentionSpec, size: int) -> Blocks:
-    """Return the blocks of `size` rows for the keys [key, key + keys); limits: kv_len and q_len.
+    """Return the blocks of `size` rows that see keys [key, key + keys); `limits` are kv_len and q_len.
 
-    Rows past q_len count as seeing every key; keys past kv_len count as seen by rows that see another key of the run.
+    In [whole, masked), padding rows and keys at or past kv_len count as visible: callers must zero them.
     """
     kv_len, q_len = limits
     start, whole, masked = 0, 0, up(q_len, size)
@@ -53,10 +53,10 @@ def row_blocks(key: Array, keys: int, q_start: Array, limits: tuple, spec: Atten
 
 
 def down(x: Array, size: int) -> Array:
-    """Whole blocks in x, none if it is negative."""
+    """Return x // size, or 0 if x is negative."""
     return jax.lax.div(jnp.maximum(x, 0), size)
 
 
 def up(x: Array, size: int) -> Array:
-    """Blocks that hold x, none if it is negative."""
+    """Return x / size rounded up, or 0 if x is negative."""
     return jax.lax.div(jnp.maximum(x, 0) + size - 1, size)

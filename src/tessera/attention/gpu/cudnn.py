@@ -1,17 +1,16 @@
-"""Dense prefill on NVIDIA GPUs by cuDNN's fused attention, where it can honour the call.
+"""Dense prefill on NVIDIA GPUs with cuDNN's fused attention, for the calls that it can run.
 
-cuDNN masks by length and by a causal diagonal that starts at the first key. So a causal call must be square (T = S),
-and its first row must be at position 0. q_start is known only at run time, so a condition checks it, and plain JAX
-computes the rare other call in blocks of rows, exact and slow. K and V are zeroed past kv_len first: cuDNN
-multiplies the values there by 0, and they may be NaN. That would double the time of a decode step, which is all
-traffic: decode is refused. The kernel calls the function behind `jax.nn.dot_product_attention`, because the public one
-rounds lse to the dtype of q.
+cuDNN masks by length and by a causal diagonal that starts at the first key, so a causal call must be square (T = S) and
+start at position 0. q_start is known only at run time: `lax.cond` checks it, and plain JAX runs the rare other calls in
+blocks of rows, exact but slow. K and V are zeroed from kv_len on before the call, because cuDNN multiplies those values
+by 0 and they may be NaN. Zeroing would double the time of a decode step, which only moves bytes, so decode is refused.
+The kernel calls the private function behind `jax.nn.dot_product_attention`: the public one rounds lse to q's dtype.
 
-The gradient does not use cuDNN's rule, which drops the cotangent of lse, and with which the condition would keep the
-scores of the path not taken. Our own kernels (`gpu_backward`) compute it from only q, k, v, out and lse; plain JAX
-does so, a block of rows at a time, on chips and for head dims that they do not support.
+The gradient does not use cuDNN's own rule, which drops the cotangent of lse and would make `lax.cond` keep the scores
+of the path not taken. `gpu.backward` computes the gradient from q, k, v, out and lse: with our own kernels, or in plain
+JAX, a block of rows at a time, for chips and head dims that the kernels do not support.
 
-Work: 4 H flops per visible (row, key) pair; each array moved once, K and V once more to zero them.
+Work: 4 H flops per visible (row, key) pair. Traffic: each array once, and K and V once more to zero them.
 """
 
 import functools
@@ -33,16 +32,16 @@ from tessera.attention.kernel import Capability, Kernel
 AMPERE = Capability(name="8.0 (Ampere) or later", least=8.0)
 DTYPES = ("bfloat16", "float16")
 ROWS = 128
-"""Rows of a block of the plain path: its scores are B N 128 S numbers."""
+"""Rows per block of the plain JAX path, whose scores are B * N * ROWS * S numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Empty: cuDNN chooses its own parameters."""
+    """No fields: cuDNN chooses its own parameters."""
 
 
 def cudnn(q: Array, k: Array, v: Array, kv_len: Array, scale: float, causal: bool) -> tuple[Array, Array]:
-    """cuDNN's out [B,T,N,H] and natural-log lse [B,N,T] in float32; at least one key per sequence."""
+    """Run cuDNN: return out [B,T,N,H] and lse [B,N,T] (natural log, float32); kv_len must be at least 1."""
     mask = fused.MaskType.PADDING_CAUSAL if causal else fused.MaskType.PADDING
     rows = jnp.full_like(kv_len, q.shape[1])
     return fused.dot_product_attention(
@@ -51,7 +50,7 @@ def cudnn(q: Array, k: Array, v: Array, kv_len: Array, scale: float, causal: boo
 
 
 def row_blocks(q: Array, k: Array, v: Array, positions: Positions, scale: float) -> tuple[Array, Array]:
-    """Compute the same for a causal call whose rows may be at any position: ROWS rows at a time, float32."""
+    """Compute the result of `cudnn` for a causal call at any q_start, ROWS rows at a time, in float32."""
     batch, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, blocks = k.shape[2], -(-num_queries // ROWS)
     key = jnp.arange(k.shape[1])
@@ -83,7 +82,7 @@ def launch(
     selection: Selection | None,
     config: Config,
 ) -> AttentionOut:
-    """out = softmax(scale q k^T) v and its lse over the visible keys, both differentiable in q, k and v."""
+    """Compute out = softmax(scale q k^T) v and lse over the visible keys, both differentiable in q, k and v."""
     lengths = jnp.clip(positions.kv_len, 0, kv.k.shape[2]), jnp.clip(positions.q_len, 0, q_BTNH.shape[1])
     return dense(q_BTNH, kv.k, kv.v, Positions(positions.q_start, *lengths), spec, config)
 
@@ -91,7 +90,10 @@ def launch(
 def attend(
     q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, positions: Positions, spec: AttentionSpec, config: Config
 ) -> AttentionOut:
-    """Run the call; lengths lie within the arrays. cuDNN takes keys token-major: zeroing them also transposes them."""
+    """Run the call; kv_len and q_len must lie within the arrays.
+
+    cuDNN takes token-major keys and values; the step that zeroes them also transposes them.
+    """
     scale = q_BTNH.shape[3] ** -0.5 if spec.scale is None else spec.scale
     valid = (jnp.arange(k_BKSH.shape[2]) < positions.kv_len[:, None])[:, None, :, None]
     row = jnp.arange(q_BTNH.shape[1])
@@ -116,11 +118,11 @@ def attend(
 
 
 dense = differentiable(attend, gpu_backward.gradients)
-"""The call, with a gradient that takes linear memory."""
+"""`attend` with a gradient (`gpu.backward`) that takes linear memory."""
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why cuDNN does not run this call."""
+    """Return why cuDNN cannot run this call; None if it can."""
     if shapes.num_queries == 1:
         return "K and V past kv_len must be zeroed first, which doubles the traffic of a decode step"
     for name in ("window", "softcap"):
@@ -161,4 +163,4 @@ KERNELS: tuple[Kernel, ...] = (
         library="cuDNN",
     ),
 )
-"""Another library's kernel behind our contract."""
+"""cuDNN's kernel behind the contract."""

@@ -1,19 +1,19 @@
-"""Decode attention for Hopper: one query row per sequence, bound by reading the cache, so every byte is read once.
+"""Decode attention for Hopper: one query row per sequence. Reading the KV cache bounds it, so every byte is read once.
 
-The visible keys of each (sequence, KV head) are cut into `splits` equal runs of blocks, one thread block each: their
-number is static, their position follows from kv_len, so a short sequence costs only what it holds. A warpgroup packs
-the G query heads of its KV head into the 64 rows of one product (the rest are zeros: the tensor core has time to
-spare), keeps `stages` blocks of keys and values in flight by TMA, and refills a buffer as soon as its last product has
-read it. One warpgroup does both: registers and shared memory then allow two or three of them per multiprocessor, and
-one computes while the others wait. Partial results carry their lse; a reduction over the splits, one launch, merges
-them.
+The visible keys of each (sequence, KV head) are cut into `splits` equal runs of key blocks, one thread block per run.
+The number of splits is static and their positions follow from kv_len, so a short sequence reads only its own keys. A
+thread block is one warpgroup, which packs the G query heads of its KV head into the 64 rows of one product. (The other
+rows are zeros: the tensor core has time to spare.) It keeps `stages` blocks of keys and values in flight by TMA and
+refills a buffer as soon as the last product has read it. As one warpgroup both fetches and computes, registers and
+shared memory allow two or three thread blocks per multiprocessor; one computes while the others wait. A second launch
+merges the partial results of the splits, using their lse.
 
-The three roles differ only in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles side by side,
-each copied from where it lies; ids ascend, so the row sees one range of a block's columns there too. Score: dense, and
-log2 of each tile's sum of weights (running maximum included) goes to a small array [J, G] per KV head, from which the
-merging launch computes the masses, 2^(that - lse) (`decode_mass`).
+The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
+place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block, and m +
+log2 of each tile's sum of 2^(y - m), with scores y in bits and their running maximum m, goes to the bank, a small array
+[J, G] per KV head. From it the merging launch computes the masses 2^(bank - lse) (`decode_mass`).
 
-Work: 4 H flops per (row, key). Traffic: 2 H bytes-per-element per visible or listed key and KV head.
+Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
 
 import functools
@@ -53,13 +53,13 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float16")
 MULTIPROCESSORS, REGISTERS, SHARED = 132, 65_536, 233_472
-"""Multiprocessors of an H100 or H200; registers and bytes of shared memory of each."""
+"""Multiprocessors of an H100 or H200; registers, and bytes of shared memory, per multiprocessor."""
 UNEVEN_KEYS = 8192
-"""Keys per split in a batch: enough pieces to fill the gaps that short sequences leave, too few to cost anything."""
+"""Keys per split in a batch, at most. Splits fill the gaps that short sequences leave, and at this size cost little."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
-"""Most registers of a thread by head dim and block_s, as compiled; other pairs spill in some role."""
+"""Registers per thread, at most, by (head_dim, block_s), as compiled; other pairs spill in some role."""
 NARROW = 4
-"""Copies per block of a list. From this many on, a thread takes up to 200 registers at head dim 64 too."""
+"""With at least this many copies per block of listed keys, a thread takes up to 200 registers even at head_dim 64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +67,9 @@ class Config:
     """Block sizes.
 
     Attributes:
-        block_s: keys (listed keys when sparse) per block.
-        stages: blocks of keys and values in flight or in use.
-        splits: runs of blocks per KV head that are computed in parallel and merged.
+        block_s: keys per block (in the sparse role, listed keys): 64 or 128.
+        stages: buffers in shared memory, each for one block of keys and values.
+        splits: runs of blocks per sequence and KV head that are computed in parallel and merged.
     """
 
     block_s: int
@@ -85,31 +85,31 @@ class Config:
 
 
 class Refs(NamedTuple):
-    """The kernel's memory: main memory, then shared memory and barriers."""
+    """References of the kernel body: main memory, then shared memory and barriers."""
 
     positions: Positions
     q: Any  # [B, K, stored G, H]
     k: Any
     v: Any
-    tiles: Any  # [B, K, 1, C]; sparse only, as count
-    count: Any  # [B, K, 1]
+    tiles: Any  # [B, K, 1, C]; sparse only
+    count: Any  # [B, K, 1]; sparse only
     out: Any  # [splits, B, K, stored G, H] float32
-    lse: Any  # the same, in bits and in every column
-    bank: Any  # [B, K, parts, units, rows] float32, in bits; score only, as totals
-    totals: Any  # [splits, B, K, parts, rows] float32: lse once per row
+    lse: Any  # likewise: lse in bits, repeated in every column
+    bank: Any  # [B, K, parts, units, rows] float32: log2 of each unit's sum of exponentials; score only
+    totals: Any  # [splits, B, K, parts, rows] float32: lse in bits, once per row; score only
     q_block: Any = None  # [64, H]
     k_block: Any = None  # [stages, block_s, H]
     v_block: Any = None
-    out_block: Any = None  # [64, H] float32, like lse_block: they share the memory of k_block and v_block
+    out_block: Any = None  # [64, H] float32; out_block and lse_block share the memory of k_block and v_block
     lse_block: Any = None
-    row_block: Any = None  # [2, units, 64] float32
+    row_block: Any = None  # [2, units, 64] float32: sums on their way to the bank, for two blocks of keys; score only
     q_landed: Any = None
     k_landed: Any = None  # [stages]
     v_landed: Any = None
 
 
 class Place(NamedTuple):
-    """Work of one thread block: one run of blocks of one sequence, of one KV head, for up to 64 rows."""
+    """Work of one thread block: the run of blocks of one split, sequence and KV head, for one part of up to 64 rows."""
 
     split: Any
     sequence: Any
@@ -119,7 +119,7 @@ class Place(NamedTuple):
 
 
 def name_refs(refs: tuple, role: str) -> Refs:
-    """The kernel's positional references by name."""
+    """Name the kernel's positional references."""
     it = iter(refs)
     positions = Positions(next(it), next(it), next(it))
     inputs = [next(it) if role == "sparse" or n < 3 else None for n in range(5)]
@@ -127,7 +127,7 @@ def name_refs(refs: tuple, role: str) -> Refs:
 
 
 def locate(refs: Refs, cut: Cut) -> Place:
-    """Return the work of this thread block."""
+    """Return the `Place` of this thread block."""
     split, sequence = jax.lax.axis_index("split"), jax.lax.axis_index("sequence")
     head, part = (op(jax.lax.axis_index("head"), jnp.int32(cut.parts)) for op in (jax.lax.div, jax.lax.rem))
     positions = Positions(*(x[sequence] for x in refs.positions))
@@ -136,12 +136,12 @@ def locate(refs: Refs, cut: Cut) -> Place:
 
 
 def starts_of(refs: Refs, cut: Cut, at: Place, block) -> list:
-    """Return the first key of each unit of a block."""
+    """Return the position of the first key of each unit of a block."""
     return unit_starts(cut, at.run, block, lambda entry: refs.tiles[at.sequence, at.head, 0, entry])
 
 
 def fetch(refs: Refs, at: Place, config: Config, starts: list, slot) -> None:
-    """Start the copies of a block's keys and values."""
+    """Start the copies of a block's keys and values into buffer `slot`, from the positions `starts` of its units."""
     unit = config.block_s // len(starts)
     for source, blocks, landed in ((refs.k, refs.k_block, refs.k_landed), (refs.v, refs.v_block, refs.v_landed)):
         for i, start in enumerate(starts):
@@ -151,7 +151,7 @@ def fetch(refs: Refs, at: Place, config: Config, starts: list, slot) -> None:
 
 
 def in_bits(z: Array, cut: Cut) -> Array:
-    """log2(e) * softcap(scale * z)."""
+    """Return scores in bits, log2(e) * softcap(scale * z)."""
     scale, cap = scale_of(cut.spec, cut.shapes.head_dim), cut.spec.softcap
     if cap is None:
         return z * (scale * LOG2_E)
@@ -159,7 +159,7 @@ def in_bits(z: Array, cut: Cut) -> Array:
 
 
 def blank_values(v_block, lo, hi) -> None:
-    """Zero the rows of a block of values outside [lo, hi): whatever they hold, 0 times them must be 0."""
+    """Zero a block's values outside rows [lo, hi): their weight is 0, but they may be NaN, and 0 * NaN is NaN."""
     rows, columns = min(v_block.shape[0], ROWS), LINE_BYTES // v_block.dtype.itemsize
     key = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=plgpu.Layout.WGMMA)
     for row in range(0, v_block.shape[0], rows):
@@ -172,13 +172,13 @@ def blank_values(v_block, lo, hi) -> None:
 
 
 def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> tuple:
-    """Add block i of this run to the running softmax, refill its buffer, store its units' sums."""
+    """Add block i of this run to the running softmax, refill its buffer and, in the score role, store unit sums."""
     m_old, l, acc = carry  # noqa: E741
     run, slot = at.run, jax.lax.rem(i, jnp.int32(config.stages))
     block = run.first + i
     lo, hi = visible_columns(cut, run, block, starts_of(refs, cut, at, block))
     ahead = jnp.minimum(i + config.stages, run.count - 1)
-    ahead = starts_of(refs, cut, at, run.first + ahead)  # read long before they are used: ids take a while to arrive
+    ahead = starts_of(refs, cut, at, run.first + ahead)  # read early, because loads of tile ids take long
 
     plgpu.barrier_wait(refs.k_landed.at[slot])
     y = in_bits(scores(refs.q_block, refs.k_block.at[slot]), cut)
@@ -198,19 +198,19 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     plgpu.barrier_wait(refs.v_landed.at[slot])
     pl.when((lo > 0) | (hi < cut.block_s))(lambda: blank_values(refs.v_block.at[slot], lo, hi))
     acc = accumulate(acc, p.astype(refs.v_block.dtype), refs.v_block.at[slot])
-    # A copy starts behind a warpgroup barrier (the compiler inserts it), so all four warps have read the buffer.
+    # The compiler inserts a warpgroup barrier before a copy, so all four warps have read the buffer by then.
     pl.when(i + config.stages < run.count)(lambda: fetch(refs, at, config, ahead, slot))
     if cut.role == "score":
         plgpu.commit_smem()
         for n in range(cut.units):
             rows = refs.row_block.at[half, n, pl.ds(0, cut.rows)]
             plgpu.copy_smem_to_gmem(rows, refs.bank.at[at.sequence, at.head, at.part, block * cut.units + n])
-        plgpu.wait_smem_to_gmem(cut.units, wait_read_only=True)  # the block before has been read: its half is free
+        plgpu.wait_smem_to_gmem(cut.units, wait_read_only=True)  # frees the other half, with the sums of block i - 1
     return m, l, acc
 
 
 def finish(refs: Refs, cut: Cut, at: Place, state: tuple) -> None:
-    """Write acc / l and, in bits, lse: 0 and -inf where no key was seen."""
+    """Write out = acc / l and lse in bits; 0 and -inf for rows that saw no key."""
     m, l, acc = state  # noqa: E741
     seen = l > 0
     safe = jnp.where(seen, l, 1.0)
@@ -218,13 +218,13 @@ def finish(refs: Refs, cut: Cut, at: Place, state: tuple) -> None:
     refs.out_block[...] = acc * per_row(1.0 / safe, acc)  # acc is 0 where l is
     refs.lse_block[...] = per_row(lse, acc)
     if cut.role == "score":
-        half = jax.lax.rem(at.run.count, jnp.int32(2))  # the last block's sums, in the other half, may be in flight
+        half = jax.lax.rem(at.run.count, jnp.int32(2))  # the other half may still be copied: the last block's sums
         refs.row_block[half, 0] = lse
     plgpu.commit_smem()
     if cut.role == "score":
         rows = refs.totals.at[at.split, at.sequence, at.head, at.part]
         plgpu.copy_smem_to_gmem(refs.row_block.at[half, 0, pl.ds(0, cut.rows)], rows)
-    for block, target in ((refs.out_block, refs.out), (refs.lse_block, refs.lse)):  # rows past G are out of bounds
+    for block, target in ((refs.out_block, refs.out), (refs.lse_block, refs.lse)):  # TMA omits rows past stored_groups
         rows = target.at[at.split, at.sequence, at.head, pl.ds(at.part * ROWS, cut.rows)]
         plgpu.copy_smem_to_gmem(block.at[pl.ds(0, cut.rows)], rows)
     plgpu.wait_smem_to_gmem(0)
@@ -270,7 +270,7 @@ def body(*refs, cut: Cut, config: Config):
 
 
 def call(cut: Cut, config: Config):
-    """Build the launch: (positions, q, k, v, lists) -> partial out and lse, and for the role score bank and totals."""
+    """Build the launch: (positions, q, k, v, lists) -> partial out and lse and, in the score role, bank and totals."""
     shapes, lead = cut.shapes, (cut.shapes.batch, cut.shapes.num_kv_heads)
     out = [jax.ShapeDtypeStruct((cut.splits, *lead, cut.stored_groups, shapes.head_dim), jnp.float32)] * 2
     if cut.role == "score":
@@ -283,7 +283,7 @@ def call(cut: Cut, config: Config):
         grid_names=("split", "head", "sequence"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=0,  # a row's numbers lie within one warp
+            reduction_scratch_bytes=0,  # reductions over a row stay within one warp
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
         kernel_name=f"gpu_decode_{cut.role}",
@@ -294,7 +294,7 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     """Run the whole call: partial results, then the merge."""
     shapes = kv.shapes(q, selection)
     cut = cut_call(role, spec, shapes, config)
-    # The copy engine moves whole swizzled tiles of 8 rows. A cache in eights and G up to 8 are not copied here.
+    # TMA copies 8 rows at a time. K and V with S a multiple of 8, and q with G up to 8, are not copied here.
     k, v = (whole_lines(x, 2) for x in (kv.k, kv.v))
     rows = q.reshape(shapes.batch, shapes.num_kv_heads, cut.groups, shapes.head_dim)
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.stored_groups - cut.groups), (0, 0)])
@@ -313,7 +313,7 @@ dense = differentiable_decode(attend)
 
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Launch the role's kernel."""
+    """Run the call in one role, as `Kernel.launch`."""
     if role == "dense":
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
@@ -325,7 +325,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> 
 
 
 def shared_bytes(cut: Cut, config: Config) -> int:
-    """Bytes of shared memory of one thread block: queries; keys and values, or the result; sums of units; barriers."""
+    """Return a thread block's bytes of shared memory: q, then K and V (or later the result), unit sums, barriers."""
     head_dim = cut.shapes.head_dim
     buffers = 4 * head_dim * max(config.stages * config.block_s, 2 * ROWS)
     sums = round_up(8 * ROWS * cut.units, 1024) if cut.role == "score" else 0
@@ -333,8 +333,8 @@ def shared_bytes(cut: Cut, config: Config) -> int:
 
 
 def resident(cut: Cut, config: Config) -> int:
-    """Return how many thread blocks the chip holds at once."""
-    by_memory = SHARED // (shared_bytes(cut, config) + 1024)  # the system takes a kilobyte for each
+    """Return how many thread blocks run at once on the chip."""
+    by_memory = SHARED // (shared_bytes(cut, config) + 1024)  # the system reserves 1 KiB per thread block
     registers = THREAD_REGISTERS[cut.shapes.head_dim, config.block_s]
     registers = max(registers, 200) if cut.role == "sparse" and cut.units >= NARROW else registers
     by_registers = REGISTERS // (128 * registers)
@@ -342,20 +342,21 @@ def resident(cut: Cut, config: Config) -> int:
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
+    """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim not in (64, 128, 256):
         return f"head_dim={shapes.head_dim} is not 64, 128 or 256: products take whole swizzled lines of shared memory"
     if role != "dense" and spec.tile < 16:
-        return f"tile={spec.tile}: copies and sums take tiles of 16 keys and more"
+        return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
     if role == "sparse" and shapes.head_dim == 256 and spec.tile < 64:
-        return f"tile={spec.tile}: at head_dim=256 the output sums leave no registers for several copies per block"
+        return f"tile={spec.tile} must be at least 64 at head_dim=256: registers do not suffice for smaller tiles"
     return None
 
 
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Two or three thread blocks per multiprocessor, each with at least 64 KB of keys and values in flight.
+    """Choose two or three thread blocks per multiprocessor, each with at least 64 KB of keys and values in flight.
 
-    One wave of equal splits for one sequence; more for several, whose lengths differ; none below four blocks of keys.
+    A single sequence gets as many splits as run at once. A batch, whose lengths may differ, gets at least one split per
+    UNEVEN_KEYS keys. A split has about four blocks of keys or more.
     """
     stages = {64: 4, 128: 2 if role == "score" else 3, 256: 2}[shapes.head_dim]
     config = Config(block_s=64, stages=stages, splits=1)
@@ -368,12 +369,12 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Vary blocks in flight, block size and splits around the default, within registers and shared memory."""
+    """Yield stages, block sizes and splits around the default that fit registers and shared memory."""
     best = default_config(role, spec, shapes)
     splits = (max(best.splits // 2, 1), 2 * best.splits)
     for config in distinct(best, {"block_s": (64, 128), "stages": (2, 3, 4, 6), "splits": splits}, lambda x: x):
         cut = cut_call(role, spec, shapes, config)
-        # With sums of several units and a third stage's slots, the compiler spills registers (found by the gates).
+        # With sums of several units and a third stage, the compiler spills (found by `tessera study gpu-gates`).
         spills = role == "score" and shapes.head_dim == 256 and cut.units > 1 and config.stages > 2
         fits = shared_bytes(cut, config) <= SHARED_BYTES and not spills
         if fits and (shapes.head_dim, config.block_s) in THREAD_REGISTERS:
@@ -398,4 +399,4 @@ def _kernel(role: str) -> Kernel:
 
 
 KERNELS: tuple[Kernel, ...] = (_kernel("dense"), _kernel("score"), _kernel("sparse"))
-"""Decode on a Hopper GPU."""
+"""Decode kernels for Hopper, one per role."""

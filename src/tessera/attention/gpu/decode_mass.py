@@ -1,11 +1,12 @@
-"""Mass of key tiles in Hopper's scoring decode, in the launch that merges the splits: 2^(bank - lse) summed over rows.
+"""Mass of key tiles in Hopper's score decode, in the launch that merges the splits: 2^(bank - lse) summed over rows.
 
-bank holds log2 of each unit's sum of exponentials per row, lse is log2 of a row's whole sum. The first thread
-blocks merge (`split_merge`); each further one takes a few hundred tiles of one KV head. Those cannot wait for the
-others' lse, so each merges it again from the splits' own, 4 bytes per row and split, while its part of the bank is in
-flight. Where no tile is visible, nothing is read. Units that no row sees were never written: positions exclude them.
+The bank is log2 of each unit's sum of exponentials per row; lse is log2 of a row's whole sum. The first thread blocks
+merge the splits (`split_merge`). Each other thread block computes the masses of a few hundred tiles of one KV head; it
+cannot wait for the merged lse, so it merges lse again from the splits' values, 4 bytes per row and split, while its
+part of the bank is being loaded. Thread blocks without a visible tile read nothing. The decode kernel does not write
+units that no row sees, so they are masked by position.
 
-Work: one exponential per (row, unit); it is bound by reading the bank once, 4 bytes per row and unit.
+Work: one exponential per (row, unit). Reading the bank once, 4 bytes per row and unit, bounds the time.
 """
 
 import functools
@@ -27,20 +28,20 @@ from tessera.attention.online_softmax import FLOOR
 from tessera.core.shapes import ceil_div, round_up
 
 TILES = ROWS
-"""Tiles of one load: the rows of a product's layout."""
+"""Tiles per load: the rows of a product's register layout."""
 MOST_NUMBERS = 32
-"""Numbers of the bank that are in flight together, for each of a load's tiles: 16 per thread."""
+"""Numbers of the bank in flight together, at most, per tile of a load: 16 per thread, as 128 threads load 64 tiles."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column."""
 
 
 class Refs(NamedTuple):
-    """The launch's memory."""
+    """References of the kernel body, in main memory."""
 
     positions: Positions
     out: Any  # [splits, numbers] float32
-    lse: Any  # the same, in bits and in every column
-    totals: Any  # [splits, B, K, parts, rows]: lse once per row
+    lse: Any  # likewise: lse in bits, repeated in every column
+    totals: Any  # [splits, B, K, parts, rows]: lse in bits, once per row
     bank: Any  # [B, K, parts, tiles, units per tile, rows]
     merged: Any  # [numbers]
     merged_lse: Any
@@ -56,16 +57,16 @@ def merge_and_weigh(
     positions: Positions,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G H"], Float[Array, "B K 1 J"]]:
-    """Merge like `split_merge.merge_splits`, and return the mass of every tile too.
+    """Merge partial results like `split_merge.merge_splits`, and also return the mass of every tile.
 
-    mass = sum over rows and the tile's units of 2^(bank - lse); 0 for tiles that no row sees.
+    A tile's mass is 2^(bank - lse) summed over rows and the tile's units; 0 for tiles that no row sees.
 
     Args:
         out, lse: partial results, as `merge_splits` takes them.
-        bank: log2 of each unit's sum of exponentials per row of a product, `stored_units(cut)` units; anything where
-            no row sees the unit.
-        totals: lse once per row of a product; -inf where the split saw no key.
-        cut: the call.
+        bank: log2 of each unit's sum of exponentials, per row of a product, for `stored_units(cut)` units; units that
+            no row sees may hold anything.
+        totals: lse in bits, once per row of a product; -inf where the split saw no key.
+        cut: sizes of the call.
         positions: positions of the rows.
         dtype: dtype of the merged values.
     """
@@ -82,7 +83,7 @@ def merge_and_weigh(
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
-            reduction_scratch_bytes=0,  # a tile's numbers lie within one warp
+            reduction_scratch_bytes=0,  # reductions over a tile's rows stay within one warp
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
         ),
         kernel_name="gpu_merge_mass",
@@ -92,23 +93,23 @@ def merge_and_weigh(
 
 
 def stored_units(cut: Cut) -> int:
-    """Return the bank's number of units: enough for every block of keys and for every piece of tiles."""
+    """Return how many units the bank stores: enough for all blocks of keys and for all loads of `weigh`."""
     return max(cut.banked, num_pieces(cut) * loads_per_piece(cut) * TILES * cut.per_tile)
 
 
 def loads_per_piece(cut: Cut) -> int:
-    """Return the loads of 64 tiles per thread block."""
+    """Return how many loads of 64 tiles make a piece, the tiles of one thread block."""
     most = max(MOST_NUMBERS // (cut.parts * cut.per_tile * cut.rows), 1)
     return min(most, ceil_div(cut.tiles, TILES))
 
 
 def num_pieces(cut: Cut) -> int:
-    """Return the thread blocks per KV head."""
+    """Return the number of pieces, and so of mass thread blocks, per KV head."""
     return ceil_div(cut.tiles, loads_per_piece(cut) * TILES)
 
 
 def body(*refs, cut: Cut, merging: int):
-    """Merge a stretch of numbers, or weigh a piece of one KV head's tiles."""
+    """Run one thread block: merge a stretch of numbers, or compute the masses of one piece of tiles."""
     refs = Refs(Positions(*refs[:3]), *refs[3:])
     block = jax.lax.axis_index("block")
 
@@ -123,7 +124,7 @@ def body(*refs, cut: Cut, merging: int):
 
 
 def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
-    """Write the masses of one piece, by way of shared memory: the copy engine omits those past the last tile."""
+    """Compute the masses of one piece, and write them through shared memory, as TMA omits those past the last tile."""
     head, piece = (op(index, jnp.int32(num_pieces(cut))) for op in (jax.lax.div, jax.lax.rem))
     sequence, head = (op(head, jnp.int32(cut.shapes.num_kv_heads)) for op in (jax.lax.div, jax.lax.rem))
     run = find_run(cut, 0, Positions(*(x[sequence] for x in refs.positions)))
@@ -150,7 +151,10 @@ def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
 
 
 def weights(refs: Refs, cut: Cut, at: tuple, run: Run, firsts: list) -> list[Array]:
-    """2^(bank - lse) of the rows of one product for 64 tiles from each of `firsts`, summed over each tile's units."""
+    """Compute 2^(bank - lse), summed over each tile's units, for one product's rows and 64 tiles from each of `firsts`.
+
+    `at` is (sequence, KV head, part); one array [64 tiles, rows] is returned per entry of `firsts`.
+    """
     sequence, head, part = at
     bits = [
         plgpu.load(refs.bank.at[*at, pl.ds(first, TILES), n], layout=plgpu.Layout.WGMMA, optimized=False)

@@ -1,7 +1,7 @@
-"""Decode with the keys split over thread blocks: which keys each split reads, in plain arithmetic.
+"""Splits of a Hopper decode call: the keys that each thread block reads when the keys are split over thread blocks.
 
-A *unit* is the keys of one copy: a whole block of consecutive keys, or a tile where tiles matter (sparse, score) and
-are smaller. A *block* is one step of a kernel: `units` units side by side.
+A *block* is the block_s keys of one step of a kernel. It consists of `units` *units*; a unit is the keys of one copy.
+In the dense role a unit is a whole block; in the sparse and score roles it is a tile if that is smaller.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from tessera.attention.contract import AttentionSpec, Positions, Shapes
 from tessera.core.shapes import ceil_div, round_up
 
 ROWS = 64
-"""Rows of one product."""
+"""Rows of one matrix product (wgmma)."""
 
 
 class Cut(NamedTuple):
-    """One call cut into splits, and those into blocks: everything static."""
+    """Static sizes of one call, cut into splits and those into blocks of block_s keys."""
 
     role: str
     spec: AttentionSpec
@@ -32,12 +32,12 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Products that the G query heads of a KV head fill; each reads the head's keys and values."""
+        """64-row products that the G query heads of a KV head fill; each has its own thread blocks."""
         return ceil_div(self.groups, ROWS)
 
     @property
     def rows(self) -> int:
-        """Rows of a product that hold query heads: a multiple of 8, the heads of one copy."""
+        """Rows of a product that may hold query heads, a multiple of 8, since TMA copies 8 rows at a time."""
         return min(round_up(self.groups, 8), ROWS)
 
     @property
@@ -55,7 +55,7 @@ class Cut(NamedTuple):
 
     @property
     def banked(self) -> int:
-        """Units of the whole cache."""
+        """Units that hold all S keys, rounded up to whole blocks."""
         return ceil_div(self.shapes.num_keys, self.block_s) * self.units
 
     @property
@@ -64,17 +64,17 @@ class Cut(NamedTuple):
 
     @property
     def per_tile(self) -> int:
-        """Units of a tile."""
+        """Units per tile."""
         return self.spec.tile // self.unit
 
 
 class Run(NamedTuple):
-    """Scalars: the keys that one split of one sequence's KV head reads.
+    """Keys that one split reads for one sequence and KV head, as scalars.
 
     Attributes:
         start, stop: keys [start, stop) that the row sees; both 0 if none.
-        listed: units of its list; sparse only.
-        first, count: its blocks [first, first + count).
+        listed: units in the list of tiles; 0 outside the sparse role.
+        first, count: blocks [first, first + count) that the split reads; in the sparse role, blocks of listed units.
     """
 
     start: Any
@@ -85,7 +85,7 @@ class Run(NamedTuple):
 
 
 def find_run(cut: Cut, split, positions: Positions, listed_tiles=0) -> Run:
-    """The run of blocks of one split, from one sequence's positions and the length of its list."""
+    """Compute the `Run` of one split from the scalar positions of one sequence and the number of its listed tiles."""
     spec, block_s = cut.spec, cut.block_s
     row = positions.q_start
     stop = jnp.minimum(positions.kv_len, cut.shapes.num_keys)
@@ -105,9 +105,9 @@ def find_run(cut: Cut, split, positions: Positions, listed_tiles=0) -> Run:
 
 
 def unit_starts(cut: Cut, run: Run, block, tile_at: Callable) -> list:
-    """Return the first key of each unit of a block; units past the list's end repeat its last.
+    """Return the position of the first key of each unit of a block.
 
-    tile_at returns an entry of the list.
+    In the sparse role, units past the end of the list repeat the last listed unit; tile_at(n) is the n-th tile id.
     """
     if cut.role != "sparse":
         return [block * cut.block_s + i * cut.unit for i in range(cut.units)]
@@ -119,7 +119,7 @@ def unit_starts(cut: Cut, run: Run, block, tile_at: Callable) -> list:
 
 
 def visible_columns(cut: Cut, run: Run, block, starts: list) -> tuple[Any, Any]:
-    """The columns [lo, hi) of a block that the row sees: one range, as a list's ids ascend."""
+    """Return the columns [lo, hi) of a block that the row sees; this is one range in a list too, because ids ascend."""
     if cut.role != "sparse":
         return jnp.maximum(run.start - starts[0], 0), jnp.minimum(run.stop - starts[0], cut.block_s)
     lo = hi = jnp.int32(0)

@@ -1,19 +1,20 @@
-"""Sparse prefill attention for Hopper over single keys (tile=1, the paper's granularity), to measure the cost of tiles.
+"""Sparse prefill attention for Hopper over single keys (tile=1, as in the Kascade paper), to measure the cost of tiles.
 
-Like gpu_sparse, but TMA can fetch nothing, since its copies take at least eight rows: the 128 threads of the fetching
-warpgroup copy the listed rows of K and V with cp.async, 16 bytes each, to where the products expect them. Shared
-memory is laid out in [8, 64] pieces of 16-bit numbers, a line of 128 bytes per row, and the 16-byte columns of a line
-are swizzled: column c of row r is stored at c ^ (r % 8) (`place_of`; the rule of TMA's and wgmma's 128-byte swizzle).
+The kernel is like `gpu.sparse`, but cannot fetch by TMA, whose copies take at least eight rows. Instead, the 128
+threads of the fetching warpgroup copy the listed rows of K and V with cp.async, 16 bytes at a time, to where the
+products expect them. Shared memory consists of [8, 64] pieces of 16-bit numbers, with a line of 128 bytes per row.
+Within a line, 16-byte columns are swizzled: column c of row r is stored at c ^ (r % 8), which is the rule of TMA's and
+wgmma's 128-byte swizzle (see `place_of`).
 
-A thread waits for its own copies of a block while those of the next `stages - 2` blocks are in flight, makes them
-visible to the tensor core (a proxy fence) and arrives at the block's barrier. Positions of the keys go into shared
-memory too, for the masks at the ends of a list.
+A thread waits for its own copies of a block, while copies of the next `stages - 2` blocks are in flight. It then makes
+them visible to the tensor core (a proxy fence) and arrives at the block's barrier. The positions of the keys are also
+written to shared memory, for the masks at the ends of a list.
 
-The interpreter cannot run copies by thread: there, plain loads of the listed rows replace them, so it tests the
-barriers and the masks, but not `copy_rows`, which the machine code and the GPU check cover.
+Pallas' interpreter cannot run copies by single threads; there, plain loads of the listed rows replace them. It thus
+tests the barriers and the masks but not `copy_rows`, which only the machine code and the GPU check cover.
 
-Work: 4 H flops per (row, listed key) pair; L2 traffic: 2 H bytes-per-element per (thread block, listed key) in pieces
-of one row, H bytes-per-element.
+Work: 4 H flops per (row, listed key) pair. L2 traffic: 2 H elements per (thread block, listed key), in rows of H
+elements.
 """
 
 import itertools
@@ -39,7 +40,7 @@ from tessera.attention.kernel import Kernel
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)
 COPY_BYTES = 16
-"""Bytes of one asynchronous copy by a thread: the most possible."""
+"""Bytes per asynchronous copy of a thread, the most that cp.async takes."""
 THREADS = 128
 LEAST_STAGES = 3
 PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
@@ -51,8 +52,8 @@ LIST = plgpu.Layout.WGMMA.reduce(0)
 def place_of(row, column, columns: int):
     """Return the offset of a 16-byte column of a row of keys in swizzled shared memory, in units of 16 bytes.
 
-    A group of 8 rows is stored as pieces of [8 rows, 128 bytes]; together they hold the `columns` columns of 16 bytes
-    that a row has. Within its 128 bytes, column c of row r lies at place c ^ (r % 8).
+    A row has `columns` columns. Each group of 8 rows is stored as pieces of [8 rows, 128 bytes]. Within its 128-byte
+    line, column c of row r is stored at c ^ (r % 8).
     """
     line = LINE_BYTES // COPY_BYTES
     piece = (row // 8) * (columns // line) + column // line
@@ -60,9 +61,10 @@ def place_of(row, column, columns: int):
 
 
 def copy_rows(refs: Refs, item: Item, first: Array, slot: Array, cut: Cut) -> None:
-    """Start this thread's part of the copies of block_s listed keys and values; write the keys' positions.
+    """Start this thread's part of the copies of block_s listed keys and values, and write the keys' positions.
 
-    first: entry of the list; those at or past its end copy the last one, with the position NEVER.
+    The copies begin at entry `first` of the list. Entries past the end of the list copy the last key, with position
+    NEVER.
     """
     last = read(refs, item, "end") - 1
     if simulated():
@@ -140,9 +142,9 @@ def wait_for_copies(left: int) -> None:
 
 
 def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
-    """Fetch every block of the list as stages are handed back, `ahead` of them in flight.
+    """Run the fetching warpgroup: copy every block of the list as stages are handed back, stages - 2 in flight.
 
-    Values of a block are handed back when the scores of the next are taken: two stages more than those in flight.
+    The other two stages are in use: the values of a block are handed back only after the scores of the next block.
     """
     (item,), ahead = items, cut.stages - 2
     begin, stop = read(refs, item, "begin"), blocks_of(refs, item, cut)[2]
@@ -171,7 +173,7 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
 
 
 def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: Cut) -> Array:
-    """Scores [64,X], -inf where a row does not see a key."""
+    """Set scores [64,X] to -inf where a row does not see a key."""
     key = plgpu.load(refs.ids.at[item.slot(block, cut)], layout=LIST)
     key = jax.lax.broadcast_in_dim(key, s.shape, [1])
     seen = key < NEVER
@@ -184,7 +186,7 @@ def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: 
 
 
 def cut_keys(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """The sizes of a launch: one list per thread block, however few rows it has."""
+    """Compute the sizes of a launch, with one list per thread block even if a query tile has few rows."""
     if config.stages < LEAST_STAGES:
         raise ValueError(f"stages={config.stages} must be at least {LEAST_STAGES}")
     return cut_call(spec, shapes, config)._replace(lists=1)
@@ -193,7 +195,7 @@ def cut_keys(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 def launch(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config
 ) -> AttentionOut:
-    """Attention over the listed keys only; not differentiable."""
+    """Run attention over the listed keys only; not differentiable."""
     cut = cut_keys(spec, kv.shapes(q, selection), config)
     ids = plgpu.SMEM((cut.stages, cut.block_s), jnp.int32)
     source = sparse_rows.Source("gpu_keys_sparse", fetch, hide, arrivals=1, scratch=(ids,))
@@ -201,9 +203,9 @@ def launch(
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
+    """Return why the kernel cannot run this call; None if it can."""
     if spec.tile != 1:
-        return f"tile={spec.tile}: single keys only, tiles have a faster kernel"
+        return f"tile={spec.tile} must be 1: gpu_prefill_sparse is faster for tiles"
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     scale = 1.0 if spec.scale is None else spec.scale
@@ -213,12 +215,12 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Keep as many keys in flight as shared memory holds."""
+    """Choose the longest blocks that fit shared memory, then the most stages."""
     return max(search_space(spec, shapes), key=lambda c: (c.rows, c.block_s, c.stages))
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Every choice that fits shared memory and registers."""
+    """Yield every config that fits shared memory."""
     for block_s, stages in itertools.product((64, 128), (3, 4, 6)):
         config = Config(rows=64, block_s=block_s, stages=stages)
         ids_bytes = 4 * stages * block_s

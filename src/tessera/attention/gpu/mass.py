@@ -1,11 +1,11 @@
-"""Mass of key tiles on Hopper, from a scoring pass's results: mass = sum over a query tile's rows of 2^(bits - lse).
+"""Mass of key tiles on Hopper from the results of score prefill: the sum over a query tile's rows of 2^(bits - lse).
 
-bits [B,N,U,R] holds, per row and unit of keys, log2 of the sum of its exponentials, lse [B,N,R] log2 of the whole sum
-(-inf for rows that see nothing, and for padding). Units that a row does not see were never written: positions
-exclude them, and where no row of the query tile sees any of a thread block's 64 units, nothing is read.
+bits [B,N,U,R] is log2 of the sum of exponentials per unit of keys and row; lse [B,N,R] is log2 of the whole sum per row
+(-inf for padding and for rows that see no key). The score kernel does not write units that a row does not see, so this
+kernel masks them by position. If no row of the query tile sees any of a thread block's 64 units, it reads nothing.
 
-Work: one exponential per (row, unit); it is bound by reading bits once, 4 bytes each, straight into the registers of
-the product's layout (eight rows of 32 bytes a load), UNROLLED heads at a time.
+Work: one exponential per (row, unit). Reading bits once, 4 bytes per number, bounds the time; the loads go straight to
+registers in a product's layout (eight rows of 32 bytes per load), UNROLLED loads at a time.
 """
 
 import functools
@@ -25,16 +25,24 @@ from tessera.core.shapes import ceil_div, round_up
 UNITS = ROWS
 """Units of keys per thread block."""
 ALIGNED = 8
-"""A load may begin at multiples of this many rows."""
+"""Rows. Every load begins at a multiple of it."""
 MOST_ROWS = 64
-"""Rows of one load."""
+"""Rows per load, at most."""
 UNROLLED = 4
+"""Loads in flight together, at most."""
 MOST_TILES = 65535
-"""Query tiles of a launch: the most that CUDA's second grid axis takes."""
+"""Query tiles per launch, at most: the limit of CUDA's second grid axis."""
 
 
 class Cut(NamedTuple):
-    """Static sizes: query heads per KV head, keys per unit, rows per load, loads that hold a query tile's rows."""
+    """Static sizes of a launch.
+
+    Attributes:
+        groups: query heads per KV head.
+        unit: keys per unit.
+        width: rows per load.
+        pieces: loads per query head that cover a query tile's rows.
+    """
 
     spec: AttentionSpec
     groups: int
@@ -51,7 +59,7 @@ def tile_mass(
     cut: Cut,
     rows: int,
 ) -> Float[Array, "B K I U"]:
-    """Return the mass of every unit for the query tiles of rows [0, rows), the call's rows from `skipped` on."""
+    """Return the mass per unit of the query tiles in rows [0, rows) of `bits`; row 0 is row `skipped` of the call."""
     batch, num_heads, units, _ = bits.shape
     num_tiles = ceil_div(rows, cut.spec.query_tile)
     return plgpu.kernel(
@@ -65,7 +73,7 @@ def tile_mass(
 
 
 def cut_call(spec: AttentionSpec, groups: int, unit: int) -> Cut:
-    """The sizes of a launch."""
+    """Compute the sizes of a launch."""
     aligned = spec.query_tile % ALIGNED == 0
     span = spec.query_tile if aligned else round_up(spec.query_tile + ALIGNED - 1, ALIGNED)
     width = min(span, MOST_ROWS)
@@ -73,7 +81,7 @@ def cut_call(spec: AttentionSpec, groups: int, unit: int) -> Cut:
 
 
 def body(q_start, kv_len, skipped, bits, lse, mass, *, cut: Cut):
-    """One KV head's query tile and 64 units of keys."""
+    """Run one thread block: a query tile of one KV head, and 64 units of keys."""
     spec, i = cut.spec, jax.lax.axis_index("query_tile")
     head, heads = jax.lax.axis_index("head"), mass.shape[1]
     b, h = jax.lax.div(head, heads), jax.lax.rem(head, heads)
@@ -86,7 +94,7 @@ def body(q_start, kv_len, skipped, bits, lse, mass, *, cut: Cut):
         some = some & ((unit + UNITS) * cut.unit > first + row - spec.window + 1)
 
     def load(n: Array) -> Array:
-        """Return the n-th load's probabilities [units, rows]; 0 where a row is not this query tile's or sees no key."""
+        """Return probabilities [units, rows] of the n-th load; 0 for rows of other query tiles and for unseen units."""
         begin = aligned + jax.lax.rem(n, cut.pieces) * cut.width
         at = pl.multiple_of(jnp.minimum(begin, bits.shape[3] - cut.width), ALIGNED)
         query_head = h * cut.groups + jax.lax.div(n, cut.pieces)

@@ -1,23 +1,23 @@
 """Prefill attention for Hopper: dense, and score (dense plus every key tile's mass) in the same pass.
 
-One thread block takes 128 query rows of one head against every key they see. Two compute warpgroups hold 64 rows
-each; a third fetches K and V by TMA, `stages` blocks of block_s keys ahead, and gets a stage back once both have read
-it. Heads are the grid's last axis, which runs fastest: those of a group run side by side and read the same K and V,
-which then come from L2.
+A thread block computes 128 query rows of one head against all keys that they see. Each of two compute warpgroups holds
+64 rows. A third warpgroup fetches K and V by TMA into a ring of `stages` buffers of block_s keys each; the compute
+warpgroups hand a buffer (stage) back after both have read it. Heads are the grid's fastest axis, so that the heads of a
+group run at the same time and read the same K and V from L2.
 
-Blocks that a mask can touch are at the ends of the range of keys (the window's edge; the diagonal, kv_len): they run
-one after another in `masked`. The blocks between run without masks and overlapped: the tensor core takes the scores of
-a block and, queued after them, the weighted values of the block before, while the vector units turn those scores into
-weights; and the two warpgroups take turns, so that one's products run under the other's exponentials. Values at or
-past kv_len may be NaN and 0 * NaN is NaN: in the one block that can hold some they are zeroed in shared memory.
+A mask can cut blocks only at the ends of the range of keys (the window's edge; the diagonal and kv_len); these run one
+after another in `Rows.masked`. The blocks in between run unmasked and overlapped: the tensor core computes the scores
+of a block and then the weighted values of the block before, while the vector units turn the scores into weights. The
+two warpgroups also take turns, so that the products of one overlap with the exponentials of the other. Values at or
+past kv_len may be NaN, and 0 * NaN is NaN, so they are zeroed in shared memory in the one block that can hold any.
 
-Scoring writes, per row and tile, log2 of the sum of the tile's exponentials (running maximum included), which the row
-sum needs anyway; names and docstrings call such logarithms "bits". `gpu_mass` weighs it by the lse and sums over a
-query tile's rows. That is a number per row and tile, so queries come in chunks that bound it. It is float32: an error
-of a bit of float16 in a logarithm is a relative error of the mass of 0.1 to 0.3 %, and logits of 1e4 would have no
-precision left at all.
+The score role writes, per row and tile, m + log2(sum of the tile's 2^(y - m)) with the running maximum m; the row sum
+needs those sums anyway. Names and docstrings call such base-2 logarithms "bits". `gpu.mass` computes 2^(bits - lse) and
+sums it over the rows of a query tile. Queries run in chunks, which bounds the memory of one number per row and tile.
+The numbers are float32: in float16, an error in the last bit would change a mass by 0.1 to 0.3 %, and logits of 1e4
+would leave no precision at all.
 
-Work: 4 H flops per visible (row, key) pair; L2 traffic: 4 H bytes per key and 128 rows, 128 flops per byte.
+Work: 4 H flops per visible (row, key) pair. L2 traffic: 4 H bytes per key and 128 rows, so 128 flops per byte.
 """
 
 import functools
@@ -57,26 +57,26 @@ from tessera.core.shapes import ceil_div, round_up
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 BITS = 1 << 27
-"""Most numbers that a scoring pass writes at once: 512 MiB."""
+"""Most float32 numbers of `Refs.bits` per launch in the score role: 512 MiB."""
 
 
 def read_item(refs: Refs, cut: Cut) -> Item:
-    """Return the work of this thread block."""
+    """Return the sequence, heads and rows of this thread block."""
     n, block, b = (jax.lax.axis_index(name) for name in ("head", "rows", "sequence"))
-    # Later causal rows see more keys: run the longest first, so that short ones fill the last gaps.
+    # Later causal rows see more keys: run the longest thread blocks first, so that short ones fill the gaps at the end.
     at = (jax.lax.axis_size("rows") - 1 - block) * BLOCK_T
     return Item(b, n, jax.lax.div(n, cut.groups), at, pl.multiple_of(refs.skipped[0] + at, BLOCK_T))
 
 
 def blocks_of(refs: Refs, item: Item, cut: Cut) -> Blocks:
-    """Return the key blocks of an item. Computed where needed: registers hold other things."""
+    """Return the key blocks of an item; callers recompute them where needed, which saves registers."""
     rows = jnp.minimum(refs.q_len[item.b] - item.row, BLOCK_T)
     first = refs.q_start[item.b] + item.row
     return key_blocks(first, rows, refs.kv_len[item.b], cut.spec, cut.config.block_s)
 
 
 def fetch(refs: Refs, item: Item, cut: Cut) -> None:
-    """Run the fetching warpgroup: copy every block of the range, K before V, as stages are handed back."""
+    """Run the fetching warpgroup: copy every key block of the range, K before V, as stages are handed back."""
     plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
     size, stages, blocks = cut.config.block_s, cut.config.stages, blocks_of(refs, item, cut)
     count = blocks.stop - blocks.start
@@ -97,7 +97,7 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
 
 
 def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
-    """Run a compute warpgroup: its rows against every block of the range, then out and lse."""
+    """Run a compute warpgroup: absorb every key block of the range for its 64 rows, then write out and lse."""
     plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
     source = refs.q.at[item.b, pl.ds(item.row + wg * ROWS, ROWS), item.n]
     plgpu.copy_gmem_to_smem(source, refs.q_smem.at[wg], refs.q_full.at[wg])
@@ -107,7 +107,7 @@ def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
     plgpu.barrier_wait(refs.q_full.at[wg])
     if cut.spec.window is not None:
         state = jax.lax.fori_loop(blocks.start, blocks.whole, rows.masked, state)
-    pl.when(wg == 1)(rows.take_turn)  # from here on half a round behind the other
+    pl.when(wg == 1)(rows.take_turn)  # from here on, warpgroup 1 runs half a round behind warpgroup 0
     if cut.config.overlap:
         some = (blocks.masked > blocks.whole).astype(jnp.int32)
         state = jax.lax.fori_loop(0, some, lambda _, x: rows.overlapped(blocks.whole, blocks.masked, x), state)
@@ -118,7 +118,7 @@ def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
 
 
 def body(*refs, cut: Cut):
-    """Run one thread block."""
+    """Run one thread block: two warpgroups compute, the third fetches."""
     names = [name for name in Refs._fields if name != "bits" or cut.spec.mass]
     refs = Refs(**{"bits": None, **dict(zip(names, refs, strict=True))})
     wg = jax.lax.axis_index("warpgroup")
@@ -127,7 +127,11 @@ def body(*refs, cut: Cut):
 
 
 def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut) -> list[Array]:
-    """out [B,rows,N,H], lse [B,N,rows] in bits and, scoring, bits [B,N,units,rows] of q's rows from `skipped` on."""
+    """Launch the kernel for q's rows [skipped, skipped + rows).
+
+    Return out [B,rows,N,H], lse [B,N,rows] in bits and, if spec.mass, bits [B,N,units,rows]; the last axes of lse and
+    bits are padded to whole thread blocks.
+    """
     batch, _, num_heads, head_dim = q.shape
     blocks, config = ceil_div(rows, BLOCK_T), cut.config
     out = [
@@ -164,11 +168,11 @@ def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut)
 
 
 def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Attention of [B,T,N,H] queries to [B,K,S,H] keys and values."""
+    """Run the call on [B,T,N,H] queries and [B,K,S,H] keys and values; if spec.mass, in chunks of queries."""
     batch, num_queries, num_heads, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
     cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype))
-    # Where S or T is not a multiple of 8, rows of zeros are added: hidden, like all at or past kv_len and q_len.
+    # Pad S and T to multiples of 8 with zeros, which kv_len and q_len exclude.
     q, k, v = whole_lines(q, 1), whole_lines(k, 2), whole_lines(v, 2)
     rows = q.shape[1]
     if not spec.mass:
@@ -180,7 +184,7 @@ def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -
     else:
         starts = jnp.arange(0, rows, step, dtype=jnp.int32)
 
-        def chunk(start):  # behind a barrier: else XLA, to use one result in two places, launches the kernel twice
+        def chunk(start):  # without the barrier, XLA launches the kernel twice to use one result in two places
             return jax.lax.optimization_barrier(score_rows(q, k, v, positions, start, step, cut))
 
         chunks = jax.lax.map(chunk, starts)
@@ -193,7 +197,7 @@ def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -
 
 
 def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut) -> tuple[Array, Array, Array]:
-    """(out, lse in bits, mass of units) of q's rows from `skipped` on."""
+    """Return (out, lse in bits, mass per unit of keys) of q's rows [skipped, skipped + rows)."""
     skipped = skipped[None]
     out, lse, bits = run_rows(q, k, v, positions, skipped, rows, cut)
     mass_cut = gpu_mass.cut_call(cut.spec, cut.groups, cut.unit)
@@ -201,7 +205,11 @@ def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cu
 
 
 def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
-    """Return rows per chunk: its bits are at most q's size and at most BITS, its query tiles at most MOST_TILES."""
+    """Return the query rows per chunk, in whole thread blocks and whole query tiles.
+
+    If possible, a chunk has at most BITS numbers of `bits`, no more of them than q has numbers, and at most
+    gpu_mass.MOST_TILES query tiles.
+    """
     bound = min(BITS, batch * num_queries * num_heads * cut.head_dim) // (batch * num_heads * cut.units)
     bound = min(bound, gpu_mass.MOST_TILES * cut.spec.query_tile)
     whole = math.lcm(BLOCK_T, cut.spec.query_tile)
@@ -215,52 +223,52 @@ def natural(lse: Array, num_queries: int) -> Array:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Dense prefill, differentiable in q, k and v, or score with spec.mass."""
+    """Run dense prefill, differentiable in q, k and v, or if spec.mass the score role, which is not differentiable."""
     lengths = jnp.minimum(positions.kv_len, kv.k.shape[2]), jnp.minimum(positions.q_len, q.shape[1])
-    positions = Positions(positions.q_start, *lengths)  # beyond an array's end, zeros would pass for keys or rows
+    positions = Positions(positions.q_start, *lengths)  # clip: padding must not count as valid keys or rows
     if spec.mass:
         return attend(q, kv.k, kv.v, positions, spec, config)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
 dense = differentiable(attend, gpu_backward.gradients)
-"""Dense prefill; two separate kernels compute its gradient."""
+"""Dense prefill with a gradient, which `gpu.backward` computes."""
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
+    """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     if role == "score" and spec.tile < 16:
-        return f"tile={spec.tile} must be at least 16: a number per row and tile is written"
+        return f"tile={spec.tile} must be at least 16: the kernel writes one number per row and tile"
     tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
     if role == "score" and shapes.head_dim == 256 and tight:
         taken = f"tile={spec.tile}, softcap={spec.softcap}, window={spec.window}"
-        return f"head_dim=256 with {taken}: registers hold the tiles' sums only from tile 64 on, without cap and window"
+        return f"head_dim=256 with {taken}: registers suffice only if tile >= 64, without softcap and window"
     return None
 
 
 def shared_bytes(head_dim: int, config: Config) -> int:
-    """Shared memory of q, K and V, and room for barriers and reductions."""
+    """Return the bytes of shared memory for q, K and V, with 2 KiB for barriers and reductions."""
     return 2 * head_dim * (BLOCK_T + 2 * config.stages * config.block_s) + 2048
 
 
 def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Whether registers hold the scores of two blocks: not with 256 columns of values and the tiles' sums."""
+    """Return whether registers suffice for `Config.overlap`: not at head_dim 256 in the score role."""
     return shapes.head_dim < 256 or not spec.mass
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """128 keys, 64 where the accumulator of a head of 256 takes half of the registers."""
+    """Choose 128 keys per block, or 64 at head_dim 256, where the accumulator takes half of the registers."""
     return Config(block_s=64 if shapes.head_dim == 256 else 128, overlap=overlaps(spec, shapes))
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Blocks and stages that fit shared memory, each with every order of products that makes sense."""
+    """Yield block sizes and stages that fit shared memory, with each useful combination of `overlap` and `turns`."""
     orders = ((True, True), (True, False), (False, True))
     for block_s, stages, (overlap, turns) in itertools.product((64, 128), (2, 3), orders):
         config = Config(block_s=block_s, stages=stages, overlap=overlap, turns=turns)
-        # With a window's edge on top of 256 sums per row, the compiler spills a register (found by the gates).
+        # With a window and 256 sums per row, the compiler spills a register (found by `tessera study gpu-gates`).
         spills = shapes.head_dim == 256 and spec.window is not None and not (overlap or spec.mass)
         fits = shared_bytes(shapes.head_dim, config) <= SHARED_BYTES and not spills
         if fits and (overlaps(spec, shapes) or not overlap):

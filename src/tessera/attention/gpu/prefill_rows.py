@@ -1,7 +1,7 @@
-"""The compute warpgroup of dense prefill on Hopper: 64 query rows against the key blocks they see.
+"""Compute warpgroup of dense and score prefill on Hopper: 64 query rows against the key blocks that they see.
 
-Blocks that a mask can touch run one after another (`Rows.masked`); those between run overlapped (`Rows.overlapped`),
-or, as in JAX's own kernel, with scores, weights and values in turn (`Rows.plain`).
+Key blocks that a mask may cut run one after another (`Rows.masked`). The others run overlapped (`Rows.overlapped`) or,
+as in JAX's own kernel, compute scores, weights and values one after the other (`Rows.plain`).
 """
 
 import functools
@@ -32,9 +32,9 @@ from tessera.attention.online_softmax import LOG2_E, scale_of
 from tessera.core.shapes import round_up
 
 BLOCK_T = WARPGROUPS * ROWS
-"""Rows of a thread block."""
+"""Query rows per thread block."""
 LINE = LINE_BYTES // 2
-"""Numbers of a swizzled line."""
+"""16-bit numbers per swizzled line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,11 @@ class Config:
     """Block sizes.
 
     Attributes:
-        block_s: keys of a block in shared memory: 64 or 128.
-        stages: blocks of K and of V in shared memory.
-        overlap: the scores of a block are computed under the weights of the one before.
-        turns: the warpgroups take turns at the tensor core.
+        block_s: keys per block in shared memory: 64 or 128.
+        stages: blocks of K, and of V, that shared memory holds.
+        overlap: whether the tensor core still multiplies a block's weights and values while the next block's scores
+            are turned into weights.
+        turns: whether the two warpgroups take turns at the tensor core.
     """
 
     block_s: int = 128
@@ -61,18 +62,18 @@ class Config:
 
 
 class Refs(NamedTuple):
-    """The body's references: main memory, then shared memory and barriers."""
+    """References of the kernel body: main memory, then shared memory and barriers."""
 
     q_start: Any  # [B]
     kv_len: Any
     q_len: Any
-    skipped: Any  # [1]: rows of q before this launch's first
+    skipped: Any  # [1]: the first row of q that this launch computes
     q: Any  # [B, T, N, H]
     k: Any  # [B, K, S, H]
     v: Any
     out: Any  # [B, rows, N, H]
     lse: Any  # [B, N, rows], in bits
-    bits: Any  # [B, N, units, rows] with the role score
+    bits: Any  # [B, N, units, rows]: log2 of each unit's sum of exponentials; score only
     q_smem: Any
     k_smem: Any
     v_smem: Any
@@ -86,7 +87,7 @@ class Refs(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Static sizes of a launch."""
+    """Static sizes of a launch; groups is G, the query heads per KV head."""
 
     spec: AttentionSpec
     config: Config
@@ -97,17 +98,17 @@ class Cut(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Keys whose mass is one number: a tile, or the part of one that fills a block."""
+        """Keys whose mass is one number: a tile, or as much of a tile as fits one block."""
         return min(self.spec.tile, self.config.block_s)
 
     @property
     def units(self) -> int:
-        """Units of all keys, rounded up to whole key blocks, and those to whole blocks of the mass kernel."""
+        """Number of units (see `unit`) in `bits`: those of all key blocks, rounded up to a multiple of `mass.UNITS`."""
         return round_up(round_up(self.num_keys, self.config.block_s) // self.unit, gpu_mass.UNITS)
 
 
 class Item(NamedTuple):
-    """Work of one thread block: sequence, query head, KV head, its first row in this launch and in the whole of q."""
+    """Work of one thread block: sequence b, query head n, KV head h; first row, in this launch (at) and in q (row)."""
 
     b: Array
     n: Array
@@ -117,7 +118,7 @@ class Item(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The 64 rows of a compute warpgroup. Their state is (m, l, acc) of the online softmax."""
+    """The 64 rows of compute warpgroup `wg`, with methods that update their online-softmax state (m, l, acc)."""
 
     refs: Refs
     item: Item
@@ -126,26 +127,26 @@ class Rows(NamedTuple):
     cut: Cut
 
     def slot(self, c: Array) -> Array:
-        """The stage of block c."""
+        """Return the stage (buffer in shared memory) of key block c."""
         return jax.lax.rem(c - self.start, self.cut.config.stages)
 
     def position(self) -> Array:
-        """Absolute positions of the rows."""
+        """Return the absolute positions of the rows."""
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
         return row + (self.refs.q_start[self.item.b] + self.item.row + self.wg * ROWS)
 
     def take_turn(self) -> None:
-        """Wait for the other warpgroup: until the next turn, one issues products and the other computes weights."""
+        """Wait for the other warpgroup: the two alternate between issuing products and computing weights."""
         if self.cut.config.turns:
             plgpu.barrier_arrive(self.refs.turn)
             plgpu.barrier_wait(self.refs.turn)
 
     def masked(self, c: Array, state: tuple) -> tuple:
-        """Absorb block c under the mask: some rows may see only part of it."""
+        """Absorb key block c with the mask."""
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         plgpu.barrier_wait(refs.v_full.at[slot])
-        self.clear_values(c)  # first of all, while registers are free
+        self.clear_values(c)  # before the scores, while registers are free
         s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot])
         plgpu.barrier_arrive(refs.k_free.at[slot])
         m, l, alpha, p = self.weigh(s, c, *state[:2], masked=True)  # noqa: E741
@@ -154,7 +155,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def plain(self, c: Array, state: tuple) -> tuple:
-        """Absorb block c, which every row sees in full: scores, weights and values in turn."""
+        """Absorb key block c, which every row sees in full: scores, weights and values one after the other."""
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot], self.take_turn)
@@ -169,7 +170,7 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def overlapped(self, first: Array, stop: Array, state: tuple) -> tuple:
-        """Absorb blocks [first, stop), at least one, which every row sees in full."""
+        """Absorb key blocks [first, stop), at least one, which every row sees in full, overlapped (see `Config`)."""
         refs, wg = self.refs, self.wg
         plgpu.barrier_wait(refs.k_full.at[self.slot(first)])
         s = scores(refs.q_smem.at[wg], refs.k_smem.at[self.slot(first)], self.take_turn)
@@ -191,7 +192,7 @@ class Rows(NamedTuple):
             )
             plgpu.barrier_arrive(refs.v_free.at[before])
             acc = acc * per_row(alpha, acc)
-            # Rounded only now: until here the tensor core reads the registers that these are put in.
+            # Round only now: until here the tensor core reads the registers that receive the rounded weights.
             p = jax.lax.optimization_barrier(p.astype(self.cut.dtype))
             self.take_turn()
             return (m, l, acc), p
@@ -205,12 +206,15 @@ class Rows(NamedTuple):
         return m, l, acc
 
     def weights(self, s: Array, c: Array, m: Array, l: Array) -> tuple:  # noqa: E741
-        """Free the keys' stage, since the scores are computed, and `weigh` them."""
+        """Hand back the stage of the keys, whose scores are computed, and `weigh` the scores."""
         plgpu.barrier_arrive(self.refs.k_free.at[self.slot(c)])
         return self.weigh(s, c, m, l)
 
     def weigh(self, s: Array, c: Array, m: Array, l: Array, masked: bool = False) -> tuple:  # noqa: E741
-        """One softmax update: new maximum, new sum, factor on the accumulated values, weights of block c."""
+        """Run a softmax update with the scores s of block c: return new m, new l, the factor on acc, and the weights.
+
+        In the score role, also write `bits`.
+        """
         cut = self.cut
         s, factor = in_bits(s, cut)
         s = self.hide(s, c) if masked else s
@@ -227,7 +231,7 @@ class Rows(NamedTuple):
         return new_m, l * alpha + functools.reduce(jnp.add, sums), alpha, p
 
     def hide(self, s: Array, c: Array) -> Array:
-        """Scores [64,X] of block c, -inf where a row does not see a key."""
+        """Set the scores [64,X] of block c to -inf where a row does not see a key."""
         start, spec = c * self.cut.config.block_s, self.cut.spec
         key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
         stop = self.refs.kv_len[self.item.b]
@@ -240,11 +244,11 @@ class Rows(NamedTuple):
         return jnp.where(seen, s, -jnp.inf)
 
     def clear_values(self, c: Array) -> None:
-        """Zero the values at or past kv_len in a block that reaches past it: the first warpgroup does so, both wait."""
+        """Zero the values at or past kv_len if block c reaches past it: warpgroup 0 does so, both wait."""
         refs, size = self.refs, self.cut.config.block_s
         valid = refs.kv_len[self.item.b] - c * size
 
-        @pl.when(valid < jnp.minimum(size, self.cut.num_keys - c * size))  # keys past S are zeros already
+        @pl.when(valid < jnp.minimum(size, self.cut.num_keys - c * size))  # TMA reads zeros past S
         def reaches_past_the_end():
             @pl.when(self.wg == 0)
             def clear():
@@ -260,7 +264,7 @@ class Rows(NamedTuple):
             plgpu.barrier_wait(refs.zeroed)
 
     def write(self, state: tuple) -> None:
-        """out = acc / l and lse = m + log2 l; 0 and -inf for rows that saw nothing and for padding."""
+        """Write out = acc / l and lse = m + log2 l (bits); 0 and -inf for padding rows and rows that saw no key."""
         (m, l, acc), refs, item = state, self.refs, self.item  # noqa: E741
         row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW) + (item.row + self.wg * ROWS)
         seen = (l > 0) & (row < refs.q_len[item.b])
@@ -274,7 +278,7 @@ class Rows(NamedTuple):
 
 
 def in_bits(s: Array, cut: Cut) -> tuple[Array, float]:
-    """(z, factor > 0): the scores in bits, log2(e) * softcap(scale * s), are z * factor."""
+    """Return z and a factor > 0 such that z * factor = log2(e) * softcap(scale * s), the scores in bits."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     if cap is not None:
         return tanh(s, scale / cap), cap * LOG2_E

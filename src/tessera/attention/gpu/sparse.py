@@ -1,19 +1,19 @@
 """Sparse prefill attention for Hopper: each query tile reads only its listed key tiles, in place.
 
-One thread block takes the rows of a query tile (sparse_rows): two warpgroups compute, the third fetches. TMA
-copies the listed tiles of K and V side by side into shared-memory blocks of block_s keys, `stages` of them ahead, in
-the order of the list; a block's barrier counts its tiles. Compute warpgroups hand a stage back on a second barrier.
+A thread block computes the rows of a query tile (see `sparse_rows`): two warpgroups compute, the third fetches. TMA
+copies the listed tiles of K and V, in list order, end to end into shared-memory blocks of block_s keys, up to `stages`
+blocks ahead. Each block has a barrier that counts its copies and a second barrier, on which the compute warpgroups hand
+the block back.
 
-Tile ids ascend, so tiles that a mask can touch are at the ends of a list: the window's edge first; the diagonal, kv_len
-and the end of the list last. The last block may hold fewer tiles: the copy of its last one is repeated and masked.
-Ids past count are never read. Values at or past kv_len may be NaN and 0 * NaN is NaN: in the one block of a list that
-can hold some, the fetching warpgroup zeroes them in shared memory before it announces the block.
+Tile ids ascend, so a mask can cut tiles only at the ends of a list: the window's edge at the start; the diagonal,
+kv_len and the end of the list at the end. If the last block holds fewer tiles, its last tile is copied repeatedly and
+the copies are masked. The kernel never reads ids past count. Values at or past kv_len may be NaN, and 0 * NaN is NaN:
+in the one block of a list that can hold any, the fetching warpgroup zeroes them before it announces the block.
 
-A query tile that is not a multiple of 8 tokens is padded to one, and rows are padded to whole 64-row products: with
-G query heads and query_tile tokens, 64 * ceil(G * query_tile / 64) rows are computed. G = 1 at query_tile 32 wastes
-half of every product; G = 4 (Llama 3 8B) none.
+Query tiles are padded to a multiple of 8 tokens, and their rows to 64-row products: 64 * ceil(G * query_tile / 64) rows
+are computed for G query heads. With query_tile 32, G = 1 wastes half of every product, G = 4 (Llama 3 8B) nothing.
 
-Work: 4 H flops per (row, listed key) pair; L2 traffic: 2 H bytes-per-element per (thread block, listed key).
+Work: 4 H flops per (row, listed key) pair. L2 traffic: 2 H elements per (thread block, listed key).
 """
 
 import functools
@@ -38,11 +38,14 @@ from tessera.attention.kernel import Kernel
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 COLUMNS = 64
-"""Columns of a swizzled line of 16-bit numbers."""
+"""16-bit numbers per swizzled line of 128 bytes."""
 
 
 def key_of(refs: Refs, item: Item, at: Array, cut: Cut) -> tuple[Array, Array]:
-    """Return the position of a list unit's first key, and whether the list holds the unit (else its last repeats)."""
+    """Return the position of the first key of the at-th unit that some row sees, and whether the list has that unit.
+
+    Past the end of the list, the position is that of the last unit.
+    """
     per_tile, at, end = cut.spec.tile // cut.unit, at + read(refs, item, "begin"), read(refs, item, "end")
     listed = jnp.maximum(jnp.minimum(at, end - 1), 0)
     tile = refs.tiles[item.b, item.h, item.i, jax.lax.div(listed, per_tile)]
@@ -50,14 +53,17 @@ def key_of(refs: Refs, item: Item, at: Array, cut: Cut) -> tuple[Array, Array]:
 
 
 def keys_of(refs: Refs, item: Item, block: Array, cut: Cut) -> list[tuple[Array, Array]]:
-    """Return the units of a block, as `key_of` returns each."""
+    """Return `key_of` for each unit of a block."""
     return [key_of(refs, item, block * cut.units + n, cut) for n in range(cut.units)]
 
 
 class Padding(NamedTuple):
-    """The last block of a list: whether it holds keys at or past kv_len, and the first row of them.
+    """Invalid values in the last block of a list.
 
-    (If it has fewer units than a block, the last one is repeated: those rows are zeroed too.)
+    Attributes:
+        some: whether the block holds keys at or past kv_len.
+        row: first row of the block to zero; repeated copies of the last unit lie after it.
+        stop: number of blocks of the list.
     """
 
     some: Array
@@ -66,7 +72,7 @@ class Padding(NamedTuple):
 
 
 def padding_of(refs: Refs, item: Item, cut: Cut) -> Padding:
-    """Return the padding of a list."""
+    """Return the `Padding` of an item's list."""
     stop = blocks_of(refs, item, cut)[2]
     last = read(refs, item, "end") - read(refs, item, "begin") - 1
     kept = read(refs, item, "kv_len") - key_of(refs, item, last, cut)[0]
@@ -74,7 +80,7 @@ def padding_of(refs: Refs, item: Item, cut: Cut) -> Padding:
 
 
 def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
-    """Fetch every block of the lists, K before V, as stages are handed back."""
+    """Run the fetching warpgroup: copy every block of the lists, K before V, as stages are handed back."""
     padding = [padding_of(refs, item, cut) for item in items]
 
     def copies(source, target, barrier, units, item):
@@ -106,12 +112,15 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
 
 
 def unseen(item: Item, cut: Cut) -> int:
-    """Return the barrier of a block that compute warpgroups must not see yet."""
+    """Return the barrier on which a list's last block of values arrives if some of them must be zeroed.
+
+    Only the fetching warpgroup waits on it; it zeroes them before it announces the block to the compute warpgroups.
+    """
     return cut.lists * cut.stages + item.lane
 
 
 def clear_values(refs: Refs, item: Item, padded: Padding, cut: Cut) -> None:
-    """Zero the padding of a list's last block of values, then signal that the block is ready."""
+    """Zero the invalid rows of a list's last block of values, then signal that the block is ready."""
     slot = item.slot(padded.stop - 1, cut)
     plgpu.barrier_wait(refs.v_full.at[unseen(item, cut)])
     for row, column in itertools.product(range(0, cut.block_s, ROWS), range(0, cut.head_dim, COLUMNS)):
@@ -127,7 +136,7 @@ def clear_values(refs: Refs, item: Item, padded: Padding, cut: Cut) -> None:
 def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: Cut) -> Array:
     """Set scores [64,X] to -inf where a row does not see a key.
 
-    Compares with one limit per listed piece of a tile: cheaper than computing each key's position.
+    Columns are compared with one limit per row and unit, which is cheaper than computing each key's position.
     """
     spec, place = cut.spec, plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
     row = token_of(row_block, cut) + read(refs, item, "first")
@@ -142,7 +151,7 @@ def hide(s: Array, block: Array, row_block: Array, refs: Refs, item: Item, cut: 
 
 
 def by_unit(limits: list, place: Array, cut: Cut) -> Array:
-    """The limits of the unit that each place of a block belongs to."""
+    """Broadcast one limit per row and unit to the columns [64,X] of a block, each of which belongs to one unit."""
     found = per_row(limits[0], place)
     for n in range(1, cut.units):
         found = jnp.where(place >= n * cut.unit, per_row(limits[n], place), found)
@@ -152,18 +161,18 @@ def by_unit(limits: list, place: Array, cut: Cut) -> Array:
 def launch(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config
 ) -> AttentionOut:
-    """Attention over the listed tiles only; not differentiable."""
+    """Run attention over the listed tiles only; not differentiable."""
     cut = cut_call(spec, kv.shapes(q, selection), config)
     source = sparse_rows.Source("gpu_prefill_sparse", fetch, hide, arrivals=cut.units)
-    # [B,K,S,H], as the model's cache holds them: copied only where S is not a multiple of 8.
+    # K and V are copied only if S is not a multiple of 8.
     k, v = (whole_lines(x, 2) for x in (kv.k, kv.v))
     return sparse_rows.launch(q, k, v, positions, selection, cut, source)
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
+    """Return why the kernel cannot run this call; None if it can."""
     if spec.tile < 16:
-        return f"tile={spec.tile} must be at least 16: smaller ones are not worth a copy each"
+        return f"tile={spec.tile} must be at least 16: smaller tiles are not worth one copy each"
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
     scale = 1.0 if spec.scale is None else spec.scale
@@ -175,25 +184,25 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def fits(config: Config, spec: AttentionSpec, shapes: Shapes) -> bool:
-    """Whether the config compiles for an H200 without spills and within its shared memory (found by a sweep)."""
+    """Return whether the config fits an H200's shared memory and compiles without spills (limits found by a sweep)."""
     cut = cut_call(spec, shapes, config)
     if cut.smem_bytes > SHARED_BYTES:
         return False
     if config.rows == 2 * ROWS and config.stages == 3 and shapes.head_dim == 128:
-        return False  # spills two registers with some tiles and groups (found by the gates)
-    columns = cut.row_blocks * (shapes.head_dim + config.block_s)  # of accumulators and scores, half a register each
+        return False  # spills two registers with some tiles and groups (found by `tessera study gpu-gates`)
+    columns = cut.row_blocks * (shapes.head_dim + config.block_s)  # accumulators and scores: half a register per column
     plain = spec.tile >= ROWS and (cut.row_blocks == 1 or cut.chunk >= 32)
     most = 256 if spec.window is not None else 384 if plain else 320  # masks and copies of q need registers too
     return columns <= most and cut.row_blocks * config.block_s <= 128
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """The most rows that share a copy, then the longest blocks, then the most stages."""
+    """Choose the config that fits with the most rows, then the longest blocks, then the most stages."""
     return max(search_space(spec, shapes), key=lambda c: (c.rows, c.block_s, c.stages))
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Every choice that fits shared memory and registers; two 64-row blocks only where a query tile fills them."""
+    """Yield every config that fits shared memory and registers, with rows=128 only if a query tile fills 128 rows."""
     for rows, block_s, stages in itertools.product((64, 128), (64, 128), (2, 3, 4, 6)):
         config = Config(rows=rows, block_s=block_s, stages=stages)
         used = cut_call(spec, shapes, config).row_blocks * ROWS == rows

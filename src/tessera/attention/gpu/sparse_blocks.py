@@ -1,7 +1,7 @@
-"""How a sparse prefill call on Hopper is cut: rows of query tiles, blocks of listed keys, and a plan for every list.
+"""Sizes of a sparse prefill call on Hopper (rows of query tiles, blocks of listed keys), and a plan for every list.
 
-Before the launch, XLA computes which entries of a list some row sees, and which of those every row sees in full: tile
-ids ascend, so each of these is one run, and the entries that need masks are at its ends.
+Before the launch, XLA computes which part of each list some row sees, and which part every row sees in full. Tile ids
+ascend, so each part is one range of the list, and entries that need masks lie between the ends of the two ranges.
 """
 
 import math
@@ -17,9 +17,9 @@ from tessera.attention.gpu.warpgroup import LEAST_TOKENS, ROWS, WARPGROUPS
 from tessera.core.shapes import ceil_div, round_up
 
 RESERVED_BYTES = 2048
-"""Most bytes of shared memory for barriers and alignment."""
+"""Bytes of shared memory for barriers and alignment, an upper bound."""
 NEVER = 1 << 30
-"""Beyond every position."""
+"""Position greater than every real position."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class Config:
     """Block sizes.
 
     Attributes:
-        rows: rows of a compute warpgroup: 64 or 128.
-        block_s: keys of a block in shared memory: 64 or 128.
-        stages: blocks of K and of V in shared memory.
+        rows: rows per compute warpgroup: 64 or 128.
+        block_s: keys per block in shared memory: 64 or 128.
+        stages: blocks of K, and of V, that shared memory holds per list.
     """
 
     rows: int = 64
@@ -49,14 +49,16 @@ class Cut(NamedTuple):
     """Static sizes of a launch.
 
     Attributes:
-        tokens: tokens of a query tile, padded to a multiple of 8.
-        chunk: tokens of one copy of q: they never straddle a head or a 64-row block.
+        groups: G, query heads per KV head.
+        num_tiles: query tiles of the call.
+        tokens: tokens per query tile, padded to a multiple of 8.
+        chunk: tokens per copy of q, chosen so that no copy straddles two heads or two 64-row blocks.
         chunks: copies that hold the G * tokens rows of a query tile.
-        lists: query tiles of a thread block: 2 where one fits 64 rows and two fit shared memory.
-        row_blocks: 64-row blocks of a compute warpgroup.
-        parts: thread blocks that share a query tile's list.
-        unit: keys of one copy of K or V: a tile, or the part of one that fills a block.
-        stages: blocks of K and of V in shared memory, per list.
+        lists: query tiles per thread block: 2 if a query tile fits 64 rows and two lists' blocks fit shared memory.
+        row_blocks: 64-row blocks per compute warpgroup.
+        parts: thread blocks that share a query tile and its list.
+        unit: keys per copy of K or V: a tile, or as much of a tile as fits one block.
+        stages: blocks of K, and of V, that shared memory holds per list.
     """
 
     spec: AttentionSpec
@@ -78,17 +80,17 @@ class Cut(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Copies that fill one block of K, or of V."""
+        """Copies per block of K (and of V)."""
         return self.block_s // self.unit
 
     @property
     def block_chunks(self) -> int:
-        """Copies that fill one 64-row block of q."""
+        """Copies per 64-row block of q."""
         return ROWS // self.chunk
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory, an upper bound."""
+        """Upper bound on a thread block's shared memory, in bytes."""
         rows = WARPGROUPS * self.row_blocks * ROWS
         keys = 2 * self.lists * self.stages * self.block_s
         return (rows + keys) * self.head_dim * jnp.dtype(self.dtype).itemsize + 4 * rows + RESERVED_BYTES
@@ -111,7 +113,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
         tokens=tokens,
         chunk=chunk,
         chunks=rows // chunk,
-        lists=2 if rows <= ROWS and shapes.head_dim <= 128 else 1,  # shared memory holds no more
+        lists=2 if rows <= ROWS and shapes.head_dim <= 128 else 1,  # at head_dim 256, two lists exceed shared memory
         row_blocks=row_blocks,
         parts=ceil_div(rows, WARPGROUPS * row_blocks * ROWS),
         unit=min(spec.tile, config.block_s),
@@ -121,14 +123,14 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 class Plan(NamedTuple):
-    """What a thread block must know about its list, computed before the launch.
+    """Numbers about one list that a thread block needs, computed before the launch; units count along the list.
 
     Attributes:
-        begin, end: units of the list that some row sees; the others are not read.
-        whole_from, whole_to: units [whole_from, whole_to) that every row sees in full.
+        begin, end: some row sees units [begin, end); the kernel reads only these.
+        whole_from, whole_to: every row sees units [whole_from, whole_to) in full.
         first: absolute position of the query tile's first row.
-        rows: rows of the query tile without padding.
-        kv_len: valid keys.
+        rows: tokens of the query tile that are not padding.
+        kv_len: valid keys of the sequence.
     """
 
     begin: Array
@@ -141,7 +143,7 @@ class Plan(NamedTuple):
 
 
 def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "B K I 7"]:
-    """Plan every list by counting entries before each limit, since ids ascend. Lengths are clipped to the arrays."""
+    """Compute the `Plan` of every list. As ids ascend, each number is a count of listed units before a position."""
     spec, (tiles, count) = cut.spec, selection
     kv_len, q_len = jnp.minimum(positions.kv_len, cut.num_keys), jnp.minimum(positions.q_len, cut.num_queries)
     listed = jnp.arange(tiles.shape[3]) < count[..., None]
@@ -150,14 +152,14 @@ def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "
     rows = jnp.clip(q_len[:, None] - block, 0, spec.query_tile)[:, None, :, None]
     first = (positions.q_start[:, None] + block)[:, None, :, None]
     last, kv_len = first + rows - 1, jnp.broadcast_to(kv_len[:, None, None, None], first.shape)
-    some_see, all_see = kv_len, kv_len  # keys before these
+    some_see, all_see = kv_len, kv_len  # some row sees keys before the first limit, every row those before the second
     if spec.causal:
         some_see, all_see = jnp.minimum(kv_len, last + 1), jnp.minimum(kv_len, first + 1)
     some_see = jnp.where(rows > 0, some_see, 0)
     window = NEVER if spec.window is None else spec.window
 
     def units(keys):
-        """Count units of the list among the first `keys` positions of their tiles."""
+        """Count the whole units of the list among the first `keys` positions of each tile."""
         return jnp.sum(jnp.where(listed, jnp.clip(keys // cut.unit, 0, spec.tile // cut.unit), 0), -1)
 
     numbers = Plan(

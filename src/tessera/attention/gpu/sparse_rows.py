@@ -1,13 +1,14 @@
-"""The rows of query tiles on Hopper, against blocks of keys that another warpgroup fetches from a list.
+"""Compute warpgroups of sparse prefill on Hopper: rows of query tiles against blocks of listed keys.
 
-The sparse prefill kernels share this module: they differ in how a listed key gets into shared memory, and in how they
-find the rows that do not see it. One thread block is two compute warpgroups and one that fetches. The compute
-warpgroups take the G * query_tile rows (query head, token) of a query tile, or a part of them, in one or two 64-row
-blocks each, and read the same keys. If all rows fit one 64-row block, each takes its own query tile and list.
+Two kernels share this module, `gpu.sparse` (tiles) and `gpu.keys` (single keys). They differ in how listed keys get
+into shared memory and in how scores are masked (see `Source`). A thread block has two compute warpgroups and one that
+fetches. The compute warpgroups share the G * query_tile rows (query head, token) of a query tile, or of a part of it,
+in one or two 64-row blocks each, and read the same keys. If all rows fit one 64-row block, and head_dim allows, each
+compute warpgroup has its own query tile and list instead.
 
-Blocks that every row sees in full run the unmasked loop, which keeps the tensor core busy: scores of a block are issued
-before the weighted values of the block before, and turned into weights while those are added up. The others, at both
-ends of a list, run a plain masked loop.
+Blocks of keys that every row sees in full run in an unmasked loop that keeps the tensor core busy: it computes the
+scores of a block and then the weighted values of the block before, while the scores are turned into weights. Other
+blocks, at both ends of a list, run in a masked loop without overlap.
 """
 
 import functools
@@ -42,11 +43,11 @@ from tessera.attention.online_softmax import FLOOR, LN_2, LOG2_E, scale_of
 from tessera.core.shapes import ceil_div
 
 SCRATCH_BYTES = 128
-"""Bytes for reductions across warps, of which there are none: a row's maximum stays in one warp."""
+"""Bytes for reductions across warps. A small value, because no reduction crosses warps: a row lies in one warp."""
 
 
 class Refs(NamedTuple):
-    """The body's references: main memory, then shared memory and barriers."""
+    """References of the kernel body: main memory, then shared memory and barriers."""
 
     plan: Array
     tiles: Array
@@ -64,11 +65,14 @@ class Refs(NamedTuple):
     v_full: Array
     k_free: Array
     v_free: Array
-    ids: Array | None = None  # positions of the keys in shared memory, where the fetching warpgroup writes them
+    ids: Array | None = None  # positions of the keys in shared memory; `gpu.keys` only
 
 
 class Item(NamedTuple):
-    """A warpgroup's work: sequence, KV head, query tile and part, whether there is any, its list's number."""
+    """Work of a warpgroup: sequence b, KV head h, query tile i and part of its rows.
+
+    `live` is false if there is no such query tile; `lane` numbers the thread block's lists, 0 or 1.
+    """
 
     b: Array
     h: Array
@@ -78,26 +82,26 @@ class Item(NamedTuple):
     lane: Array | int
 
     def slot(self, c: Array, cut: Cut) -> Array:
-        """Return where block c of the list lies in shared memory."""
+        """Return the buffer in shared memory of block c of the list."""
         return jax.lax.rem(c, cut.stages) + self.lane * cut.stages
 
 
 def read_item(lane: Array | int, cut: Cut) -> Item:
-    """Return this thread block's work on one of its lists."""
+    """Return this thread block's `Item` for list `lane`."""
     b, h, at = (jax.lax.axis_index(name) for name in ("batch", "head", "rows"))
-    # Lists grow along a causal sequence: run the longest first, so that the short ones fill the last gaps.
+    # Lists grow along a causal sequence: run the longest first, so that short ones fill the gaps at the end.
     at = jax.lax.axis_size("rows") - 1 - at
     i = jax.lax.div(at, cut.parts) * cut.lists + lane
     return Item(b, h, jnp.minimum(i, cut.num_tiles - 1), jax.lax.rem(at, cut.parts), i < cut.num_tiles, lane)
 
 
 def read(refs: Refs, item: Item, name: str) -> Array:
-    """One number of the item's plan. It is cheaper to read it again than to hold it in every thread's registers."""
+    """Read one field of the item's `Plan` from memory, which is cheaper than holding it in every thread's registers."""
     return refs.plan[item.b, item.h, item.i, Plan._fields.index(name)]
 
 
 def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
-    """Return block indices in a list: begin and stop of those that every row sees in full, and the list's stop."""
+    """Return (head, whole, stop): every row sees blocks [head, whole) of the list in full; the list has stop blocks."""
     begin, end, whole_from, whole_to = (read(refs, item, name) for name in Plan._fields[:4])
     end = jnp.where(item.live, end, begin)
     stop, head = (jax.lax.div(jnp.maximum(x - begin, 0) + cut.units - 1, cut.units) for x in (end, whole_from))
@@ -106,7 +110,7 @@ def blocks_of(refs: Refs, item: Item, cut: Cut) -> tuple[Array, Array, Array]:
 
 
 def chunk_of(item: Item, row_block: Array, n: int, cut: Cut) -> tuple[Array, Array, Array]:
-    """Locate the n-th chunk of a 64-row block: whether it is one (else padding), its query head, its first token."""
+    """Locate the n-th chunk of a 64-row block: return whether it holds rows, its query head and its first token."""
     at = row_block * cut.block_chunks + n
     live, at = item.live & (at < cut.chunks), jnp.minimum(at, cut.chunks - 1)
     per_head = cut.tokens // cut.chunk
@@ -114,13 +118,13 @@ def chunk_of(item: Item, row_block: Array, n: int, cut: Cut) -> tuple[Array, Arr
 
 
 def token_of(row_block: Array, cut: Cut) -> Int32[Array, "64"]:
-    """Token, within its query tile, of every row of a 64-row block."""
+    """Return the token, counted within the query tile, of every row of a 64-row block."""
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
     return jax.lax.rem(row + row_block * ROWS, cut.tokens)
 
 
 def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
-    """Run a compute warpgroup: its rows against every block of the list, then out and lse."""
+    """Run a compute warpgroup: absorb every block of the list for its rows, then write out and lse."""
     plgpu.set_max_registers(LIST_COMPUTE_REGISTERS, action="increase")
     item = read_item(wg if cut.lists == 2 else 0, cut)
     mine = [wg * cut.row_blocks + r for r in range(cut.row_blocks)]
@@ -142,7 +146,7 @@ def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
     some = (whole > head).astype(jnp.int32)
     states = jax.lax.fori_loop(0, some, lambda _, states: rows.unmasked(head, whole, states), states)
     states = jax.lax.fori_loop(whole, stop, rows.masked, states)
-    # Always 0, unknown to the compiler: else the places of all chunks would stay in registers from q's copies on.
+    # Always 0, unknown to the compiler, which would otherwise keep all chunks' addresses in registers since q's copies.
     zero = jnp.minimum(read(refs, item, "rows"), 0)
     for r, state in enumerate(states):
         write(refs, item, mine[r] + zero, first_block + r + zero, state, cut)
@@ -150,7 +154,10 @@ def compute(refs: Refs, wg: Array, hide: Callable, cut: Cut) -> None:
 
 
 class Rows(NamedTuple):
-    """The 64-row blocks of a compute warpgroup; each has a state (m, l, acc) of its online softmax."""
+    """64-row blocks of a compute warpgroup, with methods that update their online-softmax states (m, l, acc).
+
+    `first_block` is the first 64-row block within the query tile; `mine` are the blocks' indices in shared memory.
+    """
 
     refs: Refs
     item: Item
@@ -160,12 +167,12 @@ class Rows(NamedTuple):
     cut: Cut
 
     def masked(self, c: Array, states: tuple) -> tuple:
-        """Absorb block c of the list under the mask: a row may see none of it."""
+        """Absorb block c of the list with the mask; a row may see no key of the block."""
         refs, cut = self.refs, self.cut
         slot, states = self.item.slot(c, cut), list(states)
         plgpu.barrier_wait(refs.k_full.at[slot])
         plgpu.barrier_wait(refs.v_full.at[slot])
-        # Always 0, unknown to the compiler: values that depend on it are computed at their use, not held in registers.
+        # Always 0, unknown to the compiler: values that depend on it are computed when used, not held in registers.
         zero = jnp.minimum(c, 0)
         for r, (m, l, acc) in enumerate(states):  # noqa: E741
             s = scores(refs.q_smem.at[self.mine[r] + zero], refs.k_smem.at[slot])
@@ -182,9 +189,8 @@ class Rows(NamedTuple):
     def unmasked(self, first: Array, stop: Array, states: tuple) -> tuple:
         """Absorb blocks [first, stop) of the list, at least one, which every row sees in full.
 
-        A round is one block of keys and one 64-row block. The tensor core takes the scores of a round and,
-        queued after them, the weighted values of the round before, while the vector units turn those scores into
-        weights.
+        A round is one block of keys and one 64-row block. The tensor core computes the scores of a round and then the
+        weighted values of the round before, while the vector units turn the scores into weights.
         """
         cut = self.cut
         carry = self.rounds(first, list(states), None)
@@ -197,7 +203,10 @@ class Rows(NamedTuple):
         return (*states[:-1], (m, l, acc))
 
     def rounds(self, c: Array, states: list, p: Array | None) -> tuple[tuple, Array]:
-        """Run the rounds of block c; p holds the weights of the round before, None if there is none."""
+        """Run the rounds of block c; p are the weights of the round before, None in the first round.
+
+        Return the new states and the weights of the last round.
+        """
         cut, refs = self.cut, self.refs
         slot, last = self.item.slot(c, cut), cut.row_blocks - 1
         plgpu.barrier_wait(refs.k_full.at[slot])
@@ -223,13 +232,13 @@ class Rows(NamedTuple):
                     plgpu.barrier_arrive(refs.v_free.at[v_slot])
             acc = states[r][2]
             states[r] = (m, l, acc * per_row(alpha, acc))
-            # Rounded only now: until here the tensor core reads the registers that these would be put in.
+            # Round only now: until here the tensor core reads the registers that receive the rounded weights.
             p = jax.lax.optimization_barrier(weight.astype(cut.dtype))
         return tuple(states), p
 
 
 def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable = lambda s: s) -> tuple[Array, Array, Array, Array]:  # noqa: E741
-    """One softmax update: new maximum, new sum, factor on the accumulated values, weights of these keys."""
+    """Run a softmax update with scores s: return the new m, the new l, the factor on acc, and the weights."""
     scale, cap = scale_of(cut.spec, cut.head_dim), cut.spec.softcap
     s, factor = (s, scale * LOG2_E) if cap is None else (tanh(s, scale / cap), cap * LOG2_E)
     s = hide(s)
@@ -240,7 +249,7 @@ def weigh(s: Array, m: Array, l: Array, cut: Cut, hide: Callable = lambda s: s) 
 
 
 def write(refs: Refs, item: Item, mine: Array, row_block: Array, state: tuple, cut: Cut) -> None:
-    """out = acc / l, lse = m + ln l of a 64-row block; 0 and -inf for rows that saw nothing and for padding."""
+    """Write out = acc / l and lse = m ln 2 + ln l of a 64-row block; 0 and -inf for padding and rows without keys."""
     m, l, acc = state  # noqa: E741
     seen = (l > 0) & (token_of(row_block, cut) < read(refs, item, "rows"))
     inverse = jnp.where(seen, 1.0 / l, 0.0)
@@ -260,14 +269,14 @@ def write(refs: Refs, item: Item, mine: Array, row_block: Array, state: tuple, c
 
 
 class Source(NamedTuple):
-    """How a kernel gets listed keys into shared memory.
+    """What distinguishes the kernels of this module: how listed keys get into shared memory and how scores are masked.
 
     Attributes:
-        name: the kernel's.
-        fetch: (refs, items, cut): fills every block of every item's list.
+        name: name of the kernel.
+        fetch: (refs, items, cut) -> None, run by the fetching warpgroup; fills every block of every item's list.
         hide: (s, block, row_block, refs, item, cut) -> scores, -inf where a row does not see a key.
-        arrivals: how often `fetch` arrives at the barrier of a block of K, or of V.
-        scratch: the kernel's additional scratch, after that of `Refs`.
+        arrivals: arrivals at the barrier of a block of K (and of V) that complete the block.
+        scratch: scratch memory for the optional last fields of `Refs`.
     """
 
     name: str
@@ -278,7 +287,7 @@ class Source(NamedTuple):
 
 
 def body(*refs, source: Source, cut: Cut):
-    """Run one thread block."""
+    """Run one thread block: two warpgroups compute, the third fetches."""
     refs, wg = Refs(*refs), jax.lax.axis_index("warpgroup")
 
     @pl.when(wg < WARPGROUPS)
@@ -292,7 +301,7 @@ def body(*refs, source: Source, cut: Cut):
 
 
 def whole_tiles(q: Array, cut: Cut) -> Array:
-    """Pad each query tile of q [B,T,N,H] to `tokens` rows so that TMA can address it."""
+    """Pad each query tile of q [B,T,N,H] to cut.tokens tokens, so that TMA can address it."""
     query_tile, (batch, num_queries, *row) = cut.spec.query_tile, q.shape
     if cut.num_tiles == 1 or cut.tokens == query_tile:
         return whole_lines(q, 1)

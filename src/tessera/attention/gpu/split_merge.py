@@ -1,10 +1,10 @@
-"""One launch that merges the partial results of attention whose keys were split: weights 2^lse, in float32.
+"""Merge of partial attention results over splits of the keys, in one launch, in float32 with lse in bits.
 
-out = sum_p 2^(lse_p - m) out_p / sum_p 2^(lse_p - m), m = max_p lse_p. The partial results carry their lse in every
-column, so that merging ignores rows: a flat stretch of numbers per thread block, every load coalesced. XLA would take
-two to five launches, each as long as a small call's attention.
+out = sum_p 2^(lse_p - m) out_p / sum_p 2^(lse_p - m) over splits p, with m = max_p lse_p. Each partial result stores
+its lse in every column of a row, so the merge works number by number: each thread block takes a flat stretch, and every
+load is coalesced. XLA would take two to five launches, each as long as the attention of a small call.
 
-`merge_stretch` and `fold` are the parts, for a kernel that does more in the same launch (`decode_mass`).
+`decode_mass` uses `merge_stretch` and `fold` in a launch that also computes masses.
 """
 
 import functools
@@ -22,10 +22,12 @@ from tessera.attention.online_softmax import FLOOR
 
 THREADS = 128
 STRETCH = 256
-"""Numbers per thread block, two per thread: many small blocks, because each waits for memory once per AT_ONCE splits.
-Half as many where this many would leave a remainder."""
+"""Numbers that a thread block merges, two per thread. It merges one per thread if STRETCH does not divide their total.
+
+Thread blocks are small because each waits for memory once per AT_ONCE splits; many of them hide that wait.
+"""
 AT_ONCE = 16
-"""Splits whose loads are in flight together where a thread has two numbers of each."""
+"""Splits whose loads are in flight together, with two numbers per thread and split."""
 
 
 def merge_splits(
@@ -34,8 +36,8 @@ def merge_splits(
     """Merge partial results.
 
     Args:
-        out: each split's own softmax-weighted values, float32; 0 where it saw no key.
-        lse: log2 of each split's sum of exponentials, in every column of its row; -inf where it saw no key.
+        out: each split's softmax-weighted values, float32; 0 where the split saw no key.
+        lse: log2 of each split's sum of exponentials, in every column of a row; -inf where the split saw no key.
         dtype: dtype of the merged values.
 
     Returns:
@@ -55,7 +57,7 @@ def merge_splits(
 
 
 def flatten(x: Float[Array, "splits *rows"]) -> Float[Array, "splits size"]:
-    """Flatten each split's numbers: a view, or padded where they do not fill whole thread blocks."""
+    """Flatten each split's numbers, padded to a multiple of THREADS; no copy is made if none is needed."""
     x = x.reshape(x.shape[0], -1)
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % THREADS)])
 
@@ -66,17 +68,17 @@ def merged_types(flat: Float[Array, "splits size"], dtype: DTypeLike) -> list[ja
 
 
 def num_stretches(flat: Float[Array, "splits size"]) -> int:
-    """Return the thread blocks that merge."""
+    """Return the number of thread blocks that merge."""
     return flat.shape[1] // stretch_of(flat.shape[1])
 
 
 def stretch_of(size: int) -> int:
-    """Return the numbers per thread block."""
+    """Return how many of `size` numbers a thread block merges."""
     return THREADS if size % STRETCH else STRETCH
 
 
 def merge_stretch(index, out_ref, lse_ref, merged_ref, merged_lse_ref) -> None:
-    """Merge one stretch."""
+    """Merge the stretch of numbers with this index; the references hold flattened numbers."""
     stretch = stretch_of(merged_ref.shape[0])
     here = pl.ds(index * stretch, stretch)
     state = tuple(jnp.full((stretch,), x, jnp.float32) for x in (FLOOR, 0.0, 0.0))
@@ -88,12 +90,12 @@ def merge_stretch(index, out_ref, lse_ref, merged_ref, merged_lse_ref) -> None:
 
 
 def fold(load: Callable, splits: int, state: tuple, at_once: int = AT_ONCE) -> tuple:
-    """The state (m, sum of weights, weighted sums) after every split, at_once at a time.
+    """Return the state (m, sum of weights 2^(lse - m), weighted sums of values) after all splits.
 
     Args:
-        load: split -> (lse, values ...), as many values as the state has weighted sums.
-        splits: how many.
-        state: the state before the first split: m is FLOOR, the sums are 0.
+        load: split -> (lse, values ...), with as many values as the state has weighted sums.
+        splits: number of splits.
+        state: state before the first split: m is FLOOR, the sums are 0.
         at_once: splits whose loads are in flight together.
     """
 

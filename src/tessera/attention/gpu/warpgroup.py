@@ -1,7 +1,7 @@
-"""Building blocks of every Hopper kernel: what the interpreter lacks, and how tiles lie in shared memory.
+"""Building blocks of the Hopper kernels: constants, layouts, and products that also run in Pallas' interpreter.
 
-A *warpgroup* is 128 threads that issue one matrix product (wgmma) of 64 rows together. Shared memory that a product
-reads is swizzled in lines of 128 bytes, so that neither the copy engine (TMA) nor the product meets bank conflicts.
+A *warpgroup* is 128 threads that together issue one matrix product (wgmma) of 64 rows. Shared memory that a product
+reads is swizzled in lines of 128 bytes, so that neither the copy engine (TMA) nor the product causes bank conflicts.
 """
 
 import math
@@ -17,21 +17,21 @@ from tessera.attention.kernel import Capability
 from tessera.attention.simulation import simulated_by
 
 HOPPER = Capability(name="9.0 (Hopper)", least=9.0, most=9.0)
-"""Later chips lack wgmma, Hopper's matrix instruction, too."""
+"""Only Hopper: earlier and later chips lack its matrix instruction, wgmma."""
 ROWS = 64
 """Rows of one warpgroup's product."""
 WARPGROUPS = 2
-"""Warpgroups of a thread block that compute; in the prefill kernels the next one fetches."""
+"""Compute warpgroups per thread block; in the prefill kernels, warpgroup number 2 fetches."""
 FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
-"""Registers per thread of a warpgroup that fetches ranges, and of each of the two that compute: 504 in all."""
+"""Registers per thread of the fetching warpgroup and of each of the two compute warpgroups: 504 in sum."""
 LIST_FETCH_REGISTERS, LIST_COMPUTE_REGISTERS = 40, 232
-"""The same where the fetching warpgroup reads lists and computes addresses."""
+"""Registers per thread in the sparse kernels, whose fetching warpgroup reads lists and computes addresses."""
 LEAST_TOKENS = 8
-"""TMA fills swizzled shared memory eight rows at a time."""
+"""Tokens per TMA copy, at least: TMA fills swizzled shared memory eight rows at a time."""
 SHARED_BYTES = 232_448
 """Bytes of shared memory that one thread block may have on Hopper."""
 LINE_BYTES = 128
-"""Bytes of a swizzled line of shared memory."""
+"""Bytes per swizzled line of shared memory."""
 OPERAND = "operand_of_a_product"
 """Named scope of reads that the simulator must treat as wgmma operand reads."""
 
@@ -40,25 +40,25 @@ ROW = plgpu.Layout.WGMMA.reduce(1)
 
 
 def swizzled(dtype) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """Transforms of a [..., rows, columns] tile in shared memory that products read."""
+    """Return the layout transforms of a [..., rows, columns] array in shared memory that products read."""
     return plgpu.TilingTransform((8, LINE_BYTES // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(LINE_BYTES)
 
 
 def simulated() -> bool:
-    """Whether the kernel being traced will run in the interpreter, which lacks a few operations."""
+    """Return whether the kernel being traced will run in Pallas' GPU interpreter, which lacks a few operations."""
     return simulated_by(plgpu.InterpretGPUParams)
 
 
 def whole_lines(x: Array, axis: int) -> Array:
-    """Pad x along the axis to a token count that TMA takes; x itself if it has one. (The interpreter takes any.)"""
+    """Pad x along the axis to a multiple of LEAST_TOKENS, as TMA requires; return x itself if it is one."""
     missing = -x.shape[axis] % LEAST_TOKENS
     return jnp.pad(x, [(0, missing * (at == axis)) for at in range(x.ndim)]) if missing else x
 
 
 def scores(q_smem, k_smem, while_busy: Callable[[], None] = lambda: None) -> Array:
-    """q k^T of [64,H] queries and [X,H] keys in shared memory, float32 [64,X] in registers.
+    """Compute q k^T of [64,H] queries and [X,H] keys in shared memory, as float32 [64,X] in registers.
 
-    while_busy runs while the tensor core works.
+    `while_busy` is called after the product is issued, while the tensor core works.
     """
 
     def product(acc):
@@ -70,9 +70,12 @@ def scores(q_smem, k_smem, while_busy: Callable[[], None] = lambda: None) -> Arr
 
 
 def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = lambda: None) -> Array:
-    """acc + p v of [64,X] probabilities in registers and [X,H] values in shared memory."""
-    if simulated():  # lacks products with the left operand in registers, and run_state
-        with jax.named_scope(OPERAND):  # the race check takes this read for the asynchronous proxy's
+    """Compute acc + p v, with the weights p [64,X] in registers and the values v [X,H] in shared memory.
+
+    `while_busy` is called after the product is issued, while the tensor core works.
+    """
+    if simulated():  # the interpreter lacks run_state and products whose left operand is in registers
+        with jax.named_scope(OPERAND):  # marks the read as the product's (asynchronous proxy) for the race check
             v = v_smem[...].astype(jnp.float32)
         acc = acc + jnp.dot(p.astype(jnp.float32), v, precision="highest")
         while_busy()
@@ -86,9 +89,9 @@ def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = la
 
 
 def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Callable[[], None] = lambda: None):
-    """Compute acc + p v, and weights(q k^T) = (m, l, alpha, next p) while the tensor core adds.
+    """Return acc + p v and weights(q k^T) = (m, l, alpha, next p), computed while the tensor core still adds p v.
 
-    issued runs once both products are the tensor core's.
+    `issued` is called after both products are issued to the tensor core.
     """
     if simulated():
         s = scores(q_smem, k_smem, issued)
@@ -112,15 +115,15 @@ def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Cal
 
 
 def tanh(x: Array, factor: float) -> Array:
-    """tanh(factor * x), written with exp2: the chip's own instruction has 11 good bits."""
+    """Compute tanh(factor * x) with exp2, because the chip's own instruction is accurate to only 11 bits."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * math.log2(math.e) * factor)))
 
 
 def per_row(x: Array, like: Array) -> Array:
-    """One number per row, in every column of `like`."""
+    """Broadcast one number per row to the columns of `like`."""
     return jax.lax.broadcast_in_dim(x, like.shape, [0])
 
 
 def filled(shape: tuple[int, ...], value: float, layout=plgpu.Layout.WGMMA) -> Array:
-    """A float32 array in registers."""
+    """Return a float32 array in registers, filled with `value`."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -1,1 +1,1 @@
-"""Pallas kernels for TPU."""
+"""Attention kernels for TPU, written in Pallas."""

@@ -1,17 +1,18 @@
-"""Gradient of dense prefill attention for TPU: dq, dk and dv in one pass, probabilities recomputed block by block.
+"""Gradient of dense prefill attention for TPU: dq, dk and dv in one pass, with probabilities recomputed per block.
 
-With y the scores in bits, p = 2^(y - lse), d = rowsum(d_out * out) - d_lse and ds = p (d_out v^T - d) softcap'(z):
-dq = scale ds k, dk = scale ds^T q, dv = p^T d_out. Work: 5 products, 10 H flops per visible (row, key) pair; a kernel
-for dq and another for dk and dv would need 7.
+With scores y and lse in bits: p = 2^(y - lse), d = rowsum(d_out * out) - d_lse, ds = p (d_out v^T - d) softcap'(z).
+Then dq = scale ds k, dk = scale ds^T q, dv = p^T d_out. Work: 5 products, 10 H flops per visible (row, key) pair; two
+kernels, one for dq and one for dk and dv, would need 7 products.
 
-Keys come in slabs of block_s. A slab's K and V are fetched once and stay in VMEM with the float32 sums of its dk and
-dv. One grid step runs one row block (block_t tokens x G heads) of a KV head against the chunks of the slab it sees, in
-a loop whose bounds follow the mask: nothing outside the mask is fetched or computed, and only chunks that the mask cuts
-are masked. This sums dk and dv over rows and heads without leaving the chip. With one slab, dq is complete after it;
-with more, its float32 sum goes to HBM and comes back, once per row block and slab.
+Keys are cut into slabs of block_s. A slab's K and V are fetched once and stay in VMEM, with the float32 sums of its dk
+and dv, so dk and dv are summed over rows and heads on chip. A grid step runs one row block (block_t tokens x G heads)
+of a KV head against the chunks of the slab that its rows see. The mask sets the loop's bounds: nothing outside the mask
+is computed, and only chunks that it cuts are masked. With one slab, dq is complete after the grid step; with more, its
+float32 sum is stored to HBM and fetched again, once per row block and slab.
 
-Scores are held transposed, [keys, tokens] of one head: lse and d are then vectors along lanes, which cost nothing to
-spread over keys, and of the four products of p and ds only dq's needs a transpose, by a unit that is idle here.
+Scores are transposed, [keys, tokens] of one head, for two reasons: lse and d are then vectors along lanes, which
+broadcast over keys for free, and of the products with p and ds only that for dq needs a transpose, which runs on a unit
+that is otherwise idle.
 """
 
 import functools
@@ -38,8 +39,8 @@ class Config:
     """Block sizes, each a power of two of at least 128.
 
     Attributes:
-        block_t: query tokens per row block (times G rows).
-        block_s: keys per slab, as many as fit in VMEM: more slabs mean more traffic of dq.
+        block_t: query tokens per row block (block_t * G rows).
+        block_s: keys per slab; the fewer slabs, the less traffic of dq, but a slab must fit VMEM.
         chunk: keys per loop iteration, at most block_s.
     """
 
@@ -55,7 +56,7 @@ class Config:
 
 
 class Cut(NamedTuple):
-    """One call cut into blocks: everything static the kernel body needs."""
+    """Static sizes of one call cut into `blocks` row blocks and `slabs` of keys."""
 
     spec: AttentionSpec
     groups: int
@@ -70,17 +71,17 @@ class Cut(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor on q.k."""
+        """Factor on q.k."""
         return self.head_dim**-0.5 if self.spec.scale is None else self.spec.scale
 
     @property
     def factor(self) -> float:
-        """The factor folded into q: scores come out in bits, or as the argument of tanh."""
+        """Factor that q is multiplied by, so that q.k are scores in bits or, with a softcap, arguments of tanh."""
         return self.scale / self.spec.softcap if self.spec.softcap else self.scale * LOG2_E
 
 
 class Refs(NamedTuple):
-    """Everything the body touches, by name."""
+    """References of the kernel body: inputs, outputs, then scratch; `bits` is the forward lse in bits."""
 
     q: Array
     k: Array
@@ -102,7 +103,7 @@ class Refs(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Chunks of a slab that a row block needs: masked in [begin, full_begin) and [full_stop, stop), whole between."""
+    """Chunks [begin, stop) of a slab that a row block needs; those in [full_begin, full_stop) need no mask."""
 
     begin: Array
     full_begin: Array
@@ -111,7 +112,7 @@ class Range(NamedTuple):
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """Clip the block sizes to the call."""
+    """Clip the block sizes to the call and derive the other sizes."""
     groups = shapes.num_heads // shapes.num_kv_heads
     block_t = min(config.block_t, round_up(shapes.num_queries, LANES))
     block_s = min(config.block_s, max(1 << (shapes.num_keys - 1).bit_length(), LANES))
@@ -124,7 +125,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 def chunk_range(first, last, kv_len, base, cut: Cut, xp=jnp) -> Range:
-    """Chunks of the slab from key `base` that rows at positions first to last need."""
+    """Return the chunks that rows at positions `first` to `last` need, in the slab that begins at key `base`."""
 
     def chunk_of(position, up: bool):
         return (xp.clip(position - base, 0, cut.block_s) + (cut.chunk - 1 if up else 0)) // cut.chunk
@@ -133,7 +134,7 @@ def chunk_range(first, last, kv_len, base, cut: Cut, xp=jnp) -> Range:
 
 
 def range_of(b, slab, i, positions: Positions, cut: Cut) -> Range:
-    """Chunks of the slab that row block i of sequence b needs; none if it holds no token."""
+    """Return the chunks of slab number `slab` that row block i of sequence b needs; none if it holds only padding."""
     q_start, kv_len, q_len = (p[b] for p in positions)
     first = q_start + i * cut.block_t
     last = q_start + jnp.minimum((i + 1) * cut.block_t, q_len) - 1
@@ -142,7 +143,7 @@ def range_of(b, slab, i, positions: Positions, cut: Cut) -> Range:
 
 
 def body(q_start, kv_len, q_len, *refs, cut: Cut):
-    """One grid step (b, h, slab, i): row block i against the keys of one slab."""
+    """Run grid step (b, h, slab, i): row block i of KV head h against the keys of one slab."""
     refs = Refs(*refs, *[None] * (len(Refs._fields) - len(refs)))
     b, h, slab, i = (pl.program_id(axis) for axis in range(4))
     positions = Positions(q_start, kv_len, q_len)
@@ -213,7 +214,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
 
 def take_rows(refs: Refs, q_start, kv_len, q_len, i, cut: Cut) -> None:
-    """Put scaled q, d_out and d into VMEM, one matrix a head; rows that see nothing may hold anything: zero them."""
+    """Put scaled q, d_out and d into VMEM, one matrix per head; zero rows that see no key, which may hold NaN."""
     token = jax.lax.broadcasted_iota(jnp.int32, (cut.block_t, cut.head_dim), 0) + i * cut.block_t
     seen = token < q_len
     stop = jnp.minimum(kv_len, cut.num_keys)
@@ -229,12 +230,12 @@ def take_rows(refs: Refs, q_start, kv_len, q_len, i, cut: Cut) -> None:
         out, d_out = (x[0, :, flat] if cut.flat else x[0, g] for x in (refs.out, refs.d_out))
         out, d_out = (jnp.where(seen, x.astype(jnp.float32), 0.0) for x in (out, d_out))
         refs.d_rows[g] = d_out.astype(refs.d_rows.dtype)
-        # A product with ones sums a row and leaves the sums along lanes.
+        # A product with ones sums each row and leaves the sums along lanes.
         refs.offset[g : g + 1] = dot(ones, d_out * out, 1, 1)[:1] - refs.d_lse[0, 0, g : g + 1]
 
 
 def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
-    """Chunk c of the slab's keys against all heads of the row block; where = (b, slab, i, positions) if masked."""
+    """Add the products of chunk c and the row block to dq, dk, dv; where = (b, slab, i, positions) if it is masked."""
     at = pl.ds(pl.multiple_of(c * cut.chunk, cut.chunk), cut.chunk)
     k, v = refs.k[0, 0, at], refs.v[0, 0, at]
     mask = None
@@ -262,7 +263,7 @@ def absorb(refs: Refs, c, where: tuple | None, cut: Cut) -> None:
 
 
 def visible(c, b, slab, i, positions: Positions, cut: Cut) -> tuple[Array, Array]:
-    """Which tokens see which keys of the chunk [chunk, block_t], and which keys exist at all [chunk, H]."""
+    """Mark the keys of chunk c that each token sees [chunk, block_t], and those below kv_len [chunk, H]."""
     start = slab * cut.block_s + c * cut.chunk
     kv_len = jnp.minimum(positions.kv_len[b], cut.num_keys)
     key = jax.lax.broadcasted_iota(jnp.int32, (cut.chunk, cut.block_t), 0) + start
@@ -277,7 +278,7 @@ def visible(c, b, slab, i, positions: Positions, cut: Cut) -> tuple[Array, Array
 
 
 def dot(a: Array, b: Array, contract_a: int, contract_b: int) -> Array:
-    """The product of two matrices, accumulated in float32; float32 operands at full precision."""
+    """Multiply two matrices, accumulating in float32; float32 operands are multiplied at full precision."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((contract_a,), (contract_b,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -296,26 +297,26 @@ def gradients(
     *,
     config: Config | None = None,
 ) -> tuple[Array, Array, Array]:
-    """(dq, dk, dv) of dense prefill, given its results and their cotangents.
+    """Compute (dq, dk, dv) of dense prefill from its results and their cotangents.
 
     Args:
         q: [B,T,N,H] queries.
         k: [B,K,S,H] keys.
         v: [B,K,S,H] values.
-        out: [B,T,N,H] the forward pass's.
-        lse: [B,T,N] the forward pass's, float32; -inf where a row sees nothing.
+        out: [B,T,N,H] output of the forward pass.
+        lse: [B,T,N] lse of the forward pass, float32; -inf where a row sees no key.
         d_out: [B,T,N,H] cotangent of out.
         d_lse: [B,T,N] cotangent of lse.
-        spec: the forward call's.
-        positions: the forward call's.
-        config: block sizes; None takes `default_config`'s.
+        spec: spec of the forward call.
+        positions: positions of the forward call.
+        config: block sizes; None means `default_config`.
     """
     batch, num_queries, num_heads, dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
     shapes = Shapes(batch, num_queries, num_keys, num_heads, kv_heads, dim, None, str(q.dtype))
     cut = cut_call(spec, shapes, default_config(spec, shapes) if config is None else config)
 
-    # Two numbers a row, head-major, padded to whole blocks: 2^(y - inf) = 0 wherever a row sees nothing.
+    # lse in bits and d_lse, head-major, padded to whole blocks; +inf makes p = 2^(y - inf) = 0 for rows without keys.
     seen = jnp.isfinite(lse)
     bits, d_lse = jnp.where(seen, lse * LOG2_E, jnp.inf), jnp.where(seen, d_lse, 0.0)
     missing = cut.blocks * cut.block_t - num_queries
@@ -341,12 +342,12 @@ def gradients(
 
 
 def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tuple[Array, Array, Array]:
-    """Run the kernel on head-major arrays: dq (float32 and unscaled with more than one slab), dk, dv."""
+    """Run the kernel on head-major arrays; return dq (float32 and unscaled if there are several slabs), dk and dv."""
     batch, num_heads, length, dim = q.shape
     kv_heads = k.shape[1]
 
     def row_block(b, slab, i, q_start):
-        """Map row blocks that end before the slab to the first that does not, so nothing is fetched for them."""
+        """Map a row block that ends before the slab begins to the first that does not, so that nothing is fetched."""
         if not cut.spec.causal or cut.slabs == 1:
             return i
         return jnp.maximum(i, jnp.clip((slab * cut.block_s - q_start[b]) // cut.block_t, 0, cut.blocks - 1))
@@ -357,7 +358,7 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
     if cut.flat:
         wide = (1, cut.block_t, cut.groups * dim)
         out_spec = pl.BlockSpec(wide, lambda b, h, s, i, p, *_: (b, row_block(b, s, i, p), h))
-    # One buffer: a slab's copies are a thousandth of its work.
+    # One buffer without double buffering: copying a slab takes a thousandth of the time of its work.
     slab_spec = pl.BlockSpec(
         (1, 1, cut.block_s, dim), lambda b, h, s, i, *_: (b, h, s, 0), pipeline_mode=pl.Buffered(1)
     )
@@ -389,14 +390,15 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
 
 
 def vmem_bytes() -> int:
-    """Return the VMEM bytes of the chip being traced for; v6e's if there is none."""
+    """Return the bytes of VMEM of the chip being traced for; v6e's if it is no TPU."""
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 128 << 20
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Row blocks of 512 tokens and up to 4,096 rows, chunks of 512 keys, and slabs that fill half of VMEM.
+    """Choose row blocks of up to 512 tokens and about 4,096 rows, chunks of 512 keys, and slabs that fill half of VMEM.
 
-    From the compiled schedules (LOG.md): shorter blocks or chunks hide less, longer ones waste more above the diagonal.
+    float32 takes smaller row blocks and chunks of 256. By the compiled schedules (LOG.md), shorter blocks or chunks
+    hide less latency, and longer ones waste more work above the diagonal.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
     width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)
@@ -407,7 +409,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
-    """How often each named scope runs in a call with q_start = S - T and every key and row valid; HBM bytes moved."""
+    """Count runs of each named scope, and HBM bytes, of a call with q_start = S - T and all keys and rows valid."""
     cut = cut_call(spec, shapes, config)
     first = shapes.num_keys - shapes.num_queries + cut.block_t * np.arange(cut.blocks)[:, None]
     last = np.minimum(first + cut.block_t, shapes.num_keys) - 1

@@ -1,19 +1,20 @@
-"""Decode attention for TPU: one query row per sequence, bound by reading the cache, so every byte is read once.
+"""Decode attention for TPU: one query row per sequence. Reading the KV cache bounds it, so every byte is read once.
 
-K and V stay in HBM. A grid step is one sequence and a few KV heads. It loops over the blocks of block_s keys that hold
-the sequence's visible keys (a run-time trip count), copies one block into one of two buffers while it computes on the
-other, and during its last block fetches the first block of the next sequence: a ragged batch wastes no step and the
-copies never pause. Blocks that the ends of the visible range cut are copied in small units, so that the copies exceed
-the visible keys by less than a unit at each end. Int8 keys and values enter the matrix unit as bfloat16, which holds
-them exactly; their scales, copied with them, multiply scores and weights, where a key is one lane.
+K and V stay in HBM. A grid step processes one sequence and a few KV heads. It loops over the blocks of block_s keys
+that hold the sequence's visible keys (a run-time trip count). While it computes on one of two buffers, it copies the
+next block into the other; during its last block it copies the first block of the next sequence. A ragged batch
+therefore wastes no step, and the copies never pause. A block that is only partly visible is copied in small units, so
+that less than one unit is copied in vain at each end of the visible range. Int8 keys and values enter the matrix unit
+as bfloat16, which holds them exactly; their scales, copied with them, multiply scores and weights, where a key is one
+lane.
 
-The three roles differ only in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each
-head side by side; ids ascend, so a row again sees one range [lo, hi) of list positions, and the same mask
-serves. Ids stream through SMEM in pieces, this step's and the next one's. Score: dense, and the matrix unit sums each
-tile's weights (split exactly into three bfloat16 parts) into a bank, which keeps log2 of the sum plus the running
-maximum; after the last block 2^(bank - lse) summed over the G rows is the mass.
+The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each head, laid end
+to end. Ids ascend, so a row again sees one range [lo, hi), now of positions in the list, and the same mask works. The
+ids pass through SMEM in pieces: a step has its own piece and the next step's. Score: a dense block, and the matrix unit
+also sums each tile's weights (split exactly into three bfloat16 parts). A scratch array, the bank, keeps log2 of each
+sum plus the running maximum m of its block; after the last block, the mass is 2^(bank - lse) summed over the G rows.
 
-Work: 4 H flops per (row, key). Traffic: 2 H bytes-per-element per visible or listed key and KV head.
+Work: 4 H flops per (row, key) pair. Traffic: 2 H elements per visible or listed key and KV head.
 """
 
 import functools
@@ -49,17 +50,17 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float32")
 COPY_BYTES = 1 << 20
-"""Bytes of K (and of V) per block: a microsecond or less of any chip's bandwidth, far above a copy's latency."""
+"""Bytes of K per block, and as many of V: copying them takes far longer than the latency of one copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes, clipped to the call's.
+    """Block sizes, clipped to the call's sizes.
 
     Attributes:
-        block_s: keys (list positions when sparse) of one head per block.
+        block_s: keys per block and head (in the sparse role, listed keys).
         block_heads: KV heads per grid step, rounded down to a divisor of K.
-        splits: parts of the visible range that run in parallel and are merged by lse; score takes 1.
+        splits: parts of the visible range that run in parallel and are merged by lse; the score role always uses 1.
     """
 
     block_s: int
@@ -73,14 +74,14 @@ class Config:
 
 
 class Refs(NamedTuple):
-    """The kernel's memory: the stream of blocks, inputs and outputs, then scratch."""
+    """References of the kernel body: the stream of K and V blocks, input and outputs, then scratch in VMEM."""
 
     stream: Stream
     q: Any  # [1, 1, heads * rows, H]
     out: Any  # [1, 1, 1, heads * rows, H]
     lse: Any  # [1, 1, 1, heads * rows, 128]
     mass: Any  # [1, 1, heads, banks * 128]; score only
-    m: Any  # [heads * rows, 128]: the running maximum, in every lane; likewise l, the sum
+    m: Any  # [heads * rows, 128]: the running maximum, repeated in every lane; l, the running sum, likewise
     l: Any  # noqa: E741
     acc: Any  # [heads * rows, H]
     tile_of: Any  # [block_s, 128] one-hot: the tile of each key of a block; score only
@@ -88,7 +89,7 @@ class Refs(NamedTuple):
 
 
 def name_refs(refs: tuple, cut: Cut) -> Refs:
-    """The kernel's positional references by name."""
+    """Name the kernel's positional references."""
     it = iter(refs)
     sparse, score = cut.role == "sparse", cut.role == "score"
     ranges = Ranges(*(next(it) for _ in Ranges._fields))
@@ -102,12 +103,12 @@ def name_refs(refs: tuple, cut: Cut) -> Refs:
 
 
 def spread(x: Array, width: int) -> Array:
-    """Widen [rows, 128] with equal lanes to [rows, width]; whole registers are reused, not copied."""
+    """Widen [rows, 128], whose lanes are all equal, to [rows, width]; whole registers are reused, not copied."""
     return jnp.tile(x, (1, width // LANES)) if width % LANES == 0 else jnp.broadcast_to(x[:, :1], (x.shape[0], width))
 
 
 def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> tuple[Array, Array | None]:
-    """Scores of one head's block in bits [rows, block_s], -inf where the row does not see the key.
+    """Compute scores in bits [rows, block_s] of one head's block, -inf where the row does not see the key.
 
     Also the scales of int8 values in equal rows, 0 where the row does not see the key: they may be NaN there.
     """
@@ -126,7 +127,7 @@ def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> tuple[Arr
 
 
 def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
-    """Add one block of every head to the running softmax. The heads are independent: their latencies overlap."""
+    """Add one block of every head to the running softmax; the heads are independent, so their latencies overlap."""
     state, weights = [], []
     for head in range(cut.heads):
         rows = pl.ds(head * cut.rows, cut.rows)
@@ -150,7 +151,7 @@ def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
 
 
 def bank_sums(refs: Refs, cut: Cut, block, p: Array, m: Array) -> None:
-    """Put log2 of each tile's sum of weights, plus the maximum they were taken at, into its lane of the bank."""
+    """Store log2 of each tile's sum of the weights p = 2^(y - m), plus m, in the tile's lane of the bank."""
     sums = product(jnp.concatenate(thirds(p)), refs.tile_of[...], 0)
     rows = cut.heads * cut.rows
     sums = sums[:rows] + (sums[rows : 2 * rows] + sums[2 * rows :])
@@ -162,7 +163,7 @@ def bank_sums(refs: Refs, cut: Cut, block, p: Array, m: Array) -> None:
 
 
 def finish(refs: Refs, cut: Cut, index) -> None:
-    """Write out = acc / l, lse and, from the bank, the masses."""
+    """Write out = acc / l, lse and, in the score role, the masses from the bank."""
     l = refs.l[...]  # noqa: E741
     seen = l > 0
     safe = jnp.where(seen, l, 1.0)
@@ -196,7 +197,7 @@ def finish(refs: Refs, cut: Cut, index) -> None:
 
 
 def body(*refs, cut: Cut):
-    """One sequence (or one piece of its lists) for one group of KV heads."""
+    """Process one sequence (in the sparse role, one piece of its lists) for one group of KV heads."""
     refs = name_refs(refs, cut)
     step = pl.program_id(1)
     index = pl.program_id(0) * cut.steps + step
@@ -219,7 +220,7 @@ def body(*refs, cut: Cut):
                 key, lane = (jax.lax.broadcasted_iota(jnp.int32, refs.tile_of.shape, d) for d in (0, 1))
                 refs.tile_of[...] = jnp.where(key // cut.spec.tile == lane, 1.0, 0.0).astype(jnp.bfloat16)
 
-    fetched = (step > 0) & (ranges.count[jnp.maximum(index - 1, 0)] > 0)  # by the step before
+    fetched = (step > 0) & (ranges.count[jnp.maximum(index - 1, 0)] > 0)  # the previous step copied our first block
 
     @pl.when((count > 0) & ~fetched)
     def _():
@@ -255,7 +256,7 @@ def body(*refs, cut: Cut):
 
 
 def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Run the whole call: turn q into rows of heads, launch once, merge the splits."""
+    """Run the whole call: lay out q as rows per KV head, launch the kernel once, merge the splits."""
     shapes = kv.shapes(q, selection)
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
     rows = jnp.where(
@@ -289,14 +290,14 @@ dense = differentiable_decode(attend)
 
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
-    """Launch the role's kernel."""
+    """Run the call in one role, as `Kernel.launch`."""
     if role == "dense" and kv.scales is None:
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
 
 
 def call(cut: Cut, out_dtype, dtype):
-    """Build the launch."""
+    """Build the `pallas_call` of one call."""
     groups, rows = cut.kv_heads // cut.heads, cut.heads * cut.rows
     out = jax.ShapeDtypeStruct(
         (cut.splits, cut.batch, groups, rows, cut.head_dim), out_dtype if cut.splits == 1 else jnp.float32
@@ -355,7 +356,7 @@ def call(cut: Cut, out_dtype, dtype):
 
 
 def chip() -> tuple[int, int]:
-    """Return cores that share a launch and bytes of VMEM of the chip being traced for; v6e's if there is none."""
+    """Return (cores that share a launch, bytes of VMEM) of the chip being traced for; v6e's if it is no TPU."""
     if not pltpu.is_tpu_device():
         return 1, 128 << 20
     info = pltpu.get_tpu_info()
@@ -363,16 +364,19 @@ def chip() -> tuple[int, int]:
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
+    """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} is more than 256"
     if role != "dense" and spec.tile < 16:
-        return f"tile={spec.tile}: copies and sums take tiles of 16 keys and more"
+        return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
     return None
 
 
 def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Up to 8 heads of a sequence side by side, a megabyte of K per block; a chip's two cores share the heads."""
+    """Choose up to 8 heads per grid step and about COPY_BYTES of K per block, twice that in the sparse role.
+
+    The cores of a chip share the groups of heads, or else (not in the score role) the splits of each sequence.
+    """
     cores = chip()[0]
     most = min(8, max(shapes.num_kv_heads // cores, 1))
     heads = next(h for h in range(most, 0, -1) if shapes.num_kv_heads % h == 0)
@@ -385,7 +389,7 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Blocks, heads and splits around the default."""
+    """Yield block sizes, heads and splits around the default."""
     best = default_config(role, spec, shapes)
     axes = {
         "block_s": [max(best.block_s * times // 4, LANES) for times in (1, 2, 4, 8)],
@@ -396,7 +400,7 @@ def search_space(role: str, spec: AttentionSpec, shapes: Shapes) -> Iterator[Con
 
 
 def executions(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
-    """How often each named scope runs in a plain call: sequences and lists full, no two tiles in one copy."""
+    """Count runs of each named scope in a call with full sequences and full lists, and one tile per copy."""
     cut = cut_call(role, spec, shapes, config.block_s, config.block_heads, config.splits)
     start = 0 if spec.window is None else max(shapes.num_keys - spec.window, 0)
     listed = min((shapes.capacity or 0) * cut.unit, shapes.num_keys)
@@ -423,4 +427,4 @@ def _kernel(role: str) -> Kernel:
 
 
 KERNELS: tuple[Kernel, ...] = (_kernel("dense"), _kernel("score"), _kernel("sparse"))
-"""Decode on a TPU."""
+"""Decode kernels for TPU, one per role."""

@@ -1,8 +1,8 @@
-"""Blocks of a decode call: which stretch of the cache, or of a list of tiles, each sequence's one row sees.
+"""Block sizes of a TPU decode call, and the range of the cache that the one query row of each sequence sees.
 
-Everything a decode kernel must know before it copies a byte, in plain arithmetic: the sizes of blocks and pieces, and
-per sequence the range [lo, hi) of keys, or of positions in a list of tiles laid side by side (ids ascend, so the row
-sees one range there too).
+The kernel gets these numbers before it copies anything. A dense or score call has a range [lo, hi) of key positions per
+sequence. In a sparse call, lo and hi are positions in the listed tiles laid end to end: ids ascend, so the visible part
+is one range there too.
 """
 
 from collections import Counter
@@ -20,21 +20,26 @@ from tessera.core.shapes import ceil_div, round_up
 
 SUBLANES = 8
 PACKED = 16
-"""Rows of a packed bfloat16 register: every copy starts at a multiple of it."""
+"""Rows of a packed bfloat16 register. Every copy starts at a multiple of it."""
 TILES_AT_ONCE = 32
-"""Tiles whose copies start in straight-line scalar code: four bundles a copy instead of thirteen."""
+"""Tiles whose copies are started by straight-line scalar code, which takes 4 instruction bundles a copy, not 13."""
 PIECE_IDS = 1 << 14
-"""Tile ids of one grid step in SMEM, all heads together: with the next step's, double-buffered, 256 KiB of 1 MiB."""
+"""Tile ids per grid step, all heads together. With the next step's ids and double buffering: 256 KiB of 1 MiB SMEM."""
 
 
 class Cut(NamedTuple):
-    """One call cut into blocks: everything static the kernel body needs.
+    """Static sizes of one call cut into blocks, as the kernel body needs them.
 
-    K and V are `stored` keys long: num_keys, padded to whole registers (a model's cache never needs it).
-    A chain is a head group and a split: steps of one chain run in order on one core. `rows` are the G query rows of a
-    KV head, padded to whole registers. `unit` keys are the smallest copy. A list is `pieces` x `piece` ids. With
-    `lanes` K and V are taken as [B, K, H, S]: the layout a TPU gives [B, K, S, H] where H does not fill its 128 lanes.
-    A copy then takes at least 128 keys: lists of smaller tiles become lists of such units, with a bit per listed tile.
+    Attributes:
+        stored: length of K and V: num_keys padded to whole registers (a model's cache needs no padding).
+        heads: KV heads per grid step. A group of heads and a split form a chain, whose steps run in order on one core.
+        rows: the G query rows of a KV head, padded to whole registers.
+        block_s: keys per block.
+        unit: keys of the smallest copy.
+        pieces, piece: a tile list is passed to the kernel in `pieces` pieces of `piece` ids, one per grid step.
+        lanes: whether K and V are passed as [B, K, H, S], the layout that a TPU gives [B, K, S, H] if H does not fill
+            128 lanes. A copy then moves at least 128 keys; lists of smaller tiles become lists of 128-key units, with
+            one bit per listed tile.
     So it does where keys are int8 (`scaled`): their scales lie in lanes. `exact`: queries are float32.
     """
 
@@ -68,28 +73,28 @@ class Cut(NamedTuple):
 
     @property
     def paged(self) -> bool:
-        """K and V are taken as [B * K * J, tile, H]: a listed tile's address then takes a shift and an add."""
+        """Whether K and V are passed as [B * K * J, tile, H], where a listed tile's address is a shift and an add."""
         return self.role == "sparse" and not (self.lanes or self.scaled) and self.stored % self.unit == 0
 
     @property
     def tiles_per_unit(self) -> int:
-        """Listed tiles that one copy may hold."""
+        """Key tiles per unit in the sparse role; 1 in the other roles."""
         return self.unit // self.spec.tile if self.role == "sparse" else 1
 
     @property
     def tiles_at_once(self) -> int:
-        """Tiles of a whole block whose copies start in one go."""
+        """Units per straight-line run of copies: the largest divisor of a block's units up to TILES_AT_ONCE."""
         per_block = self.block_s // self.unit
         return next(n for n in range(min(TILES_AT_ONCE, per_block), 0, -1) if per_block % n == 0)
 
     @property
     def banks(self) -> int:
-        """Registers of 128 tiles that a row's masses fill."""
+        """Number of 128-lane registers for one row's tile masses, one lane per key tile."""
         return ceil_div(ceil_div(self.num_keys, self.spec.tile), LANES)
 
 
 def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block_heads: int, splits: int) -> Cut:
-    """Clip the block sizes to the call."""
+    """Clip the block sizes to the call and round them to what the copies and mass sums need."""
     kv_heads, groups = shapes.num_kv_heads, shapes.num_heads // shapes.num_kv_heads
     heads = next(h for h in range(min(block_heads, kv_heads), 0, -1) if kv_heads % h == 0)
     stored = round_up(shapes.num_keys, LANES if shapes.scaled else PACKED)
@@ -97,7 +102,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
     if role == "dense":
         unit = next(u for u in (128, 64, 32, 16) if stored % u == 0)
         block_s = round_up(min(block_s, stored), unit)
-    elif role == "score":  # a block is 2^n tiles, so that its sums never straddle two banks
+    elif role == "score":  # a block is 2^n tiles, at most 128, so that its sums never straddle two banks
         unit = next(u for u in (128, 64, 32, 16) if stored % u == 0)
         tiles = max(min(block_s, stored) // spec.tile, 1)
         block_s = max(min(1 << tiles.bit_length() - 1, LANES) * spec.tile, unit)
@@ -131,10 +136,13 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
 
 
 class Ranges(NamedTuple):
-    """Run-time scalars: lo and hi [B * K] bound what a row sees; the others are per chain and step, flat.
+    """Run-time scalars of a call: lo and hi [B * K] per sequence and KV head, the rest [chains * steps] per grid step.
 
-    first: the step's first block; count: its blocks; before: the chain's blocks before it (the parity picks the
-    buffer); every head sees all of blocks [whole_from, whole_to).
+    Attributes:
+        lo, hi: range [lo, hi) of keys (sparse: of listed keys) that the row sees.
+        first, count: first block of the step, and number of its blocks.
+        before: blocks of earlier steps of the chain; its parity picks the buffer of the step's first block.
+        whole_from, whole_to: blocks [whole_from, whole_to) are fully visible for every head.
     """
 
     lo: Int32[Array, "..."]
@@ -147,7 +155,10 @@ class Ranges(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Units of keys that each row reads, ascending [B, K, C], their number [B, K], and which tiles of them it reads."""
+    """Per row, the ascending ids of the units that it reads, their number, and per unit a bit mask of listed tiles.
+
+    `bits` is None if a unit is one tile.
+    """
 
     units: Int32[Array, "B K C"]
     count: Int32[Array, "B K"]
@@ -155,9 +166,9 @@ class Lists(NamedTuple):
 
 
 def list_units(cut: Cut, selection: Selection) -> Lists:
-    """Convert the selection of one row per sequence, several tiles to a unit if need be; no id is outside the cache.
+    """Convert a decode selection into lists of units; clip tile ids to the cache.
 
-    Ids out of range become the last tile's, so ids may repeat: a unit's bits must not add up to more than its tiles.
+    Clipped ids may repeat the last tile's id. A tile's bit is added for its first occurrence only, so sums stay masks.
     """
     tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
     per_unit = cut.tiles_per_unit
@@ -177,7 +188,7 @@ def list_units(cut: Cut, selection: Selection) -> Lists:
 
 
 def find_ranges(cut: Cut, positions: Positions, lists: Lists | None) -> Ranges:
-    """Find the range that each row sees, in keys or in list positions, and the blocks that hold it."""
+    """Compute the range that each row sees (in listed keys if there are lists) and the blocks of every grid step."""
     visible = decode_range(cut.spec, positions, cut.num_keys)
     lo, hi = (jnp.broadcast_to(x[:, None], (cut.batch, cut.kv_heads)) for x in visible)
     if lists is not None:
@@ -210,10 +221,10 @@ def find_ranges(cut: Cut, positions: Positions, lists: Lists | None) -> Ranges:
 
 
 def stream_lists(cut: Cut, lists: Lists) -> Array:
-    """Ids [groups of heads, steps, 1, 2 * heads * piece]: each step's piece of its lists, then the next step's.
+    """Return list entries [groups of heads, steps, 1, 2 * heads * piece]: each step's piece, then the next step's.
 
-    With several tiles to a unit, an entry is the unit's id times 256, plus a bit for each of its tiles that is listed.
-    In a paged cache it is the page: the unit's index among all sequences' and heads'.
+    An entry is a unit's id. If units hold several tiles, it is id * 256 plus the mask of listed tiles. If cut.paged, it
+    is the unit's index in K viewed as [B * K * J, tile, H].
     """
     tiles = lists.units if cut.tiles_per_unit == 1 else lists.units * 256 + lists.bits
     if cut.paged:
@@ -226,7 +237,7 @@ def stream_lists(cut: Cut, lists: Lists) -> Array:
 
 
 def merge(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Merge the results of P runs of keys [P, ...]: the mean of `out` with weights exp(lse), and the joint lse."""
+    """Merge results [P, ...] over P disjoint parts of the keys: average `out` with weights exp(lse), and join lse."""
     if out.shape[0] == 1:
         return out[0], lse[0]
     top = jnp.where(jnp.isneginf(lse).all(0), 0.0, lse.max(0))
@@ -237,13 +248,13 @@ def merge(out: Array, lse: Array) -> tuple[Array, Array]:
 
 
 def bytes_copied(cut: Cut, ranges: Ranges, width: int) -> Array:
-    """Bytes of K and V that the copies of one call move: every unit that holds a key some row sees, once."""
+    """Count bytes of K and V that a call copies: each unit that holds a visible key of a sequence and head, once."""
     start, stop = ranges.lo // cut.unit, (ranges.hi + cut.unit - 1) // cut.unit
     return (stop - start).sum() * (2 * cut.unit * cut.head_dim * width)
 
 
 def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
-    """How often each named scope of the kernel runs if every row sees [lo, hi)."""
+    """Count runs of the kernel's named scopes for copies and blocks in a call where every row sees [lo, hi)."""
     parts = ("tiles", "head", "run", "tile") if cut.role == "sparse" else ("unit",)
     scopes = [f"{name}_{part}" for name in ("lead", "start", "wait") for part in ("whole", "part", *parts)]
     blanks = () if cut.scaled else ("blank", "blank_head", "blank_unit")
@@ -276,7 +287,10 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
 
 
 def count_scopes(cut: Cut, lo: int, hi: int, width: int) -> dict[str, float]:
-    """Extend `count_blocks` by scopes run once per sequence and bytes moved (as stored, with lanes H leaves empty)."""
+    """Add to `count_blocks` the scopes that run once per sequence, and the bytes moved ("hbm_bytes").
+
+    K and V count as stored: where H does not fill 128 lanes, the padding counts too. `width` is bytes per element.
+    """
     counts = count_blocks(cut, lo, hi)
     sequences = cut.chains * cut.batch
     lanes = cut.head_dim if cut.lanes else round_up(cut.head_dim, LANES)

@@ -1,7 +1,8 @@
-"""How decode kernels bring blocks of the cache on chip: copy K and V into one of two buffers, zero unseen values.
+"""Copies of K and V blocks from HBM into one of two on-chip buffers, for the TPU decode kernel.
 
-Blocks that every row sees in full are copied in one piece (keys) or in straight-line runs of tiles, with one wait.
-Blocks that the end of a range cuts are copied unit by unit, so that no copy exceeds the range by more than a unit.
+A whole block, which every row sees in full, is one copy of consecutive keys, or straight-line runs of copies of listed
+tiles; one wait covers it. Any other block is copied unit by unit, so that the copies exceed the visible range by less
+than one unit at each end; values outside the range are then set to zero.
 """
 
 import functools
@@ -17,15 +18,15 @@ from tessera.attention.tpu.decode_blocks import Cut, Ranges
 
 
 class Stream(NamedTuple):
-    """Sources and destinations of blocks."""
+    """References that the copies of blocks use: ranges and tile ids, K and V in HBM, and the buffers."""
 
     ranges: Ranges
-    ids: Any  # [1, 1, 1, 2 * heads * piece] in SMEM: this step's and the next one's; sparse only
-    k: Any  # [B * K, S, H] in HBM, [B * K, H, S] or [B * K * J, tile, H]; as v
+    ids: Any  # [1, 1, 1, 2 * heads * piece] in SMEM: entries of this step and the next, see `stream_lists`; sparse only
+    k: Any  # in HBM: [B * K, S, H], [B * K, H, S] if cut.lanes, or [B * K * J, tile, H] if cut.paged; v likewise
     v: Any
-    k_block: Any  # [2, heads, block_s, H] or [2, heads, H, block_s], as v_block
+    k_block: Any  # two buffers [2, heads, block_s, H], or [2, heads, H, block_s] if cut.lanes; v_block likewise
     v_block: Any
-    copied: Any  # a semaphore for each buffer of K, of V and of their scales
+    copied: Any  # [2, 2] semaphores: buffer, then K, V or their scales
     scales: Any = None  # [B * K, 2, S] in HBM; int8 only
     scale_block: Any = None  # [2, heads, 2, block_s]
 
@@ -36,25 +37,25 @@ class Stream(NamedTuple):
 
 
 def span(stream: Stream, cut: Cut, step, head, block) -> tuple:
-    """Return the rows [lo, hi) of a head's block that the query row sees."""
+    """Return the range [lo, hi) of keys that the query row sees, relative to the start of a head's block."""
     index = first_row(cut, step) + head
     lo, hi = (x[index] - block * cut.block_s for x in (stream.ranges.lo, stream.ranges.hi))
     return jnp.clip(lo, 0, cut.block_s), jnp.clip(hi, 0, cut.block_s)
 
 
 def first_row(cut: Cut, step):
-    """Return the index of the step's first head in K and V as [B * K, S, H]."""
+    """Return the index along B * K of the step's first KV head."""
     return step // cut.pieces * cut.kv_heads + pl.program_id(0) // cut.splits * cut.heads
 
 
 def first_entry(cut: Cut, step, head, block):
-    """Return where a head's list for a block starts in SMEM, in entries of `stream_lists`."""
+    """Return the index in `stream.ids` of a head's first entry for a block; `step` is this grid step or the next."""
     following = step - pl.program_id(1)
     return (following * cut.heads + head) * cut.piece + block * (cut.block_s // cut.unit) % cut.piece
 
 
 def listed_keys(stream: Stream, cut: Cut, step, head, block) -> Array | bool:
-    """Which keys of a head's block [1, block_s] lie in listed tiles, all if a unit is one tile."""
+    """Mark the keys of a head's block [1, block_s] that lie in listed tiles; True if a unit is one tile."""
     if cut.tiles_per_unit == 1:
         return True
     tile = jax.lax.broadcasted_iota(jnp.int32, (1, cut.unit), 1) // cut.spec.tile
@@ -64,21 +65,21 @@ def listed_keys(stream: Stream, cut: Cut, step, head, block) -> Array | bool:
 
 
 def is_whole(stream: Stream, cut: Cut, step, block):
-    """Whether every head's row sees all of the block."""
+    """Return whether the rows of all heads see every key of the block."""
     index = pl.program_id(0) * cut.steps + step
     return (block >= stream.ranges.whole_from[index]) & (block < stream.ranges.whole_to[index])
 
 
 def part(lanes: bool, *index) -> tuple:
-    """Build the index of some keys (the last argument) of some heads: keys lie in rows or in lanes."""
+    """Build the index (*index[:-1], keys, all of H), or (..., all of H, keys) if cut.lanes; index[-1] selects keys."""
     return (*index[:-1], slice(None), index[-1]) if lanes else index
 
 
 def copies(stream: Stream, cut: Cut, source: tuple, target: tuple, inner: tuple = ()) -> list:
-    """Build the copies of one stretch of K and V from HBM into a buffer, whose number comes first in target.
+    """Build the copies of K and V from index `source` in HBM to index `target`, whose first entry is the buffer.
 
-    Keys come last in each index. With `inner`, copy into that part of the target: constants there cost the scalar unit
-    nothing.
+    Keys come last in each index. `inner` is a second index, into the target; its constant offsets cost no scalar
+    instructions.
     """
     found = []
     for i, (x, y, lanes) in enumerate(stream.arrays(cut)):
@@ -89,20 +90,20 @@ def copies(stream: Stream, cut: Cut, source: tuple, target: tuple, inner: tuple 
 
 
 def await_block(stream: Stream, cut: Cut, slot) -> None:
-    """Await a whole block: semaphores count bytes, so one wait covers all its copies."""
+    """Wait for a whole block: semaphores count bytes, so one wait covers all of its copies."""
     for i, (_, blocks, _) in enumerate(stream.arrays(cut)):
         block = blocks.at[slot]
         pltpu.make_async_copy(block, block, stream.copied.at[slot, i]).wait()
 
 
 def each(act: str, copies: list) -> None:
-    """Start or await copies."""
+    """Start the copies or wait for them: `act` is "start" or "wait"."""
     for copy in copies:
         getattr(copy, act)()
 
 
 def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
-    """Start or await the copies of a block of consecutive keys."""
+    """Start or await (`act`) the copies of a block of consecutive keys; `name` is the prefix of the named scopes."""
     heads = pl.ds(first_row(cut, step), cut.heads)
     begin = pl.multiple_of(block * cut.block_s, cut.unit)
     whole = is_whole(stream, cut, step, block)
@@ -131,7 +132,7 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) 
 
 
 def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
-    """Start or await the copies of each head's listed tiles of a block."""
+    """Start or await (`act`) the copies of each head's listed tiles of a block; `name` prefixes the named scopes."""
     row, runs = first_row(cut, step), cut.block_s // cut.unit // cut.tiles_at_once
     tail, last = cut.stored % cut.unit, cut.stored // cut.unit
     whole = is_whole(stream, cut, step, block)
@@ -142,7 +143,7 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str)
         id_ = found if cut.tiles_per_unit == 1 else found >> 8
         return (row + head, pl.ds(pl.multiple_of(id_ * cut.unit, cut.unit), size))
 
-    def run(head, first):  # straight-line scalar code: addresses share their parts
+    def run(head, first):  # straight-line code, so that the copies' addresses share scalar instructions
         at = first_entry(cut, step, head, block) + first
         into = pl.ds(pl.multiple_of(first * cut.unit, cut.unit), cut.tiles_at_once * cut.unit)
         for i in range(cut.tiles_at_once):
@@ -196,7 +197,7 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str)
 
 
 def blank_values(stream: Stream, cut: Cut, step, block, slot) -> None:
-    """Zero the values that the row does not see: their weight is 0, but they may be NaN, and 0 * NaN is NaN."""
+    """Zero the values of keys that the row does not see: their weight is 0, but they may be NaN, and 0 * NaN is NaN."""
 
     def head_rows(head, _):
         with jax.named_scope("blank_head"):

@@ -1,4 +1,4 @@
-"""Products on a TPU's matrix unit, and rows of equal lanes widened to match their results."""
+"""Matrix products on a TPU's matrix unit, and a helper that widens per-row values to the width of their results."""
 
 import functools
 
@@ -10,18 +10,21 @@ from jax.typing import DTypeLike
 from tessera.core.shapes import ceil_div
 
 LANES = 128
-"""Elements of a vector register's last dimension."""
+"""Lanes of a vector register: elements along its last dimension."""
 
 
 def dot(a: Array, b: Array, contract_b: int) -> Array:
-    """Multiply a [R,X] by b, contracting a's last dimension, in float32 sums; float32 operands at full precision."""
+    """Multiply a [R,X] by b over a's last axis and b's axis contract_b, with float32 sums.
+
+    A float32 `a` is multiplied at full precision.
+    """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     dims = (((1,), (contract_b,)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def thirds(x: Array) -> list[Array]:
-    """Three float32 arrays of 8 bits of mantissa each, whose sum is x: exact in bfloat16."""
+    """Split float32 x into three float32 arrays that sum to x, each exact in bfloat16 (8 bits of mantissa)."""
     parts = []
     for _ in range(3):
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-(1 << 16))
@@ -31,13 +34,12 @@ def thirds(x: Array) -> list[Array]:
 
 
 def product(a: Array, b: Array, contract_b: int, exact: bool = False) -> Array:
-    """Multiply a by b over b's dimension contract_b, in float32: round a if b is bfloat16; take a float32 b in thirds.
+    """Multiply float32 a by b over b's axis contract_b, with float32 sums.
 
-    An int8 b is exact in bfloat16; `exact` then takes a in thirds instead of rounding it.
-
-    Each third is exact in bfloat16, and only six of the nine products of thirds matter. Precision.HIGHEST also takes
-    six, but here a third of b enters the matrix unit once, not up to three times: 1,810 bundles against 3,009 for a
-    block of decode.
+    A bfloat16 b rounds a to bfloat16. A int8 b is exact in bfloat16; `exact` then takes a in thirds instead of
+    rounding it. A float32 b is multiplied in thirds (see `thirds`), of whose nine products only
+    six matter. Precision.HIGHEST also computes six, but here each third of b enters the matrix unit once, not up to
+    three times: 1,810 instruction bundles instead of 3,009 for a block of decode.
     """
     dims = (((1,), (contract_b,)), ((), ()))
     multiply = functools.partial(jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.float32)
@@ -49,7 +51,7 @@ def product(a: Array, b: Array, contract_b: int, exact: bool = False) -> Array:
     if b.dtype == jnp.bfloat16:
         return multiply(a.astype(jnp.bfloat16), b)
     rows, a_parts, total = a.shape[0], thirds(a), 0.0
-    for i, part in reversed(list(enumerate(thirds(b)))):  # small ones first
+    for i, part in reversed(list(enumerate(thirds(b)))):  # add small products first
         y = multiply(jnp.concatenate(a_parts[: 3 - i]).astype(jnp.bfloat16), part.astype(jnp.bfloat16))
         for j in reversed(range(3 - i)):
             total = total + y[j * rows : (j + 1) * rows]
@@ -67,7 +69,7 @@ def dequantised(x: Array, scale: Array, dtype: DTypeLike) -> Array:
 
 
 def widen(x: Array, width: int) -> Array:
-    """Widen [R,128] of equal lanes to [R,width]."""
+    """Widen [R,128], whose lanes are all equal, to [R,width]."""
     if width <= LANES:
         return x[:, :width]
     return jnp.tile(x, (1, ceil_div(width, LANES)))[:, :width]

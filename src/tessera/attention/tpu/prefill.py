@@ -1,21 +1,23 @@
 """Prefill attention for TPU: dense, and score (dense plus every key tile's mass) in the same pass.
 
-One grid step is one KV head's row block (block_t tokens x G query heads, about 2,048 rows) against block_s keys. Key
-blocks that no row can see are neither fetched nor computed; blocks every row sees in full run one straight line of
-block_s / chunk online-softmax updates without masks. A block that only the causal diagonal touches runs the keys
-before the rows unmasked, then the corner: one straight line of updates, each for the rows from its keys' positions on,
-so that above the diagonal half of sub_t keys a row are wasted. Blocks that another mask can touch, or whose rows do not
-start at multiples of block_t, run step by step for turn_t tokens at a time.
+A grid step computes one row block of a KV head (block_t tokens x G query heads, 2,048 to 4,096 rows) against one key
+block of block_s keys. A key block falls into one of four cases:
+- No row sees any of it: it is neither fetched nor computed.
+- Every row sees all of it: straight-line code runs block_s / chunk online-softmax updates without masks.
+- Only the causal diagonal cuts it: keys before the row block run without masks. The corner (keys at the rows' own
+  positions) is straight-line code of updates with sub_t keys, each for only the rows from those keys' positions on. On
+  average, sub_t / 2 masked keys per row are computed in vain.
+- Another mask cuts it, or the row block is not aligned with the key block: a loop runs turn_t tokens at a time.
 
-Rows live in VMEM as [U, G, sub_t]: U token blocks of sub_t tokens, the G heads of each side by side; the mask of a
-token block is then computed once for all heads. No transpose is left in HBM: q is read head-major, as the fusion that
-rotates it can write it, K and V head-major as the cache stores them, and out is written [B,T,N*H], as the output
-projection reads it (a head is a lane-aligned slice).
+Rows lie in VMEM as [U, G, sub_t]: U token blocks of sub_t tokens, each for G heads, so that all heads share one mask.
+HBM needs no transpose: q is head-major, as the fusion that rotates it can write it; K and V are head-major, as the
+cache stores them; out is [B,T,N*H], as the output projection reads it, if a head group fills whole lanes.
 
-What the vector unit does besides exp2 decides the speed (docs/tpu.md), so the row sum comes from the matrix unit where
-it has idle columns: V is extended by ones. Scoring extends V by one-hot columns instead, lane = tile mod 128: their
-accumulator holds every tile's mass and its lane sum is the row sum. A group of 128 tiles is banked with the running
-maximum it was taken at and weighed by 2^(m - lse) after the last block. Work: 4 H flops per visible (row, key) pair.
+The vector unit's work besides exp2 decides the speed (docs/tpu.md), so the row sum comes from the matrix unit where it
+has idle columns: V is extended by ones. The score role extends V by one-hot columns instead (column = tile mod 128), so
+that the accumulator holds every tile's mass, and its sum over columns is the row sum. The sums of each 128 tiles form a
+bank, stored with the running maximum m that they use and multiplied by 2^(m - lse) after the last block. Work: 4 H
+flops per visible (row, key) pair.
 Int8 keys and values become the queries' dtype a chunk at a time, in VMEM.
 """
 
@@ -55,11 +57,11 @@ from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
 BANK_BYTES = 24 << 20
-"""VMEM that the banked tile masses of one row block may take."""
+"""Bytes of VMEM for the banks (tile sums) of one row block; `default_config` takes fewer rows if they need more."""
 
 
 def body(q_start, kv_len, q_len, *refs, cut: Cut):
-    """One grid step (b, h, i, j): row block i against the j-th key block it needs."""
+    """Run grid step (b, h, i, j): row block i of KV head h against the j-th key block that it needs."""
     if not cut.scaled:
         refs = (*refs[:3], None, *refs[3:])
     if not cut.spec.mass:
@@ -78,7 +80,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
         take_queries(refs, i, keys.q_len, cut)
         refs.m[...] = jnp.full_like(refs.m, FLOOR)
         refs.acc[...] = jnp.zeros_like(refs.acc)
-        if refs.sums is not None and cut.banks == 1:  # else rows that see no key would read the previous row block's
+        if refs.sums is not None and cut.banks == 1:  # without this, rows that see no key would keep an earlier block's
             refs.sums[0] = jnp.zeros(refs.sums.shape[1:], jnp.float32)
 
     if cut.banks > 1:
@@ -126,7 +128,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
 
 def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
-    """Absorb the keys of the block that precede all its rows, block_t at a time: every row sees them."""
+    """Absorb, block_t at a time, the keys of the key block that precede the row block; every row sees them."""
     if cut.block_t == cut.block_s:
         return
 
@@ -143,19 +145,22 @@ def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
 
 @jax.named_scope("corner")
 def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
-    """Absorb the keys at the rows' own positions, sub_t at a time, each time for the rows from there on."""
+    """Absorb the keys at the rows' own positions, sub_t at a time, each time for the rows at or after those keys."""
     rows, mask = cut.groups * cut.sub_t, own_keys(cut)
     state = load(refs, slice(None), bank)
     for c in range(cut.block_t // cut.sub_t):
         at = pl.ds(pl.multiple_of(keys.first - start + c * cut.sub_t, cut.sub_t), cut.sub_t)
         state = update(refs, slice(c * rows, cut.rows), state, start, at, bank, cut, mask)
         done, state = split(state, rows)
-        if not cut.state_in_vmem:  # else it is already stored
+        if not cut.state_in_vmem:  # otherwise `update` has stored it
             store(refs, slice(c * rows, (c + 1) * rows), bank, done)
 
 
 def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
-    """Run token block u against a key block that a mask can touch: steps seen in part, whole, and in part again."""
+    """Run pass u over the row block, turn_t of its tokens, against a key block that a mask may cut.
+
+    Steps of cut.step keys are masked at both ends of the visible range and unmasked in between.
+    """
     first = keys.first + u * cut.turn_t
     size = cut.turn_t * cut.groups
     rows = pl.ds(pl.multiple_of(u * size, size), size)
@@ -177,7 +182,7 @@ def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
 
 
 def update(refs: Refs, rows: slice, state: Rows, start, at: pl.Slice, bank, cut: Cut, mask=None, real=None) -> Rows:
-    """Absorb the keys `at` of the block from position `start`."""
+    """Absorb the keys at index `at` of the key block that begins at position `start`."""
     k, v = refs.k[0, 0, at], refs.v[0, 0, at]
     if cut.scaled:
         scales, dtype = refs.scales[0, 0, :, at], refs.q_scaled.dtype
@@ -190,7 +195,7 @@ def update(refs: Refs, rows: slice, state: Rows, start, at: pl.Slice, bank, cut:
 
 
 def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
-    """Scale the row block's queries into VMEM, rows [U, G, sub_t]; padding tokens, which may hold NaN, become zero."""
+    """Scale the row block's queries into VMEM as rows [U, G, sub_t]; zero padding tokens, which may hold NaN."""
     scale = cut.head_dim**-0.5 if cut.spec.scale is None else cut.spec.scale
     factor = scale / cut.spec.softcap if cut.spec.softcap else scale * LOG2_E
     shape = (cut.sub_t, cut.head_dim)
@@ -229,7 +234,7 @@ def attend(
 
     def key_block(b, h, i, j, *positions):
         keys, after = (key_range(b, x, Positions(*positions), cut) for x in (i, i + 1))
-        # Steps past the last block already point at the next row block's first: its copy hides behind the last product.
+        # Steps past the last block point at the next row block's first key block, so that it is fetched during compute.
         return b, h, jnp.where(keys.lo + j < keys.hi, keys.lo + j, jnp.minimum(after.lo, last_block)), 0
 
     rows = pl.BlockSpec((1, cut.groups, cut.block_t, dim), lambda b, h, i, j, *_: (b, h, i, 0))
@@ -285,14 +290,14 @@ def attend(
 
 
 def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
-    """Estimate the cost for XLA's scheduler."""
+    """Estimate the call's cost for XLA's scheduler."""
     needed = work.prefill(spec, shapes)
     pairs = needed["flops"] / (4 * shapes.head_dim)
     return pl.CostEstimate(flops=int(needed["flops"]), bytes_accessed=int(needed["bytes"]), transcendentals=int(pairs))
 
 
 def chip() -> tuple[int, int]:
-    """Return the matrix unit's columns and the bytes of VMEM of the chip being traced for; v6e's if there is none."""
+    """Return (matrix unit columns, bytes of VMEM) of the chip being traced for; v6e's if it is no TPU."""
     if not pltpu.is_tpu_device():
         return 256, 128 << 20
     info = pltpu.get_tpu_info()
@@ -300,19 +305,19 @@ def chip() -> tuple[int, int]:
 
 
 def vmem_limit() -> int:
-    """Return most of VMEM: the compiler needs the rest."""
+    """Return the bytes of VMEM that the kernel may use; the rest is for the compiler."""
     return chip()[1] * 7 // 8
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Dense prefill, differentiable in q, k and v unless they are int8, or score with spec.mass."""
+    """Run dense prefill, or the score role if spec.mass; dense is differentiable in q, k and v unless they are int8."""
     if spec.mass or kv.scales is not None:
         return attend(q, kv.k, kv.v, positions, spec, config, kv.scales)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
 def gradients(q, k, v, result: AttentionOut, cotangents: AttentionOut, spec, positions, config) -> tuple:
-    """dq, dk and dv by a separate kernel with separate block sizes."""
+    """Compute dq, dk and dv with the kernel of `tpu.backward`, which has its own block sizes."""
     (out, lse, _), (d_out, d_lse, _) = result, cotangents
     return tpu_backward.gradients(q, k, v, out, lse, d_out, d_lse, spec, positions)
 
@@ -322,7 +327,7 @@ dense = differentiable(attend, gradients)
 
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
+    """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} is more than 256"
     if role == "dense":
@@ -336,17 +341,18 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """2,048 or 4,096 rows against 4,096 keys; fewer rows where their masses would not fit.
+    """Choose 2,048 or 4,096 rows by 4,096 keys (float32: 1,024 by 1,024); fewer rows if the masses would not fit VMEM.
 
-    Sizes from the compiled schedules (LOG.md): an update of 256 keys suits v7x and the 128-wide chips, 512 suits v6e;
-    more rows share the cost of a row block's first and last step, which matters where the products are fast. On v7x
-    the state goes through VMEM, which halves the spills; it makes v6e slower and does not affect the 128-wide chips.
+    The sizes come from compiled schedules (LOG.md). 256 keys per update suit v7x and chips with 128-wide matrix units,
+    512 suit v6e. More rows share the cost of a row block's first and last step, which matters where products are fast.
+    On v7x, keeping the state in VMEM halves the spills; on v6e it is slower, and on 128-wide chips it makes no
+    difference.
     """
     groups = shapes.num_heads // shapes.num_kv_heads
     width, vmem_bytes = chip()
     rows, block_s = (1024, 1024) if shapes.dtype == "float32" else (4096 if width == 256 else 2048, 4096)
     if spec.mass and shapes.head_dim > LANES and vmem_bytes <= 64 << 20:
-        block_s = min(block_s, 2048)  # the masses' spills do not fit next to longer blocks
+        block_s = min(block_s, 2048)  # with longer blocks, the spills of the masses do not fit VMEM
     if spec.mass:
         while rows > LANES and rows * bank_bytes(spec, shapes) > BANK_BYTES:
             rows //= 2
@@ -361,14 +367,14 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
-    """Return the tokens of a row block of at most `rows` rows: a power of two where that allows a corner, which gains
-    more than the rows (LOG.md)."""
+    """Return the tokens per row block of at most `rows` rows, rounded down to a power of two for causal calls without
+    window: the corner needs that and gains more than the rows lost (LOG.md)."""
     tokens = max(rows // groups, 1)
     return 1 << (tokens.bit_length() - 1) if spec.causal and spec.window is None else tokens
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Rows, keys, chunks and steps around the default, row sums from either unit, the state in VMEM or not."""
+    """Yield rows, keys, chunks and steps around the default, row sums from either unit, and state in VMEM or not."""
     groups = shapes.num_heads // shapes.num_kv_heads
     axes = {
         "block_t": [tokens_of(rows, groups, spec) for rows in (512, 1024, 2048, 4096, 8192)],

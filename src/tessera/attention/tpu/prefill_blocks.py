@@ -1,7 +1,6 @@
-"""Blocks of a TPU prefill call: sizes, which key blocks each row block needs, and how often each piece of work runs.
+"""Blocks of a TPU prefill call: their sizes, the key blocks that each row block needs, and how often each scope runs.
 
-Everything the kernel must know before it computes a score, in plain arithmetic that index maps, body and prediction
-share.
+The functions are scalar arithmetic, shared by the kernel's index maps, its body and the prediction of its time.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +16,9 @@ from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import ceil_div, round_up
 
 SUB_ROWS = 1024
-"""Fewest rows of a token block: with fewer, products in the matrix unit wait for each other's results."""
+"""Rows per pass of the masked loop, at least: with fewer, products in the matrix unit wait for each other's results."""
 CORNER = 256
-"""Diagonal step: tokens per token block, and keys per update."""
+"""Tokens per token block, and so keys per update in the corner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,17 +26,18 @@ class Config:
     """Block sizes and where the row sum is computed.
 
     Attributes:
-        block_t: query tokens per row block (times G rows); rounded up to whole query tiles when scoring.
+        block_t: query tokens per row block (block_t * G rows); rounded up to whole query tiles in the score role.
         block_s: keys per grid step, a power of two of at least 128.
-        chunk: keys per online-softmax update, a power of two of at least 128, at most block_s.
-        step: keys, and query tokens, per iteration of the loop over a block that a mask may cut (outside the corner of
-            the causal mask): a power of two, at least chunk. Longer is faster per score, shorter wastes less above
-            the diagonal.
-        matrix_sums: row sums (and tile masses) come from extra columns of V: free where the matrix unit has idle ones.
-        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on;
-            `prefill_rows` states the assumption).
-        state_in_vmem: store maximum and sums to VMEM after every update and load them for the next, instead of keeping
-            them as values of straight-line code. Registers cannot hold a block of rows, so they spill otherwise.
+        chunk: keys per online-softmax update, a power of two of at least 128, clipped to `step`.
+        step: keys per iteration of the loop over a block that a mask may cut (except in the corner), and about as many
+            query tokens; a power of two of at least 128. Longer steps are faster per score, shorter steps compute fewer
+            masked scores.
+        matrix_sums: whether row sums (and tile masses) come from extra columns of V, which are free if the matrix unit
+            has idle columns.
+        half_exp: whether to compute exponentials in bfloat16, for bfloat16 calls on chips whose vector unit can (v6e
+            and later; `prefill_rows` states an untested assumption).
+        state_in_vmem: whether to store maximum and sums to VMEM after every update and load them for the next, instead
+            of keeping them as values, which spill because registers cannot hold a block of rows.
     """
 
     block_t: int
@@ -58,10 +58,13 @@ class Config:
 
 
 class Cut(NamedTuple):
-    """One call cut into blocks: everything static the kernel body needs.
+    """Static sizes of one call cut into blocks, as the kernel body needs them; `Config` defines the tunable fields.
 
-    turn_t tokens at a time go through a block that a mask touches; sub_t of them are a token block, whose heads lie
-    side by side and share a mask.
+    Attributes:
+        groups: G, query heads per KV head.
+        turn_t: tokens per pass of the loop over a block that a mask may cut.
+        sub_t: tokens per token block, which divides turn_t; the G heads of a token block share one mask.
+        flat: whether out is written [B,T,N*H], which needs G * H to be a multiple of 128.
     """
 
     spec: AttentionSpec
@@ -88,25 +91,28 @@ class Cut(NamedTuple):
     def corner(self) -> bool:
         """Whether straight-line code handles the keys at a row block's own positions (`prefill.corner`).
 
-        Not for short row blocks, which would take the keys before them in equally short pieces, nor for row blocks
-        that do not divide a key block.
+        Row blocks must divide a key block, and must not be short: the keys before a row block are absorbed block_t at a
+        time, which is slow for small block_t.
         """
         fits = self.block_s % self.block_t == 0 and self.block_t % self.step == 0
         return fits and self.sub_t % LANES == 0 and self.spec.causal and self.spec.window is None
 
     @property
     def bank_keys(self) -> int:
-        """Keys of the 128 tiles whose masses share one group of lanes."""
+        """Keys per bank: 128 tiles, whose sums lie in the 128 lanes of a register."""
         return LANES * self.spec.tile
 
     @property
     def banks(self) -> int:
-        """Banks of 128 tiles that hold all keys; one where no masses are kept."""
+        """Number of banks, of 128 tiles each, that cover all keys; 1 outside the score role."""
         return ceil_div(self.num_keys, self.bank_keys) if self.spec.mass else 1
 
     @property
     def extra(self) -> int:
-        """Columns appended to V: up to whole lanes with ones; whole lanes of ones, or one-hot, when H fills them."""
+        """Columns appended to V for row sums or tile masses.
+
+        Ones fill H up to a multiple of 128, or add 128 columns if H is one. One-hot columns add 128 after that padding.
+        """
         pad = -self.head_dim % LANES
         if self.spec.mass:
             return pad + LANES if self.one_hot else 0
@@ -114,12 +120,12 @@ class Cut(NamedTuple):
 
     @property
     def one_hot(self) -> bool:
-        """Whether tile masses come from the matrix unit; for narrow tiles always: a lane reduction each costs more."""
+        """Whether tile masses come from the matrix unit: always for tiles below 128 keys, whose lane sums cost more."""
         return self.spec.mass and (self.matrix_sums or self.spec.tile < LANES)
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """Clip the block sizes to the call."""
+    """Clip the block sizes to the call and derive the others."""
     groups = shapes.num_heads // shapes.num_kv_heads
     unit = 16  # rows of a packed bfloat16 tile
     while spec.mass and unit % spec.query_tile:
@@ -141,12 +147,12 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
 
 
 def whole(x, size: int):
-    """Whole blocks of `size`, a power of two, below x: a shift, since a TPU's scalar unit divides in a dozen steps."""
+    """Return x // size for a power of two: a shift, because a division takes a TPU's scalar unit a dozen steps."""
     return x >> (size.bit_length() - 1)
 
 
 class Range(NamedTuple):
-    """What a row block needs: key blocks lo to hi - 1, its first position, and how many keys and rows exist."""
+    """A row block's key blocks [lo, hi), the position of its first row, and its sequence's kv_len and q_len."""
 
     lo: Array
     hi: Array
@@ -156,7 +162,7 @@ class Range(NamedTuple):
 
 
 def key_range(b: Array, i: Array, positions: Positions, cut: Cut) -> Range:
-    """Key blocks that row block i of sequence b needs; scalar arithmetic, for index maps and body alike."""
+    """Return the key blocks that row block i of sequence b needs; index maps and the body both call this."""
     q_start, kv_len, q_len = (p[b] for p in positions)
     kv_len = jnp.clip(kv_len, 0, cut.num_keys)
     first = q_start + i * cut.block_t
@@ -169,19 +175,19 @@ def key_range(b: Array, i: Array, positions: Positions, cut: Cut) -> Range:
 
 
 def banks_of(keys: Range, cut: Cut) -> tuple[Array, Array]:
-    """Banks that this row block visited: [start, stop)."""
+    """Return the banks [start, stop) that hold the row block's key blocks."""
     stop = whole(keys.hi * cut.block_s + cut.bank_keys - 1, cut.bank_keys)
     return whole(keys.lo * cut.block_s, cut.bank_keys), jnp.where(keys.hi > keys.lo, stop, 0)
 
 
 def bank_bytes(spec: AttentionSpec, shapes: Shapes) -> int:
-    """Bytes of one row's banked masses and maxima."""
+    """Return the bytes of VMEM for one row's banks and their maxima."""
     banks = ceil_div(shapes.num_keys, LANES * spec.tile)
     return 4 * LANES * (banks + ceil_div(banks, LANES))
 
 
 def is_whole(first, start, kv_len, cut: Cut):
-    """Whether every row from position `first` on sees all of the key block from `start`."""
+    """Return whether every row of the row block at position `first` sees all of the key block at position `start`."""
     fits = start + cut.block_s <= kv_len
     if cut.spec.causal:
         fits = fits & (start + cut.block_s - 1 <= first)
@@ -191,21 +197,24 @@ def is_whole(first, start, kv_len, cut: Cut):
 
 
 def is_diagonal(first, start, kv_len, cut: Cut):
-    """Whether the rows' first position, `first`, is a multiple of block_t past `start`, and the keys at the rows' own
-    positions all exist.
+    """Return whether `first` is a multiple of block_t past `start` and the keys at all the rows' positions are valid.
 
-    A key block that some row needs and not every row sees in full then consists of keys that all rows see, followed by
-    the corner.
+    If so, a key block that is visible only in part consists of keys that every row sees, followed by the corner.
     """
     return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
 
 
 def masked_runs(first, last, kv_len, spec: AttentionSpec, step_of: Callable, xp) -> tuple:
-    """Steps of a key block that rows at positions `first` to `last` need, in three runs:
+    """Return the steps (begin, full_begin, full_stop, stop) of a key block for rows at positions `first` to `last`.
 
-    [begin, full_begin) and [full_stop, stop) need a mask, [full_begin, full_stop) do not. step_of(position, up) is the
-    number of whole steps of the block below a position, with `up` of any; xp is jax.numpy in a kernel, numpy in the
-    prediction. `last` may be below `first` (no rows) only where kv_len is 0.
+    Steps [begin, full_begin) and [full_stop, stop) need a mask; steps [full_begin, full_stop) do not.
+
+    Args:
+        first, last: positions of the rows; `last` may be below `first` (no rows) only if kv_len is 0.
+        kv_len: valid keys.
+        spec: mask of the call.
+        step_of: (position, up) -> number of the block's steps below a position, rounded up if `up`, else down.
+        xp: jax.numpy in a kernel, numpy in the prediction.
     """
     stop = full_stop = kv_len
     if spec.causal:
@@ -219,7 +228,7 @@ def masked_runs(first, last, kv_len, spec: AttentionSpec, step_of: Callable, xp)
 
 
 def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
-    """Return `masked_runs` of the key block from `start` for the token block from position `first`."""
+    """Return `masked_runs` of the key block at position `start` for the turn_t tokens from position `first` on."""
 
     def step_of(position, up: bool):
         return whole(xp.clip(position - start, 0, cut.block_s) + (cut.step - 1 if up else 0), cut.step)
@@ -228,7 +237,7 @@ def step_ranges(first, start, kv_len, cut: Cut, xp) -> tuple:
 
 
 def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[str, float]:
-    """How often each named scope runs in a call with q_start = S - T and every key and row valid; HBM bytes moved."""
+    """Count runs of each named scope, and HBM bytes, of a call with q_start = S - T and all keys and rows valid."""
     cut = cut_call(spec, shapes, config)
     blocks = ceil_div(shapes.num_queries, cut.block_t)
     first = shapes.num_keys - shapes.num_queries + cut.block_t * np.arange(blocks)[:, None]
@@ -271,7 +280,7 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
 
 
 def launch_steps(spec: AttentionSpec, shapes: Shapes, cut: Cut) -> int:
-    """Grid steps per row block: all key blocks, or as many as a window can touch."""
+    """Return the grid steps per row block: one per key block, or as many as a window can overlap."""
     steps = ceil_div(max(shapes.num_keys, cut.block_s), cut.block_s)
     if spec.window is None:
         return steps

@@ -1,12 +1,13 @@
-"""Online softmax over rows in registers and VMEM of a TPU: one update, and the results after the last key.
+"""Online softmax on a TPU: one update of the state of a block of rows, and the results after the last key.
 
-Rows are query tokens x query heads; m and the sums are [R,128] with equal or per-tile lanes, since a TPU register has
-128 lanes whether one is used or all. Scores are in bits (q is scaled by scale * log2 e), so exponentials are exp2.
+A row is one query token of one query head. The maximum m and the sums are [R,128], because a TPU register has 128
+lanes even if only one is needed: all lanes of m are equal; sums are per lane or, in the score role, per tile. Scores
+are in bits (q is scaled by scale * log2 e), so exponentials are exp2.
 
-`half_exp` assumes, untested for lack of a chip, that the chip's exp2 of a bfloat16 is 2^x rounded once, or at least
-errs up as often as down; one that errs one way moves lse by the mean relative error of a weight. For v6e and v7x it is
-known that the compiler turns it into one instruction, vpow.bf16, and exp(x) into the same on x log2 e: its base is 2.
-Elsewhere XLA's exp2 rounds x ln 2 first: 2^-5 comes out 1.6 % too large and lse with it, so simulations do not use it.
+`half_exp` assumes that the chip's exp2 of a bfloat16 is 2^x rounded once, or at least errs up as often as down; a bias
+would move lse by the mean relative error of a weight. This has not been tested on a chip. Known for v6e and v7x: the
+compiler turns this exp2 into one instruction, vpow.bf16, and exp(x) into the same instruction on x log2 e, so its base
+is 2. On other platforms XLA's exp2 rounds x ln 2 first, which makes 2^-5 1.6 % too large; simulations avoid it.
 """
 
 from typing import NamedTuple
@@ -24,7 +25,10 @@ from tessera.attention.tpu.prefill_blocks import Cut, Range, banks_of, whole
 
 
 class Rows(NamedTuple):
-    """State of some rows: running maximum [R,128], weighted values [R,H+ones], sums or tile masses [R,128]."""
+    """State of R rows: running maximum [R,128], weighted values [R,H+ones], and row or tile sums [R,128].
+
+    `sums` is None if the columns of ones in V put the row sums into `acc`.
+    """
 
     m: Array
     acc: Array
@@ -32,7 +36,7 @@ class Rows(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """Everything the body touches, by name."""
+    """References of the kernel body: inputs, outputs, then scratch."""
 
     q: Array
     k: Array
@@ -49,11 +53,12 @@ class Refs(NamedTuple):
 
 
 def absorb(state: Rows, q, k, v, cut: Cut, start, mask=None, real=None) -> Rows:
-    """Absorb one chunk of keys from position `start`.
+    """Add one chunk of keys k and values v, which begins at position `start`, to the state of the rows q.
 
     Args:
-        mask: [blocks, 1, sub_t, keys], for the first token blocks among the rows; the others see every key.
-        real: [keys, H], which keys exist; None if all do.
+        mask: [blocks, 1, sub_t, keys], visible keys of the first `blocks` token blocks of the rows; later token blocks
+            see every key. None if all rows see every key.
+        real: [keys, H], whether a key is valid; None if all are.
     """
     s = dot(q, k, 1)
     if cut.spec.softcap:
@@ -88,7 +93,7 @@ def masked(s: Array, mask: Array, groups: int) -> Array:
 
 
 def weigh(bits: Array, half: bool) -> Array:
-    """Compute 2^bits; with `half`, on bfloat16 numbers in bfloat16, simulated as the chip is assumed to do it."""
+    """Compute 2^bits, with `half` in bfloat16; in a simulation, as the chip is assumed to compute it."""
     if not half:
         return jnp.exp2(bits)
     bits = bits.astype(jnp.bfloat16)
@@ -98,14 +103,14 @@ def weigh(bits: Array, half: bool) -> Array:
 
 
 def add_lanes(sums: Array, p: Array) -> Array:
-    """Add to row sums per lane: one addition a register; the lanes are summed once, at the end."""
+    """Add p to row sums kept per lane, one addition per register; the lanes are summed once, after the last key."""
     for at in range(0, p.shape[1], LANES):
         sums = sums + p[:, at : at + LANES].astype(jnp.float32)
     return sums
 
 
 def put_tile_sums(sums: Array, p: Array, start: Array) -> Array:
-    """Store masses of tiles of 128 keys: each row sum goes to its tile's lane, which holds nothing yet."""
+    """Store the sums of p over tiles of 128 keys, each in its tile's lane of `sums`, which is still empty."""
     lane = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
     first = whole(start, LANES) & (LANES - 1)
     for c in range(p.shape[1] // LANES):
@@ -115,7 +120,7 @@ def put_tile_sums(sums: Array, p: Array, start: Array) -> Array:
 
 
 def extend(v: Array, start: Array, cut: Cut) -> Array:
-    """Append the extra columns to V: ones, or one-hot by tile."""
+    """Append cut.extra columns to V: ones for row sums, or one-hot columns by tile for tile sums."""
     if not cut.extra:
         return v
     keys = v.shape[0]
@@ -130,8 +135,7 @@ def extend(v: Array, start: Array, cut: Cut) -> Array:
 
 
 def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
-    """Return which keys of a chunk from position `start` the turn_t tokens from `first` see, as absorb's mask; and
-    which keys exist at all [chunk,H]."""
+    """Return `mask` and `real` for `absorb`: turn_t tokens from position `first`, a chunk of keys from `start`."""
     row = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 0) + first
     key = jax.lax.broadcasted_iota(jnp.int32, (cut.turn_t, cut.chunk), 1) + start
     mask = key < kv_len
@@ -144,34 +148,34 @@ def visible(first, start, kv_len, cut: Cut) -> tuple[Array, Array]:
 
 
 def own_keys(cut: Cut) -> Array:
-    """Build absorb's mask of a token block against the keys at its own positions."""
+    """Build the causal mask, as `absorb` takes it, of a token block against the keys at its own positions."""
     shape = (1, 1, cut.sub_t, cut.sub_t)
     return jax.lax.broadcasted_iota(jnp.int32, shape, 3) <= jax.lax.broadcasted_iota(jnp.int32, shape, 2)
 
 
 def load(refs: Refs, rows: slice, bank) -> Rows:
-    """The state of these rows."""
+    """Load the state of some rows, with the sums of one bank."""
     return Rows(refs.m[rows], refs.acc[rows], None if refs.sums is None else refs.sums[bank, rows])
 
 
 def store(refs: Refs, rows: slice, bank, state: Rows) -> None:
-    """Write the state of these rows back."""
+    """Store the state of some rows, with the sums of one bank."""
     refs.m[rows], refs.acc[rows] = state.m, state.acc
     if refs.sums is not None:
         refs.sums[bank, rows] = state.sums
 
 
 def split(state: Rows, rows: int) -> tuple[Rows, Rows]:
-    """The state of the first rows, and of the rest."""
+    """Split the state into that of the first `rows` rows and that of the rest."""
     parts = [(None, None) if x is None else (x[:rows], x[rows:]) for x in state]
     return Rows(*(head for head, _ in parts)), Rows(*(tail for _, tail in parts))
 
 
 def write_results(refs: Refs, i, keys: Range, cut: Cut) -> None:
-    """out = acc / l, lse = ln 2 (m + log2 l); 0 and -inf for rows that saw nothing; then the masses."""
+    """Write out = acc / l and lse = ln 2 (m + log2 l), or 0 and -inf for rows that saw no key; then the masses."""
     m = refs.m[...]
     l = row_sums(refs, m, keys, cut)  # noqa: E741
-    # Padding tokens carry zero queries and see keys: they are excluded here, per token block.
+    # Padding tokens have zero queries but see keys: exclude them here.
     token = jax.lax.broadcasted_iota(jnp.int32, (cut.block_t // cut.sub_t, 1, cut.sub_t, LANES), 2)
     token = token + cut.sub_t * jax.lax.broadcasted_iota(jnp.int32, token.shape, 0) + i * cut.block_t
     token = jnp.broadcast_to(token, (token.shape[0], cut.groups, *token.shape[2:])).reshape(m.shape)
@@ -192,12 +196,12 @@ def write_results(refs: Refs, i, keys: Range, cut: Cut) -> None:
 
 
 def row_sums(refs: Refs, m: Array, keys: Range, cut: Cut) -> Array:
-    """l = sum of 2^(s - m) per row, in every lane."""
+    """Return l, the sum of 2^(s - m) per row, repeated in every lane."""
     if cut.banks > 1:
 
         @jax.named_scope("sum_bank")
         def add(g, total):
-            x = refs.sums[g] * jnp.exp2(bank_maximum(refs, g) - m)  # from here on every bank is relative to the same m
+            x = refs.sums[g] * jnp.exp2(bank_maximum(refs, g) - m)  # makes all banks relative to the final m
             refs.sums[g] = x
             return total + x
 
@@ -210,19 +214,22 @@ def row_sums(refs: Refs, m: Array, keys: Range, cut: Cut) -> Array:
 
 
 def lane_sum(x: Array) -> Array:
-    """Sum over lanes, in every lane."""
+    """Sum over lanes; the sum is repeated in every lane."""
     return jnp.broadcast_to(x.sum(-1, keepdims=True), x.shape)
 
 
 def bank_maximum(refs: Refs, g) -> Array:
-    """The running maximum bank g was taken at, in every lane."""
+    """Return the running maximum that bank g's sums use, repeated in every lane."""
     kept = refs.bank_m[whole(g, LANES)]
     lane = jax.lax.broadcasted_iota(jnp.int32, kept.shape, 1)
     return jnp.broadcast_to(jnp.where(lane == g & (LANES - 1), kept, -jnp.inf).max(-1, keepdims=True), kept.shape)
 
 
 def write_mass(refs: Refs, scale: Array, keys: Range, cut: Cut) -> None:
-    """Each tile's probability summed over the rows of each query tile; scale is 1 / l, 0 for rows that do not count."""
+    """Write each tile's probability summed over the rows of each query tile.
+
+    `scale` is 1 / l per row, 0 for padding rows and rows that saw no key.
+    """
     refs.mass[...] = jnp.zeros_like(refs.mass)
     tiles = cut.block_t // cut.spec.query_tile
     first = jax.lax.broadcasted_iota(jnp.int32, (tiles, cut.block_t), 0) * cut.spec.query_tile

@@ -1,18 +1,19 @@
 """Sparse prefill attention for TPU: each query tile reads only its listed key tiles, in place.
 
-One grid step takes a few row blocks (a query tile's tokens x the G heads of one KV head). K and V stay in HBM; the
-listed tiles are copied side by side into one of two buffers of block_s keys while the other is computed on, and the
-first buffer of the next grid step's lists is filled during this step's last one, so lists are read one step ahead.
-They come through SMEM a step at a time: even at a million tokens only the longest list counts. A list that does not
-fit, about 64,000 tiles, is refused; long ones leave room for fewer row blocks in a grid step.
+A grid step computes a few row blocks; a row block is a query tile (or part of one) times the G heads of one KV head. K
+and V stay in HBM. Each row block's listed tiles are copied end to end into one of two buffers of block_s keys, while
+the other buffer is computed on. The last buffer of a grid step overlaps with the first copies of the next step, so the
+lists are read one step ahead. Lists pass through SMEM one grid step at a time, so even with a million tokens only the
+longest list has to fit. A longer one (about 64,000 tiles) is refused; long lists leave room for fewer row blocks.
 
-Tile ids ascend, so tiles that a mask can touch are at the ends of a list: the diagonal, kv_len and the end of the list
-last, the window's edge first. Buffers between them run one straight line of block_s / chunk online-softmax updates;
-the others run in masked updates of mask_s keys, as many as hold listed tiles. Ids past count are never read.
+Tile ids ascend, so a mask can cut tiles only at the ends of a list: the window's edge at the start; the diagonal,
+kv_len and the end of the list itself at the end. A buffer of uncut tiles runs block_s / chunk online-softmax updates in
+straight-line code. Other buffers run masked updates of mask_s keys, as many as hold listed tiles. The kernel never
+reads ids past count.
 
-Int8 tiles become the queries' dtype in VMEM. Scores are in bits: q carries scale * log2(e). The row sum comes from ones
-appended to V where the matrix unit has idle columns. Work: 4 H flops per (row, listed key) pair; HBM traffic: 2 H
-bytes-per-element per (row block, listed key).
+Int8 tiles become the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where the matrix
+unit has idle columns, the row sum comes from ones appended to V. Work: 4 H flops per (row, listed key) pair. HBM
+traffic: 2 H elements per (row block, listed key).
 """
 
 import functools
@@ -57,7 +58,7 @@ from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16")
 VMEM_BYTES = 56 << 20
-"""Bytes of VMEM to use, of the 64 MiB of a v5p or v7x core."""
+"""Bytes of VMEM that the kernel may use; a v5p or v7x core has 64 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +66,14 @@ class Config:
     """Block sizes and where the row sum is computed.
 
     Attributes:
-        rows: most rows (tokens x G) of a row block; a larger query tile is cut into parts that share the list.
-        step_rows: rows of a grid step, filled with up to four query tiles that are computed side by side.
-        block_s: keys per buffer, rounded down to whole tiles (at least one).
-        chunk: keys per unmasked online-softmax update, rounded likewise, at most block_s.
-        mask_s: keys per masked update, likewise.
-        matrix_sums: row sums come from ones appended to V: free where the matrix unit has idle columns.
-        half_exp: exponentials in bfloat16, for bfloat16 calls on chips whose vector unit has it (v6e on;
-            `prefill_rows` states the assumption).
+        rows: largest row block in rows (tokens x G); a larger query tile is cut into parts that share the list.
+        step_rows: rows per grid step; up to four query tiles fill them and are computed together.
+        block_s: keys per buffer, in whole tiles (at least one).
+        chunk: keys per unmasked online-softmax update, in whole tiles (at least one); clipped to block_s.
+        mask_s: keys per masked update, in whole tiles (at least one).
+        matrix_sums: whether row sums come from ones appended to V, which are free if the matrix unit has idle columns.
+        half_exp: whether to compute exponentials in bfloat16, for bfloat16 calls on chips whose vector unit can (v6e
+            and later; `prefill_rows` states an untested assumption).
     """
 
     rows: int
@@ -90,7 +91,7 @@ class Config:
 
 
 class State(NamedTuple):
-    """Online-softmax state of a row block: running maximum [R,128], weighted values (and ones), sums [R,128]."""
+    """State of a row block: running maximum [R,128], weighted values [R,H+ones], sums [R,128] (None with ones in V)."""
 
     m: Array
     acc: Array
@@ -98,19 +99,19 @@ class State(NamedTuple):
 
 
 def load(refs: Refs, p: int) -> State:
-    """The state of row block p."""
+    """Load the state of row block p from scratch memory."""
     return State(refs.m[p], refs.acc[p], None if refs.sums is None else refs.sums[p])
 
 
 def store(refs: Refs, p: int, state: State) -> None:
-    """Store the state of row block p in its scratch memory."""
+    """Store the state of row block p in scratch memory."""
     refs.m[p], refs.acc[p] = state.m, state.acc
     if refs.sums is not None:
         refs.sums[p] = state.sums
 
 
 def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | None = None) -> State:
-    """Absorb keys k and values v [X,H]; mask [R,X] is false where a row does not see a key."""
+    """Add keys k and values v [X,H] to the state; mask [R,X] is false where a row does not see a key."""
     s = dot(q, k, 1)
     if cut.spec.softcap:
         s = jnp.tanh(s) * (cut.spec.softcap * LOG2_E)
@@ -125,14 +126,14 @@ def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | N
     if state.sums is None:
         return State(m, acc, None)
     sums = state.sums * alpha
-    for at in range(0, p.shape[1], LANES):  # per lane: one addition a register; lanes are summed once, at the end
+    for at in range(0, p.shape[1], LANES):  # sums per lane take one addition per register; `write` adds the lanes
         part = p[:, at : at + LANES].astype(jnp.float32)
         sums = sums + (part if part.shape[1] == LANES else jnp.pad(part, ((0, 0), (0, LANES - part.shape[1]))))
     return State(m, acc, sums)
 
 
 def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: Item, cut: Cut) -> State:
-    """Row block p absorbs the u-th mask_tiles entries of a buffer that begins at entry `begin`; a row may see none."""
+    """Absorb, for row block p, run number u of mask_tiles tiles in the buffer that starts at list entry `begin`."""
     spec, keys = cut.spec, cut.mask_tiles * cut.spec.tile
     position = key_positions(refs, p, begin + u * cut.mask_tiles, item, cut)
     if spec.causal:
@@ -149,7 +150,7 @@ def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: I
 
 
 def body(q_start, kv_len, q_len, *refs, cut: Cut):
-    """One grid step (b, h, i): the i-th group of row blocks of one KV head."""
+    """Run grid step (b, h, i): the i-th group of row blocks of KV head h."""
     refs = refs if cut.scaled else (*refs[:5], None, *refs[5:-2], None, None, *refs[-2:])
     refs = Refs(*refs) if not cut.ones else Refs(*refs[:11], None, *refs[11:])
     positions, step = Positions(q_start, kv_len, q_len), pl.program_id(2)
@@ -192,7 +193,7 @@ def body(q_start, kv_len, q_len, *refs, cut: Cut):
 
 
 def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Next, cut: Cut) -> None:
-    """Run the row blocks of a grid step against their c-th buffers, in `slot`, while fetching the next ones."""
+    """Run the row blocks of a grid step against their c-th buffers, held in `slot`, while the `target` is fetched."""
     begin, row_blocks = c * cut.block_tiles, range(cut.items)
     held = [jnp.clip(item.count - begin, 0, cut.block_tiles) for item in items]
     for p in row_blocks:
@@ -203,7 +204,7 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
     @pl.when(whole)
     def unmasked():
         with jax.named_scope("full"):
-            for j in range(cut.block_tiles):  # one straight line: copies start in the shadow of the products
+            for j in range(cut.block_tiles):  # straight-line code, so that starting copies overlaps with the products
                 for p in row_blocks:
                     fetch(refs, p, j, target, cut)
             states = [load(refs, p) for p in row_blocks]
@@ -234,7 +235,7 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
 
 
 def take_queries(refs: Refs, p: int, cut: Cut) -> None:
-    """Scale row block p's queries into VMEM, rows [G, block_t]."""
+    """Scale the queries of row block p into VMEM as rows [G, block_t]."""
     scale = cut.head_dim**-0.5 if cut.spec.scale is None else cut.spec.scale
     factor = scale / cut.spec.softcap if cut.spec.softcap else scale * LOG2_E
     tokens = slice(p * cut.block_t, (p + 1) * cut.block_t)
@@ -244,7 +245,7 @@ def take_queries(refs: Refs, p: int, cut: Cut) -> None:
 
 
 def write(refs: Refs, p: int, item: Item, cut: Cut) -> None:
-    """out = acc / l, lse = ln 2 (m + log2 l); 0 and -inf for rows that saw nothing and for padding."""
+    """Write out = acc / l and lse = ln 2 (m + log2 l); 0 and -inf for padding rows and rows that saw no key."""
     m, acc, first = refs.m[p], refs.acc[p], item.block * cut.tokens
     if cut.ones:
         l = acc[:, cut.head_dim :] if cut.ones == LANES else acc[:, cut.head_dim : cut.head_dim + 1]  # noqa: E741
@@ -263,7 +264,7 @@ def write(refs: Refs, p: int, item: Item, cut: Cut) -> None:
             refs.out[0, tokens, g * cut.head_dim : (g + 1) * cut.head_dim] = mine
         else:
             refs.out[0, g, tokens] = mine
-    # m and l share one transposition, and the logarithms are taken of whole registers: a row's lanes are all equal.
+    # All lanes of m and l are equal: one transposition turns both into lanes, and log2 then fills whole registers.
     lane = jax.lax.broadcasted_iota(jnp.int32, m.shape, 1)
     columns = jnp.where(lane == 0, m, jnp.where(seen, l, 0.0)).T
     m, l = columns[:1], columns[1:2]  # noqa: E741
@@ -273,14 +274,14 @@ def write(refs: Refs, p: int, item: Item, cut: Cut) -> None:
 def launch(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config
 ) -> AttentionOut:
-    """Attention over the listed tiles only; not differentiable."""
+    """Run attention over the listed tiles only; not differentiable."""
     batch, num_queries, num_heads, head_dim = q.shape
     shapes, (k, v) = kv.shapes(q, selection), kv[:2]
     kv_heads = shapes.num_kv_heads
     cut = cut_call(spec, shapes, config)
     lengths = jnp.minimum(positions.kv_len, shapes.num_keys), jnp.minimum(positions.q_len, num_queries)
-    positions = Positions(positions.q_start, *lengths)  # beyond an array's end, zeros would pass for keys or rows
-    if cut.num_keys > k.shape[2]:  # only lengths that are no multiple of 16 are padded: a copy must start at one
+    positions = Positions(positions.q_start, *lengths)  # clip: padding must not count as valid keys or rows
+    if cut.num_keys > k.shape[2]:  # pad S to a multiple of 16, where copies must start
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.num_keys - x.shape[2]), (0, 0)]) for x in (k, v))
     scales = ()
     if cut.scaled:
@@ -289,7 +290,7 @@ def launch(
 
     length = cut.num_blocks * cut.block_t
     padded = cut.tokens != cut.block_t
-    if padded:  # query tiles that are no multiple of 16 tokens
+    if padded:  # pad each query tile to a multiple of 16 tokens
         q = jnp.pad(q, [(0, 0), (0, cut.num_blocks * cut.tokens - num_queries), (0, 0), (0, 0)])
         q = q.reshape(batch, cut.num_blocks, cut.tokens, num_heads, head_dim)
         q = jnp.pad(q, [(0, 0), (0, 0), (0, cut.block_t - cut.tokens), (0, 0), (0, 0)])
@@ -301,7 +302,7 @@ def launch(
     num_steps = ceil_div(cut.num_blocks, cut.items)
     row = pl.BlockSpec((1, cut.groups, cut.items * cut.block_t, head_dim), lambda b, h, i, *_: (b, h, i, 0))
     out, out_shape = row, q.shape
-    if cut.flat:  # a head is whole lanes: the output is written as the model's next product reads it, [B,T,N*H]
+    if cut.flat:  # write [B,T,N*H], the layout that the model's output projection reads
         out_shape = (batch, q.shape[2], num_heads * head_dim)
         out = pl.BlockSpec((1, cut.items * cut.block_t, cut.groups * head_dim), lambda b, h, i, *_: (b, i, h))
 
@@ -340,11 +341,11 @@ def launch(
             jax.ShapeDtypeStruct(out_shape, q.dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, cut.num_blocks, 1, cut.rows), jnp.float32),
         ],
-        # Prefetching ahead needs a head's row blocks in order, on one core; heads may go to different cores.
+        # A step fetches for the next step, so a head's row blocks must run in order on one core; heads are independent.
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=VMEM_BYTES,
-            disable_bounds_checks=True,  # every start is clamped; a check would cost 7 bundles a copy
+            disable_bounds_checks=True,  # tile ids are clipped already; a check costs 7 instruction bundles per copy
         ),
         cost_estimate=pl.CostEstimate(
             flops=int(needed["flops"]),
@@ -364,7 +365,7 @@ def launch(
 
 
 def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
-    """None, or why this call cannot run here."""
+    """Return why the kernel cannot run this call; None if it can."""
     if spec.tile < PACKED:
         return f"tile={spec.tile} must be at least {PACKED}: a copy moves whole packed registers"
     if shapes.scaled and spec.tile != LANES:
@@ -381,10 +382,10 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Block sizes from the schedules (LOG.md): how much independent work hides the latency of one softmax update.
+    """Choose block sizes with enough independent work to hide the latency of a softmax update (schedules in LOG.md).
 
-    One update per buffer leaves the fewest dependent steps; a v7x, whose registers spill sooner, does better with short
-    updates. float32 takes six passes of the matrix unit per product, so little else matters.
+    One update per buffer leaves the fewest dependent steps, but on v7x, whose registers spill sooner, short updates are
+    faster. In float32 a product takes six passes of the matrix unit, so the block sizes matter little.
     """
     wide = pltpu.get_tpu_info().mxu_column_size >= 2 * LANES if pltpu.is_tpu_device() else True
     newest = pltpu.is_tpu_device() and pltpu.get_tpu_info().generation >= 7
@@ -398,7 +399,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Rows, keys per buffer and per update, row sums from either unit."""
+    """Yield rows, keys per buffer and per update, with row sums from either unit."""
     axes = {
         "rows": (256, 512, 1024),
         "step_rows": (256, 512, 1024, 2048),

@@ -1,7 +1,7 @@
-"""How sparse prefill on a TPU reads its lists: what a row block needs of its tiles, and their copies into VMEM.
+"""Lists of sparse prefill on a TPU: which listed tiles a row block reads, and their copies from HBM into VMEM.
 
-K and V stay in HBM. The tiles a list names are copied side by side into one of two buffers while the other is computed
-on; lists are in SMEM, this grid step's and the next one's, so that the next step's first buffer is filled in time.
+Listed tiles are copied end to end into one of two buffers while the other is computed on. SMEM holds the lists of this
+grid step and of the next, so that a step can start the copies into the next step's first buffer.
 """
 
 import functools
@@ -21,20 +21,25 @@ from tessera.attention.tpu.matrix_unit import LANES, dequantised
 from tessera.core.shapes import ceil_div, round_up
 
 PACKED = 16
-"""Rows of a packed bfloat16 register: row blocks and tile copies start at multiples of it."""
+"""Rows of a packed bfloat16 register. Row blocks and tile copies start at multiples of it."""
 MOST_ITEMS, COPIES = 4, 256
-"""Row blocks side by side, and tiles they may fetch in straight-line code: more only makes the program longer."""
+"""Most row blocks per grid step, and most tile copies in straight-line code; more only make the program longer."""
 SMEM_BYTES = 1000 << 10
-"""Most bytes that lists may take of the mebibyte of SMEM that every chip has."""
+"""Bytes of SMEM that lists may take; every chip has 1 MiB."""
 NEVER = 1 << 30
-"""Position of a key that no row sees."""
+"""Position that marks a key as hidden from every row."""
 
 
 class Cut(NamedTuple):
-    """One call cut into blocks: everything static the kernel body needs.
+    """Static sizes of one call cut into blocks, as the kernel body needs them.
 
-    A row block holds `tokens` tokens, padded to block_t; a query tile is `parts` row blocks; a grid step is `items`
-    row blocks. Buffers hold block_tiles tiles, updates chunk_tiles or mask_tiles.
+    Attributes:
+        num_blocks: row blocks per KV head.
+        tokens, block_t: tokens per row block, without and with padding.
+        parts: row blocks per query tile.
+        items: row blocks per grid step.
+        block_tiles, chunk_tiles, mask_tiles: tiles per buffer, per unmasked update and per masked update.
+        flat: whether out is written [B,T,N*H], which needs G * H to be a multiple of 128.
     """
 
     spec: AttentionSpec
@@ -60,19 +65,19 @@ class Cut(NamedTuple):
 
     @property
     def ones(self) -> int:
-        """Columns of ones appended to V: up to whole lanes, or whole lanes where H fills them."""
+        """Columns of ones appended to V: they fill H up to a multiple of 128, or add 128 if H is one."""
         return (-self.head_dim % LANES or LANES) if self.matrix_sums else 0
 
 
 def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
-    """Compute the sizes of a launch: no block is larger than the call."""
+    """Compute the sizes of a launch, clipped to the call."""
     groups = shapes.num_heads // shapes.num_kv_heads
     tokens = min(spec.query_tile, round_up(shapes.num_queries, PACKED))
     parts = 1
     while tokens % (2 * PACKED) == 0 and tokens * groups > config.rows:
         tokens, parts = tokens // 2, parts * 2
     block_t = round_up(tokens, PACKED)
-    num_blocks = ceil_div(shapes.num_queries, tokens)  # a query tile's parts past the last row do not exist
+    num_blocks = ceil_div(shapes.num_queries, tokens)  # parts of the last query tile without any row are omitted
     num_keys = max(spec.tile, round_up(shapes.num_keys, LANES if shapes.scaled else PACKED))
     mask_tiles = min(max(config.mask_s // spec.tile, 1), shapes.capacity)
     block_tiles = round_up(min(max(config.block_s // spec.tile, 1), shapes.capacity), mask_tiles)
@@ -89,15 +94,15 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
 
 
 def list_bytes(capacity: int, block_tiles: int) -> int:
-    """Bytes of SMEM for one row block's list: this grid step's and the next one's, each double-buffered."""
+    """Return the bytes of SMEM per row block: its list in this grid step and in the next, each double-buffered."""
     return 2 * 2 * 4 * round_up(1 + round_up(capacity, block_tiles), LANES)
 
 
 class Refs(NamedTuple):
-    """Everything the body touches, by name; P row blocks per grid step, two buffers."""
+    """References of the kernel body, for P row blocks per grid step and two buffers (even and odd)."""
 
     lists: Array  # SMEM [1,1,P,1,X]: see pack_lists
-    ahead: Array  # the next grid step's
+    ahead: Array  # likewise, the lists of the next grid step
     q: Array  # [1,G,P*block_t,H]
     k: Array  # HBM [B,K,S,H]
     v: Array
@@ -105,7 +110,7 @@ class Refs(NamedTuple):
     out: Array  # [1,P*block_t,G*H], or like q
     lse: Array  # [1,1,P,1,R]
     q_scaled: Array  # [P,R,H]
-    m: Array  # [P,R,128], equal lanes
+    m: Array  # [P,R,128], all lanes equal
     acc: Array  # [P,R,H+ones]
     sums: Array | None  # [P,R,128], per lane
     k_even: Array  # [P,block_s,H]
@@ -115,10 +120,10 @@ class Refs(NamedTuple):
     scales_even: Array | None
     scales_odd: Array | None
     arrived: Array  # a DMA semaphore per buffer
-    turn: Array  # SMEM [1]: the buffer that is computed on next
+    turn: Array  # SMEM [1]: slot of the grid step's first buffer, 0 or 1
 
     def tiles(self, slot: int) -> tuple[Array, Array]:
-        """Return K and V of a buffer. Buffers are separate arrays, so that no load waits for a copy into the other."""
+        """Return K and V of a buffer. Buffers are separate arrays, so that loads never wait for copies to the other."""
         return (self.k_odd, self.v_odd) if slot else (self.k_even, self.v_even)
 
     def buffer_scales(self, slot: int) -> Array | None:
@@ -135,15 +140,15 @@ class Refs(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One row block's scalars.
+    """Scalars of one row block.
 
     Attributes:
-        block: its index.
+        block: index of the row block.
         first: absolute position of its first row.
-        kv_len: keys that exist.
-        q_len: query rows that exist.
-        count: listed tiles that some row may see.
-        whole: entries [whole_from, whole) are seen in full by every row.
+        kv_len: valid keys of the sequence.
+        q_len: valid query rows of the sequence.
+        count: length of the list without tiles at its end that no row sees.
+        whole_from, whole: every row sees list entries [whole_from, whole) in full.
     """
 
     block: Array
@@ -156,7 +161,7 @@ class Item(NamedTuple):
 
 
 def read_item(lists: Array, p: int, step: Array, positions: Positions, cut: Cut) -> Item:
-    """Scalars of row block p of a grid step; entries that no row sees are dropped from the list's end."""
+    """Compute the scalars of row block p of a grid step; drop tiles that no row sees from the end of its list."""
     spec, block = cut.spec, step * cut.items + p
     q_start, kv_len, q_len = (x[pl.program_id(0)] for x in positions)
     kv_len = jnp.clip(kv_len, 0, cut.num_keys)
@@ -191,9 +196,9 @@ def read_item(lists: Array, p: int, step: Array, positions: Positions, cut: Cut)
 
 
 def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
-    """Pack each list for the kernel: count, then ids, then zeros up to whole buffers, so that no load needs a test.
+    """Pack each list for the kernel: count, then ids, then zeros up to whole buffers, so that loads need no test.
 
-    Ids are clipped into range here: an invalid one reads wrong keys, never memory outside K and V.
+    Ids are clipped to the range of K and V: an invalid id reads wrong keys, never other memory.
     """
     tiles = jnp.clip(selection.tiles, 0, ceil_div(cut.num_keys, cut.spec.tile) - 1)
     tiles = jnp.pad(tiles, [(0, 0)] * 3 + [(0, -tiles.shape[-1] % cut.block_tiles)])
@@ -201,7 +206,7 @@ def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
 
 
 def tile_start(index: Array, cut: Cut) -> Array:
-    """Return where a tile is read: a short last one is moved back to fit."""
+    """Return the position at which a tile is read; a short last tile is read from further back."""
     start = index * cut.spec.tile
     if cut.num_keys % cut.spec.tile:
         start = jnp.minimum(start, cut.num_keys - cut.spec.tile)
@@ -209,13 +214,13 @@ def tile_start(index: Array, cut: Cut) -> Array:
 
 
 class Next(NamedTuple):
-    """The buffer that is filled while another is computed on.
+    """The buffer to fill while the other is computed on.
 
     Attributes:
-        slot: where it goes.
-        buffer: which of the row block's buffers it is.
-        counts: tiles of each row block.
-        own: whether it belongs to this grid step; else to the next.
+        slot: 0 for the even buffers in VMEM, 1 for the odd.
+        buffer: index of the buffer's contents along the list, in units of block_tiles entries.
+        counts: tiles to copy for each row block.
+        own: whether the tiles belong to this grid step; otherwise to the next.
     """
 
     slot: int
@@ -225,7 +230,7 @@ class Next(NamedTuple):
 
 
 def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:
-    """Start copying tile j of row block p's next buffer, if it has one: a predicate, no branch."""
+    """Start copying tile j of the target for row block p, if it has that tile: by predicate, without a branch."""
     batch, head, tile = pl.program_id(0), pl.program_id(1), cut.spec.tile
     entry = target.buffer * cut.block_tiles + j + 1
     index = jnp.where(target.own, refs.lists[0, 0, p, 0, entry], refs.ahead[0, 0, p, 0, entry])
@@ -243,14 +248,14 @@ def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:
 
 
 def fetch_run(refs: Refs, u: Array, target: Next, cut: Cut) -> None:
-    """Start copying the u-th mask_tiles tiles of the next buffers."""
+    """Start copying run number u of the target, for all row blocks; a run is mask_tiles tiles."""
     for j in range(cut.mask_tiles):
         for p in range(cut.items):
             fetch(refs, p, u * cut.mask_tiles + j, target, cut)
 
 
 def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cut) -> None:
-    """Start copying the next buffers from their run `first` on."""
+    """Start copying the target's runs (see `fetch_run`), from number `first` on; `scope` is the loop's named scope."""
 
     def run(u, _):
         with jax.named_scope(scope):
@@ -261,7 +266,7 @@ def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cu
 
 
 def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
-    """Wait for `num_tiles` tiles of K and V: a wait counts bytes, so one wait per set bit of the number suffices."""
+    """Wait for `num_tiles` tiles of K and V. A wait counts bytes, so one wait per set bit of num_tiles suffices."""
     for bit in range(cut.block_tiles.bit_length()):
 
         @pl.when((num_tiles >> bit) & 1 == 1)
@@ -275,7 +280,11 @@ def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
 
 
 def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Array:
-    """Absolute positions [1,mask_s] of the keys of mask_tiles entries, NEVER for those that do not count."""
+    """Return positions [1,mask_s] of the keys in list entries [entry, entry + mask_tiles); NEVER for invalid keys.
+
+    Keys are invalid at or past kv_len, in entries past count, and before the start of a short last tile that was read
+    from further back.
+    """
     tile, groups = cut.spec.tile, []
     for at in range(0, cut.mask_tiles * tile, LANES):
         width = min(LANES, cut.mask_tiles * tile - at)
@@ -294,7 +303,7 @@ def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Arr
 
 
 def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Array, slot: int, item: Item, cut: Cut):
-    """Zero the V rows that hold no valid key: a weight of 0 times NaN is NaN. K may stay: its scores are masked.
+    """Zero the rows of V without a valid key, since 0 * NaN is NaN; K needs no such step, as its scores are masked.
 
     Of int8 rows only the scale can be NaN.
     """
@@ -324,7 +333,7 @@ def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Arra
 
 
 def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
-    """Count each scope's runs if every query tile lists the nearest `capacity` tiles, or all it sees if fewer."""
+    """Count runs of each named scope if every query tile lists the last `capacity` tiles that it sees."""
     spec, tile = cut.spec, cut.spec.tile
     first = shapes.num_keys - shapes.num_queries + np.arange(cut.num_blocks) * cut.tokens
     last = np.minimum(first + cut.tokens, shapes.num_keys) - 1
@@ -347,7 +356,7 @@ def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
     width, heads = jnp.dtype(shapes.dtype).itemsize, shapes.batch * shapes.num_kv_heads
     lists = 4 * (1 + shapes.capacity) * 2 * len(buffers) * cut.items
     rows = shapes.batch * shapes.num_heads * shapes.num_queries * (2 * shapes.head_dim * width + 4)
-    # Scopes in `either` exist twice, for the even and the odd buffer, and each time one of the two runs: count half.
+    # The program holds each scope in `either` twice, for the even and the odd buffer: each copy gets half of the runs.
     once = {
         "step": len(buffers),
         "first": 1,

@@ -1,1 +1,1 @@
-"""Portable kernels, written in jax.numpy: they run wherever XLA does."""
+"""Portable kernels, written in jax.numpy, which run on every platform of XLA."""

@@ -1,9 +1,9 @@
 """Portable decode attention: one query row per sequence against a long cache, in plain XLA.
 
-Decode is bound by reading the cache, so the G query heads of a KV head share each read, no copy of the whole cache
-is ever made, and the blocks visited depend on kv_len (and the window), not on how large the cache is: the trip count
-is a run-time value. Only the blocks at the ends of a sequence pay for masks. Bytes: 2 K H per visible key; the sparse
-role reads only the listed tiles. Of int8 keys and values only the block being read is widened.
+Reading the KV cache bounds decode. The G query heads of a KV head therefore share each read, and the whole cache is
+never copied. The number of blocks read is a run-time value that follows kv_len and the window, not the size of the
+cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H elements; the
+sparse role reads only the listed tiles. Of int8 keys and values only the block being read is widened.
 """
 
 import functools
@@ -38,7 +38,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """block_s: keys read per step (sparse: rounded down to whole tiles, at least one)."""
+    """Block size: block_s keys per step; the sparse role rounds it down to whole tiles, at least one."""
 
     block_s: int
 
@@ -48,18 +48,21 @@ class Config:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Choose blocks that stay in a core's second-level cache between their copy and their use."""
+    """Return a block size at which a block's copy stays in a core's second-level cache until it is used."""
     return Config(block_s=512 if shapes.capacity is not None else 1024)
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Powers of two around the default."""
+    """Yield block sizes that are powers of two around the default."""
     for block_s in (128, 256, 512, 1024, 2048):
         yield Config(block_s=block_s)
 
 
 def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, Array, Array]:
-    """Blocks (start, full_start, full_stop, stop): [start, stop) are needed, [full_start, full_stop) need no mask."""
+    """Return block indices (start, full_start, full_stop, stop) that serve all sequences of the batch.
+
+    Blocks [start, stop) hold all visible keys; blocks [full_start, full_stop) need no mask.
+    """
     seen = keys.stop > keys.start
     start = jnp.min(jnp.where(seen, keys.start, num_keys)) // block_s
     stop = (jnp.max(keys.stop) + block_s - 1) // block_s
@@ -81,9 +84,9 @@ class KeyBlock(NamedTuple):
 def read_block(
     q_BKGH: Array, kv: KeyValues, first: Array, block_s: int, keys: Range | None, spec: AttentionSpec
 ) -> KeyBlock:
-    """Read one block. With a range, other keys score -inf and their values are 0.
+    """Read the block at `first`, or one that starts earlier if that would pass the end of the cache.
 
-    A block past the cache's end is moved back to fit.
+    With `keys`, the block is masked: keys outside that range get score -inf and value 0.
     """
     start = jnp.minimum(first, kv.k.shape[2] - block_s)
     k, v = (widened(jax.lax.dynamic_slice_in_dim(x, start, block_s, axis=2), q_BKGH.dtype) for x in kv[:2])
@@ -105,12 +108,12 @@ def halves(scales: Float[Array, "B K 2 P"]) -> tuple[Float[Array, "B K 1 P"], Fl
 
 
 def in_range(key_P: Int32[Array, "P"], keys: Range) -> Bool[Array, "B P"]:
-    """Whether each sequence's row sees the key."""
+    """Mark the keys at positions `key_P` that lie in each sequence's range."""
     return (key_P >= keys.start[:, None]) & (key_P < keys.stop[:, None])
 
 
 def group_rows(q_B1NH: Array, num_kv_heads: int) -> Float[Array, "B K G H"]:
-    """The G query heads of each KV head as rows."""
+    """Reshape decode queries so that the G query heads of each KV head are rows."""
     batch, _, num_heads, head_dim = q_B1NH.shape
     return q_B1NH.reshape(batch, num_kv_heads, num_heads // num_kv_heads, head_dim)
 
@@ -118,7 +121,7 @@ def group_rows(q_B1NH: Array, num_kv_heads: int) -> Float[Array, "B K G H"]:
 def attend_dense(
     q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config, scales: Array | None = None
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
-    """out (float32) and lse of q [B,K,G,H] over k and v [B,K,S,H]."""
+    """Compute out (float32) and lse of q [B,K,G,H], one position per sequence, over k and v [B,K,S,H]."""
     num_keys, kv = k.shape[2], KeyValues(k, v, scales=scales)
     block_s = min(config.block_s, num_keys)
     keys = decode_range(spec, positions, num_keys)
@@ -137,7 +140,7 @@ def attend_dense(
 
 
 def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Positions, config: Config):
-    """dq, dk and dv of `attend_dense`, in one step over all keys."""
+    """Compute dq, dk and dv of `attend_dense`, in one step over all keys."""
     mask = in_range(jnp.arange(k.shape[2]), decode_range(spec, positions, k.shape[2]))
     return row_gradients(q, k, v, mask, result, cotangents, spec)
 
@@ -147,7 +150,7 @@ dense = differentiable(attend_dense, gradients)
 
 
 def launch_dense(q, kv: KeyValues, spec, positions, selection, config) -> AttentionOut:
-    """Dense decode; differentiable in q, k and v unless they are int8."""
+    """Run dense decode; differentiable in q, k and v unless they are int8."""
     rows = group_rows(q, kv.k.shape[1])
     if kv.scales is None:
         out, lse = dense(rows, kv.k, kv.v, positions, spec, config)
@@ -157,9 +160,10 @@ def launch_dense(q, kv: KeyValues, spec, positions, selection, config) -> Attent
 
 
 def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, config: Config) -> AttentionOut:
-    """Dense out and lse, and each key tile's probability mass, in one pass.
+    """Compute dense out and lse and each key tile's probability mass in one pass over the keys.
 
-    Each block stores the row sum of each tile and the running maximum it was taken at; lse rescales both at the end.
+    Each block stores, per row, its tiles' sums of 2^(y - m) and the running maximum m that they used. After the last
+    block the sums are rescaled by 2^m / e^lse.
     """
     rows = group_rows(q, kv.k.shape[1])
     num_keys, num_tiles = kv.k.shape[2], ceil_div(kv.k.shape[2], spec.tile)
@@ -174,7 +178,7 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
         first = block * block_s
         read = read_block(rows, kv, first, block_s, keys if masked else None, spec)
         state, p = absorb(state, read.y, read.v, scale=read.scale)
-        # A last block that was moved back starts with keys already counted (weight 0): shift tiles back into line.
+        # A last block that was moved back starts with keys counted before (weight 0 here): shift p back onto the tiles.
         tail = per_block * spec.tile
         p = jax.lax.dynamic_slice_in_dim(jnp.pad(p, ((0, 0),) * 3 + ((0, tail),)), first - read.start, tail, axis=3)
         part = p.reshape(*p.shape[:3], per_block, spec.tile).sum(-1)
@@ -202,7 +206,7 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
 def launch_sparse(
     q, kv: KeyValues, spec: AttentionSpec, positions, selection: Selection, config: Config
 ) -> AttentionOut:
-    """Attend to the listed tiles only, a few tiles per step, read in place."""
+    """Attend to the listed tiles only, several tiles per step; only those tiles are copied."""
     rows = group_rows(q, kv.k.shape[1])
     num_keys = kv.k.shape[2]
     size = min(spec.tile, num_keys)
@@ -215,7 +219,7 @@ def launch_sparse(
     def step(i: Array, state: SoftmaxState) -> SoftmaxState:
         entry = i * per_step + jnp.arange(per_step, dtype=jnp.int32)
         first = jnp.take(tiles, jnp.minimum(entry, capacity - 1), axis=-1) * spec.tile
-        start = jnp.clip(first, 0, num_keys - size)  # a short last tile is read from further back
+        start = jnp.clip(first, 0, num_keys - size)  # a short last tile is read from further back, and masked
         key = (start[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*start.shape[:2], -1)
         mask = (key >= keys.start[:, None, None]) & (key < keys.stop[:, None, None])
         mask = mask & jnp.repeat(entry < last[..., None], size, axis=-1) & (key >= jnp.repeat(first, size, axis=-1))
@@ -232,7 +236,7 @@ def launch_sparse(
 
 
 def take_tiles(x_BKSH: Array, start_BKP: Int32[Array, "B K P"], size: int) -> Float[Array, "B K P*size H"]:
-    """Concatenate each KV head's own tiles, [start, start + size) each."""
+    """Gather keys [start, start + size) for each start, and concatenate them along the key axis."""
     one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=0)
     taken = jax.vmap(jax.vmap(jax.vmap(one, (None, 0))))(x_BKSH, start_BKP)
     return taken.reshape(*x_BKSH.shape[:2], -1, x_BKSH.shape[3])

@@ -1,13 +1,14 @@
 """Portable prefill attention: dense, its gradient, and score, as blocked online softmax in plain XLA.
 
-Rows are tokens x G query heads of one KV head, so K and V are never repeated; KV heads of all sequences form one
-axis X = B * K. A step takes block_heads of X, a block of rows and a block of keys, sized so that the scores stay in
-the second-level caches: on CPU the two products then take nearly all the time. A query block visits only the key
-blocks its rows can see (q_start, kv_len and the window make it a run-time trip count) and masks are computed only in
-blocks that a mask can touch. Work is 4 H flops per visible (row, key) pair, memory O(T + S) plus one block.
+A row is one token of one of the G query heads of a KV head, so K and V are never repeated. The KV heads of all
+sequences form one axis X = B * K. A step takes block_heads entries of X, a block of rows and a block of keys, sized so
+that the scores stay in the second-level caches; on CPU the two matrix products then take nearly all the time. A block
+of rows visits only the key blocks that its rows can see, in a loop of run-time length (from q_start, kv_len and the
+window), and masks only the blocks that are not fully visible. Work is 4 H flops per visible (row, key) pair; memory is
+O(T + S) plus one block.
 
-Scoring keeps each tile's sum per row and the running maximum it was taken at, and weighs them by 2^(m - lse) after
-the last block: dense attention and every tile's mass in one pass.
+The score role stores, per row and key tile, the sum of 2^(y - m) and the running maximum m at that block. After the
+last block it multiplies the sums by 2^(m - lse), lse in bits, so that dense attention and all masses take one pass.
 """
 
 import functools
@@ -43,17 +44,17 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("float32", "bfloat16", "float16")
 STEP_SCORES = 1 << 18
-"""Scores per step that fill, not overflow, two second-level caches of 1 MB in float32."""
+"""Scores per step: 1 MB in float32, which leaves room in two second-level caches of 1 MB each."""
 
 ZERO = np.int32(0)
-"""A Python 0 is int64 where JAX allows 64-bit types, and the indices of one slice must be of one type."""
+"""Zero as int32. A Python 0 becomes int64 if JAX allows 64-bit types, and all indices of a slice must have one type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Block sizes: block_t query tokens (times G rows) against block_s keys, block_heads KV heads at a time.
+    """Block sizes of a step: block_t query tokens (block_t * G rows), block_s keys and block_heads KV heads.
 
-    block_heads None takes as many heads as keep a step near STEP_SCORES scores.
+    block_heads=None means as many heads as keep a step near STEP_SCORES scores.
     """
 
     block_t: int
@@ -67,7 +68,7 @@ class Config:
 
 
 class Plan(NamedTuple):
-    """One call cut into blocks: static sizes, after clipping to the call's shapes."""
+    """Block sizes clipped to one call: tokens, keys and KV heads per block, and G (groups) query heads per KV head."""
 
     spec: AttentionSpec
     block_t: int
@@ -94,7 +95,10 @@ def plan_blocks(spec: AttentionSpec, config: Config, q_BTNH: Array, k_BKSH: Arra
 
 
 def block_queries(x: Float[Array, "B T N ..."], kv_heads: int, plan: Plan) -> Float[Array, "M Y R ..."]:
-    """Rows in blocks: M = (X / heads) * (T / block_t) blocks, head group major, of Y = heads by R rows; zero padded."""
+    """Cut rows into M = (X / Y) * (T / block_t) blocks of Y heads (plan.heads) by R rows, padding T with zeros.
+
+    The index of the group of heads varies slowest along M.
+    """
     batch, num_queries = x.shape[:2]
     x = jnp.pad(x, [(0, 0), (0, -num_queries % plan.block_t)] + [(0, 0)] * (x.ndim - 2))
     x = x.reshape(batch, -1, plan.block_t, kv_heads, plan.groups, *x.shape[3:])
@@ -105,7 +109,7 @@ def block_queries(x: Float[Array, "B T N ..."], kv_heads: int, plan: Plan) -> Fl
 
 
 def unblock_queries(x: Float[Array, "M Y R ..."], like: Float[Array, "B T N H"], plan: Plan) -> Array:
-    """The inverse of block_queries: [B,T,N,...], padding dropped."""
+    """Invert `block_queries`: return [B,T,N,...] without the padding."""
     batch, num_queries, num_heads = like.shape[:3]
     kv_heads = num_heads // plan.groups
     x = x.reshape(batch * kv_heads // plan.heads, -1, *x.shape[1:])
@@ -115,7 +119,15 @@ def unblock_queries(x: Float[Array, "M Y R ..."], like: Float[Array, "B T N H"],
 
 
 class Block(NamedTuple):
-    """Position of one block of rows. Y = heads of the group."""
+    """One block of rows of Y heads, located in the call.
+
+    Attributes:
+        x: first of its heads along X = B * K.
+        row: absolute position of each row.
+        valid: whether each row is not padding and sees a key.
+        kv_len: valid keys of each head's sequence.
+        ranges: key blocks to visit, see `key_ranges`.
+    """
 
     x: Int32[Array, ""]
     row: Int32[Array, "Y R"]
@@ -125,7 +137,7 @@ class Block(NamedTuple):
 
 
 def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num_blocks: int, plan: Plan) -> Block:
-    """Heads, absolute row positions and key blocks of row block `index`."""
+    """Return the `Block` of row block number `index`; each group of heads has `num_blocks` row blocks."""
     x = index // num_blocks * plan.heads
     first = index % num_blocks * plan.block_t
     sequence = (x + jnp.arange(plan.heads, dtype=jnp.int32)) // kv_heads
@@ -138,10 +150,10 @@ def locate(index: Array, positions: Positions, kv_heads: int, num_keys: int, num
 
 
 def key_ranges(first: Array, mine: Positions, num_keys: int, plan: Plan) -> tuple[Array, Array, Array, Array]:
-    """Key blocks that rows first.. of all heads of the group need: (start, full_start, full_stop, stop).
+    """Return the key blocks (start, full_start, full_stop, stop) of a row block whose first token is `first`.
 
-    Blocks in [full_start, full_stop) are seen in full by every row of every sequence that sees anything; the rest of
-    [start, stop) needs a mask. Sequences that see nothing here do not count: their rows are not valid.
+    Blocks [start, stop) hold all keys that its rows see. Every row sees all keys of blocks [full_start, full_stop); the
+    other blocks need a mask. Sequences whose rows here see no key are ignored, as those rows are not valid.
     """
     row, last = mine.q_start + first, mine.q_start + jnp.minimum(first + plan.block_t, mine.q_len) - 1
     stop = full_stop = mine.kv_len
@@ -161,7 +173,7 @@ def key_ranges(first: Array, mine: Positions, num_keys: int, plan: Plan) -> tupl
 
 
 def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int, plan: Plan):
-    """Run step(key_block, carry, masked) over the key blocks of `ranges`, masked only where a mask can matter."""
+    """Run step(key_block, carry, masked) over the key blocks of `ranges`, unmasked on those that are fully visible."""
     start, full_start, full_stop, stop = ranges
     masked, full = functools.partial(step, masked=True), functools.partial(step, masked=False)
     if num_keys <= plan.block_s:  # a single block: no loop, no second body to compile
@@ -173,7 +185,7 @@ def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int,
 
 
 def take_keys(x: Float[Array, "X S H"], block: Block, key_block: Array, plan: Plan) -> tuple[Array, Array]:
-    """Keys [Y, block_s, H] of one block and where they start; the last block is moved back to fit, not padded."""
+    """Return keys [Y, block_s, H] of one block and their start; the last block is moved back to fit, not padded."""
     start = jnp.minimum(key_block * plan.block_s, x.shape[1] - plan.block_s)
     return jax.lax.dynamic_slice(x, (block.x, start, ZERO), (plan.heads, plan.block_s, x.shape[2])), start
 
@@ -187,7 +199,7 @@ def take_scales(scales: Float[Array, "X 2 S"] | None, block: Block, start: Array
 
 
 def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tuple[Array, Array]:
-    """Return which keys each row sees [Y, R, block_s], and which are valid at all [Y, block_s, 1]."""
+    """Return the mask of keys that each row sees [Y, R, block_s], and that of keys below kv_len [Y, block_s, 1]."""
     key = start + jnp.arange(plan.block_s, dtype=jnp.int32)
     kv_len = block.kv_len[:, None, None]
     mask = visible_mask(block.row[:, :, None], key, kv_len, plan.spec) & (key >= key_block * plan.block_s)
@@ -197,7 +209,7 @@ def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tup
 def attend(
     q, k, v, positions: Positions, spec: AttentionSpec, config: Config, scales: Array | None = None
 ) -> tuple[Array, Array, Array | None]:
-    """out [B,T,N,H], lse [B,T,N] and, with spec.mass, mass [B,K,I,J]; k and v are [B,K,S,H]."""
+    """Compute out [B,T,N,H], lse [B,T,N] and, if spec.mass, mass [B,K,I,J] (else None); k and v are [B,K,S,H]."""
     kv_heads, num_keys = k.shape[1:3]
     plan = plan_blocks(spec, config, q, k)
     if spec.mass:  # the last block's tiles must stay where they are, so it is padded, not moved back
@@ -238,14 +250,14 @@ def attend(
 
 
 class TileSums(NamedTuple):
-    """Per key block: each tile's sum per row, and the running maximum (bits) it was taken at."""
+    """Tile sums of Q key blocks of P tiles: per row, the sum of 2^(y - m) of each tile, and the m (bits) it used."""
 
     sums: Float[Array, "Q Y R P"]
     maxima: Float[Array, "Q Y R"]
 
     @classmethod
     def zeros(cls, num_keys: int, plan: Plan) -> "TileSums":
-        """Return the state before any key: blocks never visited keep zero."""
+        """Return the state before any key; key blocks that are never visited keep these values, so their mass is 0."""
         shape = (num_keys // plan.block_s, plan.heads, plan.rows)
         tiles = plan.block_s // plan.spec.tile
         return cls(jnp.zeros((*shape, tiles), jnp.float32), jnp.full(shape, -jnp.inf, jnp.float32))
@@ -256,9 +268,9 @@ class TileSums(NamedTuple):
         return TileSums(update(self.sums, parts), update(self.maxima, m))
 
     def mass(self, lse: Float[Array, "Y R"], plan: Plan) -> Float[Array, "Y I J"]:
-        """Each tile's probability summed over the rows of each query tile: sum * 2^(m - lse)."""
+        """Sum each key tile's probability, sum * 2^(m - lse) with lse in bits, over the rows of each query tile."""
         bits = jnp.where(jnp.isfinite(lse), lse / LN_2, jnp.inf)
-        weight = jnp.exp2(self.maxima - bits)[..., None]  # 0 for rows that see nothing, whose sums may be anything
+        weight = jnp.exp2(self.maxima - bits)[..., None]  # 0 for rows that see no key, whose sums may be anything
         part = jnp.where(weight > 0, self.sums * weight, 0.0)
         part = part.reshape(*part.shape[:2], -1, plan.spec.query_tile * plan.groups, part.shape[-1]).sum(3)
         part = jnp.moveaxis(part, 0, 2)  # [Y, I, Q, P]
@@ -266,7 +278,7 @@ class TileSums(NamedTuple):
 
 
 def unblock_mass(mass: Float[Array, "M Y I J"], like: Float[Array, "B T N H"], num_keys: int, plan: Plan) -> Array:
-    """[B,K,I,J] of the whole call, padding tiles dropped."""
+    """Reassemble the row blocks' masses into [B,K,I,J], without padding tiles."""
     batch, num_queries, num_heads = like.shape[:3]
     kv_heads = num_heads // plan.groups
     mass = mass.reshape(batch * kv_heads // plan.heads, -1, *mass.shape[1:])
@@ -275,10 +287,11 @@ def unblock_mass(mass: Float[Array, "M Y I J"], like: Float[Array, "B T N H"], n
 
 
 def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Positions, config: Config):
-    """Recompute scores block by block; with p = 2^(y - lse), d = rowsum(do out) - dlse, ds = p (do v^T - d) scale:
+    """Compute dq = ds k, dk = ds^T q and dv = p^T do, recomputing the scores y (bits) block by block.
 
-    dq = ds k, dk = ds^T q, dv = p^T do. Scores are computed transposed, [keys, rows]: then only dq contracts over
-    the leading axis of its left operand, which costs XLA on CPU up to twice the plain product.
+    p = 2^(y - lse) with lse in bits; ds = scale * p (do v^T - rowsum(do * out) + dlse), times the softcap's derivative.
+    Scores are computed transposed, [keys, rows], so that only dq contracts over the leading axis of its left operand:
+    on CPU, XLA takes up to twice the time of a plain product for that.
     """
     out, lse, _ = result
     kv_heads, num_keys = k.shape[1:3]
@@ -309,7 +322,7 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
             ds = p * (dot(v_block, do_block, -1, -1) + offset_block[:, None, :]) * scale_of(spec, q.shape[3])
             if spec.softcap:
                 ds = ds * (1 - jnp.square(z / spec.softcap))
-            ds = jnp.where(mask, ds, 0.0).astype(q.dtype)  # a row that sees nothing may meet NaN values
+            ds = jnp.where(mask, ds, 0.0).astype(q.dtype)  # v may be NaN in the blocks of rows that see no key
             dq = dq + dot(ds, k_block, -2, -2)
             dk = add_keys(dk, dot(ds, q_block, -1, -2), block, start)
             return dq, dk, add_keys(dv, dot(p, do_block, -1, -2), block, start)
@@ -330,13 +343,13 @@ dense = differentiable(attend, gradients)
 
 
 def add_keys(total: Float[Array, "X S H"], part: Float[Array, "Y P H"], block: Block, start: Array) -> Array:
-    """Add `part` to one block of keys of one head group in `total`."""
+    """Add `part` to `total` at the block's heads, for the keys from position `start` on."""
     at = (block.x, start, ZERO)
     return jax.lax.dynamic_update_slice(total, jax.lax.dynamic_slice(total, at, part.shape) + part, at)
 
 
 def zero_padding(q: Float[Array, "B T N H"], positions: Positions) -> Float[Array, "B T N H"]:
-    """Zero padding rows, which may hold anything, so that they cannot affect sums shared with other rows."""
+    """Set padding rows of q, which may hold anything, to zero, so that they cannot affect sums over rows."""
     token = jnp.arange(q.shape[1], dtype=jnp.int32)
     return jnp.where((token < positions.q_len[:, None])[..., None, None], q, 0)
 
@@ -344,7 +357,7 @@ def zero_padding(q: Float[Array, "B T N H"], positions: Positions) -> Float[Arra
 def launch_dense(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
 ) -> AttentionOut:
-    """Dense prefill; differentiable in q, k and v (out and lse) unless they are int8."""
+    """Run dense prefill; out and lse are differentiable in q, k and v unless they are int8."""
     if kv.scales is not None:
         return launch_score(q, kv, spec, positions, selection, config)
     return AttentionOut(*dense(zero_padding(q, positions), kv.k, kv.v, positions, spec, config))
@@ -353,17 +366,19 @@ def launch_dense(
 def launch_score(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
 ) -> AttentionOut:
-    """Dense out and lse, and each key tile's probability mass, in one pass; not differentiable."""
+    """Compute dense out and lse and each key tile's probability mass in one pass; not differentiable."""
     return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config, kv.scales))
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """256 rows against 256 keys: little waste above the diagonal, and within noise of larger blocks (LOG.md)."""
+    """Return blocks of 256 rows by 256 keys: little work is masked at the diagonal, and larger blocks are no faster
+    (LOG.md).
+    """
     return Config(block_t=max(256 * shapes.num_kv_heads // shapes.num_heads, 1), block_s=256)
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Rows and keys around the default."""
+    """Yield blocks of 128 to 1024 rows by 128 to 1024 keys."""
     groups = shapes.num_heads // shapes.num_kv_heads
     for rows in (128, 256, 512, 1024):
         for block_s in (128, 256, 512, 1024):

@@ -1,12 +1,11 @@
 """Portable sparse prefill attention: each query tile reads only its listed key tiles, in plain XLA.
 
-One query tile of one KV head is query_tile x G rows against its own list. A step takes several consecutive query tiles
-of one head, whose lists are about equally long; one head may list no far tile and the next all (budgets per KV head).
-Tiles ascend, so those that every row sees in full come first (no window): they run several per step without a mask. The
-rest, mainly the diagonal, run in smaller masked steps, so that rounding the list up to whole steps wastes little. A
-step copies only its few K and V tiles side by side (2 H bytes-per-element per key, 1 / rows of the step's products);
-K and V stay in place. The number of steps is a run-time value. Work is 4 H flops per
-(row, listed key) pair.
+A query tile of one KV head has query_tile * G rows and one list of key tiles. A step takes several consecutive query
+tiles of one head, because their lists have similar lengths; lists of different heads may not, as each KV head has its
+own budget. Listed tiles ascend, so without a window the tiles that every row sees in full come first. Those run several
+per step without a mask. The rest, mainly the diagonal, run in smaller masked steps, which waste little when the list is
+rounded up to whole steps. Each step copies the K and V tiles that it reads into one contiguous block: 2 H elements per
+key, little next to the products. The number of steps is a run-time value. Work is 4 H flops per (row, listed key) pair.
 """
 
 from collections.abc import Iterator
@@ -35,12 +34,12 @@ from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
 STEP_SCORES = 1 << 18
-"""Scores per step that fill, not overflow, two second-level caches of 1 MB in float32."""
+"""Scores per step: 1 MB in float32, which leaves room in two second-level caches of 1 MB each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Keys per step, rounded down to whole tiles (at least one): block_s unmasked, mask_s masked."""
+    """Keys per unmasked step (block_s) and per masked step (mask_s), both rounded down to whole tiles, at least one."""
 
     block_s: int
     mask_s: int
@@ -51,7 +50,14 @@ class Config:
 
 
 class Lists(NamedTuple):
-    """A group of Y query tiles: the KV head of each (of all sequences' B * K), its rows and the tiles they read."""
+    """Y query tiles that one step processes together.
+
+    Attributes:
+        x: KV head of each query tile, as an index into X = B * K.
+        row: absolute position of each row.
+        kv_len: valid keys of each query tile's sequence.
+        tiles, count: listed key tiles of each query tile and their number.
+    """
 
     x: Int32[Array, "Y"]
     row: Int32[Array, "Y R"]
@@ -61,7 +67,7 @@ class Lists(NamedTuple):
 
 
 def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
-    """Count the leading entries that every row sees in full: 0 with a window, which may cut the first entries."""
+    """Count, per query tile, the leading listed tiles that all rows see in full; 0 if a window may cut these tiles."""
     if spec.window is not None:
         return jnp.zeros_like(lists.count)
     stop = jnp.minimum(lists.kv_len, lists.row[:, 0] + 1) if spec.causal else lists.kv_len
@@ -70,9 +76,10 @@ def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
 
 
 def read_tiles(kv: KeyValues, lists: Lists, start: Int32[Array, "Y P"], tile: int, dtype: jnp.dtype) -> KeyValues:
-    """Gather the tiles of one step side by side: k and v [Y, P * tile, H], scales [Y, P * tile, 2].
+    """Copy P tiles per query tile, given the positions where they start, into k and v [Y, P * tile, H].
 
-    kv holds k and v [X,S,H] and scales [X,2,S]. Invalid ids read wrong keys, never memory outside.
+    kv holds k and v [X,S,H] and scales [X,2,S], of which [Y, P * tile, 2] is returned. Invalid ids read wrong keys,
+    never memory outside.
     """
     key = (start[:, :, None] + jnp.arange(tile, dtype=jnp.int32)).reshape(start.shape[0], -1)
     k, v = (widened(x.at[lists.x[:, None], key].get(mode="clip"), dtype) for x in kv[:2])
@@ -91,10 +98,13 @@ def score_tiles(q_tile: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[Arra
 def step_masks(
     lists: Lists, entry: Int32[Array, "P"], num_keys: int, spec: AttentionSpec
 ) -> tuple[Array, Bool[Array, "Y R P"], Bool[Array, "Y P 1"]]:
-    """Return where each tile of a masked step starts [Y, P], which keys each row sees, and which keys are valid."""
+    """Return the starts [Y, P] of the tiles at indices `entry` of the lists, and two masks of their keys.
+
+    The masks mark the keys that each row sees [Y, R, P * tile] and the valid keys [Y, P * tile, 1].
+    """
     listed = entry < lists.count[:, None]
     first = jnp.where(listed, take_ids(lists, entry), 0) * spec.tile
-    start = jnp.minimum(first, num_keys - spec.tile)  # the last tile may be short: it is moved back to fit, masked
+    start = jnp.minimum(first, num_keys - spec.tile)  # a short last tile is moved back to fit; the mask hides the rest
     key = start[..., None] + jnp.arange(spec.tile, dtype=jnp.int32)
     real = (listed[..., None] & (key >= first[..., None])).reshape(key.shape[0], 1, -1)
     key = key.reshape(real.shape)
@@ -104,14 +114,14 @@ def step_masks(
 
 
 def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
-    """The tile ids of some entries; entries past the list repeat its last."""
+    """Return the tile ids at indices `entry` of each list; indices past its end repeat its last id."""
     return jnp.take(lists.tiles, jnp.minimum(entry, lists.tiles.shape[1] - 1), axis=1)
 
 
 def attend_tile(q_tile: Float[Array, "Y R H"], kv: KeyValues, lists: Lists, spec: AttentionSpec, config: Config):
-    """Run the online softmax of a group's rows over their listed tiles; kv as in `read_tiles`.
+    """Run the online softmax of Y query tiles over their listed key tiles; kv as in `read_tiles`.
 
-    The state of a query tile with an empty list is meaningless: such a tile does not limit the others' unmasked steps.
+    The state of a query tile with an empty list is meaningless, because the tile takes part in others' unmasked steps.
     """
     capacity, num_keys = lists.tiles.shape[1], kv.k.shape[1]
     per_step = min(max(config.block_s // spec.tile, 1), capacity)
@@ -138,7 +148,10 @@ def attend_tile(q_tile: Float[Array, "Y R H"], kv: KeyValues, lists: Lists, spec
 
 
 class Groups(NamedTuple):
-    """Groups of the query tiles of all X = B * K heads: `heads` heads by `side` consecutive query tiles each."""
+    """Groups of query tiles: each has `heads` of all `total` = B * K heads and `side` consecutive query tiles of each.
+
+    `num_tiles` is the number of query tiles per head.
+    """
 
     total: int
     num_tiles: int
@@ -147,7 +160,10 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
-        """Group up to `wanted` query tiles of one head with least padding; several heads only if one has too few."""
+        """Choose groups of up to `wanted` query tiles.
+
+        A group takes tiles of one head, with the least padding, or all tiles of several heads if a head has fewer.
+        """
         if num_tiles <= wanted:
             heads = next(h for h in range(wanted // num_tiles, 0, -1) if total % h == 0)
             return cls(total, num_tiles, heads, num_tiles)
@@ -156,17 +172,17 @@ class Groups(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Groups along one head's query tiles; the last one may be padded."""
+        """Number of groups along one head's query tiles; the last group may be padded."""
         return ceil_div(self.num_tiles, self.side)
 
     def group(self, x: Array) -> Array:
-        """[X, I, ...] -> [groups, Y, ...], padded with zeros: empty lists."""
+        """Reshape [X, I, ...] to [groups, Y, ...], padded with zeros (for lists: count 0, so empty)."""
         x = jnp.pad(x, [(0, 0), (0, self.parts * self.side - self.num_tiles)] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape(self.total // self.heads, self.heads, self.parts, self.side, *x.shape[2:])
         return jnp.swapaxes(x, 1, 2).reshape(-1, self.heads * self.side, *x.shape[4:])
 
     def ungroup(self, x: Array) -> Array:
-        """The inverse of group."""
+        """Invert `group`."""
         x = x.reshape(self.total // self.heads, self.parts, self.heads, self.side, *x.shape[2:])
         x = jnp.swapaxes(x, 1, 2).reshape(self.total, -1, *x.shape[4:])
         return x[:, : self.num_tiles]
@@ -175,7 +191,7 @@ class Groups(NamedTuple):
 def launch(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection: Selection, config: Config
 ) -> AttentionOut:
-    """Attention over the listed tiles only; not differentiable."""
+    """Run attention over the listed tiles only; not differentiable."""
     batch, num_queries, num_heads, head_dim = q.shape
     kv_heads, num_keys = kv.k.shape[1:3]
     pad = [(0, 0), (0, 0), (0, max(spec.tile - num_keys, 0)), (0, 0)]  # only a call shorter than one tile is padded
@@ -218,12 +234,12 @@ def launch(
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Four tiles of 128 keys per unmasked step, one per masked step."""
+    """Return 512 keys per unmasked step and 128 per masked step: four tiles and one at the default tile size."""
     return Config(block_s=512, mask_s=128)
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Keys per step around the default."""
+    """Yield 128 to 1024 keys per unmasked step and 128 or 256 per masked step."""
     for block_s in (128, 256, 512, 1024):
         for mask_s in (128, 256):
             yield Config(block_s=block_s, mask_s=mask_s)

@@ -1,16 +1,16 @@
-"""Run benchmarks: both sides interleaved in one run, fresh inputs, checked outputs, one record per side.
+"""Run benchmarks: two sides, run in turns on fresh inputs, with checked outputs and a record per side.
 
     tessera bench --suite cpu                      run all cases, append to evidence/<device>.jsonl
     tessera bench --suite cpu --only start_up      run one case
     tessera bench --suite cpu --resume             run only the cases without a record from this commit
-    tessera bench --suite cpu --gate               store nothing; exit code 1 if a stored figure got worse beyond noise
+    tessera bench --suite cpu --gate               store nothing; exit code 1 if a case failed or got worse beyond noise
     tessera bench --compare OLD NEW                compare two files of stored records; exit codes as for --gate
 
-On a slow machine a comparison runs fewer rounds (at least three; one for the longest prompts), so that the suite stays
-within a quarter of an hour. A case selected with --only runs all of them. Below five rounds there is no interval.
+On a slow machine a case runs fewer rounds (at least three; one for the longest prompts), so that the suite takes about
+15 minutes at most. A case selected with --only runs every round. A figure from fewer than five rounds has no interval.
 
-A failed case becomes a record with its error, and the exit code reports it. Exit code 3 means undecided: no figure
-certainly got worse, but noise hides whether one did, or a stored figure was not measured again.
+A failed case becomes a record with its error, and the exit code is 1. Exit code 3 of a comparison means undecided: no
+figure certainly got worse, but a figure was too noisy to judge or was not measured again.
 """
 
 import os
@@ -37,7 +37,7 @@ UNJUDGED: Final = 3
 
 
 class Case(NamedTuple):
-    """One separately runnable measurement: its kind (`op`), and the generator of its records."""
+    """One benchmark: `op` is the kind of operation that it measures, `run` yields its records."""
 
     op: str
     run: Callable[[Stand], Iterator[Record]]
@@ -111,7 +111,7 @@ def run(
     try:
         with compiled_anew():
             for number, name in enumerate(cases, start=1):
-                if not only:  # equal shares of time; the next case inherits what one leaves unused
+                if not only:  # a case gets an equal share of time and what earlier cases left unused
                     stand.ends = begin + sizes.suite_s * number / len(cases)
                 if name in done:
                     console.print(f"{name}: already recorded")
@@ -135,8 +135,8 @@ def gate(suite: str = "cpu", **options) -> int:
         suite, options: as for `run`, except out and resume.
 
     Returns:
-        0; 1 if a case failed or a figure is worse than the stored one beyond noise; otherwise UNJUDGED if some figure
-        could not be judged or is missing.
+        1 if a case failed or a figure is worse than the stored one beyond noise; else UNJUDGED if a figure could not
+        be judged or is missing; else 0.
 
     Raises:
         ValueError: no stored records to compare with, or unknown suite or case.
@@ -188,7 +188,7 @@ def _run_case(stand: Stand, name: str) -> list[Record]:
 
 
 def _done(path: Path, suite: str) -> set[str]:
-    """Cases of a suite with records from this commit and machine, none of them an error."""
+    """Names of a suite's cases with records from this commit and machine, none of them an error."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()
@@ -203,7 +203,7 @@ def _case(record: Record) -> str:
 
 
 def _line(record: Record) -> str:
-    """Summary of a record, printed while the suite runs."""
+    """Summarize a record in a line, printed while the suite runs."""
     who = f"{record.what.kernel or record.what.workload} {record.what.dtype}".strip()
     if record.error:
         return f"{who}: error: {record.error}"

@@ -2,8 +2,8 @@
 
     predicted gain = 1 / ((1 - p) + p / s)
 
-p is attention's share of the dense prefill, s the speed-up of attention by itself. Separate timings give both, without
-the end-to-end gain, so the two gains can disagree: any difference was lost outside attention.
+p is attention's share of the dense prefill's time, s the speed-up of attention alone. Neither uses the measured
+end-to-end gain, so prediction and measurement can differ: a smaller measured gain means time lost outside attention.
 """
 
 import time
@@ -31,7 +31,7 @@ from tessera.workbench.bench.stand import draw, fresh_seed
 def attend_layers(
     q: Float[Array, "B T N H"], cache: Cache, positions: Positions, *, spec: AttentionSpec, policy: Policy
 ) -> tuple[Float[Array, "B T N H"], Reads | None]:
-    """Run one chunk's attention in every layer of a cache [B,K,S,H]; return the outputs' sum and the keys read."""
+    """Run a chunk's attention in every layer of a cache [B,K,S,H]; return the outputs' sum and counts of keys read."""
     pairs = [KeyValues(k, v) for k, v in zip(*cache)]
     state, total = policy.init_state(len(pairs), pairs[0].shapes(q), spec), jnp.zeros_like(q)
     for layer, kv in enumerate(pairs):
@@ -44,7 +44,7 @@ class AttentionAlone:
     """Attention calls of one prompt's prefill, in the session's chunks, on random keys and values.
 
     Args:
-        session: an empty session of batch 1 under the policy to time; a randomly filled copy replaces its cache.
+        session: an empty session of batch 1 with the policy to time. A copy of its cache is filled with random numbers.
         length: tokens of the prompt.
     """
 
@@ -59,10 +59,10 @@ class AttentionAlone:
             self._attend(jnp.zeros((1, size, self.config.num_heads, self.config.head_dim)), 0, 0)
 
     def sample(self, number: int) -> float:
-        """Time all calls on fresh queries, in seconds, and check the last row's outputs.
+        """Return the seconds that all calls take on fresh queries; check the outputs of the prompt's last row.
 
         Raises:
-            ValueError: the outputs are wrong (dense, against float64) or not finite.
+            ValueError: an output is not finite, or dense attention's outputs differ from float64.
         """
         rows = self.chunks[-1][0] + self.chunks[-1][1]
         q = draw([fresh_seed(number), 2], (1, rows, self.config.num_heads, self.config.head_dim))
@@ -95,7 +95,7 @@ class AttentionAlone:
 
 
 def layer_densities(reads: Sequence[Reads]) -> tuple[float, ...]:
-    """Share of the visible keys that a prefill's chunks read, per layer."""
+    """Share of the visible keys that a prefill read, per layer, over all its chunks."""
     read_L, visible_L = (sum(np.asarray(r[i], np.float64).sum(1) for r in reads) for i in (0, 1))
     return tuple((read_L / visible_L).tolist())
 
@@ -112,15 +112,15 @@ def amdahl_gain(share: float, gain: float) -> float:
 
 
 def predict(dense: Sequence[float], attention: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Compute a record's facts: Amdahl's gain and its parts, from medians of seconds per round.
+    """Compute the gain that Amdahl's law predicts and its inputs, from medians over rounds, as facts of a record.
 
     Args:
         dense: seconds of the whole prefill under dense attention.
         attention: seconds of the attention calls, by "dense" and "kascade".
 
     Returns:
-        {"attention_share", "attention_gain", "amdahl_gain", "attention_dense_s", "attention_kascade_s"}; without
-        "amdahl_gain" if attention took longer than the whole prefill, which is then too short to separate the two.
+        {"attention_share", "attention_gain", "amdahl_gain", "attention_dense_s", "attention_kascade_s"}. "amdahl_gain"
+        is missing if attention alone took longer than the whole prefill: the prompt was too short to time.
     """
     share = 1 / measure.ratio(dense, attention["dense"])
     gain = measure.ratio(attention["dense"], attention["kascade"])

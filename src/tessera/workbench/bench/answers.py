@@ -1,4 +1,7 @@
-"""Count the pass keys that the shipped model finds under dense, Kascade, and Kascade without its choice of keys."""
+"""Count the pass keys that the shipped model finds under dense, Kascade and a control.
+
+The control is Kascade's plan without its choice of keys: its sparse heads read only own tiles, local tiles and sinks.
+"""
 
 from collections.abc import Iterator
 
@@ -10,9 +13,9 @@ from tessera.workbench.quality import passkey_accuracy, passkey_tasks, wilson, w
 
 
 def pass_keys(stand: Stand) -> Iterator[Record]:
-    """Record how many five-digit keys each policy finds, exactly and greedily; Kascade runs at every length.
+    """Record how many five-digit pass keys each policy finds by greedy decoding; a key counts if all digits are right.
 
-    The keys are hidden at evenly spaced depths of held-out text.
+    The keys are hidden at evenly spaced depths of held-out text. Kascade ignores its plan's cross-over to dense.
     """
     kascade = generate.load(DEMO_MODEL, attention="kascade")
     plan = kascade.plan

@@ -1,4 +1,4 @@
-"""Time attention without the model: dense prefill against the available peers, sparse and score against our dense."""
+"""Time attention alone: our dense call against other libraries, our sparse and score calls against our dense call."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,14 +18,15 @@ from tessera.workbench.evidence import How, Record, What
 HEAD_DIM = 128
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
-"""Error tolerance, relative to the largest value in the checked rows: catches wrong work, admits rounding."""
+"""Largest allowed error by dtype, relative to the largest value in the checked rows. Rounding alone stays below."""
 
 
 def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
-    """Time causal self-attention over 8 heads of 128 against PyTorch's and every other peer that can run here.
+    """Time causal self-attention, 8 heads of 128, against PyTorch and every other peer that runs on this device.
 
-    PyTorch's pair of records has the case's name; any other pair adds the peer's name, with our samples from the same
-    rounds. Our record is written even without any peer, and its facts list each skipped peer with the reason.
+    Yields a record of the peer and one of ours, from the same rounds, per peer. The pair with PyTorch has the case's
+    name as workload; other workloads add the peer's name. Without PyTorch our record still appears under the case's
+    name. Its facts list each skipped peer and the reason.
     """
     length, heads = stand.sizes.attention_tokens, 8
     rows = _rows(length)
@@ -68,7 +69,7 @@ def _dense_records(
     compile_s: Mapping[str, float],
     skipped: Mapping[str, str],
 ) -> Iterator[Record]:
-    """Yield a pair of records per peer; without PyTorch, only ours has the case's name."""
+    """Yield the peer's record and ours for every peer; without PyTorch, only our record has the case's name."""
     (_, length, heads, head_dim), dtype = inputs[0].shape, str(inputs[0].dtype)
     case = "dense_prefill_" + ("f32" if dtype == "float32" else "bf16")
     title = f"dense causal prefill, {length:,} tokens, {heads} heads of {head_dim}"
@@ -96,7 +97,10 @@ def _dense_records(
 
 
 def sparse_prefill(stand: Stand) -> Iterator[Record]:
-    """Time sparse at 10 % and score against our dense: 8 query and 2 KV heads of 128, tile 128, query tile 32."""
+    """Time our sparse call (10 % of the tiles) and our score call (dense that also returns the mass) against our dense.
+
+    The calls have 8 query and 2 KV heads of 128, tile 128 and query tile 32.
+    """
     length, heads, kv_heads = stand.sizes.sparse_tokens, 8, 2
     dense_spec = AttentionSpec(tile=128, query_tile=32)
     score_spec = AttentionSpec(tile=128, query_tile=32, mass=True)
@@ -127,7 +131,7 @@ def sparse_prefill(stand: Stand) -> Iterator[Record]:
         _check_rows(out.out, fresh(number), rows, None, "score")
         total = float(jnp.sum(out.mass))
         if abs(total / (length * heads) - 1) > 1e-3:
-            raise ValueError(f"mass sums to {total}, it must be {length * heads}, one per row")
+            raise ValueError(f"mass sums to {total}, but must sum to {length * heads}: 1 per row and head")
         current["mass"] = out.mass
         return seconds
 
@@ -163,11 +167,11 @@ def _sparse_records(
     select_s: float,
     compile_s: Mapping[str, float],
 ) -> Iterator[Record]:
-    """Yield one record per role of the sparse case; score and sparse have a comparison with dense and a target."""
+    """Yield a record per role: dense, and score and sparse, each with its comparison with dense and a target."""
     _, length, heads, head_dim = inputs[0].shape
     kv_heads = inputs[1].shape[2]
     if density > 0.5:
-        raise ValueError(f"{density=:.3f} must be near 0.1: this is dense work in disguise")
+        raise ValueError(f"{density=:.3f} must be near 0.1: this run is dense work in disguise")
     how = How(
         warmup=1,
         iterations=len(taken["dense"]),
@@ -211,7 +215,7 @@ def realised_density(selection: Selection, spec: AttentionSpec, length: int) -> 
 
 
 def _sizes(inputs: Sequence[jax.Array]) -> dict[str, int]:
-    """Sizes of a dense call, as records and the worker name them."""
+    """Sizes of a dense call, under the names that records and the PyTorch worker use."""
     (batch, length, heads, head_dim), kv_heads = inputs[0].shape, inputs[1].shape[2]
     return {"batch": batch, "length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
 
@@ -221,18 +225,21 @@ def _with_compile(how: How, compile_s: float) -> How:
 
 
 def _rows(length: int) -> list[int]:
-    """Eight evenly spaced rows to check, first and last included; those between lie off block edges."""
+    """Eight evenly spaced rows to check, including the first and the last; the others are not at block edges."""
     return sorted({int(place) for place in np.linspace(0, length - 1, 8)})
 
 
 def _draw_inputs(seed: int, length: int, heads: int, kv_heads: int, dtype: str) -> list[jax.Array]:
-    """q, k, v [1,T,N|K,H] from the seed."""
+    """Draw q [1,T,N,H], k and v [1,T,K,H] from a seed."""
     counts = (heads, kv_heads, kv_heads)
     return [jnp.asarray(draw([seed, i], (1, length, n, HEAD_DIM))).astype(dtype) for i, n in enumerate(counts)]
 
 
 def oracle_rows(q, k, v, rows: Sequence[int], selected: tuple[Selection, AttentionSpec] | None = None) -> np.ndarray:
-    """Compute softmax(q k^T / sqrt(H)) v in float64 for a few rows, over the visible, selected keys: [N, rows, H]."""
+    """Compute softmax(q k^T / sqrt(H)) v in float64 for a few rows, over the keys that each row sees: [N, rows, H].
+
+    With `selected`, only keys in the row's selected tiles count.
+    """
     q, k, v = (np.asarray(x[0].astype(jnp.float32), np.float64) for x in (q, k, v))
     groups = q.shape[1] // k.shape[1]
     out = np.zeros((q.shape[1], len(rows), q.shape[2]))
@@ -256,7 +263,11 @@ def _check_rows(out, arrays, rows, selected, name, dtype="float32") -> None:
 
 
 def check_output(found: np.ndarray, expected: np.ndarray, dtype: str, name: str) -> None:
-    """Raise ValueError unless a timed call's output is right."""
+    """Check a timed call's output.
+
+    Raises:
+        ValueError: the largest error exceeds TOLERANCE.
+    """
     error = float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
     if not error <= TOLERANCE[dtype]:
         raise ValueError(f"{name} is wrong on a timed call: relative error {error:.2e} > {TOLERANCE[dtype]}")

@@ -1,10 +1,11 @@
-"""Compare two sets of records: what got better, what got worse, and what is noise.
+"""Compare two sets of records: which figures got better, which got worse, and which are too noisy to judge.
 
-If a figure was measured with a peer, its ratio to the peer is compared: both sides ran interleaved, so a slower day of
-the machine cancels. Otherwise its median is compared. The interval is a bootstrap over the raw samples of both sets;
-rounds of a pair are redrawn together. A figure is worse if its interval lies below 1 - MARGIN, and as good if it lies
-above 1 - WANTED. A figure in between, or with few samples, cannot be judged, and the report says so. Figures of
-different suites or sizes are never compared; figures that the second set lacks are listed.
+A comparison's result is a factor: how many times better the second set's figure is. A figure that was measured in turns
+with a peer is compared by its ratio to the peer, so that a slow day of the machine cancels; any other by its median.
+The factor's interval is a bootstrap over the raw samples of both sets, which redraws both sides of a round together.
+The figure regressed if the interval lies below 1 - MARGIN, and it is as good as before if the interval lies above
+1 - WANTED. A figure in between, or with few samples, cannot be judged, and the report says so. Figures of different
+suites or sizes are never compared; figures that the second set lacks are listed.
 """
 
 import json
@@ -24,10 +25,10 @@ WANTED: Final = 0.20
 """Fractional loss that a comparison should detect or rule out; `Change.blind` marks figures where it does neither."""
 LESS_IS_BETTER: Final = ("s", "bytes", "of tolerance")
 ANSWERED: Final = ("tune", "block sizes")
-"""Operations whose config is a result; elsewhere the config holds the requested sizes and settings."""
+"""Operations whose records hold a result as config. Other records' configs hold the requested sizes and settings."""
 
 COMPILED: Final = ("gpu gates", "tpu sweep")
-"""Operations whose results only a compiler decides, and which are not predictions."""
+"""Operations, besides predictions, whose results depend only on a compiler and therefore repeat exactly."""
 
 
 class Figure(NamedTuple):
@@ -45,8 +46,8 @@ class Change:
         key: what was measured.
         before, after: medians, or ratios to the peer if `against` names one.
         unit: unit of both, "x" for a ratio.
-        against: peer of both.
-        factor: how many times better the second is; below 1 is worse.
+        against: name of the peer; None if medians are compared.
+        factor: how many times better the second set is; below 1 is worse.
         interval: bootstrap 95 % interval of `factor`; None if a set has fewer than INTERVAL_ROUNDS samples.
     """
 
@@ -60,7 +61,7 @@ class Change:
 
     @property
     def regressed(self) -> bool:
-        """Whether even the favourable end of the interval is worse by more than the margin."""
+        """Whether even the better end of the interval is a loss of more than MARGIN."""
         return self.interval is not None and self.interval[1] < 1 - MARGIN
 
     @property
@@ -70,12 +71,12 @@ class Change:
 
 
 def figures(records: Iterable[Record]) -> dict[Figure, Record]:
-    """The latest record of each figure."""
+    """Return the latest record of each figure."""
     return {Figure(record.key, series(record)): record for record in current(records)}
 
 
 def changes(before: Iterable[Record], after: Iterable[Record]) -> Iterator[Change]:
-    """Yield every figure that both sets have with equal sizes and no error; the latest record of each counts."""
+    """Yield the change of every figure whose latest records in both sets have equal sizes and no error."""
     old, new = figures(before), figures(after)
     for figure, record in new.items():
         if figure in old and alike(old[figure], record):
@@ -90,25 +91,26 @@ def alike(before: Record, after: Record) -> bool:
 
 
 def _settings(record: Record) -> str:
-    return json.dumps(record.what.config, sort_keys=True)  # a tuple equals the list it is read back as
+    return json.dumps(record.what.config, sort_keys=True)  # JSON, since a stored tuple is read back as a list
 
 
 def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
-    """Error records of the second set where the first has a figure, or where a whole case crashed."""
+    """Latest error records of the second set, without those that are errors in the first set too."""
     old = figures(before)
     return [r for figure, r in figures(after).items() if r.error and (figure not in old or not old[figure].error)]
 
 
 def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
-    """Figures of the first set that the second lacks or has at other sizes, for suites and machines that both have.
+    """Records of the first set whose figures the second set lacks, or has only at other sizes.
 
-    A case's figures are those of the commit that ran it last, so names used only by an earlier commit are not missing.
+    Suites and machines that the second set lacks altogether are ignored. So are figures that the case's last run in the
+    first set no longer recorded, and figures of cases that crashed in the second set.
     """
     before = list(before)
     old, new = figures(before), figures(after)
     runs, crashed = {(f.suite, f.key.machine) for f in new}, {r.command for r in new.values() if r.error}
     last = {r.command: r.code for r in sorted(before, key=lambda r: r.date) if not r.error}
-    asked = {Figure(r.key, series(r)) for r in before if r.code == last.get(r.command)}  # with an interval or not
+    asked = {Figure(r.key, series(r)) for r in before if r.code == last.get(r.command)}  # `figures` drops short runs
     return [
         record
         for figure, record in old.items()
@@ -118,7 +120,7 @@ def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
 
 
 def peer_of(record: Record, table: dict[Figure, Record]) -> Record | None:
-    """The other side of the same interleaved run, if it is in the set."""
+    """Return the peer's record of the same interleaved run; None if the set lacks it."""
     if record.comparison is None or not record.how.interleaved:
         return None
     found = table.get(Figure(record.key._replace(kernel=record.comparison.against), series(record)))
@@ -149,16 +151,17 @@ def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, 
 
 
 def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
-    """How many times better `new` is; 1 if both are equal, zeros included."""
+    """How many times better `new` is than `old`; 1 where they are equal, even if both are 0."""
     more, fewer = (old, new) if less else (new, old)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(more == fewer, 1.0, more / fewer)
 
 
 def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray | None]:
-    """Return the figure (its median, or the peer's median over it) and its bootstrap draws, None for too few samples.
+    """Return the figure (its median, or the peer's median / its median) and its bootstrap draws; None for the draws if
+    there are too few samples.
 
-    A share of trials is a single sample, so its trials are redrawn. A compiler's results repeat exactly.
+    A share of right trials is a single sample, so its trials are redrawn. A compiler's result is equal in every draw.
     """
     if is_prediction(record) or record.what.op in COMPILED:
         return record.median, np.full(DRAWS, record.median)
@@ -175,7 +178,7 @@ def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tupl
 
 
 def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Sequence[Record] = ()) -> None:
-    """Print a line per figure, worst first; then figures no longer measured, and cases that no longer run."""
+    """Print a line per figure, worst first; then the figures that are missing, and the cases that failed."""
     from rich.console import Console
     from rich.table import Table
 
@@ -189,7 +192,7 @@ def print_changes(found: Sequence[Change], errors: Sequence[Record], missing: Se
         table.add_row(_name(c), c.key.dtype, *values, "REGRESSED" if c.regressed else "cannot tell" if c.blind else "")
     console.print(table)
     if blind := [c for c in found if c.blind]:
-        said = f"{len(blind)} of {len(found)} figures cannot be judged, a loss of {WANTED:.0%} is not excluded"
+        said = f"{len(blind)} of {len(found)} figures cannot be judged (a loss of {WANTED:.0%} or more is possible)"
         console.print(f"{said}: measure them again on an idle machine", style="yellow")
         for c in blind:
             console.print(f"    {_name(c)}: {c.factor:.3f}, 95 % interval {_interval(c)}", style="yellow", markup=False)

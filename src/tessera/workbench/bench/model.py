@@ -1,7 +1,4 @@
-"""Benchmark the whole model.
-
-Prefill and decode against transformers and our dense, cross-over, memory, compilation, start-up.
-"""
+"""Benchmark the whole model: speed against transformers, Kascade against dense, memory, compilation, start-up."""
 
 import math
 import shutil
@@ -33,7 +30,7 @@ from tessera.workbench.evidence import How, Record, What
 
 
 def synthetic_plan(params: Params, config: ModelConfig) -> Plan:
-    """Build a plan with evenly spaced anchors, for timing only: calibration has nothing to find in random weights.
+    """Build a plan with evenly spaced anchors, for timing only: random weights leave calibration nothing to find.
 
     The paper's plan for Llama-3.1-8B has 5 anchors in 32 layers (arXiv 2512.16391). This plan rounds that share up and
     adds one anchor, since the dense layer 0 weighs more in a model with few layers.
@@ -53,10 +50,10 @@ def synthetic_plan(params: Params, config: ModelConfig) -> Plan:
 
 
 def kascade_prefill(stand: Stand) -> Iterator[Record]:
-    """Measure time to first token of a long prompt, Kascade (anchors included) against our dense, same weights.
+    """Measure time to first token of a long prompt: Kascade against our dense attention, with the same weights.
 
-    Each policy's attention calls are also timed once without the model. Kascade's record holds the gain that Amdahl's
-    law predicts from them.
+    Each policy's attention calls are also timed once without the model. From those times Amdahl's law predicts a gain,
+    which Kascade's record holds.
     """
     config, length = stand.sizes.config, stand.sizes.long_tokens
     dense = generate.load(stand.folder)
@@ -73,7 +70,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
         return answer.ttft_s
 
     alone = {}
-    for name, model in models.items():  # a prompt takes a minute: compile on empty input, warm the sampler on 64 tokens
+    for name, model in models.items():  # compile on empty input and warm up on 64 tokens: a long prompt takes a minute
         session = model.session(model.policy, batch=1, num_keys=length)
         session.warm()
         model.generate([draw_tokens(config, 0, 64)], max_new_tokens=1, **GREEDY)
@@ -86,7 +83,7 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
     density = {name: float(np.mean(values)) for name, values in layers.items()}
     density["kascade attention"] = alone["kascade"].density
     if not max(density["kascade"], density["kascade attention"]) < 0.9 * density["dense"]:
-        raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
+        raise ValueError(f"{density=}: Kascade must read fewer keys than dense; this run is dense work in disguise")
     amdahl = predict(taken["dense"], attention_s)
     settings = {"tokens": length, **_shape(config)}
     checked = "finite first token; keys read counted"
@@ -112,11 +109,10 @@ def kascade_prefill(stand: Stand) -> Iterator[Record]:
 
 
 def crossover(stand: Stand) -> Iterator[Record]:
-    """Time the shipped model's prefill over lengths, Kascade under its plan (anchors included) against our dense.
+    """Time the shipped model's prefill at several lengths: Kascade under the shipped plan against our dense attention.
 
-    The last record holds the shortest length from which Kascade stays faster, by the rule of
-    `crossover.find_crossover`, or null if it is not faster at the longest. Lengths beyond the model's context measure
-    speed only.
+    The last record holds the cross-over: the least length from which Kascade stays faster (`find_crossover`), or null
+    if Kascade is not faster at the longest length. Lengths beyond the model's context are valid for timing only.
     """
     shipped = generate.load(DEMO_MODEL, attention="kascade")
     policies = {"dense": Dense(), "kascade": replace(shipped.policy, crossover_tokens=0)}
@@ -129,7 +125,7 @@ def crossover(stand: Stand) -> Iterator[Record]:
         taken, layers = time_lengths(shipped.params, config, policies, length, interleave)
         density = {name: float(np.mean(values)) for name, values in layers.items()}
         if longest and not density["kascade"] < 0.9 * density["dense"]:
-            raise ValueError(f"{density=}: Kascade must read less than dense, this is dense work in disguise")
+            raise ValueError(f"{density=}: Kascade must read fewer keys than dense; this run is dense work in disguise")
         facts = {}
         for name in policies:
             medians[name].append(float(np.median(taken[name])))
@@ -164,7 +160,11 @@ def time_lengths(
     length: int,
     interleave: Callable[..., dict[str, list[float]]],
 ) -> tuple[dict[str, list[float]], dict[str, tuple[float, ...]]]:
-    """Time prefills of `length` fresh tokens, policies in turns; return seconds per round and keys read by layer."""
+    """Time prefills of `length` random tokens, policies in turns.
+
+    Returns:
+        By policy name: the seconds per round, and the share of visible keys that each layer read.
+    """
     sessions = {name: Session(params, config, policy, batch=1, num_keys=length) for name, policy in policies.items()}
     reads: dict[str, Sequence[Reads]] = {}
 
@@ -187,7 +187,7 @@ def peer_model(stand: Stand) -> Iterator[Record]:
         ValueError: transformers is not available for comparison, or its first tokens differ.
     """
     if reason := stand.peer_refusal:
-        raise ValueError(f"transformers cannot be compared with: {reason}")
+        raise ValueError(f"cannot compare with transformers: {reason}")
     config, length, steps = stand.sizes.config, stand.sizes.short_tokens, stand.sizes.decode_steps
     ours = generate.load(stand.folder)
     stand.peer.ask("load", folder=str(stand.folder), dtype="float32")
@@ -257,7 +257,7 @@ def _peer_records(stand: Stand, taken: dict[str, dict[str, list[float]]], equal:
 
 
 def prefill_memory(stand: Stand) -> Iterator[Record]:
-    """Measure peak memory of prefill over prompt length, each in a fresh process, minus that of a 64-token prompt."""
+    """Measure prefill's peak memory at several lengths, a fresh process each, minus the peak of a 64-token prompt."""
     config = replace(stand.sizes.config, num_layers=2)
     folder = stand.write_model(config, "memory")
     weights = [_weigh(folder, length) for length in (64, *stand.sizes.memory_tokens)]
@@ -292,7 +292,7 @@ def _weigh(folder, length: int) -> int:
 
 
 def answer_once(folder: str, length: int) -> None:
-    """Load the model and answer one random prompt with one token; the child processes run this."""
+    """Load the model and answer one random prompt with one token. `_weigh` and `start_up` run it in child processes."""
     model = generate.load(folder)
     [answer] = model.generate([draw_tokens(model.config, 1, length)], max_new_tokens=1, **GREEDY)
     if not math.isfinite(answer.logprobs[0]):

@@ -1,4 +1,4 @@
-"""Time any model's prefill (folder, hub id, GGUF) over lengths, under its plan and dense in turns."""
+"""Time the prefill of any model (folder, hub id or GGUF file) at several lengths, dense and under its plan in turns."""
 
 import os
 import time
@@ -21,7 +21,7 @@ from tessera.workbench.evidence import How, Record, What
 
 LENGTHS = (1024, 2048, 4096, 8192)
 ROUNDS, LEAST, SHARE_S = 5, 3, 240.0
-"""Rounds per length; fewer, but at least LEAST, if they would take longer than SHARE_S seconds."""
+"""Rounds per length: ROUNDS if they fit into SHARE_S seconds, else fewer, but at least LEAST."""
 
 
 def run(
@@ -35,9 +35,9 @@ def run(
     """Time prefill of fresh random tokens at every length, dense and under the plan, and append two records per length.
 
     Args:
-        model: what `tessera.load` takes.
-        plan: its plan; None looks where `load` does. The plan's cross-over is ignored.
-        lengths: tokens; lengths beyond the context are skipped.
+        model: folder, hub id or GGUF file, as for `tessera.load`.
+        plan: file of the model's plan; None lets `load` find it. The plan's cross-over is ignored.
+        lengths: prompt lengths in tokens; those beyond the model's context are skipped.
         out: file of records; evidence/model-<device>.jsonl if None.
 
     Returns:
@@ -49,7 +49,7 @@ def run(
     loaded = load(model, attention="kascade", plan=plan)
     fitting = [length for length in lengths if length <= loaded.config.max_positions]
     if not fitting:
-        raise ValueError(f"{lengths=} must hold one within the model's context of {loaded.config.max_positions}")
+        raise ValueError(f"{lengths=} must include one within the model's context of {loaded.config.max_positions}")
     out = Path("evidence") / f"model-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     policies = {"dense": Dense(), "kascade": replace(loaded.policy, crossover_tokens=0)}
     sessions = {  # one cache size for all lengths compiles fewer programs

@@ -1,6 +1,7 @@
-"""Dense causal attention of other libraries on the same arrays: each peer's step to time, or why it cannot run here.
+"""Dense causal attention of other libraries (peers), compiled for given arrays, or the reason why a peer is skipped.
 
-All but PyTorch run in this process. To add one, write a function of q, k and v and its refusal, and list it in PEERS.
+PyTorch runs in a separate process, every other peer in this one. To add a peer, write a function of q, k and v and a
+function that returns the reason to skip it, and list both in PEERS.
 """
 
 import math
@@ -27,16 +28,16 @@ MOST_SCORE_BYTES = 4 << 30
 """Bytes that JAX's own attention may take for its scores: enough for 8,192 tokens and 8 heads."""
 
 SPLASH_BLOCK: Final = 512
-"""Rows and keys per block of splash attention, as MaxText sets them; the default, 128, is not a fair opponent."""
+"""Query rows and keys per block of splash attention, as in MaxText. The library's default, 128, would handicap it."""
 
 
 def xla(q: Float[Array, "B T N H"], k: Float[Array, "B T K H"], v: Float[Array, "B T K H"]) -> Float[Array, "B T N H"]:
-    """Run JAX's own attention, all scores at once."""
+    """Run JAX's own attention, which holds all scores at once."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
 
 def too_large(platform: str, shapes: Shapes) -> str:
-    """Reason to skip JAX's own attention, or empty: its program holds two float32 arrays [N,T,T], 2 x 4 N T^2 bytes."""
+    """Reason to skip JAX's own attention, or empty. Its program holds two float32 arrays [B,N,T,T], 8 B N T^2 bytes."""
     heads, length = shapes.num_heads, shapes.num_queries
     held = 8 * shapes.batch * heads * length**2
     said = f"two arrays of {heads} x {length:,} x {length:,} scores take {held / 2**30:.1f} GiB"
@@ -63,7 +64,7 @@ def splash(
 
     _, length, heads, head_dim = q.shape
     block = math.gcd(length, SPLASH_BLOCK)
-    kernel = library.make_splash_mha_single_device(  # groups query heads if there are fewer KV heads
+    kernel = library.make_splash_mha_single_device(  # also takes fewer KV heads than query heads
         library.MultiHeadMask([library.CausalMask((length, length))] * heads),
         block_sizes=library.BlockSizes(block_q=block, block_kv=block),
         interpret=interpret,
@@ -96,13 +97,13 @@ def not_for_tokamax(platform: str, shapes: Shapes) -> str:
 
 
 class Peer(NamedTuple):
-    """One peer in this process.
+    """A library whose attention runs in this process.
 
     Attributes:
         kernel: name in records.
-        refusal: (platform, shapes) -> why it cannot run such a call there; empty if it can.
+        refusal: (platform, shapes) -> reason why the peer cannot run such a call; empty if it can.
         attend: (q [B,T,N,H], k and v [B,T,K,H]) -> out [B,T,N,H]; jit-able, causal, scaled by H**-0.5.
-        package: distribution whose version its records hold; empty for JAX, whose version every record holds.
+        package: distribution whose version the peer's records hold; empty for JAX, whose version every record holds.
     """
 
     kernel: str
@@ -124,23 +125,28 @@ PEERS = MappingProxyType(
         "tokamax": Peer("tokamax dot_product_attention", not_for_tokamax, tokamax, "tokamax"),
     }
 )
-"""Peers in this process, by the suffix of the workload that compares them."""
+"""Peers in this process, by the name that ends the workload of their records."""
 
 
 class Ready(NamedTuple):
-    """Steps to time, by name in PEERS: (compile seconds, program); and why other peers are skipped, by kernel."""
+    """Peers to time and peers to skip.
+
+    Attributes:
+        steps: name in PEERS -> (compile seconds, compiled program).
+        skipped: the peer's kernel -> reason.
+    """
 
     steps: dict[str, tuple[float, jax.stages.Compiled]]
     skipped: dict[str, str]
 
 
 def exact(dtype: str) -> AbstractContextManager:
-    """Multiply float32 at full precision: accelerators default to fewer bits, and the checked rows would be wrong."""
+    """Return a context that multiplies float32 at full precision; accelerators' default fails the check of rows."""
     return jax.default_matmul_precision("highest" if dtype == "float32" else None)
 
 
 def ready(inputs: Sequence[Any]) -> Ready:
-    """Compile every peer that can run on arrays like these; a library's own error is also a reason to skip it."""
+    """Compile every peer that can run on arrays like `inputs`. A peer whose library raises an error is skipped too."""
     found, platform, shapes = Ready({}, {}), jax.default_backend(), call_shapes(*inputs[:2])
     for name, peer in PEERS.items():
         if reason := peer.refusal(platform, shapes):

@@ -1,4 +1,4 @@
-"""Shared set-up of the benchmark cases: sizes, the peer, this device's ceilings, a model on disk."""
+"""Shared set-up of the benchmark cases: sizes, the PyTorch worker, this device's peak rates, a model on disk."""
 
 import functools
 import math
@@ -26,10 +26,11 @@ REST_S = 0.2
 """Seconds to pause before each sample: PyTorch's and XLA's idle threads spin for a while after a call."""
 
 CREDIBLE = 0.8
-"""Fraction of the roofline floor below which a time is rejected; the ceilings are measured, to within some percent."""
+"""Fraction of the roofline's shortest time below which a sample is rejected. Below 1, since the peak rates are measured
+and may be a few percent off."""
 
 WORKER = Path(__file__).parents[4] / "peers" / "worker.py"
-"""Script of the peer's worker; a checkout has it, an installed package does not."""
+"""Script that runs PyTorch and transformers. A checkout has it, an installed package does not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +38,18 @@ class Sizes:
     """Sizes of the cases; the attention cases' heads are fixed.
 
     Attributes:
-        attention_tokens: dense prefill against PyTorch.
-        sparse_tokens: sparse and score against our dense.
-        long_tokens: whole-model prefill, Kascade against our dense.
-        short_tokens: whole-model prefill and decode against transformers.
+        attention_tokens: length of the dense prefill that is compared with PyTorch.
+        sparse_tokens: length of the sparse and score calls that are compared with our dense call.
+        long_tokens: prompt length of the whole-model prefill, Kascade against our dense attention.
+        short_tokens: prompt length of the whole-model prefill and decode that are compared with transformers.
         decode_steps: tokens decoded per sample.
         memory_tokens: prompt lengths at which memory is measured.
         crossover_tokens: prompt lengths at which the demo model's prefill is timed, ascending.
-        start_tokens: prompt length of the start-up case, and rows of the compile case's chunk.
-        config: the model; weights are random.
+        start_tokens: prompt length of the start-up case, and rows of the compilation case's chunk.
+        config: the model's configuration; its weights are random.
         rounds: samples per side if time allows.
-        least_rounds: minimum samples per side; one for the longest prompts, where a round may take two minutes.
-        suite_s: seconds after which no optional round begins; a slow machine needs three minutes more.
+        least_rounds: minimum samples per side. For the longest prompts it is one, since a round may take two minutes.
+        suite_s: seconds after which only the least rounds run; on a slow machine these take three minutes more.
         passkey_tokens: prompt lengths of the shipped model's pass keys.
         passkeys: tasks per length.
     """
@@ -97,12 +98,12 @@ SMOKE = Sizes(
 
 
 class Stand:
-    """State shared by all cases. Expensive parts are built on first use; close() ends the peer and removes the model.
+    """State shared by all cases. Expensive parts are built on first use; close() ends the worker and removes the model.
 
     Attributes:
-        suite, sizes: what runs.
+        suite, sizes: name of the running suite, and its sizes.
         case: name of the running case.
-        ends: deadline of its rounds, by `time.monotonic`.
+        ends: deadline of that case's rounds, on the clock of `time.monotonic`.
     """
 
     def __init__(self, suite: str, sizes: Sizes, peer_python: str | os.PathLike):
@@ -112,7 +113,7 @@ class Stand:
         self._scratch = tempfile.TemporaryDirectory(prefix="tessera-bench-")
 
     def close(self) -> None:
-        """End the peer and remove everything written for the run."""
+        """End the worker and remove everything written for the run."""
         if self._peer is not None:
             self._peer.close()
             self._peer = None
@@ -127,7 +128,7 @@ class Stand:
     def peer_refusal(self) -> str:
         """Reason why no comparison with PyTorch and transformers is possible here; empty if one is."""
         if jax.default_backend() != "cpu":
-            return f"their worker computes on the CPU, Tessera on a {jax.default_backend().upper()}"
+            return f"the PyTorch worker computes on the CPU, Tessera on a {jax.default_backend().upper()}"
         for path in (self._peer_python, WORKER):
             if not Path(path).exists():
                 return without_names(f"{path} does not exist: in a checkout, `make peers` builds .venv-peers")
@@ -148,7 +149,7 @@ class Stand:
 
     @functools.cached_property
     def folder(self) -> Path:
-        """Hugging Face folder with the random-weight model, which both sides load."""
+        """Hugging Face folder with the random-weight model, which Tessera and the worker load."""
         return self.write_model(self.sizes.config, "model")
 
     def write_model(self, config: ModelConfig, name: str) -> Path:
@@ -166,7 +167,7 @@ class Stand:
         return measure.interleave(contenders, rounds=self.sizes.rounds, until=self.ends, least=least, **options)
 
     def record(self, what: What, samples: Sequence[float], how: How, **fields: Any) -> Record:
-        """Build one side's record; a sample below the roofline floor makes it an error, since work was skipped."""
+        """Build one side's record. A sample shorter than the roofline allows makes it an error: work was skipped."""
         made = evidence.make(what, samples, how=how, command=self.command(), **fields)
         if made.unit == "s" and made.flops and what.dtype:
             floor_s = self._floor_s(what.dtype, made.flops, made.bytes or 0.0)
@@ -182,7 +183,7 @@ class Stand:
         return made
 
     def _floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
-        """Roofline floor in seconds; kernels may convert bfloat16, so its floor uses the fastest dtype's rate."""
+        """Shortest seconds by the roofline; for bfloat16, which kernels may convert, by the fastest dtype's rate."""
         names = {dtype, *self.ceilings.flops_per_s} if dtype == "bfloat16" else {dtype}
         return min(self.ceilings.floor_s(name, flops, num_bytes) for name in names)
 
@@ -192,7 +193,7 @@ class Stand:
 
 
 def versus(against: str, baseline: Sequence[float], ours: Sequence[float], target: float | None) -> Comparison:
-    """Compare baseline over ours: ratio, interval (from INTERVAL_ROUNDS samples up), whether it meets the target."""
+    """Compare medians: baseline / ours, its interval (from INTERVAL_ROUNDS samples up), whether it meets the target."""
     found = measure.ratio(baseline, ours)
     return Comparison(
         against=against,
@@ -214,7 +215,7 @@ def draw_tokens(config: ModelConfig, seed: int, length: int) -> list[int]:
 
 
 def compile_step(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[float, jax.stages.Compiled]:
-    """Trace and compile a function for such arguments; return the seconds taken and the program."""
+    """Trace and compile a function for arguments like these; return the seconds taken and the program."""
     anew = jax.jit(lambda *given: function(*given))  # a new function, since JAX would reuse an earlier trace
     return measure.time_call(lambda: anew.lower(*arguments).compile())
 
@@ -225,14 +226,15 @@ def fresh_seed(number: int) -> int:
 
 
 def causal_pairs(length: int) -> float:
-    """(query, key) pairs of a causal square: T (T + 1) / 2."""
+    """Visible (query, key) pairs of a causal prefill of T tokens: T (T + 1) / 2."""
     return length * (length + 1) / 2
 
 
 def model_work(config: ModelConfig, length: int, *, past: int = 0, density: float = 1.0) -> Mapping[str, float]:
-    """FLOPs and minimum bytes of one forward call of `length` new tokens after `past`, with the head on the last only.
+    """FLOPs and minimum bytes of one forward call of `length` new tokens after `past` cached ones.
 
-    Counts 2 FLOPs per weight and token, 4 H per query head and visible pair; weights and the visible cache read once.
+    Counts 2 FLOPs per weight and token, and 4 H per layer, query head and visible pair. The output head runs on the
+    last token only. The bytes read the float32 weights and the cache once. `density` is the share of visible keys read.
     """
     c = config
     per_layer = c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) * c.hidden_size
@@ -255,15 +257,14 @@ def utilisation(
     ceilings: measure.Ceilings,
     chip: hardware.Chip | None = None,
 ) -> dict[str, float]:
-    """Compute how much of the machine a model's call used, as facts of its record.
+    """Compute the share of the machine's peak rates that a model's call used, as facts of the call's record.
 
         mfu              = flops / (seconds x measured flops per second of this dtype)
         bandwidth_share  = bytes / (seconds x measured bytes per second)
 
-    Flops and bytes are what the call needs by `model_work` (nothing for keys that a sparse policy skips), not what the
-    program spent, so recomputation, masked blocks and padding do not count as use. The ceilings are measured in the
-    same process. On a chip with a data sheet, "mfu_nominal" (bfloat16 only, like the peak) and
-    "bandwidth_share_nominal" divide by one device's share of the nominal peaks instead.
+    Flops and bytes come from `model_work`: what the call needs, without keys that a sparse policy skips. Recomputation,
+    masked blocks and padding therefore do not count as use. The same process measured the peak rates. For a known chip,
+    "bandwidth_share_nominal" and, in bfloat16, "mfu_nominal" divide by the data sheet's peaks per device instead.
     """
     measured_flops_per_s, measured_bytes_per_s = ceilings.flops_per_s[dtype], ceilings.bytes_per_s
     facts = {

@@ -1,7 +1,7 @@
-"""Measure whether Kascade keeps the answers: tasks, fidelity to dense, and the cost of each choice of the plan.
+"""Measure how well Kascade keeps dense attention's answers, and what each setting of a plan costs.
 
     tessera eval                              compare policies on all tasks with the shipped model; takes minutes
-    tessera eval --suite study                vary tile by query tile, heads, anchors, fractions: fidelity and pass keys
+    tessera eval --suite study                change one setting of the plan at a time: closeness to dense, pass keys
     tessera eval --model FOLDER --text FILE   evaluate another model with its own plan and text
 
 Every policy and question gets a record; `--resume` skips what this commit has already recorded.
@@ -44,9 +44,9 @@ class Sizes:
         kinds: kinds of tasks; the first runs at every length, the others only at the longest.
         lengths: tokens of prompt and answer, ascending.
         samples: tasks per kind and length, at evenly spaced depths.
-        windows: number of held-out text windows that measure fidelity.
+        windows: number of held-out text windows on which closeness to dense (fidelity) is measured.
         window_tokens: tokens per window.
-        recall_windows: maximum number of these windows that measure the attention mass kept; 0 for none.
+        recall_windows: maximum number of these windows on which attention mass kept (recall) is measured; 0 for none.
     """
 
     kinds: tuple[str, ...] = tuple(tasks.KINDS)
@@ -57,7 +57,7 @@ class Sizes:
     recall_windows: int = 4
 
     def tasks(self) -> Iterator[tuple[str, int]]:
-        """Yield (kind, length) of every set of tasks that a contender answers."""
+        """Yield (kind, length) of every group of tasks that a contender answers."""
         for kind in self.kinds:
             yield from ((kind, length) for length in (self.lengths if kind == self.kinds[0] else self.lengths[-1:]))
 
@@ -69,13 +69,13 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
         "smoke": Sizes(lengths=(512,), samples=1, windows=1, window_tokens=512),
     }
 )
-"""Sizes by suite name. The study skips recall: a recall window takes longer than a fidelity window, since it adds a
-dense pass over all keys to the policy's own."""
+"""Sizes by suite name. The study skips recall, whose windows take longer than fidelity's: each adds a dense pass over
+all keys to the policy's own pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A policy on the model's weights, with the name, title and settings that identify it."""
+    """The model under one policy, with the name, title and settings that its records hold."""
 
     name: str
     title: str
@@ -84,8 +84,8 @@ class Contender:
 
 
 def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
-    """Yield dense, the plan at half, full and twice its budget, the plan without its choice of keys, the window that
-    reads as many keys, and the oracle (every layer selects)."""
+    """Yield dense, the plan at half, full and twice its budget, the control (the plan without its choice of keys), a
+    window that reads as many keys as the plan, and the oracle (every layer selects by its own scores)."""
     plan = dataclasses.replace(plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
     for scale, words in ((0.5, "half the plan's budget"), (1.0, "the plan"), (2.0, "twice the plan's budget")):
@@ -101,8 +101,8 @@ def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
 
 
 def window_of(plan: Plan, length: int) -> int:
-    """Size in keys of the window that, with one tile of sinks, reads the same share of a prompt as the plan does over
-    all heads. The plan fixes each head's reads beforehand: its budget plus the keys that it always reads."""
+    """Size in keys of the window that, with one tile of sinks, reads as many keys of a prompt as the plan, mean over
+    heads. A plan's head reads its budget plus the keys that are always read: own query tile, local keys and sinks."""
     seen = np.arange(1, length + 1)
     always = plan.query_tile + plan.local + plan.sinks
     budgets = np.array(plan.budgets or [[plan.fraction] * plan.num_kv_heads] * plan.num_layers)
@@ -113,9 +113,11 @@ def window_of(plan: Plan, length: int) -> int:
 
 
 def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
-    """Yield dense, then plans by Kascade's own recipe with one choice changed: tile by query tile, fraction, minimum
-    keys, heads, anchors. Plans with other heads or anchors are calibrated, and so is the base if `plan` has per-head
-    budgets."""
+    """Yield dense, then the plan with one setting changed: tile and query tile, fraction, minimum keys, heads, anchors.
+
+    `make_plan` calibrates plans with other heads or anchors. If `plan` has per-head budgets, a plan that
+    `make_plan` calibrates without them takes its place.
+    """
     plan = dataclasses.replace(make_plan() if plan.budgets else plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
     for tile in (1, 16, 32, 64, 128):
@@ -141,14 +143,14 @@ def kascade(model: Model, plan: Plan, title: str) -> Contender:
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """Settings of a plan that a record holds."""
+    """Settings of a plan, as a record holds them."""
     names = ("model", "heads", "tile", "query_tile", "local", "sinks", "fraction", "minimum")
     lists = {name: [*getattr(plan, name)] for name in ("anchors", "own", "budgets")}
     return {name: getattr(plan, name) for name in names} | lists
 
 
 def hay_of(model: Model, text: str | None) -> tasks.Hay:
-    """Build the tasks' filler from the given text, or else from held-out library text.
+    """Build the filler text of the tasks from `text`, or from held-out library text if it is None.
 
     Raises:
         ValueError: the model has no tokenizer.
@@ -160,7 +162,7 @@ def hay_of(model: Model, text: str | None) -> tasks.Hay:
 
 
 def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.Hay, command: str) -> Record:
-    """Record the contender's score on one kind at one length, decoding greedily, task by task."""
+    """Record the contender's mean score on the tasks of one kind and length, each decoded greedily."""
     scores, depths, density = [], [], []
     for index in range(sizes.samples):
         depth = (index + 0.5) / sizes.samples
@@ -203,7 +205,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def measure_fidelity(
     contender: Contender, windows: Sequence[np.ndarray], dense: Sequence[np.ndarray], command: str
 ) -> Record:
-    """Record KL divergence from dense per token, perplexities, and the share of equal top-1 tokens."""
+    """Record closeness to dense: KL divergence per token, both perplexities, and the share of equal top-1 tokens."""
     found = fidelity(contender.model, contender.model.policy, windows, dense)
     facts = {"perplexity": found.perplexity, "perplexity_dense": found.perplexity_dense, "agreement": found.agreement}
     how = How(iterations=len(found.kl), check="KL(dense || policy), mean over the tokens of each window")
@@ -218,7 +220,7 @@ def measure_fidelity(
 
 
 def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command: str) -> Record:
-    """Record the mean share of attention mass kept: of each window, and of each layer and KV head."""
+    """Record the share of attention mass that the contender keeps: a mean per window, and one per layer and KV head."""
     found = recall(contender.model, contender.model.policy, windows)
     facts = {"per_head": found.per_head.mean(0).round(6).tolist(), "sparse_layers": list(found.sparse_layers)}
     how = How(iterations=len(windows), check="dense attention's mass on the keys read, mean of sparse layers and heads")
@@ -233,7 +235,7 @@ def measure_recall(contender: Contender, windows: Sequence[np.ndarray], command:
 
 
 def on_text(op: str, question: str, contender: Contender) -> What:
-    """Describe a measurement of a contender on plain text."""
+    """Return the record key of a contender's measurement on plain text."""
     return What(
         op=op,
         kernel=contender.name,
@@ -245,7 +247,7 @@ def on_text(op: str, question: str, contender: Contender) -> What:
 
 
 def over_windows(values: Sequence[float], tokens: int, contender: Contender) -> dict[str, Any]:
-    """Facts of a value per window: mean and 95 % interval, number of tokens, policy."""
+    """Facts about one value per window: their mean with 95 % interval, number of tokens, policy."""
     low, high = mean_interval(values)
     mean = float(np.mean(values))
     return {"mean": mean, "low": low, "high": high, "tokens": tokens, "policy": contender.title}
@@ -259,13 +261,13 @@ def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
     """
     ids = np.asarray(model.tokenizer.encode(hay.text[: 40 * sizes.windows * sizes.window_tokens]), np.int32)
     if len(ids) < sizes.window_tokens:
-        raise ValueError(f"the text has {len(ids)} tokens, a window needs {sizes.window_tokens}: pass longer text")
+        raise ValueError(f"the text has {len(ids)} tokens, but a window needs {sizes.window_tokens}: pass longer text")
     starts = np.linspace(0, len(ids) - sizes.window_tokens, sizes.windows).astype(int)
     return [ids[start : start + sizes.window_tokens] for start in starts]
 
 
 def done_before(path: Path, command: str) -> set[tuple[str, str, str]]:
-    """(op, kernel, workload) of every record that this command wrote without error at this commit."""
+    """Return (op, kernel, workload) of every record in the file that this command made without error at this commit."""
     code = evidence.code()
     if code.dirty or code.commit is None or not path.exists():
         return set()
@@ -287,13 +289,13 @@ def run(
     resume: bool = False,
     command: str = "tessera eval",
 ) -> int:
-    """Run a suite on a model and append each record as soon as it is measured.
+    """Run a suite on a model and append each record as soon as it is made.
 
     Args:
         model, plan: model and plan to evaluate; the plan's cross-over is ignored.
-        suite: "demo" (policies side by side), "study" (the plan's choices) or "smoke".
+        suite: "demo" (compare policies), "study" (change the plan's settings one by one) or "smoke".
         make_plan: (heads=..., anchors=...) -> Plan, which calibrates plans for the study.
-        text: filler of the tasks and text for fidelity; held-out library text if None.
+        text: filler of the tasks, and text on which fidelity is measured; held-out library text if None.
         out: file of records; evidence/eval-<device>.jsonl if None.
         resume: skip what this commit has already recorded in the file.
 

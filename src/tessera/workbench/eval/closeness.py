@@ -1,8 +1,8 @@
-"""Compare a text under a policy with the same text under dense, token by token: KL divergence, loss, top-1 tokens.
+"""Compare predictions under a policy with those under dense, token by token: KL divergence, loss, top-1 tokens.
 
-    KL[t] = sum_v p(v) (ln p(v) - ln p'(v)),  p under dense, p' under the policy, for the token after t
+    KL[t] = sum_v p(v) (ln p(v) - ln p'(v)),  p under dense, p' under the policy, v over the vocabulary
 
-A text runs once and is judged in blocks of tokens, so one pass serves every range of positions.
+A text runs once under each policy. Results are means of blocks of tokens, so one pass serves every range of positions.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from tessera.sparse.contract import Policy
 from tessera.workbench.eval.trials import Runner
 
 BLOCK = 256
-"""Tokens per sample of divergence. Neighbouring tokens share their context, so intervals redraw whole blocks."""
+"""Tokens per block, one sample of the divergence. Neighbouring tokens share context, so intervals redraw blocks."""
 
 
 class Pass(NamedTuple):
@@ -23,7 +23,7 @@ class Pass(NamedTuple):
 
     Attributes:
         hidden: the last layer's output, [tokens, D].
-        counts: keys read and keys visible per CHUNK tokens, [2, chunks, L].
+        counts: keys read, then keys visible, per chunk of CHUNK tokens and layer, [2, chunks, L].
     """
 
     hidden: np.ndarray
@@ -39,7 +39,10 @@ def run_text(model: Model, policy: Policy, window: np.ndarray) -> Pass:
 
 
 def closeness(model: Model, dense: np.ndarray, ours: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """Mean KL, dense loss, our loss, top-1 agreement per BLOCK tokens, [blocks, 4]; the last token predicts nothing."""
+    """Compute mean KL, dense's loss, the policy's loss and top-1 agreement per block, [blocks, 4], from hidden states.
+
+    The last token is left out, since no token follows it.
+    """
     found = compare_rows(model, dense, ours, window, predicting(window))
     rows = np.array([found.kl, found.loss_dense, found.loss, found.same], float)
     return np.array([rows[:, start : start + BLOCK].mean(1) for start in range(0, rows.shape[1], BLOCK)])

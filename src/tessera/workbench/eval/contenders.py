@@ -1,8 +1,8 @@
-"""Build rivals that read as many keys as a plan at every position, to show what the plan's choice of keys adds.
+"""Build rivals of a plan: policies that read as many keys at every position, but choose them by another rule.
 
-`profile` counts once, chunk by chunk on a text, how many keys a policy reads. A rival gets that many keys at each
-position, the mean over the plan's layers and heads, and spends them by another rule. Its own tiles count among them,
-and so does the first tile if the rival keeps a sink.
+The comparison shows what the plan's choice of keys adds. `profile` runs one text under the plan and counts the keys
+read per chunk, mean over layers and heads: a rival's budget at that position. A query tile's own tiles, which hold its
+own positions, count toward the budget, and so does the first tile if the rival keeps sinks.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,11 +37,11 @@ ALWAYS = 2**31 - 2
 CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
 WINDOW = "window + sink"
 EXACT = "own choice, tile 16"
-"""Every layer chooses by its own exact probabilities; shows what a plan could reach with as many keys."""
+"""Rival in which every layer chooses tiles by its own exact attention: what a plan could reach with as many keys."""
 OTHER = "other plan: "
-"""Start of the title of another plan of the same model; its file's name follows."""
+"""Prefix of the title of another plan of the same model; the plan file's name follows."""
 FRONTIER = (WINDOW, EXACT, "mean keys of 4")
-"""Rules that run at the frontier's budgets."""
+"""Rivals that also run at the frontier: at budgets other than the plan's."""
 MAIN = (EXACT, NEAR, WINDOW, "mean keys of 4")
 """Rivals that run first, in this order."""
 LEAST = 128
@@ -52,7 +52,10 @@ Knots = tuple[tuple[int, float], ...]
 
 
 def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
-    """Run a text under a policy; return how many keys a row of each chunk reads, mean over layers and KV heads."""
+    """Run a text under a policy; return the keys that a row reads, mean over each chunk's rows, layers and KV heads.
+
+    The points are at the chunks' middles, at position 0 (one key), and at the text's end (extrapolated).
+    """
     runner = Runner(model, policy, len(tokens))
     starts = [chunk.start for chunk in runner.fill(tokens)]
     ends = [*starts[1:], len(tokens)]
@@ -66,19 +69,19 @@ def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
 
 
 def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
-    """Whether a head reads every key under the plan, per layer and KV head."""
+    """Return whether a head reads every key under the plan, [L][K]."""
     budgets = plan.budgets or ((plan.fraction,) * plan.num_kv_heads,) * plan.num_layers
     return tuple(tuple(layer in plan.anchors or budget >= 1 for budget in row) for layer, row in enumerate(budgets))
 
 
 def left_for_others(keys: Knots, whole: Sequence[Sequence[bool]]) -> Knots:
-    """Budget of the heads that are not whole, if whole heads read every key and the mean over all heads is `keys`."""
+    """Return the budget of the heads that are not whole, such that the mean over all heads is `keys`."""
     share = np.mean(whole)
     return keys if share == 1 else tuple((at, round((k - share * (at + 1)) / (1 - share), 1)) for at, k in keys)
 
 
 def flat(share: float, minimum: int, longest: int) -> Knots:
-    """Budget of max(share * visible, minimum) keys, or all visible keys if they are fewer."""
+    """Return a budget of max(share * visible, minimum) keys, and at most all visible keys."""
     turn = min(int(minimum / share), longest - 1)
     return (
         (0, 1.0),
@@ -95,7 +98,7 @@ def scores_newest(q, kv, layer, spec, positions):
 
 
 def scores_random(q, kv, layer, spec, positions):
-    """Score tiles by noise that depends only on layer, head, tile and the query tile's position."""
+    """Score tiles by a hash of layer, head, tile and the query tile's position."""
     batch, heads, num_query_tiles, num_tiles = shape = _grid(q, kv, spec)
     row = positions.q_start[:, None] + jnp.arange(num_query_tiles, dtype=jnp.int32) * spec.query_tile
     parts = (row[:, None, :, None], jnp.arange(heads)[:, None, None], jnp.arange(num_tiles), jnp.asarray(layer))
@@ -114,13 +117,16 @@ def scores_mass(q, kv, layer, spec, positions):
 
 
 def scores_estimate(q, kv, layer, spec, positions, summary: str, keys: int | None = None):
-    """Score tiles by attention probability, estimated per block of keys (a tile if None); decode scores each key."""
+    """Score tiles by attention probability, estimated from one summary per `keys` keys (None: per tile).
+
+    Decode calls score every key.
+    """
     keys = spec.tile if keys is None else min(keys, spec.tile)
     return estimate_mass(q, kv.k, spec, positions, Estimate(keys=keys, summary=summary), kv.scales)
 
 
 def _grid(q: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[int, int, int, int]:
-    """[B,K,I,J] of a call."""
+    """Return the shape [B,K,I,J] of a call's scores: sequences, KV heads, query tiles, tiles."""
     batch, heads, num_keys = kv.k.shape[:3]
     return batch, heads, ceil_div(q.shape[1], spec.query_tile), ceil_div(num_keys, spec.tile)
 
@@ -140,12 +146,12 @@ SCORES: Final[Mapping[str, Callable[..., Array]]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Matched(Counted):
-    """Policy in which every layer chooses its own tiles by one rule, within a budget that depends on position.
+    """Policy in which every layer chooses tiles for itself by one rule, within a budget that depends on position.
 
     Attributes:
         scores: a rule of SCORES.
-        keys: the budget; own tiles are read even if they exceed it.
-        whole: [L][K], the heads that read every key outside the budget; empty for none.
+        keys: the budget. A query tile's own tiles are read even if they exceed it.
+        whole: whether a head reads every key, whatever the budget, [L][K]; empty for none.
         tile, query_tile: as in Kascade.
         sinks: number of first tiles that are always read.
     """
@@ -168,7 +174,7 @@ class Matched(Counted):
 
     def attend(self, layer, q, kv, spec, positions, state):
         if spec.window is not None:
-            raise ValueError("rivals are for models without a sliding window: this one has it in its configuration")
+            raise ValueError("rivals cannot run on this model: its configuration has a sliding window")
         spec = replace(spec, tile=self.tile, query_tile=self.query_tile)
         where, shapes = positions._asdict(), kv.shapes(q)
         visible = count_visible(spec, positions, shapes)
@@ -192,7 +198,7 @@ class Matched(Counted):
         return out, record_reads(state, layer, read, visible)
 
     def select(self, scores_BKIJ: Array, positions: Positions, whole_K: Bool[Array, " K"] | None = None) -> Selection:
-        """Select the best tiles: own tiles and sinks always, then by score; whole heads get every visible tile."""
+        """Select tiles per query tile: own tiles, sinks, then the best scores. Whole heads get every visible tile."""
         num_query_tiles, num_tiles = scores_BKIJ.shape[2:]
         first, last, count = self.budget(num_query_tiles, positions)
         id_J = jnp.arange(num_tiles, dtype=jnp.int32)
@@ -231,11 +237,11 @@ class Contender:
     """A policy and its description in records.
 
     Attributes:
-        name: its family, which a picture draws as one line.
+        name: family of contenders, which a picture draws as one line.
         title: unique description.
         policy: the policy, without a cross-over to dense.
-        brief: whether it runs only the short list of questions, as all do except dense, the control, the plan and the
-            exact choice at the plan's keys.
+        brief: whether the contender runs only the short list of questions. Dense, the control, the plan, and the exact
+            choice at the plan's keys run the full list.
     """
 
     name: str
@@ -255,9 +261,10 @@ def contenders(
     scales: Sequence[float] = (),
     others: Mapping[str, Plan] = MappingProxyType({}),
 ) -> Iterator[Contender]:
-    """Yield dense, control and plan, other plans, the rivals at the plan's keys, and all at the frontier's budgets.
+    """Yield dense, control, plan, other plans, rivals with the plan's budget, then rivals and plan at other budgets.
 
-    Without a plan the rivals run only at the frontier's budgets, or at a quarter of the keys if there are none.
+    The other budgets, `shares` and `scales`, are the frontier. Without a plan, rivals run only at `shares`, or at a
+    quarter of the keys if that is empty.
 
     Args:
         plan: the plan to judge.
@@ -279,7 +286,7 @@ def contenders(
         own = {"whole": whole, "tile": plan.tile, "query_tile": query_tile}
         near = Matched(scores="newest", keys=left_for_others(keys, whole), **own)
         rivals = [*rules(keys, query_tile)]
-        if np.any(whole):  # else it is the window
+        if np.any(whole):  # without whole heads it equals the window
             rivals.append(Contender(name=NEAR, title=NEAR, policy=near))
         rivals.sort(key=lambda rival: MAIN.index(rival.name) if rival.name in MAIN else len(MAIN))
         for rival in rivals:
@@ -297,7 +304,7 @@ def contenders(
 
 
 def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
-    """Yield a contender for each rule of choosing tiles; all read as many keys."""
+    """Yield a contender for each rule of choosing tiles, all with the same budget."""
     for name, scores, tile in (
         (WINDOW, "newest", 16),
         ("own choice, tile 1", "mass", 1),
@@ -314,11 +321,11 @@ def rules(keys: Knots, query_tile: int) -> Iterator[Contender]:
 
 
 def plan_policy(model: Model, plan: Plan) -> Policy:
-    """Build the plan's policy for every length, ignoring its cross-over."""
+    """Build the plan's policy without its cross-over, so that it is sparse at every length."""
     return policy_for("kascade", model.config, replace(plan, crossover_tokens=0))
 
 
 def with_budget(plan: Plan, scale: float) -> Plan:
-    """Scale every budget of the plan that is below all keys."""
+    """Multiply the plan's budgets by `scale`, except those of heads that read every key."""
     budgets = tuple(tuple(b if b >= 1 else min(scale * b, 1.0) for b in row) for row in plan.budgets)
     return replace(plan, fraction=min(plan.fraction * scale, 1.0), minimum=int(plan.minimum * scale), budgets=budgets)

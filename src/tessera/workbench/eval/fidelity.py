@@ -2,14 +2,13 @@
 
     KL = mean over tokens of sum_v p(v) (ln p(v) - ln p'(v)),  p under dense, p' under the policy
 
-Both run the same text in the same chunks, each with its own cache, so the divergence includes the effect of earlier
-sparse layers and chunks on later ones.
+Dense and the policy run the same text in the same chunks, each with its own cache, so the divergence includes the
+effect of earlier sparse layers and chunks on later ones.
 
     recall[layer, KV head] = share of attention mass on the keys that the policy lets that layer and head read
 
-The mass is that of dense attention, the softmax over all visible keys, with q and k from the policy's own run; mean
-over rows and the KV head's query heads. Layers that read every key have recall 1 by definition: Kascade's anchors, and
-every layer of dense.
+The attention mass is the softmax over all visible keys, computed from the q and k of the policy's own run, mean over
+rows and the KV head's query heads. Layers that read every key (Kascade's anchors, all of dense's) have recall 1.
 """
 
 from collections.abc import Sequence
@@ -79,8 +78,8 @@ class Recall:
     """Attention mass that a policy keeps, as a fraction.
 
     Attributes:
-        per_head: [windows, L, K] of every window, layer and KV head.
-        sparse_layers: the layers that choose which keys to read; the others keep 1 by definition.
+        per_head: share per window, layer and KV head, [windows, L, K].
+        sparse_layers: layers that choose which keys to read; the others keep 1.
     """
 
     per_head: np.ndarray
@@ -94,7 +93,7 @@ class Recall:
 
 
 def recall(model: Model, policy: Policy, windows: Sequence[np.ndarray]) -> Recall:
-    """Run every window under the policy and measure the share of dense attention's mass that its selections hold.
+    """Run every window under the policy and measure the share of attention mass on the keys that the policy reads.
 
     Args:
         windows: pieces of text, token ids.

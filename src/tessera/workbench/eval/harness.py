@@ -1,4 +1,4 @@
-"""Run a Tessera model under EleutherAI's `lm_eval`, whose base package suffices, without torch.
+"""Run a Tessera model under EleutherAI's `lm_eval`; its base package, without torch, is enough.
 
     import lm_eval, tessera
     from tessera.workbench.eval.harness import adapter
@@ -7,7 +7,7 @@
     lm_eval.simple_evaluate(adapter(model), tasks=["lambada_openai"])
 
 The model answers under its own policy, cross-over included. Prompts longer than the context lose their beginning, as
-with lm_eval's own models.
+they do with lm_eval's own models.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,14 +20,14 @@ from tessera.generate import Model
 from tessera.runtime.score import predicting, run_whole, score_rows
 
 MAX_NEW_TOKENS = 256
-"""Tokens of an answer if the task sets no limit."""
+"""Maximum tokens of an answer if the task sets no limit."""
 
 LENGTH_STEP = 256
-"""Request lengths are rounded up to multiples of this: a new length costs a compilation, padding only its rows."""
+"""Tokens. Requests are padded to multiples of this: padding costs less than a compilation for every length."""
 
 
 def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tuple[float, bool]:
-    """Return (sum of ln p of the last `num_scored` tokens given all before them, whether each was the top-1 token).
+    """Return (sum of ln p of the last `num_scored` tokens, whether every one of them was the top-1 token).
 
     Raises:
         ValueError: fewer than two tokens, more than the context holds, or nothing to score.
@@ -44,21 +44,25 @@ def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tupl
 
 
 def split(model: Model, context: str, continuation: str) -> tuple[list[int], int]:
-    """Return (tokens of both, how many belong to the continuation); the context's trailing spaces move there."""
+    """Return (tokens of context + continuation, how many of them to score: the continuation's).
+
+    The context's trailing spaces count as part of the continuation. If all tokens are more than the model's
+    context, the first ones are dropped.
+    """
     moved = len(context) - len(context.rstrip())
     if moved:
         context, continuation = context[:-moved], context[-moved:] + continuation
     whole = model.tokenizer.encode(context + continuation)
-    head = model.tokenizer.encode(context) if context else whole[:1]  # without a context, the first token is given
+    head = model.tokenizer.encode(context) if context else whole[:1]  # without a context, the first token is not scored
     num_scored = max(len(whole) - len(head), 1)
     kept = whole[-model.config.max_positions :]
     return kept, min(num_scored, len(kept) - 1)
 
 
 def rolling(model: Model, text: str) -> float:
-    """Compute ln p of a whole text in context-sized pieces whose scored tokens do not overlap.
+    """Compute ln p of a whole text, except its first token, in context-sized pieces.
 
-    Each piece's first token is given.
+    Pieces overlap by one token, and a piece's first token is not scored, so no token is scored twice.
     """
     ids, size = model.tokenizer.encode(text), model.config.max_positions
     pieces = [ids[i : i + size] for i in range(0, len(ids) - 1, size - 1)]
@@ -77,7 +81,7 @@ def generate_until(model: Model, context: str, options: dict[str, Any]) -> str:
         max_new_tokens=new_tokens,
         stop=until,
         temperature=float(options.get("temperature", 1.0)) if draws else 0.0,
-        top_k=0,  # here and below: nothing from the model's generation_config.json
+        top_k=0,  # from here on: override the model's generation_config.json
         top_p=options.get("top_p", 1.0),
         min_p=0.0,
         repetition_penalty=1.0,
@@ -99,7 +103,7 @@ def adapter(model: Model) -> Any:
         raise ValueError(f"{model.source} has no tokenizer: lm_eval's tasks are text")
 
     class Tessera(LM):
-        """Answer one request after the other."""
+        """Model for lm_eval that answers requests one by one."""
 
         def loglikelihood(self, requests: Iterable[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             todo = [request.args for request in requests]

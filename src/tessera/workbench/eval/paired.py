@@ -1,5 +1,6 @@
-"""Compare policies that answered the same questions: how many of one's answers the other keeps, and whether a
-difference is more than chance. Questions about one document share its cache, so intervals redraw documents.
+"""Compare two policies on the same questions: the share of answers kept, and whether a difference is more than chance.
+
+Questions about one document share its cache and are not independent, so intervals redraw whole documents.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ def mcnemar(lost: int, gained: int) -> float:
     """Exact two-sided p of McNemar's test: min(1, 2 P[Binomial(lost + gained, 1/2) <= min(lost, gained)]).
 
     Args:
-        lost: questions that only the first policy answered.
-        gained: questions that only the second answered.
+        lost: number of questions that only the first policy answered correctly.
+        gained: number of questions that only the second policy answered correctly.
     """
     total = lost + gained
     tail = sum(comb(total, k) for k in range(min(lost, gained) + 1))
@@ -52,26 +53,26 @@ def ratio(parts: Sequence[float], wholes: Sequence[float]) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """Mean of practically independent values; the interval redraws them."""
+    """Compute the mean of values that are nearly independent; the interval redraws the values."""
     values = np.asarray(values, float)
     found = values[_draws(len(values))].mean(1)
     return Estimate(float(values.mean()), *map(float, np.quantile(found, TAILS)))
 
 
 def kept(dense: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
-    """Share of dense's answers that a policy finds too; both arguments hold 1 or 0 per document and question."""
+    """Share of dense's right answers that a policy gets right too; arguments hold 1 or 0 per document and question."""
     both = [sum(a and b for a, b in zip(*pair, strict=True)) for pair in zip(dense, policy, strict=True)]
     return ratio(both, [sum(found) for found in dense])
 
 
 def discordant(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Count the questions that only the first policy answers, and those that only the second does."""
+    """Count the questions that only the first policy answers correctly, and those that only the second does."""
     pairs = [pair for both in zip(first, second, strict=True) for pair in zip(*both, strict=True)]
     return sum(a > b for a, b in pairs), sum(b > a for a, b in pairs)
 
 
 def gain(control: Sequence[Sequence[int]], policy: Sequence[Sequence[int]]) -> Estimate:
-    """Share of questions that a policy answers minus the control's share; the interval redraws documents."""
+    """Share of questions that a policy answers correctly minus the control's share; the interval redraws documents."""
     more = np.array([sum(b) - sum(a) for a, b in zip(control, policy, strict=True)], float)
     sizes = np.array([len(found) for found in control], float)
     pick = _draws(len(more))

@@ -1,8 +1,8 @@
-"""Generate documents with hidden facts, and questions about each, from any text and tokenizer; the seed fixes them.
+"""Generate documents with hidden facts and questions about them, from any text and tokenizer, by a seed.
 
 | kind | hidden in the document | asked |
 |---|---|---|
-| single | eight numbers of unrelated things | each of them |
+| single | a number for each of eight unrelated things | the number of each |
 | alike | a number for each of eight cities, in the same words | the number of each |
 | keys | a number for each of five people who share first names and surnames | the number of each |
 | values | three numbers, under different names, for each of two cities | each of them |
@@ -11,7 +11,7 @@
 | count | things of several kinds, numbered in order | the next number of each kind |
 
 A question includes the beginning of its answer ("... The special number of Lisbon is"), since a small model continues
-text better than it follows instructions. It is short enough to run after the document without running that again.
+text better than it follows instructions. Questions are short, so that each runs from the cache of its document.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +24,8 @@ import numpy as np
 from tessera.models.tokenizer import Tokenizer
 
 ROOM = 128
-"""Tokens of a length reserved for question and answer. A question starts at a multiple of it, where a query tile of up
-to as many rows also starts."""
+"""Tokens of a length reserved for question and answer. Lengths are multiples of ROOM, so a question starts at a
+multiple too, where a query tile starts if its size divides ROOM."""
 
 CITIES = (
     "Lisbon|Oslo|Cairo|Lima|Delhi|Paris|Rome|Berlin|Madrid|Vienna|Dublin|Prague|Athens|Warsaw|Helsinki|Nairobi|Havana|"
@@ -49,10 +49,10 @@ class Question(NamedTuple):
     """A question that follows a document, and its expected answer.
 
     Attributes:
-        suffix: token ids of the question and its answer's beginning.
+        suffix: token ids of the question and of its answer's beginning.
         answer: expected token ids.
-        given: per answer token, whether it is given rather than asked; empty if all are asked.
-        depth: position of the fact in the document, 0 (start) to 1 (end); of several lines, the first.
+        given: per answer token, whether the token is given to the model, not asked; empty if all are asked.
+        depth: position of the fact in the document, 0 (start) to 1 (end); the first line's if it has several.
     """
 
     suffix: tuple[int, ...]
@@ -62,7 +62,7 @@ class Question(NamedTuple):
 
 
 class Document(NamedTuple):
-    """Token ids of a document, and questions about it; together with any one of them it is at most `length` tokens."""
+    """Token ids of a document, and questions. The document, one question and its answer fit into `length` tokens."""
 
     kind: str
     length: int
@@ -71,11 +71,11 @@ class Document(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """Lines to hide, in this order, and a question.
+    """Lines to hide in a document, and a question about them.
 
     Attributes:
-        notes: lines.
-        question: text of the question with the answer's beginning, without a trailing space.
+        notes: the lines, in order.
+        question: text of the question and of the answer's beginning, without a trailing space.
         answer: pieces of text, spaces included, alternating: asked, given, asked, ...
     """
 
@@ -116,7 +116,7 @@ class Filler:
         return self.tokenizer.encode(text, add_special=False, parse_special=False)
 
     def excerpt(self, rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Draw `size` tokens from a random line start, repeating a short text; return them and their line ends."""
+        """Cut `size` tokens from a random line start, wrapping at the text's end; also return where its lines end."""
         start = int(rng.choice(self.breaks))
         at = (start + np.arange(size)) % len(self.ids)
         return self.ids[at], np.flatnonzero(np.isin(at + 1, self.breaks)) + 1
@@ -128,17 +128,17 @@ def number(rng: np.random.Generator) -> str:
 
 
 def single(rng: np.random.Generator) -> list[Fact]:
-    """Draw eight numbers of unrelated things."""
+    """Draw a number for each of eight unrelated things."""
     return [numbered(rng, thing) for thing in rng.permutation(MEASURES)[:8]]
 
 
 def alike(rng: np.random.Generator) -> list[Fact]:
-    """Draw a number for each of eight cities, in the same words."""
+    """Draw a number for each of eight cities, all hidden in the same words."""
     return [numbered(rng, f"special number of {city}") for city in rng.permutation(CITIES)[:8]]
 
 
 def numbered(rng: np.random.Generator, thing: str) -> Fact:
-    """Draw a number and build the question for it."""
+    """Draw a number for a thing and build the fact."""
     value = number(rng)
     return Fact((f"The {thing} is {value}.",), f"What is the {thing}? The {thing} is", (f" {value}",))
 
@@ -157,7 +157,7 @@ def values(rng: np.random.Generator) -> list[Fact]:
 
 
 def chain(rng: np.random.Generator) -> list[Fact]:
-    """Draw a number for each of four cities and a number after each; the second step starts from the first's answer."""
+    """Draw a number for each of four cities, and hide elsewhere which number follows it; a question asks for both."""
     facts = []
     for city in rng.permutation(CITIES)[:4]:
         value, after = number(rng), number(rng)
@@ -190,7 +190,7 @@ def count(rng: np.random.Generator) -> list[Fact]:
 KINDS: Final[Mapping[str, Callable[[np.random.Generator], list[Fact]]]] = MappingProxyType(
     {draw.__name__: draw for draw in (single, alike, keys, values, chain, copy, count)}
 )
-"""Kinds by name. To add one, write a function and list it here."""
+"""Kinds of facts by name. To add one, write a function and list it here."""
 
 
 def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -> Document:
@@ -229,7 +229,11 @@ def make_document(kind: str, filler: Filler, length: int, seed: Sequence[int]) -
 
 
 def pose(filler: Filler, fact: Fact, depth: float) -> Question:
-    """Tokenize a fact's question. Each piece is encoded together with the text before it, then cut off."""
+    """Tokenize a fact's question and answer. Each piece is tokenized together with the text before it, then split off.
+
+    Raises:
+        ValueError: the tokenizer merges a piece with the text before it, or needs more than ROOM tokens.
+    """
     text = "\n\n" + fact.question
     suffix = filler.encode(text)
     answer, given, before = [], [], suffix
@@ -237,7 +241,7 @@ def pose(filler: Filler, fact: Fact, depth: float) -> Question:
         text += piece
         whole = filler.encode(text)
         if whole[: len(before)] != before:
-            raise ValueError(f"the tokenizer joins {piece!r} with what is before it: such a question cannot be cut")
+            raise ValueError(f"the tokenizer merges {piece!r} with the text before it, so the answer cannot be cut")
         answer += whole[len(before) :]
         given += [index % 2 == 1] * (len(whole) - len(before))
         before = whole

@@ -1,12 +1,12 @@
-"""Judge a plan on a real model: closeness to dense by position, and needles, against rivals that read as many keys.
+"""Judge a plan on a real model, by closeness to dense and by questions, against rivals that read as many keys.
 
     tessera eval --suite real                    short form: 2,048 and 4,096 tokens, a window as the only rival
-    tessera eval --suite real-full --resume      every length, kind and rival, and the frontier; takes hours, resumes
+    tessera eval --suite real-full --resume      every length, kind and rival, also at other budgets; takes hours
 
-All policies run the same texts and answer the same questions, so every comparison is paired; a record holds each
-question's outcome. Rivals read as many keys as the plan at every position (`contenders.py`). The control is the plan
-without its choice of keys: whole heads read every key, the others only own tiles, local tiles and sinks. If the control
-does as well as the plan, a task says nothing about the choice of keys, and its record says so.
+All policies run the same texts and answer the same questions, so every comparison is paired; a record holds the outcome
+of each question. Rivals read as many keys as the plan at every position (`contenders.py`). The control is the plan
+without its choice of keys: whole heads read every key, the other heads read only own tiles, local tiles and sinks. If
+the control does as well as the plan, a task says nothing about the choice of keys, and its record says so.
 """
 
 import json
@@ -35,9 +35,9 @@ from tessera.workbench.evidence import How, Record, What
 
 NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
 SURE = 0.05
-"""Largest p at which a difference from the control counts as more than chance."""
+"""Largest p value (McNemar) at which a difference from the control counts as more than chance."""
 RESOLUTION = 1e-6
-"""Nats. Records round KL to 1e-7, and two programs of the same numbers add them in other orders."""
+"""Nats. Smaller KL differences are rounding: records round to 1e-7, and programs may sum in different orders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +45,10 @@ class Sizes:
     """Amount of work in a suite.
 
     Attributes:
-        lengths: ends of the ranges of positions that texts are judged in; ascending multiples of 512.
+        lengths: ends of the position ranges that get a record each; ascending multiples of 512.
         documents: (kind, length, count), in the order they run; lengths are multiples of 128 up to the longest.
-        windows: number of windows per domain, each with as many tokens as the longest length.
-        brief: documents for all rivals except the exact choice, and for all at the frontier.
+        windows: number of text windows per domain, each as long as the longest length.
+        brief: documents for contenders with `brief` set: most rivals, and all at other budgets (the frontier).
         rivals: names of rivals that run in addition to dense, the control and the plan; empty for all.
         shares: budgets of the frontier's rivals, as shares of the visible keys.
         scales: the plan's budgets at the frontier, as factors of its fraction and minimum.
@@ -100,7 +100,7 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
 
 @dataclass(kw_only=True)
 class Ledger:
-    """Records of one run, so that a resumed run skips what is done.
+    """Records of one run, which tell a resumed run what is done.
 
     Attributes:
         path: file that records are appended to, one by one.
@@ -140,24 +140,24 @@ class Ledger:
         return record
 
     def get(self, op: str, contender: Contender, question: str) -> Record | None:
-        """Return the record of a question if exactly this policy answered it."""
+        """Return the record of a contender's question; None if there is none, or its policy had other settings."""
         record = self.done.get((op, contender.name, f"{question}: {contender.title}"))
         return record if record is not None and _plain(record.what.config) == _plain(asdict(contender.policy)) else None
 
     def outcomes(self, question: str, name: str, title: str, documents: int) -> list[list[int]] | None:
-        """Return what another contender found in the first documents of a question, or None if it was not asked."""
+        """Return another contender's outcomes (1 or 0 per document and question); None if it was not asked."""
         record = self.done.get(("eval real task", name, f"{question}: {title}"))
         return None if record is None else record.facts["found"][:documents]
 
 
 @dataclass(kw_only=True)
 class Material:
-    """Texts and documents for all contenders, and dense's passes over the texts, run on first use.
+    """Texts and documents for all contenders, and the texts' results under dense, computed on first use.
 
     Attributes:
         windows: windows of text by domain.
         filler: text that facts are hidden in.
-        held: `run_text` of each domain's windows under dense.
+        held: results of `run_text` under dense for each domain's windows.
     """
 
     windows: Mapping[str, Sequence[np.ndarray]]
@@ -166,7 +166,7 @@ class Material:
 
     @classmethod
     def of(cls, model: Model, sizes: Sizes, text: str | None) -> "Material":
-        """Cut windows from the three domains, or from `text` if it is given."""
+        """Cut windows from the three domains of `texts`, or from `text` if it is given."""
         domains = {"text": text} if text is not None else {name: get() for name, get in texts.DOMAINS.items()}
         windows = {}
         for name, body in domains.items():
@@ -175,7 +175,7 @@ class Material:
         return cls(windows=windows, filler=probes.Filler.of(model.tokenizer, domains.get("reference", text)))
 
     def dense(self, model: Model, domain: str) -> list[Pass]:
-        """Run a domain's windows under dense; later calls return the stored passes."""
+        """Run a domain's windows under dense, or return the results of an earlier call."""
         if domain not in self.held:
             self.held[domain] = [run_text(model, Dense(), window) for window in self.windows[domain]]
         return self.held[domain]
@@ -189,7 +189,7 @@ class Material:
 
 
 def ranges(sizes: Sizes) -> list[tuple[int, int]]:
-    """Ranges of positions with a record each: 0 to the first length, then from each length to the next."""
+    """Return the position ranges that get a record each: 0 to the first length, then from each length to the next."""
     return list(zip((0, *sizes.lengths[:-1]), sizes.lengths))
 
 
@@ -236,22 +236,22 @@ def verdict(better: paired.Estimate, p: float = 0.0, resolution: float = 0.0) ->
     """Decide whether a difference from the control says anything about the choice of keys.
 
     Args:
-        better: the difference, positive if the policy is better. A few documents that agree give an interval of no
-            width, so p must be small too.
-        p: McNemar's p of the same difference.
-        resolution: differences up to this are rounding, not the policy's merit.
+        better: the difference, positive if the policy is better. If a few documents agree, its interval has no width,
+            so p must be small too.
+        p: McNemar's p of the same difference; 0 where the test does not apply.
+        resolution: largest difference that is only rounding.
     """
     nothing = better.low <= resolution or p > SURE
     return {"better_by": better.value, "low": better.low, "high": better.high, "p": p, "says_nothing": nothing}
 
 
-# --- needles and their like
+# --- answers to questions about documents
 
 
 def judge_trials(
     model: Model, contender: Contender, documents: Sequence[probes.Document], longest: int, ledger: Ledger
 ) -> Record:
-    """Record which questions of one kind and length a policy answers, and how many of dense's answers it keeps."""
+    """Record which questions of one kind and length a policy answers right, and its share of dense's right answers."""
     kind, length = documents[0].kind, documents[0].length
     answers = run_trials(model, contender.policy, documents, num_keys=longest)
     found = [[int(o.found) for o in a.outcomes] for a in answers]
@@ -290,7 +290,7 @@ def judge_trials(
 def jobs(
     model: Model, contender: Contender, material: Material, sizes: Sizes, ledger: Ledger
 ) -> Iterator[tuple[str, Callable[[], Sequence[Record]]]]:
-    """Yield (question, job that asks it) for every question that a contender has left, in order."""
+    """Yield (question, job that makes its records) for every question that the contender still has to answer."""
     longest = sizes.lengths[-1]
     for domain in material.windows:
         questions = [f"{domain}, tokens {low:,} to {high:,}" for low, high in ranges(sizes)]
@@ -310,8 +310,8 @@ def jobs(
 def in_order(
     model: Model, entries: Sequence[Contender], material: Material, sizes: Sizes, ledger: Ledger
 ) -> list[Callable[[], Sequence[Record]]]:
-    """Order every job: each question for dense, control, plan and window in turn, so that an interrupted run has
-    complete comparisons; then rival by rival."""
+    """Return every job: first each question under dense, control, plan and window, so that an interrupted run holds
+    complete comparisons; then the other contenders one by one."""
     in_turn = [contender for contender in entries if contender.title in ("dense", CONTROL, PLAN, WINDOW)]
     left = [[*jobs(model, contender, material, sizes, ledger)] for contender in in_turn]
     order = [*material.windows, *(f"{kind} at {length}" for kind, length, _ in sizes.documents)]
@@ -321,7 +321,7 @@ def in_order(
 
 
 def _plain(config: Mapping[str, Any]) -> str:
-    """Encode a policy's configuration as a file of records holds it."""
+    """Encode a policy's configuration as JSON, in which a tuple equals the list that was read back from a file."""
     return json.dumps(config, sort_keys=True)
 
 
@@ -329,13 +329,13 @@ def run(
     model: Model, plan: Plan | None, *, suite: str = "real", text: str | None = None, out: Path | None = None,
     resume: bool = False, command: str = "tessera eval --suite real", others: Mapping[str, Plan] = NO_PLANS,
 ) -> int:  # fmt: skip
-    """Run the suite and append each record as soon as it is measured; Ctrl-C loses only the running job.
+    """Run the suite and append each record as soon as it is made; Ctrl-C loses only the running job.
 
     Args:
         model: needs a tokenizer and a context of at least the shortest length; lengths beyond the context are skipped.
-        plan: the plan to judge; None runs dense and the rivals.
+        plan: the plan to judge; if None, only dense and the rivals run.
         suite: a name of SUITES.
-        text: replaces the three domains and the documents' filler.
+        text: text to use instead of the three domains and the documents' filler.
         out: file of records; evidence/real-<device>.jsonl if None.
         resume: skip what this command has already recorded in the file at this commit.
         others: more plans of the model by name, to compare the plan with.
@@ -346,7 +346,7 @@ def run(
     if suite not in SUITES:
         raise ValueError(f"{suite=} must be one of {', '.join(SUITES)}")
     if model.tokenizer is None:
-        raise ValueError(f"{model.source} has no tokenizer: the suite asks in text")
+        raise ValueError(f"{model.source} has no tokenizer: the suite's questions are text")
     sizes = fitting(SUITES[suite], model.config.max_positions)
     out = Path("evidence") / f"real-{hardware.device_slug()}.jsonl" if out is None else Path(out)
     ledger = Ledger.open(out, command, str(model.params.embed.dtype), resume)
@@ -360,7 +360,7 @@ def run(
 
 
 def fitting(sizes: Sizes, context: int) -> Sizes:
-    """Drop lengths beyond a context from the sizes.
+    """Return the sizes without lengths beyond a context.
 
     Raises:
         ValueError: no length is left.

@@ -4,9 +4,9 @@
 |---|---|---|
 | single | one pass key in running text | the key |
 | multi_key | pass keys of many names | the key of one name |
-| multi_value | four pass keys of one name, among other names' | all four |
+| multi_value | four pass keys of one name, among those of other names | all four |
 | tracking | a chain x = 48213, y = x, z = y, among other chains | the last name's number |
-| common_words | a word list, ten words ten times, the others twice | the ten |
+| common_words | a word list, ten words five times as often as the others | the ten |
 | frequent_words | made-up words by Zipf's law | the three most frequent |
 
 The prompt ends where the answer begins, so that a base model can continue it. A sample's score is the share of the
@@ -23,7 +23,7 @@ import numpy as np
 from tessera.train.facts import NAMES, number
 
 MARGIN = 16
-"""Tokens left free, since pieces of text may take one token more together than separately."""
+"""Tokens left free, since joined pieces of text may take more tokens than the pieces do."""
 
 
 class Sample(NamedTuple):
@@ -47,11 +47,11 @@ class Sample(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A question before it is cut to length: notes to hide in filler, or a list that keeps as many items as fit.
+    """A question before its notes are hidden in the filler.
 
     Attributes:
-        filler: text long enough for the longest prompt.
-        notes: (place from 0 to 1, line).
+        filler: text to hide notes in, or the word list that the question is about.
+        notes: (position, 0 at the start to 1 at the end; line to hide there).
         question: text after the filler.
         expected: strings that the answer must contain.
     """
@@ -70,7 +70,7 @@ class Hay:
     count: Callable[[str], int]
 
     def excerpt(self, rng: np.random.Generator, size: int) -> str:
-        """Draw `size` characters from a random line start, repeating a text that is shorter."""
+        """Cut `size` characters from a random line start, repeating the text if it is shorter."""
         text = self.text * (1 + size // max(len(self.text), 1) + 1)
         start = int(rng.integers(0, len(self.text)))
         start = text.rfind("\n", 0, start) + 1
@@ -95,7 +95,7 @@ def multi_key(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Dr
 
 
 def multi_value(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """Hide four pass keys of one name among those of others and ask for all four."""
+    """Hide four pass keys of one name among those of other names and ask for all four."""
     name, *others = rng.permutation(NAMES)[:5]
     keys = [number(rng, 5) for _ in range(4)]
     notes = [(p, f"One pass key of {name} is {k}.") for p, k in zip([depth, *rng.random(3)], keys)]
@@ -105,7 +105,7 @@ def multi_value(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> 
 
 
 def tracking(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """Hide four chains of assignments, three steps each, and ask for the number of one's last name."""
+    """Hide four chains of names, each name set to the one before it; ask for the number of one chain's last name."""
     letters = list("abcdefghijklmnopqrstuvwxyz")
     notes, asked = [], []
     for chain in range(4):
@@ -121,7 +121,7 @@ def tracking(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Dra
 
 
 def common_words(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """List ten words five times as often as all others and ask for them."""
+    """List words, ten of them five times as often as the others, and ask for those ten."""
     common, pool = _words(rng, 10), _words(rng, max(size // 14, 10))
     rounds = max(size // (8 * (10 * 10 + 2 * len(pool))), 1)
     listed = rng.permutation(np.array(common * 10 * rounds + pool * 2 * rounds))
@@ -130,7 +130,7 @@ def common_words(rng: np.random.Generator, hay: Hay, size: int, depth: float) ->
 
 
 def frequent_words(rng: np.random.Generator, hay: Hay, size: int, depth: float) -> Draft:
-    """List made-up words, the n-th in proportion to n^-2, and ask for the three most frequent."""
+    """List made-up words, the n-th with probability in proportion to n^-2, and ask for the three most frequent."""
     pool = _words(rng, 50)
     weights = np.arange(1, 51) ** -2.0
     listed = rng.choice(pool, size // 6, p=weights / weights.sum())
@@ -160,7 +160,7 @@ def make(kind: str, hay: Hay, length: int, *, seed: Sequence[int], depth: float 
         hay: filler and token count.
         length: tokens of prompt and answer.
         seed: same seed, same sample.
-        depth: place of the note that holds the answer; random if None.
+        depth: position of the note that holds the answer, 0 (start) to 1 (end); random if None.
 
     Raises:
         ValueError: unknown kind, or a length too short for notes and question.
@@ -189,7 +189,7 @@ def make(kind: str, hay: Hay, length: int, *, seed: Sequence[int], depth: float 
 
 
 def _assemble(made: Draft, size: int) -> str:
-    """Insert each note into the filler as a separate line, at the line end nearest its place; append the question."""
+    """Insert each note into the filler as a line, at the line end nearest to its position, and append the question."""
     text = made.filler[:size]
     breaks = np.array([0, *(i + 1 for i, c in enumerate(text) if c == "\n"), len(text)])
     parts, last = [], 0

@@ -1,8 +1,8 @@
 """Three domains of held-out text that every Python installation has: source code, reference prose and help texts.
 
 `code` holds the standard library files that `tessera.train.data` holds out, except those reserved for calibration;
-`reference` the language reference that `help()` reads; `help` long docstrings of files that are not held out. So no
-text is in two domains, and none is in the library text that a plan may be calibrated on.
+`reference` holds the language reference that Python's help() shows; `help` holds long docstrings of files that are not
+held out. No text is in two domains, and none is in the library text that a plan may be calibrated on.
 """
 
 import ast
@@ -18,18 +18,18 @@ import numpy as np
 from tessera.train.data import is_held_out, library_corpus, library_files
 
 LONG = 600
-"""Minimum characters of a long docstring."""
+"""Minimum characters of a docstring in `help`."""
 
 
 @cache
 def code() -> str:
-    """Held-out source files of the standard library."""
+    """Return the held-out source files of the standard library."""
     return bytes(library_corpus().held_out.astype(np.uint8)).decode("utf-8", "replace")
 
 
 @cache
 def reference() -> str:
-    """Topics of the language reference, sorted by name."""
+    """Return the topics of the language reference, sorted by name."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
@@ -37,7 +37,7 @@ def reference() -> str:
 
 @cache
 def help() -> str:
-    """Long docstrings, file by file, of every fourth file of the standard library that is not held out."""
+    """Return the long docstrings of about a quarter of the standard library's files, none of them held out."""
     found = []
     for name, path in library_files():
         if not is_held_out(name) and hashlib.sha256(name.encode()).digest()[1] < 64:
@@ -50,7 +50,7 @@ def help() -> str:
 
 
 DOMAINS: Final[Mapping[str, Callable[[], str]]] = MappingProxyType({"code": code, "reference": reference, "help": help})
-"""Text by domain."""
+"""Functions that return a domain's text, by the domain's name."""
 
 
 def windows_of(ids: np.ndarray, count: int, size: int) -> list[np.ndarray]:
@@ -61,7 +61,7 @@ def windows_of(ids: np.ndarray, count: int, size: int) -> list[np.ndarray]:
     """
     if len(ids) < count * size:
         raise ValueError(
-            f"the text has {len(ids)} tokens, {count} windows of {size} need {count * size}: pass longer text"
+            f"the text has {len(ids)} tokens, but {count} windows of {size} need {count * size}: pass longer text"
         )
     starts = np.linspace(0, len(ids) - size, count).astype(int)
     return [ids[start : start + size] for start in starts]

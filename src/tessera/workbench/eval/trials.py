@@ -1,8 +1,8 @@
 """Ask many questions about one document: prefill the document once per policy, and run each question from its cache.
 
-A question's rows follow the document in the cache, overwriting the previous question's; then the answer's tokens run
-one at a time through the policy's own decode calls. Each call feeds the expected token (teacher forcing). As long as
-that is the model's top-1 token, this equals greedy decoding, and an answer counts as found only if every token is.
+A question's rows follow the document in the cache and overwrite the previous question's. Then the answer's tokens run
+one at a time through the policy's decode calls. Each call is fed the expected token (teacher forcing). As long as the
+top-1 token is the expected one, this equals greedy decoding; an answer counts as found only if that holds throughout.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,9 +26,9 @@ class Outcome(NamedTuple):
     """One policy's result on one question.
 
     Attributes:
-        found: every token of the answer is the top-1 token.
-        logprob: ln of the probability of the whole answer.
-        tokens: number of the answer's tokens that are the top-1 token, given the correct tokens before.
+        found: whether every asked token of the answer is the top-1 token.
+        logprob: ln of the probability of all asked tokens.
+        tokens: number of asked tokens that are the top-1 token after the expected tokens before them.
     """
 
     found: bool
@@ -42,7 +42,7 @@ class Answers:
 
     Attributes:
         outcomes: one per question, in order.
-        density: keys read / keys visible per layer, [L]: document, questions and answers together.
+        density: keys read / keys visible per layer, [L], over document, questions and answers.
     """
 
     outcomes: tuple[Outcome, ...]
@@ -50,13 +50,13 @@ class Answers:
 
 
 class Runner:
-    """A policy's cache of one sequence, and counts of the keys it has read."""
+    """The cache of one sequence under a policy, and counts of the keys that the policy has read."""
 
     def __init__(self, model: Model, policy: Policy, num_keys: int):
         self.model, self.policy = model, policy
         self.query_tile = policy.query_tile
         if ROOM % self.query_tile:
-            raise ValueError(f"query_tile={self.query_tile} must divide {ROOM}: a question starts there")
+            raise ValueError(f"query_tile={self.query_tile} must divide {ROOM}: questions start at multiples of it")
         self.held = score.Run(model, policy, num_keys)
         self.pending: list[Reads] = []
 
@@ -104,8 +104,8 @@ def run_trials(
     """Ask every question of every document under a policy, ignoring its cross-over.
 
     Args:
-        num_keys: keys that the cache must hold; the longest document's length if None. Programs are compiled per cache
-            size, so pass one number for documents of several lengths.
+        num_keys: keys that the cache must hold; the longest document's length if None. Each size costs a compilation,
+            so pass one number for documents of several lengths.
 
     Raises:
         ValueError: the policy's query tile does not divide ROOM.

@@ -1,4 +1,4 @@
-"""`python -m tessera.workbench.gpu_check`: runs the named pieces, by default all, until time runs out."""
+"""Run the named pieces of the GPU check, by default all, until time runs out."""
 
 import argparse
 import contextlib
@@ -14,12 +14,12 @@ from tessera.workbench import evidence
 from tessera.workbench.gpu_check.supervisor import STOPS, device, supervise
 
 PIECES = ("env", "correct", "time", "tune")
-"""In the order they run."""
+"""Names of the pieces, in the order they run."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the pieces. Exit code 1 if an item failed (its record says why), 2 if nothing can run or a record cannot be
-    written, 130 if the run was stopped. The next run resumes."""
+    """Run the pieces. Exit code 1 if an item failed (its record says why) or the child process broke, 2 if nothing can
+    run or a record cannot be written, 130 if the run was stopped. The next run resumes."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.gpu_check", description=main.__doc__)
     parser.add_argument("pieces", nargs="*", metavar="|".join(PIECES), help="all if none is named")
     parser.add_argument("--out", type=Path, help="file of records; evidence/gpu-<device>.jsonl if not given")
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         KeyboardInterrupt: the run was stopped.
-        OSError: something could not be written.
+        OSError: a file could not be written.
     """
     if options.dry and options.out is None:
         options.out = Path(tempfile.mkdtemp(prefix="tessera-gpu-check-")) / "dry.jsonl"

@@ -22,13 +22,13 @@ from tessera.workbench.gpu_check.session import Session
 FRACTION = 0.1
 TILES = (64, 128, 32, 16, 1)
 MOST_SINGLE_KEYS = 16384
-"""Keys of the longest call with tile 1. Beyond, masses and lists of single keys take gigabytes."""
+"""Most keys of a call with tile 1. With more, masses and lists of single keys take gigabytes."""
 LLAMA_8B, LLAMA_70B = (32, 8), (64, 8)
 """Query and KV heads of Llama 3.1."""
 
 
 class Setting(NamedTuple):
-    """One call: B, T, S, query and KV heads, head dim, causal, dtype."""
+    """Sizes, mask and dtype of one attention call."""
 
     batch: int
     queries: int
@@ -50,7 +50,7 @@ class Setting(NamedTuple):
         return f"{self.phase} {size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {mask}"
 
     def call(self, role: str, tile: int = 64, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
-        """Return (spec, shapes) for a role; a sparse call has room for what select_tiles lists."""
+        """Return (spec, shapes) for a kernel's role. A sparse call has capacity for select_tiles at FRACTION."""
         spec = AttentionSpec(causal=self.causal, tile=tile, query_tile=query_tile, mass=role == "score")
         capacity = None
         if role == "sparse":
@@ -64,7 +64,7 @@ class Setting(NamedTuple):
         return Positions(*(jnp.full((self.batch,), start, jnp.int32) for start in starts))
 
     def inputs(self, key: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Draw normal q, k, v on the device, one sequence at a time, which needs no extra memory."""
+        """Draw normal q, k, v on the device, one sequence at a time to save memory."""
 
         @partial(jax.jit, static_argnums=1)
         def draw(key, size):
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of q, out, and K and V in two layouts: the model's cache and what other libraries take."""
+        """Bytes of q, out, and K and V twice: in the cache's layout and in that of other libraries."""
         queries, keys = self.queries * self.heads, self.keys * self.kv_heads
         return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
 
@@ -98,7 +98,7 @@ class Setting(NamedTuple):
 def kernels_here(session: Session, phase: str | None = None) -> Iterator[Kernel]:
     """Yield the kernels that this GPU runs, cuDNN's too.
 
-    A dry run, without a GPU, takes only the first of each role and phase, and those for single keys.
+    A dry run has no GPU: it yields the first simulable kernel of each role and phase, and those that take single keys.
     """
     capability = hardware.gpu_capability()
     found = [kernel for kernel in KERNELS if kernel.platform == "gpu" and kernel.runs_on(capability)]
@@ -117,7 +117,7 @@ def takes_single_keys(kernel: Kernel) -> bool:
 
 
 def taken(kernel: Kernel, setting: Setting, query_tile: int = 32) -> tuple[AttentionSpec, Shapes] | None:
-    """Return (spec, shapes) at the first tile that the kernel takes, else None; tile 1 only up to MOST_SINGLE_KEYS."""
+    """Return (spec, shapes) with the first tile that the kernel takes, else None. MOST_SINGLE_KEYS limits tile 1."""
     for tile in TILES if kernel.role != "dense" else TILES[:1]:
         if tile == 1 and setting.keys > MOST_SINGLE_KEYS:
             continue

@@ -1,7 +1,7 @@
 """Check answers of any length against float32: the reference kernel recomputes whole query tiles on the same device.
 
-The tolerances, in units in the last place of the dtype: two for out, measured as |error| / |row| (weights and output
-are each rounded once, by half a unit); one for lse (a kernel may sum rounded weights); eight for the mass, whose
+Tolerances, in units in the last place of the dtype (UNIT): 2 for out, measured as |error| / |row|, since weights and
+output are each rounded by half a unit; 1 for lse, since a kernel may sum rounded weights; 8 for the mass, whose
 logarithms a kernel may keep in half precision.
 """
 
@@ -21,7 +21,10 @@ ALLOWED = {"out": 2.0, "lse": 1.0, "mass": 8.0}
 
 @partial(jax.jit, static_argnames="spec")
 def errors(spec: AttentionSpec, q, k, v, positions: Positions, selection: Selection | None, found: AttentionOut):
-    """Return the largest error of each part that the answer has; NaN where it holds NaN."""
+    """Return each part's error: out's worst |error| / |row|, lse's worst |error|, and |error| / |mass| for the mass.
+
+    A part that holds NaN has error NaN. A part that `found` lacks is left out.
+    """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     expected = reference.attend(q, KeyValues.of(k, v), spec, positions, selection, reference.Config())
     size = jnp.linalg.norm(expected.out, axis=-1)
@@ -44,7 +47,7 @@ def fault(
 
     Args:
         spec, inputs, positions, selection: the call; inputs are q [B,T,N,H], k and v [B,S,K,H].
-        found: the call's answer; another library's may hold None for lse and mass.
+        found: the call's answer. lse and mass may be None, as in other libraries' answers.
     """
     q, k, v = inputs
     tiles = ceil_div(q.shape[1], spec.query_tile)

@@ -1,4 +1,4 @@
-"""Device time on a cold cache: CUPTI's durations of the kernels that a call launched, contenders in turns."""
+"""Measure device time with a cold L2 cache: the durations, by CUPTI, of the kernels that a call launches."""
 
 import contextlib
 import time
@@ -18,14 +18,14 @@ ABSENT = (ImportError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
 class Samples(NamedTuple):
-    """Seconds per round of one contender: its kernels' durations added up, and the call as the host sees it."""
+    """Seconds of one contender per round: `device` adds up its kernels' durations, `host` is wall time."""
 
     device: list[float]
     host: list[float]
 
 
 class Clock:
-    """Takes samples. Falls back to the host's clock where CUPTI does not run (another tool holds it, no rights)."""
+    """Times calls with CUPTI, or with the host's clock if CUPTI cannot run (in use, or not permitted)."""
 
     def __init__(self, session: Session):
         self._flush_bytes = session.scale.flush_bytes
@@ -33,7 +33,7 @@ class Clock:
         self._write = jax.jit(lambda x: x + 1, donate_argnums=0)
         self._cupti = None
         self.method = "the host's clock around a call and its wait: launches and dispatch count"
-        if on_gpu() and not session.is_done(PROBE):  # a record of the probe means that it hung
+        if on_gpu() and not session.is_done(PROBE):  # the probe has a record only if it failed or hung
             with session.guard(PROBE):
                 self._try_cupti()
 
@@ -74,7 +74,7 @@ class Clock:
 
     @property
     def cold(self) -> str:
-        """Record text for the state of the cache."""
+        """State of the cache, as records describe it."""
         return f"L2 cold: {self._flush_bytes >> 20} MiB written before each sample"
 
 

@@ -1,7 +1,8 @@
-"""Check every GPU kernel against float64: the layout of single-key rows, then the catalogue and adversarial numbers.
+"""Check every GPU kernel: where single-key rows lie in shared memory, then the answers of calls, against float64.
 
-Calls come from the catalogue. Numbers and verdict come from `tessera verify`, with a tolerance derived for each call.
-`timing.py` checks the long calls.
+`layout.py` makes the first check. The calls come from the catalogue (`attention/workloads.py`). Their numbers, random
+or adversarial, and the comparison are those of `tessera verify`, which derives a tolerance for each call. `timing.py`
+checks the answers of long calls.
 """
 
 from collections.abc import Iterator
@@ -56,13 +57,13 @@ DRY = {
     ),
 }
 FIRST = 2
-"""Cases of each kernel that run before anything is timed, besides the layout."""
+"""Number of cases of each kernel, besides the layout, that run before anything is timed."""
 GRADIENTS = 2.0**-5
 """Tolerance of a bfloat16 gradient, relative to max(largest entry, 1)."""
 
 
 class Case(NamedTuple):
-    """A workload, its dtype and numbers (see verify.NUMBERS); `small` runs the smallest blocks instead of the tuned."""
+    """A workload, its dtype and numbers (see verify.NUMBERS). `small`: smallest blocks, not the tuned ones."""
 
     workload: Workload
     dtype: str = "bfloat16"
@@ -77,7 +78,7 @@ class Case(NamedTuple):
 
 
 def run(session: Session) -> None:
-    """Append records of layouts, cases and gradients; if `session.first`, FIRST cases per kernel and no gradients."""
+    """Append records of layouts, cases and gradients; if `session.first`, only FIRST cases per kernel."""
     kernels = list(calls.kernels_here(session))
     for kernel in filter(calls.takes_single_keys, kernels):
         for head_dim in (64,) if session.dry else (64, 128):
@@ -107,12 +108,15 @@ def run(session: Session) -> None:
 
 
 def what_of(kernel: Kernel, case: Case) -> What:
-    """Return the measurement's key."""
+    """Return the record key of a kernel's case."""
     return What(op="correctness", kernel=kernel.name, workload=case.words(), dtype=case.dtype)
 
 
 def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
-    """Return one config of the single-key kernel per block size, on which the place of rows depends: most stages."""
+    """Return one config of the single-key kernel per block size, which decides where rows lie.
+
+    Each has the most stages that the search space allows.
+    """
     spec = AttentionSpec(tile=1, query_tile=layout.TOKENS, causal=False)
     heads = 2 * head_dim // layout.TOKENS
     space = kernel.search_space(spec, Shapes(1, 64, 4096, heads, 1, head_dim, 2048, "bfloat16"))
@@ -120,7 +124,7 @@ def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
 
 
 def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
-    """Yield the kernel's cases by importance: catalogue, adversarial numbers, heads of 256, tiles, small blocks."""
+    """Yield the kernel's cases by importance: Hopper calls, adversarial numbers, wide heads, tiles, small blocks."""
 
     def takes(workload: Workload, dtype: str = "bfloat16") -> bool:
         return kernel.refusal(workload.role_spec(kernel.role), workload.shapes(kernel.role, dtype)) is None
@@ -151,7 +155,7 @@ def cases(kernel: Kernel, *, dry: bool) -> Iterator[Case]:
 
 
 def compare(kernel: Kernel, case: Case) -> dict:
-    """Return a record's fields: errors of out, lse and mass, each divided by its tolerance.
+    """Run a case and return its record's fields; the sample is the largest error / tolerance over out, lse and mass.
 
     Raises:
         ValueError: an error exceeds the tolerance, or the answer breaks the contract otherwise.
@@ -173,7 +177,7 @@ def compare(kernel: Kernel, case: Case) -> dict:
 
 
 def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
-    """Yield the Hopper prefill workloads, and one with heads of 256, whose dense call the kernel supports."""
+    """Yield the Hopper prefill workloads and one with heads of 256, unless the kernel refuses their dense call."""
     found = [DRY["prefill"]] if dry else tagged("hopper", "prefill")
     wide = [] if dry else [replace(w, name=f"{w.name}_{WIDE}", head_dim=WIDE) for w in found[:1]]
     for w in (*found, *wide):
@@ -182,7 +186,7 @@ def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
 
 
 def compare_gradients(kernel: Kernel, workload: Workload) -> dict:
-    """Return a record's fields: errors of dq, dk and dv of sum(d_out * out) against float64, over the tolerance.
+    """Return a record's fields: error / tolerance of the gradients dq, dk, dv of sum(d_out * out), against float64.
 
     Raises:
         ValueError: an error exceeds the tolerance.

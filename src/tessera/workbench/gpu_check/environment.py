@@ -1,4 +1,4 @@
-"""The machine: device, driver, clocks, versions, tools, and the target configuration that a deviceless compile uses."""
+"""Record the machine: device, packages, tools, and whether the target configuration of deviceless compiles fits it."""
 
 import importlib.metadata
 import importlib.util
@@ -20,14 +20,14 @@ TOOLS = "ptxas nvdisasm nvcc ncu nvidia-smi".split()
 
 
 def run(session: Session) -> None:
-    """Record the environment; on a GPU, also count the facts of the shipped target configuration that differ here."""
+    """Record the environment; on a GPU, also the shipped target configuration's facts that differ from this GPU's."""
     session.attempt(What(op="environment", kernel="", workload="gpu"), look)
     if on_gpu():
         session.attempt(What(op="target configuration", kernel="", workload="gpu"), compare_target)
 
 
 def look() -> dict:
-    """Return everything as facts; the sample is the number of devices."""
+    """Return a record's fields: device, packages and tools as facts, the number of devices as sample."""
     device = jax.devices()[0]
     names = ("compute_capability", "core_count", "shared_memory_per_block_optin", "device_kind", "platform")
     return {
@@ -42,7 +42,7 @@ def look() -> dict:
 
 
 def compare_target() -> dict:
-    """Return what XLA says of this GPU, and the shipped H200 facts that it contradicts: name -> [shipped, here]."""
+    """Return a record's fields: XLA's description of this GPU, and the shipped H200 facts that differ from it."""
     from jax._src.lib import xla_client
 
     text = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
@@ -50,10 +50,10 @@ def compare_target() -> dict:
 
 
 def differences(here: str, shipped: str) -> dict:
-    """Return a record's samples and facts: how many of the shipped facts differ here.
+    """Return a record's samples and facts: the number of shipped facts that differ, and name -> [shipped, here].
 
     Raises:
-        ValueError: XLA's text holds no facts.
+        ValueError: `here`, XLA's text, holds no facts.
     """
     found = facts(here)
     if not found:
@@ -79,7 +79,7 @@ def version(name: str) -> str | None:
 
 
 def tool(name: str) -> str | None:
-    """Return the last line of a tool's --version, or its place in Python's packages; None if neither has it."""
+    """Return the last line of a tool's --version, or its folder in the nvidia packages; None if it is not installed."""
     path = shutil.which(name)
     if path is None:
         wheels = importlib.util.find_spec("nvidia")

@@ -1,10 +1,11 @@
-"""Check how gathered rows of single keys lie in shared memory, which no interpreter models: probe every slot.
+"""Check the layout of gathered single-key rows in shared memory, which no interpreter models, by probing every slot.
 
-A query tile lists `blocks` times 2 H keys. 2 H consecutive ones are unit vectors, slot j's is +-e_((j + 8 tile) % H);
-the rest are zero. The tile's rows are the unit vectors +-e_r. A row scores SCALE at one slot, which gets all of its
-weight, so out must equal that key's values to the last bit. Another slot's values show where the kernel found K's row
-instead; values of no slot mean that V's columns are misplaced. From tile to tile the unit vectors move by one 16-byte
-column, so the tiles together probe every column of every slot, and every stage of the ring.
+A query tile lists `blocks` x 2 H keys, H the head dim; a key's index in the list is its slot. In one run of 2 H slots,
+slot j holds the unit vector e_((j + 8 tile) % H), with a minus sign in the second half; all other keys are zero. The
+query tile's 2 H rows are the unit vectors +-e_r. So a row scores SCALE at one slot, which gets all of its weight, and
+out must equal that slot's values to the last bit. If out holds another slot's values, the kernel read K's row from the
+wrong place; if it holds no slot's values, V's columns are misplaced. From tile to tile the unit vectors move by one
+16-byte column, so the tiles together probe every column of every slot, and every stage of the ring of buffers.
 """
 
 import jax
@@ -17,18 +18,18 @@ from tessera.workbench.evidence import How
 from tessera.workbench.gpu_check import calls
 
 SCALE = 64.0
-"""Score of a row at its slot. exp(-SCALE) is negligible against 1 in every dtype."""
+"""Softmax scale, and so a row's score at its slot. exp(-SCALE) is negligible against 1 in every dtype."""
 TOKENS = 32
-"""Tokens of a query tile. Its 2 H rows are TOKENS times the heads."""
+"""Tokens of a query tile. The tile's 2 H rows are TOKENS x heads."""
 COLUMN = 8
 """16-bit numbers in a 16-byte column."""
 
 
 def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int) -> dict:
-    """Return a record's fields: how many of the tiles' slots answer with values other than their own.
+    """Probe every slot of `tiles` query tiles and return a record's fields, with 0 misplaced slots as sample.
 
     Raises:
-        ValueError: any slot does; the message names the first few.
+        ValueError: a slot is misplaced (the message names the first few), or lse is wrong.
     """
     seed, key = calls.fresh_key()
     rows, length = 2 * head_dim, 2 * head_dim * blocks
@@ -61,12 +62,12 @@ def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int)
 
 
 def first_of(tile: int, blocks: int, rows: int) -> int:
-    """Return the first slot of a tile's unit vectors."""
+    """Return the first slot of the 2 H that hold a tile's unit vectors."""
     return tile % blocks * rows
 
 
 def strangers(tile: int, out: np.ndarray, values: np.ndarray, blocks: int) -> list[str]:
-    """Describe each row of out [2 H, H] that is not exactly the value row of the slot it asked for."""
+    """Describe each row of out [2 H, H] that does not equal the values of the slot that holds the row's unit vector."""
     rows, head_dim = out.shape
     said = []
     for row in range(rows):

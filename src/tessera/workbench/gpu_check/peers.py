@@ -75,15 +75,15 @@ PEERS = MappingProxyType(
         "flash_attn": flash_attn,
     }
 )
-"""Name -> function of (setting, q, k, v) that prepares a call, which returns out [B,T,N,H] when it is done."""
+"""Name -> function of (setting, q, k, v) that returns a call. The call waits for out [B,T,N,H] and returns it."""
 
 
 MODULES = MappingProxyType({"torch": ("torch",), "flash_attn": ("flash_attn_interface", "flash_attn")})
-"""Python modules by the first word of a peer's name. A peer needs any one of its modules; cuDNN has none."""
+"""Python modules by the first word of a peer's name. A peer needs one of its modules; cuDNN through jax needs none."""
 
 
 def installed(name: str) -> bool:
-    """Return whether the peer's library is here, and the GPU that it runs on."""
+    """Return whether the peer's library is installed and a GPU is present."""
     library = name.split()[0]
     if library == "cudnn":
         return on_gpu() and has_cudnn()

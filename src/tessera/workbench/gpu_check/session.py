@@ -1,10 +1,11 @@
-"""One run of the GPU script as its child process sees it: where records go, what is left to do, the time left.
+"""State of one run of the GPU script in its child process: where records go, what is left to do, the time left.
 
-An item is done once these very sources made a record of it without an error. Items without a record run first. Failed
-items run again after everything else; those that hung, crashed or did not fit into memory run only once more. While an
-item runs, a note on disk names it and its time limit: the parent (`supervisor.py`) ends a process that exceeds the
-limit, and the next process turns the note into the item's error record. A note without an end means that parent and
-child died together: the machine was taken away, or this item brings it down. The first such end does not count.
+An item (one measurement) is done once the current sources have made a record of it without an error. Items without a
+record run first. Failed items run again after everything else; those that hung, crashed or did not fit into memory run
+only once more. While an item runs, a note on disk names it and its time limit. The parent (`supervisor.py`) kills a
+process that exceeds the limit, and the next process turns the note into the item's error record. If the note does not
+say how the process ended, parent and child died together: the machine was taken away, or the item crashes the machine.
+The first such end of an item does not count as a crash.
 """
 
 import collections
@@ -35,16 +36,16 @@ REFUSALS = (
     *(ValueError, TypeError, NotImplementedError, AssertionError, LookupError, ImportError, AttributeError),
     *(BufferError, MosaicError, LoweringError, ir.MLIRError),
 )
-"""Errors that leave the process intact. After XLA's errors and unknown ones, a fresh process takes over; after a plain
-RuntimeError, which libraries raise for refused calls and CUDA faults alike, only if the device fails too."""
+"""Errors after which the process goes on. A plain RuntimeError, which libraries raise for refused calls and CUDA faults
+alike, counts as one if the device still works. After any other error, a fresh process takes over."""
 CRASHED = ("hung after", "crashed", "does not fit")
-"""Prefixes of the error of an item that took its process with it."""
+"""Prefixes of the error of an item that ended its process."""
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
-"""Matches XLA, CUDA and PyTorch errors about exhausted main memory. Exhausted shared memory is the kernel's fault."""
+"""Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory, except shared memory, a fault of the kernel."""
 FULL_DISK = re.compile(r"(?i)no space left on device|disk quota exceeded")
-"""Matches the error of an item without disk space, as for its compiler's files. Never a reason to drop an item."""
+"""Matches errors about a full disk, for example of a compiler. They do not count as the item's crash."""
 CUT = "cut short:"
-"""Prefix of the error of an item during which everything ended, the parent too."""
+"""Prefix of the error of an item during which child and parent both died."""
 MOST_CRASHES = 2
 LIMIT_S = 150.0
 """Seconds per item, compilation included, if the item names no other limit."""
@@ -66,15 +67,15 @@ class Scale:
 
 
 class Session:
-    """Appends records, knows what is left to do and when to stop.
+    """Run of the script in one process: appends records, knows what is left to do and when to stop.
 
     Attributes:
-        first: run only a little of every piece, since time may run out before any of them is complete.
-        retry: run what failed before.
+        first: run only a little of every piece, in case time runs out before the pieces are complete.
+        retry: run the items that failed before.
     """
 
     def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False, since: int | None = None):
-        """since: number of records that earlier runs left in the file, all if None; `again` ignores those."""
+        """Read from the file what is done. The first `since` records (None: all) are old, and `again` ignores them."""
         self.out, self.dry = out, dry
         self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
         self._end = time.monotonic() + limit_s
@@ -97,7 +98,7 @@ class Session:
         return self._end - time.monotonic()
 
     def is_done(self, what: What) -> bool:
-        """Return whether there is nothing to do for the item now (see the module)."""
+        """Return whether to skip the item now: it is done, failed in this run, crashed twice, or waits for `retry`."""
         key = _key(what)
         if key in self._good or key in self._refused or self._crashes[key] >= MOST_CRASHES:
             return True
@@ -121,7 +122,7 @@ class Session:
             self._refused.add(key)
 
     def add(self, what: What, samples: Sequence[float], **fields: Any) -> Record:
-        """Append a record of samples, or of `error`; a dry run's record says that nothing was measured."""
+        """Append a record of samples, or of the field `error`; a dry run's record says that nothing was measured."""
         if self.dry:
             how = fields.get("how") or How(iterations=max(len(samples), 1))
             fields["how"] = replace(how, check=f"dry run: {how.check or 'nothing measured'}")
@@ -144,7 +145,7 @@ class Session:
         if isinstance(error, REFUSALS) or type(error) is RuntimeError and device_works():
             self.add(what, (), error=plain(error, whole=True))
             return
-        fault = "does not fit" if FULL.search(str(error)) else "crashed"  # a fresh process holds no memory
+        fault = "does not fit" if FULL.search(str(error)) else "crashed"  # the retry starts with free memory
         fault = "no room on the disk" if FULL_DISK.search(str(error)) else fault
         self.add(what, (), error=f"{fault}: {plain(error, whole=True)}")
         self._notes = []
@@ -152,7 +153,7 @@ class Session:
         raise SystemExit(RESTART)
 
     def guard(self, what: What, limit_s: float = LIMIT_S) -> "Guard":
-        """Return a context that runs an item for at most `limit_s`, and turns its error into a record."""
+        """Return a context that runs an item for at most `limit_s` seconds and turns its error into a record."""
         return Guard(self, what, limit_s)
 
     def attempt(self, what: What, run: Callable[[], Mapping[str, Any]], limit_s: float = LIMIT_S) -> bool:
@@ -180,17 +181,17 @@ class Session:
             os.replace(beside, self._note_path)  # atomic for readers; no sync, since a lost machine costs only a note
 
     def begin(self, what: What, limit_s: float) -> None:
-        """Note that an item runs. Of nested items, the inner one is blamed first."""
+        """Note that an item runs. Items may be nested: the note names the innermost."""
         self._notes.append({"what": asdict(what), "limit_s": limit_s})
         self._write_note()
 
     def end(self) -> None:
-        """Note that the item begun last has ended."""
+        """Note that the innermost item has ended."""
         self._notes = self._notes[:-1]
         self._write_note()
 
     def _settle(self) -> None:
-        """Turn the note of a process that did not end by itself into a record."""
+        """Turn the note that a killed process left into an error record."""
         if self._note_path.exists():
             note = json.loads(self._note_path.read_text())
             if note.get("what"):
@@ -201,7 +202,7 @@ class Session:
 
 
 class Guard:
-    """Implements Session.guard as a class, since lint forbids catching every error; this one records all it catches."""
+    """Context of Session.guard, a class because lint forbids `except Exception`. It records each error it catches."""
 
     def __init__(self, session: Session, what: What, limit_s: float):
         self.session, self.what, self.limit_s = session, what, limit_s

@@ -1,9 +1,9 @@
 """The GPU script's parent: keeps one child process at work, and starts another after a hang or a crash.
 
-The child (`worker.py`) writes to a note on disk what it does and how long that may take. The parent requests no device
-from jax, so a GPU fault hits only the child. After a hang or a crash, the parent adds to the note how the child ended,
-and the next child turns the note into a record. A stop signal or a full disk blames no item: the parent removes the
-note.
+The child (`worker.py`) writes to a note on disk which item (one measurement) it runs, and for how long at most. The
+parent requests no device from jax, so a GPU fault hits only the child. After a hang or a crash, the parent adds to the
+note how the child ended, and the next child turns the note into the item's error record. After a stop signal or on a
+full disk, the parent removes the note, since no item is at fault.
 """
 
 import contextlib
@@ -21,31 +21,31 @@ from typing import Any
 from tessera.core import files
 
 RESTART = 75
-"""Exit code of a child after an error that may have damaged it. The child has written the record."""
+"""Exit code of a child after an error that may have damaged the process. The child has recorded the error."""
 UNWRITABLE = 74
-"""Exit code of a child that could not write. The last line of its stderr says what and why."""
+"""Exit code of a child that could not write a file. The last line of its stderr names the file and the reason."""
 NO_GPU = 2
 NOTE_SUFFIX = ".now"
-"""Suffix of the note, which lies in the folder of the records."""
+"""Suffix of the note's file name, in place of the record file's suffix."""
 IDLE_S = 150.0
-"""Seconds that the child may spend on starting, and between items."""
+"""Seconds that the child may spend on starting, or between two items."""
 OVERTIME_S = 75.0
 """Seconds past the limit after which the parent ends the child and leaves its item for the next run."""
 POLL_S = 0.2
 SILENT = "it said nothing"
-"""Replaces the last words of a child that left none, for example because its stderr found no disk space either."""
+"""Error text of a child whose stderr is empty, for example because the disk is full."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals by which people and job schedulers stop a run. They blame no item."""
+"""Signals by which people and job schedulers stop a run. The running item is not at fault."""
 COMMAND = (sys.executable, "-m", "tessera.workbench.gpu_check.worker")
 
 
 class Unwritable(OSError):
-    """Something that must be written cannot be; says what and why, and blames no item."""
+    """Raised if a file or stream cannot be written. The message says which and why; no item is at fault."""
 
 
 @contextlib.contextmanager
 def writing(what: Path | str) -> Iterator[None]:
-    """Report an OSError of the block as Unwritable. The block must do nothing but write `what`.
+    """Raise an OSError of the block as Unwritable. The block must do nothing but write `what`.
 
     Raises:
         Unwritable: the block could not write.
@@ -74,11 +74,11 @@ def supervise(request: dict[str, Any], limit_s: float, paths: Sequence[str] = ()
         paths: folders added to the child's import path.
 
     Returns:
-        Whether the run got through; False if a child ended outside of every item, as the next child would too.
+        False if a child ended while no item ran, since the next child would too; else True, also if time ran out.
 
     Raises:
         KeyboardInterrupt: someone stopped the run or its child.
-        OSError: something could not be written, or no child started.
+        OSError: a file could not be written, or no child started.
     """
     note = Path(request["out"]).with_suffix(NOTE_SUFFIX)
     try:
@@ -102,7 +102,7 @@ def _children(request: dict[str, Any], note: Path, limit_s: float, paths: Sequen
             raise Unwritable(f"{request['out']} cannot be written" if said == SILENT else said.removeprefix("error: "))
         found = _read(note) or {}
         if not found.get("what") or "end" in found:
-            print(f"error: the child {ended} outside of every item: {said}", file=sys.stderr)
+            print(f"error: the child process {ended} while no item ran: {said}", file=sys.stderr)
             return False
         end = ended if ended.startswith("hung") else f"crashed: {ended}; {said}"
         with writing(note):
@@ -110,7 +110,7 @@ def _children(request: dict[str, Any], note: Path, limit_s: float, paths: Sequen
 
 
 def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequence[str]) -> tuple[str, str]:
-    """Return (exit code in words, "late", or "hung after N s"; the last error line of stderr, or its last line)."""
+    """Run a child; return how it ended (exit code, "late" or "hung after N s") and its stderr's last error line."""
     path = os.pathsep.join((*paths, *filter(None, [os.environ.get("PYTHONPATH")])))
     with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         child = subprocess.Popen(
@@ -118,7 +118,7 @@ def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequen
             stdin=subprocess.PIPE,  # closes with the parent, which ends the child
             stderr=stderr,
             env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # so that the compilers it starts end with it
+            start_new_session=True,  # so that _kill also ends the compilers that it starts
         )
         try:
             ended = _watch(child, note, most_s)
@@ -132,7 +132,7 @@ def _run_child(request: dict[str, Any], note: Path, most_s: float, paths: Sequen
 
 
 def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
-    """Wait until the child ends, its current item exceeds its limit, or the total time runs out.
+    """Wait for the child's end, its item's time limit or the total time limit; return what came first, in words.
 
     Raises:
         KeyboardInterrupt: someone stopped the child.
@@ -159,7 +159,7 @@ def _watch(child: subprocess.Popen, note: Path, most_s: float) -> str:
 
 
 def _kill(child: subprocess.Popen) -> None:
-    """Kill the child and everything it started; leave a child behind that the driver holds."""
+    """Kill the child and every process it started. Wait 30 s at most, since the driver may keep a child alive."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait(30)

@@ -29,10 +29,10 @@ DECODE = tuple(
 SETTINGS = (SEED_SHAPE, *PREFILL[:2], *DECODE[:3], *PREFILL[2:], *PREFILL_70B, *DECODE[3:])
 """The most important calls come first, since the time may run out."""
 FIRST = 4
-"""Calls that are timed before the rest of `correct`: the shape that was promised first, prefill, decode."""
+"""Number of SETTINGS that are timed before the rest of `correct`: SEED_SHAPE, two prefills, one decode."""
 DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
 MOST_OF_JAX = 0.8
-"""Share of jax's limit (three quarters of the device's memory) for a call's arrays. Larger calls only get a record."""
+"""Share of jax's memory limit that a call's arrays may take. A larger call is not timed; its record says so."""
 
 SAMPLE_S, COMPILE_S = 60.0, 240.0
 """Seconds for one sample, and for compiling all contenders of a call."""
@@ -42,7 +42,7 @@ TARGETS = {"dense prefill": 0.95, "seed": 1.0, "kascade prefill": 3.4, "kascade 
 
 
 class Numbers(NamedTuple):
-    """A call's arrays, built once for all contenders: q, k and v [B,S,K,H], and k and v as the cache holds them."""
+    """A call's arrays, shared by all contenders: `inputs` holds q, k and v [B,S,K,H]; `kv` is in the cache's layout."""
 
     setting: Setting
     key: jax.Array
@@ -67,7 +67,7 @@ class Contender(NamedTuple):
 
 
 def run(session: Session) -> None:
-    """Append a record per contender and call; if `session.first`, only for the FIRST calls."""
+    """Append a record per contender and call; if `session.first`, only for the first FIRST calls."""
     missing = [name for name in peers.PEERS if not peers.installed(name)]
     for name in missing:
         what = What(op="gpu attention", kernel=name, workload="any")
@@ -80,7 +80,8 @@ def run(session: Session) -> None:
 
 
 def time_setting(session: Session, watch: clock.Clock, setting: Setting) -> None:
-    """Time a call's contenders that are not done; if one of ours is not, time the finished ones again too."""
+    """Time a call's contenders that are not done. If one of our kernels is among them, also time the finished ones, to
+    compare in the same rounds."""
     kernels = {k.name: k for k in calls.kernels_here(session, setting.phase) if calls.taken(k, setting)}
     others = [name for name in peers.PEERS if peers.installed(name)]
     whats = {name: what_of(name, setting) for name in (*kernels, *others)}
@@ -135,7 +136,7 @@ def compile_all(
 ) -> Mapping[str, Callable[[], Contender]]:
     """Compile the contenders concurrently; return name -> function that returns the contender or raises its error.
 
-    If one of them ends or stops the process, each compiles by itself when failures are retried.
+    If compilation crashes or hangs the process, the contenders compile one by one when failures are retried.
     """
     if session.dry or session.retry:
         return makers
@@ -145,7 +146,7 @@ def compile_all(
 
 
 def prepare(session: Session, numbers: Numbers, makers: Mapping[str, Callable[[], Contender]], whats) -> dict:
-    """Return name -> contender; record at once what does not compile, run or give the right answer."""
+    """Return name -> contender. Record the error of each that does not compile, run or give the right answer."""
     contenders = {}
     for name, make in makers.items():
         with session.guard(whats[name]):
@@ -156,7 +157,7 @@ def prepare(session: Session, numbers: Numbers, makers: Mapping[str, Callable[[]
 
 
 def ours(kernel: Kernel, numbers: Numbers, config: Any = None) -> Contender:
-    """Build our kernel's contender, with tuned blocks if no config is given; its selection is computed beforehand."""
+    """Build our kernel's contender, with tuned blocks if `config` is None. The selection is not part of its time."""
     setting = numbers.setting
     spec, shapes = calls.taken(kernel, setting)
     selection = jax.jit(partial(setting.selection, spec))(numbers.key) if kernel.role == "sparse" else None
@@ -192,16 +193,16 @@ def checked(contender: Contender, numbers: Numbers) -> None:
 
 
 def what_of(name: str, setting: Setting) -> What:
-    """Return the measurement's key."""
+    """Return the record key of a contender's call."""
     return What(op="gpu attention", kernel=name, workload=setting.words(), dtype=setting.dtype)
 
 
 def report(session, watch, setting: Setting, taken: Mapping[str, clock.Samples], whats, costs) -> None:
-    """Append a record per contender; compare ours with the best peer of this very run."""
+    """Append a record per contender; compare ours with the fastest peer of this run."""
     rivals = {name: samples.device for name, samples in taken.items() if name in peers.PEERS}
     best = min(rivals, key=lambda name: sorted(rivals[name])[len(rivals[name]) // 2], default=None)
     for name, samples in taken.items():
-        if session.is_good(whats[name]):  # timed again only to compare the others
+        if session.is_good(whats[name]):  # recorded before, timed again only for comparison
             continue
         comparison = None
         if best is not None and name not in peers.PEERS:
@@ -219,7 +220,7 @@ def report(session, watch, setting: Setting, taken: Mapping[str, clock.Samples],
 
 
 def target_of(name: str, setting: Setting) -> float | None:
-    """Return the promised ratio, if there is one."""
+    """Return the target for peer's time / our time; None if there is none."""
     if setting == SEED_SHAPE and name.endswith("dense"):
         return TARGETS["seed"]
     return TARGETS["dense prefill"] if name.endswith("dense") and setting.phase == "prefill" else None
@@ -235,9 +236,9 @@ def versus(against: str, theirs: list[float], mine: list[float], target: float |
 def kascade(
     session: Session, watch: clock.Clock, setting: Setting, taken: Mapping[str, clock.Samples], best: str
 ) -> None:
-    """Record attention in 32 layers, 5 of them anchors that score and select, against the peer in every layer.
+    """Record Kascade's attention time over 32 layers, of which 5 are anchors that score and select, against the peer's.
 
-    Adds up samples of the same round, layer by layer; times the selection here, from existing masses.
+    A sample adds up the layers' times from one round. The selection is timed here, on random masses.
     """
     what = What(op="gpu kascade", kernel="gpu", workload=setting.words(), dtype=setting.dtype)
     by_role = {role: taken[name].device for role in ROLES if (name := f"gpu_{setting.phase}_{role}") in taken}
@@ -246,7 +247,7 @@ def kascade(
 
 
 def in_layers(session: Session, watch: clock.Clock, setting: Setting, by_role, rival: tuple[str, list[float]]) -> dict:
-    """Return the record's fields."""
+    """Time the selection; return the record's fields, whose samples are the sums over layers, one per round."""
     spec, _ = setting.call("sparse")
     mass = jax.block_until_ready(setting.masses(spec, jax.random.key(0)))
     select = clock.waiting(jax.jit(partial(setting.select, spec)), mass)
@@ -264,5 +265,5 @@ def in_layers(session: Session, watch: clock.Clock, setting: Setting, by_role, r
 
 
 def method(session: Session, watch: clock.Clock) -> How:
-    """Describe how this part of the script measures time, for its records."""
+    """Return how a call was timed, for its record."""
     return How(warmup=1, iterations=session.scale.rounds, interleaved=True, check=watch.method, cold_cache=watch.cold)

@@ -1,6 +1,6 @@
-"""A bounded search: check and time every configuration of a kernel's search space on a few calls, a record each.
+"""Check and time every configuration of each kernel's search space on a few calls, with a record each.
 
-It changes no table: people read the records, and `tessera tune` may start from them.
+The search does not change the tuned block sizes. Its records are for people to read.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
 
 
 def run(session: Session) -> None:
-    """Append a record per kernel, call and configuration, but not in the first pass, which starts every other piece."""
+    """Append a record per kernel, call and configuration. The first pass (`session.first`) skips this."""
     if session.first:
         return
     watch = clock.Clock(session)
@@ -36,7 +36,7 @@ def run(session: Session) -> None:
 
 
 def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, object, What]]:
-    """Yield every kernel and configuration that takes the call; one per kernel in a dry run."""
+    """Yield (kernel, configuration, record key) for every kernel that takes the call; a dry run has one per kernel."""
     for kernel in calls.kernels_here(session, setting.phase):
         call = calls.taken(kernel, setting)
         configs = [] if call is None else list(kernel.search_space(*call))
@@ -46,7 +46,7 @@ def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, obj
 
 
 def candidate(session: Session, watch: clock.Clock, kernel: Kernel, numbers: Numbers, config: object) -> dict:
-    """Return samples of one configuration, after checking its answer.
+    """Check one configuration's answer, time it, and return the record's fields.
 
     Raises:
         ValueError: the answer is wrong.

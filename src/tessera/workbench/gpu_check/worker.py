@@ -1,4 +1,4 @@
-"""The GPU script's child process runs pieces until time runs out.
+"""The GPU script's child process, which runs pieces until time runs out.
 
     python -m tessera.workbench.gpu_check.worker REQUEST
 
@@ -22,9 +22,9 @@ from tessera.workbench.gpu_check.session import Session, on_gpu
 from tessera.workbench.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritable
 
 PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
-"""In the order they run."""
+"""Functions of the pieces, by name."""
 PASSES = ((True, False), (False, False), (False, True))
-"""(session.first, session.retry) of each pass over the pieces: a little of each, everything new, earlier failures."""
+"""(session.first, session.retry) of each pass over the pieces: a little of each, the rest, what failed before."""
 
 
 def piece_named(name: str) -> Callable[[Session], None]:
@@ -34,13 +34,13 @@ def piece_named(name: str) -> Callable[[Session], None]:
 
 
 def end_with_parent() -> None:
-    """End this process when the parent's end of stdin closes, since no parent watches it any more."""
+    """End this process when stdin closes, which means that the parent has died."""
     os.read(0, 1)  # not sys.stdin, whose lock would still be held when Python exits
     os._exit(1)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the passes over the pieces; return exit code 2 if there is no GPU."""
+    """Run the passes over the pieces; return the exit code, NO_GPU if there is no GPU."""
     request = json.loads(arguments[0]) if arguments else {"dry": False}
     if request["dry"]:
         hardware.prepare_simulator()
@@ -69,4 +69,4 @@ if __name__ == "__main__":
             print(f"error: {error}", file=sys.stderr, flush=True)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    os._exit(status)  # skip clean-up: after a fault the driver may hold on to what Python would free
+    os._exit(status)  # skip Python's clean-up, which the driver may block after a fault

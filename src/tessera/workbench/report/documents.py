@@ -1,7 +1,7 @@
 """Render stored records into the tables of the README and of docs/; nothing else writes those tables.
 
-A table lies between `<!-- records:NAME -->` and `<!-- end -->`. `tessera report --tables`
-rewrites all tables from the files under evidence/; a test fails while a table differs from the records.
+A table lies between `<!-- records:NAME -->` and `<!-- end -->`. `tessera report --tables` rewrites all tables from the
+files under evidence/. A test fails while a table differs from the records.
 """
 
 import argparse
@@ -47,13 +47,13 @@ PAGES = (
 """Files that contain rendered tables."""
 
 OWN_MODEL = "own_model_"
-"""Start of the workload names of `tessera bench --model`."""
+"""Prefix of the workload names of `tessera bench --model`."""
 
 _BLOCK = re.compile(r"(?P<open><!-- records:(?P<name>[\w-]+) -->\n)(?P<body>.*?)(?P<close><!-- end -->)", re.DOTALL)
 
 
 def headline(records: Sequence[Record]) -> Table:
-    """Summarize the compared measurements: a row per workload, a column per machine, missed targets in bold."""
+    """Show the measured ratios that have a target: a row per workload, a column per machine, missed targets in bold."""
     chosen = [r for r in records if r.what.op in ("attention", "model") and r.comparison and r.comparison.target]
     machines = sorted({r.where.machine for r in chosen})
     rows: dict[tuple[str, str], dict[str, Record]] = {}
@@ -73,7 +73,7 @@ def _short(versus: evidence.Comparison) -> str:
 
 
 def speed(records: Sequence[Record]) -> Table:
-    """List the compared measurements of the suites."""
+    """List the compared measurements of the benchmark suites."""
     return _compared([r for r in records if not r.what.workload.startswith(OWN_MODEL)])
 
 
@@ -109,7 +109,7 @@ def _compared(records: Sequence[Record]) -> Table:
 
 
 def memory(records: Sequence[Record]) -> Table:
-    """Show peak memory at every length in one row, and the straight line through it."""
+    """Show peak memory: a row per model and machine, a column per prompt length, and the growth per token."""
     chosen = [record for record in records if record.what.op == "memory"]
     measured = [record for record in chosen if not record.error]
     lengths = sorted({record.what.config["tokens"] for record in measured})
@@ -128,7 +128,10 @@ def memory(records: Sequence[Record]) -> Table:
 
 
 def _growth(found: Mapping[int, Record]) -> str:
-    """Describe the straight line that the run fitted over all its lengths; the longest length's record holds it."""
+    """Describe how memory grows with length: the straight line that the run fitted to all its lengths.
+
+    The longest length's record holds this line.
+    """
     facts = found[max(found)].facts
     if "slope_bytes_per_token" not in facts:
         return ""
@@ -137,7 +140,7 @@ def _growth(found: Mapping[int, Record]) -> str:
 
 
 def costs(records: Sequence[Record]) -> Table:
-    """Show compile time and start-up, one figure each."""
+    """Show compile times and start-up times, a row per record."""
     chosen = [r for r in records if r.what.op in ("compile", "start")]
     rows = [[title_of(r), r.where.machine, r.what.kernel, result_of(r), _notes(r.facts)] for r in chosen]
     header = ["what", "machine", "how", "median", "also"]
@@ -145,7 +148,7 @@ def costs(records: Sequence[Record]) -> Table:
 
 
 def _notes(facts: Mapping[str, object]) -> str:
-    """Format single numbers and words. A name's ending gives the unit; lists stay in the record."""
+    """Format the facts that are numbers or text; a number whose name ends in _s is seconds. Lists are left out."""
     shown = []
     for name, value in facts.items():
         words = name.removesuffix("_s").replace("_", " ")
@@ -178,7 +181,7 @@ def _policy(record: Record) -> str:
 
 
 def verify(records: Sequence[Record]) -> Table:
-    """Show every kernel against the float64 oracle: errors in units of the tolerance, at most 1, and failures."""
+    """Show each kernel's errors against the float64 oracle, as error / tolerance, and the number of failed trials."""
     chosen = [r for r in records if r.what.op == "verify"]
     rows = []
     for record in chosen:
@@ -196,7 +199,7 @@ def verify(records: Sequence[Record]) -> Table:
 
 
 def _trials_failed(record: Record) -> str:
-    """Format the number of failed trials and the first one's error; the record's error names each with its seed."""
+    """Format the number of failed trials and the first one's error. The record's error lists all with seeds."""
     if record.error is None:
         return "0"
     count = record.error.count(f"--seed {record.facts['seed']}: ") if "seed" in record.facts else 1
@@ -206,7 +209,7 @@ def _trials_failed(record: Record) -> str:
 def tpu(records: Sequence[Record]) -> str:
     """Show predictions of the TPU kernels' target figures: a row per figure, a column per chip.
 
-    "HBM" marks a ratio whose first call is predicted as bytes over bandwidth: its schedule does not decide it.
+    "HBM" marks a ratio whose first call is bound by memory: its predicted time is bytes / bandwidth, not a schedule's.
     """
     chosen = newest(r for r in records if r.what.op == "predicted figure")
     figures: dict[str, dict[str, Record]] = {}
@@ -220,8 +223,11 @@ def tpu(records: Sequence[Record]) -> str:
 
 
 def _family(figures: Sequence[str]) -> Callable[[str], tuple]:
-    """Build a sort key that groups figures whose names differ only in numbers, or in what follows another's whole
-    name, at the place of the first: most rows first, and for equal rows the largest tile first."""
+    """Build a sort key that keeps families of figures together, in the order of their first members.
+
+    The names of a family differ only in numbers, or extend another figure's name after a comma. Inside a family, names
+    are sorted by their numbers, the last number first, from largest to smallest.
+    """
 
     def family(figure: str) -> str:
         leads = [other for other in figures if figure.startswith(f"{other},")]
@@ -279,7 +285,7 @@ def prediction(records: Sequence[Record]) -> str:
 
 
 def _fitted(ours: Mapping[str, float], again: Mapping[str, float]) -> str:
-    """Show the constants that predictions use next to those that the fit finds."""
+    """Format the constants that predictions use, each next to the value that a new fit finds."""
     stall, step, share = ([found[name] for found in (ours, again)] for name in ("stall", "step_s", "bandwidth_share"))
     said = [
         f"cycles per bundle {stall[0]:.3f} and {stall[1]:.3f}",
@@ -294,7 +300,7 @@ def _goal(text: str, met: bool) -> str:
 
 
 def steps(records: Sequence[Record]) -> str:
-    """Show whole-model steps on a mesh: predicted time, memory per device, and the parts of the time."""
+    """Show predicted whole-model steps on a mesh of devices: time, memory per device, and the parts of the time."""
     chosen = newest(r for r in records if r.what.op == "predicted step")
     rows = []
     for record in chosen:
@@ -322,7 +328,7 @@ MACHINE_TABLES: Mapping[str, Callable[[Sequence[Record]], Table]] = MappingProxy
         "study": report_tables.study,
     }
 )
-"""Tables of what each machine measured: the pages show one machine, the report page all."""
+"""Tables of measurements by machine. The Markdown pages show one machine, the HTML report shows all."""
 
 TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
     {
@@ -344,16 +350,16 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "rooflines": report_tables.rooflines,
     }
 )
-"""Tables that choose their records themselves: of one run, or the newest, where only a compiler decides."""
+"""Tables that choose their own records: one run's, or the newest if only a compiler decides the result."""
 
 
 def render(name: str, records: Iterable[Record], *, every_machine: bool = False) -> str:
     """Render one table as Markdown from the latest record of each key.
 
     Args:
-        name: a table of MACHINE_TABLES, drawn for one machine, or of TABLES.
+        name: name of a table in MACHINE_TABLES or TABLES.
         records: the stored records.
-        every_machine: draw a table of MACHINE_TABLES for all machines, side by side.
+        every_machine: draw a table of MACHINE_TABLES for all machines, side by side, not for one.
 
     Raises:
         ValueError: no table of that name, or no record for it.
@@ -378,11 +384,11 @@ COMPILED = (
     *("predicted figure", "prediction", "predicted step", "block sizes", "kernel choice"),
     *("gpu gates", "roofline figure", "tpu sweep"),
 )
-"""Operations that only a compiler decides: a record replaces an older one of any machine."""
+"""Operations whose result only a compiler decides. A record replaces an older one, even of another machine."""
 
 
 def replaced(records: Sequence[Record]) -> list[Record]:
-    """Return the records that newer ones replace on every page: a repetition, or another run of a kernel's gates."""
+    """Return the records that no page shows, since newer ones replace them: a repetition, or a later run of gates."""
     latest = current(records)
     kept = [r for r in latest if r.what.op not in COMPILED]
     kept += [r for op in COMPILED if op != "gpu gates" for r in newest(r for r in latest if r.what.op == op)]
@@ -397,7 +403,7 @@ def rewrite(text: str, records: Sequence[Record]) -> str:
 
 
 def stale(readme: str | os.PathLike, folder: str | os.PathLike) -> list[str]:
-    """Names of the tables in a file that differ from the records under a folder, or have no record."""
+    """Return the names of a file's tables that differ from the records under a folder, or have no record."""
     text, records = Path(readme).read_text(), evidence.collect(folder)
     wrong = []
     for block in _BLOCK.finditer(text):

@@ -7,18 +7,18 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 
 ROOM = (11.0, 9.0)
-"""Printer's points, across and up, required between the centres of two numbers of font size 7."""
+"""Printer's points (x, y). Two texts of font size 7 overlap if their centres are closer than this in both."""
 RADII = (10, 14, 19, 25, 32, 40, 49, 59)
 NEAR = RADII[1]
 """Printer's points. A text farther than this from its mark gets a line to it."""
 DIRECTIONS = [(np.cos(turn), np.sin(turn)) for turn in np.pi * np.array([0, 8, 4, 12, 2, 6, 10, 14, 1, 7, 9, 15]) / 8]
-"""Right, left, up, down, then between."""
+"""Unit vectors from a mark to its text, in the order of preference: right, left, up, down, diagonals, others."""
 
 
 def place(
     axes: Axes, points: Sequence[tuple[float, float]], texts: Sequence[str], colours: Sequence[str]
 ) -> list[Annotation]:
-    """Write each text next to its point, in its colour. The figure must already be laid out."""
+    """Write each text next to its point, in its colour. The figure's layout must be final."""
     to_points = 72 / axes.figure.dpi
     marks = axes.transData.transform(np.array(points).reshape(-1, 2)) * to_points
     low, high = axes.get_window_extent().get_points() * to_points
@@ -28,7 +28,7 @@ def place(
         spots = mark + sides
         meets = (np.abs(spots[:, None] - taken[None]) < ROOM).all(-1).sum(-1)
         outside = ((spots < low + np.array(ROOM) / 2) | (spots > high - np.array(ROOM) / 2)).any(-1)
-        best = int(np.argmin(meets + 2 * outside))  # the first of the best; the nearest spots come first
+        best = int(np.argmin(meets + 2 * outside))  # argmin takes the first, and near spots come first
         taken = np.vstack([taken, spots[best]])
         leads = np.hypot(*sides[best]) > NEAR
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 3, "shrinkB": 3} if leads else None

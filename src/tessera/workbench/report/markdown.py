@@ -1,4 +1,4 @@
-"""Write figures: a number with its unit, a row of Markdown, the sentence that names its source."""
+"""Format records for pages: numbers with units, Markdown tables, and the lines that name the records' sources."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +18,9 @@ def side_by_side(records: Iterable[Record]) -> list[Record]:
 
 
 def current(records: Iterable[Record]) -> list[Record]:
-    """Return the last record of each key in its series. Compiler results may appear once per machine, see `newest`.
+    """Return the last record of each key and series. Compiler results may appear once per machine, see `newest`.
 
-    A time without an interval never replaces one with an interval at the same sizes and settings, better or worse.
+    A time with too few samples for an interval never replaces one with an interval at the same sizes and settings.
     """
     groups: dict[str, list[Record]] = {}
     for record in records:
@@ -29,7 +29,7 @@ def current(records: Iterable[Record]) -> list[Record]:
 
 
 def _without_short(records: Iterable[Record]) -> Iterator[Record]:
-    """Drop times with too few samples for an interval if an earlier one had enough and no error came in between."""
+    """Drop times with too few samples for an interval if an earlier record has enough and no error came in between."""
     full: dict[Key, Record] = {}
     for record in records:
         timed, held = record.unit == "s" and not record.error, full.get(record.key)
@@ -43,17 +43,17 @@ def _without_short(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def series(record: Record) -> str:
-    """Series of a record: records with equal keys from different series do not replace each other. Empty for most.
+    """Return the suite or search method that a record's command names; empty if it names none.
 
-    The suites of `tessera eval` ask some of the same with other settings ("demo", "study", "demo --model FOLDER"),
-    `tessera bench` has a suite of tiny sizes, and the methods of `tessera tune` search the same space.
+    Records with equal keys from different series do not replace each other: the suites of `tessera eval` and
+    `tessera bench` measure the same at other settings or sizes, the methods of `tessera tune` search the same space.
     """
     option = "--method " if record.what.op == "tune" else "--suite "
     return record.command.partition(option)[2].partition(" --only")[0]
 
 
 def is_prediction(record: Record) -> bool:
-    """Whether the figure comes from a compiler's schedule or a roofline, and nothing was timed."""
+    """Return whether a record's figure comes from a compiler's schedule or a roofline, so that nothing was timed."""
     return "predict" in record.what.op or "not measured" in (record.how.check or "")
 
 
@@ -69,8 +69,8 @@ class Table(NamedTuple):
     """Table whose rows or columns hold the figures of several machines.
 
     Attributes:
-        header: a title per column; the column "machine" names each row's machine.
-        rows: a text per column.
+        header: title of each column; a column "machine" names each row's machine.
+        rows: the cells of each row.
         records: the records shown.
     """
 
@@ -83,9 +83,10 @@ class Table(NamedTuple):
 
 
 def of_one_machine(draw: Callable[[Sequence[Record]], Table], records: Sequence[Record]) -> str:
-    """Draw a table for one machine: that with most of its figures, among equals the one with the newest.
+    """Draw a table for one machine: the machine with the most figures; of equals, the one with the newest figure.
 
-    The machine's name is left to the provenance, and a last line counts the machines that only the report shows.
+    The column "machine" is dropped, since the provenance names the machine. A last line counts the other machines,
+    which only the report shows.
     """
     figures: dict[str, dict[tuple[Key, str], Record]] = {}
     for shown in draw(records).records:
@@ -116,7 +117,7 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def joined(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
-    """Empty a first cell that equals the one above, so that related rows read as a group."""
+    """Yield rows, with the first cell empty if it equals the one above, so that related rows read as a group."""
     above = ""
     for first, *rest in rows:
         yield ["" if first == above else first, *rest]
@@ -124,12 +125,12 @@ def joined(rows: Iterable[Sequence[str]]) -> Iterator[list[str]]:
 
 
 def _cell(text: str) -> str:
-    """Escape a cell's text: an error may hold characters that end a cell or a row."""
+    """Escape a cell's text, since an error message may hold characters that end a cell or a row."""
     return " ".join(text.replace("|", "\\|").split())
 
 
 def provenance(records: Iterable[Record]) -> str:
-    """State where the records of one table come from, one sentence per machine.
+    """State where a table's records come from, in a line per machine and jax version.
 
     Raises:
         ValueError: a record does not name its commit, date and command.
@@ -159,14 +160,14 @@ RENAMED = {
     "gpu_gates": "gpu-gates",
     "gpu_figures": "gpu-figures",
 }
-"""Studies of `tessera study` by the module that ran them before, which records of that time name."""
+"""Names in `tessera study` by the name of the module that ran the study when old records were made."""
 
 DELETED = ("ablations",)
-"""Modules of studies that have left the package: only the commits that made their records hold their code."""
+"""Modules of studies that were deleted. Only the commits that made their records hold the code."""
 
 
 def repeat_with(record: Record) -> str:
-    """The command that makes the record today; for a deleted study, in a checkout of the commit that made it."""
+    """Return the command that makes the record today; for a deleted study, in a checkout of the record's commit."""
 
     def of_today(found: re.Match) -> str:
         if found[1] in DELETED:
@@ -177,28 +178,28 @@ def repeat_with(record: Record) -> str:
 
 
 def title_of(record: Record) -> str:
-    """The workload in words, and its element type."""
+    """Return the workload in words, with its dtype."""
     dtype = f", {record.what.dtype}" if record.what.dtype else ""
     return (record.what.title or record.what.workload) + dtype
 
 
 def result_of(record: Record) -> str:
-    """The median with its unit, or the error in its place."""
+    """Format the median with its unit, or the error if there is one."""
     return f"error: {record.error}" if record.error or record.median is None else quantity(record.median, record.unit)
 
 
 def interval(low: str, high: str, samples: int) -> str:
-    """Write a 95 % interval; nothing if fewer samples were redrawn than an interval needs. Every page uses this."""
+    """Format a 95 % interval; empty if there are fewer samples than an interval needs. Every page uses this."""
     return f" ({low} to {high})" if samples >= evidence.INTERVAL_ROUNDS else ""
 
 
 def ratio_of(record: Record) -> str:
-    """The comparison's ratio and its interval."""
+    """Format the comparison's ratio and its interval."""
     versus = record.comparison
     ends = () if versus.interval is None else (f"{end:.2f}" for end in versus.interval)
     return f"{versus.ratio:.2f}x" + (interval(*ends, len(record.samples)) if versus.interval else "")
 
 
 def keys_read(record: Record) -> str:
-    """The mean share of keys that attention read."""
+    """Format the mean share of the visible keys that attention read."""
     return "all" if record.mean_density is None else f"{100 * record.mean_density:.0f} %"

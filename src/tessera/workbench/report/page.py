@@ -36,7 +36,7 @@ GROUPS = {
     "roofline figure": "Hopper kernels, rooflines",
     "tpu sweep": "TPU kernels, compiled",
 }
-"""Headings by the records' op, in the page's order; other ops follow under their own names."""
+"""Headings by the records' op, in the page's order. Records of any other op follow, with the op as heading."""
 
 TABLES = {
     "headline": "Speed in short, all machines",
@@ -53,7 +53,7 @@ TABLES = {
     "granularity": "The cost of tiles, all machines",
     "study": "The cost of the plan's choices, all machines",
 }
-"""Titles of the tables of which the documents show one machine."""
+"""Titles of the tables of MACHINE_TABLES, which the documents show for one machine only."""
 
 
 def render(records: Iterable[Record]) -> str:
@@ -87,7 +87,7 @@ def render(records: Iterable[Record]) -> str:
 
 
 def every_machine(name: str, latest: Sequence[Record]) -> dict[str, Any]:
-    """Draw a table of the documents for all machines."""
+    """Return a table of MACHINE_TABLES for all machines, as fields of the template."""
     table = MACHINE_TABLES[name](side_by_side(latest))
     rows = list(joined(table.rows))
     return {"title": TABLES.get(name, name), "header": table.header, "rows": rows, "where": sources(table.records)}
@@ -99,12 +99,12 @@ def bold(text: str) -> Markup:
 
 
 def digest(records: Iterable[Record]) -> str:
-    """Hash of a set of records; a page holds the hash of the records it was rendered from."""
+    """Return a hash of the records. A page holds the hash of the records that it shows."""
     return hashlib.sha256("\n".join(map(evidence.encode, records)).encode()).hexdigest()
 
 
 def sources(records: Sequence[Record]) -> list[str]:
-    """List the machine, commits, dates and command of a picture's records, one line per machine and command."""
+    """List the machine, commits, dates and command of records, in a line per machine and command."""
     lines: dict[tuple[str, str], list[Record]] = {}
     for record in records:
         lines.setdefault((record.where.machine, record.command.partition(" --only")[0]), []).append(record)
@@ -117,7 +117,7 @@ def sources(records: Sequence[Record]) -> list[str]:
 
 
 def row(record: Record) -> dict[str, Any]:
-    """Build a row of a table from a record."""
+    """Return a record as a table row, in fields of the template."""
     versus = record.comparison
     against = ""
     if versus is not None:
@@ -142,7 +142,7 @@ def row(record: Record) -> dict[str, Any]:
 
 
 def write(folder: Path, out: Path) -> int:
-    """Render the records under a folder to a file, with the real model's pictures next to it; return their number.
+    """Render the records under a folder to a page, with the real model's pictures next to it; return the record count.
 
     Raises:
         ValueError: the folder holds no records, or one that cannot be traced.

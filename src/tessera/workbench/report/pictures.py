@@ -40,7 +40,7 @@ STYLE = {
 
 
 class Picture(NamedTuple):
-    """A title that says in a sentence what the picture shows, its SVG, and the records behind it."""
+    """A picture: a title that says what it shows, its SVG, and the records that it shows."""
 
     title: str
     svg: str
@@ -85,7 +85,7 @@ def roofline(records: Sequence[Record]) -> Picture | None:
         figure.draw_without_rendering()  # fixes the positions of the marks
         for axes, machine in zip(figure.axes, machines):
             rated = [r for r in shown if r.where.machine == machine and r.peak_fraction]
-            once = {(r.what.kernel, *_rate(r)): r for r in rated}  # one run of ours may be compared with several peers
+            once = {(r.what.kernel, *_rate(r)): r for r in rated}  # a run of ours has a record per peer
             shares = [f"{100 * r.peak_fraction:.0f}" for r in once.values()]
             report_labels.place(axes, [_rate(r) for r in once.values()], shares, [colour[name] for name, *_ in once])
 
@@ -94,7 +94,7 @@ def roofline(records: Sequence[Record]) -> Picture | None:
 
 
 def _rate(record: Record) -> tuple[float, float]:
-    """(flops per byte, Gflop/s)."""
+    """Return a record's (flops per byte, Gflop/s)."""
     return record.flops / record.bytes, record.flops_per_s / 1e9
 
 
@@ -112,7 +112,7 @@ def _draw_roof(axes: Axes, own: Sequence[Record]) -> str:
 
 
 def asked(records: Sequence[Record], op: str, suite: str) -> list[Record]:
-    """Records of one `tessera eval` suite on one machine: the machine with the most records (ties: the latest)."""
+    """Select an op's records of one `tessera eval` suite, from the machine with the most records (ties: the latest)."""
     groups: dict[str, list[Record]] = {}
     for record in records:
         if record.what.op == op and series(record) == suite and not record.error:
@@ -150,7 +150,7 @@ def needles(records: Sequence[Record]) -> Picture | None:
 
 
 def recall(records: Sequence[Record]) -> Picture | None:
-    """Draw the attention mass kept by layer and KV head, a panel per policy, and mark layers that read every key."""
+    """Draw the attention mass kept by layer and KV head, a panel per policy. "all" marks layers that read every key."""
     shown = asked(records, "eval recall", "demo")
     if not shown:
         return None
@@ -224,7 +224,7 @@ def _over_lengths(axes: Axes, own: Sequence[Record], mark: str, colour: str, lab
 
 
 def granularity(records: Sequence[Record]) -> Picture | None:
-    """Plot KL divergence from dense by tile and query tile, the cost of coarser tiles."""
+    """Plot KL divergence from dense over keys per tile, a line per query tile: what coarser tiles cost."""
     shown = [r for r in asked(records, "eval fidelity", "study") if r.facts["policy"].startswith("tile ")]
     if not shown:
         return None
@@ -249,7 +249,7 @@ def granularity(records: Sequence[Record]) -> Picture | None:
 
 
 def tuning(records: Sequence[Record]) -> Picture | None:
-    """Plot every candidate of each search in the order tried, and the best so far."""
+    """Plot the time of every candidate of each tuning search, in the order tried, and the best so far."""
     shown = [r for r in records if r.what.op == "tune" and r.facts.get("candidates") and not r.error]
     if not shown:
         return None
@@ -280,7 +280,7 @@ def tuning(records: Sequence[Record]) -> Picture | None:
 
 
 def progress(records: Sequence[Record]) -> Picture | None:
-    """Plot each compared figure over its target, by the date of its record: a panel per machine or predicted chip."""
+    """Plot each compared figure divided by its target over time: a panel per machine or predicted chip."""
     panels: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         if record.comparison and record.comparison.target and not record.error and _target(record):
@@ -298,7 +298,7 @@ def progress(records: Sequence[Record]) -> Picture | None:
         for axes, (where, found) in zip(figure.subplots(len(panels), squeeze=False).flat, panels.items()):
             for index, (name, own) in enumerate(found.items()):
                 own = sorted(own, key=lambda r: r.date)
-                thick = 1 - index / len(found)  # a lower line shows on both sides of the one above it
+                thick = 1 - index / len(found)  # later lines are thinner, so that earlier ones show behind them
                 axes.plot([np.datetime64(r.date[:19]) for r in own], [_of_target(r) for r in own],
                           MARKS[index % len(MARKS)] + "-", color=COLOURS[index % len(COLOURS)], label=name,
                           linewidth=1 + 3 * thick, markersize=5 + 5 * thick, markeredgecolor="white",
@@ -314,7 +314,7 @@ def progress(records: Sequence[Record]) -> Picture | None:
 
 
 def predicted(records: Sequence[Record]) -> Picture | None:
-    """Plot predicted figures against their targets, a bar per chip."""
+    """Plot predicted figures and their targets, a bar per figure and chip."""
     shown = newest(r for r in records if r.what.op == "predicted figure" and r.comparison)
     if not shown:
         return None
@@ -422,13 +422,13 @@ def slots(records: Sequence[Record]) -> Picture | None:
 
 
 def _shares(busy: Mapping[str, float], units: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Percent of each unit's slots in use, and the percent that only fill or spill registers."""
+    """Return the per cent of each unit's slots in use, and the per cent that only fill or spill registers."""
     moved = {name.partition(":")[0]: share for name, share in busy.items() if ":" in name}
     return [100 * busy.get(u, math.nan) for u in units], [100 * moved.get(u, 0.0) for u in units]
 
 
 def _of_target(record: Record) -> float:
-    """Result over target, or target over result if less is better; 1 or more meets the target."""
+    """Return result / target, or target / result if less is better: 1 or more meets the target."""
     share = record.comparison.ratio / _target(record)
     return 1 / share if record.comparison.target.startswith("<") else share
 

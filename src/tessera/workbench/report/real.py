@@ -1,4 +1,4 @@
-"""Render the tables of `tessera eval --suite real`: a row per question, a column per contender at the plan's keys."""
+"""Render the tables of `tessera eval --suite real`: a row per question, a column per contender at the plan's budget."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,23 +19,23 @@ COLUMNS = (
     "min and max",
     "random tiles",
 )
-"""Titles of the contenders that get a column if a record has them."""
+"""Titles of contenders, in the order of columns. A contender without a record has no column."""
 TILES = tuple(f"own choice, tile {tile}" for tile in (1, 16, 32, 64))
 GAPS = ("the plan", "mean keys of 4", "window + sink")
-"""Titles of the contenders whose divergence is divided by that of the exact choice."""
+"""Titles of the contenders whose divergence is divided by the divergence of the exact choice."""
 PEERS = {
     "transformers": "transformers, on the converted folder",
     "llama_cpp_exact": "llama.cpp, on the same weights in F32",
     "llama_cpp_own": "llama.cpp, on the file itself",
 }
-"""What a GGUF file's logits are compared with, by workload."""
+"""Words for what a GGUF file's logits are compared with, by workload."""
 UNTOLD = " (says nothing about the choice of keys)"
 
 
 def answered(records: Iterable[Record], op: str) -> list[Record]:
-    """Records of one run at one commit: the run with the most records (ties: the latest).
+    """Select an op's records of one run at one commit: the run with the most records (ties: the latest).
 
-    A plan without whole heads has no "whole heads + window" rival other than the window: its records are left out.
+    If the plan has no whole heads, the rival NEAR ("whole heads + window") equals the window and is left out.
     """
     groups: dict[tuple[str | None, ...], list[Record]] = {}
     for record in records:
@@ -46,24 +46,24 @@ def answered(records: Iterable[Record], op: str) -> list[Record]:
 
 
 def text(records: Sequence[Record]) -> str:
-    """Show divergence from dense on each domain and range of positions."""
+    """Show each contender's KL divergence from dense, by domain and range of positions."""
     return _by_question(answered(records, TEXT), COLUMNS, _divergence, "KL per token, nats (95 %); keys read")
 
 
 def tasks(records: Sequence[Record]) -> str:
-    """Show answers kept, of those that dense finds, on each kind and length."""
+    """Show the share of dense's right answers that each contender keeps, by kind and length."""
     return _by_question(answered(records, TASK), COLUMNS, _kept, "kept of dense's answers (95 %); p; keys read")
 
 
 def tiles(records: Sequence[Record]) -> str:
-    """Show the cost of the tile size when every layer chooses its own tiles exactly: text, then needles."""
+    """Show what tile size costs if every layer chooses tiles by its own exact attention: on text, then on questions."""
     shown = [*answered(records, TEXT), *answered(records, TASK)]
     cell = {TEXT: _divergence, TASK: _kept}
     return _by_question(shown, TILES, lambda r: cell[r.what.op](r), "every layer's own exact choice")
 
 
 def gaps(records: Sequence[Record]) -> str:
-    """Show divergence as a multiple of that of each layer's own exact choice at as many keys."""
+    """Show divergence as a multiple of the divergence of EXACT, each layer's own exact choice of as many keys."""
     exact = {_question(r): r for r in answered(records, TEXT) if r.facts["policy"] == EXACT}
     shown = [r for r in answered(records, TEXT) if _question(r) in exact and r.facts["policy"] in GAPS]
     return _by_question(
@@ -75,7 +75,7 @@ def gaps(records: Sequence[Record]) -> str:
 
 
 def others(records: Iterable[Record]) -> str:
-    """Compare other plans with the plan, on text, then needles, in the run that judged most of them."""
+    """Compare other plans with the plan, on text, then on questions, in the largest run that judged any."""
     runs = {(series(r), r.code.commit) for r in records if str(r.facts.get("policy", "")).startswith(OTHER)}
     run = [r for r in records if (series(r), r.code.commit) in runs]
     shown, cell = [*answered(run, TEXT), *answered(run, TASK)], {TEXT: _divergence, TASK: _kept}
@@ -115,7 +115,7 @@ def _times(record: Record, exact: Record) -> str:
 
 
 def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callable[[Record], str], lead: str) -> str:
-    """Format a row per question, in the order asked; the row's head notes if the control does as well."""
+    """Format a table with a row per question, in the order asked, and a column per contender."""
     rows: dict[str, dict[str, Record]] = {}
     for record in records:
         rows.setdefault(_question(record), {})[record.facts["policy"]] = record
@@ -139,7 +139,7 @@ def _head(question: str, found: dict[str, Record]) -> str:
 
 
 def untold(plan: Record) -> str:
-    """Words for a question that the control answers as well as the plan, else none."""
+    """Return the remark for a question that the control answers as well as the plan; else an empty string."""
     return UNTOLD if plan.facts.get("against_control", {}).get("says_nothing", False) else ""
 
 
@@ -148,7 +148,7 @@ def _divergence(record: Record) -> str:
 
 
 def divergence(record: Record) -> str:
-    """Mean KL per token and its interval."""
+    """Format the mean KL per token and its interval."""
     facts = record.facts
     return three(facts["mean"]) + interval(three(facts["low"]), three(facts["high"]), len(record.samples))
 
@@ -159,7 +159,7 @@ def _kept(record: Record) -> str:
 
 
 def kept(record: Record) -> str:
-    """Share of dense's answers that a policy keeps, and its interval, which redraws documents."""
+    """Format the share of dense's right answers that a policy keeps, and its interval over redrawn documents."""
     facts = record.facts
     if facts.get("kept") is None:
         return "dense finds none"

@@ -34,11 +34,11 @@ LOOKS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
 BARS = "(bars: 95 % intervals, of at least five blocks or documents; single marks near the plan are at its keys)"
 
 Point = tuple[float, float, float, float]
-"""Keys read, value, low, high."""
+"""Share of keys read, value, and the low and high ends of the value's interval."""
 
 
 def real_text(records: Sequence[Record]) -> Picture | None:
-    """Plot divergence from dense over keys read, mean of the domains: a panel per range of positions."""
+    """Plot divergence from dense, mean of the domains, over keys read: a panel per range of positions."""
     shown = [r for r in answered(records, TEXT) if r.what.kernel in LOOKS]
     if not shown:
         return None
@@ -64,7 +64,7 @@ def real_text(records: Sequence[Record]) -> Picture | None:
 
 
 def real_needles(records: Sequence[Record]) -> Picture | None:
-    """Plot needles kept, of those that dense finds, over keys read: a panel per length."""
+    """Plot the share of dense's needles that a policy keeps over keys read: a panel per length."""
     shown = [r for r in answered(records, TASK) if r.what.kernel in LOOKS and r.facts["kind"] == "single"]
     shown = [r for r in shown if r.facts.get("kept") is not None]
     if not shown:
@@ -95,7 +95,7 @@ def _size(panels: int) -> tuple[float, float]:
 def _panels(
     figure: Figure, panels: Sequence[Mapping[tuple[str, str], Point]], titles: Sequence[str], label: str, *, log: bool
 ) -> None:
-    """Draw two panels per row with one legend; a line joins a family's budgets."""
+    """Draw two panels per row with one legend. A line joins a family's points at different budgets."""
     axes_of = figure.subplots(-(-len(panels) // 2), min(2, len(panels)), sharey=True, squeeze=False).flat
     for axes, panel, title in zip(axes_of, panels, titles):
         for name in LOOKS:
@@ -120,13 +120,13 @@ def _panels(
 
 
 def _line(axes: Axes, name: str, points: Sequence[Point]) -> None:
-    """Draw one family's points with their intervals; the plan's are larger and on top."""
+    """Draw one family's points with their intervals. The plan's points are larger and on top."""
     (colour, mark), main = LOOKS[name], name == "plan"
     read, value, low, high = np.transpose(points)
     if len(points) == 1 and name not in (
         "plan",
         "control",
-    ):  # other families are at the plan's keys too: shift so that marks do not overlap
+    ):  # all single points are at the plan's keys: shift them so that marks do not overlap
         read = read + 0.003 * (list(LOOKS).index(name) - len(LOOKS) / 2)
     spread = np.maximum([value - low, high - value], 0)
     axes.errorbar(
@@ -149,4 +149,4 @@ def _line(axes: Axes, name: str, points: Sequence[Point]) -> None:
 PICTURES: Final[Mapping[str, Callable[[Sequence[Record]], Picture | None]]] = MappingProxyType(
     {"real-kl": real_text, "real-needles": real_needles}
 )
-"""Pictures that are also written to a file each, by file name."""
+"""Pictures by file name. The report also writes each to its own SVG file."""

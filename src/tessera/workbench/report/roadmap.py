@@ -1,4 +1,4 @@
-"""Render the roadmap: every phase's targets, what the records say, and whether a target is met."""
+"""Render the roadmap: each phase's targets, the recorded results, and whether they meet the targets."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,7 +13,7 @@ Row = tuple[list[str], list[Record]]
 
 
 def roadmap(records: Sequence[Record]) -> str:
-    """Show phase, target, record and met; a phase without a record has no row."""
+    """Show a row per target: phase, target, result, whether it is met. A phase without records has no rows."""
     rows, used = [], []
     for phase in (_correct, _answers, _measured, _compiled, _predictions, _tpu, _hopper):
         for row, own in phase(records):
@@ -37,7 +37,7 @@ def _correct(records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _answers(records: Sequence[Record]) -> Iterator[Row]:
-    """Needles that the plan keeps at each length, of those that dense finds; the suite's own model only."""
+    """Yield a row per length: the share of dense's needles that the plan keeps, for the suite's default model only."""
     asked = real.answered([r for r in records if "--model" not in r.command], real.TASK)
     for r in sorted((r for r in asked if r.what.kernel == "plan"), key=lambda r: r.facts["length"]):
         if r.facts["kind"] == "single" and r.facts["policy"] == "the plan" and r.facts.get("kept") is not None:
@@ -46,7 +46,7 @@ def _answers(records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _measured(records: Sequence[Record]) -> Iterator[Row]:
-    """Compared times with a target: a row per workload, with the ratio on every machine."""
+    """Yield a row per timed workload with a target: its ratio on every machine."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for r in records:
         if r.what.op in ("attention", "model") and r.comparison and r.comparison.target and not r.error:
@@ -90,7 +90,7 @@ def _predictions(records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _tpu(records: Sequence[Record]) -> Iterator[Row]:
-    """A row per figure of the study that has targets, all chips in one cell."""
+    """Yield a row per predicted figure with targets, with all chips in one cell."""
     found = {r.what.workload: r for r in newest(r for r in records if r.what.op == "predicted figure")}
     for figure, targets in figures.TARGETS.items():
         own = {chip: found[f"{figure}, {chip}"] for chip in targets if f"{figure}, {chip}" in found}
@@ -104,7 +104,7 @@ def _tpu(records: Sequence[Record]) -> Iterator[Row]:
 
 
 def _hopper(records: Sequence[Record]) -> Iterator[Row]:
-    """Targets of an H200; a roofline is no measurement, so none is met by it."""
+    """Yield a row per speed target on an H200. The records hold only rooflines, so no target counts as met."""
     for r in newest(r for r in records if r.what.op == gpu_figures.OP):
         if r.facts.get("target"):
             roofline = f"none; the roofline is {quantity(r.median, r.unit)}"

@@ -1,4 +1,4 @@
-"""Render the README's table: answers, closeness and speed of one real model, and the kernels without a chip."""
+"""Render the README's table: answers, closeness and speed of one real model, and kernels compiled without a chip."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from tessera.workbench.report.markdown import keys_read, markdown, newest, prove
 from tessera.workbench.studies import figures
 
 NEEDLE_TOKENS, TEXT_TOKENS, PREFILL_TOKENS = (2048, 4096, 8192), (4096, 8192), 8192
-"""Lengths of the needles' documents, range of positions of the text, length of the timed prompt."""
+"""Tokens: lengths of the documents with needles, range of positions in the text, length of the timed prompt."""
 KEPT_GOAL = 0.95
-"""Share of the needles that a plan should keep; less is bold."""
+"""Share of dense's needles that a plan should keep; a smaller share is printed in bold."""
 BENCH = "tessera bench --model smollm2"
-"""Command of the prefill times."""
+"""Start of the command whose records hold the prefill times."""
 
 Row = tuple[list[str], list[Record]]
 
@@ -31,7 +31,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def _needles(records: Sequence[Record]) -> Row:
-    """Show the needles that the plan keeps at every length, and its control and a window at the shortest."""
+    """Show the needles that the plan keeps at each length, and those that control and window keep at the shortest."""
     asked = {
         (r.facts["policy"], r.facts["length"]): r
         for r in real.answered(_of_smollm2(records), real.TASK)
@@ -55,7 +55,7 @@ def _needles(records: Sequence[Record]) -> Row:
 
 
 def _closeness(records: Sequence[Record]) -> Row:
-    """Compare the plan with a window of as many keys on the domain of text where the plan is farthest from dense."""
+    """Compare the plan with a window of as many keys, on the domain where the plan is farthest from dense."""
     found = [
         r for r in real.answered(_of_smollm2(records), real.TEXT) if (r.facts["from"], r.facts["to"]) == TEXT_TOKENS
     ]
@@ -97,7 +97,7 @@ def _prefill(records: Sequence[Record]) -> Row:
 
 
 def _kernels(records: Sequence[Record]) -> Row:
-    """Show the range of predicted TPU gains over the chips, and how many Hopper cases pass every gate."""
+    """Show the predicted TPU gains, lowest to highest chip, and how many Hopper cases pass every gate."""
     predicted: dict[str, list[Record]] = {}
     for record in newest(r for r in records if r.what.op == "predicted figure" and r.comparison):
         predicted.setdefault(record.what.workload.rpartition(", ")[0], []).append(record)
@@ -118,13 +118,13 @@ def _kernels(records: Sequence[Record]) -> Row:
 
 
 def _gains(predicted: Sequence[Record]) -> str:
-    """Format the range of a figure over the chips; bold if one misses its target."""
+    """Format a figure's lowest and highest ratio over the chips; bold if a chip misses its target."""
     least, most = (pick(r.comparison.ratio for r in predicted) for pick in (min, max))
     return _bold_unless(f"{least:.2f}x to {most:.2f}x", all(r.comparison.met is not False for r in predicted))
 
 
 def _of_smollm2(records: Iterable[Record]) -> list[Record]:
-    """Records of the real suites' own model: those of another model name it in their command."""
+    """Select records of the real suites' default model. Commands with --model ran another model."""
     return [r for r in records if "--model" not in r.command]
 
 

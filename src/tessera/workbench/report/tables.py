@@ -1,4 +1,4 @@
-"""Render tables of evaluation, tuning and compilation: answers, plans, block sizes, gates, sweep."""
+"""Render tables of evaluation, tuning and compilation: policies, plans, speed, block sizes, gates, sweeps."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,17 +19,17 @@ from tessera.workbench.report.markdown import (
 )
 
 HELD_OUT = "held-out text"
-"""Question whose records hold the closeness to dense."""
+"""Start of the workload of records about closeness to dense."""
 MASS = "attention mass"
-"""Question whose records hold the recall of a policy's selections."""
+"""Start of the workload of records about the attention mass that a policy keeps."""
 PASS_KEY = "single"
-"""Kind of task in the study of a plan's choices."""
+"""The one kind of task in the study of a plan's settings: find a pass key."""
 
 
 def policies(records: Sequence[Record]) -> Table:
     """Compare policies on every kind of task at the longest length, and show how close they are to dense.
 
-    The column for the attention mass kept appears if a record has it.
+    A column for the attention mass kept appears if a record holds it.
     """
     chosen = _evaluated(records, "demo")
     longest = max((length for _, length in map(_kind, chosen) if length), default=0)
@@ -51,7 +51,7 @@ def policies(records: Sequence[Record]) -> Table:
 
 
 def granularity(records: Sequence[Record]) -> Table:
-    """Show the cost of tiles by keys (rows) and queries (columns) per tile: KL per token and pass keys found."""
+    """Show KL per token and pass keys found by keys per tile (rows) and queries per tile (columns)."""
     chosen = [r for r in _evaluated(records, "study") if _tiles(r)]
     columns = sorted({_tiles(r)[1] for r in chosen})
     cells: dict[tuple[int, str], dict[int, list[Record]]] = {}
@@ -67,7 +67,7 @@ def granularity(records: Sequence[Record]) -> Table:
 
 
 def study(records: Sequence[Record]) -> Table:
-    """Show the plan with one choice changed, other than its tiles; the unchanged plan comes first."""
+    """Show plans with one setting changed, except tile sizes. The unchanged plan comes first."""
     chosen = _evaluated(records, "study")
     plain = {
         f"tile {r.what.config['tile']}, query tile {r.what.config['query_tile']}": "the plan as it is"
@@ -90,26 +90,28 @@ def study(records: Sequence[Record]) -> Table:
 
 
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
-    """Select the `tessera eval` records of the shipped model in a suite, for each policy only those with the newest
-    record's plan. A question that only an earlier plan answered leaves its cell empty until it is asked again."""
+    """Select a suite's `tessera eval` records: of each policy, only those made with the settings of its newest record.
+
+    A question that only an earlier plan answered has an empty cell until it is asked again.
+    """
     asked = [r for r in records if r.what.op.startswith("eval ") and series(r) == suite]
     newest_of = {lead: max(own, key=lambda r: r.date) for lead, own in _by_policy(asked).items()}
     return [r for r in asked if r.what.config == newest_of[_policy(r), r.where.machine].what.config]
 
 
 def _policy(record: Record) -> str:
-    """Policy title that `tessera eval` puts in the workload, also of error records."""
+    """Return the policy's title, which the workload of every `tessera eval` record holds."""
     return record.what.workload.partition(": ")[2]
 
 
 def _kind(record: Record) -> tuple[str, int | None]:
-    """(kind of task, tokens), or (HELD_OUT or MASS, None)."""
+    """Return (kind of task, tokens) for a task's record, else (HELD_OUT, None) or (MASS, None)."""
     kind, _, length = record.what.workload.partition(": ")[0].partition(" at ")
     return kind, int(length) if length else None
 
 
 def _tiles(record: Record) -> tuple[int, int] | None:
-    """(keys, queries) of a tile if the study changed them, else None."""
+    """Return (tile, query tile) if the study changed them, else None."""
     if not _policy(record).startswith("tile "):
         return None
     tile, query_tile = _policy(record).split(", ")
@@ -156,7 +158,7 @@ def _divergence(record: Record | None) -> str:
 
 
 def _mass(record: Record | None) -> str:
-    """Format recall over sparse layers, with one digit more than scores, since it is near 1."""
+    """Format the attention mass kept, with one digit more than scores, since it is near 100 %."""
     if not _good(record):
         return _failed(record)
     mean, low, high = (f"{100 * record.facts[name]:.1f}" for name in ("mean", "low", "high"))
@@ -164,7 +166,7 @@ def _mass(record: Record | None) -> str:
 
 
 def _closeness(records: Iterable[Record]) -> str:
-    """Format one cell of the granularity table: closeness, then pass keys, without those that are missing."""
+    """Format a cell of the granularity table: closeness to dense, then pass keys; a missing part is left out."""
     asked = {_kind(r)[0]: r for r in records}
     keys = asked.get(PASS_KEY)
     found = _found(keys) if _good(keys) else _failed(keys)
@@ -177,7 +179,7 @@ def _mean_density(tasks: Sequence[Record]) -> str:
 
 
 def amdahl(records: Sequence[Record]) -> Table:
-    """Show a sparse prefill's measured gain next to Amdahl's law, from attention's share and attention's own gain."""
+    """Show a sparse prefill's measured gain and the gain that Amdahl's law predicts from attention's share and gain."""
     chosen = [r for r in records if "attention_gain" in r.facts and r.comparison and not r.error]
     rows = []
     for record in chosen:
@@ -201,7 +203,7 @@ def use(records: Sequence[Record]) -> Table:
 
 
 def _used(record: Record | None) -> str:
-    """Format shares of the measured ceilings, and of the data sheet's if there is one."""
+    """Format shares of the measured peak rates, and of the data sheet's if the record has them."""
     if record is None:
         return ""
     pairs = [(record.facts.get(f"mfu{end}"), record.facts.get(f"bandwidth_share{end}")) for end in ("", "_nominal")]
@@ -210,7 +212,7 @@ def _used(record: Record | None) -> str:
 
 
 def tune(records: Sequence[Record]) -> Table:
-    """Show block sizes found by measuring: each search's result, and how well its cheap stages predicted it."""
+    """Show block sizes found by timing: each search's result, and how well its cheap stages ranked the candidates."""
     chosen = [r for r in records if r.what.op == "tune"]
     rows = []
     for record in chosen:
@@ -239,7 +241,7 @@ def tune(records: Sequence[Record]) -> Table:
 
 
 def _search(record: Record) -> str:
-    """Name the search method, and what chose the first candidates after the default."""
+    """Name the search method, and whether the model or chance chose its first candidates."""
     method, tried = series(record) or "genetic", record.facts.get("candidates")
     if not tried:
         return method
@@ -248,7 +250,7 @@ def _search(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Describe what ships: the settings that differ from the default's, or the default and the refused settings."""
+    """Describe the change from the default that ships; without one, name the default and any winner not confirmed."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)
@@ -256,7 +258,7 @@ def _best(record: Record) -> str:
 
 
 def _interval(record: Record) -> str:
-    """Format the gain's interval; empty if the default is kept, since the interval is then the refused settings'."""
+    """Format the gain's interval; empty if the winner was refused, as the interval is then the winner's."""
     facts = record.facts
     if facts.get("interval") is None or "refused" in facts:
         return ""
@@ -264,7 +266,7 @@ def _interval(record: Record) -> str:
 
 
 def _settings(config: Mapping[str, Any], default: Mapping[str, Any] | None = None) -> str:
-    """Format a configuration's names and values, given a default only those that differ from it."""
+    """Format a configuration's names and values; with `default`, only the values that differ from it."""
     default = default or {}
     return ", ".join(f"{name} {value}" for name, value in config.items() if default.get(name, default) != value)
 
@@ -282,7 +284,7 @@ def blocks(records: Sequence[Record]) -> str:
 
 
 def _chosen_blocks(record: Record | None) -> str:
-    """Format predicted time, gain over the default, and the settings that differ from it."""
+    """Format the predicted time, the gain over the default, and the settings that differ from the default."""
     if record is None or record.error:
         return _failed(record)
     default = record.facts["default"].get("config", {})
@@ -293,7 +295,7 @@ def _chosen_blocks(record: Record | None) -> str:
 
 
 def choices(records: Sequence[Record]) -> str:
-    """Show what each choice of the TPU prefill kernel is worth: a row per choice undone, a column per chip."""
+    """Show what each design choice of the TPU prefill kernel gains: a row per choice undone, a column per chip."""
     chosen = newest(r for r in records if r.what.op == "kernel choice")
     found = {(r.facts["choice"], r.facts["chip"]): r for r in chosen}
     chips = sorted({chip for _, chip in found})
@@ -303,7 +305,7 @@ def choices(records: Sequence[Record]) -> str:
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
-    """Format how much longer the call and its main loop's cycles take; for the unchanged kernel, time and cycles."""
+    """Format how many times longer the call and its main loop take; for the unchanged kernel, time and cycles."""
     record = found.get((name, chip))
     if record is None or record.error:
         return _failed(record)
@@ -347,7 +349,7 @@ def gates(records: Sequence[Record]) -> str:
 
 
 def gated(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
-    """Group the gates' records of each kernel's last run by kernel and chip, in their order."""
+    """Group the gate records of each kernel's last run by (kernel, chip), sorted."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in newest(r for r in records if r.what.op == "gpu gates"):
         groups.setdefault((record.what.kernel, record.what.workload.rpartition(", ")[2]), []).append(record)
@@ -362,8 +364,8 @@ def gate_counts(own: Sequence[Record]) -> tuple[int, int, int]:
 
 
 def last_run(records: Sequence[Record]) -> list[Record]:
-    """Return a kernel's newest records, as many as hold the number of cases that the newest says were tried. So a
-    configuration that left the search space stays in the file but not in the table."""
+    """Return the records of a kernel's last run: the newest ones, up to the number of cases that the newest record says
+    were tried. Older records, of configurations that left the search space, thus drop out of the table."""
     ordered = sorted(records, key=lambda r: r.date, reverse=True)
     left, kept = ordered[0].facts.get("tried", math.inf), []
     for record in ordered:
@@ -396,7 +398,7 @@ def rooflines(records: Sequence[Record]) -> str:
 
 
 def _machine_code(record: Record) -> str:
-    """Format the most registers and spilled bytes of the figure's calls, with broken gates in bold."""
+    """Format the most registers and spilled bytes of the figure's calls, and failed gates in bold."""
     calls = [call for call in record.facts.values() if isinstance(call, Mapping) and call.get("registers")]
     if not calls:
         return ""
@@ -412,7 +414,7 @@ def _share(good: int, of: int) -> str:
 def sweep(records: Sequence[Record]) -> str:
     """Show how many cases compiled: a row per TPU kernel, a column per chip; counts with failures in bold.
 
-    A sweep of some kernels replaces only their rows of the last full sweep.
+    A later sweep of only some kernels replaces only those kernels' rows.
     """
     chosen, counts, planned = swept(records)
     if not chosen:
@@ -432,7 +434,7 @@ def sweep(records: Sequence[Record]) -> str:
 
 
 def swept(records: Sequence[Record]) -> tuple[list[Record], dict[tuple[str, ...], Sequence[int]], int]:
-    """Return the sweeps' records, (compiled, tried) by (kernel, chip), and the number of cases planned."""
+    """Return the sweeps' records, their counts (compiled, tried) by (kernel, chip), and the number of cases planned."""
     chosen = sorted(newest(r for r in records if r.what.op == "tpu sweep" and not r.error), key=lambda r: r.date)
     counts: dict[tuple[str, ...], Sequence[int]] = {}
     planned = 0
