@@ -38,8 +38,12 @@ class Sizes:
     """Amount of work: text windows and documents of `length` tokens each."""
 
     length: int = 2048
-    windows: int = 4
-    documents: int = 8
+    windows: int
+    documents: int
+
+
+SHIPPED, REAL = Sizes(windows=4, documents=8), Sizes(windows=2, documents=3)
+"""Sizes for the shipped model and for others. A document of `probes` holds several questions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,7 @@ def run(
     text: str | None = None,
     out: Path | None = None,
     command: str = "tessera eval --suite cache",
-    sizes: Sizes = Sizes(),
+    sizes: Sizes | None = None,
 ) -> int:
     """Measure every contender, append a record for each text and set of questions, and print a line each.
 
@@ -107,10 +111,13 @@ def run(
         shipped: whether the model is the shipped one, which answers only the questions that it was trained on.
         text: text for windows and filler instead of the reference domain of `texts`.
         out: file of records; evidence/eval-<device>.jsonl if None.
+        sizes: amount of work; SHIPPED or REAL if None.
 
     Raises:
         ValueError: no tokenizer, or a context that is too short.
     """
+    if sizes is None:
+        sizes = SHIPPED if shipped else REAL
     if model.tokenizer is None:
         raise ValueError(f"{model.source} has no tokenizer: the suite's questions are text")
     if model.config.max_positions < sizes.length:
