@@ -17,6 +17,7 @@ from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
 from tessera.workbench.report import real as report_real
 from tessera.workbench.report import tables as report_tables
+from tessera.workbench.report.cached import cached
 from tessera.workbench.report.markdown import (
     Table,
     current,
@@ -40,6 +41,7 @@ PAGES = (
     "README.md",
     "docs/answers.md",
     "docs/speed.md",
+    "docs/runtime.md",
     "docs/tpu-figures.md",
     "docs/gpu-figures.md",
     "docs/evidence.md",
@@ -334,6 +336,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
     {
         "summary": summary,
         "roadmap": roadmap,
+        "int8-cache": cached,
         "real-tasks": report_real.tasks,
         "real-text": report_real.text,
         "real-tiles": report_real.tiles,
