@@ -65,6 +65,6 @@ def test_the_table_shows_the_newest_record_and_the_goal():
         record("dense int8", "int8", "questions", 0.5, scores=[1.0, 0.0]),
     ]
     lines = report.render("int8-cache", records).splitlines()
-    assert lines[2] == "| the shipped model | dense | float32 | reference |  | 2.00 of 2 |"
+    assert lines[2] == "| the shipped model | dense | float32 | reference |  | 2 of 2 |"
     shown = "3.0e-04 (1.5e-04 to 6.0e-04), goal 1e-04: **missed**"
-    assert lines[3] == f"|  | dense | int8 | {shown} | 99.0 % | 1.00 of 2 |"
+    assert lines[3] == f"|  | dense | int8 | {shown} | 99.0 % | 1 of 2 |"

@@ -42,4 +42,4 @@ def _text_cells(record: Record | None, model: str) -> tuple[str, str]:
 def _answers(record: Record | None) -> str:
     if record is None:
         return ""
-    return f"{three(sum(record.facts['scores']))} of {len(record.facts['scores'])}"
+    return f"{sum(record.facts['scores']):g} of {len(record.facts['scores'])}"
