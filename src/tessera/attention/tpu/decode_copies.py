@@ -26,7 +26,7 @@ class Stream(NamedTuple):
     v: Any
     k_block: Any  # two buffers [2, heads, block_s, H], or [2, heads, H, block_s] if cut.lanes; v_block likewise
     v_block: Any
-    copied: Any  # [2, 2] semaphores: buffer, then K, V or their scales
+    copied: Any  # semaphores [2, 2], or [2, 3] if int8: buffer, then K, V or their scales
     scales: Any = None  # [B * K, 2, S] in HBM; int8 only
     scale_block: Any = None  # [2, heads, 2, block_s]
 
