@@ -1,8 +1,7 @@
 """The KV cache: allocated once and updated in place. The keys of one head are contiguous, so a tile is one block.
 
 An int8 cache holds every key and value as int8 times one bfloat16 scale per position and KV head, max |x| / 127. Only
-scales of single positions let a cache grow without touching what it holds, and on the shipped model they lose less
-than fp8 of the same size (docs/runtime.md).
+scales of single positions let a cache grow without touching what it holds.
 """
 
 from collections.abc import Iterable
