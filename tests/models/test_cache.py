@@ -40,7 +40,7 @@ def meant(cache: Cache, layer: int) -> tuple[np.ndarray, np.ndarray]:
 def test_an_element_is_off_by_at_most_half_a_step():
     rng = np.random.default_rng(0)
     x = rng.standard_normal((64, 16)) * np.exp(rng.uniform(-30, 30, (64, 1)))  # of every size
-    q, scale = (np.asarray(y) for y in quantise(jnp.asarray(x, jnp.float32)))
+    q, scale = (np.asarray(y) for y in jax.jit(quantise)(jnp.asarray(x, jnp.float32)))
     assert q.dtype == np.int8
     scale = scale.astype(np.float64)[:, None]
     assert np.all(np.abs(q * scale - x) <= scale * (0.5 + 1e-5))
@@ -52,7 +52,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_visible():
     x = np.zeros((5, 16), np.float32)
     x[1, 3], x[2, 3], x[3] = np.nan, np.inf, 1e-42
     x[4] = -np.float32(np.frombuffer(np.uint32(0x7FFFFFFF).tobytes(), np.float32)[0])  # a NaN of all ones
-    q, scale = (np.asarray(y) for y in quantise(jnp.asarray(x)))
+    q, scale = (np.asarray(y) for y in jax.jit(quantise)(jnp.asarray(x)))
     assert np.all(q[0] == 0)
     assert scale[0] == 0
     assert np.isnan(scale[[1, 2, 4]]).all()
@@ -69,8 +69,9 @@ def test_it_only_appends(stacked):
     empty = empty._replace(scales=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), empty.scales))
     at = (jnp.int32(1),) if stacked else ()
     mine = empty if stacked else empty.layer(1)
-    once = extend(mine, k, v, start, at)
-    twice = extend(extend(mine, k[:, :4], v[:, :4], start, at), k[:, 4:], v[:, 4:], start + 4, at)
+    write = jax.jit(extend)  # one program instead of one per operation
+    once = write(mine, k, v, start, at)
+    twice = write(write(mine, k[:, :4], v[:, :4], start, at), k[:, 4:], v[:, 4:], start + 4, at)
     for a, b in zip(once, twice):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()  # bytes: NaN equals itself
     joined = once if stacked else Cache.of_layers([empty.layer(0), once])
@@ -92,7 +93,7 @@ def test_it_takes_the_bytes_that_it_says():
         assert held <= most * cache_bytes(config, 3, 128, 2)
 
 
-@pytest.mark.parametrize("attention", ["dense", "kascade"])
+@pytest.mark.parametrize("attention", [pytest.param("dense", marks=pytest.mark.exhaustive), "kascade"])
 def test_scores_hardly_change_and_free_places_are_never_seen(model, attention):
     """Prefill in two chunks, then decode; in the int8 cache each free place has the scale NaN."""
     policy, tokens, scores = POLICIES[attention], prompt(130), {}
@@ -111,7 +112,7 @@ def test_scores_hardly_change_and_free_places_are_never_seen(model, attention):
     assert 0 < off < 0.05 * spread  # more than 0: the cache was int8
 
 
-@pytest.mark.parametrize("attention", ["dense", "kascade"])
+@pytest.mark.parametrize("attention", [pytest.param("dense", marks=pytest.mark.exhaustive), "kascade"])
 def test_an_answer_does_not_depend_on_other_requests(model, attention):
     """A second request joins in the middle (its row is copied out and back) and makes the cache grow."""
     model = replace(model, policy=POLICIES[attention])
