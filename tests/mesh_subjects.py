@@ -225,7 +225,7 @@ def a_saved_model_and_its_fingerprint_are_those_of_one_device(folder: Path) -> N
 
     from tessera.generate import load, save
     from tessera.models.checkpoint import fingerprint
-    from tessera.runtime.step import explain_not_finite
+    from tessera.runtime.requests import explain_not_finite
 
     config = config_of(3)
     source = saved(folder, config, "kv3")

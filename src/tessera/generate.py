@@ -18,7 +18,7 @@ from jaxtyping import Float
 from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
 from tessera.core.memory import require, require_programs
-from tessera.core.mesh import build, check, local_devices, mesh_of, num_parts, parse
+from tessera.core.mesh import build, check, local_devices, mesh_of, num_parts, num_stripes, parse
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
@@ -31,9 +31,9 @@ from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Engine
 from tessera.runtime.lane import warm_choices
-from tessera.runtime.requests import Request, check_tokens
+from tessera.runtime.requests import Request, check_tokens, explain_not_finite
 from tessera.runtime.sampling import Sampling, check_seeds
-from tessera.runtime.step import Session, explain_not_finite, score_tokens
+from tessera.runtime.step import Session, score_tokens
 from tessera.sparse.contract import Policy
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES, policy_for
@@ -72,6 +72,7 @@ class Model:
         plan: the Kascade plan, if any.
         source: folder or GGUF file that the model was loaded from.
         generation_config: defaults of `generate` from generation_config.json; empty for a GGUF file.
+        cache: dtype of cached keys and values, "int8" or None for the weights' own. `logits` caches nothing.
     """
 
     config: ModelConfig
@@ -81,6 +82,7 @@ class Model:
     plan: Plan | None = None
     source: str = "memory"
     generation_config: GenerationConfig = GenerationConfig()
+    cache: str | None = None
 
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
         """Compute the next-token logits at every position, in float32. All sequences must have the same length.
@@ -241,11 +243,11 @@ class Model:
 
     def engine(self, **options: Any) -> Engine:
         """Return an engine for this model and its policy; `options` are slots, num_keys, sizes and lag of `Engine`."""
-        return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, **options)
+        return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, cache=self.cache, **options)
 
     def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:
         """Allocate an empty cache for `batch` sequences of up to `num_keys` keys."""
-        return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys)
+        return Session(self.params, self.config, policy, batch=batch, num_keys=num_keys, cache=self.cache)
 
     def _encode(self, prompt: Prompt, name: str) -> list[int]:
         if isinstance(prompt, str):
@@ -274,6 +276,7 @@ def load(
     attention: str = "dense",
     plan: Plan | str | os.PathLike | None = None,
     mesh: str | int | None = None,
+    cache: str | None = None,
 ) -> Model:
     """Load a model from a Hugging Face folder, a GGUF file or a hub id.
 
@@ -287,6 +290,8 @@ def load(
             and logits are split by KV heads, feed-forward columns and vocabulary, so "heads" must divide each of them.
             A number takes gcd(KV heads, devices) for heads, and the rest for context, which splits each sequence's
             keys and a prompt's rows. None runs on one device; if JAX runs in several processes, on all their devices.
+        cache: "int8" keeps each cached key and value as int8 times one scale per position and KV head, in about half
+            the bytes of bfloat16; None or "auto" keeps the weights' dtype.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
@@ -296,6 +301,9 @@ def load(
     dtype = None if dtype == "auto" else dtype
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own")
+    cache = None if cache == "auto" else cache
+    if cache not in (None, "int8"):
+        raise ValueError(f"{cache=} must be 'int8', or None for the weights' dtype")
     source = resolve(path_or_hub_id)
     config = read_config(source)
     if dtype is not None:
@@ -307,6 +315,10 @@ def load(
     if mesh is None and jax.process_count() > 1:
         mesh = jax.device_count()
     on = None if mesh is None else mesh_for(config, mesh)
+    if cache == "int8" and num_stripes(on) > 1:
+        raise ValueError(
+            f"{cache=} cannot be dealt over a mesh that splits the context ({mesh=}): leave one of them out"
+        )
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {config.dtype},"
     types, division = Types(weights=config.dtype, dtype=config.dtype), Division(heads=num_parts(on))
@@ -330,6 +342,7 @@ def load(
         plan=plan,
         source=str(source),
         generation_config=generation_config,
+        cache=cache,
     )
 
 

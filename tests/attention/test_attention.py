@@ -17,14 +17,14 @@ from tessera.attention.xla import sparse as xla_sparse
 
 NAMED = {w.name: w for w in WORKLOADS}
 COVERING = {
-    "prefill": {"ragged", "window_softcap", "both_ways", "decode_ragged", "heads_16"},
-    "decode": {"decode_ragged", "decode_window", "decode_both_ways", "decode_heads_16"},
+    "prefill": {"ragged", "window_softcap", "both_ways", "decode_ragged", "heads_16", "int8_ragged"},
+    "decode": {"decode_ragged", "decode_window", "decode_both_ways", "decode_heads_16", "int8_decode"},
 }
 """Phase -> the workloads that a kernel runs by default: ragged batches, empty rows, G (query heads per KV head) of 1, 4
 and 8, a window with a softcap, attention that is not causal, one row through a prefill kernel, and one list per head.
 The catalogue's other workloads repeat these features in other sizes."""
 ALSO = {
-    ("tpu", "sparse", "prefill"): {"tail"},
+    ("tpu", "sparse", "prefill"): {"tail", "int8_wide"},
     ("tpu", "score", "prefill"): {"heads_32_wide"},
     ("gpu", "score", "prefill"): {"heads_32_wide"},
     ("gpu", "dense", "prefill"): {"hopper_window"},
@@ -518,26 +518,30 @@ def test_decode_work_follows_what_is_filled(monkeypatch):
         assert done == blocks * 2 * 2 * 16 * 8
 
 
+@pytest.mark.parametrize("stored", ["float32", "int8"])
 @pytest.mark.parametrize("role", ["dense", "score", "sparse"])
-def test_decode_copies_no_cache(role):
-    """The model's cache is [B,K,S,H]; the compiled program neither transposes nor copies the whole of it."""
+def test_decode_copies_no_cache(role, stored):
+    """The compiled program neither transposes nor copies all of a cache [B,K,S,H], nor widens all of an int8 one."""
     kernel = next(k for k in KERNELS if k.name == f"xla_decode_{role}")
     batch, heads, num_keys, dim = 2, 2, 4096, 32
     spec = AttentionSpec(mass=role == "score")
     lists = Selection(jnp.zeros((batch, heads, 1, 4), jnp.int32), jnp.ones((batch, heads, 1), jnp.int32))
 
-    def step(q, k, v, positions):
-        return kernel.launch(q, KeyValues(k, v), spec, positions, lists if role == "sparse" else None, config)
+    def step(q, k, v, positions, scales):
+        kv = KeyValues(k, v, scales=scales)
+        return kernel.launch(q, kv, spec, positions, lists if role == "sparse" else None, config)
 
-    config = kernel.Config(block_s=512)
-    cache = jax.ShapeDtypeStruct((batch, heads, num_keys, dim), jnp.float32)
+    config = kernel.Config(block_s=128)
+    cache = jax.ShapeDtypeStruct((batch, heads, num_keys, dim), stored)
+    scales = jax.ShapeDtypeStruct((batch, heads, 2, num_keys), jnp.bfloat16) if stored == "int8" else None
     q = jax.ShapeDtypeStruct((batch, 1, 2 * heads, dim), jnp.float32)
     whole = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    program = jax.jit(step).lower(q, cache, cache, Positions(whole, whole, whole)).compile()
+    program = jax.jit(step).lower(q, cache, cache, Positions(whole, whole, whole), scales).compile()
     memory = program.memory_analysis()
     if memory is not None:
-        assert memory.temp_size_in_bytes < batch * heads * num_keys * dim * 4
-    sizes = (f"f32[{batch},{heads},{num_keys},{dim}]", f"f32[{batch},{num_keys},{heads},{dim}]")
+        assert memory.temp_size_in_bytes < batch * heads * num_keys * dim * cache.dtype.itemsize
+    orders = (f"[{batch},{heads},{num_keys},{dim}]", f"[{batch},{num_keys},{heads},{dim}]")
+    sizes = tuple(dtype + order for dtype in ("f32", "s8") for order in orders)
     for line in program.as_text().splitlines():
         made = line.partition("=")[2].strip()
         if made.startswith(sizes):

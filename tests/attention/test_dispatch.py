@@ -170,10 +170,22 @@ def test_costs_and_search_spaces_are_usable(kernel):
     assert all(isinstance(c, kernel.Config) for c in kernel.search_space(spec, shapes))
 
 
-@pytest.mark.parametrize("extra", ["pages", "k_scale"])
-def test_pages_and_scales_are_refused_with_a_reason(extra):
-    q, keys = jnp.zeros((1, 4, 2, 16)), jnp.zeros((3, 2, 16, 16), jnp.float32 if extra == "pages" else jnp.int8)
-    fields = {"pages": jnp.zeros((1, 2), jnp.int32)} if extra == "pages" else {"k_scale": jnp.ones((3, 16, 2))}
-    kind = "paged" if extra == "pages" else "scaled"
-    with pytest.raises(ValueError, match=f"it reads contiguous keys in the queries' dtype, the call's are {kind}"):
-        attend(q, KeyValues(keys, keys, **fields))
+def test_pages_are_refused_with_a_reason():
+    q, keys = jnp.zeros((1, 4, 2, 16)), jnp.zeros((3, 2, 16, 16))
+    with pytest.raises(ValueError, match="it reads contiguous keys, the call's are paged"):
+        attend(q, KeyValues(keys, keys, pages=jnp.zeros((1, 2), jnp.int32)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "scales", "reason"),
+    [
+        (jnp.float32, (jnp.bfloat16, (1, 2, 2, 8)), "scales are of int8 keys and values, got float32 and float32"),
+        (jnp.int8, None, "dtypes of q, k and v must be equal, got float32, int8, int8"),
+        (jnp.int8, (jnp.float32, (1, 2, 2, 8)), r"bfloat16 \[B,K,2,S\] = \(1, 2, 2, 8\), got float32 \(1, 2, 2, 8\)"),
+        (jnp.int8, (jnp.bfloat16, (1, 2, 8, 2)), r"bfloat16 \[B,K,2,S\] = \(1, 2, 2, 8\), got bfloat16 \(1, 2, 8, 2\)"),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused_with_a_reason(keys, scales, reason):
+    q, keys = jnp.zeros((1, 4, 2, 16)), jnp.zeros((1, 2, 8, 16), keys)
+    with pytest.raises(ValueError, match=reason):
+        attend(q, KeyValues(keys, keys, scales=None if scales is None else jnp.zeros(scales[1], scales[0])))

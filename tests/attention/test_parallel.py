@@ -11,7 +11,10 @@ PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import tessera
+from tessera.attention.contract import KeyValues
+from tessera.attention.dispatch import attend
 from tessera.attention.parallel import AXIS
+from tessera.models.cache import quantise
 from tessera.sparse.kascade import Kascade
 
 assert len(jax.devices()) == 2
@@ -32,6 +35,15 @@ with jax.set_mesh(mesh):
 assert "heads" in str(parts[0].out.sharding.spec)
 for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts)):
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6, atol=1e-6)
+
+(k8, k_scale), (v8, v_scale) = quantise(k), quantise(v)
+int8 = KeyValues.of(k8, v8)._replace(scales=jnp.moveaxis(jnp.stack([k_scale, v_scale], 3), 1, 3))
+whole = jax.jit(attend)(q, int8)
+with jax.set_mesh(mesh):
+    by_head = NamedSharding(mesh, P(None, AXIS))
+    part = jax.jit(attend)(jax.device_put(q, split), jax.tree.map(lambda x: jax.device_put(x, by_head), int8))
+np.testing.assert_allclose(np.asarray(whole.out), np.asarray(part.out), rtol=1e-6, atol=1e-6)
+assert np.abs(np.asarray(whole.out) - np.asarray(parts[0].out)).max() < 0.1
 try:
     with jax.set_mesh(mesh):
         jax.jit(tessera.attention)(q[:, :, :3], k[:, :, :3], v[:, :, :3])

@@ -20,7 +20,7 @@ from tessera.cli.study import STUDIES
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES
 
-MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--mesh", "--debug"]
+MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--mesh", "--cache", "--debug"]
 SAMPLING = "--temperature --temp --top-k --top-p --min-p --repetition-penalty --repeat-penalty --seed -s".split()
 FLAGS = {
     "generate": MODEL

@@ -209,6 +209,25 @@ def test_kernels_compile_with_their_own_blocks(chip, kernel, compiler):
     assert result["error"] is None
 
 
+INT8 = (("dense", "decode"), ("score", "decode"), ("dense", "prefill"), ("score", "prefill"), ("sparse", "prefill"))
+
+
+@pytest.mark.parametrize(
+    ("role", "phase", "tile"),
+    [("sparse", "decode", 32), *(pytest.param(*x, 128, marks=pytest.mark.exhaustive) for x in INT8)],
+)
+def test_kernels_compile_on_int8_keys(role, phase, tile, compiler):
+    spec, shapes = inspection.call(
+        role=role, phase=phase, batch=1, length=1024, heads=4, kv_heads=2, head_dim=64, dtype="bfloat16",
+        spec=AttentionSpec(tile=tile), fraction=0.5,
+    )  # fmt: skip
+    program = attention_program(f"tpu_{phase}_{role}", spec, shapes._replace(scaled=True))
+    found = compiler.compile("v5e", program)
+    assert found.error is None
+    cache = 2 * 2 * 1024 * (64 + 2)
+    assert cache <= found.memory["argument"] < 1.5 * cache
+
+
 def test_a_compiler_goes_on_after_a_program_that_takes_too_long_and_one_that_is_wrong(compiler):
     good = attention_program("tpu_decode_dense", *inspection.call(
         role="dense", phase="decode", batch=1, length=512, heads=2, kv_heads=1, head_dim=128, dtype="bfloat16",

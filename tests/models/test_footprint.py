@@ -81,7 +81,7 @@ def test_eight_billion_by_hand():
 
 
 def test_narrow_types():
-    """int8: a byte per element and four per channel or per token and head. Embedding and norms keep their type."""
+    """int8: a byte per element, four per channel or two per token and head. Embedding and norms keep their type."""
     config = MODELS["llama-3.1-8b"]
     wide, narrow, half = (weight_bytes(config, types=Types(weights=name)) for name in ("bfloat16", "int8", "int4"))
     channels = 32 * (2 * 4096 + 2 * 1024), 32 * (2 * 14336 + 4096)
@@ -90,7 +90,7 @@ def test_narrow_types():
     for kind in ("vocabulary", "vectors"):
         assert wide[kind] == narrow[kind] == half[kind]
     full, quarter = cache_bytes(config, 1, 1024), cache_bytes(config, 1, 1024, types=Types(cache="int8"))
-    assert quarter == full // 2 + 2 * 32 * 8 * 1024 * 4
+    assert quarter == full // 2 + 2 * 32 * 8 * 1024 * 2
     with pytest.raises(ValueError, match="weights='int2' must be one of float32, bfloat16, int8"):
         Types(weights="int2")
 

@@ -15,9 +15,9 @@ from tessera.generate import Model
 from tessera.models.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
-from tessera.runtime.requests import End, Event, Failure, Held, Request, Token
+from tessera.runtime.requests import End, Event, Failure, Held, Request, Token, explain_not_finite
 from tessera.runtime.sampling import Sampling
-from tessera.runtime.step import explain_not_finite, needed
+from tessera.runtime.step import needed
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 

@@ -4,6 +4,7 @@ from functools import partial
 from itertools import product
 
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -124,6 +125,24 @@ def test_keys_past_the_end_count_for_nothing_nan_or_not():
     clean = estimate_mass(q, k, spec, positions, how)
     k[:, 100:] = np.nan
     np.testing.assert_array_equal(clean, estimate_mass(q, k, spec, positions, how))
+
+
+@pytest.mark.parametrize(
+    ("queries", "how"), [(1, Estimate()), (64, Estimate(keys=4)), (64, Estimate(keys=4, summary="minmax"))]
+)
+def test_int8_keys_count_as_the_numbers_they_mean(queries, how):
+    """Free places have the scale NaN. The last tile is cut by the cache's end."""
+    rng = np.random.default_rng(3)
+    q, _ = draw(queries=queries)
+    k = rng.integers(-127, 128, (2, 120, 2, 8), dtype=np.int8)
+    scales = np.exp(rng.normal(size=(2, 2, 2, 120)) - 4).astype(ml_dtypes.bfloat16)
+    meant = k * np.swapaxes(scales[:, :, 0], 1, 2)[..., None].astype(np.float32)
+    scales[..., 100:] = np.nan
+    spec = AttentionSpec(tile=16, query_tile=32)
+    positions = Positions(*(np.array([x] * 2, np.int32) for x in (100 - queries, 100, queries)))
+    estimate = jax.jit(estimate_head_major, static_argnums=(2, 4))
+    found = estimate(q, k.swapaxes(1, 2), spec, positions, how, scales)
+    np.testing.assert_allclose(found, plain(q, meant, spec, positions, how), atol=1e-5)
 
 
 def test_later_keys_do_not_change_an_estimate():

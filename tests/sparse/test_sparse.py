@@ -11,7 +11,7 @@ from tiny import random_params
 
 from tessera.attention import dispatch
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Selection, call_shapes
-from tessera.models.cache import init_cache
+from tessera.models.cache import init_cache, quantise
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.layers import Params
@@ -121,6 +121,30 @@ def after_anchor(policy, seed=0):
 def attend(policy, layer, q, k, v, state, *, window=None):
     """Run one layer of a policy over a whole sequence."""
     return policy.attend(layer, q, KeyValues.of(k, v), AttentionSpec(window=window), whole(q.shape[1]), state)
+
+
+@pytest.mark.parametrize(
+    ("policy", "layer"),
+    [
+        (OWN, 2),
+        (replace(BUDGETS, own=(3,), head_map=((0, 1),) * 4, budgets=((0, 0), (0, 0), (0.3, 0.3), (1.0, 0.1))), 3),
+    ],
+    ids=["reused", "budgets"],
+)
+def test_a_layer_chooses_from_int8_keys_as_from_the_numbers_they_mean(policy, layer):
+    q, k, v = qkv(5)
+    k = (
+        k * np.exp(2 * np.sin(np.arange(96)))[None, :, None, None]
+    )  # scales of many sizes: without them, other tiles win
+    (k8, k_scale), (v8, v_scale) = quantise(k), quantise(v)
+    scales = jnp.moveaxis(jnp.stack([k_scale, v_scale], 3), 1, 3)
+    int8, q = KeyValues.of(k8, v8)._replace(scales=scales), jnp.asarray(q)
+    meant = KeyValues.of(*(x * s[..., None].astype(jnp.float32) for x, s in ((k8, k_scale), (v8, v_scale))))
+    state = after_anchor(policy)
+    run = jax.jit(lambda kv: policy.attend(layer, q, kv, AttentionSpec(), whole(96), state))
+    (out, after), (expected, wanted) = run(int8), run(meant)
+    np.testing.assert_allclose(out, expected, atol=1e-4)
+    np.testing.assert_array_equal(after.reads.read, wanted.reads.read)
 
 
 @pytest.mark.parametrize(

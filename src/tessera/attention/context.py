@@ -122,7 +122,7 @@ def check(num_rows: int, kv: KeyValues, spec: AttentionSpec, stripes: Stripes, *
             f"window={spec.window} on a mesh with {AXIS}={parts} is not supported: use a mesh with {AXIS}=1, "
             "as a window bounds the keys that a row sees"
         )
-    if kv.pages is not None or kv.k_scale is not None:
+    if kv.pages is not None or kv.scales is not None:
         layout = "paged" if kv.pages is not None else "scaled"
         raise ValueError(f"keys dealt over {AXIS}={parts} must be contiguous in the queries' dtype, got {layout} keys")
     if num_rows not in (1, stripes.chunk):

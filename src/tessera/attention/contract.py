@@ -80,14 +80,15 @@ class KeyValues(NamedTuple):
     Attributes:
         k, v: [B,K,S,H]; with `pages`, a pool of P pages [P,K,page,H] that all sequences share.
         pages: pool index of each sequence's J pages, in order of position; None if k and v are contiguous.
-        k_scale, v_scale: scale per key and KV head of int8 keys and values; None if k and v have q's dtype.
+        scales: bfloat16 scales of int8 keys ([:, :, 0]) and values ([:, :, 1]), one per key and KV head: the key is
+            k * scale, the value v * scale; scores and probabilities may be multiplied instead, an exact identity. One
+            copy brings both scales of a tile. None if k and v have q's dtype.
     """
 
     k: Float[Array, "B K S H"]
     v: Float[Array, "B K S H"]
     pages: Int32[Array, "B J"] | None = None
-    k_scale: Float[Array, "B S K"] | None = None
-    v_scale: Float[Array, "B S K"] | None = None
+    scales: Float[Array, "B K 2 S"] | None = None
 
     @classmethod
     def of(cls, k_BSKH: Float[Array, "B S K H"], v_BSKH: Float[Array, "B S K H"]) -> "KeyValues":
@@ -100,7 +101,7 @@ class KeyValues(NamedTuple):
         if self.pages is not None:
             num_keys *= self.pages.shape[1]
         sizes = _shapes(q_BTNH, num_keys, num_kv_heads, selection)
-        return sizes._replace(paged=self.pages is not None, scaled=self.k_scale is not None)
+        return sizes._replace(paged=self.pages is not None, scaled=self.scales is not None)
 
 
 class AttentionOut(NamedTuple):

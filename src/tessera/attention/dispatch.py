@@ -109,9 +109,9 @@ def attend(
 ) -> AttentionOut:
     """Run `attention` on keys and values that are already a head-major `KeyValues`, as a KV cache stores them."""
     shapes = kv.shapes(q_BTNH, selection)
-    if shapes.paged or shapes.scaled:
+    if shapes.paged:
         choose(spec, shapes, backend=backend)  # raises, as every kernel refuses these; `check` knows plain arrays only
-    check(q_BTNH, kv.k, kv.v, "BKSH")
+    check(q_BTNH, kv.k, kv.v, "BKSH", scales=kv.scales)
     batch, num_queries, num_keys = shapes[:3]
     if selection is not None:
         check_selection(selection, spec, (batch, shapes.num_kv_heads, ceil_div(num_queries, spec.query_tile)))
@@ -199,20 +199,31 @@ def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, *
     raise ValueError(f"{asked} can run this call ({reasons})" if backend is None else f"{asked} cannot run: {reasons}")
 
 
-def check(q: Array, k: Array, v: Array, layout: str) -> None:
+def check(q: Array, k: Array, v: Array, layout: str, scales: Array | None = None) -> None:
     """Raise ValueError unless q, k and v fit together; `layout` names the axes of k and v, "BSKH" or "BKSH"."""
     for name, array, letters in (("q", q, "BTNH"), ("k", k, layout), ("v", v, layout)):
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{name}.shape={tuple(array.shape)} must have four sizes [{','.join(letters)}], none zero")
     if v.shape != k.shape:
         raise ValueError(f"v.shape={tuple(v.shape)} must equal k.shape={tuple(k.shape)}")
-    if not q.dtype == k.dtype == v.dtype:
+    if scales is not None:
+        check_scales(k, v, scales)
+    elif not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"dtypes of q, k and v must be equal, got {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)} must have the same B and H")
     num_kv_heads = k.shape[layout.index("K")]
     if q.shape[2] % num_kv_heads:
         raise ValueError(f"num_heads={q.shape[2]} must be a multiple of {num_kv_heads=}")
+
+
+def check_scales(k: Array, v: Array, scales: Array) -> None:
+    """Raise ValueError unless k and v [B,K,S,H] are int8 and their scales bfloat16 [B,K,2,S]."""
+    if not k.dtype == v.dtype == jnp.int8:
+        raise ValueError(f"scales are of int8 keys and values, got {k.dtype} and {v.dtype}")
+    shape = (*k.shape[:2], 2, k.shape[2])
+    if scales.shape != shape or scales.dtype != jnp.bfloat16:
+        raise ValueError(f"scales must be bfloat16 [B,K,2,S] = {shape}, got {scales.dtype} {tuple(scales.shape)}")
 
 
 def check_selection(selection: Selection, spec: AttentionSpec, lead: tuple[int, int, int]) -> None:

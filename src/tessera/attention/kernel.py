@@ -53,6 +53,7 @@ class Kernel:
         library: vendor library that compiles the kernel, which needs the chip; None if XLA or Pallas compiles it.
         automatic_limit: largest call, in scores (B * N * T * S), that runs the kernel without naming it as the backend;
             None for no limit.
+        scaled: whether it also reads int8 keys and values with scales.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Kernel:
     capability: Capability | None = None
     library: str | None = None
     automatic_limit: int | None = None
+    scaled: bool = False
 
     @property
     def family(self) -> str:
@@ -116,9 +118,10 @@ class Kernel:
             return f"it takes one query row per sequence, the call has {shapes.num_queries}"
         if spec.stripe is not None:
             return f"it reads keys in order of position, the call's are dealt over devices in stripes of {spec.stripe}"
-        if shapes.paged or shapes.scaled:
-            layout = "paged" if shapes.paged else "scaled"
-            return f"it reads contiguous keys in the queries' dtype, the call's are {layout}"
+        if shapes.paged:
+            return "it reads contiguous keys, the call's are paged"
+        if shapes.scaled and not self.scaled:
+            return "it reads keys in the queries' dtype, the call's are int8"
         if shapes.dtype not in self.dtypes:
             return f"dtype {shapes.dtype} is not one of {', '.join(self.dtypes)}"
         limit, way_out = self.automatic_limit, f"name backend={self.family!r} to run it anyway"

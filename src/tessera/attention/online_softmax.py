@@ -63,13 +63,35 @@ def scale_of(spec: AttentionSpec, head_dim: int) -> float:
     return head_dim**-0.5 if spec.scale is None else spec.scale
 
 
-def raw_scores(a: Float[Array, "... R H"], b: Float[Array, "... S H"], spec: AttentionSpec) -> tuple[Array, float]:
+def widened(x: Array, dtype: jnp.dtype) -> Array:
+    """Return a block of int8 keys or values in a dtype whose products are exact enough, any other block as it is.
+
+    For float16 that is float32: a probability times a value's scale would be subnormal there.
+    """
+    if x.dtype != jnp.int8:
+        return x
+    return x.astype(jnp.float32 if dtype == jnp.float16 else dtype)
+
+
+def blank(v: Array, scale: Array | None, seen: Bool[Array, "... S 1"]) -> tuple[Array, Array | None]:
+    """Zero unseen values, which may be NaN, and 0 * NaN is NaN; of int8 values only the scale [..., 1, S] can be."""
+    if scale is None:
+        return jnp.where(seen, v, 0), None
+    return v, jnp.where(jnp.swapaxes(seen, -1, -2), scale, 0)
+
+
+def raw_scores(
+    a: Float[Array, "... R H"], b: Float[Array, "... S H"], spec: AttentionSpec, scale: Array | None = None
+) -> tuple[Array, float]:
     """Return z [..., R, S] and a factor > 0 such that factor * z are the scores in bits.
 
-    Without a softcap (and with a positive scale), z is q.k and the factor holds the scale. A row's maximum can be taken
-    before the factor is applied, so z need not be rewritten between the maximum and the exponential.
+    `scale` [..., 1, S] is that of int8 keys. Without a softcap (and with a positive scale), z is q.k and the factor
+    holds the scale. A row's maximum can be taken before the factor is applied, so z need not be rewritten between the
+    maximum and the exponential.
     """
     z, factor = dot(a, b, -1, -1), scale_of(spec, a.shape[-1])
+    if scale is not None:
+        z = z * scale
     if spec.softcap:
         return spec.softcap * jnp.tanh(z * (factor / spec.softcap)), LOG2_E
     if factor <= 0:
@@ -77,9 +99,11 @@ def raw_scores(a: Float[Array, "... R H"], b: Float[Array, "... S H"], spec: Att
     return z, factor * LOG2_E
 
 
-def score_bits(q: Float[Array, "... R H"], k: Float[Array, "... S H"], spec: AttentionSpec) -> Float[Array, "... R S"]:
-    """Compute the scores in bits, log2(e) * softcap(scale * q k^T), in float32."""
-    z, factor = raw_scores(q, k, spec)
+def score_bits(
+    q: Float[Array, "... R H"], k: Float[Array, "... S H"], spec: AttentionSpec, scale: Array | None = None
+) -> Float[Array, "... R S"]:
+    """Compute the scores in bits, log2(e) * softcap(scale * q k^T), in float32; `scale` as in `raw_scores`."""
+    z, factor = raw_scores(q, k, spec, scale)
     return z * factor
 
 
@@ -102,18 +126,23 @@ def sees_any(row: Int32[Array, "... R"], kv_len: Int32[Array, "... 1"], spec: At
 
 
 def absorb(
-    state: SoftmaxState, z: Float[Array, "... R S"], v: Float[Array, "... S H"], factor: float = 1.0, tile: int = 1
+    state: SoftmaxState,
+    z: Float[Array, "... R S"],
+    v: Float[Array, "... S H"],
+    factor: float = 1.0,
+    tile: int = 1,
+    scale: Float[Array, "... 1 S"] | None = None,
 ) -> tuple[SoftmaxState, Float[Array, "... R J"]]:
     """Add one block of keys with scores y = factor * z to the state.
 
-    Also return, per row and key tile, the sum of 2^(y - m) with the new m.
+    Also return, per row and key tile, the sum of 2^(y - m) with the new m. `scale` is that of int8 values.
     """
     m = jnp.maximum(state.m, z.max(-1) * factor)
     p = jnp.exp2(z * factor - m[..., None])
     # The row sum below adds the tiles' sums, so that the tile sums cost no extra pass over p.
     parts = p if tile == 1 else p.reshape(*p.shape[:-1], -1, tile).sum(-1)
     alpha = jnp.exp2(state.m - m)
-    acc = alpha[..., None] * state.acc + dot(p, v, -1, -2)
+    acc = alpha[..., None] * state.acc + dot(p if scale is None else p * scale, v, -1, -2)
     return SoftmaxState(m, alpha * state.l + parts.sum(-1), acc), parts
 
 

@@ -20,7 +20,8 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 class Call(NamedTuple):
     """One attention call in numpy: q [B,T,N,H], k and v [B,S,K,H], positions [B], and the fields of the spec.
 
-    `tiles` [B,K,I,C] and `count` [B,K,I] are the selection; None without one.
+    `tiles` [B,K,I,C] and `count` [B,K,I] are the selection; None without one. With `scales` [B,K,2,S], the key is
+    k * scales[:, :, 0] and the value v * scales[:, :, 1].
     """
 
     q: np.ndarray
@@ -37,6 +38,7 @@ class Call(NamedTuple):
     query_tile: int
     tiles: np.ndarray | None = None
     count: np.ndarray | None = None
+    scales: np.ndarray | None = None
 
 
 class Answer(NamedTuple):
@@ -64,11 +66,17 @@ def sees(call: Call, b: int, t: int, head: int) -> np.ndarray:
     return seen & (t < call.q_len[b])
 
 
+def real(call: Call, b: int, kv: int, which: int, work: type) -> np.ndarray:
+    """Keys (which = 0) or values (1) [S,H] of one head as the numbers they mean."""
+    x = (call.k, call.v)[which][b, :, kv].astype(work)
+    return x if call.scales is None else x * call.scales[b, kv, which].astype(work)[:, None]
+
+
 def scores(call: Call, b: int, t: int, head: int, work: type = np.float64) -> np.ndarray:
     """Compute z = softcap(scale * q.k) of one query row and all S keys, in the dtype `work`."""
     kv = head // (call.q.shape[2] // call.k.shape[2])
     scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
-    z = (call.k[b, :, kv].astype(work) @ call.q[b, t, head].astype(work)) * work(scale)
+    z = (real(call, b, kv, 0, work) @ call.q[b, t, head].astype(work)) * work(scale)
     return z if call.softcap is None else work(call.softcap) * np.tanh(z / work(call.softcap))
 
 
@@ -87,11 +95,16 @@ def attend(call: Call, dtype: str = "float64") -> Answer:
         if seen.size == 0:
             continue
         kv = head // (num_heads // num_kv_heads)
-        z = scores(call._replace(k=call.k[:, seen]), b, t, head, work)
+        part = call._replace(
+            k=call.k[:, seen],
+            v=call.v[:, seen],
+            scales=None if call.scales is None else call.scales[..., seen],
+        )
+        z = scores(part, b, t, head, work)
         weight = np.exp(z - z.max())
         lse[b, t, head] = z.max() + np.log(weight.sum())
         prob = weight / weight.sum()
-        values = call.v[b, seen, kv].astype(work)
+        values = real(part, b, kv, 1, work)
         out[b, t, head] = (prob.astype(store).astype(work) @ values).astype(store).astype(work)
         np.add.at(mass[b, kv, t // call.query_tile], seen // call.tile, prob)
         top = max(top, float(np.abs(z).max()))
@@ -116,7 +129,8 @@ def tolerance(call: Call, truth: Answer, dtype: str, folded: bool = False) -> An
     naive = attend(call, dtype)
     scored, summed = (fold(call, dtype), EPS[dtype] / 2) if folded else (call, 0.0)
     values = max(
-        float(np.abs(call.v[b, : call.kv_len[b]].astype(np.float64)).max(initial=0)) for b in range(len(call.v))
+        float(np.abs(real(call, b, kv, 1, np.float64)[: call.kv_len[b]]).max(initial=0))
+        for b, kv in np.ndindex(len(call.v), call.v.shape[2])
     )
     finite = np.isfinite(truth.lse)
     score_error = (4 + truth.top) * EPS["float32"]

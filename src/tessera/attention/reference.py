@@ -52,8 +52,10 @@ def attend(
     num_kv_heads, num_keys = kv.k.shape[1:3]
     groups = num_heads // num_kv_heads
     valid_B1S1 = (jnp.arange(num_keys) < positions.kv_len[:, None])[:, None, :, None]
-    k = jnp.where(valid_B1S1, kv.k, 0).astype(jnp.float32)  # padding may hold NaN, and 0 * NaN is NaN
-    v = jnp.where(valid_B1S1, kv.v, 0).astype(jnp.float32)
+    k, v = (x.astype(jnp.float32) for x in kv[:2])
+    if kv.scales is not None:
+        k, v = k * kv.scales[:, :, 0, :, None], v * kv.scales[:, :, 1, :, None]
+    k, v = jnp.where(valid_B1S1, k, 0), jnp.where(valid_B1S1, v, 0)  # padding may hold NaN, and 0 * NaN is NaN
     mask = visible(spec, positions, num_queries, num_keys)[:, None, None]
     if selection is not None:
         mask = mask & listed(spec, selection, num_queries, num_keys)[:, :, None]
@@ -124,6 +126,7 @@ def _kernel(role: str) -> Kernel:
         search_space=search_space,
         cost=cost,
         automatic_limit=AUTOMATIC_SCORES,
+        scaled=True,
     )
 
 

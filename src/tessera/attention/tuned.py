@@ -4,8 +4,8 @@ A row applies to the calls of its kernel that match its bucket. A bucket maps na
 exact value or the interval [low, high], both ends included, that a call must have; other measures do not matter.
 Measures that change the shape of the work need an exact value (dtype, head_dim, groups; kv_heads in decode; tile and
 query_tile in the roles that use them); lengths and batch sizes have intervals around the values that were searched.
-Rows are searched for causal calls without window or softcap and apply only to such calls. A call uses the first row
-that applies, or the kernel's default if no row does.
+Rows are searched for causal calls without window or softcap on keys in the queries' dtype, and apply only to such
+calls. A call uses the first row that applies, or the kernel's default if no row does.
 
 Each row names the record in evidence/ that supports it, which lists every config tried with its time or error.
 """
@@ -61,7 +61,7 @@ class Row:
 
     def holds(self, kernel: str, spec: AttentionSpec, shapes: Shapes) -> bool:
         """Return whether this row applies to a call."""
-        plain = spec.causal and spec.window is None and spec.softcap is None
+        plain = spec.causal and spec.window is None and spec.softcap is None and not shapes.scaled
         if kernel != self.kernel or not plain:
             return False
         found = measures(spec, shapes)

@@ -9,6 +9,11 @@ from tessera.attention.contract import AttentionSpec, Shapes
 from tessera.core.shapes import ceil_div
 
 
+def head_bytes(shapes: Shapes) -> float:
+    """Bytes of one head of one key, or of one value, with its share of the scales."""
+    return shapes.head_dim + 2 if shapes.scaled else shapes.head_dim * jnp.dtype(shapes.dtype).itemsize
+
+
 def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
     """Count flops of q.k and p.v over visible (row, key) pairs, and bytes of q, k, v, out and lse moved once each.
 
@@ -21,7 +26,7 @@ def prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
         pairs = min(pairs, t * spec.window)
     width = jnp.dtype(shapes.dtype).itemsize
     rows = shapes.batch * shapes.num_heads * t
-    kv_bytes = 2 * shapes.batch * shapes.num_kv_heads * s * shapes.head_dim * width
+    kv_bytes = 2 * shapes.batch * shapes.num_kv_heads * s * head_bytes(shapes)
     return {
         "flops": 4.0 * shapes.batch * shapes.num_heads * shapes.head_dim * pairs,
         "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + kv_bytes),
@@ -36,7 +41,7 @@ def sparse_prefill(spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float]:
     lists = shapes.batch * shapes.num_kv_heads * ceil_div(shapes.num_queries, spec.query_tile)
     return {
         "flops": 4.0 * rows * shapes.head_dim * keys,
-        "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + 2 * lists * keys * shapes.head_dim * width),
+        "bytes": float(2 * rows * shapes.head_dim * width + 4 * rows + 2 * lists * keys * head_bytes(shapes)),
     }
 
 
@@ -57,8 +62,7 @@ def decode(role: str, spec: AttentionSpec, shapes: Shapes) -> Mapping[str, float
     keys = shapes.num_keys if spec.window is None else min(shapes.num_keys, spec.window)
     if role == "sparse":
         keys = min(shapes.capacity * spec.tile, shapes.num_keys)
-    width = jnp.dtype(shapes.dtype).itemsize
     return {
         "flops": 4.0 * shapes.batch * shapes.num_heads * shapes.head_dim * keys,
-        "bytes": 2.0 * shapes.batch * shapes.num_kv_heads * shapes.head_dim * keys * width,
+        "bytes": 2.0 * shapes.batch * shapes.num_kv_heads * keys * head_bytes(shapes),
     }

@@ -28,10 +28,12 @@ class Workload:
         spec: options of the dense call; the role score sets `mass`.
         fraction: share of the key tiles that the sparse role lists, if `budget` is None; the tiles are random.
         budget: options of `select_tiles`, which lists tiles by random masses; None lists random tiles.
+        scaled: keys and values are int8 with scales.
         q_start, kv_len, q_len: one entry per sequence; None means 0, S and T.
         tags: "prefill" or "decode", and the uses: "test" (small, checked against the oracles), "hopper" (small, in
             shapes that the Hopper kernels take), "lists" (small, for the role sparse), "tiles" (workloads of "lists"
-            that the role score also runs), "bench" (timed).
+            that the role score also runs), "int8" (small, for
+            kernels that read int8 keys), "bench" (timed).
     """
 
     name: str
@@ -45,6 +47,7 @@ class Workload:
     spec: AttentionSpec = AttentionSpec()
     fraction: float = 0.1
     budget: Budget | None = None
+    scaled: bool = False
     q_start: tuple[int, ...] | None = None
     kv_len: tuple[int, ...] | None = None
     q_len: tuple[int, ...] | None = None
@@ -85,7 +88,7 @@ class Workload:
         """Return the static shapes of the call in this role; `dtype` replaces the workload's own."""
         capacity = self.capacity if role == "sparse" else None
         sizes = (self.batch, self.num_queries, self.num_keys, self.num_heads, self.num_kv_heads, self.head_dim)
-        return Shapes(*sizes, capacity, dtype or self.dtype)
+        return Shapes(*sizes, capacity, dtype or self.dtype, scaled=self.scaled)
 
 
 WORKLOADS: tuple[Workload, ...] = (
@@ -310,6 +313,55 @@ WORKLOADS: tuple[Workload, ...] = (
         q_start=(370,),
         kv_len=(371,),
         tags=("lists", "tiles", "decode"),
+    ),
+    # Int8 keys and values: tails of blocks that are moved back or padded, a cap (the scale comes before it), sequences
+    # that see nothing, one list per head.
+    Workload(
+        name="int8_ragged",
+        batch=2,
+        num_queries=40,
+        num_keys=205,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=16,
+        spec=AttentionSpec(softcap=3.0, tile=32, query_tile=32),
+        budget=Budget((0.0, 1.0, 0.2), 0, 32, 32),
+        scaled=True,
+        q_start=(165, 3),
+        kv_len=(203, 40),
+        q_len=(38, 37),
+        tags=("int8", "prefill"),
+    ),
+    Workload(  # tiles as long as a copy of scales on a TPU
+        name="int8_wide",
+        batch=2,
+        num_queries=40,
+        num_keys=450,
+        num_heads=6,
+        num_kv_heads=3,
+        head_dim=16,
+        spec=AttentionSpec(tile=128, query_tile=32),
+        budget=Budget((0.0, 1.0, 0.4), 0, 64, 32),
+        scaled=True,
+        q_start=(405, 3),
+        kv_len=(443, 40),
+        q_len=(38, 37),
+        tags=("int8", "prefill"),
+    ),
+    Workload(
+        name="int8_decode",
+        batch=3,
+        num_queries=1,
+        num_keys=300,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=16,
+        spec=AttentionSpec(window=250, tile=32),
+        budget=Budget((0.0, 1.0, 0.2), 0, 32, 32),
+        scaled=True,
+        q_start=(296, 17, 0),
+        kv_len=(297, 18, 0),
+        tags=("int8", "decode"),
     ),
     # Calls that benchmarks time.
     Workload(

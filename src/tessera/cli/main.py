@@ -49,6 +49,8 @@ class ModelFlags:
     """Dtype of weights and cache; auto is the checkpoint's own."""
     mesh: Omittable[str] = None
     """Devices that share the model: a number, such as 8, or heads x context, such as 4x1; one device if not given."""
+    cache: Literal["auto", "int8"] = "auto"
+    """Dtype of cached keys and values; auto is the weights'. int8 takes about half of bfloat16's memory."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -58,7 +60,8 @@ class ModelFlags:
 
         if self.plan is not None and self.attention != "kascade":
             raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
-        return load(named_model(self.model), dtype=self.dtype, attention=self.attention, plan=self.plan, mesh=self.mesh)
+        names = ("dtype", "cache", "attention", "plan", "mesh")
+        return load(named_model(self.model), **{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

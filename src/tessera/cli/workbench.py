@@ -163,8 +163,9 @@ class Eval:
     """Kascade plan; the one that comes with the weights if not given. The real suites also run without one."""
     rival: Several[Path] = ()
     """Further plans of the model, which the real suites compare with --plan."""
-    suite: Literal["demo", "study", "smoke", "real", "real-full"] = "demo"
+    suite: Literal["demo", "study", "smoke", "cache", "real", "real-full"] = "demo"
     """"demo" compares policies, "study" compares choices in a plan, "smoke" checks in a minute that everything runs.
+    "cache" compares an int8 cache with a float one.
     "real" compares a plan with rivals that read as many keys, in a quarter of an hour; "real-full" does so at every
     length, in hours."""
     text: Omittable[Path] = None
@@ -190,6 +191,8 @@ class Eval:
         asked["command"] = f"tessera eval --suite {self.suite}" + "".join(words)
         if self.rival and not self.suite.startswith("real"):
             raise ValueError("--rival is for --suite real and real-full: drop it, or choose one of them")
+        if self.suite == "cache":
+            return self.run_cache(**asked)
         return self.run_real(**asked) if self.suite.startswith("real") else self.run_shipped(**asked)
 
     def run_real(self, **asked) -> int:
@@ -209,6 +212,23 @@ class Eval:
         plan, *others = (model.with_attention("kascade", one).plan for one in (path, *self.rival))
         names = [one.name.removesuffix(".json").removesuffix(".plan") for one in self.rival]
         return real.run(model, plan, others=dict(zip(names, others, strict=True)), **asked)
+
+    def run_cache(self, text: str | None, out: Path | None, command: str, **others) -> int:
+        """Run the suite that judges the int8 cache."""
+        from tessera.core.files import DEMO_MODEL
+        from tessera.generate import load, locate_plan
+        from tessera.workbench.eval import cached
+
+        if self.resume:
+            raise ValueError("--resume is not for --suite cache, which is short: drop it")
+        shipped = self.model is None
+        model = load(DEMO_MODEL if shipped else self.model)
+        path = self.plan or locate_plan(model.source)
+        plan = None if path is None else model.with_attention("kascade", path).plan
+        label = "the shipped model" if shipped else Path(model.source).name.removesuffix(".gguf")
+        if self.model == "smollm2":  # a name, not a path of this machine
+            command = command.replace("FOLDER", self.model)
+        return cached.run(model, plan, label=label, shipped=shipped, text=text, out=out, command=command)
 
     def run_shipped(self, **asked) -> int:
         """Run a suite on the shipped model, or on the one that --model names."""

@@ -102,7 +102,8 @@ def attention_call(
     dtype = jnp.dtype(s.dtype)
     lead = (s.num_queries, s.num_heads) if token_major else (s.num_heads, s.num_queries)
     query = jax.ShapeDtypeStruct((s.batch, *lead, s.head_dim), dtype)
-    cache = jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.num_keys, s.head_dim), dtype)
+    cache = jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, s.num_keys, s.head_dim), jnp.int8 if s.scaled else dtype)
+    scales = jax.ShapeDtypeStruct((s.batch, s.num_kv_heads, 2, s.num_keys), jnp.bfloat16) if s.scaled else None
     positions = Positions(*[jax.ShapeDtypeStruct((s.batch,), jnp.int32)] * 3)
     selection = None
     if s.capacity is not None:
@@ -111,13 +112,14 @@ def attention_call(
             jax.ShapeDtypeStruct((*lead, s.capacity), jnp.int32), jax.ShapeDtypeStruct(lead, jnp.int32)
         )
 
-    def call(q, k, v, positions, selection):
+    def call(q, k, v, positions, selection, scales=None):
         q_BTNH = q if token_major else jnp.swapaxes(q, 1, 2)
-        result = found.launch(q_BTNH, KeyValues(k, v), spec, positions, selection, settings)
+        result = found.launch(q_BTNH, KeyValues(k, v, scales=scales), spec, positions, selection, settings)
         return result._replace(out=result.out.reshape(*result.out.shape[:2], -1))
 
     executions = None if found.executions is None else dict(found.executions(spec, shapes, settings))
-    return call, (query, cache, cache, positions, selection), {"executions": executions, "settings": str(settings)}
+    arguments = (query, cache, cache, positions, selection, *([scales] if s.scaled else []))
+    return call, arguments, {"executions": executions, "settings": str(settings)}
 
 
 def selection_call(

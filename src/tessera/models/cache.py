@@ -1,32 +1,97 @@
-"""The KV cache: allocated once and updated in place. The keys of one head are contiguous, so a tile is one block."""
+"""The KV cache: allocated once and updated in place. The keys of one head are contiguous, so a tile is one block.
 
+An int8 cache holds every key and value as int8 times one bfloat16 scale per position and KV head, max |x| / 127. Only
+scales of single positions let a cache grow without touching what it holds.
+"""
+
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int32
+from jaxtyping import BFloat16, Float, Int8, Int32
 
 from tessera.attention import context
+from tessera.attention.contract import KeyValues
 from tessera.core.mesh import keep
 from tessera.models.config import ModelConfig
 
+INT8_MAX = 127
+
 
 class Cache(NamedTuple):
-    """Keys and values of every layer, [B,K,S,H] each: a tuple over layers (unrolled) or stacked [L,B,K,S,H] (scan)."""
+    """Keys and values of every layer, [B,K,S,H] each: a tuple over layers (unrolled) or stacked [L,B,K,S,H] (scan).
+
+    `scales` [B,K,2,S] per layer, laid out alike, are those of int8 keys and values; None otherwise.
+    """
 
     k: tuple[Array, ...] | Array
     v: tuple[Array, ...] | Array
+    scales: tuple[Array, ...] | Array | None = None
+
+    @classmethod
+    def of_layers(cls, layers: Iterable["Cache"]) -> "Cache":
+        """Join the caches of single layers into a tuple over layers."""
+        return cls(*(None if parts[0] is None else parts for parts in zip(*layers)))
+
+    def layer(self, index: int) -> "Cache":
+        """Return the cache of one layer of a tuple."""
+        return Cache(*(None if part is None else part[index] for part in self))
+
+    def key_values(self, at: tuple[Int32[Array, ""], ...] = ()) -> KeyValues:
+        """Return the record that kernels read: of this layer, or of the layer `at` of a stacked cache."""
+        return KeyValues(self.k[at], self.v[at], scales=None if self.scales is None else self.scales[at])
 
 
 def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
-    """Create an empty cache of 2 * L * B * K * S * H elements."""
-    shape = (batch, config.num_kv_heads, num_keys, config.head_dim)
-    if stacked:
-        return Cache(jnp.zeros((config.num_layers, *shape), dtype), jnp.zeros((config.num_layers, *shape), dtype))
-    layers = range(config.num_layers)
-    return Cache(tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers))
+    """Create an empty cache of 2 * L * B * K * S * H elements; one of dtype int8 also has scales."""
+    lead = (batch, config.num_kv_heads)
+
+    def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Array, ...] | Array:
+        if stacked:
+            return jnp.zeros((config.num_layers, *shape), dtype)
+        return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
+
+    k, v = (zeros((*lead, num_keys, config.head_dim), dtype) for _ in "kv")
+    return Cache(k, v, zeros((*lead, 2, num_keys), jnp.bfloat16) if jnp.dtype(dtype) == jnp.int8 else None)
+
+
+def extend(
+    cache: Cache,
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    q_start: Int32[Array, "B"],
+    layer: tuple[Int32[Array, ""], ...] = (),
+    stripe: int | None = None,
+) -> Cache:
+    """Write T new positions of keys and values per sequence from q_start on, as `append` does; quantise them for int8.
+
+    The new rows alone are quantised: what the cache holds is neither read nor changed. An int8 cache is never dealt
+    over devices; see `append` for `stripe`.
+    """
+    if cache.scales is None:
+        k, v = (append(held, new, q_start, layer, stripe) for held, new in ((cache.k, k_BTKH), (cache.v, v_BTKH)))
+        return Cache(k, v)
+    (k, k_scale), (v, v_scale) = quantise(k_BTKH), quantise(v_BTKH)
+    scales = jnp.moveaxis(jnp.stack([k_scale, v_scale], axis=3), 1, 3)  # [B,T,K] each -> [B,K,2,T]
+    held = _write(cache.scales, scales, q_start, layer, axis=2)
+    return Cache(append(cache.k, k, q_start, layer), append(cache.v, v, q_start, layer), held)
+
+
+def quantise(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], BFloat16[Array, "..."]]:
+    """Return int8 q and a scale with |q * scale - x| <= scale / 2; zeros have scale 0, NaN and inf have scale NaN.
+
+    The scale is max |x| / 127 rounded up, so that no q exceeds 127.
+    """
+    x = x.astype(jnp.float32)
+    exact = jnp.max(jnp.abs(x), axis=-1) / INT8_MAX
+    bits = jax.lax.bitcast_convert_type(exact, jnp.int32)
+    upward = jax.lax.bitcast_convert_type((bits + 0xFFFF) & ~0xFFFF, jnp.float32)  # the next bfloat16
+    scale = jnp.where(jnp.isfinite(exact), upward, jnp.nan)[..., None]
+    whole = jnp.where(scale > 0, jnp.round(x / jnp.where(scale > 0, scale, 1.0)), 0.0)
+    return whole.astype(jnp.int8), scale[..., 0].astype(jnp.bfloat16)
 
 
 def keep_split(cache: Cache, stripe: int | None = None) -> Cache:
@@ -50,8 +115,15 @@ def append(
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
     if stripe is not None and context.num_parts() > 1:
         return context.append(cache, rows, q_start, layer, stripe)
+    return _write(cache, rows, q_start, layer, axis=1)
+
+
+def _write(cache: Array, rows: Array, q_start: Array, layer: tuple[Array, ...], axis: int) -> Array:
+    """Write rows[b] at q_start[b] along `axis` of the cache's last three dimensions."""
     zero = jnp.int32(0)  # not a Python 0: with 64-bit types enabled that would be int64, unlike q_start's int32
     for b in range(rows.shape[0]):  # one in-place update per sequence; a vmapped one becomes a slow scatter on CPU
         row = jnp.expand_dims(rows[b], range(cache.ndim - 3))
-        cache = jax.lax.dynamic_update_slice(cache, row, (*layer, zero + b, zero, q_start[b], zero))
+        at = [zero, zero, zero]
+        at[axis] = q_start[b]
+        cache = jax.lax.dynamic_update_slice(cache, row, (*layer, zero + b, *at))
     return cache

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int32
 
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Shapes
 from tessera.core.mesh import keep
-from tessera.models.cache import Cache, append
+from tessera.models.cache import Cache, extend
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params, linear, matmul, mlp, rms_norm, rope_tables, rotate
 from tessera.sparse.contract import Policy
@@ -55,7 +55,7 @@ def forward(
     num_keys = num_queries if cache is None else (cache.k[0] if unrolled else cache.k).shape[-2]
     shapes = Shapes(
         batch, num_queries, num_keys, config.num_heads, config.num_kv_heads, config.head_dim, None, str(x.dtype)
-    )
+    )._replace(scaled=cache is not None and cache.scales is not None)
     state = policy.init_state(config.num_layers, shapes, spec)
 
     def block(index, x, layer: Layer, cache, state):
@@ -69,8 +69,8 @@ def forward(
             q, k, v = keep(keep((q, k, v), None, "spread_rows"), None, None, "heads")
         if cache is not None:  # one layer's cache, or all layers' stacked
             at = () if unrolled else (index,)
-            cache = Cache(*(append(held, new, positions.q_start, at, stripe) for held, new in zip(cache, (k, v))))
-            kv = KeyValues(*(held[at] for held in cache))
+            cache = extend(cache, k, v, positions.q_start, at, stripe)
+            kv = cache.key_values(at)
         else:
             kv = KeyValues.of(k, v)
         out, state = policy.attend(index, q, kv, spec, positions, state)
@@ -103,10 +103,10 @@ def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelCo
 def _unrolled(block, layers, x, cache, state):
     held = []
     for index, layer in enumerate(layers):
-        mine = None if cache is None else Cache(cache.k[index], cache.v[index])
+        mine = None if cache is None else cache.layer(index)
         x, mine, state = block(index, x, layer, mine, state)
         held.append(mine)
-    return x, (None if cache is None else Cache(*zip(*held))), state
+    return x, (None if cache is None else Cache.of_layers(held)), state
 
 
 def _scanned(block, layers, x, cache, state):

@@ -51,7 +51,7 @@ WEIGHT_TYPES: Mapping[str, Number] = MappingProxyType(
 """Types of a layer's matrices. Embedding, unembedding, norms and biases stay in a float type."""
 
 CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
-    {"float32": Number(bits=32), "bfloat16": Number(bits=16), "int8": Number(bits=8, scale_bytes=4)}
+    {"float32": Number(bits=32), "bfloat16": Number(bits=16), "int8": Number(bits=8, scale_bytes=2)}
 )
 """Types of keys and values."""
 

@@ -49,6 +49,7 @@ class Engine:
             `chunk_sizes`, usually 1,024, 256 and 64.
         lag: steps that the device runs ahead of the host; None is LAG on accelerators and 0 on a CPU, where a step past
             the end of an answer costs as much as any other.
+        cache: dtype of keys and values, "int8" or None for the weights' own.
     """
 
     def __init__(
@@ -62,11 +63,12 @@ class Engine:
         num_keys: int = 1,
         sizes: Sequence[int] | None = None,
         lag: int | None = None,
+        cache: str | None = None,
     ):
         if slots is not None and slots < 1:
             raise ValueError(f"{slots=} must be at least 1, or None")
         self.params, self.config, self.policy, self.tokenizer = params, config, policy, tokenizer
-        self.slots, self.num_keys, self.sizes = slots, num_keys, sizes
+        self.slots, self.num_keys, self.sizes, self.cache = slots, num_keys, sizes, cache
         self.lag = (0 if jax.default_backend() == "cpu" else LAG) if lag is None else lag
         self.lanes: dict[Policy, Lane] = {}
         self._waiting: list[Ticket] = []
@@ -219,7 +221,8 @@ class Engine:
 
     def _open(self, policy: Policy, batch: int, num_keys: int, num_tokens: int) -> Lane:
         num_keys = max(num_keys, self.num_keys)
-        require_room(self.params, self.config, batch=batch, num_keys=num_keys, num_tokens=num_tokens)
-        session = Session(self.params, self.config, policy, batch=batch, num_keys=num_keys, sizes=self.sizes)
+        size = {"batch": batch, "num_keys": num_keys, "cache": self.cache}
+        require_room(self.params, self.config, **size, num_tokens=num_tokens)
+        session = Session(self.params, self.config, policy, **size, sizes=self.sizes)
         self.lanes[policy] = Lane(session, self.lag)
         return self.lanes[policy]

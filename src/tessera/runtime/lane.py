@@ -22,9 +22,9 @@ from jax.sharding import Mesh
 from jaxtyping import Float, Int32
 
 from tessera.core.mesh import keep, program, put
-from tessera.runtime.requests import End, Event, Failure, Held, Ticket, Token
+from tessera.runtime.requests import End, Event, Failure, Held, Ticket, Token, explain_not_finite
 from tessera.runtime.sampling import Choice, Method, Sampling, Values, choose, seen_tokens
-from tessera.runtime.step import Prefill, Session, explain_not_finite, require_room
+from tessera.runtime.step import Prefill, Session, require_room
 from tessera.sparse.contract import Reads
 
 NEUTRAL = Sampling()
@@ -221,7 +221,14 @@ class Lane:
         batch = session.batch if session.bucket(num_keys) > session.num_keys else int(part)
         if batch:
             room = max(num_keys, session.num_keys)
-            require_room(session.params, session.config, batch=batch, num_keys=room, num_tokens=num_tokens)
+            require_room(
+                session.params,
+                session.config,
+                batch=batch,
+                num_keys=room,
+                num_tokens=num_tokens,
+                cache=session.cache_dtype,
+            )
         session.reserve(num_keys)
 
     def _reusable(self, row: int, ticket: Ticket) -> int:

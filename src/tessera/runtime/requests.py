@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tessera.models.config import ModelConfig
+from tessera.models.layers import Params
 from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.sampling import Sampling
 from tessera.sparse.contract import Reads
@@ -132,3 +135,16 @@ def check_tokens(tokens: Sequence[int], config: ModelConfig, name: str) -> None:
     wrong = ids[(ids < 0) | (ids >= vocab_size)]
     if wrong.size:
         raise ValueError(f"{name} holds token {wrong[0]}, outside the model's vocabulary of {vocab_size} (ids from 0)")
+
+
+def explain_not_finite(params: Params) -> str:
+    """Explain in one sentence why scores are not finite; name the weights that are not, if any."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    broken = [jax.tree_util.keystr(path) for path, leaf in leaves if not bool(jnp.isfinite(leaf).all())]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        return f"the model's scores are not finite: its weights params{broken[0]}{more} hold NaN or inf; reload them"
+    what = "the model's scores are not finite although its weights are"
+    if params.embed.dtype == jnp.float32:
+        return f"{what}, and float32 is the widest dtype: download the model again"
+    return f"{what}: load it with dtype='float32'"

@@ -86,7 +86,7 @@ class Run:
     """One sequence under a policy: its cache, and the calls that fill it.
 
     Args:
-        model: any object with `params` and `config`.
+        model: any object with `params` and `config`; its `cache`, if any, is the cache's dtype, as in `Session`.
         policy: static; see `PolicyOf`.
         num_keys: keys that the cache must hold. Programs are compiled per number of rows and cache size, so pass the
             same number for sequences of several lengths.
@@ -99,7 +99,7 @@ class Run:
         self.rows = round_up(min(CHUNK, round_up(num_keys, CHUNK_UNIT)), query_tile)
         params, stacked = model.params, not isinstance(model.params.layers, tuple)
         size = round_up(num_keys, self.rows)
-        dtype = str(params.embed.dtype)
+        dtype = getattr(model, "cache", None) or str(params.embed.dtype)
         self.cache = allocate(
             mesh_of(params), config=model.config, batch=1, num_keys=size, dtype=dtype, stacked=stacked
         )

@@ -8,6 +8,7 @@ activations; both are linear in length.
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
+from functools import partial
 from math import lcm
 
 import jax
@@ -58,14 +59,16 @@ def enlarge(cache: Cache, *, num_keys: int, stripe: int | None = None) -> Cache:
     """Copy a cache into one with room for `num_keys` keys."""
     parts = 1 if stripe is None else context.num_parts()
 
-    def pad(x: Array) -> Array:  # each device adds slots after its own
-        *lead, held, size = x.shape
-        x = x.reshape(*lead, parts, held // parts, size)
+    def pad(x: Array, axis: int) -> Array:  # each device adds slots after its own
+        lead, held, rest = x.shape[:axis], x.shape[axis], x.shape[axis:][1:]
+        x = x.reshape(*lead, parts, held // parts, *rest)
         widths = [(0, 0)] * x.ndim
-        widths[-2] = (0, (num_keys - held) // parts)
-        return jnp.pad(x, widths).reshape(*lead, num_keys, size)
+        widths[len(lead) + 1] = (0, (num_keys - held) // parts)
+        return jnp.pad(x, widths).reshape(*lead, num_keys, *rest)
 
-    return keep_split(jax.tree.map(pad, cache), stripe)
+    axes = Cache(k=-2, v=-2, scales=-1)
+    larger = Cache(*(jax.tree.map(partial(pad, axis=axis), part) for part, axis in zip(cache, axes)))
+    return keep_split(larger, stripe)
 
 
 @program(static_argnames=("config", "policy", "stripe", "spread"), donate_argnames="cache")
@@ -162,7 +165,15 @@ def put_row(cache: Cache, part: Cache, row: Int32[Array, ""], stripe: int | None
 
 
 class Session:
-    """The KV cache of one batch and the programs that fill it. (This is not the session of a client.)"""
+    """The KV cache of one batch and the programs that fill it. (This is not the session of a client.)
+
+    Args:
+        params, config, policy: of the model.
+        batch: sequences.
+        num_keys: keys per sequence to allocate at least.
+        sizes: rows of a prefill call, descending multiples of the policy's query tile.
+        cache: dtype of keys and values, "int8" or None for the weights' own.
+    """
 
     def __init__(
         self,
@@ -173,6 +184,7 @@ class Session:
         batch: int,
         num_keys: int,
         sizes: Sequence[int] | None = None,
+        cache: str | None = None,
     ):
         self.params, self.config, self.policy, self.batch = params, config, policy, batch
         self.dtype, self.mesh = str(params.embed.dtype), mesh_of(params)
@@ -186,10 +198,15 @@ class Session:
             config=config,
             batch=batch,
             num_keys=self.num_keys,
-            dtype=self.dtype,
+            dtype=cache or self.dtype,
             stacked=self.stacked,
             stripe=self.stripe,
         )
+
+    @property
+    def cache_dtype(self) -> str | None:
+        """The argument `cache`: "int8", or None for the weights' dtype."""
+        return None if self.cache.scales is None else "int8"
 
     def reserve(self, num_keys: int) -> None:
         """Grow the cache to hold `num_keys` keys in total, keeping its contents."""
@@ -363,11 +380,12 @@ def needed(
     num_keys: int,
     num_tokens: int,
     host: bool = False,
+    cache: str | None = None,
     division: Division = ONE_DEVICE,
 ) -> Footprint:
     """Compute what a request holds on one device: the cache, and one chunk of a prompt of `num_tokens` tokens."""
     load = Load(batch=batch, num_keys=capacity_bucket(num_keys), rows=min(num_tokens, CHUNK), host=host)
-    return footprint(config, load, types=Types(weights=dtype, cache=dtype, dtype=dtype), division=division)
+    return footprint(config, load, types=Types(weights=dtype, cache=cache or dtype, dtype=dtype), division=division)
 
 
 def stripe_rows(query_tile: int, parts: int) -> int:
@@ -401,11 +419,13 @@ def row_bytes(config: ModelConfig, itemsize: int, parts: int = 1) -> int:
     return width * (itemsize + 4)
 
 
-def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int) -> None:
+def require_room(
+    params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int, cache: str | None = None
+) -> None:
     """Raise MemoryError unless a cache of `num_keys` keys and a chunk of a prompt of `num_tokens` fit every device."""
     mesh, devices = mesh_of(params), local_devices(params)
     parts, stripes = num_parts(mesh), num_stripes(mesh)
-    sizes = {"batch": batch, "num_keys": num_keys, "num_tokens": num_tokens}
+    sizes = {"batch": batch, "num_keys": num_keys, "num_tokens": num_tokens, "cache": cache}
     dtype, host = params.embed.dtype, devices[0].platform == "cpu"
     held = needed(config, dtype=str(dtype), host=host, division=Division(heads=parts, context=stripes), **sizes)
     num_bytes = held.beyond_weights
@@ -421,16 +441,3 @@ def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: i
         f"a cache for {batch} sequences of {num_keys} tokens",
         "pass fewer or shorter prompts per call, or a smaller max_new_tokens",
     )
-
-
-def explain_not_finite(params: Params) -> str:
-    """Explain in one sentence why scores are not finite; name the weights that are not, if any."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    broken = [jax.tree_util.keystr(path) for path, leaf in leaves if not bool(jnp.isfinite(leaf).all())]
-    if broken:
-        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        return f"the model's scores are not finite: its weights params{broken[0]}{more} hold NaN or inf; reload them"
-    what = "the model's scores are not finite although its weights are"
-    if params.embed.dtype == jnp.float32:
-        return f"{what}, and float32 is the widest dtype: download the model again"
-    return f"{what}: load it with dtype='float32'"

@@ -90,9 +90,8 @@ class Budgeted(Counted):
 
     def attend(self, layer, q, kv, spec, positions, state):
         spec, shapes = self.tiling.spec(spec), kv.shapes(q)
-        mass = estimate_mass(
-            q, kv.k, spec, positions, Estimate(keys=self.tiling.score_keys, rows=self.tiling.score_rows)
-        )
+        how = Estimate(keys=self.tiling.score_keys, rows=self.tiling.score_rows)
+        mass = estimate_mass(q, kv.k, spec, positions, how, kv.scales)
         always = self.tiling.always()
         size = capacity_for(spec, shapes.num_keys, shapes.num_queries, fraction=1.0, **always)
         selection = select_tiles(

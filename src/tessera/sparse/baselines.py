@@ -186,7 +186,7 @@ class Cheap(Oracle):
     def score(self, layer, q, kv, spec, positions):
         if self.summary != "random":
             how = Estimate(keys=self.score_keys, rows=self.score_rows, summary=self.summary)
-            return estimate_mass(q, kv.k, spec, positions, how)
+            return estimate_mass(q, kv.k, spec, positions, how, kv.scales)
         batch, heads, num_keys = kv.k.shape[:3]
         shape = (batch, heads, ceil_div(q.shape[1], spec.query_tile), ceil_div(num_keys, spec.tile))
         key = jax.random.fold_in(jax.random.key(0), layer)

@@ -19,6 +19,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from tessera.attention import context
@@ -62,11 +63,13 @@ def estimate_mass(
     spec: AttentionSpec,
     positions: Positions,
     how: Estimate,
+    scales: Float[Array, "B K 2 S"] | None = None,
 ) -> Float[Array, "B K I J"]:
     """Estimate each key tile's probability, summed over a query tile's sampled rows, as an input of `select_tiles`.
 
     Work is 2 H N T S / (keys * rows) flops; scratch memory holds one query tile's sum per key tile. A single query row
-    (decode) is scored key by key, because averaging would read every key anyway.
+    (decode) is scored key by key, because averaging would read every key anyway. Int8 keys have `scales`, as in
+    `KeyValues`; they are averaged as the numbers they mean, and a single row's scores are scaled instead of the keys.
     """
     how.check(spec.tile)
     if spec.stripe is not None and context.num_parts() > 1:
@@ -77,7 +80,9 @@ def estimate_mass(
     keys, rows = (1, 1) if num_queries == 1 else (how.keys, min(how.rows, spec.query_tile))
     num_tiles, num_query_tiles = ceil_div(num_keys, spec.tile), ceil_div(num_queries, spec.query_tile)
     per_step = round_up(min(BLOCK_SCORES, num_tiles * spec.tile // keys), spec.tile // keys)
-    blocks = _summaries(k_BKSH, positions.kv_len, keys, round_up(num_tiles * spec.tile // keys, per_step), how.summary)
+    num_blocks = round_up(num_tiles * spec.tile // keys, per_step)
+    k_scale = None if scales is None else scales[:, :, 0]
+    blocks, k_scale = _summaries(k_BKSH, k_scale, positions.kv_len, keys, num_blocks, how.summary, q_BTNH.dtype)
 
     padding = num_query_tiles * spec.query_tile - num_queries
     q = jnp.pad(q_BTNH, ((0, 0), (0, padding), (0, 0), (0, 0)))
@@ -86,7 +91,9 @@ def estimate_mass(
     offset = _sampled(rows, min(num_queries, spec.query_tile), positions.q_len[:, None] - first_I)  # [B,I,R]
     q = jnp.take_along_axis(q, jnp.maximum(offset, 0)[..., None, None, None], axis=2)
     q = jnp.transpose(q, (1, 0, 3, 2, 4, 5))  # [I,B,K,R,G,H]
-    tile_mass = partial(_query_tile, blocks=blocks, spec=spec, positions=positions, keys=keys, per_step=per_step)
+    tile_mass = partial(
+        _query_tile, blocks=blocks, k_scale=k_scale, spec=spec, positions=positions, keys=keys, per_step=per_step
+    )
     row = jnp.where(offset < 0, num_query_tiles * spec.query_tile, first_I[:, None] + offset)
     row = jnp.swapaxes(row, 0, 1)  # [I,B,R]
     mass = jax.lax.map(lambda args: tile_mass(*args), (q, row))
@@ -103,20 +110,35 @@ def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
     return last - from_end
 
 
-def _summaries(k_BKSH: Array, kv_len: Array, keys: int, num_blocks: int, summary: str) -> tuple[Array, ...]:
+def _summaries(
+    k: Float[Array, "B K S H"],
+    k_scale: Float[Array, "B K S"] | None,
+    kv_len: Array,
+    keys: int,
+    num_blocks: int,
+    summary: str,
+    dtype: DTypeLike,
+) -> tuple[tuple[Array, ...], Array | None]:
     """Return the means, or the upper and lower bounds, of blocks of keys, each [B,K,num_blocks,H].
 
-    Keys past kv_len count as zeros.
+    Keys past kv_len count as zeros. Blocks of one int8 key stay int8; their scales [B,K,1,num_blocks] are returned
+    too.
     """
-    valid = jnp.arange(k_BKSH.shape[2], dtype=jnp.int32) < kv_len[:, None]
-    k = jnp.where(valid[:, None, :, None], k_BKSH, 0)
-    k = jnp.pad(k, ((0, 0), (0, 0), (0, num_blocks * keys - k.shape[2]), (0, 0)))
+    valid = (jnp.arange(k.shape[2], dtype=jnp.int32) < kv_len[:, None])[:, None]
+    padding = (0, num_blocks * keys - k.shape[2])
+    if k_scale is None:
+        k = jnp.where(valid[..., None], k, 0)
+    else:
+        k_scale = jnp.where(valid, k_scale.astype(jnp.float32), 0)
+        if keys > 1:  # fused with the mean: no array of this size is ever written
+            k = k * k_scale[..., None]
+    k = jnp.pad(k, ((0, 0), (0, 0), padding, (0, 0)))
     if keys == 1:
-        return (k,)
+        return (k,), None if k_scale is None else jnp.pad(k_scale, ((0, 0), (0, 0), padding))[:, :, None]
     k = k.reshape(*k.shape[:2], num_blocks, keys, k.shape[-1])
     if summary == "mean":
-        return (jnp.mean(k, axis=3, dtype=jnp.float32).astype(k.dtype),)
-    return k.max(3), k.min(3)
+        return (jnp.mean(k, axis=3, dtype=jnp.float32).astype(dtype),), None
+    return (k.max(3).astype(dtype), k.min(3).astype(dtype)), None
 
 
 def _query_tile(
@@ -124,6 +146,7 @@ def _query_tile(
     row: Array,
     *,
     blocks: tuple[Array, ...],
+    k_scale: Array | None,
     spec: AttentionSpec,
     positions: Positions,
     keys: int,
@@ -144,10 +167,11 @@ def _query_tile(
     start, stop = (jnp.repeat(bound, groups, axis=1)[:, None, :, None] for bound in (start, stop))
 
     def scores(first: Array) -> Array:
-        taken = [jax.lax.dynamic_slice_in_dim(b, first, per_step, axis=2) for b in blocks]
+        taken = [jax.lax.dynamic_slice_in_dim(b, first, per_step, axis=2).astype(q.dtype) for b in blocks]
         sides = [q] if len(taken) == 1 else [jnp.maximum(q, 0), jnp.minimum(q, 0)]
         dot = partial(jnp.einsum, "bkrh,bkph->bkrp", preferred_element_type=jnp.float32)
         z = scale * sum(dot(side, block) for side, block in zip(sides, taken))
+        z = z if k_scale is None else z * jax.lax.dynamic_slice_in_dim(k_scale, first, per_step, axis=3)
         z = z if spec.softcap is None else spec.softcap * jnp.tanh(z / spec.softcap)
         block = first + jnp.arange(per_step, dtype=jnp.int32)
         return jnp.where((block >= start) & (block < stop), z, -jnp.inf)

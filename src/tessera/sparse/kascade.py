@@ -210,7 +210,7 @@ class Kascade(Policy):
         reused = isinstance(layer, int) and layer + 1 < len(self.head_map) and self._reuses(layer + 1)
         # On a mesh, picking heads would move keys between devices; each device scores all of its own heads instead.
         if not self.budgets or reused or not isinstance(layer, int) or num_parts() > 1:
-            return estimate_mass(q, kv.k, spec, positions, how)
+            return estimate_mass(q, kv.k, spec, positions, how, kv.scales)
         heads = jnp.asarray([h for h, budget in enumerate(self.budgets[layer]) if 0 < budget < 1], jnp.int32)
         shapes = kv.shapes(q)
         tiles = ceil_div(shapes.num_queries, spec.query_tile), ceil_div(shapes.num_keys, spec.tile)
@@ -218,7 +218,9 @@ class Kascade(Policy):
         if not heads.size:
             return mass
         grouped = q.reshape(*q.shape[:2], shapes.num_kv_heads, -1, shapes.head_dim)[:, :, heads]
-        scored = estimate_mass(grouped.reshape(*q.shape[:2], -1, shapes.head_dim), kv.k[:, heads], spec, positions, how)
+        grouped = grouped.reshape(*q.shape[:2], -1, shapes.head_dim)
+        scales = None if kv.scales is None else kv.scales[:, heads]
+        scored = estimate_mass(grouped, kv.k[:, heads], spec, positions, how, scales)
         return mass.at[:, heads].set(scored)
 
     def _sparse(self, layer, q, kv, spec: AttentionSpec, positions: Positions, state: KascadeState):

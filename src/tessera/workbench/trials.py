@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from tessera.attention import oracle
@@ -177,10 +178,10 @@ def jit_for(kernel: Kernel, launch):
 
 @functools.cache
 def compiled(kernel: Kernel, spec: AttentionSpec, config: object):
-    """Jit the kernel: (q, k, v, positions, selection) -> AttentionOut."""
+    """Jit the kernel: (q, k, v, positions, selection, scales) -> AttentionOut."""
 
-    def launch(q, k, v, positions, selection):
-        return kernel.launch(q, KeyValues.of(k, v), spec, positions, selection, config)
+    def launch(q, k, v, positions, selection, scales=None):
+        return kernel.launch(q, KeyValues.of(k, v)._replace(scales=scales), spec, positions, selection, config)
 
     return jit_for(kernel, launch)
 
@@ -188,14 +189,18 @@ def compiled(kernel: Kernel, spec: AttentionSpec, config: object):
 def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) -> AttentionOut:
     """Run the kernel on a numpy call; return numpy float32. Uses the smallest blocks if no config is given."""
     spec = spec_of(call, kernel.role)
-    q, k, v = (jnp.asarray(x.astype(oracle.DTYPES[dtype])) for x in (call.q, call.k, call.v))
+    scales = None if call.scales is None else jnp.asarray(call.scales)
+    q, k, v = (
+        jnp.asarray(x if x.dtype == np.int8 else x.astype(oracle.DTYPES[dtype])) for x in (call.q, call.k, call.v)
+    )
     positions = Positions(*(jnp.asarray(x, jnp.int32) for x in (call.q_start, call.kv_len, call.q_len)))
     selection = None
     if kernel.role == "sparse":
         selection = Selection(jnp.asarray(call.tiles, jnp.int32), jnp.asarray(call.count, jnp.int32))
-    config = small_config(kernel, spec, call_shapes(q, k, selection)) if config is None else config
+    shapes = call_shapes(q, k, selection)._replace(scaled=scales is not None)
+    config = small_config(kernel, spec, shapes) if config is None else config
     with machine(kernel):
-        out = jax.block_until_ready(compiled(kernel, spec, config)(q, k, v, positions, selection))
+        out = jax.block_until_ready(compiled(kernel, spec, config)(q, k, v, positions, selection, scales))
     assert out.out.dtype == q.dtype
     assert out.lse.dtype == jnp.float32
     return AttentionOut(*(None if x is None else np.asarray(x).astype(np.float32) for x in out))
@@ -235,16 +240,43 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
     q_start = np.array(w.q_start or [0] * w.batch)
     kv_len = np.array(w.kv_len or [w.num_keys] * w.batch)
     q_len = np.array(w.q_len or [w.num_queries] * w.batch)
+    scales = None
+    if w.scaled:
+        (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
+        scales = np.stack([k_scale, v_scale], 2)
     for b in range(w.batch):
-        k[b, kv_len[b] :] = np.nan
-        v[b, kv_len[b] :] = np.nan
+        if w.scaled:  # no int8 is NaN: the scale is
+            scales[b, :, :, kv_len[b] :] = np.nan
+        else:
+            k[b, kv_len[b] :] = v[b, kv_len[b] :] = np.nan
         q[b, q_len[b] :] = np.nan
     lists = random_lists if w.budget is None else budget_lists
     tiles, count = lists(w, rng) if role == "sparse" else (None, None)
     s = w.spec
     return oracle.Call(
-        q, k, v, q_start, kv_len, q_len, s.causal, s.window, s.scale, s.softcap, s.tile, s.query_tile, tiles, count
+        q,
+        k,
+        v,
+        q_start,
+        kv_len,
+        q_len,
+        s.causal,
+        s.window,
+        s.scale,
+        s.softcap,
+        s.tile,
+        s.query_tile,
+        tiles,
+        count,
+        scales,
     )
+
+
+def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Round x [B,S,K,H] to int8 times a bfloat16 scale [B,K,S] per key and head: the largest |x| is about 127."""
+    scale = (np.abs(x).max(-1).astype(np.float32) / 127).astype(ml_dtypes.bfloat16)
+    whole = np.round(x.astype(np.float32) / scale[..., None].astype(np.float32))
+    return np.clip(whole, -127, 127).astype(np.int8), np.swapaxes(scale, 1, 2)
 
 
 def random_lists(w: Workload, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -297,6 +329,8 @@ def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
     found = tuple(w for w in found if kernel.phase == "prefill" or "decode" in w.tags)
     tag = {"sparse": "lists", "score": "tiles"}.get(kernel.role)
     lists = tagged(tag, kernel.phase) if tag else ()
+    if kernel.scaled:
+        found += tuple(w for w in tagged("int8") if kernel.phase == "prefill" or "decode" in w.tags)
     return found + tuple(w for w in lists if (fit := taken(kernel, w)) is None or fit.spec.tile == w.spec.tile)
 
 

@@ -4,7 +4,9 @@ K and V stay in HBM. A grid step processes one sequence and a few KV heads. It l
 that hold the sequence's visible keys (a run-time trip count). While it computes on one of two buffers, it copies the
 next block into the other; during its last block it copies the first block of the next sequence. A ragged batch
 therefore wastes no step, and the copies never pause. A block that is only partly visible is copied in small units, so
-that less than one unit is copied in vain at each end of the visible range.
+that less than one unit is copied in vain at each end of the visible range. Int8 keys and values enter the matrix unit
+as bfloat16, which holds them exactly; their scales, copied with them, multiply scores and weights, where a key is one
+lane.
 
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each head, laid end
 to end. Ids ascend, so a row again sees one range [lo, hi), now of positions in the list, and the same mask works. The
@@ -92,8 +94,9 @@ def name_refs(refs: tuple, cut: Cut) -> Refs:
     sparse, score = cut.role == "sparse", cut.role == "score"
     ranges = Ranges(*(next(it) for _ in Ranges._fields))
     q, ids, k, v = next(it), next(it) if sparse else None, next(it), next(it)
+    scales = next(it) if cut.scaled else None
     out, lse, mass = next(it), next(it), next(it) if score else None
-    stream = Stream(ranges, ids, k, v, next(it), next(it), next(it))
+    stream = Stream(ranges, ids, k, v, next(it), next(it), next(it), scales, next(it) if cut.scaled else None)
     return Refs(
         stream, q, out, lse, mass, *(next(it) for _ in range(3)), *((next(it), next(it)) if score else (None,) * 2)
     )
@@ -104,16 +107,23 @@ def spread(x: Array, width: int) -> Array:
     return jnp.tile(x, (1, width // LANES)) if width % LANES == 0 else jnp.broadcast_to(x[:, :1], (x.shape[0], width))
 
 
-def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> Array:
-    """Compute scores in bits [rows, block_s] of one head's block, -inf where the row does not see the key."""
+def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> tuple[Array, Array | None]:
+    """Compute scores in bits [rows, block_s] of one head's block, -inf where the row does not see the key.
+
+    Also the scales of int8 values in equal rows, 0 where the row does not see the key: they may be NaN there.
+    """
     rows, scale = pl.ds(head * cut.rows, cut.rows), scale_of(cut.spec, cut.head_dim)
-    z = product(refs.q[0, 0, rows], refs.stream.k_block[slot, head], 0 if cut.lanes else 1)
+    z = product(refs.q[0, 0, rows], refs.stream.k_block[slot, head], 0 if cut.lanes else 1, cut.exact)
+    if cut.scaled:
+        scales = refs.stream.scale_block[slot, head].astype(jnp.float32)
+        z = z * scales[:1]
     cap = cut.spec.softcap
     y = z * (scale * LOG2_E) if cap is None else (cap * LOG2_E) * jnp.tanh(z * (scale / cap))
     lo, hi = span(refs.stream, cut, step, head, block)
     key = jax.lax.broadcasted_iota(jnp.int32, y.shape, 1)
     seen = (key >= lo) & (key < hi) & (cut.role != "sparse" or listed_keys(refs.stream, cut, step, head, block))
-    return jnp.where(seen, y, -jnp.inf)
+    v_scale = jnp.where(seen, scales[1:], 0.0) if cut.scaled else None
+    return jnp.where(seen, y, -jnp.inf), v_scale
 
 
 def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
@@ -121,14 +131,15 @@ def absorb(refs: Refs, cut: Cut, step, block, slot) -> None:
     state, weights = [], []
     for head in range(cut.heads):
         rows = pl.ds(head * cut.rows, cut.rows)
-        y = score_block(refs, cut, step, head, block, slot)
+        y, v_scale = score_block(refs, cut, step, head, block, slot)
         m_old = refs.m[rows]
         m = jnp.maximum(m_old, jnp.max(y, axis=1, keepdims=True))
         alpha = jnp.exp2(m_old - m)
         p = jnp.exp2(y - spread(m, cut.block_s))
         l = refs.l[rows] * alpha + jnp.sum(p, axis=1, keepdims=True)  # noqa: E741
+        weight = p * v_scale if cut.scaled else p
         acc = refs.acc[rows] * spread(alpha, cut.head_dim) + product(
-            p, refs.stream.v_block[slot, head], 1 if cut.lanes else 0
+            weight, refs.stream.v_block[slot, head], 1 if cut.lanes else 0, cut.exact
         )
         state.append((m, l, acc))
         weights.append(p)
@@ -230,9 +241,10 @@ def body(*refs, cut: Cut):
                     move(refs.stream, cut, jnp.where(more, step, step + 1), ahead, 1 - slot, "start", "start")
 
             move(refs.stream, cut, step, first + i, slot, "wait", "wait")
-            pl.when(~is_whole(refs.stream, cut, step, first + i))(
-                lambda: blank_values(refs.stream, cut, step, first + i, slot)
-            )
+            if not cut.scaled:  # an int8 value is never NaN
+                pl.when(~is_whole(refs.stream, cut, step, first + i))(
+                    lambda: blank_values(refs.stream, cut, step, first + i, slot)
+                )
             absorb(refs, cut, step, first + i, slot)
 
     jax.lax.fori_loop(0, count, one_block, None)
@@ -252,14 +264,17 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     )
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.rows - cut.groups), (0, 0)]).astype(jnp.float32)
     rows = rows.reshape(cut.batch, cut.kv_heads // cut.heads, cut.heads * cut.rows, cut.head_dim)
-    pad = [(0, 0), (0, 0), (0, cut.stored - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16
+    pad = [(0, 0), (0, 0), (0, cut.stored - shapes.num_keys), (0, 0)]  # none where S is a multiple of 16 (int8: 128)
+    scales = ()
+    if cut.scaled:
+        scales = (jnp.pad(kv.scales, [*pad[:2], pad[3], pad[2]]).reshape(-1, 2, cut.stored),)
     k, v = (jnp.pad(x, pad).reshape(-1, cut.stored, cut.head_dim) for x in (kv.k, kv.v))
     k, v = (jnp.swapaxes(x, 1, 2) if cut.lanes else x for x in (k, v))
     if cut.paged:
         k, v = (x.reshape(-1, cut.unit, cut.head_dim) for x in (k, v))
     lists = None if selection is None else list_units(cut, selection)
     ids = () if lists is None else (stream_lists(cut, lists),)
-    out, lse, *mass = call(cut, q.dtype, k.dtype)(*find_ranges(cut, positions, lists), rows, *ids, k, v)
+    out, lse, *mass = call(cut, q.dtype, k.dtype)(*find_ranges(cut, positions, lists), rows, *ids, k, v, *scales)
     out, lse = merge(out, lse[..., 0])
     shape = (cut.batch, cut.kv_heads, cut.rows)
     out = out.reshape(*shape, cut.head_dim)[:, :, : cut.groups].reshape(q.shape).astype(q.dtype)
@@ -276,7 +291,7 @@ dense = differentiable_decode(attend)
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """Run the call in one role, as `Kernel.launch`."""
-    if role == "dense":
+    if role == "dense" and kv.scales is None:
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
 
@@ -312,7 +327,8 @@ def call(cut: Cut, out_dtype, dtype):
     scratch = [
         buffer,
         buffer,
-        pltpu.SemaphoreType.DMA((2, 2)),
+        pltpu.SemaphoreType.DMA((2, 2 + cut.scaled)),
+        *([pltpu.VMEM((2, cut.heads, 2, cut.block_s), jnp.bfloat16)] if cut.scaled else []),
         pltpu.VMEM((rows, LANES), jnp.float32),
         pltpu.VMEM((rows, LANES), jnp.float32),
         pltpu.VMEM((rows, cut.head_dim), jnp.float32),
@@ -325,7 +341,7 @@ def call(cut: Cut, out_dtype, dtype):
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(Ranges._fields),
             grid=(cut.chains, cut.steps),
-            in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pl.ANY)] * 2],
+            in_specs=[*in_specs, *[pl.BlockSpec(memory_space=pl.ANY)] * (2 + cut.scaled)],
             out_specs=out_specs,
             scratch_shapes=scratch,
         ),
@@ -367,7 +383,7 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
     heads = next(h for h in range(most, 0, -1) if shapes.num_kv_heads % h == 0)
     lanes = cut_call(role, spec, shapes, LANES, 1, 1).lanes
     width = shapes.head_dim if lanes else round_up(shapes.head_dim, LANES)
-    per_key = heads * width * jnp.dtype(shapes.dtype).itemsize
+    per_key = heads * width * (1 if shapes.scaled else jnp.dtype(shapes.dtype).itemsize)
     block_s = min(max(1 << (COPY_BYTES * (1 + (role == "sparse")) // per_key).bit_length() - 1, LANES), 4096)
     shared = shapes.num_kv_heads // heads % cores == 0
     return Config(block_s=block_s, block_heads=heads, splits=1 if shared or role == "score" else cores)
@@ -407,6 +423,7 @@ def _kernel(role: str) -> Kernel:
         search_space=functools.partial(search_space, role),
         cost=functools.partial(work.decode, role),
         executions=functools.partial(executions, role),
+        scaled=True,
     )
 
 

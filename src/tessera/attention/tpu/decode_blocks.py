@@ -44,6 +44,7 @@ class Cut(NamedTuple):
         lanes: whether K and V are passed as [B, K, H, S], the layout that a TPU gives [B, K, S, H] if H does not fill
             128 lanes. A copy then moves at least 128 keys; lists of smaller tiles become lists of 128-key units, with
             one bit per listed tile.
+    So it does where keys are int8 (`scaled`): their scales lie in lanes. `exact`: queries are float32.
     """
 
     role: str
@@ -62,6 +63,8 @@ class Cut(NamedTuple):
     pieces: int
     piece: int
     lanes: bool
+    scaled: bool
+    exact: bool
 
     @property
     def chains(self) -> int:
@@ -75,7 +78,7 @@ class Cut(NamedTuple):
     @property
     def paged(self) -> bool:
         """Whether K and V are passed as [B * K * J, tile, H], where a listed tile's address is a shift and an add."""
-        return self.role == "sparse" and not self.lanes and self.stored % self.unit == 0
+        return self.role == "sparse" and not (self.lanes or self.scaled) and self.stored % self.unit == 0
 
     @property
     def tiles_per_unit(self) -> int:
@@ -98,7 +101,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
     """Clip the block sizes to the call and round them to what the copies and mass sums need."""
     kv_heads, groups = shapes.num_kv_heads, shapes.num_heads // shapes.num_kv_heads
     heads = next(h for h in range(min(block_heads, kv_heads), 0, -1) if kv_heads % h == 0)
-    stored = round_up(shapes.num_keys, PACKED)
+    stored = round_up(shapes.num_keys, LANES if shapes.scaled else PACKED)
     pieces = piece = 1
     if role == "dense":
         unit = next(u for u in (128, 64, 32, 16) if stored % u == 0)
@@ -109,7 +112,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
         block_s = max(min(1 << tiles.bit_length() - 1, LANES) * spec.tile, unit)
     else:
         stored = max(stored, spec.tile)
-        unit = LANES if shapes.head_dim % LANES and stored % LANES == 0 else spec.tile
+        unit = LANES if (shapes.scaled or shapes.head_dim % LANES) and stored % LANES == 0 else spec.tile
         per_block = max(min(block_s // unit, shapes.capacity), 1)
         block_s = per_block * unit
         piece = round_up(min(shapes.capacity, max(PIECE_IDS // heads, 1)), per_block)
@@ -131,6 +134,8 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, block_s: int, block
         pieces=pieces,
         piece=piece,
         lanes=shapes.head_dim % LANES != 0 and stored % LANES == 0 and unit == LANES,
+        scaled=shapes.scaled,
+        exact=shapes.dtype == "float32",
     )
 
 
@@ -256,9 +261,8 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
     """Count runs of the kernel's named scopes for copies and blocks in a call where every row sees [lo, hi)."""
     parts = ("tiles", "head", "run", "tile") if cut.role == "sparse" else ("unit",)
     scopes = [f"{name}_{part}" for name in ("lead", "start", "wait") for part in ("whole", "part", *parts)]
-    counts = Counter(
-        dict.fromkeys([*scopes, "blank", "blank_head", "blank_unit"], 0)
-    )  # list every scope, even those that run 0 times
+    blanks = () if cut.scaled else ("blank", "blank_head", "blank_unit")
+    counts = Counter(dict.fromkeys([*scopes, *blanks], 0))  # list every scope, even those that run 0 times
     first, last = lo // cut.block_s, ceil_div(hi, cut.block_s)
     size = ceil_div(last - first, cut.splits)
     for split in range(cut.splits):
@@ -280,7 +284,7 @@ def count_blocks(cut: Cut, lo: int, hi: int) -> Counter[str]:
                     counts.update({f"{name}_{part}": times * cut.heads * n for part, n in found.items()})
                 elif not whole:
                     counts[f"{name}_unit"] += times * units
-            if not whole:
+            if not whole and blanks:
                 heads = cut.batch * cut.heads
                 counts.update(blank=cut.batch, blank_head=heads, blank_unit=heads * cut_units)
     return Counter({name: times * (cut.kv_heads // cut.heads) for name, times in counts.items()})
@@ -294,7 +298,7 @@ def count_scopes(cut: Cut, lo: int, hi: int, width: int) -> dict[str, float]:
     counts = count_blocks(cut, lo, hi)
     sequences = cut.chains * cut.batch
     lanes = cut.head_dim if cut.lanes else round_up(cut.head_dim, LANES)
-    moved = 2 * counts.pop("units") * cut.heads * cut.unit * lanes * width
+    moved = 2 * counts.pop("units") * cut.heads * cut.unit * (lanes + 2 if cut.scaled else lanes * width)
     moved += sequences * cut.heads * cut.rows * 4 * (2 * lanes + LANES)  # q, out and lse
     counts.update(step=cut.chains * cut.steps, begin=sequences, finish=sequences)
     if cut.role == "score":

@@ -26,7 +26,14 @@ class Stream(NamedTuple):
     v: Any
     k_block: Any  # two buffers [2, heads, block_s, H], or [2, heads, H, block_s] if cut.lanes; v_block likewise
     v_block: Any
-    copied: Any  # [2, 2] semaphores: buffer, then K or V
+    copied: Any  # semaphores [2, 2], or [2, 3] if int8: buffer, then K, V or their scales
+    scales: Any = None  # [B * K, 2, S] in HBM; int8 only
+    scale_block: Any = None  # [2, heads, 2, block_s]
+
+    def arrays(self, cut: Cut) -> list[tuple[Any, Any, bool]]:
+        """Return what is copied: source, buffers, and whether keys lie in lanes."""
+        found = [(self.k, self.k_block, cut.lanes), (self.v, self.v_block, cut.lanes)]
+        return found if self.scales is None else [*found, (self.scales, self.scale_block, True)]
 
 
 def span(stream: Stream, cut: Cut, step, head, block) -> tuple:
@@ -63,26 +70,29 @@ def is_whole(stream: Stream, cut: Cut, step, block):
     return (block >= stream.ranges.whole_from[index]) & (block < stream.ranges.whole_to[index])
 
 
-def part(cut: Cut, *index) -> tuple:
+def part(lanes: bool, *index) -> tuple:
     """Build the index (*index[:-1], keys, all of H), or (..., all of H, keys) if cut.lanes; index[-1] selects keys."""
-    return (*index[:-1], slice(None), index[-1]) if cut.lanes else index
+    return (*index[:-1], slice(None), index[-1]) if lanes else index
 
 
-def copies(stream: Stream, source: tuple, target: tuple, inner: tuple = ()) -> list:
+def copies(stream: Stream, cut: Cut, source: tuple, target: tuple, inner: tuple = ()) -> list:
     """Build the copies of K and V from index `source` in HBM to index `target`, whose first entry is the buffer.
 
-    `inner` is a second index, into the target; its constant offsets cost no scalar instructions.
+    Keys come last in each index. `inner` is a second index, into the target; its constant offsets cost no scalar
+    instructions.
     """
     found = []
-    for i, (x, y) in enumerate(((stream.k, stream.k_block), (stream.v, stream.v_block))):
-        into = y.at[target].at[inner] if inner else y.at[target]
-        found.append(pltpu.make_async_copy(x.at[source], into, stream.copied.at[target[0], i]))
+    for i, (x, y, lanes) in enumerate(stream.arrays(cut)):
+        into = y.at[part(lanes, *target)]
+        into = into.at[part(lanes, *inner)] if inner else into
+        found.append(pltpu.make_async_copy(x.at[part(lanes, *source)], into, stream.copied.at[target[0], i]))
     return found
 
 
-def await_block(stream: Stream, slot) -> None:
+def await_block(stream: Stream, cut: Cut, slot) -> None:
     """Wait for a whole block: semaphores count bytes, so one wait covers all of its copies."""
-    for i, block in enumerate((stream.k_block.at[slot], stream.v_block.at[slot])):
+    for i, (_, blocks, _) in enumerate(stream.arrays(cut)):
+        block = blocks.at[slot]
         pltpu.make_async_copy(block, block, stream.copied.at[slot, i]).wait()
 
 
@@ -102,9 +112,10 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) 
     def _():
         with jax.named_scope(f"{name}_whole"):
             if act == "start":
-                each(act, copies(stream, part(cut, heads, pl.ds(begin, cut.block_s)), (slot,)))
+                every = (slot, slice(None), slice(None))
+                each(act, copies(stream, cut, (heads, pl.ds(begin, cut.block_s)), every))
             else:
-                await_block(stream, slot)
+                await_block(stream, cut, slot)
 
     @pl.when(~whole)
     def _():
@@ -114,8 +125,8 @@ def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) 
             def unit(i, _):
                 with jax.named_scope(f"{name}_unit"):
                     at = pl.multiple_of(i * cut.unit, cut.unit)
-                    source = part(cut, heads, pl.ds(begin + at, cut.unit))
-                    each(act, copies(stream, source, part(cut, slot, slice(None), pl.ds(at, cut.unit))))
+                    source = (heads, pl.ds(begin + at, cut.unit))
+                    each(act, copies(stream, cut, source, (slot, slice(None), pl.ds(at, cut.unit))))
 
             jax.lax.fori_loop(lo // cut.unit, (hi + cut.unit - 1) // cut.unit, unit, None)
 
@@ -130,15 +141,14 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str)
         if cut.paged:
             return (found,)
         id_ = found if cut.tiles_per_unit == 1 else found >> 8
-        return part(cut, row + head, pl.ds(pl.multiple_of(id_ * cut.unit, cut.unit), size))
+        return (row + head, pl.ds(pl.multiple_of(id_ * cut.unit, cut.unit), size))
 
     def run(head, first):  # straight-line code, so that the copies' addresses share scalar instructions
         at = first_entry(cut, step, head, block) + first
         into = pl.ds(pl.multiple_of(first * cut.unit, cut.unit), cut.tiles_at_once * cut.unit)
         for i in range(cut.tiles_at_once):
             one = source(head, stream.ids[0, 0, 0, at + i])
-            inner = part(cut, pl.ds(i * cut.unit, cut.unit))
-            each(act, copies(stream, one, part(cut, slot, head, into), inner))
+            each(act, copies(stream, cut, one, (slot, head, into), (pl.ds(i * cut.unit, cut.unit),)))
 
     def whole_run(n, _):
         with jax.named_scope(f"{name}_tiles"):
@@ -150,15 +160,15 @@ def move_tiles(stream: Stream, cut: Cut, step, block, slot, act: str, name: str)
             if act == "start":
                 jax.lax.fori_loop(0, cut.heads * runs, whole_run, None)
             else:
-                await_block(stream, slot)
+                await_block(stream, cut, slot)
 
     def single(tile, head):
         with jax.named_scope(f"{name}_tile"):
             found = stream.ids[0, 0, 0, first_entry(cut, step, head, block) + tile]
 
             def move(size):
-                into = part(cut, slot, head, pl.ds(pl.multiple_of(tile * cut.unit, cut.unit), size))
-                each(act, copies(stream, source(head, found, size), into))
+                into = (slot, head, pl.ds(pl.multiple_of(tile * cut.unit, cut.unit), size))
+                each(act, copies(stream, cut, source(head, found, size), into))
 
             if tail == 0:
                 move(cut.unit)
@@ -198,7 +208,7 @@ def blank_values(stream: Stream, cut: Cut, step, block, slot) -> None:
             def unit(i, _):
                 with jax.named_scope("blank_unit"):
                     at = pl.multiple_of(jnp.where(i < start, i, i + stop - start) * cut.unit, cut.unit)
-                    index = part(cut, slot, head, pl.ds(at, cut.unit))
+                    index = part(cut.lanes, slot, head, pl.ds(at, cut.unit))
                     v = stream.v_block[index]
                     key = at + jax.lax.broadcasted_iota(jnp.int32, v.shape, 1 if cut.lanes else 0)
                     seen = jnp.where((key >= lo) & (key < hi), v.astype(jnp.float32), 0.0)

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from tessera.core.shapes import ceil_div
 
@@ -32,15 +33,21 @@ def thirds(x: Array) -> list[Array]:
     return parts
 
 
-def product(a: Array, b: Array, contract_b: int) -> Array:
+def product(a: Array, b: Array, contract_b: int, exact: bool = False) -> Array:
     """Multiply float32 a by b over b's axis contract_b, with float32 sums.
 
-    A bfloat16 b rounds a to bfloat16. A float32 b is multiplied in thirds (see `thirds`), of whose nine products only
+    A bfloat16 b rounds a to bfloat16. A int8 b is exact in bfloat16; `exact` then takes a in thirds instead of
+    rounding it. A float32 b is multiplied in thirds (see `thirds`), of whose nine products only
     six matter. Precision.HIGHEST also computes six, but here each third of b enters the matrix unit once, not up to
     three times: 1,810 instruction bundles instead of 3,009 for a block of decode.
     """
     dims = (((1,), (contract_b,)), ((), ()))
     multiply = functools.partial(jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=jnp.float32)
+    if b.dtype == jnp.int8:
+        b = b.astype(jnp.bfloat16)
+        if exact:
+            y, rows = multiply(jnp.concatenate(thirds(a)).astype(jnp.bfloat16), b), a.shape[0]
+            return y[:rows] + (y[rows : 2 * rows] + y[2 * rows :])
     if b.dtype == jnp.bfloat16:
         return multiply(a.astype(jnp.bfloat16), b)
     rows, a_parts, total = a.shape[0], thirds(a), 0.0
@@ -49,6 +56,16 @@ def product(a: Array, b: Array, contract_b: int) -> Array:
         for j in reversed(range(3 - i)):
             total = total + y[j * rows : (j + 1) * rows]
     return total
+
+
+def dequantised(x: Array, scale: Array, dtype: DTypeLike) -> Array:
+    """Multiply int8 rows [X,H] by their scales [1,X], rounded to a dtype.
+
+    For kernels whose rows far outnumber H: that is less work than scaling scores and weights, and what follows need not
+    know. One scale lies in one lane and must reach all lanes of one row: the transposition unit does that.
+    """
+    columns = jnp.broadcast_to(scale.astype(jnp.float32), (LANES, x.shape[0])).T
+    return (x.astype(jnp.float32) * widen(columns, x.shape[1])).astype(dtype)
 
 
 def widen(x: Array, width: int) -> Array:

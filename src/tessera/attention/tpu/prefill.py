@@ -18,6 +18,7 @@ has idle columns: V is extended by ones. The score role extends V by one-hot col
 that the accumulator holds every tile's mass, and its sum over columns is the row sum. The sums of each 128 tiles form a
 bank, stored with the running maximum m that they use and multiplied by 2^(m - lse) after the last block. Work: 4 H
 flops per visible (row, key) pair.
+Int8 keys and values become the queries' dtype a chunk at a time, in VMEM.
 """
 
 import functools
@@ -35,6 +36,7 @@ from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import Kernel, distinct
 from tessera.attention.online_softmax import FLOOR, LOG2_E
 from tessera.attention.tpu import backward as tpu_backward
+from tessera.attention.tpu.matrix_unit import dequantised
 from tessera.attention.tpu.prefill_blocks import (
     LANES,
     Config,
@@ -60,8 +62,10 @@ BANK_BYTES = 24 << 20
 
 def body(q_start, kv_len, q_len, *refs, cut: Cut):
     """Run grid step (b, h, i, j): row block i of KV head h against the j-th key block that it needs."""
+    if not cut.scaled:
+        refs = (*refs[:3], None, *refs[3:])
     if not cut.spec.mass:
-        refs = (*refs[:5], None, *refs[5:])
+        refs = (*refs[:6], None, *refs[6:])
     refs = Refs(*refs, *[None] * (len(Refs._fields) - len(refs)))
     b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     keys = key_range(b, i, Positions(q_start, kv_len, q_len), cut)
@@ -181,6 +185,9 @@ def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
 def update(refs: Refs, rows: slice, state: Rows, start, at: pl.Slice, bank, cut: Cut, mask=None, real=None) -> Rows:
     """Absorb the keys at index `at` of the key block that begins at position `start`."""
     k, v = refs.k[0, 0, at], refs.v[0, 0, at]
+    if cut.scaled:
+        scales, dtype = refs.scales[0, 0, :, at], refs.q_scaled.dtype
+        k, v = dequantised(k, scales[:1], dtype), dequantised(v, scales[1:], dtype)
     state = absorb(state, refs.q_scaled[rows], k, v, cut, start + at.start, mask, real)
     if cut.state_in_vmem:
         store(refs, rows, bank, state)
@@ -202,16 +209,26 @@ def take_queries(refs: Refs, i, q_len, cut: Cut) -> None:
             refs.q_scaled[at : at + cut.sub_t] = x.astype(refs.q_scaled.dtype)
 
 
-def attend(q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Run the kernel on [B,T,N,H] queries and [B,K,S,H] keys and values."""
-    shapes = KeyValues(k, v).shapes(q)
+def attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Positions,
+    spec: AttentionSpec,
+    config: Config,
+    scales: Array | None = None,
+) -> AttentionOut:
+    """Run the kernel on [B,T,N,H] queries, [B,K,S,H] keys and values and, if these are int8, [B,K,2,S] scales."""
+    shapes = KeyValues(k, v, scales=scales).shapes(q)
     cut = cut_call(spec, shapes, config)
     batch, num_queries, num_heads, dim = q.shape
     kv_heads = k.shape[1]
     if num_queries < cut.block_t:  # only an array shorter than one block needs padding
         q = jnp.pad(q, [(0, 0), (0, cut.block_t - num_queries), (0, 0), (0, 0)])
-    if k.shape[2] < cut.block_s:
-        k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.block_s - x.shape[2]), (0, 0)]) for x in (k, v))
+    scales = () if scales is None else (scales,)
+    if (short := cut.block_s - k.shape[2]) > 0:
+        k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, short), (0, 0)]) for x in (k, v))
+        scales = [jnp.pad(x, [(0, 0), (0, 0), (0, 0), (0, short)]) for x in scales]
     q = jnp.swapaxes(q, 1, 2)
     blocks, steps = ceil_div(num_queries, cut.block_t), launch_steps(spec, shapes, cut)
     last_block = ceil_div(k.shape[2], cut.block_s) - 1
@@ -227,6 +244,7 @@ def attend(q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSp
         result = pl.BlockSpec((1, cut.block_t, cut.groups * dim), lambda b, h, i, j, *_: (b, i, h))
         result_shape = (batch, q.shape[2], num_heads * dim)
     block = pl.BlockSpec((1, 1, cut.block_s, dim), key_block)
+    in_lanes = pl.BlockSpec((1, 1, 2, cut.block_s), lambda *at: (*key_block(*at)[:2], 0, key_block(*at)[2]))
     out_specs = [result, pl.BlockSpec((1, 1, 1, 1, cut.rows), lambda b, h, i, j, *_: (b, h, i, 0, 0))]
     out_shape = [
         jax.ShapeDtypeStruct(result_shape, q.dtype),
@@ -251,7 +269,7 @@ def attend(q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSp
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(batch, kv_heads, blocks, steps),
-            in_specs=[rows, block, block],
+            in_specs=[rows, block, block, *[in_lanes] * cut.scaled],
             out_specs=out_specs,
             scratch_shapes=scratch,
         ),
@@ -261,7 +279,7 @@ def attend(q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSp
         ),
         cost_estimate=estimate(spec, shapes),
         name="tessera_tpu_score" if spec.mass else "tessera_tpu_dense",
-    )(*positions, q, k, v)
+    )(*positions, q, k, v, *scales)
     out = out.reshape(batch, -1, num_heads, dim) if cut.flat else jnp.swapaxes(out, 1, 2)
     lse = lse.reshape(batch, kv_heads, blocks, -1, cut.groups, cut.sub_t)
     lse = lse.transpose(0, 2, 3, 5, 1, 4).reshape(batch, -1, num_heads)[:, :num_queries]
@@ -293,9 +311,9 @@ def vmem_limit() -> int:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Run dense prefill, or the score role if spec.mass. Only dense is differentiable, in q, k and v."""
-    if spec.mass:
-        return attend(q, kv.k, kv.v, positions, spec, config)
+    """Run dense prefill, or the score role if spec.mass; dense is differentiable in q, k and v unless they are int8."""
+    if spec.mass or kv.scales is not None:
+        return attend(q, kv.k, kv.v, positions, spec, config, kv.scales)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
@@ -384,6 +402,7 @@ def _kernel(role: str) -> Kernel:
         search_space=search_space,
         cost=work.prefill,
         executions=executions,
+        scaled=True,
     )
 
 

@@ -82,6 +82,7 @@ class Cut(NamedTuple):
     matrix_sums: bool
     half_exp: bool
     state_in_vmem: bool
+    scaled: bool
 
     @property
     def rows(self) -> int:
@@ -143,7 +144,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
     half = config.half_exp and shapes.dtype == "bfloat16"
     flat = (groups * shapes.head_dim) % LANES == 0
     sizes = (groups, shapes.head_dim, shapes.num_keys, block_t, turn_t, sub_t, block_s, chunk, step)
-    return Cut(spec, *sizes, flat, config.matrix_sums, half, config.state_in_vmem)
+    return Cut(spec, *sizes, flat, config.matrix_sums, half, config.state_in_vmem, shapes.scaled)
 
 
 def whole(x, size: int):
@@ -269,7 +270,7 @@ def executions(spec: AttentionSpec, shapes: Shapes, config: Config) -> Mapping[s
         counts["before_corner"] = (diagonal * (first - start)).sum() // cut.block_t
     width, dim = jnp.dtype(shapes.dtype).itemsize, round_up(shapes.head_dim, LANES)
     rows = blocks * cut.block_t * cut.groups
-    moved = 2 * seen.sum() * cut.block_s * dim * width + rows * (2 * dim * width + 4)
+    moved = 2 * seen.sum() * cut.block_s * (dim + 2 if cut.scaled else dim * width) + rows * (2 * dim * width + 4)
     if spec.mass:
         banks = sum(len(set(np.flatnonzero(row) * cut.block_s // cut.bank_keys)) for row in seen)
         names = ("new_bank", "keep_maximum", "sum_bank", "pool_bank") if cut.banks > 1 else ("pool_bank",)

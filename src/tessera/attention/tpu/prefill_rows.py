@@ -41,6 +41,7 @@ class Refs(NamedTuple):
     q: Array
     k: Array
     v: Array
+    scales: Array | None
     out: Array
     lse: Array
     mass: Array | None

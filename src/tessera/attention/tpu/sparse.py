@@ -11,8 +11,9 @@ kv_len and the end of the list itself at the end. A buffer of uncut tiles runs b
 straight-line code. Other buffers run masked updates of mask_s keys, as many as hold listed tiles. The kernel never
 reads ids past count.
 
-Scores are in bits: q is multiplied by scale * log2(e). Where the matrix unit has idle columns, the row sum comes from
-ones appended to V. Work: 4 H flops per (row, listed key) pair. HBM traffic: 2 H elements per (row block, listed key).
+Int8 tiles become the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where the matrix
+unit has idle columns, the row sum comes from ones appended to V. Work: 4 H flops per (row, listed key) pair. HBM
+traffic: 2 H elements per (row block, listed key).
 """
 
 import functools
@@ -144,13 +145,14 @@ def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: I
     else:
         mask = jnp.broadcast_to(position < NEVER, (cut.rows, keys))
     at = pl.ds(pl.multiple_of(u * keys, PACKED), keys)
-    k, v = (tiles[p, at] for tiles in refs.tiles(slot))
+    k, v = refs.keys(p, at, slot)
     return absorb(load(refs, p), refs.q_scaled[p], k, v, cut, mask)
 
 
 def body(q_start, kv_len, q_len, *refs, cut: Cut):
     """Run grid step (b, h, i): the i-th group of row blocks of KV head h."""
-    refs = Refs(*refs) if not cut.ones else Refs(*refs[:10], None, *refs[10:])
+    refs = refs if cut.scaled else (*refs[:5], None, *refs[5:-2], None, None, *refs[-2:])
+    refs = Refs(*refs) if not cut.ones else Refs(*refs[:11], None, *refs[11:])
     positions, step = Positions(q_start, kv_len, q_len), pl.program_id(2)
     items = [read_item(refs.lists, p, step, positions, cut) for p in range(cut.items)]
     ahead = [read_item(refs.ahead, p, step + 1, positions, cut) for p in range(cut.items)]
@@ -209,7 +211,7 @@ def absorb_buffer(refs: Refs, items: list[Item], c: Array, slot: int, target: Ne
             keys = cut.chunk_tiles * cut.spec.tile
             for at in range(0, cut.block_tiles * cut.spec.tile, keys):
                 for p in row_blocks:
-                    k, v = (tiles[p, at : at + keys] for tiles in refs.tiles(slot))
+                    k, v = refs.keys(p, slice(at, at + keys), slot)
                     states[p] = absorb(states[p], refs.q_scaled[p], k, v, cut)
             for p in row_blocks:
                 store(refs, p, states[p])
@@ -281,6 +283,9 @@ def launch(
     positions = Positions(positions.q_start, *lengths)  # clip: padding must not count as valid keys or rows
     if cut.num_keys > k.shape[2]:  # pad S to a multiple of 16, where copies must start
         k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, cut.num_keys - x.shape[2]), (0, 0)]) for x in (k, v))
+    scales = ()
+    if cut.scaled:
+        scales = (jnp.pad(kv.scales, [(0, 0), (0, 0), (0, 0), (0, cut.num_keys - shapes.num_keys)]),)
     lists = pack_lists(selection, cut)
 
     length = cut.num_blocks * cut.block_t
@@ -311,7 +316,9 @@ def launch(
 
     rows = (cut.items, cut.rows)
     state = [(*rows, LANES), (*rows, head_dim + cut.ones), *([] if cut.ones else [(*rows, LANES)])]
-    tiles = pltpu.VMEM((cut.items, cut.block_tiles * spec.tile, head_dim), q.dtype)
+    block_s = cut.block_tiles * spec.tile
+    tiles = pltpu.VMEM((cut.items, block_s, head_dim), k.dtype)
+    in_lanes = pltpu.VMEM((cut.items, 2, block_s), jnp.bfloat16)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     needed = work.sparse_prefill(spec, shapes)
     out, lse = pl.pallas_call(
@@ -319,12 +326,13 @@ def launch(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(batch, kv_heads, num_steps),
-            in_specs=[listed(0), listed(1), row, in_hbm, in_hbm],
+            in_specs=[listed(0), listed(1), row, in_hbm, in_hbm, *[in_hbm] * cut.scaled],
             out_specs=[out, pl.BlockSpec((1, 1, cut.items, 1, cut.rows), lambda b, h, i, *_: (b, h, i, 0, 0))],
             scratch_shapes=[
                 pltpu.VMEM((*rows, head_dim), q.dtype),
                 *(pltpu.VMEM(shape, jnp.float32) for shape in state),
                 *[tiles] * 4,
+                *[in_lanes] * (2 * cut.scaled),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
@@ -345,7 +353,7 @@ def launch(
             transcendentals=int(needed["flops"]) // (4 * head_dim),
         ),
         name="tpu_sparse_prefill",
-    )(*positions, lists, lists, q, k, v)
+    )(*positions, lists, lists, q, k, v, *scales)
 
     out = out.reshape(*out.shape[:2], num_heads, head_dim) if cut.flat else jnp.swapaxes(out, 1, 2)
     lse = lse.reshape(batch, kv_heads, cut.num_blocks, cut.groups, cut.block_t)
@@ -360,6 +368,8 @@ def supports(spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if spec.tile < PACKED:
         return f"tile={spec.tile} must be at least {PACKED}: a copy moves whole packed registers"
+    if shapes.scaled and spec.tile != LANES:
+        return f"tile={spec.tile}: a copy of int8 keys' scales moves {LANES} keys, so their tiles must have as many"
     if shapes.head_dim > 256:
         return f"head_dim={shapes.head_dim} must be at most 256"
     scale = 1.0 if spec.scale is None else spec.scale
@@ -415,5 +425,6 @@ KERNELS = (
         search_space=search_space,
         cost=work.sparse_prefill,
         executions=lambda spec, shapes, config: executions(shapes, cut_call(spec, shapes, config)),
+        scaled=True,
     ),
 )

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Int32
 
 from tessera.attention.contract import AttentionSpec, Positions, Selection, Shapes
-from tessera.attention.tpu.matrix_unit import LANES
+from tessera.attention.tpu.matrix_unit import LANES, dequantised
 from tessera.core.shapes import ceil_div, round_up
 
 PACKED = 16
@@ -57,6 +57,7 @@ class Cut(NamedTuple):
     flat: bool
     matrix_sums: bool
     half_exp: bool
+    scaled: bool
 
     @property
     def rows(self) -> int:
@@ -77,7 +78,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
         tokens, parts = tokens // 2, parts * 2
     block_t = round_up(tokens, PACKED)
     num_blocks = ceil_div(shapes.num_queries, tokens)  # parts of the last query tile without any row are omitted
-    num_keys = max(spec.tile, round_up(shapes.num_keys, PACKED))
+    num_keys = max(spec.tile, round_up(shapes.num_keys, LANES if shapes.scaled else PACKED))
     mask_tiles = min(max(config.mask_s // spec.tile, 1), shapes.capacity)
     block_tiles = round_up(min(max(config.block_s // spec.tile, 1), shapes.capacity), mask_tiles)
     chunk_tiles = min(max(config.chunk // spec.tile, 1), block_tiles)
@@ -89,7 +90,7 @@ def cut_call(spec: AttentionSpec, shapes: Shapes, config: Any) -> Cut:
     flat = (groups * shapes.head_dim) % LANES == 0
     half = config.half_exp and shapes.dtype == "bfloat16"
     sizes = (groups, shapes.head_dim, num_keys, num_blocks, tokens, block_t, parts, items)
-    return Cut(spec, *sizes, block_tiles, chunk_tiles, mask_tiles, flat, config.matrix_sums, half)
+    return Cut(spec, *sizes, block_tiles, chunk_tiles, mask_tiles, flat, config.matrix_sums, half, shapes.scaled)
 
 
 def list_bytes(capacity: int, block_tiles: int) -> int:
@@ -105,6 +106,7 @@ class Refs(NamedTuple):
     q: Array  # [1,G,P*block_t,H]
     k: Array  # HBM [B,K,S,H]
     v: Array
+    scales: Array | None  # HBM [B,K,2,S]; int8 only, as its buffers [P,2,block_s]
     out: Array  # [1,P*block_t,G*H], or like q
     lse: Array  # [1,1,P,1,R]
     q_scaled: Array  # [P,R,H]
@@ -115,12 +117,26 @@ class Refs(NamedTuple):
     v_even: Array
     k_odd: Array
     v_odd: Array
+    scales_even: Array | None
+    scales_odd: Array | None
     arrived: Array  # a DMA semaphore per buffer
     turn: Array  # SMEM [1]: slot of the grid step's first buffer, 0 or 1
 
     def tiles(self, slot: int) -> tuple[Array, Array]:
         """Return K and V of a buffer. Buffers are separate arrays, so that loads never wait for copies to the other."""
         return (self.k_odd, self.v_odd) if slot else (self.k_even, self.v_even)
+
+    def buffer_scales(self, slot: int) -> Array | None:
+        """Return the scales of a buffer."""
+        return self.scales_odd if slot else self.scales_even
+
+    def keys(self, p: int, at: slice | pl.Slice, slot: int) -> tuple[Array, Array]:
+        """Return the keys and values `at` of row block p's buffer in the queries' dtype."""
+        k, v = (tiles[p, at] for tiles in self.tiles(slot))
+        if self.scales is None:
+            return k, v
+        scales, dtype = self.buffer_scales(slot)[p, :, at], self.q_scaled.dtype
+        return dequantised(k, scales[:1], dtype), dequantised(v, scales[1:], dtype)
 
 
 class Item(NamedTuple):
@@ -226,6 +242,9 @@ def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:
         for hbm, tiles in zip((refs.k, refs.v), refs.tiles(target.slot), strict=True):
             source = hbm.at[batch, head, pl.ds(key, tile)]
             pltpu.make_async_copy(source, tiles.at[p, at], refs.arrived.at[target.slot]).start()
+        if cut.scaled:
+            source, into = refs.scales.at[batch, head, :, pl.ds(key, tile)], refs.buffer_scales(target.slot)
+            pltpu.make_async_copy(source, into.at[p, :, at], refs.arrived.at[target.slot]).start()
 
 
 def fetch_run(refs: Refs, u: Array, target: Next, cut: Cut) -> None:
@@ -255,6 +274,9 @@ def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
             for tiles in refs.tiles(slot):
                 some = tiles.at[p, pl.ds(0, cut.spec.tile << bit)]
                 pltpu.make_async_copy(some, some, refs.arrived.at[slot]).wait()
+            if cut.scaled:
+                some = refs.buffer_scales(slot).at[p, :, pl.ds(0, cut.spec.tile << bit)]
+                pltpu.make_async_copy(some, some, refs.arrived.at[slot]).wait()
 
 
 def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Array:
@@ -281,13 +303,20 @@ def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Arr
 
 
 def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Array, slot: int, item: Item, cut: Cut):
-    """Zero the rows of V without a valid key, since 0 * NaN is NaN; K needs no such step, as its scores are masked."""
-    tile, v_tiles = cut.spec.tile, refs.tiles(slot)[1]
+    """Zero the rows of V without a valid key, since 0 * NaN is NaN; K needs no such step, as its scores are masked.
+
+    Of int8 rows only the scale can be NaN.
+    """
+    tile = cut.spec.tile
+    v_tiles = refs.buffer_scales(slot) if cut.scaled else refs.tiles(slot)[1]
+
+    def rows(first: Array) -> tuple:
+        at = pl.ds(pl.multiple_of(first * tile, PACKED), tile)
+        return (p, slice(None), at) if cut.scaled else (p, at)
 
     def clear(j, _):
         with jax.named_scope("clear"):
-            at = pl.ds(pl.multiple_of(j * tile, PACKED), tile)
-            v_tiles[p, at] = jnp.zeros((tile, cut.head_dim), v_tiles.dtype)
+            v_tiles[rows(j)] = jnp.zeros_like(v_tiles[rows(j)])
 
     jax.lax.fori_loop(num_tiles, stop, clear, None)
 
@@ -298,10 +327,9 @@ def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Arra
         @pl.when(start + tile > item.kv_len)
         def cross():
             with jax.named_scope("cross"):
-                at = pl.ds(pl.multiple_of((num_tiles - 1) * tile, PACKED), tile)
-                key = jax.lax.broadcasted_iota(jnp.int32, (tile, cut.head_dim), 0) + start
-                values = v_tiles[p, at]
-                v_tiles[p, at] = jnp.where(key < item.kv_len, values, jnp.zeros_like(values))
+                values = v_tiles[rows(num_tiles - 1)]
+                key = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1 if cut.scaled else 0) + start
+                v_tiles[rows(num_tiles - 1)] = jnp.where(key < item.kv_len, values, jnp.zeros_like(values))
 
 
 def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
@@ -342,5 +370,6 @@ def executions(shapes: Shapes, cut: Cut) -> Mapping[str, float]:
     runs = {name: float(heads * n) for name, n in once.items()}
     runs |= {name: heads * n / 2 for name, n in either.items()}
     runs["drop"] = runs["step"] * 2
-    runs["hbm_bytes"] = float(rows + heads * (2 * count.sum() * tile * shapes.head_dim * width + lists))
+    key_bytes = shapes.head_dim + 2 if cut.scaled else shapes.head_dim * width
+    runs["hbm_bytes"] = float(rows + heads * (2 * count.sum() * tile * key_bytes + lists))
     return runs

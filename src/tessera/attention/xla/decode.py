@@ -3,12 +3,13 @@
 Reading the KV cache bounds decode. The G query heads of a KV head therefore share each read, and the whole cache is
 never copied. The number of blocks read is a run-time value that follows kv_len and the window, not the size of the
 cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H elements; the
-sparse role reads only the listed tiles.
+sparse role reads only the listed tiles. Of int8 keys and values only the block being read is widened.
 """
 
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,16 @@ from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gradient import differentiable, row_gradients
 from tessera.attention.kernel import Kernel
-from tessera.attention.online_softmax import LOG2_E, SoftmaxState, absorb, finish_state, init_state, score_bits
+from tessera.attention.online_softmax import (
+    LOG2_E,
+    SoftmaxState,
+    absorb,
+    blank,
+    finish_state,
+    init_state,
+    score_bits,
+    widened,
+)
 from tessera.attention.visibility import Range, decode_range
 from tessera.core.shapes import ceil_div, round_up
 
@@ -62,26 +72,39 @@ def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, 
     return start, full_start, full_stop, stop
 
 
-def take_block(x_BKSH: Array, first: Array, block_s: int) -> tuple[Array, Array]:
-    """Return block_s keys from `first` on, and their start: less than `first` if the block would pass the end of x."""
-    start = jnp.minimum(first, x_BKSH.shape[2] - block_s)
-    return jax.lax.dynamic_slice_in_dim(x_BKSH, start, block_s, axis=2), start
+class KeyBlock(NamedTuple):
+    """One block of keys: scores in bits, values, the scale of int8 values, and where it starts."""
+
+    y: Float[Array, "B K G P"]
+    v: Float[Array, "B K P H"]
+    scale: Float[Array, "B K 1 P"] | None
+    start: Array
 
 
 def read_block(
-    q_BKGH: Array, k_BKSH: Array, v_BKSH: Array, first: Array, block_s: int, keys: Range | None, spec: AttentionSpec
-) -> tuple[Float[Array, "B K G P"], Float[Array, "B K P H"], Array]:
-    """Return scores in bits, values and start of the block at `first` (see `take_block`).
+    q_BKGH: Array, kv: KeyValues, first: Array, block_s: int, keys: Range | None, spec: AttentionSpec
+) -> KeyBlock:
+    """Read the block at `first`, or one that starts earlier if that would pass the end of the cache.
 
     With `keys`, the block is masked: keys outside that range get score -inf and value 0.
     """
-    k, start = take_block(k_BKSH, first, block_s)
-    v, _ = take_block(v_BKSH, first, block_s)
-    y = score_bits(q_BKGH, k, spec)
+    start = jnp.minimum(first, kv.k.shape[2] - block_s)
+    k, v = (widened(jax.lax.dynamic_slice_in_dim(x, start, block_s, axis=2), q_BKGH.dtype) for x in kv[:2])
+    k_scale = v_scale = None
+    if kv.scales is not None:
+        k_scale, v_scale = halves(jax.lax.dynamic_slice_in_dim(kv.scales, start, block_s, axis=3))
+    y = score_bits(q_BKGH, k, spec, k_scale)
     if keys is None:
-        return y, v, start
+        return KeyBlock(y, v, v_scale, start)
     mask = in_range(start + jnp.arange(block_s, dtype=jnp.int32), keys) & (start + jnp.arange(block_s) >= first)
-    return jnp.where(mask[:, None, None], y, -jnp.inf), jnp.where(mask[:, None, :, None], v, 0), start
+    v, v_scale = blank(v, v_scale, mask[:, None, :, None])
+    return KeyBlock(jnp.where(mask[:, None, None], y, -jnp.inf), v, v_scale, start)
+
+
+def halves(scales: Float[Array, "B K 2 P"]) -> tuple[Float[Array, "B K 1 P"], Float[Array, "B K 1 P"]]:
+    """Split scales into the keys' and the values', float32."""
+    scales = scales.astype(jnp.float32)
+    return scales[:, :, :1], scales[:, :, 1:]
 
 
 def in_range(key_P: Int32[Array, "P"], keys: Range) -> Bool[Array, "B P"]:
@@ -96,17 +119,17 @@ def group_rows(q_B1NH: Array, num_kv_heads: int) -> Float[Array, "B K G H"]:
 
 
 def attend_dense(
-    q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config
+    q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config, scales: Array | None = None
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
     """Compute out (float32) and lse of q [B,K,G,H], one position per sequence, over k and v [B,K,S,H]."""
-    num_keys = k.shape[2]
+    num_keys, kv = k.shape[2], KeyValues(k, v, scales=scales)
     block_s = min(config.block_s, num_keys)
     keys = decode_range(spec, positions, num_keys)
     start, full_start, full_stop, stop = block_runs(keys, block_s, num_keys)
 
     def step(block: Array, state: SoftmaxState, masked: bool) -> SoftmaxState:
-        y, v_block, _ = read_block(q, k, v, block * block_s, block_s, keys if masked else None, spec)
-        return absorb(state, y, v_block)[0]
+        read = read_block(q, kv, block * block_s, block_s, keys if masked else None, spec)
+        return absorb(state, read.y, read.v, scale=read.scale)[0]
 
     state = init_state(q.shape[:3], q.shape[3])
     if spec.window is not None:
@@ -127,8 +150,12 @@ dense = differentiable(attend_dense, gradients)
 
 
 def launch_dense(q, kv: KeyValues, spec, positions, selection, config) -> AttentionOut:
-    """Run dense decode; differentiable in q, k and v."""
-    out, lse = dense(group_rows(q, kv.k.shape[1]), kv.k, kv.v, positions, spec, config)
+    """Run dense decode; differentiable in q, k and v unless they are int8."""
+    rows = group_rows(q, kv.k.shape[1])
+    if kv.scales is None:
+        out, lse = dense(rows, kv.k, kv.v, positions, spec, config)
+    else:
+        out, lse = attend_dense(rows, kv.k, kv.v, positions, spec, config, kv.scales)
     return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]))
 
 
@@ -138,9 +165,8 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
     Each block stores, per row, its tiles' sums of 2^(y - m) and the running maximum m that they used. After the last
     block the sums are rescaled by 2^m / e^lse.
     """
-    k, v = kv.k, kv.v
-    rows = group_rows(q, k.shape[1])
-    num_keys, num_tiles = k.shape[2], ceil_div(k.shape[2], spec.tile)
+    rows = group_rows(q, kv.k.shape[1])
+    num_keys, num_tiles = kv.k.shape[2], ceil_div(kv.k.shape[2], spec.tile)
     whole = num_keys // spec.tile * spec.tile
     block_s = min(round_up(config.block_s, spec.tile), whole) if whole else num_keys
     per_block = ceil_div(block_s, spec.tile)
@@ -150,11 +176,11 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
     def step(block: Array, carry: tuple[SoftmaxState, Array, Array], masked: bool):
         state, sums, maxima = carry
         first = block * block_s
-        y, v_block, start = read_block(rows, k, v, first, block_s, keys if masked else None, spec)
-        state, p = absorb(state, y, v_block)
+        read = read_block(rows, kv, first, block_s, keys if masked else None, spec)
+        state, p = absorb(state, read.y, read.v, scale=read.scale)
         # A last block that was moved back starts with keys counted before (weight 0 here): shift p back onto the tiles.
         tail = per_block * spec.tile
-        p = jax.lax.dynamic_slice_in_dim(jnp.pad(p, ((0, 0),) * 3 + ((0, tail),)), first - start, tail, axis=3)
+        p = jax.lax.dynamic_slice_in_dim(jnp.pad(p, ((0, 0),) * 3 + ((0, tail),)), first - read.start, tail, axis=3)
         part = p.reshape(*p.shape[:3], per_block, spec.tile).sum(-1)
         sums = jax.lax.dynamic_update_slice_in_dim(sums, part[None], block, axis=0)
         return state, sums, jax.lax.dynamic_update_slice_in_dim(maxima, state.m[None], block, axis=0)
@@ -181,9 +207,8 @@ def launch_sparse(
     q, kv: KeyValues, spec: AttentionSpec, positions, selection: Selection, config: Config
 ) -> AttentionOut:
     """Attend to the listed tiles only, several tiles per step; only those tiles are copied."""
-    k, v = kv.k, kv.v
-    rows = group_rows(q, k.shape[1])
-    num_keys = k.shape[2]
+    rows = group_rows(q, kv.k.shape[1])
+    num_keys = kv.k.shape[2]
     size = min(spec.tile, num_keys)
     tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
     capacity = tiles.shape[-1]
@@ -198,8 +223,11 @@ def launch_sparse(
         key = (start[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*start.shape[:2], -1)
         mask = (key >= keys.start[:, None, None]) & (key < keys.stop[:, None, None])
         mask = mask & jnp.repeat(entry < last[..., None], size, axis=-1) & (key >= jnp.repeat(first, size, axis=-1))
-        y = jnp.where(mask[:, :, None], score_bits(rows, take_tiles(k, start, size), spec), -jnp.inf)
-        return absorb(state, y, jnp.where(mask[..., None], take_tiles(v, start, size), 0))[0]
+        k, v = (widened(take_tiles(x, start, size), rows.dtype) for x in kv[:2])
+        k_scale, v_scale = (None, None) if kv.scales is None else halves(take_scales(kv.scales, start, size))
+        y = jnp.where(mask[:, :, None], score_bits(rows, k, spec, k_scale), -jnp.inf)
+        v, v_scale = blank(v, v_scale, mask[..., None])
+        return absorb(state, y, v, scale=v_scale)[0]
 
     steps = (jnp.max(last) + per_step - 1) // per_step
     state = jax.lax.fori_loop(0, steps, step, init_state(rows.shape[:3], q.shape[-1]))
@@ -214,6 +242,13 @@ def take_tiles(x_BKSH: Array, start_BKP: Int32[Array, "B K P"], size: int) -> Fl
     return taken.reshape(*x_BKSH.shape[:2], -1, x_BKSH.shape[3])
 
 
+def take_scales(scales: Float[Array, "B K 2 S"], start_BKP: Int32[Array, "B K P"], size: int) -> Array:
+    """Concatenate the scales of each KV head's own tiles: [B, K, 2, P * size]."""
+    one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1)
+    taken = jax.vmap(jax.vmap(jax.vmap(one, (None, 0), 1)))(scales, start_BKP)  # [B, K, 2, P, size]
+    return taken.reshape(*scales.shape[:3], -1)
+
+
 def _kernel(role: str, launch) -> Kernel:
     return Kernel(
         name=f"xla_decode_{role}",
@@ -226,6 +261,7 @@ def _kernel(role: str, launch) -> Kernel:
         default_config=default_config,
         search_space=search_space,
         cost=functools.partial(work.decode, role),
+        scaled=True,
     )
 
 

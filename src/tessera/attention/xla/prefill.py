@@ -30,6 +30,7 @@ from tessera.attention.online_softmax import (
     LN_2,
     LOG2_E,
     absorb,
+    blank,
     dot,
     finish_state,
     init_state,
@@ -37,6 +38,7 @@ from tessera.attention.online_softmax import (
     scale_of,
     sees_any,
     visible_mask,
+    widened,
 )
 from tessera.core.shapes import ceil_div, round_up
 
@@ -188,6 +190,14 @@ def take_keys(x: Float[Array, "X S H"], block: Block, key_block: Array, plan: Pl
     return jax.lax.dynamic_slice(x, (block.x, start, ZERO), (plan.heads, plan.block_s, x.shape[2])), start
 
 
+def take_scales(scales: Float[Array, "X 2 S"] | None, block: Block, start: Array, plan: Plan) -> tuple:
+    """Return the scales [Y, 1, block_s] of a block's keys and of its values, float32; None without."""
+    if scales is None:
+        return None, None
+    taken = jax.lax.dynamic_slice(scales, (block.x, ZERO, start), (plan.heads, 2, plan.block_s)).astype(jnp.float32)
+    return taken[:, :1], taken[:, 1:]
+
+
 def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tuple[Array, Array]:
     """Return the mask of keys that each row sees [Y, R, block_s], and that of keys below kv_len [Y, block_s, 1]."""
     key = start + jnp.arange(plan.block_s, dtype=jnp.int32)
@@ -196,14 +206,18 @@ def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tup
     return mask, key[:, None] < kv_len
 
 
-def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> tuple[Array, Array, Array | None]:
+def attend(
+    q, k, v, positions: Positions, spec: AttentionSpec, config: Config, scales: Array | None = None
+) -> tuple[Array, Array, Array | None]:
     """Compute out [B,T,N,H], lse [B,T,N] and, if spec.mass, mass [B,K,I,J] (else None); k and v are [B,K,S,H]."""
     kv_heads, num_keys = k.shape[1:3]
     plan = plan_blocks(spec, config, q, k)
     if spec.mass:  # the last block's tiles must stay where they are, so it is padded, not moved back
         pad = [(0, 0), (0, 0), (0, -num_keys % plan.block_s), (0, 0)]
         k, v = jnp.pad(k, pad), jnp.pad(v, pad)
+        scales = None if scales is None else jnp.pad(scales, [*pad[:2], pad[3], pad[2]])
     k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+    scales = None if scales is None else scales.reshape(-1, *scales.shape[2:])
     num_blocks = ceil_div(q.shape[1], plan.block_t)
     q_blocks = block_queries(q, kv_heads, plan)
 
@@ -214,11 +228,13 @@ def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -
             state, tiles = carry
             k_block, start = take_keys(k, block, key_block, plan)
             v_block, _ = take_keys(v, block, key_block, plan)
-            z, factor = raw_scores(q_block, k_block, spec)
+            k_block, v_block = widened(k_block, q.dtype), widened(v_block, q.dtype)
+            k_scale, v_scale = take_scales(scales, block, start, plan)
+            z, factor = raw_scores(q_block, k_block, spec, k_scale)
             if masked:
                 mask, real = block_masks(block, start, key_block, plan)
-                z, v_block = jnp.where(mask, z, -jnp.inf), jnp.where(real, v_block, 0)
-            state, parts = absorb(state, z, v_block, factor, spec.tile if spec.mass else 1)
+                z, (v_block, v_scale) = jnp.where(mask, z, -jnp.inf), blank(v_block, v_scale, real)
+            state, parts = absorb(state, z, v_block, factor, spec.tile if spec.mass else 1, v_scale)
             return state, tiles and tiles.put(key_block, parts, state.m)
 
         tiles = TileSums.zeros(k.shape[1], plan) if spec.mass else ()
@@ -341,7 +357,9 @@ def zero_padding(q: Float[Array, "B T N H"], positions: Positions) -> Float[Arra
 def launch_dense(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
 ) -> AttentionOut:
-    """Run dense prefill; out and lse are differentiable in q, k and v."""
+    """Run dense prefill; out and lse are differentiable in q, k and v unless they are int8."""
+    if kv.scales is not None:
+        return launch_score(q, kv, spec, positions, selection, config)
     return AttentionOut(*dense(zero_padding(q, positions), kv.k, kv.v, positions, spec, config))
 
 
@@ -349,7 +367,7 @@ def launch_score(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
 ) -> AttentionOut:
     """Compute dense out and lse and each key tile's probability mass in one pass; not differentiable."""
-    return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config))
+    return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config, kv.scales))
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -379,6 +397,7 @@ def _kernel(role: str, launch) -> Kernel:
         default_config=default_config,
         search_space=search_space,
         cost=work.prefill,
+        scaled=True,
     )
 
 

@@ -20,7 +20,16 @@ from jaxtyping import Bool, Float, Int32
 from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.kernel import Kernel
-from tessera.attention.online_softmax import absorb, finish_state, init_state, raw_scores, sees_any, visible_mask
+from tessera.attention.online_softmax import (
+    absorb,
+    blank,
+    finish_state,
+    init_state,
+    raw_scores,
+    sees_any,
+    visible_mask,
+    widened,
+)
 from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -66,10 +75,24 @@ def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
     return (listed & (lists.tiles < stop[:, None] // spec.tile)).sum(-1, dtype=jnp.int32)
 
 
-def read_tiles(x: Float[Array, "X S H"], lists: Lists, start: Int32[Array, "Y P"], tile: int) -> Array:
-    """Copy P tiles per query tile, given the positions where they start, into [Y, P * tile, H]."""
+def read_tiles(kv: KeyValues, lists: Lists, start: Int32[Array, "Y P"], tile: int, dtype: jnp.dtype) -> KeyValues:
+    """Copy P tiles per query tile, given the positions where they start, into k and v [Y, P * tile, H].
+
+    kv holds k and v [X,S,H] and scales [X,2,S], of which [Y, P * tile, 2] is returned. Invalid ids read wrong keys,
+    never memory outside.
+    """
     key = (start[:, :, None] + jnp.arange(tile, dtype=jnp.int32)).reshape(start.shape[0], -1)
-    return x.at[lists.x[:, None], key].get(mode="clip")  # invalid ids read wrong keys, never memory outside x
+    k, v = (widened(x.at[lists.x[:, None], key].get(mode="clip"), dtype) for x in kv[:2])
+    if kv.scales is None:
+        return KeyValues(k, v)
+    return KeyValues(k, v, scales=kv.scales.at[lists.x[:, None], :, key].get(mode="clip").astype(jnp.float32))
+
+
+def score_tiles(q_tile: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[Array, float, Array | None]:
+    """Return z and its factor, as `raw_scores` does, and the scale [Y, 1, P * tile] of int8 values."""
+    if kv.scales is None:
+        return *raw_scores(q_tile, kv.k, spec), None
+    return *raw_scores(q_tile, kv.k, spec, kv.scales[:, None, :, 0]), kv.scales[:, None, :, 1]
 
 
 def step_masks(
@@ -95,26 +118,28 @@ def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
     return jnp.take(lists.tiles, jnp.minimum(entry, lists.tiles.shape[1] - 1), axis=1)
 
 
-def attend_tile(q_tile: Float[Array, "Y R H"], k: Array, v: Array, lists: Lists, spec: AttentionSpec, config: Config):
-    """Run the online softmax of Y query tiles over their listed key tiles; k and v are [X,S,H].
+def attend_tile(q_tile: Float[Array, "Y R H"], kv: KeyValues, lists: Lists, spec: AttentionSpec, config: Config):
+    """Run the online softmax of Y query tiles over their listed key tiles; kv as in `read_tiles`.
 
     The state of a query tile with an empty list is meaningless, because the tile takes part in others' unmasked steps.
     """
-    capacity, num_keys = lists.tiles.shape[1], k.shape[1]
+    capacity, num_keys = lists.tiles.shape[1], kv.k.shape[1]
     per_step = min(max(config.block_s // spec.tile, 1), capacity)
     per_mask = min(max(config.mask_s // spec.tile, 1), capacity)
 
     def full(i, state):
         start = take_ids(lists, i * per_step + jnp.arange(per_step, dtype=jnp.int32)) * spec.tile
-        z, factor = raw_scores(q_tile, read_tiles(k, lists, start, spec.tile), spec)
-        return absorb(state, z, read_tiles(v, lists, start, spec.tile), factor)[0]
+        read = read_tiles(kv, lists, start, spec.tile, q_tile.dtype)
+        z, factor, v_scale = score_tiles(q_tile, read, spec)
+        return absorb(state, z, read.v, factor, scale=v_scale)[0]
 
     def masked(i, state):
         entry = done + i * per_mask + jnp.arange(per_mask, dtype=jnp.int32)
         start, mask, real = step_masks(lists, entry, num_keys, spec)
-        z, factor = raw_scores(q_tile, read_tiles(k, lists, start, spec.tile), spec)
-        v_tiles = jnp.where(real, read_tiles(v, lists, start, spec.tile), 0)
-        return absorb(state, jnp.where(mask, z, -jnp.inf), v_tiles, factor)[0]
+        read = read_tiles(kv, lists, start, spec.tile, q_tile.dtype)
+        z, factor, v_scale = score_tiles(q_tile, read, spec)
+        v_tiles, v_scale = blank(read.v, v_scale, real)
+        return absorb(state, jnp.where(mask, z, -jnp.inf), v_tiles, factor, scale=v_scale)[0]
 
     full_steps = jnp.where(lists.count > 0, count_full(lists, spec), lists.count.max()).min() // per_step
     done = full_steps * per_step
@@ -170,7 +195,10 @@ def launch(
     batch, num_queries, num_heads, head_dim = q.shape
     kv_heads, num_keys = kv.k.shape[1:3]
     pad = [(0, 0), (0, 0), (0, max(spec.tile - num_keys, 0)), (0, 0)]  # only a call shorter than one tile is padded
-    k, v = (jnp.pad(x, pad).reshape(batch * kv_heads, -1, head_dim) for x in (kv.k, kv.v))
+    flat = KeyValues(*(jnp.pad(x, pad).reshape(batch * kv_heads, -1, head_dim) for x in kv[:2]))
+    if kv.scales is not None:
+        scales = jnp.pad(kv.scales, [*pad[:2], pad[3], pad[2]])
+        flat = flat._replace(scales=scales.reshape(batch * kv_heads, 2, -1))
     groups, num_tiles = num_heads // kv_heads, ceil_div(num_queries, spec.query_tile)
     rows, total = spec.query_tile * groups, batch * kv_heads
     cut = Groups.of(total, num_tiles, max(STEP_SCORES // (rows * max(config.block_s, spec.tile)), 1))
@@ -188,14 +216,14 @@ def launch(
         token = tile[:, None] * spec.query_tile + token
         row = start + token
         lists = Lists(x, row, kv_len[:, 0], tiles, count)
-        state = attend_tile(q_tile, k, v, lists, spec, config)
+        state = attend_tile(q_tile, flat, lists, spec, config)
         out, lse = finish_state(state, (count[:, None] > 0) & (token < q_len) & sees_any(row, kv_len, spec))
         return out.astype(q.dtype), lse
 
     index = jnp.arange(total * num_tiles, dtype=jnp.int32).reshape(total, num_tiles)
-    flat = [x.reshape(total, num_tiles, *x.shape[3:]) for x in (selection.tiles, selection.count)]
+    chosen = [x.reshape(total, num_tiles, *x.shape[3:]) for x in (selection.tiles, selection.count)]
     q_rows = q_rows.reshape(total, num_tiles, rows, head_dim)
-    xs = [cut.group(x) for x in (index // num_tiles, index % num_tiles, q_rows, *flat)]
+    xs = [cut.group(x) for x in (index // num_tiles, index % num_tiles, q_rows, *chosen)]
     out, lse = (cut.ungroup(x) for x in jax.lax.map(attend_group, tuple(xs)))
 
     def by_token(x: Array) -> Array:  # [X, I, R, ...] -> [B, T, N, ...]
@@ -229,5 +257,6 @@ KERNELS = (
         default_config=default_config,
         search_space=search_space,
         cost=work.sparse_prefill,
+        scaled=True,
     ),
 )

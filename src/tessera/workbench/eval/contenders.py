@@ -122,7 +122,7 @@ def scores_estimate(q, kv, layer, spec, positions, summary: str, keys: int | Non
     Decode calls score every key.
     """
     keys = spec.tile if keys is None else min(keys, spec.tile)
-    return estimate_mass(q, kv.k, spec, positions, Estimate(keys=keys, summary=summary))
+    return estimate_mass(q, kv.k, spec, positions, Estimate(keys=keys, summary=summary), kv.scales)
 
 
 def _grid(q: Array, kv: KeyValues, spec: AttentionSpec) -> tuple[int, int, int, int]:

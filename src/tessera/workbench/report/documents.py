@@ -18,6 +18,7 @@ from tessera.workbench.evidence import Record
 from tessera.workbench.report import planned
 from tessera.workbench.report import real as report_real
 from tessera.workbench.report import tables as report_tables
+from tessera.workbench.report.cached import cached
 from tessera.workbench.report.markdown import (
     Table,
     current,
@@ -41,6 +42,7 @@ PAGES = (
     "README.md",
     "docs/answers.md",
     "docs/speed.md",
+    "docs/runtime.md",
     "docs/tpu-figures.md",
     "docs/gpu-figures.md",
     "docs/evidence.md",
@@ -336,6 +338,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
     {
         "summary": summary,
         "roadmap": roadmap,
+        "int8-cache": cached,
         "real-tasks": report_real.tasks,
         "real-text": report_real.text,
         "real-tiles": report_real.tiles,

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tessera.attention import work
 from tessera.attention.contract import AttentionSpec
 from tessera.core import files
 from tessera.core.shapes import ceil_div
@@ -56,6 +57,10 @@ CALLS = MappingProxyType(
             f"decode sparse {tile}": {"role": "sparse", "phase": "decode", "length": LONG, "tile": tile, **GQA}
             for tile in NARROW
         },
+        **{
+            f"decode {role} int8": {"role": role, "phase": "decode", "length": LONG, "scaled": True, **GQA}
+            for role in ("dense", "sparse")
+        },
     }
 )
 """Calls to compile: head dim 128, bfloat16, a tenth of the key tiles where sparse.
@@ -90,6 +95,8 @@ KERNELS_ALONE = "dense prefill against the peer, kernels alone"
 """Figure without the operations around either kernel. It has no target, but shows how much of the gain is layout."""
 
 BYTES = tuple(f"decode, {role}: bytes moved / needed" for role in ("dense", "sparse"))
+INT8 = tuple(f"decode, {role}: int8 keys against bfloat16" for role in ("dense", "sparse"))
+INT8_BYTES = tuple(f"decode, {role}: bytes moved, int8 keys / bfloat16" for role in ("dense", "sparse"))
 TERMS = MappingProxyType(
     {
         DENSE: "q head-major for free; exponentials bfloat16 on v6e and v7x, the peer's float32",
@@ -113,6 +120,8 @@ TARGETS = MappingProxyType(
         **dict.fromkeys((KASCADE, KASCADE_32), {"v5e": 3.2, "v5p": 3.2, "v6e": 3.5, "v7x": 3.5}),
         BYTES[0]: dict.fromkeys(tpu.TOPOLOGIES, 1.05),
         BYTES[1]: dict.fromkeys(tpu.TOPOLOGIES, 1.15),
+        INT8[1]: dict.fromkeys(tpu.TOPOLOGIES, 1.8),
+        **dict.fromkeys(INT8_BYTES, dict.fromkeys(tpu.TOPOLOGIES, 0.52)),
     }
 )
 """Figure -> chip -> target: a lower bound if the figure's name has "against", an upper bound otherwise.
@@ -124,15 +133,16 @@ dense kernel fetches it for thousands. HBM is the limit, so no tile and no block
 
 def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
     """Compile and predict one of our calls on a chip."""
-    call = {"phase": "prefill", "tile": 128, "query_tile": 32, "fraction": 0.1, **CALLS[name]}
+    call = {"phase": "prefill", "tile": 128, "query_tile": 32, "fraction": 0.1, "scaled": False, **CALLS[name]}
+    scaled = call.pop("scaled")
     spec = AttentionSpec(tile=call.pop("tile"), query_tile=call.pop("query_tile"))
     spec, shapes = inspection.call(batch=1, head_dim=128, dtype="bfloat16", spec=spec, **call)
-    variant = VARIANTS.get(name, {})
+    shapes, variant = shapes._replace(scaled=scaled), VARIANTS.get(name, {})
     result = tpu_inspection.inspect_call(chip, spec, shapes, limit_s=limit_s, variant=variant)
     if result.predicted_ms is None:
         return {"error": result.error or result.bound_by}
     keys = LONG if shapes.capacity is None else shapes.capacity * spec.tile
-    needed = 2 * 2 * keys * shapes.num_kv_heads * 128 + 2 * 2 * shapes.num_heads * 128
+    needed = 2 * work.head_bytes(shapes) * keys * shapes.num_kv_heads + 2 * 2 * shapes.num_heads * 128
     return {
         "ms": result.predicted_ms,
         "around_ms": result.prediction.around_ms,
@@ -240,6 +250,12 @@ def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[t
         if case.get("kernel_bytes"):
             ratio = case["kernel_bytes"] / case["needed_bytes"]
             yield figure, ratio, [f"decode {role}"]
+    for role, figure, moved in zip(("dense", "sparse"), INT8, INT8_BYTES):
+        names = [f"decode {role} int8", f"decode {role}"]
+        if has(*names):
+            int8, plain = (found[name] for name in names)
+            yield figure, plain["ms"] / int8["ms"], names
+            yield moved, int8["kernel_bytes"] / plain["kernel_bytes"], names
     for tile in (128, *NARROW):
         name = f"decode sparse {tile}" if tile in NARROW else "decode sparse"
         if has(name, "decode dense"):
@@ -278,7 +294,10 @@ def records(found: Mapping[str, Mapping[str, Mapping[str, Any]]], command: str) 
                 unit="ratio",
                 how=evidence.How(check="predicted from the compiler's schedule, not measured"),
                 comparison=evidence.Comparison(
-                    against="tokamax splash" if "peer" in figure else "dense", ratio=ratio, target=goal, met=met
+                    against="tokamax splash" if "peer" in figure else "bfloat16 keys" if "int8" in figure else "dense",
+                    ratio=ratio,
+                    target=goal,
+                    met=met,
                 ),
                 facts={name: dict(cases[name]) for name in names},
             )

@@ -1,0 +1,202 @@
+"""Measure what an int8 cache costs: closeness to the float cache on text, and answers to questions.
+
+    tessera eval --suite cache                    the shipped model and its plan
+    tessera eval --suite cache --model smollm2    a real model and its plan
+
+Every contender is compared with dense attention on a float cache. The control rounds each key and value to 15 levels
+(4 bits, one scale per position and head, like the int8 cache's 255): it must come out worse, or the texts and questions
+cannot tell one cache from another.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from tessera.core import hardware
+from tessera.generate import Model
+from tessera.runtime.sampling import GREEDY
+from tessera.runtime.score import run_whole
+from tessera.sparse.baselines import Dense
+from tessera.sparse.plan import Plan
+from tessera.workbench import evidence
+from tessera.workbench.eval import mean_interval, probes, tasks, texts
+from tessera.workbench.eval.contenders import plan_policy
+from tessera.workbench.eval.fidelity import fidelity
+from tessera.workbench.eval.trials import run_trials
+from tessera.workbench.evidence import How, Record, What
+
+LEVELS = 7
+"""Largest magnitude of a 4-bit number."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Amount of work: text windows and documents of `length` tokens each."""
+
+    length: int = 2048
+    windows: int
+    documents: int
+
+
+SHIPPED, REAL = Sizes(windows=4, documents=8), Sizes(windows=2, documents=3)
+"""Sizes for the shipped model and for others. A document of `probes` holds several questions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coarse(Dense):
+    """Dense attention on keys and values rounded to 4 bits, one scale per position and KV head."""
+
+    @property
+    def name(self) -> str:
+        return "dense, 4 bits"
+
+    def attend(self, layer, q, kv, spec, positions, state):
+        return super().attend(layer, q, kv._replace(k=coarse(kv.k), v=coarse(kv.v)), spec, positions, state)
+
+
+def coarse(x: Array) -> Array:
+    """Round x [..., H] to 15 levels of max |x| / 7."""
+    step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / LEVELS
+    return jnp.where(step > 0, jnp.round(x / jnp.where(step > 0, step, 1)) * step, x).astype(x.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A model under one policy and cache, with the words that its records and the table use."""
+
+    name: str
+    attention: str
+    cache: str
+    model: Model
+
+    @property
+    def title(self) -> str:
+        return f"{self.attention}, {self.cache} cache"
+
+
+def contenders(model: Model, plan: Plan | None) -> Iterator[Contender]:
+    """Yield dense on a float cache (the reference), an int8 one and 4 bits; the plan on float and int8."""
+    dtype = str(model.params.embed.dtype)
+    dense = replace(model, policy=Dense(), cache=None)
+    yield Contender(name="dense", attention="dense", cache=dtype, model=dense)
+    yield Contender(name="dense int8", attention="dense", cache="int8", model=replace(dense, cache="int8"))
+    yield Contender(name="control", attention="dense", cache="4 bits", model=replace(dense, policy=Coarse()))
+    if plan is not None:
+        sparse = replace(dense, policy=plan_policy(model, plan))
+        yield Contender(name="plan", attention="the plan", cache=dtype, model=sparse)
+        yield Contender(name="plan int8", attention="the plan", cache="int8", model=replace(sparse, cache="int8"))
+
+
+def run(
+    model: Model,
+    plan: Plan | None,
+    *,
+    label: str,
+    shipped: bool,
+    text: str | None = None,
+    out: Path | None = None,
+    command: str = "tessera eval --suite cache",
+    sizes: Sizes | None = None,
+) -> int:
+    """Measure every contender, append a record for each text and set of questions, and print a line each.
+
+    Args:
+        model: needs a tokenizer and a context of `sizes.length`.
+        plan: to measure the cache under; its cross-over is ignored. None leaves it out.
+        label: the model's name in the records.
+        shipped: whether the model is the shipped one, which answers only the questions that it was trained on.
+        text: text for windows and filler instead of the reference domain of `texts`.
+        out: file of records; evidence/eval-<device>.jsonl if None.
+        sizes: amount of work; SHIPPED or REAL if None.
+
+    Raises:
+        ValueError: no tokenizer, or a context that is too short.
+    """
+    if sizes is None:
+        sizes = SHIPPED if shipped else REAL
+    if model.tokenizer is None:
+        raise ValueError(f"{model.source} has no tokenizer: the suite's questions are text")
+    if model.config.max_positions < sizes.length:
+        raise ValueError(f"the model's context of {model.config.max_positions} tokens is shorter than {sizes.length}")
+    out = Path("evidence") / f"eval-{hardware.device_slug()}.jsonl" if out is None else Path(out)
+    body = texts.reference() if text is None else text
+    ids = np.asarray(model.tokenizer.encode(body[: 40 * sizes.windows * sizes.length]), np.int32)
+    windows = texts.windows_of(ids, sizes.windows, sizes.length)
+    asked = shipped_questions(body, sizes) if shipped else real_questions(model, body, sizes)
+    reference = None
+    for contender in contenders(model, plan):
+        if reference is None:
+            reference = [run_whole(contender.model, window, Dense())[0] for window in windows]
+            found = []
+        else:
+            found = [on_text(contender, windows, reference, label, command)]
+        for record in [*found, on_questions(contender, asked, label, command)]:
+            evidence.append(out, record)
+            print(f"{record.what.workload}: {record.facts['mean']:.3g} {record.unit}", flush=True)
+    return 0
+
+
+def on_text(
+    contender: Contender, windows: Sequence[np.ndarray], reference: Sequence[np.ndarray], label: str, command: str
+) -> Record:
+    """Record KL(dense, float cache || contender) per token, a mean per window."""
+    found = fidelity(contender.model, contender.model.policy, windows, reference)
+    how = How(iterations=len(found.kl), check="KL(dense on a float cache || this), mean over the tokens of each window")
+    facts = {"agreement": found.agreement, "tokens": found.num_tokens}
+    return _record(contender, "text", found.kl, "nats", how, facts, label, command)
+
+
+def on_questions(contender: Contender, asked: Callable[[Model], list[float]], label: str, command: str) -> Record:
+    """Record the share of questions answered right; the facts hold the outcome of each."""
+    scores = asked(contender.model)
+    how = How(iterations=len(scores), check="answers to questions about a fact hidden in a document")
+    return _record(contender, "questions", scores, "fraction", how, {"scores": scores}, label, command)
+
+
+def _record(contender, question, samples, unit, how, facts, label, command) -> Record:
+    low, high = mean_interval(samples)
+    what = What(
+        op="eval cache",
+        kernel=contender.name,
+        workload=f"{label}, {question}: {contender.title}",
+        dtype=str(contender.model.params.embed.dtype),
+        title=f"{label}, {contender.title}",
+    )
+    facts = facts | {"mean": float(np.mean(samples)), "low": low, "high": high, "model": label, "question": question}
+    facts |= {"attention": contender.attention, "cache": contender.cache}
+    return evidence.make(what, list(samples), command=command, unit=unit, how=how, facts=facts)
+
+
+def shipped_questions(text: str, sizes: Sizes) -> Callable[[Model], list[float]]:
+    """Build the shipped model's questions: one fact each, at evenly spaced depths, decoded greedily."""
+    [kind, *_] = tasks.KINDS
+
+    def ask(model: Model) -> list[float]:
+        hay = tasks.Hay(text=text, count=lambda piece: len(model.tokenizer.encode(piece)))
+        scores = []
+        for index in range(sizes.documents):
+            depth = (index + 0.5) / sizes.documents
+            sample = tasks.make(kind, hay, sizes.length, seed=(sizes.length, index), depth=depth)
+            [answer] = model.generate([sample.prompt], max_new_tokens=sample.answer_tokens, **GREEDY)
+            scores.append(float(sample.score(answer.text)))
+        return scores
+
+    return ask
+
+
+def real_questions(model: Model, text: str, sizes: Sizes) -> Callable[[Model], list[float]]:
+    """Build the questions of `probes`, several facts per document."""
+    filler = probes.Filler.of(model.tokenizer, text)
+    documents = [
+        probes.make_document("single", filler, sizes.length, (sizes.length, i)) for i in range(sizes.documents)
+    ]
+
+    def ask(model: Model) -> list[float]:
+        answers = run_trials(model, model.policy, documents)
+        return [float(outcome.found) for own in answers for outcome in own.outcomes]
+
+    return ask
