@@ -188,13 +188,15 @@ def test_strangers_at_the_port_are_ignored():
     assert not any(heard)
 
 
-def test_a_port_in_use_is_refused():
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_port_in_use_is_refused(offset):
+    host, port = free_address().split(":")
     with socket.socket() as taken:
-        taken.bind(("localhost", 0))
+        taken.bind((host, int(port) + offset))
         taken.listen()
-        address = f"localhost:{taken.getsockname()[1]}"
-        with pytest.raises(ValueError, match=f"process 0 cannot listen at --coordinator {address} .*take another port"):
-            join(place(address, 2, 0), {}, 1)
+        words = f"process 0 cannot listen at --coordinator {host}:{int(port) + offset} .*take another port"
+        with pytest.raises(ValueError, match=words):
+            join(place(f"{host}:{port}", 2, 0), {}, 1)
 
 
 def test_an_address_that_is_no_coordinator_is_refused():

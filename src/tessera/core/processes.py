@@ -142,9 +142,13 @@ def join(place: Place, facts: Mapping[str, str], wait_s: float) -> Lifeline:
     """
     deadline = time.monotonic() + wait_s
     peers = _gather(place, facts, deadline, wait_s) if place.index == 0 else _greet(place, facts, deadline, wait_s)
-    start_jax(place)
     lifeline = Lifeline(place, peers)
     lifeline.watch()
+    try:
+        start_jax(place)
+    except BaseException:
+        lifeline.leave(FAILED)  # the others wait for this process in their own start
+        raise
     return lifeline
 
 
@@ -164,6 +168,7 @@ def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: flo
     """Wait for every process, compare its facts with those of process 0, and tell all of them the verdict."""
     peers: dict[int, socket.socket] = {}
     errors = []
+    _listener(place._replace(port=place.port + 1)).close()  # JAX's port, which JAX itself would report late
     with _listener(place) as listener:
         while len(peers) < place.count - 1:
             listener.settimeout(max(deadline - time.monotonic(), 0.01))
