@@ -17,13 +17,14 @@ from jaxtyping import Float
 from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
 from tessera.core.memory import require
+from tessera.core.quant import STORED, check_name
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
-from tessera.models.weights import num_parameters
+from tessera.models.weights import loaded_bytes
 from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Engine
@@ -69,6 +70,7 @@ class Model:
         plan: the Kascade plan, if any.
         source: folder or GGUF file that the model was loaded from.
         generation_config: defaults of `generate` from generation_config.json; empty for a GGUF file.
+        weights: name of the form that the matrices are rounded to; None for floats. See `load`.
     """
 
     config: ModelConfig
@@ -78,6 +80,7 @@ class Model:
     plan: Plan | None = None
     source: str = "memory"
     generation_config: GenerationConfig = GenerationConfig()
+    weights: str | None = None
 
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
         """Compute the next-token logits at every position, in float32. All sequences must have the same length.
@@ -271,6 +274,7 @@ def load(
     path_or_hub_id: str | os.PathLike,
     *,
     dtype: str | None = None,
+    weights: str | None = None,
     attention: str = "dense",
     plan: Plan | str | os.PathLike | None = None,
 ) -> Model:
@@ -280,6 +284,9 @@ def load(
         path_or_hub_id: a folder with config.json and safetensors, a GGUF file (its weights are dequantised), the name
             of a fetched model ("smollm2"), or "owner/name".
         dtype: "float32" or "bfloat16"; None or "auto" keeps the checkpoint's dtype.
+        weights: round the matrices as they are read: "int8", "int4" or "fp8" (one scale per output channel),
+            "int4-g32", "int4-g64" or "int4-g128" (a scale per so many inputs), or "w8a8" (int8 that also rounds the
+            activations of prefill); "gguf" keeps a GGUF file's Q4_0, Q4_1 and Q8_0 as stored. None keeps floats.
         attention: "dense", "kascade", "window" or "oracle".
         plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
 
@@ -288,6 +295,7 @@ def load(
         MemoryError: the weights do not fit.
     """
     check_attention(attention)
+    check_name(weights)
     dtype = None if dtype == "auto" else dtype
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own")
@@ -299,15 +307,18 @@ def load(
     policy = policy_for(attention, config, plan)
     if compiles_without_chip() and not jax.config.jax_platforms:
         jax.config.update("jax_platforms", "cpu")
-    num_bytes = num_parameters(config) * jnp.dtype(config.dtype).itemsize
     described = source / "config.json" if source.is_dir() else source
-    what = f"the model that {described} describes, in {config.dtype},"
-    require(num_bytes, jax.devices()[0], what, "take a smaller model, or bfloat16")
+    what = f"the model that {described} describes, in {weights or config.dtype},"
+    # 8 bits are the most that weights="gguf" takes per value, for every type that it keeps.
+    num_bytes = loaded_bytes(config, "int8" if weights == STORED else weights)
+    require(
+        num_bytes, jax.devices()[0], what, "take a smaller model, or bfloat16" if weights is None else "take fewer bits"
+    )
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():
         logger.info("%s", warning)
     enable_cache()
-    params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False)
+    params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False, weights=weights)
     if plan is not None:
         plan.check(config, fingerprint(params, config))
         logger.info("%s", promise_line(plan))
@@ -319,6 +330,7 @@ def load(
         plan=plan,
         source=str(source),
         generation_config=generation_config,
+        weights=weights,
     )
 
 

@@ -7,9 +7,11 @@ tensor at a time, so peak host memory is the model plus one tensor.
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,11 +24,13 @@ import numpy as np
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
+from tessera.core.quant import SAMPLE, STORED, Form, Quantised, check_name, check_shape, place, quantise
 from tessera.models.config import ModelConfig, stable_repr
 from tessera.models.families import parse_config, render_config
 from tessera.models.fetch import MODELS, fetched
 from tessera.models.gguf_file import GgufTensor, read_gguf, read_gguf_tensor
 from tessera.models.gguf_model import gguf_config, gguf_tensors
+from tessera.models.gguf_stored import FLOATS, STORED_FORM, check_stored_type, read_stored
 from tessera.models.gguf_tokenizer import gguf_tokenizer
 from tessera.models.layers import Layer, Params
 from tessera.models.tensor_file import (
@@ -47,13 +51,16 @@ from tessera.models.weights import (
     FINAL_NORM,
     HEAD,
     LAYER,
+    Weight,
     expected_shapes,
+    form_of,
     layer_name,
     layer_weights,
     outer_weights,
+    shape_of,
 )
 
-Tensor = tuple[jax.Array, int | None]
+Tensor = tuple[jax.Array | Quantised, int | None]
 """An array, or one layer of a stacked array."""
 
 
@@ -138,7 +145,14 @@ def read_tokenizer(folder: str | os.PathLike) -> Tokenizer | None:
     return gguf_tokenizer(read_gguf(folder)) if folder.is_file() else load_tokenizer(folder)
 
 
-def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = None, stacked: bool = False) -> Params:
+def load_params(
+    folder: str | os.PathLike,
+    config: ModelConfig,
+    *,
+    dtype: Any = None,
+    stacked: bool = False,
+    weights: str | None = None,
+) -> Params:
     """Load the weights of a folder or of a GGUF file.
 
     Args:
@@ -147,10 +161,11 @@ def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = 
         dtype: dtype of the weights in memory, float32 or bfloat16; None is config.dtype.
         stacked: return the layers as one Layer with a leading axis L, for lax.scan; else as a tuple of Layer. A tuple
             is better on CPU, where a scan copies every layer's weights and cache and compiles no faster.
+        weights: round the matrices to this form of `core.quant.NAMES` as they are read; None keeps them as floats.
 
     Raises:
-        ValueError: a file is missing or truncated; a tensor is missing, unexpected or of the wrong shape or dtype; or a
-            weight is not finite.
+        ValueError: a file is missing or truncated; a tensor is missing, unexpected or of the wrong shape or dtype; a
+            weight is not finite; or the form cannot hold a matrix.
     """
     dtype = np.dtype(dtype or config.dtype)
     if dtype not in (np.float32, ml_dtypes.bfloat16):
@@ -165,20 +180,74 @@ def load_params(folder: str | os.PathLike, config: ModelConfig, *, dtype: Any = 
     if config.tie_embeddings and HEAD.stored in stored:
         _check_tied(stored[EMBED.stored], stored[HEAD.stored])
 
-    def load(*names: str, lead: tuple[int, ...] = ()) -> jax.Array:
+    check_forms(stored, config, folder, weights)
+    quantised = partial(_load_quantised, stored, read, dtype=dtype)
+
+    def load(*names: str, weight: Weight, lead: tuple[int, ...] = ()) -> jax.Array | Quantised:
         shape = stored[names[0]].shape
+        if weights == STORED and weight.is_matrix and stored[names[0]].layout.name not in FLOATS:
+            return _stack([_load_stored(name, stored[name], dtype) for name in names], lead)
+        if weights != STORED and (form := form_of(weight, config, weights)):
+            return _stack([quantised(name, form=form) for name in names], lead)
         out = _aligned_empty((len(names), *shape), dtype)
         for name, row in zip(names, out):
             read(name, stored[name], row)
         return jax.device_put(out.reshape(*lead, *shape))
 
     def load_layers(*indices: int, lead: tuple[int, ...] = ()) -> Layer:
-        named = {w.name: [layer_name(index, w) for index in indices] for w in layer_weights(config)}
-        return Layer(**{field: load(*names, lead=lead) for field, names in named.items()})
+        named = {w: [layer_name(index, w) for index in indices] for w in layer_weights(config)}
+        return Layer(**{w.name: load(*names, weight=w, lead=lead) for w, names in named.items()})
 
     count = config.num_layers
     layers = load_layers(*range(count), lead=(count,)) if stacked else tuple(load_layers(i) for i in range(count))
-    return Params(layers=layers, **{weight.name: load(weight.stored) for weight in outer_weights(config)})
+    outer = {weight.name: load(weight.stored, weight=weight) for weight in outer_weights(config)}
+    return Params(layers=layers, **outer)
+
+
+def check_forms(
+    stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path, weights: str | None
+) -> None:
+    """Raise ValueError, before a weight is read, unless every matrix can be held as `weights`."""
+    check_name(weights)
+    if weights == STORED:
+        if not source.is_file():
+            raise ValueError(f"weights='gguf' keeps the blocks of a GGUF file, and {source} is a folder: pass 'int8'")
+        for name, tensor in stored.items():
+            if len(tensor.shape) == 2:
+                check_stored_type(name, tensor)
+        return
+    for weight in (*layer_weights(config), *outer_weights(config)):
+        if form := form_of(weight, config, weights):
+            check_shape(weight.stored, shape_of(weight, config), form)
+
+
+def _load_quantised(stored: Mapping[str, Any], read: Callable, name: str, *, form: Form, dtype: np.dtype) -> Quantised:
+    """Read one matrix as float32 and round it to the form."""
+    matrix = read(name, stored[name], np.empty(stored[name].shape, np.float32))
+    sample = matrix.reshape(-1)[_sampled(matrix.size)].astype(ml_dtypes.bfloat16)
+    packed = jax.default_backend() == "cpu"
+    return place(quantise(matrix, form), sample, kind=form.kind, form=form, dtype=dtype, packed=packed)
+
+
+def _load_stored(name: str, tensor: GgufTensor, dtype: np.dtype) -> Quantised:
+    """Read one matrix of a GGUF file as it is stored."""
+    parts, kind = read_stored(name, tensor)
+    outputs, inputs = np.divmod(_sampled(math.prod(tensor.shape)), tensor.shape[-1])
+    group = inputs // STORED_FORM.group
+    values = parts.scale[group, outputs].astype(np.float32) * parts.values[group, inputs % STORED_FORM.group, outputs]
+    if parts.zero is not None:
+        values = values + parts.zero[group, outputs].astype(np.float32)
+    sample, packed = values.astype(ml_dtypes.bfloat16), jax.default_backend() == "cpu"
+    return place(parts, sample, kind=kind, form=STORED_FORM, dtype=dtype, packed=packed)
+
+
+def _stack(parts: list[Quantised], lead: tuple[int, ...]) -> Quantised:
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts) if lead else parts[0]
+
+
+def _sampled(size: int) -> np.ndarray:
+    """Return the flat indices of SAMPLE evenly spaced elements; `fingerprint` reads a weight there."""
+    return np.linspace(0, size - 1, SAMPLE).astype(np.int64)
 
 
 def save_folder(
@@ -201,8 +270,13 @@ def save_folder(
     such as notes or, if `tokenizer` is None, the old tokenizer's files. This needs disk space for both folders.
 
     Raises:
-        ValueError: the folder cannot be replaced (a file, a mount point, the working folder).
+        ValueError: the folder cannot be replaced (a file, a mount point, the working folder), or weights are quantised.
     """
+    if any(isinstance(array, Quantised) for array, _ in _tensors(params).values()):
+        raise ValueError(
+            "these weights are quantised, and a folder of them would hold rounded values as if they were the model's "
+            "own: load the model without weights=, and save that"
+        )
     raw = render_config(config, params.embed.dtype.name, tokenizer.pad_id if tokenizer else None)
     ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[key] is not None}
     shards = _assign_shards(_tensors(params), shard_bytes)
@@ -238,13 +312,17 @@ def is_model_file(name: str) -> bool:
 def fingerprint(params: Params, config: ModelConfig) -> str:
     """Return a short id of the weights, equal for stacked and unrolled layers and for float32 and bfloat16 in memory.
 
-    The id is a SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16.
+    The id is a SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16. Quantised
+    weights keep those elements of the original, so that a plan of the model fits them, too.
     """
     digest = hashlib.sha256()
     digest.update(stable_repr(dataclasses.replace(config, dtype="", eos_ids=(), bos_id=None)).encode())
     for name, (array, row) in sorted(_tensors(params).items()):
-        flat = (array if row is None else array[row]).reshape(-1)
-        picked = flat[np.linspace(0, flat.shape[0] - 1, 64).astype(np.int32)].astype(jnp.bfloat16)
+        if isinstance(array, Quantised):
+            picked = array.sample if row is None else array.sample[row]
+        else:
+            flat = (array if row is None else array[row]).reshape(-1)
+            picked = flat[_sampled(flat.shape[0])].astype(jnp.bfloat16)
         digest.update(name.encode())
         digest.update(np.asarray(picked).view(np.uint16).tobytes())
     return digest.hexdigest()[:16]
