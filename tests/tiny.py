@@ -1,5 +1,7 @@
 """A random model, small enough to compile in a second, saved as a folder with a byte tokenizer and a plan."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,3 +91,14 @@ def save_tiny(folder: Path, config: ModelConfig = CONFIG, *, tokenizer: bool = T
         ours = replace(PLAN, num_layers=count, head_map=PLAN.head_map[:count], model=fingerprint(params, config))
         ours.save(folder / "plan.json")
     return folder
+
+
+@contextmanager
+def optimized() -> Iterator[None]:
+    """Compile as users do, for a model that runs much longer than it compiles; see conftest.py."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)

@@ -378,7 +378,7 @@ def plan_path(source: str | os.PathLike) -> Path:
 
 
 def shipped_plan(source: str | os.PathLike) -> Path | None:
-    """Return the path of the plan shipped for a fetched model; None for another file name. `Plan.check` comes later."""
+    """Return the path of the plan shipped for a fetched model, chosen by file name alone; None if there is none."""
     names = {Path(model.member).name: name for name, model in MODELS.items()}
     name = names.get(Path(source).name)
     return None if name is None else SHIPPED / f"{name}{GGUF_PLAN_SUFFIX}"

@@ -71,7 +71,7 @@ def test_a_timeout_is_not_a_failure(error, status, verdict, reason, more, capsys
 
 CONFIGS = [
     ("--kernel tpu_prefill", "kernel='tpu_prefill' must be one of tpu_decode_dense"),
-    ("--kernel gpu_prefill_dense", "kernel gpu_prefill_dense runs on gpu, this chip is a tpu"),
+    ("--kernel gpu_prefill_dense", "kernel gpu_prefill_dense runs on gpu, but this chip is a tpu"),
     ("--kernel tpu_decode_dense", "kernel tpu_decode_dense does not support this call"),
     ("--chip h200 --kernel gpu_cudnn_dense", "is compiled by cuDNN, only on a GPU: name gpu_prefill_dense"),
     ("--config {block_t:1}", "--config {block_t:1} is not JSON"),

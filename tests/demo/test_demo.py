@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rich.console import Console
-from tiny import random_params
+from tiny import optimized, random_params
 
 from tessera import generate
 from tessera.demo import findings, pictures, reading, reading_report, run
@@ -284,7 +284,7 @@ def real(smollm2, tmp_path_factory):
     chosen = reading.Settings(
         model=smollm2, plan=plan, document=folder / "short.txt", questions=asked, turn_tokens=4, answer_tokens=8
     )
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, optimized():
         patch.setattr(run, "load", lambda source: dense)
         return run.run(folder / "out", chosen), folder / "out"
 

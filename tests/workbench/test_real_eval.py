@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import CONFIG, PLAN, save_tiny
+from tiny import CONFIG, PLAN, optimized, save_tiny
 
 from tessera import generate
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions
@@ -522,7 +522,8 @@ def test_on_the_real_model_a_window_loses_needles_that_dense_finds(smollm2):
     window = Matched(scores="newest", keys=contenders.flat(0.25, 128, LENGTH))
     found = {}
     for policy in (Dense(), window):
-        [answers] = run_trials(model, policy, [document])
+        with optimized():
+            [answers] = run_trials(model, policy, [document])
         found[policy.name] = [outcome.found for outcome in answers.outcomes]
         # All of 128 keys, then 128, then a quarter.
         budget = (128**2 / 2 + 128 * 384 + (1024**2 - 512**2) / 8) / (1024**2 / 2)

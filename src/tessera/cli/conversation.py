@@ -63,7 +63,7 @@ def converse(chat: Chat, read_line: ReadLine, *, interactive: bool) -> bool:
     Answers go to standard output; remarks and errors go to standard error.
 
     Returns:
-        whether no entry failed. A script uses this, because it does not read the errors.
+        whether every entry succeeded. A script needs this, because it does not read the errors.
     """
     return _Terminal(chat, interactive).run(entries(read_line, interactive))
 

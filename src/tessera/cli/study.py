@@ -79,7 +79,7 @@ class TpuBlocks:
     budget: int = 10
     """Maximum candidates per case; half for a case that starts from another case's winner."""
     first: Several[str] = ()
-    """Changes of the default block sizes to try first, as JSON: '{"step": 1024}'."""
+    """Changes to the default block sizes to try first, as JSON: '{"step": 1024}'."""
     field: Several[str] = ()
     """Vary only these block sizes, in this order."""
     report: bool = False

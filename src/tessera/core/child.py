@@ -67,7 +67,7 @@ class Worker:
         return json.loads(line)
 
     def start(self) -> None:
-        """Start the worker and wait until it is ready, unless it runs.
+        """Start the worker, unless it is already running, and wait until it is ready.
 
         Raises:
             Ended: it ended before it was ready.

@@ -33,7 +33,7 @@ LOCK_S = 0.5
 
 
 def user_cache() -> Path:
-    """Return the user's cache folder for Tessera: in XDG_CACHE_HOME (read at each call), else the platform's usual."""
+    """Return Tessera's folder in XDG_CACHE_HOME (read at each call), else in the platform's usual cache folder."""
     if os.environ.get("XDG_CACHE_HOME"):
         base = Path(os.environ["XDG_CACHE_HOME"])
     elif sys.platform == "darwin":

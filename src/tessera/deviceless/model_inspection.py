@@ -129,8 +129,8 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
 
 
 def around_ms(found: tpu.Compiled, config: Any, mesh: int, rows: int) -> dict[str, float]:
-    """Predict the milliseconds of two parts: operations around attention, and matrix products beyond their weights'
-    reads."""
+    """Predict two parts in milliseconds: the operations around attention, and what the matrix products take beyond the
+    time to read their weights."""
     on, layers = predict.device(found.chip), config.num_layers
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
 

@@ -48,7 +48,7 @@ def check(
         ValueError: the kernel runs on another platform or refuses the call, or `config` does not fit the kernel.
     """
     if kernel.platform not in ("any", platform):
-        raise ValueError(f"kernel {kernel.name} runs on {kernel.platform}, this chip is a {platform}: name another")
+        raise ValueError(f"kernel {kernel.name} runs on {kernel.platform}, but this chip is a {platform}: name another")
     if not kernel.simulable:
         kind = attrgetter("platform", "role", "phase")
         ours = next(k for k in KERNELS if k.simulable and kind(k) == kind(kernel))
@@ -83,9 +83,9 @@ def attention_call(
 ) -> tuple[Any, tuple, dict]:
     """Return (function, abstract arguments, about) of one attention call, traced for the chip whose mesh is in use.
 
-    q arrives head-major: in the model's own program, the fusion that applies the rotary embedding writes q so for
-    kernels that request it. K and V arrive head-major, as the cache stores them. out is returned as [B,T,N*H], as the
-    output projection reads it.
+    q arrives head-major: in the model's own program, the fusion that applies the rotary embedding writes q in
+    this layout for kernels that request it. K and V arrive head-major, as the cache stores them. out is returned as
+    [B,T,N*H], as the output projection reads it.
 
     Args:
         kernel, spec, shapes: the call.

@@ -1,4 +1,4 @@
-"""Compile for absent chips in a separate process, since a compiler may hang or crash and libtpu starts once a process.
+"""Compile for absent chips in a separate process, as a compiler may hang or crash and libtpu starts once per process.
 
 Reads JSON requests from standard input, one per line, and answers each with a line of JSON on standard output. Run as a
 file (`python -P worker.py`) it needs only jax and the compiler, so that peers compile in environments without tessera.

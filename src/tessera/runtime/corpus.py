@@ -44,8 +44,8 @@ class Corpus:
 def read_corpus(model: Any, texts: str | os.PathLike | Sequence[str | Sequence[int]], max_tokens: int) -> Corpus:
     """Cut windows of at most the model's context, sampled evenly from the texts; hold out the last quarter.
 
-    A file or folder counts as one long text (files sorted by name, binary files skipped); the items of a list count
-    one by one.
+    A file or folder counts as one long text (files sorted by name, binary files skipped); each item of a list
+    is a separate text.
     """
     longest = min(model.config.max_positions, MAX_WINDOW)
     if isinstance(texts, str | os.PathLike):
@@ -115,7 +115,7 @@ def _within(row: np.ndarray, config: ModelConfig) -> bool:
 
 
 def _long_enough(windows: list[np.ndarray]) -> list[np.ndarray]:
-    """Drop windows of fewer than MIN_WINDOW tokens; a short rest of a text gives too few predictions to judge by."""
+    """Drop windows of fewer than MIN_WINDOW tokens; a text's short remainder gives too few predictions to judge by."""
     return [window for window in windows if len(window) >= MIN_WINDOW]
 
 

@@ -94,7 +94,7 @@ def choose_anchors(score_LL: Float[np.ndarray, "L L"], num_anchors: int) -> tupl
     score_LL = np.asarray(score_LL, np.float64)
     num_layers = len(score_LL)
     if score_LL.shape != (num_layers, num_layers) or not 1 <= num_anchors <= num_layers:
-        raise ValueError(f"{num_anchors=} must be from 1 to the number of layers, {score_LL.shape=} square")
+        raise ValueError(f"{num_anchors=} must be from 1 to the number of layers, and {score_LL.shape=} must be square")
     if not np.isfinite(np.triu(score_LL)).all():
         raise ValueError("score_LL must be finite: the model's attention or residual stream holds NaN or infinity")
     segment = np.concatenate([np.zeros((num_layers, 1)), np.cumsum(np.triu(score_LL), axis=1)], axis=1)

@@ -164,7 +164,7 @@ class Kascade(Policy):
         return replace(spec, tile=self.tile, query_tile=self.query_tile)
 
     def _budget(self, layer: int | Array) -> tuple[float | Array, float]:
-        """Return the layer's fraction, or one per KV head, and the largest one, by which static sizes are computed."""
+        """Return the layer's fraction (with `budgets`, one per KV head), and an upper bound on it for static sizes."""
         if not self.budgets:
             return self.fraction, self.fraction
         if isinstance(layer, int):

@@ -1,4 +1,4 @@
-"""Exact counts of the keys that a call reads: the density reported to users is the realised one, not the intended."""
+"""Exact counts of the keys that a call reads: the density reported to users is measured, not the plan's."""
 
 import jax.numpy as jnp
 from jax import Array

@@ -109,7 +109,7 @@ def read_split(path: str | os.PathLike, tokenizer: Tokenizer | None) -> Split:
         ValueError: the path holds no text, or there is no tokenizer.
     """
     if tokenizer is None:
-        raise ValueError("the base model has no tokenizer, so text cannot be read: take a folder with a tokenizer.json")
+        raise ValueError("the base model has no tokenizer, so text cannot be read: use a folder with a tokenizer.json")
     body = read_text(Path(path))
     ids = np.asarray(tokenizer.encode(body, add_special=False, parse_special=False), np.int32)
     cut = len(ids) - len(ids) // 20

@@ -23,13 +23,13 @@ from tessera.workbench.quality import calibration_texts, with_pass_keys
 
 DEMO_TARGET = MappingProxyType({"max_kl": 0.05})
 """KL divergence from dense, in nats per token. With this target every head of layer 1, the only layer that finds pass
-keys, gets a budget below 1, so a control that chooses no keys finds none."""
+keys, gets a budget below 1. A control that reads no chosen tiles therefore finds no pass key."""
 
 
 REAL_PLAN = SHIPPED / "smollm2.plan.json"
 REAL_TARGET = MappingProxyType({"max_kl": 0.02, "minimum": 224})
-"""`max_kl`: nats per token, below the divergence of a sliding window with as many keys on every domain
-(docs/answers.md). `minimum`: keys. At 2,048 tokens a small share alone gives a head too few keys (LOG.md)."""
+"""Arguments of `calibrate`. On every domain, `max_kl` is below the divergence of a sliding window that reads as many
+keys (docs/answers.md). Without `minimum`, a head with a small share reads too few keys at 2,048 tokens (LOG.md)."""
 
 
 def search_demo(model: Model) -> Plan:

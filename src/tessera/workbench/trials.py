@@ -289,7 +289,10 @@ def dtype_of(kernel: Kernel) -> str:
 
 
 def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
-    """Return the small workloads to check a kernel on, without tile workloads that it takes only at another tile."""
+    """Return the small workloads to check a kernel on.
+
+    A workload of tile lists or tile masses is left out if the kernel takes it only at another tile size.
+    """
     found = tagged("test") + (tagged("hopper") if kernel.platform == "gpu" else ())
     found = tuple(w for w in found if kernel.phase == "prefill" or "decode" in w.tags)
     tag = {"sparse": "lists", "score": "tiles"}.get(kernel.role)
@@ -298,9 +301,9 @@ def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
 
 
 def taken(kernel: Kernel, workload: Workload, dtype: str | None = None) -> Workload | None:
-    """Return the workload, raised to tile 16 or head dim 64 or cut to tile 1 if the kernel refuses it as it is.
+    """Return the workload in the first form that the kernel takes; None if the kernel refuses every form.
 
-    Returns None if the kernel refuses every form.
+    The forms are, in this order, its own tile, a tile of at least 16, and tile 1; then the same at head dim 64 or more.
     """
     dtype = dtype or dtype_of(kernel)
     for head_dim in (workload.head_dim, max(workload.head_dim, 64)):

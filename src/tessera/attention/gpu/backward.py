@@ -69,7 +69,10 @@ class Cut(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether both warpgroups hold the same 64 keys, each half of the columns, as a softcap takes 32 registers."""
+        """Whether the warpgroups share 64 keys and hold half of the columns each.
+
+        With a softcap, which takes 32 registers, 128 keys would not fit at head dim 128.
+        """
         return self.head_dim == 128 and self.spec.softcap is not None
 
     @property

@@ -59,7 +59,7 @@ UNEVEN_KEYS = 8192
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
 """Registers per thread, at most, by (head_dim, block_s), as compiled; other pairs spill in some role."""
 NARROW = 4
-"""Copies per block of listed keys from which a thread takes up to 200 registers even at head_dim 64."""
+"""With at least this many copies per block of listed keys, a thread takes up to 200 registers even at head_dim 64."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from tessera.core.shapes import ceil_div, round_up
 TILES = ROWS
 """Tiles per load: the rows of a product's register layout."""
 MOST_NUMBERS = 32
-"""Numbers of the bank in flight together per tile of a load: 16 per thread."""
+"""Numbers of the bank in flight together, at most, per tile of a load: 16 per thread, as 128 threads load 64 tiles."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column."""
 

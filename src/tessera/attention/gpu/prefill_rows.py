@@ -103,7 +103,7 @@ class Cut(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Number of units that `bits` stores: all keys, rounded up to whole key blocks and whole `mass.UNITS`."""
+        """Number of units (see `unit`) in `bits`: those of all key blocks, rounded up to a multiple of `mass.UNITS`."""
         return round_up(round_up(self.num_keys, self.config.block_s) // self.unit, gpu_mass.UNITS)
 
 

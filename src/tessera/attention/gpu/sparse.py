@@ -112,9 +112,9 @@ def fetch(refs: Refs, items: list[Item], cut: Cut) -> None:
 
 
 def unseen(item: Item, cut: Cut) -> int:
-    """Return the barrier on which a list's last block of values arrives if some must be zeroed before compute uses it.
+    """Return the barrier on which a list's last block of values arrives if some of them must be zeroed.
 
-    Only the fetching warpgroup waits on this barrier.
+    Only the fetching warpgroup waits on it; it zeroes them before it announces the block to the compute warpgroups.
     """
     return cut.lists * cut.stages + item.lane
 

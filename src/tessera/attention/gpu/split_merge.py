@@ -22,7 +22,7 @@ from tessera.attention.online_softmax import FLOOR
 
 THREADS = 128
 STRETCH = 256
-"""Numbers per thread block, two per thread (THREADS, one per thread, if the size is no multiple of STRETCH).
+"""Numbers that a thread block merges, two per thread. It merges one per thread if STRETCH does not divide their total.
 
 Thread blocks are small because each waits for memory once per AT_ONCE splits; many of them hide that wait.
 """

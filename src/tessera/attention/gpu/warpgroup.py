@@ -70,7 +70,10 @@ def scores(q_smem, k_smem, while_busy: Callable[[], None] = lambda: None) -> Arr
 
 
 def accumulate(acc: Array, p: Array, v_smem, while_busy: Callable[[], None] = lambda: None) -> Array:
-    """Compute acc + p v of [64,X] weights in registers and [X,H] values in shared memory."""
+    """Compute acc + p v, with the weights p [64,X] in registers and the values v [X,H] in shared memory.
+
+    `while_busy` is called after the product is issued, while the tensor core works.
+    """
     if simulated():  # the interpreter lacks run_state and products whose left operand is in registers
         with jax.named_scope(OPERAND):  # marks the read as the product's (asynchronous proxy) for the race check
             v = v_smem[...].astype(jnp.float32)

@@ -132,7 +132,7 @@ def absorb(state: State, q: Array, k: Array, v: Array, cut: Cut, mask: Array | N
 
 
 def masked_update(refs: Refs, p: int, begin: Array, u: Array, slot: int, item: Item, cut: Cut) -> State:
-    """Absorb, for row block p, the u-th mask_tiles tiles of the buffer that holds list entries from `begin` on."""
+    """Absorb, for row block p, run number u of mask_tiles tiles in the buffer that starts at list entry `begin`."""
     spec, keys = cut.spec, cut.mask_tiles * cut.spec.tile
     position = key_positions(refs, p, begin + u * cut.mask_tiles, item, cut)
     if spec.causal:

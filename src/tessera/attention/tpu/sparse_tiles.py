@@ -229,14 +229,14 @@ def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:
 
 
 def fetch_run(refs: Refs, u: Array, target: Next, cut: Cut) -> None:
-    """Start copying the u-th run of mask_tiles tiles of the target, for all row blocks."""
+    """Start copying run number u of the target, for all row blocks; a run is mask_tiles tiles."""
     for j in range(cut.mask_tiles):
         for p in range(cut.items):
             fetch(refs, p, u * cut.mask_tiles + j, target, cut)
 
 
 def fetch_from(refs: Refs, first: Array | int, target: Next, scope: str, cut: Cut) -> None:
-    """Start copying the target from its run `first` on; `scope` names the loop in the schedule."""
+    """Start copying the target's runs (see `fetch_run`), from number `first` on; `scope` is the loop's named scope."""
 
     def run(u, _):
         with jax.named_scope(scope):
@@ -258,7 +258,7 @@ def wait(refs: Refs, p: int, num_tiles: Array, slot: int, cut: Cut) -> None:
 
 
 def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Array:
-    """Return positions [1,mask_s] of the keys of mask_tiles list entries from `entry` on; NEVER for invalid keys.
+    """Return positions [1,mask_s] of the keys in list entries [entry, entry + mask_tiles); NEVER for invalid keys.
 
     Keys are invalid at or past kv_len, in entries past count, and before the start of a short last tile that was read
     from further back.

@@ -93,7 +93,7 @@ def plan_blocks(spec: AttentionSpec, config: Config, q_BTNH: Array, k_BKSH: Arra
 
 
 def block_queries(x: Float[Array, "B T N ..."], kv_heads: int, plan: Plan) -> Float[Array, "M Y R ..."]:
-    """Cut rows into M = (X / heads) * (T / block_t) blocks of Y = heads by R rows, padding T with zeros.
+    """Cut rows into M = (X / Y) * (T / block_t) blocks of Y heads (plan.heads) by R rows, padding T with zeros.
 
     The index of the group of heads varies slowest along M.
     """

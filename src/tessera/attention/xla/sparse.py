@@ -135,8 +135,9 @@ class Groups(NamedTuple):
 
     @classmethod
     def of(cls, total: int, num_tiles: int, wanted: int) -> "Groups":
-        """Make groups of up to `wanted` query tiles of one head, with least padding; if a head has fewer, of several
-        heads.
+        """Choose groups of up to `wanted` query tiles.
+
+        A group takes tiles of one head, with the least padding, or all tiles of several heads if a head has fewer.
         """
         if num_tiles <= wanted:
             heads = next(h for h in range(wanted // num_tiles, 0, -1) if total % h == 0)

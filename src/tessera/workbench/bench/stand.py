@@ -27,7 +27,7 @@ REST_S = 0.2
 
 CREDIBLE = 0.8
 """Fraction of the roofline's shortest time below which a sample is rejected. Below 1, since the peak rates are measured
-and may be some percent off."""
+and may be a few percent off."""
 
 WORKER = Path(__file__).parents[4] / "peers" / "worker.py"
 """Script that runs PyTorch and transformers. A checkout has it, an installed package does not."""

@@ -115,8 +115,8 @@ def window_of(plan: Plan, length: int) -> int:
 def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
     """Yield dense, then the plan with one setting changed: tile and query tile, fraction, minimum keys, heads, anchors.
 
-    `make_plan` calibrates plans with other heads or anchors. If `plan` has per-head budgets, the base
-    is instead a plan that `make_plan` calibrates without them.
+    `make_plan` calibrates plans with other heads or anchors. If `plan` has per-head budgets, a plan that
+    `make_plan` calibrates without them takes its place.
     """
     plan = dataclasses.replace(make_plan() if plan.budgets else plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
@@ -261,7 +261,7 @@ def windows_of(model: Model, hay: tasks.Hay, sizes: Sizes) -> list[np.ndarray]:
     """
     ids = np.asarray(model.tokenizer.encode(hay.text[: 40 * sizes.windows * sizes.window_tokens]), np.int32)
     if len(ids) < sizes.window_tokens:
-        raise ValueError(f"the text has {len(ids)} tokens, a window needs {sizes.window_tokens}: pass longer text")
+        raise ValueError(f"the text has {len(ids)} tokens, but a window needs {sizes.window_tokens}: pass longer text")
     starts = np.linspace(0, len(ids) - sizes.window_tokens, sizes.windows).astype(int)
     return [ids[start : start + sizes.window_tokens] for start in starts]
 

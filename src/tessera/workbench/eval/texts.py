@@ -61,7 +61,7 @@ def windows_of(ids: np.ndarray, count: int, size: int) -> list[np.ndarray]:
     """
     if len(ids) < count * size:
         raise ValueError(
-            f"the text has {len(ids)} tokens, {count} windows of {size} need {count * size}: pass longer text"
+            f"the text has {len(ids)} tokens, but {count} windows of {size} need {count * size}: pass longer text"
         )
     starts = np.linspace(0, len(ids) - size, count).astype(int)
     return [ids[start : start + size] for start in starts]

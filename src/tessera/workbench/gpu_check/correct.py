@@ -1,7 +1,8 @@
-"""Check every GPU kernel against float64: layout of single-key rows, then calls with random and adversarial numbers.
+"""Check every GPU kernel: where single-key rows lie in shared memory, then the answers of calls, against float64.
 
-Calls come from the catalogue (`attention/workloads.py`). The numbers and the comparison are those of `tessera verify`,
-which derives a tolerance for each call. `timing.py` checks the answers of long calls.
+`layout.py` makes the first check. The calls come from the catalogue (`attention/workloads.py`). Their numbers, random
+or adversarial, and the comparison are those of `tessera verify`, which derives a tolerance for each call. `timing.py`
+checks the answers of long calls.
 """
 
 from collections.abc import Iterator
@@ -112,7 +113,10 @@ def what_of(kernel: Kernel, case: Case) -> What:
 
 
 def blocks_of(kernel: Kernel, head_dim: int) -> list[object]:
-    """Return one config of the single-key kernel per block size, which decides where rows lie; each has most stages."""
+    """Return one config of the single-key kernel per block size, which decides where rows lie.
+
+    Each has the most stages that the search space allows.
+    """
     spec = AttentionSpec(tile=1, query_tile=layout.TOKENS, causal=False)
     heads = 2 * head_dim // layout.TOKENS
     space = kernel.search_space(spec, Shapes(1, 64, 4096, heads, 1, head_dim, 2048, "bfloat16"))

@@ -109,7 +109,7 @@ def _compared(records: Sequence[Record]) -> Table:
 
 
 def memory(records: Sequence[Record]) -> Table:
-    """Show peak memory: a row per model and machine, a column per prompt length, and the line fitted over them."""
+    """Show peak memory: a row per model and machine, a column per prompt length, and the growth per token."""
     chosen = [record for record in records if record.what.op == "memory"]
     measured = [record for record in chosen if not record.error]
     lengths = sorted({record.what.config["tokens"] for record in measured})
@@ -128,7 +128,10 @@ def memory(records: Sequence[Record]) -> Table:
 
 
 def _growth(found: Mapping[int, Record]) -> str:
-    """Describe the straight line that the run fitted over all its lengths; the longest length's record holds it."""
+    """Describe how memory grows with length: the straight line that the run fitted to all its lengths.
+
+    The longest length's record holds this line.
+    """
     facts = found[max(found)].facts
     if "slope_bytes_per_token" not in facts:
         return ""

@@ -90,7 +90,7 @@ def study(records: Sequence[Record]) -> Table:
 
 
 def _evaluated(records: Iterable[Record], suite: str) -> list[Record]:
-    """Select a suite's `tessera eval` records of the shipped model: per policy, those with its newest record's plan.
+    """Select a suite's `tessera eval` records: of each policy, only those made with the settings of its newest record.
 
     A question that only an earlier plan answered has an empty cell until it is asked again.
     """
@@ -250,7 +250,7 @@ def _search(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Describe what ships: settings that differ from the default, or the default and the winner not confirmed."""
+    """Describe the change from the default that ships; without one, name the default and any winner not confirmed."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)
@@ -258,7 +258,7 @@ def _best(record: Record) -> str:
 
 
 def _interval(record: Record) -> str:
-    """Format the gain's interval; empty if the default stays, since the interval is then the refused winner's."""
+    """Format the gain's interval; empty if the winner was refused, as the interval is then the winner's."""
     facts = record.facts
     if facts.get("interval") is None or "refused" in facts:
         return ""

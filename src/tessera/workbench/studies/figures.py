@@ -60,9 +60,9 @@ CALLS = MappingProxyType(
 )
 """Calls to compile: head dim 128, bfloat16, a tenth of the key tiles where sparse.
 
-"sparse kascade" lists half of that: a causal prefill's budget is a tenth of each query tile's visible keys. The 32 at
-the end of "score long 32" and "sparse kascade 32" is the query tile, which is the default; these pair with calls of
-query tile 128.
+"sparse kascade" lists half of that: a causal prefill's budget is a tenth of each query tile's visible keys. A
+final 32 in a name ("score long 32", "sparse kascade 32") is the query tile, here the default; the same names without it
+mean a query tile of 128.
 """
 
 VARIANTS = MappingProxyType({"dense, equal terms": {"changes": {"half_exp": False}, "token_major": True}})
@@ -202,7 +202,7 @@ def xla_ms(program: str, chip: str) -> float:
         condition = "\n".join(lines[re.search(r"condition=%([\w.\-]+)", loop)[1]])
         ends = re.findall(r" constant\((\d+)\)", condition)
         if len(ends) != 1 or "direction=LT" not in condition:
-            raise ValueError(f"turns of the loop cannot be read from its condition: {condition.strip()}")
+            raise ValueError(f"the number of turns of the loop cannot be read from its condition: {condition.strip()}")
         return int(ends[0])  # JAX counts the iterations of a loop of known length from 0
 
     return 1e3 * seconds("ENTRY")

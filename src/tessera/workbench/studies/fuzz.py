@@ -112,7 +112,7 @@ class Bench:
         for name in TARGETS:
             self.expected[name] = self.open(name)
             if self.expected[name]["outcome"] != "loaded":
-                raise RuntimeError(f"the sound model of {name} does not load: {self.expected[name]}")
+                raise RuntimeError(f"the undamaged model of {name} does not load: {self.expected[name]}")
 
     def __enter__(self) -> "Bench":
         return self

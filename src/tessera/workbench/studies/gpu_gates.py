@@ -37,10 +37,11 @@ MASKS = MappingProxyType(
 )
 PLAIN = "causal"
 GROUPS = (4, 1, 7, 16)
-"""Query heads per KV head. All but the first value get only default blocks, the causal mask and the first dtype."""
+"""Query heads per KV head. All values but the first are compiled only with default blocks, the causal mask and the
+first dtype."""
 MANY = 8
-"""Query heads per KV head of models with 64 and 8. The default blocks of sparse kernels get this number at every
-tile."""
+"""Query heads per KV head in a model with 64 query heads and 8 KV heads. The sparse kernels' default blocks are also
+compiled with this number, at every tile."""
 OTHERS = MappingProxyType(
     {
         ("sparse", "prefill"): ({"group": MANY}, {"query_tile": 64}, {"query_tile": 128}),
@@ -48,8 +49,8 @@ OTHERS = MappingProxyType(
         ("sparse", "decode"): ({"group": MANY},),
     }
 )
-"""(role, phase) -> sizes of calls where more rows share a list or a sum of masses. The search spaces of these calls
-hold blocks that no other call has."""
+"""(role, phase) -> sizes of further calls. More rows share each list (or, for scores, each sum of masses) than in the
+other cases, so the search spaces of these calls hold blocks that no other case has."""
 BATCH = 2
 """Sequences of a case by default. With only one, the compiler removes indices that otherwise take registers."""
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
@@ -243,7 +244,7 @@ def stored(report: sass.Report) -> dict[str, Any]:
 
 
 def identity(case: Mapping[str, Any]) -> str:
-    """Return the case's key."""
+    """Return a text that identifies the case, equal for the case and its line in the file of results."""
     names = "kernel head_dim dtype tile query_tile mask group config length batch kv_heads".split()
     return json.dumps([case.get(name) for name in names])
 

@@ -101,7 +101,7 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(case: Mapping[str, Any]) -> tuple:
-    """Return the case's key."""
+    """Return a tuple that identifies the case, equal for the case and its line in the file of results."""
     return tuple(case.get(name) for name in ("chip", "kernel", "head_dim", "dtype", "tile", "length", "heads"))
 
 

@@ -67,7 +67,7 @@ def _sizes(text: str) -> list[int]:
 
 
 def spread(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Order the points so that any first part of them covers head dims, masks, lengths and residuals evenly.
+    """Order the points so that any prefix of them covers head dims, masks, lengths and residuals evenly.
 
     Points with big blocks, which take minutes to compile, come last.
     """
@@ -85,7 +85,7 @@ def is_big(point: Mapping[str, Any]) -> bool:
 
 
 def identity(point: dict[str, Any]) -> str:
-    """Return the point's key."""
+    """Return a text that identifies the point, equal for the point and its line in the file of results."""
     return json.dumps([point[n] for n in ("chip", "q", "k", "v", "is_causal", "return_residuals", "config")])
 
 

@@ -178,8 +178,6 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
     with Child(limit_s=budget.limit_s, memory_bytes=budget.memory_bytes, paths=tuple(paths)) as child:
         tried = _search(task, budget, book, child, said)
         default = tried[0]
-        if default["error"]:
-            raise Failed(f"the default of {task.kernel.name} fails on {task.name}: {default['error']}")
         good = sorted((t for t in tried if not t["error"]), key=lambda t: t["quick_s"])
         finalists = [t for t in good if t is not default][: budget.finalists]
         times = _take_turns(task, [default, *finalists], budget, book, child, first_seed=1000)
@@ -206,7 +204,11 @@ def tune(task: Task, budget: Budget, journal: Path, *, paths: Iterable[str] = ()
 
 
 def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> list[dict[str, Any]]:
-    """Return every candidate tried, the default first, each with its estimate, quick time or error, and parents."""
+    """Return every candidate tried, the default first, each with its estimate, quick time or error, and parents.
+
+    Raises:
+        Failed: the default does not run or is wrong; nothing else is tried then.
+    """
     space = [asdict(c) for c in task.kernel.search_space(task.spec, task.shapes)]
     default = asdict(task.kernel.default_config(task.spec, task.shapes))
     if search.key(default) not in map(search.key, space):
@@ -224,6 +226,8 @@ def _search(task: Task, budget: Budget, book: Journal, child: Child, said) -> li
         tried.append(entry | {"compile_s": answer["compile_s"], "error": answer["error"]})
         result = answer["error"] or f"{1e3 * quick_s:.2f} ms"
         said(f"{len(tried)}/{min(budget.candidates, len(space))} {proposal.origin}: {config}: {result}")
+        if len(tried) == 1 and answer["error"]:
+            raise Failed(f"the default of {task.kernel.name} fails on {task.name}: {answer['error']}")
         return quick_s
 
     for _ in METHODS[budget.method](space, seeds, fitness, budget=budget.candidates, seed=budget.seed):
