@@ -228,6 +228,11 @@ class Model:
         return otherwise if found is None else found
 
     @property
+    def precision(self) -> str:
+        """Dtype of the weights in words, for records: "float32", or "float32, int8 weights"."""
+        return str(self.params.embed.dtype) + (f", {self.weights} weights" if self.weights else "")
+
+    @property
     def device(self) -> jax.Device:
         """Device that holds the weights."""
         return next(iter(self.params.embed.devices()))

@@ -18,7 +18,19 @@ import tyro
 
 from tessera.cli import usage
 from tessera.cli.calibrate import Calibrate
-from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags, Weights
+from tessera.cli.flags import (
+    FILE,
+    MODEL,
+    PROMPT,
+    REGISTRY,
+    SYSTEM,
+    TOKENS,
+    WORDS,
+    Dtype,
+    Omittable,
+    SamplingFlags,
+    Weights,
+)
 from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.study import STUDIES, Study

@@ -171,11 +171,7 @@ def load_params(
     if dtype not in (np.float32, ml_dtypes.bfloat16):
         raise ValueError(f"dtype={dtype.name!r} must be float32 or bfloat16")
     folder = Path(folder)
-    stored: Mapping[str, Stored | GgufTensor]
-    if folder.is_file():
-        stored, read = gguf_tensors(read_gguf(folder), config), read_gguf_tensor
-    else:
-        stored, read = read_index(folder), read_tensor
+    stored, read = stored_tensors(folder, config), read_gguf_tensor if folder.is_file() else read_tensor
     _check_tensors(stored, config, folder)
     if config.tie_embeddings and HEAD.stored in stored:
         _check_tied(stored[EMBED.stored], stored[HEAD.stored])
@@ -202,6 +198,12 @@ def load_params(
     layers = load_layers(*range(count), lead=(count,)) if stacked else tuple(load_layers(i) for i in range(count))
     outer = {weight.name: load(weight.stored, weight=weight) for weight in outer_weights(config)}
     return Params(layers=layers, **outer)
+
+
+def stored_tensors(source: str | os.PathLike, config: ModelConfig) -> Mapping[str, Any]:
+    """Locate every tensor of a folder or GGUF file, by Hugging Face's name."""
+    source = Path(source)
+    return gguf_tensors(read_gguf(source), config) if source.is_file() else read_index(source)
 
 
 def check_forms(
