@@ -62,9 +62,7 @@ class Bench:
             command = f"tessera bench --model {Path(self.model).name}{plan}{weights}"
             return own_model.run(self.model, self.plan, out=self.out, command=command, weights=self.weights)
         if self.weights is not None:
-            raise ValueError(
-                f"--weights {self.weights} needs --model: the suites' models have weights of their own dtype"
-            )
+            raise ValueError(f"--weights {self.weights} needs --model: add it, or drop --weights")
         if self.plan is not None:
             raise ValueError(f"--plan {self.plan} needs --model, the model that the plan was made for")
         if self.compare is not None:
@@ -201,9 +199,7 @@ class Eval:
         if self.rival and self.suite not in ("real", "real-full"):
             raise ValueError("--rival is for --suite real and real-full: drop it, or choose one of them")
         if self.weights is not None and self.suite in ("study", "smoke", "real-weights"):
-            raise ValueError(
-                f"--weights {self.weights} is not for --suite {self.suite}: drop it, or choose demo or real"
-            )
+            raise ValueError(f"--weights {self.weights} is not for --suite {self.suite}: drop it")
         return self.run_real(**asked) if self.suite.startswith("real") else self.run_shipped(**asked)
 
     def run_real(self, **asked) -> int:

@@ -159,7 +159,7 @@ class Parts(NamedTuple):
 
 
 def quantise(matrix: np.ndarray, form: Form) -> Parts:
-    """Round a float32 matrix [E,D] to a form: scale = max |w| / LARGEST per channel or group, values = round(w / scale).
+    """Round a float32 matrix [E,D]: scale = max |w| / LARGEST per channel or group, values = round(w / scale).
 
     A group's scale is rounded to float16 before its values are rounded by it. Scales that clip the largest values for a
     smaller squared error made four bits per channel worse on a real model (LOG.md).

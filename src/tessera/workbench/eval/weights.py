@@ -155,21 +155,28 @@ def facts_of(bench: Bench, contender: Contender) -> Mapping[str, Any]:
 
 def judge_text(bench: Bench, contender: Contender, domain: str, length: int) -> Record:
     """Record KL to float weights under dense attention on one domain's windows."""
-    model, blocks = bench.model(contender.name), []
+    model, blocks, counts = bench.model(contender.name), [], []
     for window, dense in zip(bench.material.windows[domain], bench.material.dense(bench.base, domain)):
         same = contender.name == FLOAT and isinstance(contender.policy, Dense)
         ours = dense if same else run_text(model, contender.policy, window)
+        counts.append(ours.counts.sum(1))
         blocks.append(closeness(bench.base, dense.hidden, ours.hidden, window, other=model))
-    own = np.concatenate(blocks)
+    own, (read, visible) = np.concatenate(blocks), np.sum(counts, 0)
     middle = paired.mean(own[:, 0])
     facts = dict(zip(("loss_dense", "loss", "agreement"), own[:, 1:].mean(0).round(6).tolist()))
     facts |= {"mean": middle.value, "low": middle.low, "high": middle.high, "domain": domain, "windows": len(blocks)}
     bench.ledger.dtype = model.precision
     how = How(iterations=len(own), check=f"KL(float, dense || form, policy), mean of every {BLOCK} tokens")
-    samples = own[:, 0].round(7).tolist()
     facts |= facts_of(bench, contender)
     return bench.ledger.add(
-        TEXT_OP, contender, f"{domain}, {length:,} tokens", samples, unit="nats", facts=facts, how=how
+        TEXT_OP,
+        contender,
+        f"{domain}, {length:,} tokens",
+        own[:, 0].round(7).tolist(),
+        unit="nats",
+        density=tuple((read / visible).round(5).tolist()),
+        facts=facts,
+        how=how,
     )
 
 
@@ -190,4 +197,6 @@ def judge_task(bench: Bench, contender: Contender, kind: str, length: int, count
     bench.ledger.dtype = model.precision
     how = How(iterations=sum(map(len, found)), check="every token of the answer is the best guess")
     facts |= facts_of(bench, contender)
-    return bench.ledger.add(TASK_OP, contender, question, [share.value], unit="fraction", facts=facts, how=how)
+    density = tuple(np.mean([a.density for a in answers], axis=0).round(5).tolist())
+    rest = {"unit": "fraction", "density": density, "facts": facts, "how": how}
+    return bench.ledger.add(TASK_OP, contender, question, [share.value], **rest)
