@@ -125,6 +125,16 @@ class Quantised:
         return self.values.devices()
 
 
+def is_quantised(leaf: Any) -> bool:
+    """Return whether this is a quantised matrix; `jax.tree.map(..., is_leaf=is_quantised)` stops at them."""
+    return isinstance(leaf, Quantised)
+
+
+def has_quantised(tree: Any) -> bool:
+    """Return whether a pytree holds a quantised matrix."""
+    return any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised)))
+
+
 def num_bytes(array: Any) -> int:
     """Return an array's bytes in memory; `nbytes` counts a whole byte for each four-bit value."""
     bits = 4 if array.dtype in (ml_dtypes.int4, ml_dtypes.uint4) else 8 * array.dtype.itemsize

@@ -24,7 +24,7 @@ import numpy as np
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
-from tessera.core.quant import SAMPLE, STORED, Form, Quantised, check_name, check_shape, place, quantise
+from tessera.core.quant import SAMPLE, STORED, Form, Quantised, check_name, check_shape, has_quantised, place, quantise
 from tessera.models.config import ModelConfig, stable_repr
 from tessera.models.families import parse_config, render_config
 from tessera.models.fetch import MODELS, fetched
@@ -274,7 +274,7 @@ def save_folder(
     Raises:
         ValueError: the folder cannot be replaced (a file, a mount point, the working folder), or weights are quantised.
     """
-    if any(isinstance(array, Quantised) for array, _ in _tensors(params).values()):
+    if has_quantised(params):
         raise ValueError(
             "these weights are quantised, and a folder of them would hold rounded values as if they were the model's "
             "own: load the model without weights=, and save that"

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from tessera.core import hardware, quant
-from tessera.core.quant import Quantised
+from tessera.core.quant import is_quantised
 from tessera.generate import Model, load
 from tessera.sparse.baselines import Dense
 from tessera.sparse.plan import Plan
@@ -67,12 +67,11 @@ def shuffled(model: Model, seed: int = 0) -> Model:
     rng = np.random.default_rng(seed)
 
     def shuffle(weight: Any) -> Any:
-        if not isinstance(weight, Quantised):
+        if not is_quantised(weight):
             return weight
         order = rng.permutation(weight.scale.shape[-1])
         return replace(weight, scale=jax.device_put(np.asarray(weight.scale)[..., order]))
 
-    is_quantised = lambda weight: isinstance(weight, Quantised)  # noqa: E731
     return replace(model, params=jax.tree.map(shuffle, model.params, is_leaf=is_quantised))
 
 
