@@ -109,7 +109,7 @@ def run(
         load=load_form,
     )
     names = [name for name in ORDER if name in (FLOAT, CONTROL) or fits(model, name)]
-    real.announce([job for name in names for job in jobs(bench, name, sizes)])
+    real.announce(in_order(bench, names, sizes))
     return 0
 
 
@@ -132,16 +132,20 @@ def contenders(bench: Bench, name: str) -> Iterator[Contender]:
         yield Contender(name=name, title=f"{name}, {PLAN}", policy=plan_policy(bench.base, bench.plan))
 
 
-def jobs(bench: Bench, name: str, sizes: Sizes) -> Iterator[Callable[[], Sequence[Record]]]:
-    """Yield the jobs of one form that have no record yet."""
-    length = sizes.lengths[-1]
-    for contender in contenders(bench, name):
-        for domain in bench.material.windows:
+def in_order(bench: Bench, names: Sequence[str], sizes: Sizes) -> list[Callable[[], Sequence[Record]]]:
+    """Return the jobs that have no record yet: every form answers the first question before any the second, so that an
+    interrupted run holds complete comparisons."""
+    length, asked = sizes.lengths[-1], []
+    every = [contender for name in names for contender in contenders(bench, name)]
+    for domain in bench.material.windows:
+        for contender in every:
             if not bench.ledger.get(TEXT_OP, contender, f"{domain}, {length:,} tokens"):
-                yield lambda c=contender, d=domain: [judge_text(bench, c, d, length)]
-        for kind, size, count in sizes.documents:
+                asked.append(lambda c=contender, d=domain: [judge_text(bench, c, d, length)])
+    for kind, size, count in sizes.documents:
+        for contender in every:
             if not bench.ledger.get(TASK_OP, contender, f"{kind} at {size}"):
-                yield lambda c=contender, k=kind, n=size, m=count: [judge_task(bench, c, k, n, m)]
+                asked.append(lambda c=contender, k=kind, n=size, m=count: [judge_task(bench, c, k, n, m)])
+    return asked
 
 
 def facts_of(bench: Bench, contender: Contender) -> Mapping[str, Any]:
