@@ -13,6 +13,7 @@ from tiny import CONFIG, load_stacked, save_tiny
 
 import tessera
 from tessera.cli import flags
+from tessera.cli.main import main
 from tessera.core import quant
 from tessera.core.quant import FORMS, Form, Parts, Quantised, dequantised, is_quantised, place, quantise
 from tessera.deviceless.compiler import factory_program
@@ -253,6 +254,16 @@ def test_refusals(folder, tmp_path):
     params = load_params(folder, WIDE, weights="int8", stacked=True)
     with pytest.raises(ValueError, match="quantised weights cannot be trained"):
         loop.loss_sums(params, np.zeros((1, 8), np.int32), np.ones((1, 8)), config=WIDE, remat=False, dtype="float32")
+
+
+def test_commands_say_why_a_form_does_not_fit(tmp_path, capsys):
+    folder = save_tiny(tmp_path / "narrow")
+    assert main(["generate", "hello", "--model", str(folder), "--weights", "int4-g32"]) != 0
+    said = capsys.readouterr().err.strip()
+    assert "pass weights='int4'" in said
+    assert "\n" not in said
+    assert main(["bench", "--weights", "int8"]) != 0
+    assert "--weights int8 needs --model" in capsys.readouterr().err
 
 
 def test_the_flag_lists_every_form():

@@ -17,6 +17,7 @@ from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
 from tessera.workbench.report import real as report_real
 from tessera.workbench.report import tables as report_tables
+from tessera.workbench.report import weights as report_weights
 from tessera.workbench.report.markdown import (
     Table,
     current,
@@ -43,6 +44,7 @@ PAGES = (
     "docs/tpu-figures.md",
     "docs/gpu-figures.md",
     "docs/evidence.md",
+    "docs/runtime.md",
 )
 """Files that contain rendered tables."""
 
@@ -340,6 +342,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "real-gaps": report_real.gaps,
         "real-weights": report_real.weights,
         "real-others": report_real.others,
+        "fewer-bits": report_weights.weights,
         "tpu": tpu,
         "prediction": prediction,
         "steps": steps,
