@@ -16,21 +16,9 @@ from typing import Annotated, Literal, NoReturn, Union
 
 import tyro
 
-from tessera.cli import usage
+from tessera.cli import flags, usage
 from tessera.cli.calibrate import Calibrate
-from tessera.cli.flags import (
-    FILE,
-    MODEL,
-    PROMPT,
-    REGISTRY,
-    SYSTEM,
-    TOKENS,
-    WORDS,
-    Dtype,
-    Omittable,
-    SamplingFlags,
-    Weights,
-)
+from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.study import STUDIES, Study
@@ -59,7 +47,7 @@ class ModelFlags:
     """Kascade plan; if not given, plan.json in the model's folder, or x.plan.json next to x.gguf."""
     dtype: Dtype = "auto"
     """Dtype of weights and cache; auto is the checkpoint's own."""
-    weights: Omittable[Weights] = None
+    weights: Omittable[flags.Weights] = None
     """Hold the matrices in fewer bits: int8 halves bfloat16 and costs least; gN gives every N inputs a scale; w8a8 also
     rounds activations; gguf keeps a GGUF file's Q4_0, Q4_1 and Q8_0 as stored. Floats if not given."""
     debug: bool = False
@@ -71,8 +59,8 @@ class ModelFlags:
 
         if self.plan is not None and self.attention != "kascade":
             raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
-        flags = {name: getattr(self, name) for name in ("dtype", "weights", "attention", "plan")}
-        return load(named_model(self.model), **flags)
+        given = {name: getattr(self, name) for name in ("dtype", "weights", "attention", "plan")}
+        return load(named_model(self.model), **given)
 
 
 @dataclass(frozen=True, kw_only=True)
