@@ -27,6 +27,8 @@ __all__ = sorted(_WHERE)
 
 
 def __getattr__(name: str):
+    if name in ("LLM", "AutoModelForCausalLM", "AutoTokenizer", "pipeline"):
+        raise AttributeError(f"module 'tessera' has no attribute {name!r}: use tessera.load and Model.generate")
     if name not in _WHERE:
         raise AttributeError(f"module 'tessera' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(import_module(f"tessera.{_WHERE[name]}"), name)

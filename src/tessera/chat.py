@@ -161,7 +161,7 @@ class Chat:
             OSError: the file cannot be written.
         """
         path = Path(path)
-        check_writable(path, flag="/save")
+        check_writable(path, flag="the file")
         if path.exists():
             try:
                 _read(path)

@@ -14,7 +14,7 @@ import pytest
 from tiny import CONFIG, PROMISE, promising, save_tiny
 
 import tessera
-from tessera import doctor
+from tessera import doctor, generate
 from tessera.cli import main as cli
 from tessera.cli.study import STUDIES
 from tessera.sparse.plan import Plan
@@ -93,10 +93,15 @@ def test_help_of_studies_says_defaults_in_words(capsys):
 UNKNOWN = {
     "genrate": "tessera has no command genrate: did you mean generate? (tessera --help lists all)",
     "serve": "tessera has no command serve: there is no server yet",
-    "-m x": "tessera takes a command before its flags, such as tessera generate -m (tessera --help lists all)",
+    "-m x": "tessera takes a command before its flags, such as tessera generate -m ... (tessera --help lists all)",
     "generate hi --max_toknes 4": "tessera generate has no flag --max-toknes: did you mean --max-tokens? (tessera gen",
     "generate hi -ngl 99": "tessera generate has no flag -ngl: JAX takes the accelerator that it finds",
     "generate hi -c 4096": "tessera generate has no flag -c: the cache grows with the request",
+    "generate hi -mli": "tessera generate has no flag -mli: use `tessera chat`, where a line that ends",
+    "generate hi -xyz": "tessera generate has no flag -xyz (tessera generate --help lists all)",
+    "generate hi --presence-penalty 1": "tessera generate has no flag --presence-penalty: sampling has --temperature",
+    "generate hi --dtype half": "tessera generate has no --dtype half: float16 weights are not supported: use bfloat16",
+    "generate hi --dtype=bf16": "tessera generate has no --dtype bf16: use bfloat16",
     "calibrate --txt a": "tessera calibrate has no flag --txt: did you mean --text? (tessera calibrate --help",
     "convert --model x": "tessera convert has no flag --model (tessera convert --help lists all)",
     "fetch smollm2 more": "tessera fetch does not take 'more' there",
@@ -111,6 +116,16 @@ def test_what_tessera_lacks_is_answered_with_what_it_has(typed, capsys):
         cli.main(typed.split())
     assert left.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {UNKNOWN[typed]}")
+
+
+def test_a_value_that_cannot_work_is_refused_before_the_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(generate, "load", pytest.fail)
+    for typed, said in (
+        ("hi -n -1", "--max-new-tokens -1 must be at least 1"),
+        ("-f /nowhere", "/nowhere: No such file or directory\n"),
+    ):
+        assert cli.main(["generate", *typed.split()]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {said}")
 
 
 def test_flags_of_other_tools_work():

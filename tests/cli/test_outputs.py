@@ -1,9 +1,13 @@
 """A path that cannot be written is refused in one sentence before the work starts."""
 
+import errno
+
 import jax
 import pytest
 
 from tessera.cli import main as cli
+from tessera.core.files import DEMO_MODEL, write_whole
+from tessera.models import checkpoint
 from tessera.train import loop
 
 
@@ -40,6 +44,22 @@ def test_a_folder_that_takes_no_default_record_is_refused_first(tmp_path, monkey
     for command in ("eval", "bench", "tune --workload prefill_8k"):
         assert cli.main(command.split()) == 2
         assert "evidence/records.jsonl cannot be written (Not a directory)" in capsys.readouterr().err
+
+
+def test_a_full_disk_names_the_place_and_the_way_out(tmp_path, monkeypatch, capsys):
+    """A write to an open file raises an error without a name."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_file", full)
+    assert cli.main(["convert", str(DEMO_MODEL), str(tmp_path / "out")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == f"error: {tmp_path / 'out'}: No space left on device: free some space, or name another place"
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_whole(tmp_path / "file", full)
+    assert caught.value.filename == str(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

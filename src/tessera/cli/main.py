@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import sys
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +17,7 @@ import tyro
 
 from tessera.cli import flags, usage
 from tessera.cli.calibrate import Calibrate
+from tessera.cli.errors import check_address_space, explained
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch, named_model
@@ -28,8 +28,6 @@ from tessera.core.escapes import escaped
 from tessera.core.files import check_writable
 
 Attention = Literal["dense", "kascade", "window", "oracle"]
-LEAST_ADDRESS_SPACE = 3 << 29
-"""Bytes, 1.5 GiB. With two cores and the demo model, JAX runs out of memory at 1 GiB and works at 2 GiB."""
 DESCRIPTION = """LLaMA-family models at long context in JAX: attention reads only the key tiles that matter.
 
 -V, --version prints the version."""
@@ -95,6 +93,10 @@ class Generate(ModelFlags, SamplingFlags):
         from tessera.sparse.promise import promise_note
 
         sampling = self.values()  # raises errors before the model is loaded
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(
+                f"--max-new-tokens {self.max_new_tokens} must be at least 1: name the longest answer you want"
+            )
         prompts = self.read_prompts()
         if self.stream and (self.json or self.tokens or len(prompts) > 1):
             raise ValueError("--stream prints the text of one prompt: drop --json and --tokens, or pass one prompt")
@@ -345,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         if command.debug:
             raise
-        print(f"error: {escaped(error, None)}", file=sys.stderr)
+        print(f"error: {escaped(explained(error), None)}", file=sys.stderr)
         return 2
     except RuntimeError as error:  # from the device, or a bug in Tessera
         if command.debug:
@@ -353,19 +355,6 @@ def main(argv: list[str] | None = None) -> int:
         said = f"{type(error).__name__}: {escaped(error, 500)}"
         print(f"error: {said} (--debug shows where)", file=sys.stderr)
         return 2
-
-
-def check_address_space() -> None:
-    """Raise MemoryError if the address space limit (ulimit -v) is so low that JAX aborts or cannot be imported."""
-    with suppress(ImportError):  # Windows has no such limit
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
-            raise MemoryError(
-                f"this process may use {limit / 2**30:.2g} GiB of address space, and JAX alone takes more than "
-                f"{LEAST_ADDRESS_SPACE / 2**30:g} GiB: raise the limit (ulimit -v)"
-            )
 
 
 def parse(argv: list[str]):
@@ -383,6 +372,8 @@ def parse(argv: list[str]):
             refuse(usage.unknown_command(word, below, prog))
         prog, kind, below = f"{prog} {word}", below[word], STUDIES if word == "study" else {}
     if not below and (error := usage.unknown_flag(words, usage.flags(kind), prog)):
+        refuse(error)
+    if not below and (error := usage.wrong_dtype(words, prog)):
         refuse(error)
     about = {"prog": prog, "description": DESCRIPTION if prog == "tessera" else None, "registry": REGISTRY}
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)

@@ -47,7 +47,7 @@ class Convert:
         from tessera.generate import load, save
         from tessera.models.weights import num_parameters
 
-        check_writable(self.out, folder=True)
+        check_writable(self.out, folder=True, flag="the folder")
         model = with_its_plan(load(self.model, dtype=self.dtype))
         save(model, self.out)
         config = model.config

@@ -32,6 +32,11 @@ _KERNEL = "the device decides which kernels run, as `tessera doctor` shows: drop
 _CACHE = "keys and values have the dtype of the weights: use --dtype"
 _WEIGHTS = "use --weights, which takes int8, int4, fp8 and gguf"
 _CHAT = "use `tessera chat`"
+_DRAWS = "sampling has --temperature, --top-k, --top-p, --min-p and --repetition-penalty: drop it"
+_FREE = "answers follow no grammar: drop it"
+_PLAIN = "only the answer is printed, as plain text: drop it"
+_SERVER = "there is no server yet: drop it"
+_SPECIAL = "use --chat, which applies the model's own template"
 
 FLAGS = MappingProxyType(
     {
@@ -40,7 +45,9 @@ FLAGS = MappingProxyType(
         **dict.fromkeys(("-t", "--threads"), "JAX takes every core: drop it, or start the command under taskset"),
         **dict.fromkeys(("-tp", "--tensor-parallel-size"), "a model runs on one device: drop it"),
         **dict.fromkeys(("-b", "--batch-size", "-ub", "--ubatch-size", "--gpu-memory-utilization"), _MEMORY),
-        **dict.fromkeys(("-fa", "--flash-attn", "--attn-implementation", "--attention-backend"), _KERNEL),
+        **dict.fromkeys(
+            ("-fa", "--flash-attn", "--attn-implementation", "--attention-backend", "--enforce-eager"), _KERNEL
+        ),
         **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "--kv-cache-dtype"), _CACHE),
         **dict.fromkeys(("-q", "--quantization", "--load-in-4bit", "--load-in-8bit"), _WEIGHTS),
         **dict.fromkeys(("-hf", "--hf-repo", "--model-id", "--model-name-or-path"), "use --model, which takes hub ids"),
@@ -58,16 +65,38 @@ FLAGS = MappingProxyType(
         "--torch-dtype": "use --dtype",
         "--trust-remote-code": "code that comes with a model never runs: drop it",
         **dict.fromkeys(("-V", "--version"), "use `tessera --version`"),
-        **dict.fromkeys(("--host", "--port"), "there is no server yet: drop it"),
+        **dict.fromkeys(("--host", "--port", "--served-model-name", "--enable-prefix-caching"), _SERVER),
+        **dict.fromkeys(("--mirostat", "--typical", "--samplers", "--repeat-last-n", "--logit-bias"), _DRAWS),
+        **dict.fromkeys(("--presence-penalty", "--frequency-penalty", "--no-repeat-ngram-size"), _DRAWS),
+        **dict.fromkeys(("-j", "--json-schema", "--grammar", "--grammar-file", "--guided-json"), _FREE),
+        **dict.fromkeys(("--mlock", "--no-mmap", "--numa", "--swap-space", "--max-num-seqs"), _MEMORY),
+        **dict.fromkeys(("--color", "--log-disable", "--no-display-prompt", "--simple-io", "-sp", "--special"), _PLAIN),
+        **dict.fromkeys(("--chat-template", "--jinja", "--in-prefix", "--in-suffix"), _SPECIAL),
+        **dict.fromkeys(("-mli", "--multiline-input"), f"{_CHAT}, where a line that ends with \\ continues"),
+        **dict.fromkeys(("-hff", "--hf-file"), "download the file and pass its path to --model"),
+        **dict.fromkeys(("-e", "--escape"), "type the characters themselves (a shell's $'...' has \\n): drop it"),
+        **dict.fromkeys(("-pp", "--pipeline-parallel-size"), "layers are not spread over devices: drop it"),
+        **dict.fromkeys(("--keep", "--context-shift"), "the whole conversation stays in the context: drop it"),
+        "--ignore-eos": "an answer ends at the model's end token: drop it",
+        "--lora": "adapters do not load: merge the adapter into the weights first",
+        "--num-return-sequences": "each prompt gets one answer: run again with another --seed",
     }
 )
 """Flags of llama-cli, vLLM and transformers that have another name here, or none, each with what to do instead."""
+
+_HALF = "float16 weights are not supported: use bfloat16"
+DTYPES = MappingProxyType(
+    {"half": _HALF, "float16": _HALF, "fp16": _HALF, "f16": _HALF}
+    | {"bf16": "use bfloat16"}
+    | dict.fromkeys(("fp32", "f32", "float"), "use float32")
+)
+"""Other tools' names of dtypes, each with what to use instead."""
 
 
 def unknown_command(word: str, commands: Iterable[str], prog: str) -> str:
     """Return the error for a first word that is not a command."""
     if word.startswith("-"):
-        return f"{prog} takes a command before its flags, such as {prog} generate {word} {_listed(prog)}"
+        return f"{prog} takes a command before its flags, such as {prog} generate {word} ... {_listed(prog)}"
     return f"{prog} has no command {word}{_instead(word, COMMANDS, commands)} {_listed(prog)}"
 
 
@@ -78,9 +107,20 @@ def unknown_flag(words: Sequence[str], known: Sequence[str], prog: str) -> str |
     """
     for word in takewhile(lambda word: word != "--", words):
         name = word.partition("=")[0].replace("_", "-")
-        letters = name[:2] in known and name not in FLAGS  # a value joined to a short flag, as in -n3
+        joined = name[:2] in known and name not in FLAGS  # a value joined to a short flag, as in -n3
+        letters = joined and not re.fullmatch("-[A-Za-z]{2,4}", name)  # but -xyz is a flag of another tool
         if re.match("--?[A-Za-z]", word) and name not in known and not letters:
             return f"{prog} has no flag {name}{_instead(name, FLAGS, known)} {_listed(prog)}"
+    return None
+
+
+def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
+    """Return the error for a value of --dtype that other tools take; None if there is none."""
+    for index, word in enumerate(words):
+        flag, _, value = word.partition("=")
+        value = value or next(iter(words[index + 1 :]), "")
+        if flag == "--dtype" and value in DTYPES:
+            return f"{prog} has no --dtype {value}: {DTYPES[value]} {_listed(prog)}"
     return None
 
 

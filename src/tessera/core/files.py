@@ -62,6 +62,9 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write to an open file names none
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -315,6 +318,9 @@ def _replace_folder(folder: Path, outdated: Callable[[str], bool]) -> Iterator[P
             os.rename(folder, old)
         os.rename(new, folder)
         sync(folder.parent)  # delete the old folder only after the rename is on disk
+    except OSError as error:
+        error.filename = error.filename or str(folder)  # a write to an open file names none
+        raise
     finally:
         _finish_swap(folder)
         _remove(new, old)
