@@ -14,7 +14,7 @@ from tiny import CONFIG, load_stacked, save_tiny
 import tessera
 from tessera.cli import flags
 from tessera.cli.main import main
-from tessera.core import quant
+from tessera.core import hardware, quant
 from tessera.core.quant import FORMS, Form, Parts, Quantised, dequantised, is_quantised, place, quantise
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
@@ -305,3 +305,16 @@ def test_a_tpu_program_reads_only_quantised_bytes(name, rows):
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8", "int4-g32", "int4-g128"])
 def test_a_tpu_program_of_a_large_product_reads_only_quantised_bytes(name, rows):
     check_program(name, rows, inputs=4096, outputs=14336)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_int4_products_are_predicted_to_beat_bfloat16(rows):
+    """A product takes the longer of its bytes and its cycles."""
+
+    def seconds(name):
+        found = compiled(name, rows, inputs=4096, outputs=14336)
+        moved, cycles = (sum(getattr(o, what) or 0 for o in found.operations) for what in ("bytes", "cycles"))
+        return max(moved / hardware.chip("v6e").bytes_per_s, cycles / tpu.clock_hz("v6e"))
+
+    assert seconds(None) >= 2.7 * seconds("int4")
