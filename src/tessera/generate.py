@@ -17,14 +17,21 @@ from jaxtyping import Float
 from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
 from tessera.core.memory import require
-from tessera.core.quant import STORED, check_name
-from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
+from tessera.core.quant import check_name
+from tessera.models.checkpoint import (
+    fingerprint,
+    load_params,
+    memory_bytes,
+    read_config,
+    read_tokenizer,
+    resolve,
+    save_folder,
+)
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
-from tessera.models.weights import loaded_bytes
 from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Engine
@@ -314,11 +321,8 @@ def load(
         jax.config.update("jax_platforms", "cpu")
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {weights or config.dtype},"
-    # 8 bits are the most that weights="gguf" takes per value, for every type that it keeps.
-    num_bytes = loaded_bytes(config, "int8" if weights == STORED else weights)
-    require(
-        num_bytes, jax.devices()[0], what, "take a smaller model, or bfloat16" if weights is None else "take fewer bits"
-    )
+    way_out = "take a smaller model, or bfloat16" if weights is None else "take a smaller model, or fewer bits"
+    require(memory_bytes(source, config, weights), jax.devices()[0], what, way_out)
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():
         logger.info("%s", warning)

@@ -19,7 +19,7 @@ from tessera.core.quant import FORMS, Form, Parts, Quantised, dequantised, is_qu
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.models import products
-from tessera.models.checkpoint import fingerprint, load_params
+from tessera.models.checkpoint import fingerprint, load_params, memory_bytes
 from tessera.models.weights import LAYER, OUTER, form_of, loaded_bytes, quantised_axes
 from tessera.train import loop
 
@@ -224,6 +224,9 @@ def test_a_gguf_file_is_held_as_stored(tmp_path, kind):
     path = write_gguf(tmp_path / "x.gguf", metadata, {name: encoded(array) for name, (array, _) in tensors.items()})
     plain, held = tessera.load(path), tessera.load(path, weights="gguf")
     assert fingerprint(plain.params, plain.config) == fingerprint(held.params, held.config)
+    samples = 128 * (7 * held.config.num_layers + 1)
+    held_bytes = sum(map(quant.num_bytes, jax.tree.leaves(held.params)))
+    assert memory_bytes(path, held.config, "gguf") == held_bytes - samples
     for name in ("q", "k", "down"):
         want, got = getattr(plain.params.layers[0], name), getattr(held.params.layers[0], name)
         np.testing.assert_array_equal(dequantised(got), want)
@@ -251,6 +254,9 @@ def test_refusals(folder, tmp_path):
     path = write_gguf(tmp_path / "x.gguf", metadata, tensors)
     with pytest.raises(ValueError, match=r"up_proj.weight in .* is Q5_0: pass weights='int8'"):
         tessera.load(path, weights="gguf")
+    plain = write_gguf(tmp_path / "y.gguf", *tiny_model(256, hidden=64))
+    with pytest.raises(ValueError, match="holds only floats: pass 'int8'"):
+        tessera.load(plain, weights="gguf")
     params = load_params(folder, WIDE, weights="int8", stacked=True)
     with pytest.raises(ValueError, match="quantised weights cannot be trained"):
         loop.loss_sums(params, np.zeros((1, 8), np.int32), np.ones((1, 8)), config=WIDE, remat=False, dtype="float32")

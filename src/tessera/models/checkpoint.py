@@ -56,6 +56,7 @@ from tessera.models.weights import (
     form_of,
     layer_name,
     layer_weights,
+    loaded_bytes,
     outer_weights,
     shape_of,
 )
@@ -206,6 +207,19 @@ def stored_tensors(source: str | os.PathLike, config: ModelConfig) -> Mapping[st
     return gguf_tensors(read_gguf(source), config) if source.is_file() else read_index(source)
 
 
+def memory_bytes(source: Path, config: ModelConfig, weights: str | None) -> int:
+    """Return the bytes that the weights of a folder or file take in memory, in config.dtype or in a form."""
+    if weights != STORED or not source.is_file():
+        return loaded_bytes(config, None if weights == STORED else weights)
+    itemsize = np.dtype(config.dtype).itemsize
+
+    def num_bytes(tensor: GgufTensor) -> int:
+        floats = len(tensor.shape) == 1 or tensor.layout.name in FLOATS
+        return math.prod(tensor.shape) * itemsize if floats else tensor.num_bytes
+
+    return sum(map(num_bytes, stored_tensors(source, config).values()))
+
+
 def check_forms(
     stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path, weights: str | None
 ) -> None:
@@ -214,9 +228,11 @@ def check_forms(
     if weights == STORED:
         if not source.is_file():
             raise ValueError(f"weights='gguf' keeps the blocks of a GGUF file, and {source} is a folder: pass 'int8'")
-        for name, tensor in stored.items():
-            if len(tensor.shape) == 2:
-                check_stored_type(name, tensor)
+        matrices = {name: tensor for name, tensor in stored.items() if len(tensor.shape) == 2}
+        for name, tensor in matrices.items():
+            check_stored_type(name, tensor)
+        if all(tensor.layout.name in FLOATS for tensor in matrices.values()):
+            raise ValueError(f"weights='gguf' keeps quantised blocks, and {source} holds only floats: pass 'int8'")
         return
     for weight in (*layer_weights(config), *outer_weights(config)):
         if form := form_of(weight, config, weights):
