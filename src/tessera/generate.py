@@ -19,12 +19,14 @@ from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
 from tessera.core.memory import require, require_programs
 from tessera.core.mesh import build, check, local_devices, mesh_of, num_parts, num_stripes, parse
+from tessera.core.quant import check_name
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
 from tessera.models.footprint import Division, Types, weight_bytes
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
+from tessera.models.quantised import memory_bytes
 from tessera.models.tokenizer import Tokenizer
 from tessera.models.weights import split_sizes
 from tessera.runtime.answers import Generation
@@ -73,6 +75,7 @@ class Model:
         source: folder or GGUF file that the model was loaded from.
         generation_config: defaults of `generate` from generation_config.json; empty for a GGUF file.
         cache: dtype of cached keys and values, "int8" or None for the weights' own. `logits` caches nothing.
+        weights: name of the form that the matrices are rounded to; None for floats. See `load`.
     """
 
     config: ModelConfig
@@ -83,6 +86,7 @@ class Model:
     source: str = "memory"
     generation_config: GenerationConfig = GenerationConfig()
     cache: str | None = None
+    weights: str | None = None
 
     def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
         """Compute the next-token logits at every position, in float32. All sequences must have the same length.
@@ -231,6 +235,11 @@ class Model:
         found = self.generation_config.max_new_tokens if given is None else given
         return otherwise if found is None else found
 
+    @property
+    def precision(self) -> str:
+        """Dtype of the weights in words, for records: "float32", or "float32, int8 weights"."""
+        return str(self.params.embed.dtype) + (f", {self.weights} weights" if self.weights else "")
+
     def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Encode the prompts as token lists; raise ValueError if one is empty or exceeds vocabulary or context."""
         single = isinstance(prompts, str)
@@ -273,6 +282,7 @@ def load(
     path_or_hub_id: str | os.PathLike,
     *,
     dtype: str | None = None,
+    weights: str | None = None,
     attention: str = "dense",
     plan: Plan | str | os.PathLike | None = None,
     mesh: str | int | None = None,
@@ -284,6 +294,9 @@ def load(
         path_or_hub_id: a folder with config.json and safetensors, a GGUF file (its weights are dequantised), the name
             of a fetched model ("smollm2"), or "owner/name".
         dtype: "float32" or "bfloat16"; None or "auto" keeps the checkpoint's dtype.
+        weights: round the matrices as they are read: "int8", "int4" or "fp8" (one scale per output channel),
+            "int4-g32", "int4-g64" or "int4-g128" (a scale per so many inputs), or "w8a8" (int8 that also rounds the
+            activations of prefill); "gguf" keeps a GGUF file's Q4_0, Q4_1 and Q8_0 as stored. None keeps floats.
         attention: "dense", "kascade", "window" or "oracle".
         plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
         mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". Weights, cache
@@ -298,6 +311,7 @@ def load(
         MemoryError: the weights do not fit.
     """
     check_attention(attention)
+    check_name(weights)
     dtype = None if dtype == "auto" else dtype
     if dtype not in (None, "float32", "bfloat16"):
         raise ValueError(f"{dtype=} must be 'float32', 'bfloat16', or None for the checkpoint's own")
@@ -316,21 +330,15 @@ def load(
         mesh = jax.device_count()
     on = None if mesh is None else mesh_for(config, mesh)
     if cache == "int8" and num_stripes(on) > 1:
-        raise ValueError(
-            f"{cache=} cannot be dealt over a mesh that splits the context ({mesh=}): leave one of them out"
-        )
-    described = source / "config.json" if source.is_dir() else source
-    what = f"the model that {described} describes, in {config.dtype},"
-    types, division = Types(weights=config.dtype, dtype=config.dtype), Division(heads=num_parts(on))
-    num_bytes = sum(weight_bytes(config, types=types, division=division).values())
-    devices = jax.devices()[:1] if on is None else on.local_devices
-    require(num_bytes, devices, what, "take a smaller model, more devices, or bfloat16")
-    require_programs(num_bytes * len(devices), what)
+        raise ValueError(f"{cache=} cannot be dealt over a mesh that splits the context ({mesh=}): leave one out")
+    if weights is not None and on is not None:
+        raise ValueError(f"{weights=} cannot be split over a mesh yet ({mesh=}): leave one of them out")
+    require_weights(source, config, weights, on)
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():
         logger.info("%s", warning)
     enable_cache()
-    params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False, mesh=on)
+    params = load_params(source, config, dtype=jnp.dtype(config.dtype), stacked=False, mesh=on, weights=weights)
     if plan is not None:
         plan.check(config, fingerprint(params, config))
         logger.info("%s", promise_line(plan))
@@ -343,7 +351,22 @@ def load(
         source=str(source),
         generation_config=generation_config,
         cache=cache,
+        weights=weights,
     )
+
+
+def require_weights(source: Path, config: ModelConfig, weights: str | None, on: Mesh | None) -> None:
+    """Raise MemoryError unless the weights, and the programs that use them, fit."""
+    described = source / "config.json" if source.is_dir() else source
+    what = f"the model that {described} describes, in {weights or config.dtype},"
+    if weights is None:
+        types, division = Types(weights=config.dtype, dtype=config.dtype), Division(heads=num_parts(on))
+        num_bytes = sum(weight_bytes(config, types=types, division=division).values())
+    else:
+        num_bytes = memory_bytes(source, config, weights)
+    devices = jax.devices()[:1] if on is None else on.local_devices
+    require(num_bytes, devices, what, "take a smaller model, more devices, bfloat16, or fewer bits (weights)")
+    require_programs(num_bytes * len(devices), what)
 
 
 def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:

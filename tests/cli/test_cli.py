@@ -20,7 +20,7 @@ from tessera.cli.study import STUDIES
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES
 
-MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--mesh", "--cache", "--debug"]
+MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--weights", "--mesh", "--cache", "--debug"]
 SAMPLING = "--temperature --temp --top-k --top-p --min-p --repetition-penalty --repeat-penalty --seed -s".split()
 FLAGS = {
     "generate": MODEL
@@ -41,13 +41,13 @@ FLAGS = {
     "train": "--out --recipe --save-every-s --until --text --base --steps --length --batch --rate --debug".split(),
     "demo": "--out --debug".split(),
     "doctor": "--plan --model -m --all --json --debug".split(),
-    "bench": "--suite --only --resume --out --peer-python --model -m --plan --gate --compare --debug".split(),
+    "bench": "--suite --only --resume --out --peer-python --model -m --plan --weights --gate --compare --debug".split(),
     "verify": "--kernel --simulate --configs --random --seed --out --debug".split(),
     "tune": (
         "--workload --role --method --candidates --quick --finalists --rounds --limit-s --memory-gib --seed --out "
         "--table --debug"
     ).split(),
-    "eval": "--model -m --plan --rival --suite --text --out --resume --debug".split(),
+    "eval": "--model -m --plan --rival --weights --suite --text --out --resume --debug".split(),
     "report": "--evidence --out --tables --check --debug".split(),
     "inspect": (
         "--chip --role --phase --batch --length --queries --heads --kv-heads --head-dim --dtype --tile --query-tile "

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NoReturn, Union
 
 import tyro
 
-from tessera.cli import usage
+from tessera.cli import flags, usage
 from tessera.cli.calibrate import Calibrate
 from tessera.cli.errors import check_address_space, explained
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
@@ -51,6 +51,9 @@ class ModelFlags:
     """Devices that share the model: a number, such as 8, or heads x context, such as 4x1; one device if not given."""
     cache: Literal["auto", "int8"] = "auto"
     """Dtype of cached keys and values; auto is the weights'. int8 takes about half of bfloat16's memory."""
+    weights: Omittable[flags.Weights] = None
+    """Hold the matrices in fewer bits: int8 halves bfloat16 and costs least; gN gives every N inputs a scale; w8a8 also
+    rounds activations; gguf keeps a GGUF file's Q4_0, Q4_1 and Q8_0 as stored. Floats if not given."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -60,7 +63,7 @@ class ModelFlags:
 
         if self.plan is not None and self.attention != "kascade":
             raise ValueError(f"--plan {self.plan} is not for --attention {self.attention}: add --attention kascade")
-        names = ("dtype", "cache", "attention", "plan", "mesh")
+        names = ("dtype", "weights", "cache", "attention", "plan", "mesh")
         return load(named_model(self.model), **{name: getattr(self, name) for name in names})
 
 

@@ -19,7 +19,7 @@ COMMANDS = MappingProxyType(
         "pull": "fetch downloads a model",
         "download": "fetch downloads a model",
         "perplexity": "eval compares policies, calibrate measures what a plan loses",
-        "quantize": "there is no quantisation yet; GGUF files load as they are",
+        "quantize": "--weights int8 of `tessera generate` rounds while it loads; no rounded file is written",
         "version": "--version shows it",
     }
 )
@@ -30,7 +30,7 @@ _DEVICE = "JAX takes the accelerator that it finds: drop it, or set JAX_PLATFORM
 _MEMORY = "batch rows and memory are allocated as needed: drop it"
 _KERNEL = "the device decides which kernels run, as `tessera doctor` shows: drop it"
 _CACHE = "keys and values have the dtype of the weights, or int8 with --cache int8"
-_WEIGHTS = "a GGUF file's quantised weights load as they are: drop it"
+_WEIGHTS = "use --weights, which takes int8, int4, fp8 and gguf"
 _CHAT = "use `tessera chat`"
 _DRAWS = "sampling has --temperature, --top-k, --top-p, --min-p and --repetition-penalty: drop it"
 _FREE = "answers follow no grammar: drop it"

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tessera.cli.flags import MODEL, Omittable, Several
+from tessera.cli.flags import MODEL, Omittable, Several, Weights
 from tessera.core.files import check_writable
 
 RECORDS = Path("evidence/records.jsonl")
@@ -34,6 +34,8 @@ class Bench:
     """Time this model's prefill (folder, hub id or GGUF file) over lengths, dense and with its plan; runs no suite."""
     plan: Omittable[Path] = None
     """With --model: the model's plan; the one that comes with the weights if not given."""
+    weights: Omittable[Weights] = None
+    """With --model: form of the matrices, as for generate."""
     gate: bool = False
     """Store no records; compare the results with the suite's stored ones for this device. Exit code 1 if a result is
     worse by more than noise; 3 if none is, but some could not be judged (noise, few samples, not measured again)."""
@@ -56,8 +58,11 @@ class Bench:
             from tessera.workbench.bench import own_model
 
             plan = "" if self.plan is None else f" --plan {self.plan.name}"
-            command = f"tessera bench --model {Path(self.model).name}{plan}"
-            return own_model.run(self.model, self.plan, out=self.out, command=command)
+            weights = "" if self.weights is None else f" --weights {self.weights}"
+            command = f"tessera bench --model {Path(self.model).name}{plan}{weights}"
+            return own_model.run(self.model, self.plan, out=self.out, command=command, weights=self.weights)
+        if self.weights is not None:
+            raise ValueError(f"--weights {self.weights} needs --model: add it, or drop --weights")
         if self.plan is not None:
             raise ValueError(f"--plan {self.plan} needs --model, the model that the plan was made for")
         if self.compare is not None:
@@ -163,11 +168,13 @@ class Eval:
     """Kascade plan; the one that comes with the weights if not given. The real suites also run without one."""
     rival: Several[Path] = ()
     """Further plans of the model, which the real suites compare with --plan."""
-    suite: Literal["demo", "study", "smoke", "cache", "real", "real-full"] = "demo"
+    weights: Omittable[Weights] = None
+    """Form of the matrices, as for generate; "real-weights" compares all forms instead."""
+    suite: Literal["demo", "study", "smoke", "cache", "real", "real-full", "real-weights"] = "demo"
     """"demo" compares policies, "study" compares choices in a plan, "smoke" checks in a minute that everything runs.
     "cache" compares an int8 cache with a float one.
     "real" compares a plan with rivals that read as many keys, in a quarter of an hour; "real-full" does so at every
-    length, in hours."""
+    length, in hours. "real-weights" compares the forms of --weights with float weights, dense and under the plan."""
     text: Omittable[Path] = None
     """Text file or folder of text files, in which tasks are hidden and on which fidelity is measured; held-out library
     text if not given."""
@@ -187,10 +194,13 @@ class Eval:
         given = {"model": "FOLDER", "plan": "FILE", "text": "FILE"}  # records must not hold paths of this machine
         words = [f" --{name} {value}" for name, value in given.items() if getattr(self, name) is not None]
         asked = {"text": text, "out": self.out, "resume": self.resume, "suite": self.suite}
+        words += [f" --weights {self.weights}"] if self.weights else []
         words += [f" --rival {' '.join(path.name for path in self.rival)}"] if self.rival else []
         asked["command"] = f"tessera eval --suite {self.suite}" + "".join(words)
-        if self.rival and not self.suite.startswith("real"):
+        if self.rival and self.suite not in ("real", "real-full"):
             raise ValueError("--rival is for --suite real and real-full: drop it, or choose one of them")
+        if self.weights is not None and self.suite in ("study", "smoke", "real-weights"):
+            raise ValueError(f"--weights {self.weights} is not for --suite {self.suite}: drop it")
         if self.suite == "cache":
             return self.run_cache(**asked)
         return self.run_real(**asked) if self.suite.startswith("real") else self.run_shipped(**asked)
@@ -199,10 +209,13 @@ class Eval:
         """Run a suite that judges a plan on a real model."""
         from tessera.generate import load, locate_plan, plan_path
         from tessera.models.fetch import fetch
-        from tessera.workbench.eval import real
+        from tessera.workbench.eval import real, weights
 
-        model = load(fetch("smollm2") if self.model is None else self.model)
+        model = load(fetch("smollm2") if self.model is None else self.model, weights=self.weights)
         path = self.plan or locate_plan(model.source)
+        if self.suite == "real-weights":
+            plan = None if path is None else model.with_attention("kascade", path).plan
+            return weights.run(model, plan, **{name: asked[name] for name in ("text", "out", "resume", "command")})
         if path is None and self.rival:
             raise ValueError("--rival needs a plan to compare with: pass --plan too")
         if path is None:
@@ -240,7 +253,7 @@ class Eval:
         shipped = self.model is None
         if self.suite == "study" and not shipped:
             raise ValueError("--suite study calibrates on the shipped model's own text: drop --model")
-        model = load(DEMO_MODEL if shipped else self.model)
+        model = load(DEMO_MODEL if shipped else self.model, weights=self.weights)
         plan = find_plan("kascade", self.plan, model.source)
         return evaluation.run(
             model, plan, make_plan=lambda **choice: make_study_plan(make_plan, model, choice), **asked

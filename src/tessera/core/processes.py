@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import BinaryIO, NamedTuple
 
 from tessera.core.interrupt import STATUS as INTERRUPTED
@@ -144,11 +144,10 @@ def join(place: Place, facts: Mapping[str, str], wait_s: float) -> Lifeline:
     peers = _gather(place, facts, deadline, wait_s) if place.index == 0 else _greet(place, facts, deadline, wait_s)
     lifeline = Lifeline(place, peers)
     lifeline.watch()
-    try:
+    with ExitStack() as stack:
+        stack.callback(lifeline.leave, FAILED)  # after an error: the others wait for this process in their own start
         start_jax(place)
-    except BaseException:
-        lifeline.leave(FAILED)  # the others wait for this process in their own start
-        raise
+        stack.pop_all()
     return lifeline
 
 

@@ -25,15 +25,18 @@ from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
 from tessera.core.mesh import keep, mesh_of, program, sharding
+from tessera.core.quant import STORED, Quantised, has_quantised
 from tessera.models import catalogue
 from tessera.models.config import ModelConfig, stable_repr
 from tessera.models.families import parse_config, render_config
 from tessera.models.fetch import MODELS, fetched
 from tessera.models.gguf_file import GgufTensor, read_gguf, read_gguf_rows
 from tessera.models.gguf_model import gguf_config, gguf_tensors
+from tessera.models.gguf_stored import FLOATS
 from tessera.models.gguf_tokenizer import gguf_tokenizer
 from tessera.models.layers import Layer, Params
 from tessera.models.parts import load_weight
+from tessera.models.quantised import check_forms, load_rounded, load_stored, sampled, stack, stored_tensors
 from tessera.models.tensor_file import (
     INDEX,
     SHARD_PATTERN,
@@ -54,12 +57,13 @@ from tessera.models.weights import (
     LAYER,
     Weight,
     expected_shapes,
+    form_of,
     layer_name,
     layer_weights,
     outer_weights,
 )
 
-Tensor = tuple[jax.Array, int | None]
+Tensor = tuple[jax.Array | Quantised, int | None]
 """An array, or one layer of a stacked array."""
 
 
@@ -174,6 +178,7 @@ def load_params(
     dtype: Any = None,
     stacked: bool = False,
     mesh: Mesh | None = None,
+    weights: str | None = None,
 ) -> Params:
     """Load the weights of a folder or of a GGUF file.
 
@@ -185,26 +190,31 @@ def load_params(
             is better on CPU, where a scan copies every layer's weights and cache and compiles no faster.
         mesh: devices that share the weights (`core.mesh.RULES`); each process reads only what its devices hold. None
             loads everything on the default device.
+        weights: round the matrices to this form of `core.quant.NAMES` as they are read; None keeps them as floats.
 
     Raises:
         ValueError: a file is missing or truncated; a tensor is missing, unexpected or of the wrong shape or dtype; a
-            weight is not finite; or a file was replaced while it was read.
+            weight is not finite; a file was replaced while it was read; or the form cannot hold a matrix.
     """
     dtype = np.dtype(dtype or config.dtype)
     if dtype not in (np.float32, ml_dtypes.bfloat16):
         raise ValueError(f"dtype={dtype.name!r} must be float32 or bfloat16")
     folder = Path(folder)
     before = _identities(folder)
-    stored: Mapping[str, Stored | GgufTensor]
-    if folder.is_file():
-        stored, read = gguf_tensors(read_gguf(folder), config), read_gguf_rows
-    else:
-        stored, read = read_index(folder), read_rows
+    stored, read = stored_tensors(folder, config), read_gguf_rows if folder.is_file() else read_rows
     _check_tensors(stored, config, folder)
     if config.tie_embeddings and HEAD.stored in stored:
         _check_tied(stored[EMBED.stored], stored[HEAD.stored])
 
-    def load(weight: Weight, *names: str, lead: tuple[int, ...] = ()) -> jax.Array:
+    check_forms(stored, config, folder, weights)
+    if weights is not None and mesh is not None:
+        raise ValueError(f"{weights=} cannot be split over a mesh yet: leave out one of them")
+
+    def load(weight: Weight, *names: str, lead: tuple[int, ...] = ()) -> jax.Array | Quantised:
+        if weights == STORED and weight.is_matrix and stored[names[0]].layout.name not in FLOATS:
+            return stack([load_stored(name, stored[name], dtype) for name in names], lead)
+        if weights != STORED and (form := form_of(weight, config, weights)):
+            return stack([load_rounded(stored, read, name, form=form, dtype=dtype) for name in names], lead)
         placed = None if mesh is None else sharding(mesh, (*(None for _ in lead), *weight.axes))
         return load_weight(read, {name: stored[name] for name in names}, lead, dtype, placed)
 
@@ -240,11 +250,16 @@ def save_folder(
     such as notes or, if `tokenizer` is None, the old tokenizer's files. This needs disk space for both folders.
 
     Raises:
-        ValueError: the folder cannot be replaced (a file, a mount point, the working folder), or the weights lie on
-            devices of several processes.
+        ValueError: the folder cannot be replaced (a file, a mount point, the working folder), the weights are
+            quantised, or they lie on devices of several processes.
     """
     if not getattr(params.embed, "is_fully_addressable", True):
         raise ValueError("the weights lie on devices of several processes: load the model in one process to save it")
+    if has_quantised(params):
+        raise ValueError(
+            "these weights are quantised, and a folder of them would hold rounded values as if they were the model's "
+            "own: load the model without weights=, and save that"
+        )
     raw = render_config(config, params.embed.dtype.name, tokenizer.pad_id if tokenizer else None)
     ids = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw[key] is not None}
     shards = _assign_shards(_tensors(params), shard_bytes)
@@ -280,15 +295,19 @@ def is_model_file(name: str) -> bool:
 def fingerprint(params: Params, config: ModelConfig) -> str:
     """Return a short id of the weights, equal for stacked and unrolled layers and for float32 and bfloat16 in memory.
 
-    The id is a SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16.
+    The id is a SHA-256 of the config and of 64 evenly spaced elements of each tensor, rounded to bfloat16. Quantised
+    weights keep those elements of the original, so that a plan of the model fits them, too.
     """
     digest, take = hashlib.sha256(), getitem if mesh_of(params) is None else take_split
     digest.update(stable_repr(dataclasses.replace(config, dtype="", eos_ids=(), bos_id=None)).encode())
     for name, (array, row) in sorted(_tensors(params).items()):
-        shape = _shape((array, row))
-        flat = np.linspace(0, prod(shape) - 1, 64).astype(np.int64)
-        at = tuple(place.astype(np.int32) for place in np.unravel_index(flat, shape))
-        picked = take(array, at if row is None else (np.full(64, row, np.int32), *at))
+        if isinstance(array, Quantised):
+            picked = array.sample if row is None else array.sample[row]
+        else:
+            shape = _shape((array, row))
+            flat = sampled(prod(shape))
+            at = tuple(place.astype(np.int32) for place in np.unravel_index(flat, shape))
+            picked = take(array, at if row is None else (np.full(len(flat), row, np.int32), *at))
         digest.update(name.encode())
         digest.update(np.asarray(picked).astype(ml_dtypes.bfloat16).view(np.uint16).tobytes())
     return digest.hexdigest()[:16]

@@ -12,6 +12,7 @@ from tessera.core.mesh import keep
 from tessera.models.cache import Cache, extend
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params, linear, matmul, mlp, rms_norm, rope_tables, rotate
+from tessera.models.products import lookup
 from tessera.sparse.contract import Policy
 
 
@@ -50,7 +51,7 @@ def forward(
     spec = AttentionSpec(window=config.window, stripe=stripe)
     position_BT = positions.q_start[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
     tables = rope_tables(config.rope, config.head_dim, position_BT)
-    x = params.embed[tokens_BT]
+    x = lookup(params.embed, tokens_BT)
     unrolled = isinstance(params.layers, tuple)
     num_keys = num_queries if cache is None else (cache.k[0] if unrolled else cache.k).shape[-2]
     shapes = Shapes(

@@ -9,7 +9,9 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention.parallel import num_parts
+from tessera.core.quant import Quantised
 from tessera.models.config import Rope
+from tessera.models.products import product
 
 FEW_ROWS = 4
 """Rows. With at most this many, `matmul` takes its decode path on CPU."""
@@ -21,7 +23,10 @@ CACHED_BYTES = 4 << 20
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Weights of one decoder layer; matrices are [out, in] as in the checkpoint. Stacked layers have a leading L."""
+    """Weights of one decoder layer; matrices are [out, in] as in the checkpoint. Stacked layers have a leading L.
+
+    Each matrix is an Array or a Quantised, which `linear` takes alike.
+    """
 
     attn_norm: Array
     q: Array
@@ -61,16 +66,18 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) ->
     return weight * normed.astype(x.dtype)
 
 
-def linear(x: Float[Array, "... D"], weight: Float[Array, "E D"], bias: Array | None = None) -> Float[Array, "... E"]:
-    """Return x W^T + b in x's dtype, accumulated in float32."""
+def linear(x: Float[Array, "... D"], weight: Array | Quantised, bias: Array | None = None) -> Float[Array, "... E"]:
+    """Return x W^T + b in x's dtype, accumulated in float32, for W [E,D]."""
     out = matmul(x, weight)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out.astype(x.dtype)
 
 
-def matmul(x: Float[Array, "... D"], weight: Float[Array, "E D"]) -> Float[Array, "... E"]:
-    """Return x W^T in float32. On CPU, a few rows (decode) take a separate path, because XLA's is slow for them."""
+def matmul(x: Float[Array, "... D"], weight: Array | Quantised) -> Float[Array, "... E"]:
+    """Return x W^T in float32, for W [E,D]. A few rows (decode) take another path on CPU, where XLA's is slow."""
+    if isinstance(weight, Quantised):
+        return product(x, weight)
     if math.prod(x.shape[:-1]) > FEW_ROWS:
         return _dot(x, weight)
     rows = x.reshape(-1, x.shape[-1])

@@ -6,6 +6,7 @@ Initialisation, loading, saving, sharding and the parameter count all use this t
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from tessera.core import mesh
+from tessera.core.quant import FORMS, SAMPLE, Form
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params
 
@@ -171,6 +173,44 @@ def num_parameters(config: ModelConfig) -> int:
         return total
 
     return config.num_layers * count(layer_weights(config)) + count(outer_weights(config))
+
+
+def form_of(weight: Weight, config: ModelConfig, name: str | None) -> Form | None:
+    """Return the form in which `load(weights=name)` holds a weight; None for a float. For a form of core/quant.FORMS.
+
+    The matrix that computes logits takes int8 in every form: its errors go straight into the scores, and for a small
+    model it is a fifth of the bytes that a decoded token reads. It is the embedding of a tied model. An untied
+    embedding stays a float: a lookup reads one row.
+    """
+    if name is None or not weight.is_matrix:
+        return None
+    if weight in OUTER:
+        return FORMS["int8"] if weight == (EMBED if config.tie_embeddings else HEAD) else None
+    return FORMS[name]
+
+
+def quantised_axes(weight: Weight, form: Form) -> dict[str, tuple[str | None, ...]]:
+    """Return the logical axes of each array of a `Quantised` weight, as `Weight.axes` names them."""
+    outputs, inputs = weight.axes
+    if not form.group:
+        return {"values": (outputs, inputs), "scale": (outputs,), "sample": (None,)}
+    per_group = (inputs, outputs)
+    return {"values": (inputs, None, outputs), "scale": per_group, "zero": per_group, "sample": (None,)}
+
+
+def loaded_bytes(config: ModelConfig, name: str | None) -> int:
+    """Return the bytes of all weights in memory, held in config.dtype or in a form of core/quant.FORMS."""
+
+    def num_bytes(weight: Weight) -> int:
+        shape, form = shape_of(weight, config), form_of(weight, config, name)
+        count = prod(shape)
+        if form is None:
+            return count * jnp.dtype(config.dtype).itemsize
+        scales = 2 * count // form.group if form.group else 4 * shape[0]
+        return count * form.bits // 8 + scales + 2 * SAMPLE
+
+    layer = sum(map(num_bytes, layer_weights(config)))
+    return config.num_layers * layer + sum(map(num_bytes, outer_weights(config)))
 
 
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:

@@ -176,8 +176,9 @@ def _score_block(params, hidden, targets):
 
 
 @program()
-def _compare_block(params, dense, ours, targets):
-    pair = [jax.nn.log_softmax(logits(params, x).astype(jnp.float32)) for x in (dense, ours)]
+def _compare_block(params, other, dense, ours, targets):
+    runs = ((params, dense), (other, ours))
+    pair = [jax.nn.log_softmax(logits(own, x).astype(jnp.float32)) for own, x in runs]
     kl = jnp.sum(jnp.exp(pair[0]) * (pair[0] - pair[1]), -1)
     losses = [-jnp.take_along_axis(x, targets[:, None], -1)[:, 0] for x in pair]
     best = [x.argmax(-1) for x in pair]
@@ -195,9 +196,15 @@ def score_rows(model: Any, hidden: np.ndarray, tokens: np.ndarray, rows: np.ndar
     return Scored(*_by_block(partial(_score_block, model.params), (hidden,), tokens, rows))
 
 
-def compare_rows(model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray) -> Compared:
-    """Compare rows of a run, `ours`, with the same rows under `dense`; both are [W,D]. See `score_rows`."""
-    return Compared(*_by_block(partial(_compare_block, model.params), (dense, ours), tokens, rows))
+def compare_rows(
+    model: Any, dense: np.ndarray, ours: np.ndarray, tokens: np.ndarray, rows: np.ndarray, *, other: Any = None
+) -> Compared:
+    """Compare rows of a run, `ours`, with the same rows under `dense`; both are [W,D]. See `score_rows`.
+
+    `other` is the model that made `ours`, if not the same: its head computes their logits.
+    """
+    judge = partial(_compare_block, model.params, (other or model).params)
+    return Compared(*_by_block(judge, (dense, ours), tokens, rows))
 
 
 def predicting(tokens: np.ndarray) -> np.ndarray:

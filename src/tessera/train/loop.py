@@ -35,6 +35,7 @@ from tessera.core import interrupt
 from tessera.core.extras import installed
 from tessera.core.files import remove_left, sole_writer, write_whole
 from tessera.core.memory import require
+from tessera.core.quant import has_quantised
 from tessera.models import decoder
 from tessera.models.checkpoint import load_params, read_tokenizer, save_folder
 from tessera.models.config import ModelConfig
@@ -147,6 +148,8 @@ def look_back(params: Params, config: ModelConfig) -> Params:
 
 def loss_sums(params: Params, tokens: Array, weights: Array, *, config: ModelConfig, remat: bool, dtype: str) -> Sums:
     """Compute the sums over tokens [B,T+1] and weights [B,T]; activations in `dtype`, cross-entropy in float32."""
+    if has_quantised(params):
+        raise ValueError("quantised weights cannot be trained, as integers have no gradient: load without weights=")
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
     batch, length = weights.shape
     full = jnp.full(batch, length, jnp.int32)

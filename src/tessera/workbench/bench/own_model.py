@@ -31,6 +31,7 @@ def run(
     lengths: Sequence[int] = LENGTHS,
     out: str | os.PathLike | None = None,
     command: str = "tessera bench --model MODEL",
+    weights: str | None = None,
 ) -> int:
     """Time prefill of fresh random tokens at every length, dense and under the plan, and append two records per length.
 
@@ -39,6 +40,7 @@ def run(
         plan: file of the model's plan; None lets `load` find it. The plan's cross-over is ignored.
         lengths: prompt lengths in tokens; those beyond the model's context are skipped.
         out: file of records; evidence/model-<device>.jsonl if None.
+        weights: form of the matrices, as for `tessera.load`.
 
     Returns:
         0.
@@ -46,7 +48,7 @@ def run(
     Raises:
         ValueError: `load` fails, or no length is within the context.
     """
-    loaded = load(model, attention="kascade", plan=plan)
+    loaded = load(model, attention="kascade", plan=plan, weights=weights)
     fitting = [length for length in lengths if length <= loaded.config.max_positions]
     if not fitting:
         raise ValueError(f"{lengths=} must include one within the model's context of {loaded.config.max_positions}")
@@ -88,7 +90,7 @@ def _record(
         op="model",
         kernel=name,
         workload=f"own_model_{length}",
-        dtype=str(loaded.params.embed.dtype),
+        dtype=loaded.precision,
         config={"tokens": length, "model": loaded.plan.model, "num_layers": config.num_layers},
         title=f"prefill of {Path(loaded.source).stem}, {length:,} tokens",
     )

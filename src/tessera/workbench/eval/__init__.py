@@ -176,7 +176,7 @@ def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.H
         op="eval task",
         kernel=contender.name,
         workload=f"{kind} at {length}: {contender.title}",
-        dtype=str(contender.model.params.embed.dtype),
+        dtype=contender.model.precision,
         config=dict(contender.config),
         title=f"{kind.replace('_', ' ')}, {length:,} tokens",
     )
@@ -240,7 +240,7 @@ def on_text(op: str, question: str, contender: Contender) -> What:
         op=op,
         kernel=contender.name,
         workload=f"{question}: {contender.title}",
-        dtype=str(contender.model.params.embed.dtype),
+        dtype=contender.model.precision,
         config=dict(contender.config),
         title=contender.title,
     )

@@ -39,11 +39,13 @@ def run_text(model: Model, policy: Policy, window: np.ndarray) -> Pass:
     return Pass(hidden, counts)
 
 
-def closeness(model: Model, dense: np.ndarray, ours: np.ndarray, window: np.ndarray) -> np.ndarray:
+def closeness(
+    model: Model, dense: np.ndarray, ours: np.ndarray, window: np.ndarray, *, other: Model | None = None
+) -> np.ndarray:
     """Compute mean KL, dense's loss, the policy's loss and top-1 agreement per block, [blocks, 4], from hidden states.
 
-    The last token is left out, since no token follows it.
+    The last token is left out, since no token follows it. `other` is the model that made `ours`, if it is not `model`.
     """
-    found = compare_rows(model, dense, ours, window, predicting(window))
+    found = compare_rows(model, dense, ours, window, predicting(window), other=other)
     rows = np.array([found.kl, found.loss_dense, found.loss, found.same], float)
     return np.array([rows[:, start : start + BLOCK].mean(1) for start in range(0, rows.shape[1], BLOCK)])

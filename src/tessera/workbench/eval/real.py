@@ -349,7 +349,7 @@ def run(
         raise ValueError(f"{model.source} has no tokenizer: the suite's questions are text")
     sizes = fitting(SUITES[suite], model.config.max_positions)
     out = Path("evidence") / f"real-{hardware.device_slug()}.jsonl" if out is None else Path(out)
-    ledger = Ledger.open(out, command, str(model.params.embed.dtype), resume)
+    ledger = Ledger.open(out, command, model.precision, resume)
     material = Material.of(model, sizes, text)
     window = next(iter(material.windows.values()))[0]
     keys = () if plan is None else profile(model, plan_policy(model, plan), window)

@@ -18,6 +18,7 @@ from tessera.workbench.evidence import Record
 from tessera.workbench.report import planned
 from tessera.workbench.report import real as report_real
 from tessera.workbench.report import tables as report_tables
+from tessera.workbench.report import weights as report_weights
 from tessera.workbench.report.cached import cached
 from tessera.workbench.report.markdown import (
     Table,
@@ -345,6 +346,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "real-gaps": report_real.gaps,
         "real-weights": report_real.weights,
         "real-others": report_real.others,
+        "fewer-bits": report_weights.weights,
         "tpu": tpu,
         "prediction": prediction,
         "steps": steps,

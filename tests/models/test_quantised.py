@@ -1,0 +1,327 @@
+"""Quantised weights: rounding, products against a float64 oracle, loading, what is kept, refusals, TPU programs."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf_files import Q, tiny_model, write_gguf
+from tiny import CONFIG, load_stacked, save_tiny
+
+import tessera
+from tessera.cli import flags
+from tessera.cli.main import main
+from tessera.core import hardware, quant
+from tessera.core.quant import FORMS, Form, Parts, Quantised, dequantised, is_quantised, place, quantise
+from tessera.deviceless.compiler import factory_program
+from tessera.deviceless.tpu import compiler as tpu
+from tessera.models import products
+from tessera.models.checkpoint import fingerprint, load_params
+from tessera.models.quantised import memory_bytes
+from tessera.models.weights import LAYER, OUTER, form_of, loaded_bytes, quantised_axes
+from tessera.train import loop
+
+RNG = np.random.default_rng(17)
+WIDE = replace(CONFIG, intermediate_size=64)  # inputs in multiples of 32
+TESTS = Path(__file__).parents[1]
+
+
+def matrix(outputs=24, inputs=128) -> np.ndarray:
+    """Draw a matrix whose rows differ in size by 1,000, so that a scale of the wrong row shows."""
+    return (RNG.normal(size=(outputs, inputs)) * np.logspace(-2, 1, outputs)[:, None]).astype(np.float32)
+
+
+def weight(w: np.ndarray, form: Form, packed: bool, kind: str | None = None, parts: Parts | None = None) -> Quantised:
+    sample = np.zeros(64, ml_dtypes.bfloat16)
+    return place(parts or quantise(w, form), sample, kind=kind or form.kind, form=form, dtype=np.float32, packed=packed)
+
+
+def with_zero(w: np.ndarray) -> Quantised:
+    """Build a weight in GGUF's Q4_1, whose groups of 32 have a zero point."""
+    parts = quantise(w, FORMS["int4-g32"])
+    zero = RNG.normal(size=parts.scale.shape).astype(np.float16)
+    form = Form(kind="int4", group=32)
+    return weight(w, form, True, "uint4", Parts(parts.values + np.int8(8), parts.scale, zero))
+
+
+# --- rounding
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rounding_errs_by_half_a_step(name):
+    form, w = FORMS[name], matrix()
+    w[3] = 0
+    got = dequantised(weight(w, form, False))
+    grouped = np.abs(w).reshape(24, -1, form.group or 128)
+    step = np.repeat(grouped.max(-1) / quant.LARGEST[form.kind], grouped.shape[-1], -1)
+    slack = np.abs(w) * 2.0**-11 if form.group else 1e-6 * step  # float16 scales
+    half = np.maximum(np.abs(w) * 2.0**-4, step * 2.0**-10) if form.kind == "fp8" else step / 2
+    assert (np.abs(got - w) <= half + slack + 1e-12).all()
+    assert not got[3].any()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-g32"])
+def test_rounding_keeps_what_it_can_hold(name):
+    form = FORMS[name]
+    top = int(quant.LARGEST[form.kind])
+    whole = RNG.integers(-top, top + 1, (8, 4, 32))
+    whole[..., 0] = top
+    w = (whole * 2.0 ** RNG.integers(-6, 3, (8, 1, 1))).reshape(8, 128).astype(np.float32)
+    for packed in (False, True):
+        np.testing.assert_array_equal(dequantised(weight(w, form, packed)), w)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("signed", [True, False])
+def test_packing_is_undone(axis, signed):
+    values = (RNG.integers(-8, 8, (6, 10)) + (0 if signed else 8)).astype(np.int8)
+    halves = quant.unpack(jnp.asarray(quant.pack(values, axis)), signed)
+    np.testing.assert_array_equal(np.concatenate([*map(np.asarray, halves)], axis), values)
+
+
+def test_bytes_count_four_bits_as_half_a_byte():
+    held = weight(matrix(24, 128), FORMS["int4"], False)
+    assert held.nbytes == weight(matrix(24, 128), FORMS["int4"], True).nbytes == 24 * 64 + 24 * 4 + 128
+
+
+# --- products
+
+
+def oracle_error(x: np.ndarray, held: Quantised, product) -> float:
+    """Return the largest error of a product, as a share of sum |x| |w| of its row and channel."""
+    exact, w = np.asarray(x, np.float64), dequantised(held).astype(np.float64)
+    got = np.asarray(jax.jit(product)(x, held))
+    assert got.dtype == np.float32
+    assert held.shape == w.shape
+    return float(np.max(np.abs(got - exact @ w.T) / (np.abs(exact) @ np.abs(w).T)))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 6])
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-g32", "fp8", "zero", "int8-g32"])
+def test_products_on_cpu_equal_the_dequantised_matrix(name, rows):
+    """Digits of activations err by a / 508 of a = max |x| / 127; with normal activations that is 2e-5 of the sum."""
+    w = matrix()
+    x = RNG.normal(size=(rows, 128)).astype(np.float32) * np.logspace(-3, 3, rows)[:, None]
+    form = FORMS.get(name, Form(kind="int8", group=32))
+    held = with_zero(w) if name == "zero" else weight(w, form, True)
+    assert oracle_error(x.astype(np.float32), held, products.product) <= 2e-5
+
+
+@pytest.mark.parametrize("name", ["int8", "int4-g32", "fp8", "zero"])
+def test_products_for_tpu_and_gpu_equal_the_dequantised_matrix(name):
+    w, x = matrix(), RNG.normal(size=(3, 128)).astype(np.float32)
+    held = with_zero(w) if name == "zero" else weight(w, FORMS[name], False)
+    if name == "zero":
+        held = replace(held, values=jnp.concatenate(quant.unpack(held.values, False), 1).astype(jnp.uint4))
+    assert oracle_error(x, held, products._fused) <= 1e-6
+
+
+def test_w8a8_rounds_activations_of_long_calls_only():
+    held = weight(matrix(), FORMS["w8a8"], True)
+    x = RNG.normal(size=(products.ROUNDED_ROWS, 128)).astype(np.float32)
+    assert oracle_error(x[:-1], held, products.product) <= 2e-5
+    assert 5e-4 <= oracle_error(x, held, products.product) <= 1e-2
+
+
+def test_rows_do_not_touch_each_other():
+    """A row of NaN or infinity stays in its row: integers would hide it."""
+    x = RNG.normal(size=(3, 128)).astype(np.float32)
+    broken = x.copy()
+    broken[1, 5] = np.nan
+    held, run = weight(matrix(), FORMS["int8"], True), jax.jit(products.product)
+    good, got = np.asarray(run(x, held)), np.asarray(run(broken, held))
+    assert np.isnan(got[1]).all()
+    np.testing.assert_array_equal(got[[0, 2]], good[[0, 2]])
+    broken[1, 5] = np.inf
+    assert not np.isfinite(np.asarray(run(broken, held))[1]).any()
+
+
+@pytest.mark.parametrize("name", ["int8", "zero"])
+def test_lookups_are_rows(name):
+    w = matrix()
+    held = with_zero(w) if name == "zero" else weight(w, FORMS[name], True)
+    tokens = np.array([[3, 0], [23, 3]])
+    np.testing.assert_allclose(products.lookup(held, tokens), dequantised(held)[tokens], rtol=1e-6)
+
+
+# --- models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("quantised"), WIDE)
+
+
+def test_a_quantised_model_runs_keeps_its_plan_and_is_not_saved(folder, tmp_path):
+    """Its logits are those of the dequantised weights; the plan of the float weights fits; saving is refused."""
+    tokens = RNG.integers(0, 256, (1, 20))
+    model = load_stacked(folder, weights="int8", attention="kascade")
+    assert fingerprint(model.params, model.config) == fingerprint(tessera.load(folder).params, model.config)
+    assert str(model.params.embed.dtype) == "float32"
+    assert model.precision == "float32, int8 weights"
+
+    def whole(leaf):
+        if not is_quantised(leaf):
+            return leaf
+        if leaf.values.ndim == 2:
+            return jnp.asarray(dequantised(leaf))
+        layers = [jax.tree.map(lambda x, i=i: x[i], leaf) for i in range(WIDE.num_layers)]
+        return jnp.stack([*map(dequantised, layers)])
+
+    params = jax.tree.map(whole, model.params, is_leaf=is_quantised)
+    plain = np.asarray(replace(model, params=params).logits(tokens))
+    np.testing.assert_allclose(model.logits(tokens), plain, atol=2e-3 * np.abs(plain).max())
+    first, second = (model.generate([[1, 2, 3]], max_new_tokens=4)[0].tokens for _ in range(2))
+    assert first == second
+    with pytest.raises(ValueError, match="load the model without weights="):
+        tessera.save(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_bytes_and_axes_are_what_loading_makes(folder, name):
+    """The table tells bytes and axes before anything is loaded; stacked weights are the layers' own."""
+    if name in ("int4-g64", "int4-g128"):
+        with pytest.raises(ValueError, match="pass weights='int4-g32' or 'int4'"):
+            load_params(folder, WIDE, weights=name)
+        return
+    params, stacked = (load_params(folder, WIDE, weights=name, stacked=stacked) for stacked in (False, True))
+    assert sum(map(quant.num_bytes, jax.tree.leaves(params))) == loaded_bytes(WIDE, name)
+    for entry in (*LAYER, *OUTER):
+        held = getattr(params if entry in OUTER else params.layers[1], entry.name, None)
+        form = form_of(entry, WIDE, name)
+        if form is None or held is None:
+            assert not isinstance(held, Quantised)
+            continue
+        for leaf, axes in quantised_axes(entry, form).items():
+            assert getattr(held, leaf) is None or getattr(held, leaf).ndim == len(axes)
+        if entry in LAYER:
+            whole = getattr(stacked.layers, entry.name)
+            assert whole.shape == (3, *held.shape)
+            np.testing.assert_array_equal(whole.values[1], held.values)
+
+
+def test_an_untied_embedding_stays_a_float(tmp_path):
+    config = replace(WIDE, tie_embeddings=False)
+    params = load_params(save_tiny(tmp_path, config, plan=False), config, weights="int4")
+    assert not isinstance(params.embed, Quantised)
+    assert params.head.kind == "int8"
+    assert params.layers[0].q.kind == "int4"
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_a_gguf_file_is_held_as_stored(tmp_path, kind):
+    """Blocks equal the dequantised float32 weights bit for bit, rows of q and k in Hugging Face's order included."""
+    import gguf
+
+    metadata, tensors = tiny_model(256, hidden=64)
+
+    def encoded(array):
+        return (gguf.quants.quantize(array, Q[kind]), Q[kind]) if array.ndim == 2 else (array, Q.F32)
+
+    path = write_gguf(tmp_path / "x.gguf", metadata, {name: encoded(array) for name, (array, _) in tensors.items()})
+    plain, held = tessera.load(path), tessera.load(path, weights="gguf")
+    assert fingerprint(plain.params, plain.config) == fingerprint(held.params, held.config)
+    samples = 128 * (7 * held.config.num_layers + 1)
+    held_bytes = sum(map(quant.num_bytes, jax.tree.leaves(held.params)))
+    assert memory_bytes(path, held.config, "gguf") == held_bytes - samples
+    for name in ("q", "k", "down"):
+        want, got = getattr(plain.params.layers[0], name), getattr(held.params.layers[0], name)
+        np.testing.assert_array_equal(dequantised(got), want)
+        bits = {"Q4_0": 4.5, "Q4_1": 5, "Q8_0": 8.5}[kind]  # as in the file
+        assert got.nbytes - 128 == want.size * bits / 8
+    tokens = RNG.integers(0, 256, (1, 12))
+    want = np.asarray(plain.logits(tokens))
+    np.testing.assert_allclose(held.logits(tokens), want, atol=1e-4 * np.abs(want).max())
+
+
+# --- refusals
+
+
+def test_refusals(folder, tmp_path):
+    with pytest.raises(ValueError, match="weights='int5' must be one of int8, int4"):
+        tessera.load(folder, weights="int5")
+    with pytest.raises(ValueError, match="is a folder: pass 'int8'"):
+        tessera.load(folder, weights="gguf")
+    with pytest.raises(ValueError, match=r"multiples of 32, and mlp.down_proj.weight has 48: pass weights='int4'$"):
+        tessera.load(save_tiny(tmp_path / "narrow"), weights="int4-g32")
+    import gguf
+
+    metadata, tensors = tiny_model(256, hidden=64)
+    tensors["blk.0.ffn_up.weight"] = gguf.quants.quantize(tensors["blk.0.ffn_up.weight"][0], Q.Q5_0), Q.Q5_0
+    path = write_gguf(tmp_path / "x.gguf", metadata, tensors)
+    with pytest.raises(ValueError, match=r"up_proj.weight in .* is Q5_0: pass weights='int8'"):
+        tessera.load(path, weights="gguf")
+    plain = write_gguf(tmp_path / "y.gguf", *tiny_model(256, hidden=64))
+    with pytest.raises(ValueError, match="holds only floats: pass 'int8'"):
+        tessera.load(plain, weights="gguf")
+    params = load_params(folder, WIDE, weights="int8", stacked=True)
+    with pytest.raises(ValueError, match="quantised weights cannot be trained"):
+        loop.loss_sums(params, np.zeros((1, 8), np.int32), np.ones((1, 8)), config=WIDE, remat=False, dtype="float32")
+
+
+def test_commands_say_why_a_form_does_not_fit(tmp_path, capsys):
+    folder = save_tiny(tmp_path / "narrow")
+    assert main(["generate", "hello", "--model", str(folder), "--weights", "int4-g32"]) != 0
+    said = capsys.readouterr().err.strip()
+    assert "pass weights='int4'" in said
+    assert "\n" not in said
+    assert main(["bench", "--weights", "int8"]) != 0
+    assert "--weights int8 needs --model" in capsys.readouterr().err
+
+
+def test_the_flag_lists_every_form():
+    assert flags.Weights.__args__ == quant.NAMES
+
+
+# --- programs for TPU
+
+
+def compiled(name: str | None, rows: int, inputs: int = 2048, outputs: int = 8192) -> tpu.Compiled:
+    program = factory_program("quant_subjects:weight_product", name=name, rows=rows, inputs=inputs, outputs=outputs)
+    found = tpu.compile_for("v6e", program, paths=[str(TESTS)], limit_s=200)
+    assert found.error is None, found.error
+    return found
+
+
+def check_program(name: str, rows: int, **sizes: int) -> None:
+    """Check that a product moves only quantised bytes, activations and result, and makes no temporary array."""
+    found = compiled(name, rows, **sizes)
+    inputs, outputs = sizes.get("inputs", 2048), sizes.get("outputs", 8192)
+    form = FORMS[name]
+    values = inputs * outputs * form.bits // 8
+    scales = 2 * inputs * outputs // form.group if form.group else 4 * outputs
+    others = 2 * max(rows, 16) * (inputs + 4 * outputs)  # rows fill tiles of 8 or 16; XLA counts some twice
+    moved = sum(operation.bytes for operation in found.operations)
+    assert values <= moved <= 1.01 * (values + scales) + others
+    assert found.memory["temp"] <= 1 << 16
+    if name == "int8" and rows <= 8:
+        assert moved <= 0.51 * 2 * inputs * outputs + others
+
+
+@pytest.mark.parametrize(("name", "rows"), [("int8", 8), ("int4", 64)])
+def test_a_tpu_program_reads_only_quantised_bytes(name, rows):
+    check_program(name, rows)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "int4-g32", "int4-g128"])
+def test_a_tpu_program_of_a_large_product_reads_only_quantised_bytes(name, rows):
+    check_program(name, rows, inputs=4096, outputs=14336)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_int4_products_are_predicted_to_beat_bfloat16(rows):
+    """A product takes the longer of its bytes and its cycles."""
+
+    def seconds(name):
+        found = compiled(name, rows, inputs=4096, outputs=14336)
+        moved, cycles = (sum(getattr(o, what) or 0 for o in found.operations) for what in ("bytes", "cycles"))
+        return max(moved / hardware.chip("v6e").bytes_per_s, cycles / tpu.clock_hz("v6e"))
+
+    assert seconds(None) >= 2.7 * seconds("int4")

@@ -1,0 +1,29 @@
+"""Products that the tests compile for absent TPUs, in the forms of models/products.py."""
+
+import jax
+import jax.numpy as jnp
+
+from tessera.core.quant import FORMS, Quantised
+from tessera.models.layers import linear
+
+
+def weight_product(name=None, rows=8, inputs=4096, outputs=14336):
+    """Build [rows,inputs] times a weight in a form of FORMS; None is bfloat16."""
+
+    def of(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    x = of((rows, inputs), jnp.bfloat16)
+    if name is None:
+        return jax.jit(linear), (x, of((outputs, inputs), jnp.bfloat16))
+    form = FORMS[name]
+    dtype = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}[form.kind]
+    shape, scale = (outputs, inputs), of((outputs,), jnp.float32)
+    if form.group:
+        groups = inputs // form.group
+        shape, scale = (groups, form.group, outputs), of((groups, outputs), jnp.float16)
+    weight = Quantised(
+        values=of(shape, dtype), scale=scale, sample=of((64,), jnp.bfloat16), kind=form.kind, group=form.group,
+        rounds_rows=form.rounds_rows, float_dtype="bfloat16",
+    )  # fmt: skip
+    return jax.jit(linear), (x, weight)
