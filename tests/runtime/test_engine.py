@@ -177,9 +177,10 @@ def test_a_request_without_memory_fails_alone(model, monkeypatch):
         rows = 1 if midway else 2
         sizes = {"batch": rows, "num_keys": NUM_KEYS, "num_tokens": len(large.prompt)}
         size = needed(CONFIG, dtype="float32", host=True, **sizes).beyond_weights
-        monkeypatch.setattr(memory, "available_bytes", lambda device, size=size: size - 1)
-        while engine.busy:
-            events += engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "available_bytes", lambda device, size=size: size - 1)
+            while engine.busy:
+                events += engine.step()
         [failure] = [event for event in events if isinstance(event, Failure)]
         assert failure.id == failed
         assert isinstance(failure.error, MemoryError)
