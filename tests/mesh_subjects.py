@@ -9,13 +9,14 @@ devices once per process, so the tests cannot run these checks themselves.
 import gc
 import os
 import re
-import resource
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
+
+from peak import peak_bytes
 
 HEADS = 8  # KV heads of most checks
 CHECKS: dict[str, Callable[[Path], None]] = {}
@@ -127,9 +128,9 @@ def host_memory_is_the_model_and_one_tensor(folder: Path) -> None:
     from tessera.core.mesh import MeshShape, build
 
     mesh = build(MeshShape(8, 1))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     params = load_params(path, config, mesh=mesh)
-    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    grown = peak_bytes() - before
     assert sum(shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards) >= total
     assert grown < total + 2 * largest + (32 << 20), f"{grown=} {total=} {largest=}"
     del params
@@ -276,18 +277,20 @@ def every_device_counts_in_the_memory_check(folder: Path) -> None:
 
     from tessera.core import memory
     from tessera.generate import load
-    from tessera.runtime.step import cache_bytes, chunk_bytes, require_room
+    from tessera.models.footprint import Division
+    from tessera.runtime.step import needed, require_room
 
     config = config_of(3)
     model = load(saved(folder, config, "kv3"), mesh="3")
     asked = dict(batch=2, num_keys=1024, num_tokens=64)
-    needed = cache_bytes(config, 2, 1024, 4) + 3 * chunk_bytes(config, 2, 64, 4, 3)
-    assert needed < cache_bytes(config, 2, 1024, 4) + 2 * chunk_bytes(config, 2, 64, 4)
+    each = needed(config, dtype="float32", host=True, division=Division(heads=3), **asked).beyond_weights
+    alone = needed(config, dtype="float32", host=True, **asked).beyond_weights
+    assert alone / 3 < each < alone
     original = memory.available_bytes
     try:
-        memory.available_bytes = lambda device: needed
+        memory.available_bytes = lambda device: 3 * each
         require_room(model.params, config, **asked)
-        memory.available_bytes = lambda device: needed - 3
+        memory.available_bytes = lambda device: 3 * each - 1
         with pytest.raises(MemoryError, match="on each of 3 devices but .* are free on cpu in total"):
             require_room(model.params, config, **asked)
     finally:

@@ -3,8 +3,9 @@
 python processes_subject.py HOST:PORT COUNT INDEX loop | load FOLDER
 """
 
-import resource
 import sys
+
+from peak import peak_bytes
 
 
 def loop() -> int:
@@ -34,9 +35,9 @@ def load(folder: str) -> int:
     config = read_config(folder)
     on = mesh.build(mesh.MeshShape(jax.device_count(), 1))
     jax.block_until_ready(jax.numpy.zeros(8))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_bytes()
     leaves = jax.tree.leaves(load_params(folder, config, mesh=on))
-    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    grown = peak_bytes() - before
     held = sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards)
     print(grown, held, sum(x.nbytes for x in leaves), flush=True)
     return 0

@@ -22,7 +22,7 @@ from tessera.models.tokenizer import byte_tokenizer
 from tessera.runtime.answers import Answer, Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, chunk_sizes, cut_chunks, forget_programs
 from tessera.runtime.requests import Request
-from tessera.runtime.step import Session, cache_bytes, decode_token, prefill_chunk
+from tessera.runtime.step import Session, decode_token, needed, prefill_chunk
 
 GOLDEN = Path(__file__).parent / "golden"
 CONFIG = replace(TINY, num_layers=2)  # an anchor and a reuse layer; few layers compile fast
@@ -115,7 +115,10 @@ def test_the_cache_is_updated_in_place(model, attention):
         compiled = program.compile()
         [aliases] = re.findall(r"input_output_alias=\{(.*?)\}, entry", compiled.as_text().splitlines()[0])
         assert aliases.count("-alias)") == leaves
-        assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes(CONFIG, 2, 128, 4)
+        assert (
+            compiled.memory_analysis().alias_size_in_bytes
+            >= needed(CONFIG, dtype="float32", batch=2, num_keys=128, num_tokens=1).cache
+        )
 
 
 def test_the_old_cache_is_gone_after_a_step(model):
@@ -338,7 +341,8 @@ def test_buckets_are_geometric_and_hold_what_they_must():
 
 def test_memory_is_linear_in_length():
     """Twice the keys take twice the cache."""
-    assert cache_bytes(CONFIG, 1, 8192, 4) == 2 * cache_bytes(CONFIG, 1, 4096, 4) == 8192 * 2 * 2 * 2 * 16 * 4
+    short, long = (needed(CONFIG, dtype="float32", batch=1, num_keys=n, num_tokens=1).cache for n in (4096, 8192))
+    assert long == 2 * short == 8192 * 2 * 2 * 2 * 16 * 4
 
 
 def test_programs_are_forgotten_before_a_process_holds_too_many():

@@ -37,7 +37,7 @@ CALLS = (
 
 
 def examine(plan: Path | None = None, config: ModelConfig | None = None) -> dict[str, Any]:
-    """Return the report as plain data; its `problems` says in one sentence each what keeps Tessera from working.
+    """Return the report as plain data. Its `problems` lists what keeps Tessera from working, one sentence each.
 
     Args:
         plan: plan file to include in the report; None includes none.

@@ -17,15 +17,16 @@ from jaxtyping import Float
 
 from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
-from tessera.core.memory import require
+from tessera.core.memory import require, require_programs
 from tessera.core.mesh import build, check, local_devices, mesh_of, num_parts, parse
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
+from tessera.models.footprint import Division, Types, weight_bytes
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
 from tessera.models.tokenizer import Tokenizer
-from tessera.models.weights import abstract_params, device_bytes, num_parameters, split_sizes
+from tessera.models.weights import split_sizes
 from tessera.runtime.answers import Generation
 from tessera.runtime.compilation import capacity_bucket, capacity_buckets, enable_cache
 from tessera.runtime.engine import Engine
@@ -284,8 +285,8 @@ def load(
         plan: a Plan or its path; if None, kascade loads the plan that `locate_plan` finds.
         mesh: devices that share the model: a number, such as "8", or heads x context, such as "4x2". Weights, cache
             and logits are split by KV heads, feed-forward columns and vocabulary, so "heads" must divide each of them.
-            A number takes gcd(KV heads, devices) for heads. None runs on one device; if JAX runs in several
-            processes, on all their devices.
+            A number takes gcd(KV heads, devices) for heads, and the rest for context, which splits each sequence's
+            keys and a prompt's rows. None runs on one device; if JAX runs in several processes, on all their devices.
 
     Raises:
         FileNotFoundError, ValueError: something is missing or invalid; the message says what to do.
@@ -308,11 +309,11 @@ def load(
     on = None if mesh is None else mesh_for(config, mesh)
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {config.dtype},"
-    if on is None:
-        num_bytes, devices = num_parameters(config) * jnp.dtype(config.dtype).itemsize, jax.devices()[:1]
-    else:
-        num_bytes, devices = device_bytes(abstract_params(config, on)), on.local_devices
+    types, division = Types(weights=config.dtype, dtype=config.dtype), Division(heads=num_parts(on))
+    num_bytes = sum(weight_bytes(config, types=types, division=division).values())
+    devices = jax.devices()[:1] if on is None else on.local_devices
     require(num_bytes, devices, what, "take a smaller model, more devices, or bfloat16")
+    require_programs(num_bytes * len(devices), what)
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():
         logger.info("%s", warning)
@@ -335,7 +336,7 @@ def load(
 def mesh_for(config: ModelConfig, mesh: str | int) -> Mesh:
     """Return the mesh that shares a model of this config; raise ValueError if the model or this machine cannot."""
     shape = parse(mesh, config.num_kv_heads)
-    check(shape, split_sizes(config), jax.device_count(), jax.process_count())
+    check(shape, split_sizes(config), jax.device_count(), jax.process_count(), config.window)
     return build(shape)
 
 

@@ -34,10 +34,12 @@ ALSO = {
 }
 """Extra workloads for branches of one platform's kernels: a tile as wide as all lanes, a query tile of several row
 blocks, and on Hopper G of 7 and 16, where the query rows do not fill a block or fill it exactly."""
-EVERY_DTYPE = ("ragged", "window_softcap", "decode_ragged", "hopper_ragged", "hopper_decode")
+EVERY_DTYPE = ("ragged", "window_softcap", "decode_ragged", "decode_window", "hopper_ragged", "hopper_decode")
 ROUNDING = {"float32": 2e-6, "bfloat16": 2**-6}
 GRADIENT = {"float32": 2e-5, "bfloat16": 2**-5}
 PREFILL, DECODE = NAMED["ragged"], NAMED["decode_ragged"]
+WINDOWS = NAMED["window_softcap"], NAMED["decode_window"]
+BOTH_WAYS = NAMED["both_ways"], NAMED["decode_both_ways"]
 
 
 def blocked(kernels):
@@ -58,6 +60,12 @@ def in_covering_set(kernel, workload, dtype) -> bool:
         return dtype == kernel.dtypes[0] and kernel.role != "score" and kernel.name != "gpu_keys_sparse"
     if kernel.platform == "tpu" and workload in (PREFILL, DECODE):  # test_every_switch runs bfloat16
         return dtype == "float32"
+    if kernel.platform == "gpu" and workload in (PREFILL, DECODE):  # WINDOWS run float16
+        return dtype == kernel.dtypes[0]
+    if kernel.platform == "gpu" and workload in WINDOWS:
+        return dtype == "float16"
+    if kernel.platform != "any" and kernel.role == "sparse" and workload in BOTH_WAYS:
+        return False  # test_all_tiles_is_dense_and_each_listed_tile_matters runs them with more lists
     return dtype == kernel.dtypes[0] or workload in (PREFILL, DECODE)
 
 
@@ -123,10 +131,13 @@ def test_every_switch_meets_the_oracle(kernel):
 
 
 def real_head_dims():
-    """Yield each TPU kernel with head dims 64, 128 and 256; those that repeat another test's path are exhaustive."""
+    """Yield each TPU kernel with head dims 64, 128 and 256; those that repeat another test's path are exhaustive.
+
+    test_tpu_prefill.py scores and reads lists at head dim 64.
+    """
     for kernel in (k for k in calls.kernels() if k.platform == "tpu"):
         for dim in (64, 128, 256):
-            repeats = dim == 128 or (dim == 64 and kernel.phase == "decode")
+            repeats = dim == 128 or (dim == 64 and (kernel.phase == "decode" or kernel.role != "dense"))
             marks = pytest.mark.exhaustive if repeats else ()
             yield pytest.param(kernel, dim, id=f"{kernel.name}-{dim}", marks=marks)
 
@@ -193,35 +204,46 @@ def test_future_keys_change_nothing_bit_for_bit(kernel):
 
 @pytest.mark.parametrize("kernel", calls.kernels("sparse"), ids=lambda k: k.name)
 def test_all_tiles_is_dense_and_each_listed_tile_matters(kernel):
-    """Lists are longer than a block. A change in a listed tile changes the output; one in an unlisted tile does not."""
+    """Lists are longer than a block, and S and T are no multiple of one; every call runs the same program.
+
+    Lengths past the arrays are those of the arrays. Then every other tile is listed, and the last ends in padding: a
+    change in a listed tile changes the output, and one in an unlisted tile does not.
+    """
     workload = NAMED["decode_both_ways" if kernel.phase == "decode" else "both_ways"]
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, workload)
-    num_keys, tile = 480, 16 if workload.spec.tile > 1 else 1
+    num_keys, tile = 469, 16 if workload.spec.tile > 1 else 1
+    num_tiles = -(-num_keys // tile)
     rng = np.random.default_rng(2)
     call = calls.make(workload, "dense", dtype)
     heads, dim = call.k.shape[2:]
     k, v = (rng.standard_normal((1, num_keys, heads, dim)).astype(oracle.DTYPES[dtype]) for _ in range(2))
     num_rows = -(-call.q.shape[1] // call.query_tile)
-    tiles = np.broadcast_to(np.arange(num_keys // tile), (1, heads, num_rows, num_keys // tile))
+    tiles = np.broadcast_to(np.arange(num_tiles), (1, heads, num_rows, num_tiles))
     call = call._replace(k=k, v=v, tile=tile, kv_len=np.array([num_keys]))
-    full = call._replace(tiles=tiles, count=np.full(tiles.shape[:3], tiles.shape[3]))
+    full = call._replace(tiles=tiles, count=np.full(tiles.shape[:3], num_tiles))
     dense = oracle.attend(call)
     allowed = oracle.tolerance(call, dense, dtype)
-    result = calls.run(kernel, full, dtype)
+    past = 9 if blocked([kernel]) and kernel.phase == "prefill" else 0
+    result = calls.run(kernel, full._replace(kv_len=full.kv_len + past, q_len=full.q_len + past), dtype)
     assert np.abs(result.out - dense.out).max() <= allowed.out
     assert np.abs(result.lse - dense.lse).max() <= allowed.lse
 
-    listed = np.arange(0, num_keys // tile, 2)
-    some = full._replace(tiles=full.tiles.copy(), count=np.full(tiles.shape[:3], len(listed)))
+    listed = np.arange(1, num_tiles, 2)
+    k[:, num_keys - 2 :] = v[:, num_keys - 2 :] = np.nan
+    some = full._replace(tiles=tiles.copy(), count=np.full(tiles.shape[:3], len(listed)), kv_len=full.kv_len - 2)
     some.tiles[..., : len(listed)] = listed
+    answer = oracle.attend(some)
+    allowed = oracle.tolerance(some, answer, dtype)
     base = calls.run(kernel, some, dtype)
-    if not kernel.name.startswith("reference"):  # unlisted keys are not even read
-        poison = np.repeat(~np.isin(np.arange(num_keys // tile), listed), tile)[:, None, None]
+    assert np.abs(base.out - answer.out).max() <= allowed.out
+    assert np.abs(base.lse - answer.lse).max() <= allowed.lse
+    if blocked([kernel]):  # unlisted keys are not even read
+        poison = np.repeat(~np.isin(np.arange(num_tiles), listed), tile)[:num_keys, None, None]
         poisoned = (np.where(poison, np.nan, x).astype(x.dtype) for x in (k, v))
         again = calls.run(kernel, some._replace(**dict(zip("kv", poisoned))), dtype)
         assert np.array_equal(again.out, base.out)
-    every = range(num_keys // tile)
+    every = range(num_tiles)
     few = kernel.platform in ("tpu", "gpu")  # slow in simulation: try four tiles, two of them listed
     for j in every[-1 :: -(len(every) // 3 - 1)] if few else every:
         k2, v2 = k.copy(), v.copy()
@@ -268,36 +290,27 @@ def test_a_head_with_the_whole_budget_is_dense(workload):
 
 @pytest.mark.parametrize("kernel", calls.kernels("dense"), ids=lambda k: k.name)
 def test_partials_merge_to_the_whole(kernel):
-    """Two calls over the halves of the keys, weighted by exp(lse), equal one call over all of them."""
+    """Two calls over the halves of the keys, weighted by exp(lse), equal one call over all of them.
+
+    All three calls have the shapes of the whole, so they share its program; NaN follows each half's keys.
+    """
     dtype = calls.dtype_of(kernel)
-    workload = NAMED["decode_ragged"] if kernel.phase == "decode" else NAMED["aligned"]
-    call = calls.make(calls.taken(kernel, workload), "dense", dtype)
+    call = calls.make(calls.taken(kernel, DECODE if kernel.phase == "decode" else PREFILL), "dense", dtype)
     call = call._replace(q_len=np.full_like(call.q_len, call.q.shape[1]), q=numbers(call.q))
     whole = calls.run(kernel, call, dtype)
     half = call.k.shape[1] // 2
-    left = calls.run(kernel, call._replace(k=call.k[:, :half], v=call.v[:, :half]), dtype)
-    right_call = call._replace(
-        k=call.k[:, half:], v=call.v[:, half:], q_start=call.q_start - half, kv_len=np.maximum(call.kv_len - half, 0)
-    )
-    right = calls.run(kernel, right_call, dtype)
+    first, second = ({"k": np.full_like(call.k, np.nan), "v": np.full_like(call.v, np.nan)} for _ in range(2))
+    for name in "kv":
+        first[name][:, :half] = getattr(call, name)[:, :half]
+        second[name][:, :-half] = getattr(call, name)[:, half:]
+    left = calls.run(kernel, call._replace(**first, kv_len=np.minimum(call.kv_len, half)), dtype)
+    second |= {"q_start": call.q_start - half, "kv_len": np.maximum(call.kv_len - half, 0)}
+    right = calls.run(kernel, call._replace(**second), dtype)
     top = np.maximum(np.maximum(left.lse, right.lse), -1e30)
     a, b = np.exp(left.lse - top)[..., None], np.exp(right.lse - top)[..., None]
     merged = (a * left.out + b * right.out) / np.where(a + b > 0, a + b, 1)
+    assert np.any((a > 0) & (b > 0))
     assert np.abs(merged - whole.out).max() < ROUNDING[dtype] * np.abs(numbers(call.v)).max()
-
-
-@pytest.mark.parametrize("kernel", blocked(calls.kernels("sparse", "prefill")), ids=lambda k: k.name)
-def test_lengths_past_the_arrays_are_those_of_the_arrays(kernel):
-    """When S and T are no multiple of a block, the padding must not count as keys."""
-    dtype = calls.dtype_of(kernel)
-    workload = calls.taken(kernel, NAMED["both_ways"])
-    sizes = {"num_queries": 10, "num_keys": 69, "kv_len": None, "fraction": 1.0}
-    call = calls.make(dataclasses.replace(workload, **sizes), "sparse", dtype)
-    answer = oracle.attend(call)
-    allowed = oracle.tolerance(call, answer, dtype, folds(kernel))
-    result = calls.run(kernel, call._replace(kv_len=call.kv_len + 9, q_len=call.q_len + 9), dtype)
-    assert np.abs(result.out - answer.out).max() <= allowed.out
-    assert np.abs(result.lse - answer.lse).max() <= allowed.lse
 
 
 @pytest.mark.parametrize("role", ["dense", "score", "sparse"])
@@ -321,12 +334,19 @@ def test_decode_is_the_last_row_of_prefill(role):
 
 
 def gradient_cases():
-    """Yield (kernel, workload name); prefill kernels on one row repeat other cases, so they are exhaustive."""
+    """Yield (kernel, workload name); those that repeat other cases are exhaustive: prefill kernels on one row.
+
+    All decode kernels share one gradient in plain JAX, so a simulated one runs once. test_tpu_backward.py covers ragged
+    batches and grouped heads, test_gpu_prefill.py a window with a softcap.
+    """
     for kernel in calls.kernels("dense"):
         for name in (["ragged", "window_softcap"] if kernel.phase == "prefill" else ["decode_ragged"]) + [
             "decode_window"
         ]:
-            marks = pytest.mark.exhaustive if kernel.phase == "prefill" and name == "decode_window" else ()
+            simulated = kernel.platform != "any"
+            repeats = name == "decode_window" and (kernel.phase == "prefill" or simulated)
+            repeats |= name == {"tpu": "ragged", "gpu": "window_softcap"}.get(kernel.platform)
+            marks = pytest.mark.exhaustive if repeats else ()
             yield pytest.param(kernel, name, id=f"{name}-{kernel.name}", marks=marks)
 
 

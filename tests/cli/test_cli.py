@@ -20,14 +20,14 @@ from tessera.cli.study import STUDIES
 from tessera.sparse.plan import Plan
 from tessera.sparse.policies import POLICIES
 
-MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--debug"]
+MODEL = ["--model", "-m", "--attention", "--plan", "--dtype", "--mesh", "--debug"]
 SAMPLING = "--temperature --temp --top-k --top-p --min-p --repetition-penalty --repeat-penalty --seed -s".split()
 FLAGS = {
     "generate": MODEL
     + SAMPLING
     + (
         "--prompt -p --file -f --max-new-tokens --max-tokens --n-predict -n --stop --chat --parse-special --tokens "
-        "--stream --json"
+        "--stream --json --coordinator --processes --process --wait-s"
     ).split(),
     "chat": MODEL
     + SAMPLING
@@ -54,6 +54,7 @@ FLAGS = {
         "--fraction --window --softcap --model -m --mesh --attention --kernel --config --limit-s --picture --evidence "
         "--json --debug"
     ).split(),
+    "plan": "--chip --devices --batch --length --chunk --plan --compile --limit-s --picture --json --debug".split(),
     "study": (),
 }
 """Command -> its flags. Users' scripts rely on them, so removing or renaming a flag is a breaking change."""

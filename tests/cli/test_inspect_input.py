@@ -78,15 +78,15 @@ CONFIGS = [
     ("--config [1]", "config [1] must be a JSON object"),
     ('--config {"blocks":1}', "config blocks: tpu_prefill_dense has no such size; it has "),
     ('--config {"block_s":512}', "config lacks block_t"),
-    ('--config {"block_t":1.5}', "config block_t 1.5: tpu_prefill_dense wants a whole number there"),
-    ('--config {"block_t":"a"}', "config block_t 'a': tpu_prefill_dense wants a whole number there"),
-    ('--config {"block_t":true}', "config block_t True: tpu_prefill_dense wants a whole number there"),
-    ('--config {"block_t":null}', "config block_t None: tpu_prefill_dense wants a whole number there"),
-    ('--config {"matrix_sums":"no"}', "config matrix_sums 'no': tpu_prefill_dense wants true or false there"),
-    ('--config {"matrix_sums":1}', "config matrix_sums 1: tpu_prefill_dense wants true or false there"),
-    ('--kernel xla_prefill_dense --config {"block_heads":"a"}', "wants a whole number or null there"),
+    ('--config {"block_t":1.5}', "config block_t=1.5: tpu_prefill_dense needs a whole number there"),
+    ('--config {"block_t":"a"}', "config block_t='a': tpu_prefill_dense needs a whole number there"),
+    ('--config {"block_t":true}', "config block_t=True: tpu_prefill_dense needs a whole number there"),
+    ('--config {"block_t":null}', "config block_t=None: tpu_prefill_dense needs a whole number there"),
+    ('--config {"matrix_sums":"no"}', "config matrix_sums='no': tpu_prefill_dense needs true or false there"),
+    ('--config {"matrix_sums":1}', "config matrix_sums=1: tpu_prefill_dense needs true or false there"),
+    ('--kernel xla_prefill_dense --config {"block_heads":"a"}', "needs a whole number or null there"),
     ('--config {"block_t":0,"block_s":512,"chunk":512}', "block_t=0 must be at least 1"),
-    ('--chip h200 --config {"block_s":128.0}', "config block_s 128.0: gpu_prefill_dense wants a whole number there"),
+    ('--chip h200 --config {"block_s":128.0}', "config block_s=128.0: gpu_prefill_dense needs a whole number there"),
 ]
 
 

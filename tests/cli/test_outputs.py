@@ -6,6 +6,8 @@ import jax
 import pytest
 
 from tessera.cli import main as cli
+from tessera.cli.errors import explained
+from tessera.core import memory
 from tessera.core.files import DEMO_MODEL, write_whole
 from tessera.models import checkpoint
 from tessera.train import loop
@@ -80,10 +82,21 @@ def test_training_values_that_cannot_work_are_refused_first(flags, words, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+def test_too_little_address_space_for_programs_is_refused_before_they_abort(monkeypatch, capsys):
+    monkeypatch.setattr(memory, "_process_free_bytes", lambda: memory.PROGRAM_BYTES)
+    assert cli.main(["generate", "hello"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "of address space with its programs, but the limit leaves 512.0 MiB free: raise the limit" in line
+
+
+def test_an_allocation_that_fails_says_what_to_do():
+    said = explained(MemoryError("std::bad_alloc"))
+    assert said.startswith("this process ran out of memory (std::bad_alloc): raise its limit")
+    assert explained(MemoryError("x needs 2 GiB but 1 GiB are free")) == "x needs 2 GiB but 1 GiB are free"
+
+
 def test_a_limit_of_address_space_bounds_what_fits(monkeypatch):
     import resource
-
-    from tessera.core import memory
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 42, 1 << 42))
     assert 1 << 41 < memory._process_free_bytes() < 1 << 42

@@ -17,7 +17,7 @@ from tessera.runtime.answers import Generation
 from tessera.runtime.engine import Engine
 from tessera.runtime.requests import End, Event, Failure, Held, Request, Token
 from tessera.runtime.sampling import Sampling
-from tessera.runtime.step import cache_bytes, chunk_bytes, explain_not_finite
+from tessera.runtime.step import explain_not_finite, needed
 from tessera.sparse.baselines import Dense
 from tessera.sparse.kascade import Kascade
 
@@ -175,10 +175,12 @@ def test_a_request_without_memory_fails_alone(model, monkeypatch):
         events = steps(engine, 2) if midway else []
         failed = engine.submit(large)
         rows = 1 if midway else 2
-        needed = cache_bytes(CONFIG, rows, NUM_KEYS, 4) + chunk_bytes(CONFIG, rows, len(large.prompt), 4)
-        monkeypatch.setattr(memory, "available_bytes", lambda device, needed=needed: needed - 1)
-        while engine.busy:
-            events += engine.step()
+        sizes = {"batch": rows, "num_keys": NUM_KEYS, "num_tokens": len(large.prompt)}
+        size = needed(CONFIG, dtype="float32", host=True, **sizes).beyond_weights
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "available_bytes", lambda device, size=size: size - 1)
+            while engine.busy:
+                events += engine.step()
         [failure] = [event for event in events if isinstance(event, Failure)]
         assert failure.id == failed
         assert isinstance(failure.error, MemoryError)

@@ -65,7 +65,7 @@ def test_another_form_is_refused(text):
 @pytest.mark.parametrize(
     ("text", "changes", "devices", "words"),
     [
-        ("8", {"num_kv_heads": 3, "num_heads": 6}, 8, "1x8 .* splits the context, .* not supported yet: use mesh 3x1$"),
+        ("8", {"window": 64}, 8, r"2x4 .* context of a model with a sliding window \(window=64\): use mesh 2x1$"),
         ("4x1", {}, 8, "4x1 .* cannot split num_kv_heads=2 into 4 equal parts: use mesh 2x1$"),
         ("2", {"vocab_size": 265}, 8, "cannot split vocab_size=265 into 2 equal parts: leave out the mesh$"),
         ("2", {"intermediate_size": 49}, 8, "cannot split intermediate_size=49 into 2 equal parts"),
@@ -75,7 +75,7 @@ def test_another_form_is_refused(text):
 def test_a_mesh_that_does_not_divide_is_refused_with_one_that_does(text, changes, devices, words):
     config = replace(CONFIG, **changes)
     with pytest.raises(ValueError, match=words):
-        check(parse(text, config.num_kv_heads), split_sizes(config), devices)
+        check(parse(text, config.num_kv_heads), split_sizes(config), devices, window=config.window)
 
 
 def test_the_command_refuses_a_mesh_before_it_reads_weights(tmp_path, capsys, monkeypatch):

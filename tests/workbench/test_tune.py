@@ -209,7 +209,7 @@ def test_a_killed_search_goes_on_where_it_stopped(method, tmp_path):
     assert found["replayed"] == 2
     assert cut.read_text().splitlines()[:3] == lines[:3]
     assert [t["config"]["block_s"] for t in found["candidates"]] == [tune_subjects.SLOW, tune_subjects.FAST]
-    with pytest.raises(ValueError, match="of another search"):
+    with pytest.raises(ValueError, match="belongs to another search"):
         tune.tune(task, dataclasses.replace(few, seed=1), cut, paths=[HERE])
 
 

@@ -37,6 +37,8 @@ class AttentionSpec:
         query_tile: query positions that share one list of selected key tiles and one row of mass.
         mass: whether to also return each key tile's probability mass. A call has the role "sparse" if it passes a
             selection, "score" if `mass` is set, and "dense" otherwise.
+        stripe: positions per stripe, if keys are dealt over the mesh axis "context" (`context`); None if they are in
+            order of position. Without that axis, both are the same.
     """
 
     causal: bool = True
@@ -46,6 +48,7 @@ class AttentionSpec:
     tile: int = 128
     query_tile: int = 32
     mass: bool = False
+    stripe: int | None = None
 
     def __post_init__(self):
         if self.tile not in TILES:
@@ -54,6 +57,8 @@ class AttentionSpec:
             raise ValueError(f"query_tile={self.query_tile} must be from 1 to {MAX_QUERY_TILE:,}")
         if self.window is not None and (self.window < 1 or not self.causal):
             raise ValueError(f"window={self.window} must be at least 1 and needs causal=True, got causal={self.causal}")
+        if self.stripe is not None and self.stripe < 1:
+            raise ValueError(f"stripe={self.stripe} must be at least 1, or None")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap={self.softcap} must be positive, or None for no cap")
 

@@ -1,12 +1,13 @@
 """Choose a kernel for every attention call, explain the choice, and refuse calls that no kernel can run."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention import parallel, reference, tuned
+from tessera.attention import context, parallel, reference, tuned
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gpu import cudnn as gpu_cudnn
 from tessera.attention.gpu import decode as gpu_decode
@@ -119,12 +120,21 @@ def attend(
         for name, value, size in (("kv_len", kv_len, num_keys), ("q_len", q_len, num_queries))
     )
     positions = Positions(per_sequence("q_start", q_start, 0, batch), *lengths)
-    shapes = parallel.local_shapes(shapes)
-    kernel = choose(spec, shapes, backend=backend)
-    config = tuned.config(kernel, spec, shapes)
+    parallel.local_shapes(shapes)  # raises unless the devices can share the KV heads equally
+
+    platform = parallel.platform()  # of the mesh, which a call on one device's share no longer knows
+
+    def run(q, kv, spec, positions, selection):
+        local = kv.shapes(q, selection)
+        kernel = choose(spec, local, backend=backend, platform=platform)
+        return kernel.launch(q, kv, spec, positions, selection, tuned.config(kernel, spec, local))
+
+    if spec.stripe is not None and context.num_parts() > 1:
+        return context.attend(run, q_BTNH, kv, spec, positions, selection)
+    spec = replace(spec, stripe=None)
 
     def launch(q, kv, positions, selection):
-        return kernel.launch(q, kv, spec, positions, selection, config)
+        return run(q, kv, spec, positions, selection)
 
     return parallel.split(launch, spec.mass)(q_BTNH, kv, positions, selection)
 

@@ -114,6 +114,8 @@ class Kernel:
             return f"it needs compute capability {self.capability.name}, this GPU has {capability}"
         if self.phase == "decode" and shapes.num_queries != 1:
             return f"it takes one query row per sequence, the call has {shapes.num_queries}"
+        if spec.stripe is not None:
+            return f"it reads keys in order of position, the call's are dealt over devices in stripes of {spec.stripe}"
         if shapes.paged or shapes.scaled:
             layout = "paged" if shapes.paged else "scaled"
             return f"it reads contiguous keys in the queries' dtype, the call's are {layout}"

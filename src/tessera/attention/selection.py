@@ -211,7 +211,7 @@ def tile_budget(
 
 
 def _far_budget(spec: AttentionSpec, visible_BI: Array, fraction: Fraction, minimum: int) -> Int32[Array, "B K' I"]:
-    """Convert the far budget from keys to tiles, without a limit to the far tiles that exist."""
+    """Return the far budget in tiles. It may exceed the number of far tiles; the caller limits it."""
     share = jnp.atleast_1d(jnp.asarray(fraction, jnp.float32))[:, None]
     tiles = jnp.ceil(visible_BI[:, None].astype(jnp.float32) * (share / spec.tile) - SLACK).astype(jnp.int32)
     tiles = jnp.maximum(tiles, ceil_div(minimum, spec.tile))

@@ -1,4 +1,5 @@
-"""Detects that a kernel is traced for a Pallas interpreter; no other module here reads jax's private state."""
+"""Detect whether a kernel is being traced for a Pallas interpreter. Only this module of `attention` reads jax's private
+state."""
 
 import jax
 

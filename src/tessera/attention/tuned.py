@@ -88,7 +88,8 @@ def measures(spec: AttentionSpec, shapes: Shapes) -> dict[str, Any]:
 
 
 def config(kernel: Kernel, spec: AttentionSpec, shapes: Shapes) -> Any:
-    """Return the kernel's Config for a call on the device being traced for: from that device's table, else the default.
+    """Return the kernel's Config for a call: from the table of the device that the program is traced for, else the
+    default.
 
     Raises:
         ValueError: the table's row does not fit the kernel's Config.
@@ -112,7 +113,8 @@ def built(row: Row, kernel: Kernel) -> Any:
 
 
 def device() -> str:
-    """Return the table name of the device being traced for: "v6e", "h200", or a CPU's name as in evidence/ files."""
+    """Return the table name of the device that the program is traced for: "v6e", "h200", or a CPU's name as in
+    evidence/."""
     on = jax.sharding.get_abstract_mesh().abstract_device
     kind = jax.devices()[0].device_kind if on is None else on.device_kind
     chip = hardware.chip(kind)

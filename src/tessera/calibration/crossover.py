@@ -17,8 +17,8 @@ from tessera.sparse.kascade import Kascade
 logger = logging.getLogger(__name__)
 
 CROSSOVER_BUDGET_S = 240.0
-"""Seconds for all timed runs, excluding compilation; a length that would probably exceed the rest is not timed. Two
-slow cores reach 4,096 tokens with a model of 135 M parameters."""
+"""Seconds for all timed runs, excluding compilation. A length is not timed if it would probably exceed the time left.
+Two slow cores reach 4,096 tokens with a model of 135 M parameters."""
 
 GROWTH = 3
 """Expected factor of a prefill's time when its length doubles: between 2 for matrix products and 4 for attention."""

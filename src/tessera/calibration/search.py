@@ -140,8 +140,8 @@ def search_policy(
 
 
 def promise_of(target: Target, judged: Sequence[Probe], kept: Kept, *, fresh: bool) -> dict[str, Any]:
-    """Return the plan's promise: target, lengths of the judging windows, whether these set no budget (`fresh`), whether
-    the target is met, and the measured losses."""
+    """Return the plan's promise: target, lengths of the judging windows, whether the budgets were set on other windows
+    (`fresh`), whether the target is met, and the measured losses."""
     return {
         **{name: value for name, value in asdict(target).items() if value is not None},
         "judged_tokens": [len(probe.tokens) for probe in judged],

@@ -34,7 +34,7 @@ ALIASES = MappingProxyType(
     {"/?": "/help", "/reset": "/clear", "/regen": "/regenerate", "/retry": "/regenerate", "/quit": "/exit"}
     | {"/bye": "/exit"}
 )
-"""Names of the commands in ollama and llama-cli."""
+"""Names that ollama and llama-cli give to commands -> our names."""
 HELP = "\n".join(
     [
         *(f"{name:16}{what}" for name, what in COMMANDS.items()),

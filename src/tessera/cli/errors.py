@@ -4,14 +4,19 @@ import errno
 from contextlib import suppress
 
 LEAST_ADDRESS_SPACE = 3 << 29
-"""Bytes, 1.5 GiB. With two cores and the demo model, JAX runs out of memory at 1 GiB and works at 2 GiB."""
+"""Minimum bytes of address space: 1.5 GiB. With two cores and the demo model, JAX runs out of memory at 1 GiB and works
+at 2 GiB."""
 
 
 def explained(error: Exception) -> str:
-    """Return an error's sentence; that of an operating system's error names the file and, for a full disk, the way out.
+    """Return an error's sentence. An operating system's error names the file; a full disk or memory names the way out.
 
     Python's own text of such an error is "[Errno 2] No such file or directory: 'x'".
     """
+    if isinstance(error, MemoryError) and "free" not in str(
+        error
+    ):  # an allocation failed; `require` names what is free
+        return f"this process ran out of memory ({error}): raise its limit (ulimit -v), or take a smaller model"
     if not isinstance(error, OSError) or error.errno is None or error.strerror is None:
         return str(error)
     said = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

@@ -42,16 +42,18 @@ class SamplingFlags:
     """Flags that control sampling."""
 
     temperature: Annotated[Omittable[float], tyro.conf.arg(aliases=("--temp",))] = None
-    """0 takes the best token; a larger value divides the logits. Defaults of this flag and the next four come from
-    generation_config.json."""
+    """0 takes the best token; a larger value divides the logits. If not given, the value in generation_config.json."""
     top_k: Omittable[int] = None
-    """Draw from the k best tokens only; 0 is off."""
+    """Draw from the k best tokens only; 0 is off. If not given, the value in generation_config.json."""
     top_p: Omittable[float] = None
-    """Draw only from the fewest best tokens whose probabilities sum to this value; 1 is off."""
+    """Draw only from the fewest best tokens whose probabilities sum to this value; 1 is off. If not given, the value in
+    generation_config.json."""
     min_p: Omittable[float] = None
-    """Draw only from tokens with at least this share of the best token's probability; 0 is off."""
+    """Draw only from tokens with at least this share of the best token's probability; 0 is off. If not given, the value
+    in generation_config.json."""
     repetition_penalty: Annotated[Omittable[float], tyro.conf.arg(aliases=("--repeat-penalty",))] = None
-    """A value above 1 makes tokens already in the prompt or the answer less likely; 1 is off."""
+    """A value above 1 makes tokens already in the prompt or the answer less likely; 1 is off. If not given, the value
+    in generation_config.json."""
     seed: Annotated[int, SEED] = 0
     """Seed of the random draws: the same seed gives the same answer."""
 

@@ -158,20 +158,7 @@ class Inspect:
             said = ", ".join(f"--{n.replace('_', '-')}" for n in given)
             raise ValueError(f"{said} cannot be used with --model: they describe a single call")
         if self.picture is not None:
-            self.check_picture()
-
-    def check_picture(self) -> None:
-        """Raise an error if --picture cannot be written: no matplotlib, an unknown file format, or a missing folder."""
-        from tessera.core.extras import require
-
-        require("matplotlib", "report")
-        from matplotlib.figure import Figure
-
-        kinds = Figure().canvas.get_supported_filetypes()
-        if self.picture.suffix[1:].lower() not in kinds:
-            raise ValueError(f"--picture {self.picture} must end in one of {', '.join(f'.{kind}' for kind in kinds)}")
-        if not self.picture.parent.is_dir():
-            raise FileNotFoundError(f"the folder {self.picture.parent} for --picture does not exist: create it")
+            check_picture(self.picture)
 
     def run_model(self) -> int:
         """Print the result for a whole step and return the exit code."""
@@ -213,3 +200,17 @@ class Inspect:
             error=error,
         )
         evidence.append(self.evidence, made)
+
+
+def check_picture(path: Path) -> None:
+    """Raise an error if --picture cannot be written: no matplotlib, an unknown file format, or a missing folder."""
+    from tessera.core.extras import require
+
+    require("matplotlib", "report")
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise ValueError(f"--picture {path} must end in one of {', '.join(f'.{kind}' for kind in kinds)}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} for --picture does not exist: create it")

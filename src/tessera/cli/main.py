@@ -21,6 +21,7 @@ from tessera.cli.errors import check_address_space, explained
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch, named_model
+from tessera.cli.plan import Plan
 from tessera.cli.processes import ProcessFlags
 from tessera.cli.study import STUDIES, Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
@@ -81,7 +82,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     tokens: bool = False
     """Read prompts as token ids, separated by spaces or commas, and print token ids."""
     stream: bool = False
-    """Print text as it is generated (one prompt)."""
+    """Print text as it is generated. Needs exactly one prompt."""
     json: bool = False
     """Print one JSON object per prompt, each on its own line."""
 
@@ -312,6 +313,7 @@ COMMANDS = MappingProxyType(
         "eval": Eval,
         "report": Report,
         "inspect": Inspect,
+        "plan": Plan,
         "study": Study,
     }
 )

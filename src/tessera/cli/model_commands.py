@@ -21,7 +21,7 @@ class Fetch:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Print the path of the model's file."""
+        """Download the model unless it is there, and print the path of its file."""
         from tessera.models.fetch import fetch
 
         print(fetch(self.name))

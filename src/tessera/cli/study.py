@@ -77,7 +77,7 @@ class TpuBlocks:
     limit_s: float = 180.0
     """Seconds after which a compile is killed."""
     budget: int = 10
-    """Maximum candidates per case; half for a case that starts from another case's winner."""
+    """Maximum candidates per case; half as many for a case that starts from another case's winner."""
     first: Several[str] = ()
     """Changes to the default block sizes to try first, as JSON: '{"step": 1024}'."""
     field: Several[str] = ()
@@ -190,8 +190,28 @@ class Fuzz:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Open the files that this version of the code has not opened yet; return 1 if one breaks the rule."""
+        """Open the files that this version of the code has not opened yet; return 1 if one shows a defect."""
         return _module("fuzz").study(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Compare planned memory of whole steps with the compiler's."""
+
+    out: Path = Path("build/planner.jsonl")
+    """File of finished steps."""
+    limit_s: float = 1800.0
+    """Seconds after which a compile is killed."""
+    list: bool = False
+    """Print what is left and exit."""
+    report: bool = False
+    """Append a record per step to evidence/; exit code 1 if the planner was wrong."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Compile what is missing, or report."""
+        return _module("planner").study(self)
 
 
 STUDIES = {
@@ -202,6 +222,7 @@ STUDIES = {
     "gpu-gates": GpuGates,
     "gpu-figures": GpuFigures,
     "fuzz": Fuzz,
+    "planner": Planner,
 }
 
 

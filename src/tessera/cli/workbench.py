@@ -252,7 +252,7 @@ class Report:
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Write the page or the tables; return 1 if a table is stale with --check."""
+        """Write the page or the tables. With --check, return 1 if a table is stale."""
         if self.check and not self.tables:
             raise ValueError("--check checks tables: add --tables")
         if self.tables:

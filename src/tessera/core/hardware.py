@@ -8,9 +8,11 @@ structured sparsity); on-chip memory per TensorCore from jax's own `tpu_info`. A
 import os
 import platform
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 
 def prepare_simulator() -> None:
@@ -160,6 +162,24 @@ CHIPS: tuple[Chip, ...] = (
         capability="9.0",
     ),
 )
+
+LINK_BYTES_PER_S: Mapping[str, float] = MappingProxyType(
+    {"v4": 300e9, "v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "v7x": 600e9, "h100": 900e9, "h200": 900e9}
+)
+"""Nominal rate of all links of a jax device to other chips, both directions (the vendors' specification pages)."""
+
+USABLE_BYTES: Mapping[str, float] = MappingProxyType(
+    {
+        **{"v5e": 15.74 * _GIB, "v6e": 31.23 * _GIB, "v5p": 95.72 * _GIB, "v7x": 94.73 * _GIB},
+        "v4": 30.5 * _GIB,
+        **{"h100": 0.75 * 80e9, "h200": 0.75 * 141e9},
+    }
+)
+"""Bytes of a jax device that one program may hold.
+
+TPU: what the compiler calls available when it refuses a program, less 0.01 GiB; v4, which it does not take, by the
+worst share of the others. GPU: JAX's pool, 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+"""
 
 
 def chip(device_kind: str) -> Chip | None:

@@ -118,8 +118,8 @@ class Handler:
         self.pressed = self.heard = self.taken = self.raised = self.told = self.eager = False
 
     def _raise(self) -> None:
-        """Send SIGINT to the main thread. It raises KeyboardInterrupt, unless one is propagating, and ends a system
-        call."""
+        """Send SIGINT to the main thread. The signal ends a system call, and raises KeyboardInterrupt unless one is
+        already propagating."""
         self.eager, self._own_signals = True, self._own_signals + 1
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 

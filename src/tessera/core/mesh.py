@@ -20,7 +20,17 @@ from jax.sharding import PartitionSpec as P
 HEADS, CONTEXT = "heads", "context"
 AXES = (HEADS, CONTEXT)
 
-RULES: Mapping[str, str] = MappingProxyType({"vocab": HEADS, "heads": HEADS, "kv_heads": HEADS, "mlp": HEADS})
+RULES: Mapping[str, str] = MappingProxyType(
+    {
+        "vocab": HEADS,
+        "heads": HEADS,
+        "kv_heads": HEADS,
+        "mlp": HEADS,
+        "spread_rows": HEADS,
+        "rows": CONTEXT,
+        "slots": CONTEXT,
+    }
+)
 """Mesh axis that splits a logical axis; the other logical axes are whole on every device."""
 
 
@@ -47,7 +57,9 @@ def parse(text: str | int, num_kv_heads: int) -> MeshShape:
     return MeshShape(heads, first // heads)
 
 
-def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int, num_processes: int = 1) -> None:
+def check(
+    shape: MeshShape, sizes: Mapping[str, int], num_devices: int, num_processes: int = 1, window: int | None = None
+) -> None:
     """Raise ValueError unless the mesh can share a model among `num_devices` devices.
 
     Args:
@@ -55,12 +67,15 @@ def check(shape: MeshShape, sizes: Mapping[str, int], num_devices: int, num_proc
         sizes: the model's sizes by name; the "heads" axis splits each of them, so it must divide each.
         num_devices: devices that are present, in all processes.
         num_processes: processes that share them; several must use all their devices.
+        window: the model's sliding window in tokens, if any. Attention over a split context has none (`context`).
     """
     fits = max(n for n in range(1, num_devices + 1) if not any(size % n for size in sizes.values()))
     way_out = f"use mesh {fits}x1" if fits > 1 else "leave out the mesh"
     named, count = f"mesh {shape.heads}x{shape.context} (heads x context)", shape.heads * shape.context
-    if shape.context > 1:
-        raise ValueError(f"{named} splits the context, which is not supported yet: {way_out}")
+    if shape.context > 1 and window is not None:
+        raise ValueError(
+            f"{named} cannot split the context of a model with a sliding window (window={window}): {way_out}"
+        )
     for name, size in sizes.items():
         if size % shape.heads:
             raise ValueError(f"{named} cannot split {name}={size} into {shape.heads} equal parts: {way_out}")
@@ -106,6 +121,11 @@ def _first_leaf(tree: Any) -> Any:
     if level is None:
         return tree
     return next((_first_leaf(child) for child in level[0] if child is not None), None)
+
+
+def num_stripes(mesh: Mesh | None) -> int:
+    """Count the devices that share each sequence's keys, in stripes (`attention.context`)."""
+    return 1 if mesh is None else mesh.shape[CONTEXT]
 
 
 def num_parts(mesh: Mesh | None) -> int:

@@ -120,7 +120,7 @@ class LayerTimes(NamedTuple):
     samples: Mapping[str, Sequence[float]]
 
     def total(self, layers: Sequence[str]) -> dict[str, float]:
-        """Sum the medians over a model's layers: all dense, and each layer as the plan runs it."""
+        """Sum the medians over a model's layers: with all layers dense, and with each layer as the plan runs it."""
         median = {kind: float(np.median(samples)) for kind, samples in self.samples.items()}
         return {"dense": median["dense"] * len(layers), "kascade": sum(median[kind] for kind in layers)}
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+from tessera.core.hardware import LINK_BYTES_PER_S
 from tessera.core.memory import format_bytes
 from tessera.core.mesh import MeshShape, check
 from tessera.deviceless import hlo, steps
@@ -32,9 +33,6 @@ MESHES = MappingProxyType(
     }
 )
 """Mesh size -> topology whose first devices form the mesh; the smallest that the compiler accepts has four chips."""
-
-LINK_BYTES_PER_S = MappingProxyType({"v5e": 200e9, "v5p": 600e9, "v6e": 448e9, "v7x": 600e9})
-"""Nominal rate of all links of a jax device to other chips, both directions (docs.cloud.google.com/tpu/docs)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +73,7 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
 
     Args:
         chip: "v5e", "v5p", "v6e" or "v7x".
-        model: a name of `steps.MODELS`, or a folder with a config.json.
+        model: a name of `steps.MODELS`, a folder with a config.json, or a GGUF file.
         mesh: devices that share every layer.
         limit_s: seconds for the compiler.
         call: phase, batch, length, queries, attention, tile, query_tile, fraction (see `steps.model_step`).

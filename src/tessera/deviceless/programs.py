@@ -65,7 +65,7 @@ def check(
         raise ValueError(f"config {', '.join(strange)}: {kernel.name} has no such size; it has {', '.join(names)}")
     for name, value in config.items():
         if not isinstance(value, names[name]) or (isinstance(value, bool) and names[name] is not bool):
-            raise ValueError(f"config {name} {value!r}: {kernel.name} wants {WANTED[names[name]]} there")
+            raise ValueError(f"config {name}={value!r}: {kernel.name} needs {WANTED[names[name]]} there")
     needed = [field.name for field in fields(kernel.Config) if field.default is field.default_factory is MISSING]
     if missing := [name for name in needed if name not in config]:
         raise ValueError(f"config lacks {', '.join(missing)}: {kernel.name} needs {', '.join(needed)}")

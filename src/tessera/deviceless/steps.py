@@ -7,7 +7,6 @@ mesh; the cache and attention are split by KV head (`attention/parallel.py`). XL
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,36 +20,16 @@ from tessera.attention.dispatch import choose
 from tessera.attention.parallel import AXIS
 from tessera.attention.selection import capacity_for
 from tessera.core.mesh import MeshShape, build
-from tessera.models.cache import Cache
+from tessera.models.cache import init_cache
+from tessera.models.catalogue import MODELS
 from tessera.models.checkpoint import read_config
-from tessera.models.config import ModelConfig, Rope
+from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.weights import abstract_params, device_bytes
+from tessera.runtime.roofline import recipe
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
-
-MODELS = MappingProxyType(
-    {
-        "llama-3.1-8b": ModelConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            max_positions=131072,
-            rope=Rope(kind="llama3", theta=500000.0, factor=8.0),
-            norm_eps=1e-5,
-            dtype="bfloat16",
-        )
-    }
-)
-"""Models whose sizes are known without their files."""
-
-ANCHORS = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
-"""Anchor layers of the Kascade paper. A step's cost depends on their number, not on which layers they are."""
 
 
 def config_of(model: str) -> ModelConfig:
@@ -68,18 +47,10 @@ def config_of(model: str) -> ModelConfig:
 def policy_of(
     model: str, config: ModelConfig, *, attention: str, tile: int, query_tile: int, fraction: float
 ) -> Policy:
-    """Return Dense, or Kascade with the paper's anchors and each head mapped to itself.
-
-    A model that is not in ANCHORS gets up to five evenly spread anchors.
-    """
+    """Return Dense, or Kascade as the paper sets it up; see `roofline.recipe`."""
     if attention == "dense":
         return Dense()
-    count = min(5, config.num_layers)
-    anchors = ANCHORS.get(model, tuple(i * config.num_layers // count for i in range(count)))
-    head_map = ((*range(config.num_kv_heads),),) * config.num_layers
-    return Kascade(
-        anchors=anchors, head_map=head_map, heads="identity", tile=tile, query_tile=query_tile, fraction=fraction
-    )
+    return recipe(config, model, tile=tile, query_tile=query_tile, fraction=fraction)
 
 
 def model_step(
@@ -94,10 +65,12 @@ def model_step(
     query_tile: int,
     fraction: float,
     devices: Any,
+    stacked: bool = True,
 ) -> tuple[Any, tuple, dict]:
     """Return (step, abstract arguments, about) of a prefill of the last `queries` of `length` tokens, or of one decode.
 
-    The step donates the cache, as the engine does, and returns the new cache and the last row's logits.
+    The step donates the cache, as the engine does, and returns the new cache and the last row's logits. Layers that
+    are `stacked` run under a scan, which compiles fast; otherwise they are unrolled, as `load` runs them.
     """
     config = config_of(model)
     mesh = build(MeshShape(len(devices), 1), devices)
@@ -107,14 +80,10 @@ def model_step(
     def place(shape, dtype, *spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    stored = place(
-        (config.num_layers, batch, config.num_kv_heads, length, config.head_dim),
-        jnp.dtype(config.dtype),
-        None,
-        None,
-        AXIS,
-    )
-    cache, whole = Cache(stored, stored), NamedSharding(mesh, P())
+    held = jax.eval_shape(lambda: init_cache(config, batch, length, dtype=config.dtype, stacked=stacked))
+    by_head = (None, None, AXIS) if stacked else (None, AXIS)
+    cache = jax.tree.map(lambda x: place(x.shape, x.dtype, *by_head), held)
+    whole = NamedSharding(mesh, P())
 
     def step(params, cache, tokens_BT, positions):
         hidden, cache, _ = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
@@ -123,7 +92,7 @@ def model_step(
     function = jax.jit(step, donate_argnums=1, out_shardings=(jax.tree.map(lambda x: x.sharding, cache), whole))
     tokens = place((batch, rows), jnp.int32)
     positions = Positions(*[place((batch,), jnp.int32)] * 3)
-    params = abstract_params(config, mesh)
+    params = abstract_params(config, mesh, stacked=stacked)
     shape = Shapes(batch, rows, length, config.num_heads // len(devices), config.num_kv_heads // len(devices),
                    config.head_dim, None, config.dtype)  # fmt: skip
     about = {"roles": roles(policy, config), "weight_bytes": device_bytes(params)}

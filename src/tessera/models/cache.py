@@ -8,6 +8,7 @@ from jax import Array
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
+from tessera.attention import context
 from tessera.core.mesh import keep
 from tessera.models.config import ModelConfig
 
@@ -28,10 +29,10 @@ def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLi
     return Cache(tuple(jnp.zeros(shape, dtype) for _ in layers), tuple(jnp.zeros(shape, dtype) for _ in layers))
 
 
-def keep_split(cache: Cache) -> Cache:
-    """Fix, inside a program, that the devices of a mesh share the cache by KV heads."""
+def keep_split(cache: Cache, stripe: int | None = None) -> Cache:
+    """Fix, inside a program, that the devices of a mesh share the cache by KV heads and, with a stripe, by slots."""
     stacked = not isinstance(cache.k, tuple)
-    return keep(cache, *((None, None) if stacked else (None,)), "kv_heads")
+    return keep(cache, *((None, None) if stacked else (None,)), "kv_heads", None if stripe is None else "slots")
 
 
 def append(
@@ -39,12 +40,16 @@ def append(
     new: Float[Array, "B T K H"],
     q_start: Int32[Array, "B"],
     layer: tuple[Int32[Array, ""], ...] = (),
+    stripe: int | None = None,
 ) -> Float[Array, "*L B K S H"]:
     """Write T new positions per sequence, from q_start on; `layer` selects the layer of a stacked cache.
 
-    The caller must ensure q_start + T <= S, because XLA silently clamps the position of a write.
+    With `stripe`, the cache is dealt over the mesh axis "context"; see `context.append` for what it needs. The caller
+    must ensure q_start + T <= S, because XLA silently clamps the position of a write.
     """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)
+    if stripe is not None and context.num_parts() > 1:
+        return context.append(cache, rows, q_start, layer, stripe)
     zero = jnp.int32(0)  # not a Python 0: with 64-bit types enabled that would be int64, unlike q_start's int32
     for b in range(rows.shape[0]):  # one in-place update per sequence; a vmapped one becomes a slow scatter on CPU
         row = jnp.expand_dims(rows[b], range(cache.ndim - 3))

@@ -21,7 +21,7 @@ MILLION = 1_000_000
 READY_S = 60.0
 """Maximum seconds until the worker is ready. Its start takes 0.2 s on an idle machine."""
 FREE_CHARACTERS = 1 << 20
-"""Maximum characters of a template's output, plus GROWTH times the characters of the conversation as JSON."""
+"""Characters that every template may write; GROWTH more are allowed per character of the conversation as JSON."""
 GROWTH = 4
 LONGEST_REASON = 300
 

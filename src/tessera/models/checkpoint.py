@@ -25,6 +25,7 @@ from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
 from tessera.core.mesh import keep, mesh_of, program, sharding
+from tessera.models import catalogue
 from tessera.models.config import ModelConfig, stable_repr
 from tessera.models.families import parse_config, render_config
 from tessera.models.fetch import MODELS, fetched
@@ -68,11 +69,12 @@ the hub."""
 RETRY = "correct config.json, or download the model again"
 
 
-def resolve(name: str | os.PathLike) -> Path:
+def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
     """Locate a model: a local folder or GGUF file, a fetched model's name, or a Hugging Face hub id.
 
-    A hub id ("owner/name") is downloaded into the hub's cache; its config is checked before its weights are downloaded.
-    If a save of the folder was killed between its two renames, `finish_swap` completes it first.
+    A hub id ("owner/name") is downloaded into the hub's cache; its config is checked before its weights are downloaded,
+    or is all that is downloaded if `config_only`. If a save of the folder was killed between its two renames,
+    `finish_swap` completes it first.
 
     Raises:
         ValueError: there is no such folder or file, the named model was not fetched yet, or the hub has no such model
@@ -98,6 +100,8 @@ def resolve(name: str | os.PathLike) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        if config_only:
+            return Path(snapshot_download(name, allow_patterns=["config.json", "generation_config.json"]))
         small = snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer.model"])
         read_config(small)
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
@@ -107,6 +111,26 @@ def resolve(name: str | os.PathLike) -> Path:
             f"model {name!r} is neither a folder here nor reachable on the Hugging Face hub ({reason}): "
             f"check the name, the network and your access, or pass a folder"
         ) from error
+
+
+def find_config(name: str | os.PathLike) -> tuple[ModelConfig, Path | None]:
+    """Return a model's config, and the folder or file that holds it; reads no weights and downloads none.
+
+    `name` is as in `resolve`, or a name of `catalogue.MODELS`, which has no file. From a hub id only the JSON files are
+    downloaded.
+
+    Raises:
+        ValueError: as `resolve` and `read_config`.
+    """
+    if str(name) in catalogue.MODELS and not Path(name).exists():
+        return catalogue.MODELS[str(name)], None
+    try:
+        source = resolve(name, config_only=True)
+    except ValueError as error:
+        if "pass a Hugging Face folder" not in str(error):
+            raise
+        raise ValueError(f"{error}, or one of {', '.join(catalogue.MODELS)}") from None
+    return read_config(source), source
 
 
 def read_config(folder: str | os.PathLike) -> ModelConfig:

@@ -8,6 +8,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Shapes
+from tessera.core.mesh import keep
 from tessera.models.cache import Cache, append
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params, linear, matmul, mlp, rms_norm, rope_tables, rotate
@@ -23,6 +24,8 @@ def forward(
     config: ModelConfig,
     policy: Policy,
     remat: bool = False,
+    stripe: int | None = None,
+    spread: bool = False,
 ) -> tuple[Float[Array, "B T D"], Cache | None, Any]:
     """Run all layers over T new tokens per sequence.
 
@@ -35,12 +38,16 @@ def forward(
         config: the decoder's config; static under jit.
         policy: computes the attention of every layer; static under jit.
         remat: recompute each layer in the backward pass instead of storing it.
+        stripe: positions per stripe of a cache that is dealt over the mesh axis "context" (`attention.context`), whose
+            devices then share the rows, too; None if the cache is in order of position.
+        spread: let the devices of the mesh axis "heads" share the rows instead of the weights, which each gathers layer
+            by layer; attention and cache stay split by heads (`runtime.spread`).
 
     Returns:
         hidden states after the final norm, the updated cache, the policy's final state.
     """
     batch, num_queries = tokens_BT.shape
-    spec = AttentionSpec(window=config.window)
+    spec = AttentionSpec(window=config.window, stripe=stripe)
     position_BT = positions.q_start[:, None] + jnp.arange(num_queries, dtype=jnp.int32)
     tables = rope_tables(config.rope, config.head_dim, position_BT)
     x = params.embed[tokens_BT]
@@ -52,16 +59,25 @@ def forward(
     state = policy.init_state(config.num_layers, shapes, spec)
 
     def block(index, x, layer: Layer, cache, state):
+        if stripe is not None and num_queries > 1:
+            x = keep(x, None, "rows")
+        if spread:
+            x, layer = keep(x, None, "spread_rows"), keep(layer)
         h = rms_norm(x, layer.attn_norm, config.norm_eps)
         q, k, v = project(h, layer, tables, config)
+        if spread:  # by rows first: else XLA splits v's projection by heads and gathers h for it
+            q, k, v = keep(keep((q, k, v), None, "spread_rows"), None, None, "heads")
         if cache is not None:  # one layer's cache, or all layers' stacked
             at = () if unrolled else (index,)
-            cache = Cache(*(append(held, new, positions.q_start, at) for held, new in zip(cache, (k, v))))
+            cache = Cache(*(append(held, new, positions.q_start, at, stripe) for held, new in zip(cache, (k, v))))
             kv = KeyValues(*(held[at] for held in cache))
         else:
             kv = KeyValues.of(k, v)
         out, state = policy.attend(index, q, kv, spec, positions, state)
-        y = x + linear(out.reshape(batch, num_queries, -1), layer.o, layer.o_bias)
+        out = out.reshape(batch, num_queries, -1)
+        if spread:
+            out = keep(out, None, "spread_rows")
+        y = x + linear(out, layer.o, layer.o_bias)
         state = policy.observe(index, x, y, positions, state)
         y = y + mlp(rms_norm(y, layer.mlp_norm, config.norm_eps), layer)
         return y, cache, state

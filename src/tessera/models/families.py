@@ -137,8 +137,10 @@ def _qwen3(raw: Raw) -> dict[str, Any]:
 
 
 def _qwen_window(raw: Raw) -> int | None:
-    """Return the window in tokens; None without one. Qwen's layers from max_window_layers on have it; here, all or none
-    must."""
+    """Return the sliding window in tokens, or None if the model has none.
+
+    In Qwen's configs the layers from max_window_layers on slide. Only all layers or none are supported.
+    """
     if not raw.get("use_sliding_window") or (window := _window(raw)) is None:
         return None
     first, layers = _given(raw, "max_window_layers", 28), raw["num_hidden_layers"]

@@ -139,7 +139,8 @@ def _is_whole(target: Path, source: Source) -> bool:
 def _clear_stale(folder: Path) -> None:
     """Remove the unfinished downloads that killed processes left. The caller must hold the lock.
 
-    The pip of a killed process runs on for a while and writes into the folder being removed; retry until pip fails.
+    The pip process of a killed fetch may run on for a while and write into the folder. Removal is retried until pip
+    ends.
     """
     for stale in folder.glob(PARTIAL + "*"):
         for _ in range(CLEARING_TRIES):

@@ -51,7 +51,8 @@ UNSUPPORTED = MappingProxyType(
         "renormalize_logits": False,
     }
 )
-"""Settings that are not supported, each with the value at which it has no effect; any other value is ignored."""
+"""Settings that are not supported, each with the value at which it has no effect. A file's other value of such a
+setting is listed in `GenerationConfig.ignored`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,8 @@ class GenerationConfig:
     ignored: Mapping[str, Any] = MappingProxyType({})
 
     def sampling(self) -> dict[str, float | int]:
-        """Return the temperature, and the other sampling arguments that are set; filters have no effect at 0."""
+        """Return the temperature, and the other arguments that the file sets. At temperature 0, filters have no
+        effect."""
         drawn = 1.0 if self.temperature is None else self.temperature
         found = {"temperature": drawn if self.do_sample else 0.0}
         names = ("top_k", "top_p", "min_p", "repetition_penalty")

@@ -200,7 +200,9 @@ def read_gguf(path: str | os.PathLike) -> GgufFile:
             raise ValueError(f"{path} is a {form} GGUF file: only little-endian versions 2 and 3 are supported")
         num_tensors, num_entries = header.number("Q", "the tensor count"), header.number("Q", "the metadata count")
         if max(num_tensors, num_entries) > MAX_ENTRIES:
-            raise header.error(f"it claims {num_tensors} tensors and {num_entries} metadata entries")
+            raise header.error(
+                f"it claims {num_tensors} tensors and {num_entries} metadata entries, more than models have"
+            )
         metadata: dict[str, Any] = {}
         for _ in range(num_entries):
             key = header.text("a metadata key", MAX_NAME_BYTES)

@@ -289,7 +289,7 @@ def _llama3(meta: _Metadata, stored: GgufTensor, theta: float, head_dim: int, ma
 
 
 def _llama3_candidates(freq: np.ndarray, factors: np.ndarray, factor: float, max_positions: int):
-    """Yield candidates (original context, high), the most certain first."""
+    """Yield candidates (original context, high), the most certain first; see `_llama3` for their meaning."""
     blend = (1 / factors - 1 / factor) / (1 - 1 / factor)
     band = (blend > 1e-4) & (blend < 1 - 1e-4)
     if band.sum() >= 2:

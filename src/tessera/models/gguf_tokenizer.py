@@ -1,6 +1,6 @@
 """Build a `tokenizers` tokenizer from a GGUF file: byte-level BPE ("gpt2") or SentencePiece ("llama").
 
-Text is split by the regular expressions of the original tokenizers, which llama.cpp's expressions translate. Only the
+Text is split by the original tokenizers' regular expressions; llama.cpp's own are translations of these. Only the
 pre-tokenizer "default" has no original; it uses llama.cpp's expressions.
 """
 
@@ -120,7 +120,8 @@ class _Vocabulary:
         return value
 
     def used(self) -> dict[str, int]:
-        """Return ids by piece, without unused pieces, which only pad the vocabulary to the number of embeddings."""
+        """Map each piece to its id. Unused pieces are left out: they only pad the vocabulary to the number of
+        embeddings."""
         return {token: i for i, token in enumerate(self.tokens) if self.types[i] != UNUSED}
 
 

@@ -87,7 +87,7 @@ def read_index(folder: Path) -> dict[str, Stored]:
             if weight_map.get(name, shard) != shard or name in stored:
                 other = escaped(stored[name].path.name if name in stored else weight_map[name])
                 raise ValueError(
-                    f"{folder / shard} holds {escaped(name)}, but so does {other}, or {INDEX} assigns it there: "
+                    f"{folder / shard} holds {escaped(name)}, which belongs in {other} (by {INDEX} or another shard): "
                     f"download the model again"
                 )
             stored[name] = tensor

@@ -199,7 +199,8 @@ class TextStream:
         self._given = ""  # the part of the window's text that was returned
 
     def push(self, token: int) -> str:
-        """Take one id and return the text that is now final: often this token's text, "" inside a character."""
+        """Take one id and return the text that became final: often this token's text, but "" while a character is
+        incomplete."""
         self._ids.append(int(token))
         text = self._text()
         if not text.startswith(self._given):

@@ -174,9 +174,9 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:
-    """Initialise stacked weights: norms are one, biases zero, matrices normal with standard deviation in ** -0.5.
+    """Initialise stacked weights: norms are one, biases zero, matrices normal with standard deviation n ** -0.5.
 
-    `in` is the matrix's input size. Models with a smaller deviation never learned to copy (LOG.md).
+    n is the matrix's input size. Models with a smaller deviation never learned to copy (LOG.md).
     """
     keys = iter(jax.random.split(key, 16))
     count, shrink = config.num_layers, (2 * config.num_layers) ** -0.5

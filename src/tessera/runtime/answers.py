@@ -74,7 +74,7 @@ class Answer:
         return self.finish_reason is not None
 
     def push(self, token: int, logprob: float, time_s: float) -> str:
-        """Add one token and return the text that is now final: whole characters that cannot start a stop string."""
+        """Add one token and return the text that became final: whole characters that cannot start a stop string."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self._times_s = [self._times_s[0] if self._times_s else time_s, time_s]

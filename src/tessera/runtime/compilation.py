@@ -144,7 +144,7 @@ def chunk_sizes(query_tile: int, chunk: int) -> tuple[int, ...]:
 
 
 def cut_chunks(length: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield (start, size) of the chunks that cover `length` rows, largest first; only the last unit is padded."""
+    """Yield (start, size) of the chunks that cover `length` rows, largest first; only the last chunk holds padding."""
     start, end = 0, round_up(length, sizes[-1])
     for size in sizes:
         while end - start >= size:

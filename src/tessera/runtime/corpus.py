@@ -16,7 +16,7 @@ MAX_WINDOW = 8192
 """Maximum tokens of a window, unless the model's context is shorter."""
 
 MIN_WINDOW = 2 * NUM_KEYS
-"""Minimum tokens of a window. Layers are compared by NUM_KEYS keys, so some query tiles must see more than these."""
+"""Minimum tokens of a window. Layers are compared by NUM_KEYS keys, so some query tiles must see more than that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +87,7 @@ def read_text(path: Path) -> str:
 
 
 def _windows_of_text(model: Any, text: str, longest: int, max_tokens: int) -> list[np.ndarray]:
-    """Cut windows at evenly spaced starts; tokenise for each only 8 characters of text per token that it may hold."""
+    """Cut windows at evenly spaced starts. To save time, only 8 characters of text per token are tokenised."""
     count = max(2, max_tokens // longest)
     span = 8 * longest
     if len(text) <= count * longest:  # too short to choose from

@@ -158,8 +158,8 @@ class Engine:
                         raise event.error
 
     def hold(self, tokens: Sequence[int]) -> Held:
-        """Prefill a prefix, cut to whole chunks, under the engine's policy; requests with the result as `held` start
-        after it.
+        """Prefill a prefix, cut to whole chunks, under the engine's policy. A request whose `held` is the result starts
+        after the prefix.
 
         The prefix's row counts as free: a request with another prefix may take the row, and `held` then saves nothing.
         """

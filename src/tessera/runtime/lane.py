@@ -98,7 +98,9 @@ class Lane:
         self._release()
         row = next((row for row, ticket in enumerate(self.slots) if ticket is None), None)
         if row is None:
-            raise ValueError("every row is in use: hold a prefix before requests are submitted, or with more slots")
+            raise ValueError(
+                "every row is in use: hold the prefix before submitting requests, or open an engine with more slots"
+            )
         self._kept[row] = ()
         kept = list(tokens[: self.session.align(len(tokens))])
         if not kept:
@@ -223,7 +225,8 @@ class Lane:
         session.reserve(num_keys)
 
     def _reusable(self, row: int, ticket: Ticket) -> int:
-        """Return how many first tokens of the prompt need no prefill in this row: whole chunks, never the last one."""
+        """Return how many tokens at the start of the prompt need no prefill in this row: whole chunks, and never the
+        last token."""
         prompt, kept = ticket.request.prompt, self._kept[row]
         limit = min(len(kept), len(prompt) - 1)
         if ticket.request.held is not None:

@@ -28,7 +28,7 @@ class Method:
     penalised: bool = False
 
     def __or__(self, other: "Method") -> "Method":
-        """Return the union of the steps of both."""
+        """Return the method with every step that this or the other method has."""
         return Method(
             draw=self.draw or other.draw,
             filtered=self.filtered or other.filtered,

@@ -8,6 +8,7 @@ activations; both are linear in length.
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
+from math import lcm
 
 import jax
 import jax.numpy as jnp
@@ -16,41 +17,58 @@ from jax import Array
 from jax.sharding import Mesh
 from jaxtyping import Bool, Float, Int32
 
-from tessera.attention.contract import Positions
+from tessera.attention import context
+from tessera.attention.contract import TILES, Positions
 from tessera.core import interrupt
 from tessera.core.memory import require
-from tessera.core.mesh import keep, local_devices, mesh_of, num_parts, program, put
-from tessera.core.shapes import round_up
+from tessera.core.mesh import keep, local_devices, mesh_of, num_parts, num_stripes, program, put
+from tessera.core.shapes import ceil_div, round_up
 from tessera.models.cache import Cache, init_cache, keep_split
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
+from tessera.models.footprint import ONE_DEVICE, Division, Footprint, Load, Types, footprint
 from tessera.models.layers import Params
+from tessera.models.weights import device_bytes
 from tessera.runtime.compilation import capacity_bucket, chunk_sizes, cut_chunks
+from tessera.runtime.spread import Sharing
 from tessera.sparse.contract import Policy, Reads
 
 CHUNK = 1024
 """Maximum rows of one prefill call in generation. `score.CHUNK` is the limit for text that is scored."""
 
 
-@program(static_argnums=0, static_argnames=("config", "batch", "num_keys", "dtype", "stacked"))
-def allocate(mesh: Mesh | None, *, config: ModelConfig, batch: int, num_keys: int, dtype: str, stacked: bool) -> Cache:
-    """Allocate an empty cache; the devices of a mesh share it by KV heads, and none ever holds all of it."""
-    return keep_split(init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked))
+@program(static_argnums=0, static_argnames=("config", "batch", "num_keys", "dtype", "stacked", "stripe"))
+def allocate(
+    mesh: Mesh | None,
+    *,
+    config: ModelConfig,
+    batch: int,
+    num_keys: int,
+    dtype: str,
+    stacked: bool,
+    stripe: int | None = None,
+) -> Cache:
+    """Allocate an empty cache; the devices of a mesh share it by KV heads, and with a stripe by slots, so that none
+    ever holds all of it."""
+    return keep_split(init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked), stripe)
 
 
-@program(static_argnames="num_keys")
-def enlarge(cache: Cache, *, num_keys: int) -> Cache:
+@program(static_argnames=("num_keys", "stripe"))
+def enlarge(cache: Cache, *, num_keys: int, stripe: int | None = None) -> Cache:
     """Copy a cache into one with room for `num_keys` keys."""
+    parts = 1 if stripe is None else context.num_parts()
 
-    def pad(x: Array) -> Array:
+    def pad(x: Array) -> Array:  # each device adds slots after its own
+        *lead, held, size = x.shape
+        x = x.reshape(*lead, parts, held // parts, size)
         widths = [(0, 0)] * x.ndim
-        widths[-2] = (0, num_keys - x.shape[-2])
-        return jnp.pad(x, widths)
+        widths[-2] = (0, (num_keys - held) // parts)
+        return jnp.pad(x, widths).reshape(*lead, num_keys, size)
 
-    return keep_split(jax.tree.map(pad, cache))
+    return keep_split(jax.tree.map(pad, cache), stripe)
 
 
-@program(static_argnames=("config", "policy"), donate_argnames="cache")
+@program(static_argnames=("config", "policy", "stripe", "spread"), donate_argnames="cache")
 def prefill_chunk(
     params: Params,
     cache: Cache,
@@ -61,6 +79,8 @@ def prefill_chunk(
     *,
     config: ModelConfig,
     policy: Policy,
+    stripe: int | None = None,
+    spread: bool = False,
 ) -> tuple[Cache, Float[Array, "B D"], Reads | None]:
     """Run one prefill chunk; return the cache, `last_BD` and the reads.
 
@@ -68,11 +88,12 @@ def prefill_chunk(
     because the host waits for it to learn how far the device is.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
-    hidden, cache, state = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
+    how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
+    hidden, cache, state = forward(params, tokens_BT, cache, positions, **how)
     row = jnp.maximum(q_len_B - 1, 0)[:, None, None]
     picked = jnp.take_along_axis(hidden, row, axis=1)[:, 0]
     last_BD = jnp.where((q_len_B > 0)[:, None], picked, last_BD)
-    return keep_split(cache), *keep((last_BD, policy.reads(state)))
+    return keep_split(cache, stripe), *keep((last_BD, policy.reads(state)))
 
 
 @program()
@@ -81,7 +102,7 @@ def read_head(params: Params, last_BD: Float[Array, "B D"]) -> Float[Array, "B V
     return keep(logits(params, last_BD), None, "vocab")
 
 
-@program(static_argnames=("config", "policy"), donate_argnames="cache")
+@program(static_argnames=("config", "policy", "stripe"), donate_argnames="cache")
 def decode_token(
     params: Params,
     cache: Cache,
@@ -91,15 +112,18 @@ def decode_token(
     *,
     config: ModelConfig,
     policy: Policy,
+    stripe: int | None = None,
 ) -> tuple[Cache, Float[Array, "B V"], Reads | None]:
     """Feed one token per sequence; return the cache, next-token logits and the reads.
 
     Sequences that are not alive attend to nothing and count no reads.
     """
     positions = Positions(position_B, jnp.where(alive_B, position_B + 1, 0), alive_B.astype(jnp.int32))
-    hidden, cache, state = forward(params, token_B[:, None], cache, positions, config=config, policy=policy)
+    hidden, cache, state = forward(
+        params, token_B[:, None], cache, positions, config=config, policy=policy, stripe=stripe
+    )
     scores = keep(logits(params, hidden[:, 0]), None, "vocab")
-    return keep_split(cache), scores, keep(policy.reads(state))
+    return keep_split(cache, stripe), scores, keep(policy.reads(state))
 
 
 @program(static_argnames=("config", "policy"))
@@ -120,20 +144,21 @@ def score_tokens(
     return keep(out, None, None, "vocab"), keep(finite)
 
 
-@program()
-def take_row(cache: Cache, row: Int32[Array, ""]) -> Cache:
+@program(static_argnames="stripe")
+def take_row(cache: Cache, row: Int32[Array, ""], stripe: int | None = None) -> Cache:
     """Copy one sequence out of a cache."""
-    return keep_split(jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=x.ndim - 4), cache))
+    part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=x.ndim - 4), cache)
+    return keep_split(part, stripe)
 
 
-@program(donate_argnames="cache")
-def put_row(cache: Cache, part: Cache, row: Int32[Array, ""]) -> Cache:
+@program(static_argnames="stripe", donate_argnames="cache")
+def put_row(cache: Cache, part: Cache, row: Int32[Array, ""], stripe: int | None = None) -> Cache:
     """Write a cache of one sequence into one row of a larger one."""
 
     def write(x: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=x.ndim - 4)
 
-    return keep_split(jax.tree.map(write, cache, part))
+    return keep_split(jax.tree.map(write, cache, part), stripe)
 
 
 class Session:
@@ -152,41 +177,68 @@ class Session:
         self.params, self.config, self.policy, self.batch = params, config, policy, batch
         self.dtype, self.mesh = str(params.embed.dtype), mesh_of(params)
         self.stacked = not isinstance(params.layers, tuple)
-        self.sizes = chunk_sizes(policy.query_tile, CHUNK) if sizes is None else tuple(sizes)
+        self.sharing = sharing(params, config)
+        self.sizes = self._sizes(num_keys) if sizes is None else tuple(sizes)
+        self.stripe = self._stripe()
         self.num_keys = self.bucket(num_keys)
         self.cache = allocate(
-            self.mesh, config=config, batch=batch, num_keys=self.num_keys, dtype=self.dtype, stacked=self.stacked
+            self.mesh,
+            config=config,
+            batch=batch,
+            num_keys=self.num_keys,
+            dtype=self.dtype,
+            stacked=self.stacked,
+            stripe=self.stripe,
         )
 
     def reserve(self, num_keys: int) -> None:
         """Grow the cache to hold `num_keys` keys in total, keeping its contents."""
         if self.bucket(num_keys) > self.num_keys:
             self.num_keys = self.bucket(num_keys)
-            self.cache = enlarge(self.cache, num_keys=self.num_keys)
+            self.cache = enlarge(self.cache, num_keys=self.num_keys, stripe=self.stripe)
 
     def bucket(self, num_keys: int) -> int:
         """Return the cache size for `num_keys` keys and the last chunk's padding; XLA silently clamps later writes."""
-        return capacity_bucket(round_up(num_keys, self.sizes[-1]))
+        size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
+        return size if self.stripe is None else round_up(size, self.sizes[-1])
+
+    def _sizes(self, num_keys: int) -> tuple[int, ...]:
+        parts = num_stripes(self.mesh)
+        if parts > 1:  # a chunk is one stripe per device, so there is one size
+            return (stripe_rows(self.policy.query_tile, parts) * parts,)
+        sizes = chunk_sizes(self.policy.query_tile, CHUNK)
+        large = spread_chunk(self.params, self.config, batch=self.batch, num_keys=num_keys, unit=sizes[0])
+        return sizes if large is None else (large, *(size for size in sizes if size < large))
+
+    def _stripe(self) -> int | None:
+        parts = num_stripes(self.mesh)
+        if parts == 1:
+            return None
+        if len(self.sizes) > 1 or self.sizes[0] % parts:
+            raise ValueError(
+                f"sizes={self.sizes} must be one chunk size, a multiple of the {parts} devices that share it"
+            )
+        return self.sizes[0] // parts
 
     def align(self, position: int) -> int:
         """Round a position down to a multiple of the smallest chunk, and so of the query tile.
 
-        Before the result, keys that a prefill wrote equal those of a cold prefill of any longer prompt with the same
-        prefix: each query tile there was full, and so ranked the key tiles by the same rows. (A prompt's last query
-        tile may be partial.) Chunks of other sizes run other programs, which may round differently; on a CPU, keys and
-        selections are bit-identical for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
+        Before the returned position, keys that a prefill wrote equal those of a cold prefill of any longer prompt with
+        the same prefix: each query tile there was full, and so ranked the key tiles by the same rows. (A prompt's last
+        query tile may be partial.) Chunks of other sizes run other programs, which may round differently; on a CPU,
+        keys and selections are bit-identical for chunks of 64, 256 and 1,024 rows and caches of 1,536 and 2,048 keys.
         """
         return position - position % self.sizes[-1]
 
     def row(self, index: int) -> "Session":
         """Copy one sequence into a session of batch 1, where a prefill disturbs no other sequence; see `put`."""
         part = copy(self)
-        part.batch, part.cache = 1, take_row(self.cache, np.int32(index))
+        part.batch, part.cache = 1, take_row(self.cache, np.int32(index), stripe=self.stripe)
         return part
 
     def put(self, index: int, part: "Session") -> None:
         """Replace one sequence by a session of batch 1 that `row` made."""
-        self.cache = put_row(self.cache, part.cache, np.int32(index))
+        self.cache = put_row(self.cache, part.cache, np.int32(index), stripe=self.stripe)
 
     def prefill(self, prompts: Sequence[Sequence[int]], start: int = 0) -> tuple[Float[Array, "B V"], list[Reads]]:
         """Run the prompts' tokens from `start` on; return next-token logits and each chunk's reads; see `Prefill`."""
@@ -202,7 +254,16 @@ class Session:
         """Run one chunk of every sequence from position `first`; see `prefill_chunk`."""
         q_start = np.full(self.batch, first, np.int32)
         self.cache, last, reads = prefill_chunk(
-            self.params, self.cache, last, tokens, q_start, q_len, config=self.config, policy=self.policy
+            self.params,
+            self.cache,
+            last,
+            tokens,
+            q_start,
+            q_len,
+            config=self.config,
+            policy=self.policy,
+            stripe=self.stripe,
+            spread=self.stripe is None and self.sharing.by_rows(self.batch, tokens.shape[1]),
         )
         return last, reads
 
@@ -214,7 +275,14 @@ class Session:
         Sequences that are not alive write a key at their position, too.
         """
         self.cache, out, reads = decode_token(
-            self.params, self.cache, token_B, position_B, alive_B, config=self.config, policy=self.policy
+            self.params,
+            self.cache,
+            token_B,
+            position_B,
+            alive_B,
+            config=self.config,
+            policy=self.policy,
+            stripe=self.stripe,
         )
         return out, [] if reads is None else [reads]
 
@@ -225,8 +293,8 @@ class Session:
     def warm(self, *, decode: bool = True) -> int:
         """Run every program for this cache size once, on empty sequences; return their number.
 
-        `decode` includes the decode program. `Lane.warm` calls this and adds sampling, and `Engine.warm` calls
-        `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
+        With `decode`, the decode program is one of them. `Lane.warm` calls this and adds sampling, and `Engine.warm`
+        calls `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
         """
         no_rows = np.zeros(self.batch, np.int32)
         last = self.no_rows()
@@ -287,28 +355,69 @@ class Prefill:
         return read_head(self.session.params, self._last)
 
 
-def cache_bytes(config: ModelConfig, batch: int, num_keys: int, itemsize: int) -> int:
-    """Return 2 L B K S H itemsize, the bytes of the cache; S is `num_keys` rounded up to a capacity bucket."""
-    per_key = 2 * config.num_layers * batch * config.num_kv_heads * config.head_dim * itemsize
-    return per_key * capacity_bucket(num_keys)
+def needed(
+    config: ModelConfig,
+    *,
+    dtype: str,
+    batch: int,
+    num_keys: int,
+    num_tokens: int,
+    host: bool = False,
+    division: Division = ONE_DEVICE,
+) -> Footprint:
+    """Compute what a request holds on one device: the cache, and one chunk of a prompt of `num_tokens` tokens."""
+    load = Load(batch=batch, num_keys=capacity_bucket(num_keys), rows=min(num_tokens, CHUNK), host=host)
+    return footprint(config, load, types=Types(weights=dtype, cache=dtype, dtype=dtype), division=division)
 
 
-def chunk_bytes(config: ModelConfig, batch: int, num_tokens: int, itemsize: int, parts: int = 1) -> int:
-    """Estimate the bytes of one prefill chunk's activations: residual, projections, both halves of the MLP, and their
-    float32 copies; on each of the `parts` devices that share the heads."""
-    rows = batch * min(num_tokens, CHUNK)
+def stripe_rows(query_tile: int, parts: int) -> int:
+    """Return the positions per stripe for a chunk of about CHUNK rows: whole query tiles and key tiles."""
+    return round_up(ceil_div(CHUNK, parts), lcm(max(TILES), query_tile))
+
+
+def sharing(params: Params, config: ModelConfig) -> Sharing:
+    """Return what decides how the devices of the weights' mesh share a prefill chunk."""
+    layer_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params.layers)) // config.num_layers
+    devices = num_parts(mesh_of(params))
+    return Sharing(config=config, devices=devices, itemsize=params.embed.dtype.itemsize, layer_bytes=layer_bytes)
+
+
+def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: int, unit: int) -> int | None:
+    """Return the length of the chunks that the devices share by rows, or None; see `Sharing.chunk`.
+
+    Their activations take at most as much of a device's memory as its weights.
+    """
+    mesh = mesh_of(params)
+    if num_parts(mesh) == 1 or num_stripes(mesh) > 1:
+        return None
+    rows = device_bytes(params) // row_bytes(config, params.embed.dtype.itemsize)
+    return sharing(params, config).chunk(batch=batch, num_keys=num_keys, unit=unit, rows_per_device=rows)
+
+
+def row_bytes(config: ModelConfig, itemsize: int, parts: int = 1) -> int:
+    """Estimate the bytes of one row's activations: residual, projections, the MLP's halves, and float32 copies."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 4 * config.hidden_size + (2 * heads + 3 * config.intermediate_size) // parts
-    return rows * width * (itemsize + 4)
+    return width * (itemsize + 4)
 
 
 def require_room(params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int) -> None:
     """Raise MemoryError unless a cache of `num_keys` keys and a chunk of a prompt of `num_tokens` fit every device."""
-    itemsize, parts = params.embed.dtype.itemsize, num_parts(mesh_of(params))
-    cache = cache_bytes(config, batch, num_keys, itemsize) // parts
+    mesh, devices = mesh_of(params), local_devices(params)
+    parts, stripes = num_parts(mesh), num_stripes(mesh)
+    sizes = {"batch": batch, "num_keys": num_keys, "num_tokens": num_tokens}
+    dtype, host = params.embed.dtype, devices[0].platform == "cpu"
+    held = needed(config, dtype=str(dtype), host=host, division=Division(heads=parts, context=stripes), **sizes)
+    num_bytes = held.beyond_weights
+    if stripes > 1:  # anchor layers gather one layer's keys and values
+        num_bytes += held.cache * stripes // config.num_layers
+    if large := spread_chunk(params, config, batch=batch, num_keys=num_keys, unit=CHUNK):
+        own = batch * large // parts * row_bytes(config, dtype.itemsize)
+        whole = max(2 * sharing(params, config).layer_bytes, params.embed.nbytes)  # two layers, while one is gathered
+        num_bytes += max(0, own + whole - held.activations)
     require(
-        cache + chunk_bytes(config, batch, num_tokens, itemsize, parts),
-        local_devices(params),
+        num_bytes,
+        devices,
         f"a cache for {batch} sequences of {num_keys} tokens",
         "pass fewer or shorter prompts per call, or a smaller max_new_tokens",
     )

@@ -78,8 +78,8 @@ class LocalHeads(Counted):
 
 @dataclass(frozen=True, kw_only=True)
 class Budgeted(Counted):
-    """Every layer selects its own tiles by cheap scores, and each KV head as many as its budget, a fraction of the
-    visible keys, allows."""
+    """Every layer selects its own tiles by cheap scores. The budget of a KV head, a fraction of the visible keys, sets
+    how many."""
 
     tiling: Tiling
     budgets_LK: Float[Array, "L K"]

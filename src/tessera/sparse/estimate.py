@@ -12,7 +12,7 @@ part. These blocks do not matter: a selection depends only on the order of the t
 row of a query tile sees all of these.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from tessera.attention import context
 from tessera.attention.contract import AttentionSpec, Positions
 from tessera.core.shapes import ceil_div, round_up
 
@@ -68,6 +69,9 @@ def estimate_mass(
     (decode) is scored key by key, because averaging would read every key anyway.
     """
     how.check(spec.tile)
+    if spec.stripe is not None and context.num_parts() > 1:
+        mine = partial(estimate_mass, spec=replace(spec, stripe=None), how=how)
+        return context.tile_masses(lambda q, k, where: mine(q, k, positions=where), q_BTNH, k_BKSH, spec, positions)
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
     num_kv_heads, num_keys = k_BKSH.shape[1:3]
     keys, rows = (1, 1) if num_queries == 1 else (how.keys, min(how.rows, spec.query_tile))
@@ -90,9 +94,9 @@ def estimate_mass(
 
 
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:
-    """Return the sampled rows' offsets in their query tile: every `rows`-th, back from the last of `left_BI` rows.
+    """Return the sampled rows' offsets in their query tile: every `rows`-th, counted back from the last valid row.
 
-    A negative offset means that there is no such row.
+    `left_BI` are the numbers of valid rows. A negative offset means that there is no such row.
     """
     from_end = jnp.arange(ceil_div(height, rows), dtype=jnp.int32)[::-1] * rows
     last = jnp.clip(left_BI, 1, height)[..., None] - 1

@@ -30,11 +30,11 @@ from tessera.sparse.reads import count_read, count_visible, init_reads, record_r
 
 
 class KascadeState(NamedTuple):
-    """State passed from layer to layer.
+    """State passed from layer to layer. The source is the last layer that selected.
 
     Attributes:
-        choice: selection of the source, the last layer that selected; with `budgets`, instead the source's masses
-            [B,K,I,J], from which each layer selects by its own budgets.
+        choice: the source's selection; with `budgets`, its masses [B,K,I,J] instead, from which each layer selects
+            by its own budgets.
         read: keys that the source's selection reads per KV head [B,K]; zeros with `budgets`.
         reads: key counts of the layers so far.
     """
@@ -154,7 +154,10 @@ class Kascade(Policy):
     def chosen(
         self, layer: int | Array, spec: AttentionSpec, positions: Positions, shapes: Shapes, state: KascadeState
     ) -> Selection:
-        """Return the tiles that a layer reads, given the state after its source (for a layer in `own`, itself)."""
+        """Return the tiles that a layer reads.
+
+        `state` is the state after the layer's source, or, for a layer in `own`, after the layer's own choice.
+        """
         choice = self.map_heads(layer, state.choice)
         return self.select(layer, choice, spec, positions, shapes) if self.budgets else choice
 

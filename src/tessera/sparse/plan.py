@@ -47,8 +47,8 @@ FIELDS = MappingProxyType(
 MEASURED = ("text_kl", "text_loss", "text_loss_dense", "text_kept", "probes_kl", "probes_kept", "density")
 COUNTED = ("asked", "found_dense", "found", "tokens")
 MAX_MEASURED = 1_000_000
-"""MEASURED and COUNTED name the numbers and counts that a promise holds as measured, which `calibration.search.Kept`
-documents. MAX_MEASURED bounds the numbers."""
+"""Largest number that a plan's promise may hold under a name in MEASURED. MEASURED and COUNTED name what was measured;
+`calibration.search.Kept` documents each name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ def check_anchors(anchors: tuple[int, ...], num_layers: int) -> None:
 
 
 def check_layers(anchors: tuple[int, ...], own: tuple[int, ...], head_map: tuple[tuple[int, ...], ...]) -> None:
-    """Raise ValueError unless anchors are in order, `own` names other layers, and each head of these maps to itself."""
+    """Raise ValueError unless anchors are in order, `own` names other layers, and their heads map to themselves."""
     num_layers = len(head_map)
     if list(own) != sorted(set(own)) or any(not 0 <= layer < num_layers for layer in own) or set(own) & set(anchors):
         raise ValueError(f"own={quoted(list(own))} must ascend, stay below num_layers={num_layers} and name no anchor")

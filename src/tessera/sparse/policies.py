@@ -48,8 +48,8 @@ def policy_for(name: str, config: Any, plan: Plan | None = None, **options: Any)
     Args:
         name: "dense", "kascade", "window" or "oracle".
         config: the model's config, against which kascade checks the plan.
-        plan: required by kascade. Window takes its tile sizes from a plan, oracle its tile sizes and budget; the
-            command line passes a plan only to kascade.
+        plan: required by kascade. With a plan, window takes its tile sizes, and oracle its tile sizes and budget, from
+            the plan. The command line passes a plan only to kascade.
         options: fields of the policy to override, e.g. fraction=0.05.
     """
     if name not in POLICIES:

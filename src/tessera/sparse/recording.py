@@ -22,9 +22,11 @@ from tessera.sparse.contract import Policy
 from tessera.sparse.kascade import Kascade
 
 NUM_KEYS = 64
-"""Keys per head and query tile by which two layers are compared (the paper's k for the choice of anchors), without
-always-read keys. The reference implementation counts the query tile's own 32 keys among the 64, which would leave none
-for query tiles of 64 and 128."""
+"""Keys per head and query tile by which two layers are compared: the paper's k for the choice of anchors.
+
+Always-read keys are not among them. The reference implementation counts the query tile's own 32 keys among its 64; a
+query tile of 64 or 128 would then leave no others.
+"""
 
 
 class SimilarityState(NamedTuple):
@@ -163,7 +165,7 @@ class RecallRecorder(Policy):
         return self.policy.query_tile
 
     def sparse_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers that do not read every key by definition."""
+        """Return the layers that choose which keys to read. By definition, the others read every key."""
         match self.policy:
             case Kascade(anchors=anchors):
                 return tuple(layer for layer in range(num_layers) if layer not in anchors)

@@ -57,8 +57,8 @@ class Batch(NamedTuple):
 
 
 CALIBRATION = "tk"
-"""Held-out files whose names sort after this one are for calibration, except the demo's documents: a twelfth of the
-held-out files."""
+"""Name that splits the held-out files: those that sort after it, a twelfth, are for calibration (except the demo's
+documents)."""
 
 
 class Split(NamedTuple):

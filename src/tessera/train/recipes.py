@@ -45,7 +45,7 @@ class Stage:
             raise ValueError(f"batch={self.batch} must be a multiple of accumulate={self.accumulate}")
         unknown = {kind for kind, _ in self.mixture} - data.KINDS.keys()
         if unknown or not self.mixture:
-            raise ValueError(f"mixture={self.mixture} must name kinds of {tuple(data.KINDS)}")
+            raise ValueError(f"mixture={self.mixture} must name kinds out of {tuple(data.KINDS)}")
         if min(share for _, share in self.mixture) <= 0:
             raise ValueError(f"mixture={self.mixture} must have positive shares")
 
@@ -183,7 +183,7 @@ DEMO = Recipe(
         Stage(length=4096, batch=2, steps=94, mixture=MOSTLY_NOTES, rate=0.00087516, last_rate=5e-5),
     ),
 )
-"""The shipped model: copying forms at 24 tokens, then lengths grow to the whole context."""
+"""The shipped model: it first learns to copy at 24 tokens; then lengths grow to the whole context."""
 
 TINY = Recipe(
     name="tiny",

@@ -1,4 +1,4 @@
-"""Helpers of resumable studies: a study appends each finished case to a file, one line with the commit that made it."""
+"""Helpers of resumable studies. A study appends each finished case to a file: a line that also names the commit."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ from tessera.core import files
 from tessera.workbench import evidence
 
 CODE = ("commit", "dirty")
-"""Fields that name the code that made a line."""
+"""Fields of a line that identify the code that made it."""
 
 
 def out_of_time(line: Mapping[str, Any]) -> bool:

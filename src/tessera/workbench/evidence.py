@@ -24,7 +24,7 @@ from tessera.core import hardware
 
 SCHEMA = 1
 INTERVAL_ROUNDS = 5
-"""Minimum number of samples for a bootstrap interval. With fewer, it says little more than their range."""
+"""Minimum number of samples for a bootstrap interval. With fewer, the interval says little more than their range."""
 
 PUBLIC_WORDS = frozenset({"localhost", "linux", "tessera", "bench", "demo", "train", "quality"})
 """Host and user names that any record may hold, since they reveal nothing: common names and our own commands."""
@@ -85,7 +85,7 @@ class Code:
 
     @property
     def name(self) -> str:
-        """Short commit hash, with a note on uncommitted changes and on the commit in which it landed."""
+        """Short commit hash, with a note on uncommitted changes or on the commit in which this code landed."""
         changes = " with uncommitted changes" if self.dirty else ""
         return f"{self.commit[:9]}{changes}" + (
             f" (not in this history; landed in {self.landed[:9]})" if self.landed else ""

@@ -61,8 +61,8 @@ def interleave(
         rounds: samples per contender, if time allows.
         warmup: calls per contender before the first sample; compilation happens there.
         rest_s: seconds to pause before each sample, so that the previous contender's worker threads stop spinning.
-        until: deadline on the clock of `time.monotonic`. A round does not start if, at the mean time of the earlier
-            rounds, it would end past the deadline. The samples' values do not matter here.
+        until: deadline on the clock of `time.monotonic`. A round does not start if, at the mean duration of the earlier
+            rounds (pauses included), it would end past the deadline.
         least: number of rounds that run even past the deadline, at least 1.
 
     Returns:

@@ -127,7 +127,7 @@ def _to_int(x):
 
 
 def _tracked_product(product, **call):
-    """Run the simulator's matrix product and check reads of its operands for races, which the simulator does not.
+    """Run the simulator's matrix product, and check the reads of its operands for races. The simulator itself does not.
 
     The asynchronous proxy reads the operands and sees threads' writes only after a fence (commit_smem). The product is
     assumed to end before its thread continues, so a buffer that is released while the product still reads it goes
@@ -204,7 +204,7 @@ def run(kernel: Kernel, call: oracle.Call, dtype: str, config: object = None) ->
 def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shapes | None = None) -> object:
     """Return the kernel's smallest blocks, far below the catalogue's sizes, so that every loop runs more than once.
 
-    On a GPU, Hopper's products and registers limit the blocks, so there it is the smallest config of the call's search
+    Hopper's products and registers limit the blocks: for a GPU kernel, return the smallest config of the call's search
     space.
     """
     if kernel.platform == "gpu":
@@ -291,7 +291,7 @@ def dtype_of(kernel: Kernel) -> str:
 def catalogue(kernel: Kernel) -> tuple[Workload, ...]:
     """Return the small workloads to check a kernel on.
 
-    A workload of tile lists or tile masses is left out if the kernel takes it only at another tile size.
+    Workloads tagged "lists" or "tiles" are left out if the kernel takes them only at another tile size.
     """
     found = tagged("test") + (tagged("hopper") if kernel.platform == "gpu" else ())
     found = tuple(w for w in found if kernel.phase == "prefill" or "decode" in w.tags)

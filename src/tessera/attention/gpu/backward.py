@@ -54,7 +54,7 @@ STAGES = 2
 HEAD_DIMS = (64, 128)
 """Head dims that fit the registers: with 256 columns, dq leaves none for scores and their operands' addresses."""
 SCORES = 1 << 25
-"""Scores that the plain JAX path holds at once in each of a few arrays, at most: 128 MiB in float32."""
+"""Maximum number of scores that the plain JAX path holds at once in each of its arrays: 128 MiB in float32."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column of a product."""
 

@@ -13,7 +13,8 @@ from tessera.attention.contract import AttentionSpec
 
 
 class Blocks(NamedTuple):
-    """Ranges of blocks: [start, stop) have at least one visible (row, key) pair; in [whole, masked) all are visible."""
+    """Ranges of blocks: each in [start, stop) has a visible (row, key) pair; in [whole, masked), every pair is
+    visible."""
 
     start: Array | int
     whole: Array | int

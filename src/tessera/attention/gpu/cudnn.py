@@ -163,4 +163,4 @@ KERNELS: tuple[Kernel, ...] = (
         library="cuDNN",
     ),
 )
-"""cuDNN's kernel behind the contract."""
+"""The module's only kernel."""

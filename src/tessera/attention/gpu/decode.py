@@ -55,9 +55,9 @@ DTYPES = ("bfloat16", "float16")
 MULTIPROCESSORS, REGISTERS, SHARED = 132, 65_536, 233_472
 """Multiprocessors of an H100 or H200; registers, and bytes of shared memory, per multiprocessor."""
 UNEVEN_KEYS = 8192
-"""Keys per split in a batch, at most. Splits fill the gaps that short sequences leave, and at this size cost little."""
+"""Maximum keys per split in a batch. Splits of this size fill the gaps that short sequences leave, and cost little."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
-"""Registers per thread, at most, by (head_dim, block_s), as compiled; other pairs spill in some role."""
+"""Registers per thread, at most, by (head_dim, block_s), as compiled. A pair that is missing spills in some role."""
 NARROW = 4
 """With at least this many copies per block of listed keys, a thread takes up to 200 registers even at head_dim 64."""
 
@@ -136,7 +136,7 @@ def locate(refs: Refs, cut: Cut) -> Place:
 
 
 def starts_of(refs: Refs, cut: Cut, at: Place, block) -> list:
-    """Return the position of the first key of each unit of a block."""
+    """Return the position of the first key of each unit of a block (see `decode_splits`)."""
     return unit_starts(cut, at.run, block, lambda entry: refs.tiles[at.sequence, at.head, 0, entry])
 
 

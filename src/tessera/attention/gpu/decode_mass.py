@@ -1,10 +1,10 @@
 """Mass of key tiles in Hopper's score decode, in the launch that merges the splits: 2^(bank - lse) summed over rows.
 
-The bank is log2 of each unit's sum of exponentials per row; lse is log2 of a row's whole sum. The first thread blocks
-merge the splits (`split_merge`). Each other thread block computes the masses of a few hundred tiles of one KV head; it
-cannot wait for the merged lse, so it merges lse again from the splits' values, 4 bytes per row and split, while its
-part of the bank is being loaded. Thread blocks without a visible tile read nothing. The decode kernel does not write
-units that no row sees, so they are masked by position.
+The bank is log2 of each unit's sum of exponentials per row (`decode_splits` defines units); lse is log2 of a row's
+whole sum. The first thread blocks merge the splits (`split_merge`). Each other thread block computes the masses of a
+few hundred tiles of one KV head; it cannot wait for the merged lse, so it merges lse again from the splits' values, 4
+bytes per row and split, while its part of the bank is being loaded. Thread blocks without a visible tile read nothing.
+The decode kernel does not write units that no row sees, so they are masked by position.
 
 Work: one exponential per (row, unit). Reading the bank once, 4 bytes per row and unit, bounds the time.
 """
@@ -28,7 +28,7 @@ from tessera.attention.online_softmax import FLOOR
 from tessera.core.shapes import ceil_div, round_up
 
 TILES = ROWS
-"""Tiles per load: the rows of a product's register layout."""
+"""Tiles per load: one per row of a product."""
 MOST_NUMBERS = 32
 """Numbers of the bank in flight together, at most, per tile of a load: 16 per thread, as 128 threads load 64 tiles."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -124,7 +124,7 @@ def body(*refs, cut: Cut, merging: int):
 
 
 def weigh(refs: Refs, cut: Cut, index, piece_mass) -> None:
-    """Compute the masses of one piece, and write them through shared memory, as TMA omits those past the last tile."""
+    """Compute the masses of one piece and write them through shared memory: TMA drops those past the last tile."""
     head, piece = (op(index, jnp.int32(num_pieces(cut))) for op in (jax.lax.div, jax.lax.rem))
     sequence, head = (op(head, jnp.int32(cut.shapes.num_kv_heads)) for op in (jax.lax.div, jax.lax.rem))
     run = find_run(cut, 0, Positions(*(x[sequence] for x in refs.positions)))

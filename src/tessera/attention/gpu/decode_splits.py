@@ -55,7 +55,7 @@ class Cut(NamedTuple):
 
     @property
     def banked(self) -> int:
-        """Units that hold all S keys, rounded up to whole blocks."""
+        """Number of units that hold all S keys, rounded up to whole blocks."""
         return ceil_div(self.shapes.num_keys, self.block_s) * self.units
 
     @property

@@ -1,8 +1,9 @@
 """Mass of key tiles on Hopper from the results of score prefill: the sum over a query tile's rows of 2^(bits - lse).
 
-bits [B,N,U,R] is log2 of the sum of exponentials per unit of keys and row; lse [B,N,R] is log2 of the whole sum per row
-(-inf for padding and for rows that see no key). The score kernel does not write units that a row does not see, so this
-kernel masks them by position. If no row of the query tile sees any of a thread block's 64 units, it reads nothing.
+bits [B,N,U,R] is log2 of the sum of exponentials per row and unit; a *unit* of keys is a tile, or as much of a tile as
+fits one block. lse [B,N,R] is log2 of the whole sum per row (-inf for padding and for rows that see no key). The score
+kernel does not write units that a row does not see, so this kernel masks them by position. If no row of the query tile
+sees any of a thread block's 64 units, it reads nothing.
 
 Work: one exponential per (row, unit). Reading bits once, 4 bytes per number, bounds the time; the loads go straight to
 registers in a product's layout (eight rows of 32 bytes per load), UNROLLED loads at a time.
@@ -25,7 +26,7 @@ from tessera.core.shapes import ceil_div, round_up
 UNITS = ROWS
 """Units of keys per thread block."""
 ALIGNED = 8
-"""Rows. Every load begins at a multiple of it."""
+"""Alignment of a load, in rows: each begins at a multiple of this number."""
 MOST_ROWS = 64
 """Rows per load, at most."""
 UNROLLED = 4
@@ -59,7 +60,8 @@ def tile_mass(
     cut: Cut,
     rows: int,
 ) -> Float[Array, "B K I U"]:
-    """Return the mass per unit of the query tiles in rows [0, rows) of `bits`; row 0 is row `skipped` of the call."""
+    """Return the mass per unit of the query tiles in rows [0, rows) of `bits`. Row 0 of `bits` is row `skipped` of the
+    call."""
     batch, num_heads, units, _ = bits.shape
     num_tiles = ceil_div(rows, cut.spec.query_tile)
     return plgpu.kernel(

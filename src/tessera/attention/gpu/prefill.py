@@ -57,7 +57,7 @@ from tessera.core.shapes import ceil_div, round_up
 DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128, 256)
 BITS = 1 << 27
-"""Most float32 numbers of `Refs.bits` per launch in the score role: 512 MiB."""
+"""Maximum number of float32 values in `Refs.bits` per launch in the score role: 512 MiB."""
 
 
 def read_item(refs: Refs, cut: Cut) -> Item:
@@ -207,7 +207,7 @@ def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cu
 def chunk_rows(batch: int, num_queries: int, num_heads: int, cut: Cut) -> int:
     """Return the query rows per chunk, in whole thread blocks and whole query tiles.
 
-    If possible, a chunk has at most BITS numbers of `bits`, no more of them than q has numbers, and at most
+    If possible, a chunk's `bits` hold at most BITS numbers and no more numbers than q does, and a chunk has at most
     gpu_mass.MOST_TILES query tiles.
     """
     bound = min(BITS, batch * num_queries * num_heads * cut.head_dim) // (batch * num_heads * cut.units)
@@ -223,7 +223,7 @@ def natural(lse: Array, num_queries: int) -> Array:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Run dense prefill, differentiable in q, k and v, or if spec.mass the score role, which is not differentiable."""
+    """Run dense prefill, or the score role if spec.mass. Only dense is differentiable, in q, k and v."""
     lengths = jnp.minimum(positions.kv_len, kv.k.shape[2]), jnp.minimum(positions.q_len, q.shape[1])
     positions = Positions(positions.q_start, *lengths)  # clip: padding must not count as valid keys or rows
     if spec.mass:

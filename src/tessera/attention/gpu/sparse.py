@@ -42,9 +42,10 @@ COLUMNS = 64
 
 
 def key_of(refs: Refs, item: Item, at: Array, cut: Cut) -> tuple[Array, Array]:
-    """Return the position of the first key of the at-th unit that some row sees, and whether the list has that unit.
+    """Return the position of the first key of a unit (see `sparse_blocks`), and whether the list holds that unit.
 
-    Past the end of the list, the position is that of the last unit.
+    `at` counts the list's units from the first one that some row sees (`Plan.begin`). Past the end of the list, the
+    position is that of the last unit.
     """
     per_tile, at, end = cut.spec.tile // cut.unit, at + read(refs, item, "begin"), read(refs, item, "end")
     listed = jnp.maximum(jnp.minimum(at, end - 1), 0)
@@ -62,7 +63,7 @@ class Padding(NamedTuple):
 
     Attributes:
         some: whether the block holds keys at or past kv_len.
-        row: first row of the block to zero; repeated copies of the last unit lie after it.
+        row: first row of the block to zero; the rows after it are zeroed too (invalid keys and repeated copies).
         stop: number of blocks of the list.
     """
 

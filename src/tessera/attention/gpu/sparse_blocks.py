@@ -1,7 +1,8 @@
 """Sizes of a sparse prefill call on Hopper (rows of query tiles, blocks of listed keys), and a plan for every list.
 
 Before the launch, XLA computes which part of each list some row sees, and which part every row sees in full. Tile ids
-ascend, so each part is one range of the list, and entries that need masks lie between the ends of the two ranges.
+ascend, so each part is one range of the list, and entries that need masks lie between the ends of the two ranges. A
+*unit* is the keys of one copy: a tile, or as much of a tile as fits one block.
 """
 
 import math
@@ -159,7 +160,7 @@ def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "
     window = NEVER if spec.window is None else spec.window
 
     def units(keys):
-        """Count the whole units of the list among the first `keys` positions of each tile."""
+        """Count the listed units that lie wholly within the first `keys` positions of their tiles."""
         return jnp.sum(jnp.where(listed, jnp.clip(keys // cut.unit, 0, spec.tile // cut.unit), 0), -1)
 
     numbers = Plan(

@@ -203,9 +203,10 @@ class Rows(NamedTuple):
         return (*states[:-1], (m, l, acc))
 
     def rounds(self, c: Array, states: list, p: Array | None) -> tuple[tuple, Array]:
-        """Run the rounds of block c; p are the weights of the round before, None in the first round.
+        """Run the rounds of block c: one per 64-row block of this warpgroup.
 
-        Return the new states and the weights of the last round.
+        `p` are the weights of the round before, None in the first round. Return the new states and the last round's
+        weights.
         """
         cut, refs = self.cut, self.refs
         slot, last = self.item.slot(c, cut), cut.row_blocks - 1

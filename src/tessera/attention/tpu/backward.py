@@ -347,7 +347,7 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
     kv_heads = k.shape[1]
 
     def row_block(b, slab, i, q_start):
-        """Map a row block that ends before the slab begins to the first that does not, so that nothing is fetched."""
+        """Replace a row block that ends before the slab begins by the first one that does not, to save its fetch."""
         if not cut.spec.causal or cut.slabs == 1:
             return i
         return jnp.maximum(i, jnp.clip((slab * cut.block_s - q_start[b]) // cut.block_t, 0, cut.blocks - 1))
@@ -390,7 +390,7 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
 
 
 def vmem_bytes() -> int:
-    """Return the bytes of VMEM of the chip being traced for; v6e's if it is no TPU."""
+    """Return the bytes of VMEM of the chip that the program is traced for; v6e's if it is no TPU."""
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 128 << 20
 
 

@@ -340,7 +340,8 @@ def call(cut: Cut, out_dtype, dtype):
 
 
 def chip() -> tuple[int, int]:
-    """Return (cores that share a launch, bytes of VMEM) of the chip being traced for; v6e's if it is no TPU."""
+    """Return (cores that share a launch, bytes of VMEM) of the chip that the program is traced for; v6e's if it is no
+    TPU."""
     if not pltpu.is_tpu_device():
         return 1, 128 << 20
     info = pltpu.get_tpu_info()

@@ -3,6 +3,9 @@
 The kernel gets these numbers before it copies anything. A dense or score call has a range [lo, hi) of key positions per
 sequence. In a sparse call, lo and hi are positions in the listed tiles laid end to end: ids ascend, so the visible part
 is one range there too.
+
+A *unit* is the keys of the smallest copy. A *chain* is the grid steps of one group of KV heads and one split, which run
+in order on one core.
 """
 
 from collections import Counter
@@ -22,7 +25,8 @@ SUBLANES = 8
 PACKED = 16
 """Rows of a packed bfloat16 register. Every copy starts at a multiple of it."""
 TILES_AT_ONCE = 32
-"""Tiles whose copies are started by straight-line scalar code, which takes 4 instruction bundles a copy, not 13."""
+"""Maximum tiles whose copies are started by straight-line scalar code: 4 instruction bundles per copy, not 13 as in a
+loop."""
 PIECE_IDS = 1 << 14
 """Tile ids per grid step, all heads together. With the next step's ids and double buffering: 256 KiB of 1 MiB SMEM."""
 
@@ -163,7 +167,7 @@ class Lists(NamedTuple):
 def list_units(cut: Cut, selection: Selection) -> Lists:
     """Convert a decode selection into lists of units; clip tile ids to the cache.
 
-    Clipped ids may repeat the last tile's id. A tile's bit is added for its first occurrence only, so sums stay masks.
+    Clipped ids may repeat the last tile's id. Only the first occurrence of a tile sets its bit.
     """
     tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
     per_unit = cut.tiles_per_unit

@@ -141,7 +141,8 @@ def before_corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
 
 @jax.named_scope("corner")
 def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
-    """Absorb the keys at the rows' own positions, sub_t at a time, each time for the rows at or after those keys."""
+    """Absorb the keys at the rows' own positions, in updates of sub_t keys, each for only the rows at or after its
+    keys."""
     rows, mask = cut.groups * cut.sub_t, own_keys(cut)
     state = load(refs, slice(None), bank)
     for c in range(cut.block_t // cut.sub_t):
@@ -279,7 +280,7 @@ def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
 
 
 def chip() -> tuple[int, int]:
-    """Return (matrix unit columns, bytes of VMEM) of the chip being traced for; v6e's if it is no TPU."""
+    """Return (matrix unit columns, bytes of VMEM) of the chip that the program is traced for; v6e's if it is no TPU."""
     if not pltpu.is_tpu_device():
         return 256, 128 << 20
     info = pltpu.get_tpu_info()
@@ -292,7 +293,7 @@ def vmem_limit() -> int:
 
 
 def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config) -> AttentionOut:
-    """Run dense prefill, differentiable in q, k and v, or if spec.mass the score role, which is not differentiable."""
+    """Run dense prefill, or the score role if spec.mass. Only dense is differentiable, in q, k and v."""
     if spec.mass:
         return attend(q, kv.k, kv.v, positions, spec, config)
     return dense(q, kv.k, kv.v, positions, spec, config)
@@ -356,7 +357,7 @@ def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield rows, keys, chunks and steps around the default, row sums from either unit, and state in VMEM or not."""
+    """Yield configs with sizes around the default's, row sums from either unit, and state in VMEM or not."""
     groups = shapes.num_heads // shapes.num_kv_heads
     axes = {
         "block_t": [tokens_of(rows, groups, spec) for rows in (512, 1024, 2048, 4096, 8192)],

@@ -1,6 +1,7 @@
 """Blocks of a TPU prefill call: their sizes, the key blocks that each row block needs, and how often each scope runs.
 
-The functions are scalar arithmetic, shared by the kernel's index maps, its body and the prediction of its time.
+The functions are scalar arithmetic, shared by the kernel's index maps, its body and the prediction of its time. The
+*corner* is the keys at a row block's own positions. A *bank* is the sums of 128 tiles, one per lane (score role).
 """
 
 from collections.abc import Callable, Mapping
@@ -29,13 +30,13 @@ class Config:
         block_t: query tokens per row block (block_t * G rows); rounded up to whole query tiles in the score role.
         block_s: keys per grid step, a power of two of at least 128.
         chunk: keys per online-softmax update, a power of two of at least 128, clipped to `step`.
-        step: keys per iteration of the loop over a block that a mask may cut (except in the corner), and about as many
-            query tokens; a power of two of at least 128. Longer steps are faster per score, shorter steps compute fewer
-            masked scores.
+        step: keys, and about as many query tokens, per iteration of the loop over a key block that a mask may cut; a
+            power of two of at least 128. Longer steps are faster per score, shorter steps compute fewer masked scores.
+            (The corner has a loop-free form: see `Cut.corner`.)
         matrix_sums: whether row sums (and tile masses) come from extra columns of V, which are free if the matrix unit
             has idle columns.
-        half_exp: whether to compute exponentials in bfloat16, for bfloat16 calls on chips whose vector unit can (v6e
-            and later; `prefill_rows` states an untested assumption).
+        half_exp: whether to compute exponentials in bfloat16. Only for bfloat16 calls on v6e and later chips, whose
+            vector unit can. This relies on an untested assumption about rounding (see `prefill_rows`).
         state_in_vmem: whether to store maximum and sums to VMEM after every update and load them for the next, instead
             of keeping them as values, which spill because registers cannot hold a block of rows.
     """

@@ -1,8 +1,8 @@
 """Online softmax on a TPU: one update of the state of a block of rows, and the results after the last key.
 
 A row is one query token of one query head. The maximum m and the sums are [R,128], because a TPU register has 128
-lanes even if only one is needed: all lanes of m are equal; sums are per lane or, in the score role, per tile. Scores
-are in bits (q is scaled by scale * log2 e), so exponentials are exp2.
+lanes even if only one is needed: all lanes of m are equal; sums are per lane or, in the score role, per tile. The sums
+of 128 tiles form a bank. Scores are in bits (q is scaled by scale * log2 e), so exponentials are exp2.
 
 `half_exp` assumes that the chip's exp2 of a bfloat16 is 2^x rounded once, or at least errs up as often as down; a bias
 would move lse by the mean relative error of a weight. This has not been tested on a chip. Known for v6e and v7x: the
@@ -109,7 +109,7 @@ def add_lanes(sums: Array, p: Array) -> Array:
 
 
 def put_tile_sums(sums: Array, p: Array, start: Array) -> Array:
-    """Store the sums of p over tiles of 128 keys, each in its tile's lane of `sums`, which is still empty."""
+    """Store the sums of p over tiles of 128 keys, each in its tile's lane of `sums`; that lane holds no sum yet."""
     lane = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1)
     first = whole(start, LANES) & (LANES - 1)
     for c in range(p.shape[1] // LANES):

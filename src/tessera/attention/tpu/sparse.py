@@ -389,7 +389,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield rows, keys per buffer and per update, with row sums from either unit."""
+    """Yield configs with other row counts, keys per buffer and keys per update, and with row sums from either unit."""
     axes = {
         "rows": (256, 512, 1024),
         "step_rows": (256, 512, 1024, 2048),

@@ -23,7 +23,7 @@ from tessera.core.shapes import ceil_div, round_up
 PACKED = 16
 """Rows of a packed bfloat16 register. Row blocks and tile copies start at multiples of it."""
 MOST_ITEMS, COPIES = 4, 256
-"""Most row blocks per grid step, and most tile copies in straight-line code; more only make the program longer."""
+"""Maximum row blocks per grid step, and maximum tile copies in straight-line code: more only lengthen the program."""
 SMEM_BYTES = 1000 << 10
 """Bytes of SMEM that lists may take; every chip has 1 MiB."""
 NEVER = 1 << 30
@@ -180,7 +180,7 @@ def read_item(lists: Array, p: int, step: Array, positions: Positions, cut: Cut)
 
 
 def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
-    """Pack each list for the kernel: count, then ids, then zeros up to whole buffers, so that loads need no test.
+    """Pack each list for the kernel: count, ids, zeros up to whole buffers. With the zeros, loads need no bounds check.
 
     Ids are clipped to the range of K and V: an invalid id reads wrong keys, never other memory.
     """
@@ -214,7 +214,7 @@ class Next(NamedTuple):
 
 
 def fetch(refs: Refs, p: int, j: Array | int, target: Next, cut: Cut) -> None:
-    """Start copying tile j of the target for row block p, if it has that tile: by predicate, without a branch."""
+    """Start copying tile j of the target for row block p, if it has that tile."""
     batch, head, tile = pl.program_id(0), pl.program_id(1), cut.spec.tile
     entry = target.buffer * cut.block_tiles + j + 1
     index = jnp.where(target.own, refs.lists[0, 0, p, 0, entry], refs.ahead[0, 0, p, 0, entry])

@@ -91,7 +91,7 @@ def step_masks(
 
 
 def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
-    """Return the tile ids at indices `entry` of each list; indices past its end repeat its last id."""
+    """Return the tile ids at indices `entry` of each list. Indices past a list's end repeat its last id."""
     return jnp.take(lists.tiles, jnp.minimum(entry, lists.tiles.shape[1] - 1), axis=1)
 
 
@@ -123,9 +123,9 @@ def attend_tile(q_tile: Float[Array, "Y R H"], k: Array, v: Array, lists: Lists,
 
 
 class Groups(NamedTuple):
-    """Groups of query tiles: each has `heads` of all `total` = B * K heads and `side` consecutive query tiles of each.
+    """Division of all query tiles into groups, each of `side` consecutive query tiles of each of `heads` heads.
 
-    `num_tiles` is the number of query tiles per head.
+    `total` = B * K is the number of all heads, and `num_tiles` the number of query tiles per head.
     """
 
     total: int

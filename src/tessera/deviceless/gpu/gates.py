@@ -34,7 +34,8 @@ def broken(report: sass.Report) -> list[str]:
 
 
 def broken_program(kernels: tuple[sass.Report, ...]) -> list[str]:
-    """List the gates that one attention call breaks: those of each kernel, and those that at least one must pass."""
+    """List the gates that one attention call breaks: those of each kernel, and those that at least one kernel must
+    pass."""
     found = [f"{report.kernel}: {text}" for report in kernels for text in broken(report)]
 
     def has(*names: str) -> bool:

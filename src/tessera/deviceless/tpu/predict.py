@@ -37,10 +37,11 @@ class Overheads:
 
 
 NOMINAL = Overheads()
-"""No fitted constants."""
+"""Overheads of an ideal chip: no stalls, no cost per step, full bandwidth."""
 
 CALIBRATED = Overheads(stall=1.02, step_s=0.17e-6, bandwidth_share=0.8)
-"""Constants fitted to measured times of v5p and v6e only. evidence/tpu-prediction.jsonl has the errors, also of v7x."""
+"""Constants fitted to measured times, on v5p and v6e only. evidence/tpu-prediction.jsonl has the errors, also on
+v7x."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +162,7 @@ def predict(compiled: Compiled, executions: Mapping[str, float], overheads: Over
 def cores_at_work(found: Schedule, steps: float, cores: int) -> int:
     """Return the number of cores that share the grid: with n cores, one core's loop has steps / n iterations.
 
-    A pipelined loop has two more, to copy the first block in and the last block out.
+    A pipelined loop has two more iterations, to copy the first block in and the last block out.
     """
     if cores == 1 or steps < 2:
         return 1

@@ -69,7 +69,10 @@ def _dense_records(
     compile_s: Mapping[str, float],
     skipped: Mapping[str, str],
 ) -> Iterator[Record]:
-    """Yield the peer's record and ours for every peer; without PyTorch, only our record has the case's name."""
+    """Yield the peer's record and ours for every peer.
+
+    The first record or pair has the case's name: the pair with PyTorch, or without PyTorch our record alone.
+    """
     (_, length, heads, head_dim), dtype = inputs[0].shape, str(inputs[0].dtype)
     case = "dense_prefill_" + ("f32" if dtype == "float32" else "bf16")
     title = f"dense causal prefill, {length:,} tokens, {heads} heads of {head_dim}"
@@ -167,11 +170,11 @@ def _sparse_records(
     select_s: float,
     compile_s: Mapping[str, float],
 ) -> Iterator[Record]:
-    """Yield a record per role: dense, and score and sparse, each with its comparison with dense and a target."""
+    """Yield three records: dense, then score and sparse, each of which is compared with dense and has a target."""
     _, length, heads, head_dim = inputs[0].shape
     kv_heads = inputs[1].shape[2]
     if density > 0.5:
-        raise ValueError(f"{density=:.3f} must be near 0.1: this run is dense work in disguise")
+        raise ValueError(f"{density=:.3f} must be near 0.1: this run does not do sparse work")
     how = How(
         warmup=1,
         iterations=len(taken["dense"]),

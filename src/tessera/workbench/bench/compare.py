@@ -25,7 +25,8 @@ WANTED: Final = 0.20
 """Fractional loss that a comparison should detect or rule out; `Change.blind` marks figures where it does neither."""
 LESS_IS_BETTER: Final = ("s", "bytes", "of tolerance")
 ANSWERED: Final = ("tune", "block sizes")
-"""Operations whose records hold a result as config. Other records' configs hold the requested sizes and settings."""
+"""Operations whose records hold their result in the field `config`. Other records hold the requested sizes and settings
+there."""
 
 COMPILED: Final = ("gpu gates", "tpu sweep")
 """Operations, besides predictions, whose results depend only on a compiler and therefore repeat exactly."""
@@ -158,10 +159,10 @@ def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
 
 
 def drawn(record: Record, peer: Record | None, rng: np.random.Generator) -> tuple[float, np.ndarray | None]:
-    """Return the figure (its median, or the peer's median / its median) and its bootstrap draws; None for the draws if
-    there are too few samples.
+    """Return the figure and its bootstrap draws, or None for the draws if there are too few samples.
 
-    A share of right trials is a single sample, so its trials are redrawn. A compiler's result is equal in every draw.
+    The figure is the record's median or, with a peer, the peer's median / the record's. A share of right trials is a
+    single sample, so its trials are redrawn. A compiler's result is equal in every draw.
     """
     if is_prediction(record) or record.what.op in COMPILED:
         return record.median, np.full(DRAWS, record.median)

@@ -141,7 +141,7 @@ class Ready(NamedTuple):
 
 
 def exact(dtype: str) -> AbstractContextManager:
-    """Return a context that multiplies float32 at full precision; accelerators' default fails the check of rows."""
+    """Return a context with full-precision float32 products; accelerators' default precision fails `check_output`."""
     return jax.default_matmul_precision("highest" if dtype == "float32" else None)
 
 

@@ -167,7 +167,8 @@ class Stand:
         return measure.interleave(contenders, rounds=self.sizes.rounds, until=self.ends, least=least, **options)
 
     def record(self, what: What, samples: Sequence[float], how: How, **fields: Any) -> Record:
-        """Build one side's record. A sample shorter than the roofline allows makes it an error: work was skipped."""
+        """Build one side's record; it becomes an error if a sample is shorter than the roofline allows, as work was
+        skipped."""
         made = evidence.make(what, samples, how=how, command=self.command(), **fields)
         if made.unit == "s" and made.flops and what.dtype:
             floor_s = self._floor_s(what.dtype, made.flops, made.bytes or 0.0)
@@ -183,7 +184,10 @@ class Stand:
         return made
 
     def _floor_s(self, dtype: str, flops: float, num_bytes: float) -> float:
-        """Shortest seconds by the roofline; for bfloat16, which kernels may convert, by the fastest dtype's rate."""
+        """Return the shortest possible seconds by the roofline.
+
+        A kernel may convert bfloat16 to another dtype, so a bfloat16 call is held to the fastest dtype's rate.
+        """
         names = {dtype, *self.ceilings.flops_per_s} if dtype == "bfloat16" else {dtype}
         return min(self.ceilings.floor_s(name, flops, num_bytes) for name in names)
 

@@ -15,7 +15,8 @@ from tessera.sparse.contract import Policy
 from tessera.workbench.eval.trials import Runner
 
 BLOCK = 256
-"""Tokens per block, one sample of the divergence. Neighbouring tokens share context, so intervals redraw blocks."""
+"""Tokens per block. A block is one sample of the divergence, since neighbouring tokens share context and are not
+independent."""
 
 
 class Pass(NamedTuple):

@@ -24,8 +24,11 @@ import numpy as np
 from tessera.models.tokenizer import Tokenizer
 
 ROOM = 128
-"""Tokens of a length reserved for question and answer. Lengths are multiples of ROOM, so a question starts at a
-multiple too, where a query tile starts if its size divides ROOM."""
+"""Tokens of a length that are reserved for question and answer.
+
+Lengths are multiples of ROOM, so every question starts at a multiple of ROOM. That is the start of a query tile if the
+size of a query tile divides ROOM.
+"""
 
 CITIES = (
     "Lisbon|Oslo|Cairo|Lima|Delhi|Paris|Rome|Berlin|Madrid|Vienna|Dublin|Prague|Athens|Warsaw|Helsinki|Nairobi|Havana|"

@@ -42,7 +42,7 @@ class Sample(NamedTuple):
     depth: float | None
 
     def score(self, answer: str) -> float:
-        """Share of the expected strings in the answer."""
+        """Return the share of the expected strings that occur in the answer."""
         return sum(word.lower() in answer.lower() for word in self.expected) / len(self.expected)
 
 

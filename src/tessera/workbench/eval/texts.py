@@ -18,7 +18,7 @@ import numpy as np
 from tessera.train.data import is_held_out, library_corpus, library_files
 
 LONG = 600
-"""Minimum characters of a docstring in `help`."""
+"""Minimum length, in characters, of a docstring that `help` includes."""
 
 
 @cache

@@ -21,11 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run the pieces. Exit code 1 if an item failed (its record says why) or the child process broke, 2 if nothing can
     run or a record cannot be written, 130 if the run was stopped. The next run resumes."""
     parser = argparse.ArgumentParser(prog="python -m tessera.workbench.gpu_check", description=main.__doc__)
-    parser.add_argument("pieces", nargs="*", metavar="|".join(PIECES), help="all if none is named")
+    parser.add_argument("pieces", nargs="*", metavar="|".join(PIECES), help="pieces to run; all if none is named")
     parser.add_argument("--out", type=Path, help="file of records; evidence/gpu-<device>.jsonl if not given")
     parser.add_argument("--limit-s", type=float, default=420.0, help="seconds after which no new item starts")
     parser.add_argument("--again", action="store_true", help="rerun items that the file already records")
-    parser.add_argument("--dry", action="store_true", help="interpret tiny shapes; never store in evidence/")
+    parser.add_argument(
+        "--dry", action="store_true", help="run tiny shapes in the interpreter; never write to evidence/"
+    )
     options = parser.parse_args(argv)
     unknown = sorted(set(options.pieces) - set(PIECES))
     if unknown:

@@ -22,7 +22,7 @@ from tessera.workbench.gpu_check.session import Session
 FRACTION = 0.1
 TILES = (64, 128, 32, 16, 1)
 MOST_SINGLE_KEYS = 16384
-"""Most keys of a call with tile 1. With more, masses and lists of single keys take gigabytes."""
+"""Maximum keys of a call with tile 1. With more, masses and lists of single keys take gigabytes."""
 LLAMA_8B, LLAMA_70B = (32, 8), (64, 8)
 """Query and KV heads of Llama 3.1."""
 
@@ -76,7 +76,7 @@ class Setting(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of q, out, and K and V twice: in the cache's layout and in that of other libraries."""
+        """Bytes of q and out once, and of K and V twice: in the cache's layout and in that of other libraries."""
         queries, keys = self.queries * self.heads, self.keys * self.kv_heads
         return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
 

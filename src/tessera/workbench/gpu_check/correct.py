@@ -63,7 +63,10 @@ GRADIENTS = 2.0**-5
 
 
 class Case(NamedTuple):
-    """A workload, its dtype and numbers (see verify.NUMBERS). `small`: smallest blocks, not the tuned ones."""
+    """A workload, its dtype, and the kind of its numbers (a name in verify.NUMBERS).
+
+    `small` is whether to use the smallest blocks instead of the tuned ones.
+    """
 
     workload: Workload
     dtype: str = "bfloat16"

@@ -1,4 +1,4 @@
-"""Record the machine: device, packages, tools, and whether the target configuration of deviceless compiles fits it."""
+"""Record the machine: device, packages, tools, and whether the configuration that `deviceless` compiles for fits it."""
 
 import importlib.metadata
 import importlib.util

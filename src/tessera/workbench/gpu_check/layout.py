@@ -62,12 +62,15 @@ def look(kernel: Kernel, head_dim: int, config: object, tiles: int, blocks: int)
 
 
 def first_of(tile: int, blocks: int, rows: int) -> int:
-    """Return the first slot of the 2 H that hold a tile's unit vectors."""
+    """Return the first of the 2 H slots that hold a tile's unit vectors."""
     return tile % blocks * rows
 
 
 def strangers(tile: int, out: np.ndarray, values: np.ndarray, blocks: int) -> list[str]:
-    """Describe each row of out [2 H, H] that does not equal the values of the slot that holds the row's unit vector."""
+    """Describe each misplaced row of out [2 H, H].
+
+    A row attends only to the slot that holds its unit vector, so it must equal that slot's values.
+    """
     rows, head_dim = out.shape
     said = []
     for row in range(rows):

@@ -4,8 +4,8 @@ An item (one measurement) is done once the current sources have made a record of
 record run first. Failed items run again after everything else; those that hung, crashed or did not fit into memory run
 only once more. While an item runs, a note on disk names it and its time limit. The parent (`supervisor.py`) kills a
 process that exceeds the limit, and the next process turns the note into the item's error record. If the note does not
-say how the process ended, parent and child died together: the machine was taken away, or the item crashes the machine.
-The first such end of an item does not count as a crash.
+say how the process ended, parent and child died together: either the machine was taken away, or the item crashed it.
+The first time this happens to an item does not count as a crash.
 """
 
 import collections
@@ -36,14 +36,17 @@ REFUSALS = (
     *(ValueError, TypeError, NotImplementedError, AssertionError, LookupError, ImportError, AttributeError),
     *(BufferError, MosaicError, LoweringError, ir.MLIRError),
 )
-"""Errors after which the process goes on. A plain RuntimeError, which libraries raise for refused calls and CUDA faults
-alike, counts as one if the device still works. After any other error, a fresh process takes over."""
+"""Errors after which the process can continue.
+
+A plain RuntimeError counts too if the device still works: libraries raise it both for refused calls and for CUDA
+faults. After any other error, a fresh process takes over.
+"""
 CRASHED = ("hung after", "crashed", "does not fit")
 """Prefixes of the error of an item that ended its process."""
 FULL = re.compile(r"(?i)^(?!.*shared memory).*(resource_exhausted|out[ _]of[ _]memory)", re.DOTALL)
-"""Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory, except shared memory, a fault of the kernel."""
+"""Matches errors of XLA, CUDA and PyTorch about exhausted GPU memory, except shared memory (a fault of the kernel)."""
 FULL_DISK = re.compile(r"(?i)no space left on device|disk quota exceeded")
-"""Matches errors about a full disk, for example of a compiler. They do not count as the item's crash."""
+"""Matches errors about a full disk, for example of a compiler. An item with such an error does not count as crashed."""
 CUT = "cut short:"
 """Prefix of the error of an item during which child and parent both died."""
 MOST_CRASHES = 2
@@ -75,7 +78,10 @@ class Session:
     """
 
     def __init__(self, out: Path, *, dry: bool, limit_s: float, again: bool = False, since: int | None = None):
-        """Read from the file what is done. The first `since` records (None: all) are old, and `again` ignores them."""
+        """Read which items are done from the file `out`, if it exists.
+
+        The first `since` records (None: all) are old; with `again`, they do not count.
+        """
         self.out, self.dry = out, dry
         self.scale = Scale(rounds=1, tune_rounds=1, flush_bytes=1 << 16) if dry else Scale()
         self._end = time.monotonic() + limit_s
@@ -122,7 +128,8 @@ class Session:
             self._refused.add(key)
 
     def add(self, what: What, samples: Sequence[float], **fields: Any) -> Record:
-        """Append a record of samples, or of the field `error`; a dry run's record says that nothing was measured."""
+        """Append a record of samples or, with the field `error`, of a failure; a dry run's record says that it measured
+        nothing."""
         if self.dry:
             how = fields.get("how") or How(iterations=max(len(samples), 1))
             fields["how"] = replace(how, check=f"dry run: {how.check or 'nothing measured'}")

@@ -3,7 +3,7 @@
 The child (`worker.py`) writes to a note on disk which item (one measurement) it runs, and for how long at most. The
 parent requests no device from jax, so a GPU fault hits only the child. After a hang or a crash, the parent adds to the
 note how the child ended, and the next child turns the note into the item's error record. After a stop signal or on a
-full disk, the parent removes the note, since no item is at fault.
+full disk, the parent removes the note, since no item is to blame.
 """
 
 import contextlib
@@ -35,12 +35,13 @@ POLL_S = 0.2
 SILENT = "it said nothing"
 """Error text of a child whose stderr is empty, for example because the disk is full."""
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals by which people and job schedulers stop a run. The running item is not at fault."""
+"""Signals by which people and job schedulers stop a run. The item that was running is not to blame."""
 COMMAND = (sys.executable, "-m", "tessera.workbench.gpu_check.worker")
 
 
 class Unwritable(OSError):
-    """Raised if a file or stream cannot be written. The message says which and why; no item is at fault."""
+    """Raised if a file or stream cannot be written; the message says which and why. The running item is not to
+    blame."""
 
 
 @contextlib.contextmanager

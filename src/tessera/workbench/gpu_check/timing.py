@@ -27,7 +27,7 @@ DECODE = tuple(
     for batch in (1, 16, 4, 64)
 )
 SETTINGS = (SEED_SHAPE, *PREFILL[:2], *DECODE[:3], *PREFILL[2:], *PREFILL_70B, *DECODE[3:])
-"""The most important calls come first, since the time may run out."""
+"""Calls to time, the most important first, because the time may run out."""
 FIRST = 4
 """Number of SETTINGS that are timed before the rest of `correct`: SEED_SHAPE, two prefills, one decode."""
 DRY = (Setting(1, 64, 64, 2, 1, 64), Setting(1, 1, 128, 2, 1, 64))
@@ -247,7 +247,10 @@ def kascade(
 
 
 def in_layers(session: Session, watch: clock.Clock, setting: Setting, by_role, rival: tuple[str, list[float]]) -> dict:
-    """Time the selection; return the record's fields, whose samples are the sums over layers, one per round."""
+    """Time the selection and add it up with the layers' times; return the record's fields.
+
+    A sample is the sum over all layers in one round.
+    """
     spec, _ = setting.call("sparse")
     mass = jax.block_until_ready(setting.masses(spec, jax.random.key(0)))
     select = clock.waiting(jax.jit(partial(setting.select, spec)), mass)

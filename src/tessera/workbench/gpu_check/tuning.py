@@ -36,7 +36,8 @@ def run(session: Session) -> None:
 
 
 def candidates(session: Session, setting: Setting) -> Iterator[tuple[Kernel, object, What]]:
-    """Yield (kernel, configuration, record key) for every kernel that takes the call; a dry run has one per kernel."""
+    """Yield (kernel, configuration, record key) for every kernel that takes the call; only one per kernel in a dry
+    run."""
     for kernel in calls.kernels_here(session, setting.phase):
         call = calls.taken(kernel, setting)
         configs = [] if call is None else list(kernel.search_space(*call))

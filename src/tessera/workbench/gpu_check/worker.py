@@ -24,7 +24,8 @@ from tessera.workbench.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritabl
 PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
 """Functions of the pieces, by name."""
 PASSES = ((True, False), (False, False), (False, True))
-"""(session.first, session.retry) of each pass over the pieces: a little of each, the rest, what failed before."""
+"""(session.first, session.retry) of the three passes over the pieces: first a few items of each piece, then the other
+items, then the items that failed."""
 
 
 def piece_named(name: str) -> Callable[[Session], None]:
@@ -34,7 +35,7 @@ def piece_named(name: str) -> Callable[[Session], None]:
 
 
 def end_with_parent() -> None:
-    """End this process when stdin closes, which means that the parent has died."""
+    """End this process when stdin closes: the parent has then died."""
     os.read(0, 1)  # not sys.stdin, whose lock would still be held when Python exits
     os._exit(1)
 

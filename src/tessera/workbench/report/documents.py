@@ -15,6 +15,7 @@ from types import MappingProxyType
 from tessera.core.units import three
 from tessera.workbench import evidence
 from tessera.workbench.evidence import Record
+from tessera.workbench.report import planned
 from tessera.workbench.report import real as report_real
 from tessera.workbench.report import tables as report_tables
 from tessera.workbench.report.markdown import (
@@ -43,6 +44,7 @@ PAGES = (
     "docs/tpu-figures.md",
     "docs/gpu-figures.md",
     "docs/evidence.md",
+    "docs/runtime.md",
 )
 """Files that contain rendered tables."""
 
@@ -343,6 +345,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "tpu": tpu,
         "prediction": prediction,
         "steps": steps,
+        "planned": planned.steps,
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,
         "sweep": report_tables.sweep,
@@ -382,7 +385,7 @@ def render(name: str, records: Iterable[Record], *, every_machine: bool = False)
 
 COMPILED = (
     *("predicted figure", "prediction", "predicted step", "block sizes", "kernel choice"),
-    *("gpu gates", "roofline figure", "tpu sweep"),
+    *("gpu gates", "roofline figure", "tpu sweep", "planned step"),
 )
 """Operations whose result only a compiler decides. A record replaces an older one, even of another machine."""
 

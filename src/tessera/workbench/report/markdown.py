@@ -18,7 +18,7 @@ def side_by_side(records: Iterable[Record]) -> list[Record]:
 
 
 def current(records: Iterable[Record]) -> list[Record]:
-    """Return the last record of each key and series. Compiler results may appear once per machine, see `newest`.
+    """Return the last record of each key and series (see `series`). `newest` drops the same result from other machines.
 
     A time with too few samples for an interval never replaces one with an interval at the same sizes and settings.
     """
@@ -45,8 +45,8 @@ def _without_short(records: Iterable[Record]) -> Iterator[Record]:
 def series(record: Record) -> str:
     """Return the suite or search method that a record's command names; empty if it names none.
 
-    Records with equal keys from different series do not replace each other: the suites of `tessera eval` and
-    `tessera bench` measure the same at other settings or sizes, the methods of `tessera tune` search the same space.
+    Records with equal keys from different series do not replace each other: the suites of `tessera eval` and `tessera
+    bench` measure the same things at other settings or sizes, the methods of `tessera tune` search the same space.
     """
     option = "--method " if record.what.op == "tune" else "--suite "
     return record.command.partition(option)[2].partition(" --only")[0]
@@ -83,7 +83,7 @@ class Table(NamedTuple):
 
 
 def of_one_machine(draw: Callable[[Sequence[Record]], Table], records: Sequence[Record]) -> str:
-    """Draw a table for one machine: the machine with the most figures; of equals, the one with the newest figure.
+    """Draw a table for one machine: the machine with the most figures or, among equals, with the newest figure.
 
     The column "machine" is dropped, since the provenance names the machine. A last line counts the other machines,
     which only the report shows.
@@ -160,10 +160,10 @@ RENAMED = {
     "gpu_gates": "gpu-gates",
     "gpu_figures": "gpu-figures",
 }
-"""Names in `tessera study` by the name of the module that ran the study when old records were made."""
+"""Module that ran a study when old records were made -> the study's name in `tessera study` today."""
 
 DELETED = ("ablations",)
-"""Modules of studies that were deleted. Only the commits that made their records hold the code."""
+"""Modules of studies that were deleted. Their code exists only in the commits that made their records."""
 
 
 def repeat_with(record: Record) -> str:

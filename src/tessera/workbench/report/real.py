@@ -22,7 +22,7 @@ COLUMNS = (
 """Titles of contenders, in the order of columns. A contender without a record has no column."""
 TILES = tuple(f"own choice, tile {tile}" for tile in (1, 16, 32, 64))
 GAPS = ("the plan", "mean keys of 4", "window + sink")
-"""Titles of the contenders whose divergence is divided by the divergence of the exact choice."""
+"""Titles of the contenders whose divergence the table of gaps shows, divided by the divergence of the exact choice."""
 PEERS = {
     "transformers": "transformers, on the converted folder",
     "llama_cpp_exact": "llama.cpp, on the same weights in F32",
@@ -130,7 +130,8 @@ def _by_question(records: Sequence[Record], columns: Sequence[str], cell: Callab
 
 
 def _head(question: str, found: dict[str, Record]) -> str:
-    """Name the question, how many of its answers dense finds, and whether it says nothing about the choice of keys."""
+    """Format the row's first cell: the question, how many of its answers dense finds, and a remark if the control
+    answers it as well as the plan."""
     dense, plan = found.get("dense"), found.get("the plan")
     if dense is not None and dense.what.op == TASK:
         outcomes = [one for document in dense.facts["found"] for one in document]

@@ -19,9 +19,9 @@ from tessera.workbench.report.markdown import (
 )
 
 HELD_OUT = "held-out text"
-"""Start of the workload of records about closeness to dense."""
+"""Prefix of the workload names of records about closeness to dense."""
 MASS = "attention mass"
-"""Start of the workload of records about the attention mass that a policy keeps."""
+"""Prefix of the workload names of records about the attention mass that a policy keeps."""
 PASS_KEY = "single"
 """The one kind of task in the study of a plan's settings: find a pass key."""
 
@@ -67,7 +67,7 @@ def granularity(records: Sequence[Record]) -> Table:
 
 
 def study(records: Sequence[Record]) -> Table:
-    """Show plans with one setting changed, except tile sizes. The unchanged plan comes first."""
+    """Show the plans with one setting changed (other than the tile sizes); the unchanged plan comes first."""
     chosen = _evaluated(records, "study")
     plain = {
         f"tile {r.what.config['tile']}, query tile {r.what.config['query_tile']}": "the plan as it is"
@@ -250,7 +250,7 @@ def _search(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Describe the change from the default that ships; without one, name the default and any winner not confirmed."""
+    """Describe how the shipped config differs from the default; if it does not, name a winner not confirmed, if any."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)
@@ -258,7 +258,7 @@ def _best(record: Record) -> str:
 
 
 def _interval(record: Record) -> str:
-    """Format the gain's interval; empty if the winner was refused, as the interval is then the winner's."""
+    """Format the gain's interval; empty if the winner was refused, because the stored interval is that winner's."""
     facts = record.facts
     if facts.get("interval") is None or "refused" in facts:
         return ""
@@ -305,7 +305,7 @@ def choices(records: Sequence[Record]) -> str:
 
 
 def _undone(found: Mapping[tuple[str, str], Record], name: str, chip: str) -> str:
-    """Format how many times longer the call and its main loop take; for the unchanged kernel, time and cycles."""
+    """Format the ratios of time and main-loop cycles to the unchanged kernel's; for that kernel, time and cycles."""
     record = found.get((name, chip))
     if record is None or record.error:
         return _failed(record)
@@ -398,7 +398,7 @@ def rooflines(records: Sequence[Record]) -> str:
 
 
 def _machine_code(record: Record) -> str:
-    """Format the most registers and spilled bytes of the figure's calls, and failed gates in bold."""
+    """Format the highest register count and spilled bytes of the figure's calls, and failed gates in bold."""
     calls = [call for call in record.facts.values() if isinstance(call, Mapping) and call.get("registers")]
     if not calls:
         return ""

@@ -34,8 +34,8 @@ from tessera.workbench import campaign, evidence
 ANY = 1 << 20
 """Tokens of the longest call that a row covers."""
 LEAST_GAIN = 1.01
-"""Least gain (old time / new time) for which the search moves, or a row leaves the default. The prediction cannot
-resolve less."""
+"""Minimum gain (old time / new time) for which the search moves, and for which a table's row replaces the default. The
+prediction cannot resolve smaller gains."""
 RECORDS = Path("evidence/tpu-blocks.jsonl")
 
 DEVICES = MappingProxyType(
@@ -46,12 +46,12 @@ DEVICES = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One row of every chip's table: the call to compile, and the lengths and batches that it covers.
+    """One row of every chip's table: the call to compile, and the lengths and batches for which the row holds.
 
     Attributes:
         queries: number of query rows, the last of a longer prefill; all rows if None.
         intervals: sizes that the row covers: measure -> (low, high), ends included.
-        like: case whose winner is also tried first; the search then has half the budget.
+        like: case whose winner is tried first, after the default; the search then has half the budget.
     """
 
     role: str
@@ -86,7 +86,7 @@ class Case:
         )
 
     def bucket(self) -> dict[str, Any]:
-        """Return the bucket of calls that the row covers."""
+        """Return the bucket of calls that the row covers: measure -> value or interval (see `attention.tuned`)."""
         exact = ["dtype", "head_dim", "groups"]
         exact += ["kv_heads"] if self.phase == "decode" else []
         exact += ["tile"] if self.role != "dense" else []
@@ -129,7 +129,7 @@ CASES = MappingProxyType(
         "dense, float32": Case(role="dense", length=16384, dtype="float32", intervals={**WHOLE, "num_keys": MIDDLE}),
     }
 )  # fmt: skip
-"""Name -> call worth a row, in the order of the search."""
+"""Name -> call that gets a row in the tables of block sizes, in the order of the search."""
 
 
 def on_chip(chip: str):

@@ -1,4 +1,4 @@
-"""Predict the figures that the TPU kernels must meet, by the same compiler and model for our kernels and the peer's.
+"""Predict the figures that the TPU kernels must meet; our kernels and the peer's share the compiler and the prediction.
 
     tessera study tpu-figures --chip v6e --timings FOLDER     # compiles; resumes where it stopped
     tessera study tpu-figures --report                        # appends the records to evidence/
@@ -78,8 +78,8 @@ SELECTIONS = MappingProxyType(
 """Programs that choose the key tiles after "score long" and "score long 32". They contain no kernels."""
 
 UNCOSTED = re.compile(r" (gather|scatter|sort|conditional|call|custom-call)\(%(?!.*ConcatBitcast)")
-"""Operations that XLA compiles to scalar loops or to a separate computation, for which it estimates no cycles. All of
-them have operands."""
+"""Operations that XLA compiles to scalar loops or to a separate computation, for which it estimates no cycles. The
+pattern requires an operand ("(%"), which all of them have."""
 
 KASCADE = "kascade prefill against dense"
 KASCADE_32 = f"{KASCADE}, query tile 32"
@@ -209,7 +209,7 @@ def xla_ms(program: str, chip: str) -> float:
 
 
 def comparisons(found: Mapping[str, Mapping[str, Any]], chip: str) -> Iterator[tuple[str, float, list[str]]]:
-    """Yield (figure, ratio, cases it comes from) for every figure whose cases compiled."""
+    """Yield (figure, ratio, cases that it compares) for every figure whose cases compiled."""
 
     def has(*names: str) -> bool:
         return all("ms" in found.get(name, {}) for name in names)

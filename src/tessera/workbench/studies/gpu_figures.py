@@ -81,7 +81,7 @@ def inspect(name: str, limit_s: float) -> gpu_inspection.Inspection:
 
 
 def selection_ms(phase: str) -> float:
-    """Return the least time to choose tiles: reading the float32 masses per KV head, query tile and key tile once."""
+    """Return the least milliseconds to choose tiles: those of reading the float32 masses once."""
     rows = LONG // QUERY_TILE if phase == "prefill" else 1
     return 1e3 * 4 * 8 * rows * (LONG // TILE) / gpu_inspection.CEILINGS[CHIP].bytes_per_s
 

@@ -151,8 +151,11 @@ def undefault(case: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases that are compiled only with the causal mask. Default blocks get a single sequence, other group
-    sizes and, in prefill, odd sizes; decode gets models' batches, with more and fewer splits."""
+    """Yield the cases that are compiled only with the causal mask.
+
+    With default blocks: a single sequence, the other group sizes and, in prefill, odd sizes. In decode also the batches
+    of models, each with the default blocks and with other numbers of splits.
+    """
     yield {**case, "batch": 1}
     groups = (*GROUPS[1:], MANY) if kernel.role == "sparse" else GROUPS[1:]
     yield from filter(taken, ({**case, "group": group} for group in groups))
@@ -166,8 +169,10 @@ def plain_cases(kernel: Kernel, case: Mapping[str, Any]) -> Iterator[dict[str, A
 
 
 def other_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a call of OTHERS with each configuration of its search space, at the first tile that has the configuration:
-    once with the causal mask, and once in the last dtype with one of the other masks in turn."""
+    """Yield the cases of a call of OTHERS: each configuration of its search space, at the first tile that has it.
+
+    Each configuration comes once with the causal mask, and once in the last dtype with one of the other masks, in turn.
+    """
     masks, met = [mask for mask in MASKS if mask != PLAIN], set()
     for tile in TILES:
         case = {**blank, "dtype": kernel.dtypes[0], "mask": PLAIN, "tile": tile}

@@ -120,7 +120,7 @@ class Journal:
         found = [line for line in map(_parsed, lines) if line is not None]
         if found and found[0] != self.about:
             other = sorted(name for name in {*found[0], *self.about} if found[0].get(name) != self.about.get(name))
-            raise ValueError(f"{path} is of another search (its {', '.join(other)} differs): delete it to start over")
+            raise ValueError(f"{path} belongs to another search ({', '.join(other)} differs): delete it to start over")
         self.answers = {line["key"]: line["answer"] for line in found[1:]}
         self.replayed = len(self.answers)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,9 +18,9 @@ from tessera.attention.kernel import Kernel
 from tessera.core.shapes import ceil_div, round_up
 
 RATE = 1e11
-"""Flops per second."""
+"""Assumed flops per second. Only its ratio to STEP_S matters."""
 STEP_S = 2e-6
-"""Seconds per iteration of a kernel's loop."""
+"""Assumed seconds per iteration of a kernel's loop. Only its ratio to RATE matters."""
 
 
 def estimate(kernel: Kernel, spec: AttentionSpec, shapes: Shapes, config: Any) -> float:

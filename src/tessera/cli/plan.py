@@ -1,0 +1,95 @@
+"""The flags of `tessera plan`, which asks whether a model fits. Heavy imports wait until it runs."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from tessera.cli.flags import Omittable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Will a model fit on a chip, and how fast will it run. (Kascade's plans, the files that --plan takes, are made by
+    `tessera calibrate`.)
+
+    Exit code: 0, some pair of types fits; 1, none does, or --compile finds that the compiler refuses what fits; 2, an
+    error.
+    """
+
+    model: Annotated[str, tyro.conf.Positional]
+    """Hugging Face folder, GGUF file, fetched model's name, hub id (its config alone is read), or a name such as
+    llama-3.1-8b."""
+    chip: Literal["v4", "v5e", "v5p", "v6e", "v7x", "h100", "h200"] = "v6e"
+    """Chip; v7x counts each of its two cores as a device."""
+    devices: int = 1
+    """Devices that share every layer."""
+    batch: int = 1
+    """Sequences at a time."""
+    length: int = 8192
+    """Tokens per sequence, prompt and answer."""
+    chunk: Omittable[int] = None
+    """Rows of one prefill call per sequence; those of the engine if not given."""
+    plan: Omittable[Path] = None
+    """Kascade plan; the paper's recipe if not given: an anchor per six or seven layers, a tenth of the keys."""
+    compile: bool = False
+    """Compile a decode step and a prefill chunk in the model's own dtype, and compare their memory (minutes)."""
+    limit_s: float = 900.0
+    """With --compile: seconds after which the compiler is stopped."""
+    picture: Omittable[Path] = None
+    """Draw each pair's memory against the chip's to this file."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Print the answer and return the exit code."""
+        for name in ("devices", "batch", "length", "chunk"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value < 2**31:
+                raise ValueError(f"--{name} {value} must be at least 1 and below {2**31:,}")
+        if self.picture is not None:
+            from tessera.cli.inspect import check_picture
+
+            check_picture(self.picture)
+        from tessera.models.checkpoint import find_config
+        from tessera.runtime import planner
+        from tessera.runtime.roofline import Question
+        from tessera.runtime.step import CHUNK
+
+        config, source = find_config(self.model)
+        flags = {name: getattr(self, name) for name in ("chip", "devices", "batch", "length")}
+        question = Question(config=config, policy=self.policy(config), chunk=self.chunk or CHUNK, **flags)
+        checks = ()
+        if self.compile:
+            from tessera.deviceless import plan_check
+
+            plan_check.require_compiler(question)
+            checks = plan_check.check(question, str(source or self.model), limit_s=self.limit_s)
+        answer = planner.plan(question)
+        if self.json:
+            print(json.dumps(answer.json() | ({"compiled": [c.json() for c in checks]} if self.compile else {})))
+        else:
+            from tessera.cli import plan_tables
+
+            plan_tables.print_answer(answer, self.model, checks)
+        if self.picture is not None:
+            from tessera.cli.plan_picture import draw
+
+            draw(answer, self.model, self.picture)
+        return 1 if answer.first is None or any(check.refused for check in checks) else 0
+
+    def policy(self, config):
+        """Return the Kascade policy of --plan, or the paper's recipe."""
+        from tessera.runtime.roofline import recipe
+        from tessera.sparse import plan as plans
+        from tessera.sparse.kascade import Kascade
+
+        if self.plan is None:
+            return recipe(config, self.model)
+        found = plans.Plan.load(self.plan)
+        found.check(config)
+        return Kascade.from_plan(found)

@@ -1,0 +1,95 @@
+"""What `tessera plan` prints for people."""
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tessera.core.memory import format_bytes
+from tessera.models.weights import num_parameters
+from tessera.runtime.planner import Answer, Pair
+from tessera.runtime.roofline import Speed
+
+GIB = 1 << 30
+WORDS = ("weights, cache", "reads", "bound by")
+"""Columns of words; the others hold numbers."""
+
+
+def print_answer(answer: Answer, model: str, checks=()) -> None:
+    """Print memory, times, the first choice, exchanges and what the compiler said."""
+    console, q = Console(), answer.question
+    parameters = num_parameters(q.config) / 1e9
+    console.print(
+        f"{model}, {parameters:.2f}B parameters, on {q.devices} x {q.chip} (mesh {answer.division}: heads x context); "
+        f"{q.batch} x {q.length:,} tokens, prefill in chunks of {q.chunk:,} rows",
+        highlight=False,
+        markup=False,
+    )
+    console.print(_memory(answer))
+    if answer.choice is not None:
+        console.print(_times(answer))
+    for line in _notes(answer):
+        console.print(line, highlight=False, markup=False)
+    for check in checks:
+        console.print(check.line(), highlight=False, markup=False)
+
+
+def _name(pair: Pair) -> str:
+    return f"{pair.weights}, {pair.cache}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in columns:
+        table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=True)
+    return table
+
+
+def _memory(answer: Answer) -> Table:
+    title = (
+        f"GiB per device, {answer.pairs[0].usable_bytes / GIB:.1f} usable; longest context and largest batch that fit"
+    )
+    table = _table(title, "weights, cache", "fits", "total", "weights", "cache", "rest", "longest", "batch")
+    for pair in answer.pairs:
+        parts = pair.parts
+        sizes = parts.total, parts.weights, parts.cache, parts.total - parts.weights - parts.cache
+        verdict = "yes" if pair.fits else "no"
+        sizes = (f"{size / GIB:.3g}" for size in sizes)
+        table.add_row(_name(pair), verdict, *sizes, f"{pair.longest:,}", f"{pair.largest:,}")
+    return table
+
+
+def _times(answer: Answer) -> Table:
+    columns = "first", "bound by", "decode", "bound by", "tokens/s"
+    table = _table(
+        "Predicted seconds to the first token, and milliseconds per token", "weights, cache", "reads", *columns
+    )
+    for pair in answer.pairs:
+        if pair.fits:
+            table.add_row(_name(pair), "dense", *_speed(pair.dense))
+            table.add_row("", "kascade", *_speed(pair.kascade))
+    return table
+
+
+def _speed(speed: Speed) -> tuple[str, ...]:
+    first, decode = f"{speed.prefill_s:.3g}", f"{speed.decode_ms:.3g}"
+    return first, speed.prefill_bound, decode, speed.decode_bound, f"{speed.tokens_per_s:,.0f}"
+
+
+def _notes(answer: Answer) -> list[str]:
+    q, lines = answer.question, []
+    if answer.choice is None:
+        lines.append(f"Nothing fits. {_name(answer.pairs[-1])}: {answer.pairs[-1].why_not}.")
+    else:
+        lines.append(f"First choice: weights, cache = {_name(answer.choice)}, the widest types that fit.")
+    if q.length > q.config.max_positions:
+        lines.append(f"The model was made for {q.config.max_positions:,} tokens, not {q.length:,}.")
+    if answer.division.context > 1 and answer.division.heads == 1:
+        lines.append("The devices share no head, so each holds all weights.")
+    if (sent := answer.exchange) is not None:
+        fewer = "rows" if sent.rows_bytes < sent.tensor_bytes else "tensor"
+        lines.append(
+            f"Prefill exchanges per device, layer and chunk: {format_bytes(sent.tensor_bytes)} tensor-parallel, "
+            f"{format_bytes(sent.rows_bytes)} with rows spread: {fewer} sends fewer; rows do from "
+            f"{sent.break_even_rows:,} rows a chunk. Times assume tensor."
+        )
+    return lines

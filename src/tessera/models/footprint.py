@@ -1,0 +1,255 @@
+"""Bytes of a model in memory on one device, by part: arithmetic over the weights table and the cache's shape.
+
+    total = weights + cache + copies + activations + logits + program
+
+Nothing is allocated, compiled or asked of a device. `runtime/planner.py` prints these bytes; `load` and the engine
+refuse by them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import gcd
+from types import MappingProxyType
+
+from tessera.core.shapes import ceil_div
+from tessera.models.config import ModelConfig
+from tessera.models.weights import Weight, layer_weights, outer_weights, shape_of
+
+SPLIT_AXES = frozenset({"vocab", "heads", "kv_heads", "mlp"})
+"""Logical axes of weights that the mesh's axis "heads" divides; every device holds the other axes whole."""
+
+PROGRAM_BYTES = 16 << 20
+"""Compiled code of one step. The compiler's own figure is 2 to 4 MiB for a decode step, up to 14 MiB for a prefill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """How a number is stored.
+
+    Attributes:
+        bits: per element.
+        scale_bytes: per output channel of a matrix, or per token and KV head of a cache.
+    """
+
+    bits: int
+    scale_bytes: int = 0
+
+    def size(self, elements: int, scales: int) -> int:
+        """Return the bytes of `elements` numbers that share `scales` scales."""
+        return ceil_div(elements * self.bits, 8) + scales * self.scale_bytes
+
+
+WEIGHT_TYPES: Mapping[str, Number] = MappingProxyType(
+    {
+        "float32": Number(bits=32),
+        "bfloat16": Number(bits=16),
+        "int8": Number(bits=8, scale_bytes=4),
+        "fp8": Number(bits=8, scale_bytes=4),
+        "int4": Number(bits=4, scale_bytes=4),
+    }
+)
+"""Types of a layer's matrices. Embedding, unembedding, norms and biases stay in a float type."""
+
+CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
+    {"float32": Number(bits=32), "bfloat16": Number(bits=16), "int8": Number(bits=8, scale_bytes=4)}
+)
+"""Types of keys and values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Division:
+    """How many devices share the heads (and every axis in SPLIT_AXES), and how many share each head's keys."""
+
+    heads: int = 1
+    context: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return self.heads * self.context
+
+    def __str__(self) -> str:
+        return f"{self.heads} x {self.context}"
+
+
+ONE_DEVICE = Division()
+
+
+def divide(config: ModelConfig, devices: int) -> Division:
+    """Divide a model over `devices`: heads = gcd(KV heads, devices), context = the rest.
+
+    Raises:
+        ValueError: `devices` is not positive, or an axis of the weights does not divide among the heads' devices.
+    """
+    if devices < 1:
+        raise ValueError(f"devices={devices} must be at least 1")
+    found = Division(heads=gcd(config.num_kv_heads, devices), context=devices // gcd(config.num_kv_heads, devices))
+    check_division(config, found)
+    return found
+
+
+def check_division(config: ModelConfig, division: Division) -> None:
+    """Raise ValueError unless the devices that share the heads divide every axis that they split."""
+    for weight in (*outer_weights(config), *layer_weights(config)):
+        for axis, size in zip(weight.axes, shape_of(weight, config)):
+            if axis in SPLIT_AXES and size % division.heads:
+                raise ValueError(
+                    f"the model's axis {axis!r} of size {size} does not divide among the {division.heads} devices that "
+                    "share its heads: take another number of devices"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Bytes on one device, by part.
+
+    Attributes:
+        attention, mlp: those matrices of all layers.
+        vocabulary: embedding, and unembedding if it is not tied.
+        vectors: norms and biases.
+        cache: keys and values of all sequences and layers.
+        copies: what a program copies of the cache or weights while it runs.
+        activations: of one prefill chunk or one decoded token, whichever is planned.
+        logits: of the last rows, in float32: a device's share, and the gathered whole.
+        program: compiled code.
+    """
+
+    attention: int = 0
+    mlp: int = 0
+    vocabulary: int = 0
+    vectors: int = 0
+    cache: int = 0
+    copies: int = 0
+    activations: int = 0
+    logits: int = 0
+    program: int = PROGRAM_BYTES
+
+    @property
+    def weights(self) -> int:
+        """All weights."""
+        return self.attention + self.mlp + self.vocabulary + self.vectors
+
+    @property
+    def beyond_weights(self) -> int:
+        """What a request adds to a loaded model: all parts except weights and compiled code."""
+        return self.total - self.weights - self.program
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Types:
+    """Number types: of layer matrices, of the cache, and of everything else (`dtype`)."""
+
+    weights: str = "bfloat16"
+    cache: str = "bfloat16"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self):
+        for name, table in (("weights", WEIGHT_TYPES), ("cache", CACHE_TYPES), ("dtype", FLOATS)):
+            if getattr(self, name) not in table:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be one of {', '.join(table)}")
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one activation."""
+        return WEIGHT_TYPES[self.dtype].bits // 8
+
+
+FLOATS = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one program works on: `batch` sequences with room for `num_keys` keys, `rows` new rows each.
+
+    Attributes:
+        stacked: layers run under a scan, which copies the keys and values of one layer at a time.
+        host: XLA's CPU compiler made the program. It keeps float32 copies of narrower activations, and a chunk of
+            several sequences copies about half of the cache (LOG.md).
+    """
+
+    batch: int
+    num_keys: int
+    rows: int = 1
+    stacked: bool = False
+    host: bool = False
+
+
+def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE) -> Footprint:
+    """Compute the bytes on one device, by part.
+
+    Equations, n = division.heads, c = division.context:
+
+        weights      sum over the table of size / (n if an axis is split)
+        cache        2 L B K S (H + scale) / (n c)
+        copies       one layer's keys and values if stacked, (L + 2) // 2 layers' if the host runs a chunk, B > 1
+        activations  B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output; and
+                     the branch's two inputs and their product
+        logits       4 B V (1 + 1 / n), where n > 1; 4 B V on one device
+    """
+    cache = cache_bytes(config, load.batch, load.num_keys, types=types, division=division)
+    kinds = weight_bytes(config, types=types, division=division)
+    whole = 4 * load.batch * config.vocab_size
+    return Footprint(
+        **kinds,
+        cache=cache,
+        copies=_copied_layers(config, load) * cache // (2 * config.num_layers),
+        activations=activation_bytes(config, load, types=types, division=division),
+        logits=whole + (whole // division.heads if division.heads > 1 else 0),
+    )
+
+
+def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Division = ONE_DEVICE) -> dict[str, int]:
+    """Return the bytes of the weights on one device: attention, mlp, vocabulary, vectors."""
+    found = dict.fromkeys(("attention", "mlp", "vocabulary", "vectors"), 0)
+    for weight in outer_weights(config):
+        found[_kind(weight)] += _one_weight(weight, config, types.dtype, division)
+    for weight in layer_weights(config):
+        stored = types.weights if weight.is_matrix else types.dtype
+        found[_kind(weight)] += config.num_layers * _one_weight(weight, config, stored, division)
+    return found
+
+
+def cache_bytes(
+    config: ModelConfig, batch: int, num_keys: int, *, types: Types = Types(), division: Division = ONE_DEVICE
+) -> int:
+    """Return the bytes of keys and values on one device: 2 L B K S (H + scale) / (n c)."""
+    scales = 2 * config.num_layers * batch * config.num_kv_heads * ceil_div(num_keys, division.context)
+    scales //= division.heads
+    return CACHE_TYPES[types.cache].size(scales * config.head_dim, scales)
+
+
+def activation_bytes(
+    config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE
+) -> int:
+    """Return the bytes that one chunk holds at its peak, within one layer; see `footprint`."""
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    width = 3 * config.hidden_size + 3 * max(config.intermediate_size, heads) // division.heads
+    extra = 4 if load.host and types.itemsize < 4 else 0
+    return load.batch * load.rows * width * (types.itemsize + extra)
+
+
+def _copied_layers(config: ModelConfig, load: Load) -> int:
+    """Count the arrays of a layer's keys, or of its values, that a program copies."""
+    if load.host and load.batch > 1 and load.rows > 1:
+        return 2 * ((config.num_layers + 2) // 2)
+    return 2 if load.stacked else 0
+
+
+def _kind(weight: Weight) -> str:
+    if not weight.is_matrix:
+        return "vectors"
+    return "vocabulary" if "vocab" in weight.axes else "mlp" if "mlp" in weight.axes else "attention"
+
+
+def _one_weight(weight: Weight, config: ModelConfig, stored: str, division: Division) -> int:
+    shape = [
+        size // division.heads if axis in SPLIT_AXES else size
+        for axis, size in zip(weight.axes, shape_of(weight, config))
+    ]
+    elements = shape[0] * (shape[1] if weight.is_matrix else 1)
+    return WEIGHT_TYPES[stored].size(elements, shape[0])

@@ -1,0 +1,133 @@
+"""Will a model fit on a chip, and how fast will it run: arithmetic alone, nothing compiled and no device asked.
+
+Memory is `models/footprint.py`'s, times are `roofline.py`'s. This module compares pairs of number types and finds the
+longest context and the largest batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tessera.core.hardware import USABLE_BYTES
+from tessera.core.memory import format_bytes
+from tessera.core.shapes import round_up
+from tessera.models.config import MAX_SIZE
+from tessera.models.footprint import Division, Footprint, Load, Types, footprint
+from tessera.models.weights import num_parameters
+from tessera.runtime.compilation import capacity_bucket
+from tessera.runtime.roofline import Exchange, Question, Speed, exchanged, speed
+
+PAIRS = tuple((weights, cache) for weights in ("bfloat16", "int8", "fp8", "int4") for cache in ("bfloat16", "int8"))
+"""(weights, cache) in the order of preference: the first that fits is the first choice, since it loses least."""
+
+SLACK = 0.01
+"""Share of the planned bytes kept free: above the planner's largest error against the compiler (docs/runtime.md)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One pair of weight and cache types.
+
+    Attributes:
+        parts: bytes on one device, of the larger of a prefill chunk and a decode step.
+        why_not: empty if it fits.
+        longest: longest cache that fits at this batch; 0 if none does.
+        largest: largest batch that fits at this length.
+        dense, kascade: predicted times.
+    """
+
+    weights: str
+    cache: str
+    parts: Footprint
+    usable_bytes: float
+    fits: bool
+    why_not: str
+    longest: int
+    largest: int
+    dense: Speed
+    kascade: Speed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """All pairs, the index of the first choice (None if nothing fits), and what a prefill exchanges."""
+
+    question: Question
+    division: Division
+    pairs: tuple[Pair, ...]
+    first: int | None
+    exchange: Exchange | None
+
+    @property
+    def choice(self) -> Pair | None:
+        """The first choice: the first of PAIRS that fits."""
+        return None if self.first is None else self.pairs[self.first]
+
+    def json(self) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
+        q, choice = self.question, self.choice
+        pairs = [{**asdict(pair), "total_bytes": pair.parts.total} for pair in self.pairs]
+        return {
+            **{name: getattr(q, name) for name in ("chip", "devices", "batch", "length", "chunk")},
+            "mesh": asdict(self.division),
+            "parameters": num_parameters(q.config),
+            "first_choice": None if choice is None else {"weights": choice.weights, "cache": choice.cache},
+            "pairs": pairs,
+            "exchange": None if self.exchange is None else asdict(self.exchange),
+        }
+
+
+def plan(question: Question) -> Answer:
+    """Answer for every pair of weight and cache types."""
+    division = question.division
+    pairs = tuple(_pair(question, Types(weights=weights, cache=cache)) for weights, cache in PAIRS)
+    first = next((index for index, pair in enumerate(pairs) if pair.fits), None)
+    exchange = exchanged(question) if division.heads > 1 else None
+    return Answer(question=question, division=division, pairs=pairs, first=first, exchange=exchange)
+
+
+def peak(question: Question, types: Types, **changes: int) -> Footprint:
+    """Return the larger footprint of a prefill chunk and of a decode step, with other fields of the question."""
+    q = replace(question, **changes)
+    keys, rows = capacity_bucket(q.length), min(round_up(q.length, q.policy.query_tile), q.chunk)
+    loads = (Load(batch=q.batch, num_keys=keys, rows=rows), Load(batch=q.batch, num_keys=keys))
+    return max((footprint(q.config, load, types=types, division=q.division) for load in loads), key=lambda f: f.total)
+
+
+def fits(found: Footprint, usable_bytes: float) -> bool:
+    """Return whether a program of this footprint fits, with SLACK."""
+    return found.total * (1 + SLACK) <= usable_bytes
+
+
+def _pair(q: Question, types: Types) -> Pair:
+    usable = USABLE_BYTES[q.chip]
+    found = peak(q, types)
+    good = fits(found, usable)
+    return Pair(
+        weights=types.weights,
+        cache=types.cache,
+        parts=found,
+        usable_bytes=usable,
+        fits=good,
+        why_not="" if good else _why_not(found, usable),
+        longest=_most(lambda size: fits(peak(q, types, length=size), usable)),
+        largest=_most(lambda size: fits(peak(q, types, batch=size), usable)),
+        dense=speed(q, types, None),
+        kascade=speed(q, types, q.policy),
+    )
+
+
+def _why_not(found: Footprint, usable: float) -> str:
+    sizes = f"{format_bytes(found.total)} of {format_bytes(usable)} usable per device"
+    if found.weights * (1 + SLACK) > usable:
+        return f"{sizes}: the weights alone need {format_bytes(found.weights)}; take narrower weights or more devices"
+    return f"{sizes}: weights {format_bytes(found.weights)}, cache {format_bytes(found.cache)}"
+
+
+def _most(good: Callable[[int], bool]) -> int:
+    """Return the largest size up to int32 for which `good` holds, 0 if none; `good` must be monotone."""
+    low, high = 0, MAX_SIZE
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if good(middle) else (low, middle - 1)
+    return low

@@ -1,0 +1,90 @@
+"""How the devices of a mesh share a prefill chunk: by heads, as they share weights and cache, or by rows.
+
+By heads, every device computes all rows with its part of the weights, and each layer adds up the activations twice (two
+all-reduces). By rows, each device computes its own rows with the layer's whole weights, gathered from the same parts;
+only queries, keys, values and outputs change devices, from rows to heads and back, so the cache stays split by heads
+and decode goes on from it. Bytes that one of n devices sends per layer, for T rows and numbers of b bytes:
+
+    by heads  4 (n - 1) / n * T * D * b
+    by rows   (n - 1) / n * (weights of a layer + T / n * 2 (N + K) H b).
+
+The weights outweigh the activations of short calls, so `Sharing.break_even` separates the two.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tessera.core.memory import format_bytes
+from tessera.models.config import ModelConfig
+
+ROWS_PER_DEVICE = 16384
+"""Most rows of a chunk on one device. More would send fewer bytes per row, but activations would fill the memory."""
+
+
+class Sent(NamedTuple):
+    """Bytes that one device sends per layer of a prefill chunk, shared by heads and by rows."""
+
+    by_heads: float
+    by_rows: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What decides how `devices` share a chunk.
+
+    Attributes:
+        config: sizes of the model.
+        devices: devices along the mesh axis "heads".
+        itemsize: bytes of one activation.
+        layer_bytes: bytes of one layer's weights on all devices together.
+    """
+
+    config: ModelConfig
+    devices: int
+    itemsize: int
+    layer_bytes: int
+
+    def sent(self, num_rows: int) -> Sent:
+        """Count the bytes of a chunk of `num_rows` rows in all sequences together, by the module's formulas."""
+        share, config = (self.devices - 1) / self.devices, self.config
+        heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+        by_heads = 4 * share * num_rows * config.hidden_size * self.itemsize
+        return Sent(by_heads, share * (self.layer_bytes + num_rows / self.devices * heads * self.itemsize))
+
+    @property
+    def break_even(self) -> int | None:
+        """Fewest rows of a chunk that send fewer bytes by rows; None if no chunk does."""
+        if self.devices == 1:
+            return None
+        fixed, one = self.sent(0).by_rows, self.sent(1)
+        saved = one.by_heads - (one.by_rows - fixed)
+        return int(fixed // saved) + 1 if saved > 0 else None
+
+    def by_rows(self, batch: int, rows: int) -> bool:
+        """Decide how to share a chunk of `rows` rows per sequence: by rows if that sends fewer bytes."""
+        least = self.break_even
+        return least is not None and batch * rows >= least and rows % self.devices == 0
+
+    def chunk(self, *, batch: int, num_keys: int, unit: int, rows_per_device: int) -> int | None:
+        """Return the length of the chunks that a prefill of up to `num_keys` keys shares by rows; None if it has none.
+
+        It is `unit` times a power of two, so that few lengths compile.
+        """
+        most = min(rows_per_device, ROWS_PER_DEVICE) * self.devices
+        size = unit
+        while 2 * size <= num_keys and batch * 2 * size <= most:
+            size *= 2
+        return size if self.by_rows(batch, size) else None
+
+    def explain(self, num_rows: int) -> str:
+        """Say in one sentence how a chunk of `num_rows` rows is shared, and why."""
+        least = self.break_even
+        if least is None:
+            return "prefill chunks are shared by heads: by rows they would send more bytes, whatever their length"
+        sent = self.sent(num_rows)
+        how, other = ("rows", "heads") if num_rows >= least else ("heads", "rows")
+        less, more = (format_bytes(x) for x in sorted(sent))
+        return (
+            f"a prefill chunk of {num_rows:,} rows is shared by {how}: a device sends {less} per layer, and by {other} "
+            f"{more} (break-even: {least:,} rows)"
+        )

@@ -1,0 +1,142 @@
+"""Planned memory and times of whole steps against the compiler's: one command, about an hour on two cores.
+
+    tessera study planner             # resumes where it stopped; --list prints what is left
+    tessera study planner --report    # a record per step in evidence/
+
+The compiler is the judge of memory. Its times are predictions from schedules, not measurements, so the error of a time
+says how far a roofline is from a schedule.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from tessera.core import files
+from tessera.core.hardware import USABLE_BYTES
+from tessera.deviceless import model_inspection, plan_check
+from tessera.models.catalogue import MODELS
+from tessera.models.footprint import divide, weight_bytes
+from tessera.runtime import roofline
+from tessera.runtime.planner import fits
+from tessera.workbench import campaign, evidence
+
+COMMAND = "tessera study planner; tessera study planner --report"
+EVIDENCE = "evidence/tpu-planner.jsonl"
+OP = "planned step"
+GOAL = 0.02
+"""Largest share by which planned memory may differ from the compiler's."""
+
+
+def _case(chip: str, devices: int, model: str, phase: str, attention: str, batch: int, length: int) -> dict[str, Any]:
+    names = ("chip", "devices", "model", "phase", "attention", "batch", "length")
+    return dict(zip(names, (chip, devices, model, phase, attention, batch, length)))
+
+
+CASES = (
+    _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 4, 131072),
+    _case("v6e", 8, "llama-3.1-8b", "decode", "kascade", 4, 131072),
+    _case("v5e", 4, "llama-3.1-8b", "decode", "dense", 8, 8192),
+    _case("v5p", 1, "llama-3.1-8b", "decode", "kascade", 8, 32768),
+    _case("v7x", 2, "llama-3.1-8b", "decode", "dense", 4, 131072),
+    _case("v6e", 1, "llama-3.2-1b", "decode", "kascade", 4, 32768),
+    _case("v6e", 1, "llama-3.2-1b", "decode", "dense", 4, 32768),
+    _case("v5e", 2, "llama-3.2-3b", "decode", "kascade", 2, 32768),
+    _case("v5p", 4, "qwen3-8b", "decode", "kascade", 16, 32768),
+    _case("v5e", 1, "llama-3.1-8b", "decode", "kascade", 1, 8192),
+    _case("v6e", 1, "llama-3.1-8b", "decode", "dense", 1, 122880),
+    _case("v5e", 8, "llama-3.1-70b", "decode", "kascade", 1, 8192),
+    _case("v6e", 4, "mistral-7b", "decode", "dense", 8, 32768),
+    _case("v7x", 1, "llama-3.2-3b", "decode", "kascade", 4, 131072),
+    _case("v6e", 8, "llama-3.1-8b", "prefill", "kascade", 1, 131072),
+    _case("v5e", 8, "llama-3.1-8b", "prefill", "dense", 4, 32768),
+    _case("v5p", 2, "llama-3.1-8b", "prefill", "kascade", 4, 32768),
+    _case("v7x", 2, "llama-3.1-8b", "prefill", "dense", 1, 131072),
+)
+"""Steps to compile. The compiler refuses two: 8B on one v5e, and 70B on eight."""
+
+
+def call_of(case: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the step as `inspect_step` takes it: the engine's chunk, the paper's tenth of the keys."""
+    fixed = {"queries": roofline.CHUNK, "tile": 128, "query_tile": 32, "fraction": 0.1}
+    return fixed | {name: case[name] for name in ("phase", "attention", "batch", "length")}
+
+
+def identity(line: Mapping[str, Any]) -> tuple:
+    """Return the case's key."""
+    return tuple(line[name] for name in CASES[0])
+
+
+def words(case: Mapping[str, Any]) -> str:
+    """Name a step in its record."""
+    return f"{case['model']} {case['phase']} B {case['batch']} S {case['length']}, {case['devices']} x {case['chip']}"
+
+
+def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
+    """Compile a case and return it with what the compiler said."""
+    found = model_inspection.inspect_step(
+        case["chip"], case["model"], case["devices"], limit_s=limit_s, **call_of(case)
+    )
+    names = ("compiled", "error", "hbm_bytes", "memory", "predicted_ms", "parts_ms", "compile_s")
+    said = found.json()
+    return {**case, **{name: said[name] for name in names}, "kernels": said["attention"]}
+
+
+def planned_ms(case: Mapping[str, Any]) -> float:
+    """Plan the time of a compiled decode step: the roofline, and the copies that its scan makes, read and written."""
+    config, chip = MODELS[case["model"]], roofline.chip(case["chip"])
+    policy = roofline.recipe(config, case["model"])
+    sizes = {name: case[name] for name in ("chip", "devices", "batch", "length")}
+    question = roofline.Question(config=config, policy=policy, **sizes)
+    speed = roofline.speed(question, roofline.Types(), policy if case["attention"] == "kascade" else None)
+    step = plan_check.planned(config, case["chip"], case["devices"], call_of(case))
+    moved = step.cache
+    if case["chip"] in plan_check.LAID_OUT_AGAIN:
+        kinds = weight_bytes(config, division=divide(config, case["devices"]))
+        moved += kinds["attention"] + kinds["mlp"]
+    return speed.decode_ms + 2e3 * moved / (chip.bytes_per_s / chip.devices * roofline.BANDWIDTH_SHARE)
+
+
+def report(line: Mapping[str, Any]) -> evidence.Record:
+    """Build the record of a case: planned / compiled memory, or the refusal next to the planner's verdict."""
+    config = MODELS[line["model"]]
+    mine = plan_check.planned(config, line["chip"], line["devices"], call_of(line))
+    verdict = fits(mine, USABLE_BYTES[line["chip"]])
+    facts = {"planned_bytes": mine.total, "planned": asdict(mine), "fits": verdict, "refused": line["error"]}
+    facts |= {name: line[name] for name in ("hbm_bytes", "memory", "predicted_ms", "parts_ms", "kernels")}
+    if line["phase"] == "decode" and line["predicted_ms"]:
+        facts["planned_ms"] = round(planned_ms(line), 4)
+    what = evidence.What(op=OP, kernel=line["attention"], workload=words(line), dtype=config.dtype)
+    ratio = mine.total / (line["hbm_bytes"] or USABLE_BYTES[line["chip"]])
+    how = evidence.How(compile_s=line["compile_s"], check="the compiler's memory; its refusal is of the usable bytes")
+    made = evidence.make(what, [ratio], command=COMMAND, unit="ratio", how=how, facts=facts)
+    return campaign.of_its_code(made, line)
+
+
+def good(line: Mapping[str, Any]) -> bool:
+    """Return whether the planner was right: within GOAL of the compiler, and no "fits" where the compiler refuses."""
+    record = report(line)
+    if line["hbm_bytes"] is None:
+        return not record.facts["fits"]
+    return abs(record.median - 1) <= GOAL
+
+
+def study(options: Any) -> int:
+    """Run `tessera study planner`: compile what is missing, or report; exit code 1 if the planner was wrong."""
+    if options.report:
+        lines = {identity(line): line for line in campaign.lines_to_report(options.out)}
+        lines = [lines[identity(case)] for case in CASES if identity(case) in lines]
+        evidence.append(EVIDENCE, [report(line) for line in lines])
+        return 0 if all(map(good, lines)) else 1
+    found, code = files.read_lines(options.out), asdict(evidence.code())
+    done = {identity(line) for line in found if not campaign.out_of_time(line)}
+    todo = [case for case in CASES if identity(case) not in done]
+    if options.list:
+        print("\n".join(map(json.dumps, todo)))
+        return 0
+    for case in todo:
+        line = compile_case(case, options.limit_s) | code
+        files.append_line(options.out, line)
+        held = line["error"] or f"{report(line).median:.4f} of the compiler's memory"
+        print(f"{' '.join(map(str, case.values()))}: {held}"[:240], flush=True)
+    return 0

@@ -1,0 +1,168 @@
+"""The planner's memory, times and verdicts against sums by hand, stored records of the compiler, and its own laws."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tessera.core.hardware import CHIPS, LINK_BYTES_PER_S, USABLE_BYTES
+from tessera.deviceless.tpu.predict import CALIBRATED
+from tessera.models.catalogue import MODELS
+from tessera.models.footprint import Types
+from tessera.runtime import planner, roofline
+from tessera.runtime.planner import PAIRS, plan
+from tessera.runtime.roofline import DERIVED, SHARES, Question, reading, recipe, speed
+from tessera.sparse.kascade import Kascade
+from tessera.workbench import evidence
+from tessera.workbench.studies import planner as study
+
+EVIDENCE = Path(__file__).parents[2] / "evidence"
+LLAMA = MODELS["llama-3.1-8b"]
+
+
+def question(name="llama-3.1-8b", **changes):
+    config = MODELS[name]
+    sizes = {"chip": "v6e", "devices": 8, "batch": 4, "length": 131072}
+    return Question(config=config, policy=recipe(config, name), **(sizes | changes))
+
+
+def test_every_chip_has_what_the_planner_needs():
+    names = {chip.name for chip in CHIPS}
+    assert names == LINK_BYTES_PER_S.keys() == USABLE_BYTES.keys() == SHARES.keys()
+    for chip in CHIPS:
+        assert 0.7 * chip.memory_bytes < USABLE_BYTES[chip.name] * chip.devices < 1.01 * chip.memory_bytes
+    assert roofline.BANDWIDTH_SHARE == CALIBRATED.bandwidth_share
+
+
+def test_shares_of_attention_are_those_of_the_schedules():
+    """The newest schedules of a 131,072-token prefill: flops / time / peak."""
+    peaks = {chip.name: chip.bf16_flops_per_s / chip.devices for chip in CHIPS}
+    names = {"dense long": "dense", "score long 32": "score", "sparse kascade 32": "sparse"}
+    found = {}
+    for record in evidence.read(EVIDENCE / "tpu-figures.jsonl"):
+        if record.what.workload.startswith("kascade prefill against dense"):
+            chip = record.what.workload.rpartition(", ")[2]
+            for call, role in names.items():
+                if (facts := record.facts.get(call)) and "flops" in facts:
+                    found[chip, role] = facts["flops"] / (facts["ms"] / 1e3) / peaks[chip]
+    assert found == {
+        (chip, role): pytest.approx(getattr(SHARES[chip], role), rel=0.01)
+        for chip in DERIVED
+        for role in names.values()
+    }
+
+
+def test_the_recipe_has_the_papers_anchors_and_reads_a_tenth():
+    policy = recipe(LLAMA, "llama-3.1-8b")
+    assert policy.anchors == (0, 2, 8, 13, 14)
+    assert len(recipe(MODELS["llama-3.1-70b"]).anchors) == 13  # 5 of 32 layers, rounded up
+    found = reading(LLAMA, policy, 131072)
+    assert found.dense + found.score == 5 * 131072
+    assert found.sparse == 27 * (13184 + 128)  # a tenth in whole tiles of 128, and the row's own tile
+    assert reading(LLAMA, None, 1000) == (32 * 1000, 0, 0, 0)
+    assert reading(replace(LLAMA, window=4096), None, 131072).dense == 32 * 4096
+    assert reading(LLAMA, replace(policy, crossover_tokens=4096), 1000) == (32 * 1000, 0, 0, 0)
+
+
+def test_budgets_and_layers_that_choose_for_themselves():
+    """Budget 0 reads only what is always read, 1 reads all; `own` layers also rank all keys."""
+    heads = ((0, 1),) * 3
+    policy = Kascade(
+        anchors=(0,), own=(2,), head_map=heads, budgets=((1.0, 1.0), (0.0, 1.0), (0.5, 0.5)), tile=16, minimum=0
+    )
+    config = replace(LLAMA, num_layers=3, num_kv_heads=2)
+    found = reading(config, policy, 1600)
+    assert found == (0, 1600, (32 + 1600) / 2 + 800 + 32, 1600)
+
+
+def test_decode_by_hand():
+    """8B, 4 x 131,072 keys on eight v6e: bytes over 0.8 of 1,638 GB/s, and what a ring sends over half the links."""
+    found = speed(question(), Types(), None)
+    weights = (32 * (2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 128256 * 4096) * 2 / 8 + 65 * 4096 * 2
+    keys = 2 * 32 * 4 * 131072 * 128 * 2
+    assert found.decode_parts_ms["weights"] == pytest.approx(1e3 * weights / 1310.4e9)
+    assert found.decode_parts_ms["cache"] == pytest.approx(1e3 * keys / 1310.4e9)
+    sent = 32 * 2 * 2 * 7 / 8 * 4 * 4096 * 2 + 7 / 8 * 4 * 128256 * 4
+    assert found.decode_parts_ms["links"] == pytest.approx(1e3 * sent / 224e9)
+    parts = found.decode_parts_ms
+    assert found.decode_ms == pytest.approx(parts["weights"] + parts["cache"] + parts["links"])
+    assert found.decode_bound == "cache"
+    assert found.tokens_per_s == pytest.approx(4e3 / found.decode_ms)
+    sparse = speed(question(), Types(), question().policy)
+    assert sparse.decode_ms < 0.4 * found.decode_ms
+    assert sparse.prefill_s < found.prefill_s
+
+
+def test_rows_send_fewer_bytes_from_some_length_on():
+    """Two ring sums of R x 4,096 bfloat16 against one layer's weights and queries, keys, values and outputs."""
+    found = plan(question(chunk=131072, batch=1)).exchange
+    assert found.tensor_bytes == 2 * 2 * 7 / 8 * 131072 * 4096 * 2
+    assert found.rows_bytes == pytest.approx(7 / 8 * (218_103_808 * 2 + 16384 * (2 * 32 + 2 * 8) * 128 * 2))
+    assert found.tensor_bytes > 5 * found.rows_bytes
+    at = plan(question(chunk=found.break_even_rows, batch=1)).exchange
+    before = plan(question(chunk=found.break_even_rows - 1, batch=1)).exchange
+    assert at.rows_bytes <= at.tensor_bytes
+    assert before.rows_bytes > before.tensor_bytes
+
+
+def test_what_fits_and_the_first_choice():
+    """70B, 4 x 131,072 tokens on eight v6e: not in bfloat16; the widest types that fit come first."""
+    answer = plan(question("llama-3.1-70b"))
+    pairs = {(pair.weights, pair.cache): pair for pair in answer.pairs}
+    assert tuple(pairs) == PAIRS
+    assert not pairs["bfloat16", "bfloat16"].fits
+    assert "of 31.2 GiB usable per device: weights 16.4 GiB, cache 20.0 GiB" in pairs["bfloat16", "bfloat16"].why_not
+    assert answer.choice is pairs["bfloat16", "int8"]
+    assert pairs["int8", "int8"].kascade.decode_ms <= 9.0
+    alone = plan(question("llama-3.1-70b", devices=1))
+    assert alone.choice is None
+    assert all("the weights alone need" in pair.why_not for pair in alone.pairs)
+    assert {(pair.longest, pair.largest) for pair in alone.pairs} == {(0, 0)}
+    assert json.loads(json.dumps(answer.json()))["first_choice"] == {"weights": "bfloat16", "cache": "int8"}
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b"])
+def test_the_longest_and_the_largest_are_just_that(name):
+    asked = question(name, devices=4, batch=2, length=8192)
+    for pair in plan(asked).pairs:
+        types = Types(weights=pair.weights, cache=pair.cache)
+        for field, size in (("length", pair.longest), ("batch", pair.largest)):
+            assert planner.fits(planner.peak(asked, types, **{field: size}), pair.usable_bytes)
+            assert not planner.fits(planner.peak(asked, types, **{field: size + 1}), pair.usable_bytes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"chip": "v9"}, "chip='v9' must be one of v4, v5e"),
+        ({"length": 0}, "length=0 must be from 1 to 2,147,483,647"),
+        ({"batch": 10**12}, "batch=1000000000000 must be from 1 to"),
+        ({"policy": recipe(MODELS["llama-3.2-1b"])}, "the Kascade plan has 16 layers and the model 32"),
+    ],
+)
+def test_bad_questions(changes, words):
+    with pytest.raises(ValueError, match=words):
+        replace(question(), **changes)
+
+
+def test_stored_steps_agree_with_the_compiler():
+    """Memory within 2 % and never "fits" where the compiler refused; decode times within 10 % of the schedules'."""
+    records = [r for r in evidence.read(EVIDENCE / "tpu-planner.jsonl") if r.what.op == study.OP]
+    workloads = {f"{record.what.workload} {record.what.kernel}" for record in records}
+    assert len(workloads) >= 12
+    for record in records:
+        facts = record.facts
+        case = next(case for case in study.CASES if study.words(case) == record.what.workload
+                    and case["attention"] == record.what.kernel)  # fmt: skip
+        mine = study.plan_check.planned(MODELS[case["model"]], case["chip"], case["devices"], study.call_of(case))
+        assert mine.total == facts["planned_bytes"], "the planner has changed: run the study's --report again"
+        if facts["hbm_bytes"] is None:
+            assert not planner.fits(mine, USABLE_BYTES[case["chip"]])
+        else:
+            assert abs(mine.total / facts["hbm_bytes"] - 1) <= study.GOAL
+            assert (
+                not planner.fits(mine, USABLE_BYTES[case["chip"]]) or facts["hbm_bytes"] <= USABLE_BYTES[case["chip"]]
+            )
+        if "planned_ms" in facts:
+            assert study.planned_ms(case) == pytest.approx(facts["predicted_ms"], rel=0.1)
