@@ -56,7 +56,8 @@ def together(place: "Place", facts: Mapping[str, str], wait_s: float, run: Calla
     lifeline, status = join(place, facts, wait_s), FAILED
     try:
         with speaking(place.index == 0):
-            status = run()
+            found = run()
+        status = found  # only now, because the end of the block may fail to write the output
     except KeyboardInterrupt:
         status = interrupt.STATUS
         raise

@@ -69,9 +69,8 @@ class Lifeline:
 
     def __init__(self, place: Place, peers: Mapping[int, socket.socket]):
         self._place, self._peers = place, dict(peers)
-        self._ended, self._change = set[int](), threading.Condition()
+        self._done, self._gone, self._change = set[int](), set[int](), threading.Condition()
         self._status: int | None = None
-        atexit.register(self._exit)  # runs before JAX's own, which waits for dead processes
 
     def watch(self) -> None:
         """Watch the connections from now on; end this process as soon as another one fails or is interrupted."""
@@ -79,12 +78,18 @@ class Lifeline:
             threading.Thread(target=self._listen, args=(index, peer), daemon=True, name=f"process-{index}").start()
 
     def leave(self, status: int) -> None:
-        """Tell the others how this process ended; after a success, wait until they are done too."""
+        """Tell the others how this process ended, and make Python's exit immediate.
+
+        After a success, wait until the others are done too. Process 0 waits until they are gone, because JAX aborts a
+        process whose service ends before it.
+        """
         self._status = status
+        atexit.register(self._exit)  # the last one registered runs first: JAX's own may wait for minutes
         self._tell({0: "done", INTERRUPTED: "interrupted"}.get(status, "failed"))
         deadline = time.monotonic() + (LEAVE_S if status == 0 else 0)
+        ended = self._gone if self._place.index == 0 else self._done
         with self._change:
-            while len(self._ended) < len(self._peers) and (left := deadline - time.monotonic()) > 0:
+            while len(ended) < len(self._peers) and (left := deadline - time.monotonic()) > 0:
                 self._change.wait(left)
 
     def settle(self) -> None:
@@ -103,11 +108,15 @@ class Lifeline:
                 news = json.loads(line)
                 if news["how"] != "done":
                     self._end(news["ended"], news["how"])
-                with self._change:
-                    self._ended.add(index)
-                    self._change.notify_all()
-        if index not in self._ended:
+                self._note(self._done, index)
+        if index not in self._done:
             self._end(index, "killed")
+        self._note(self._gone, index)
+
+    def _note(self, where: set[int], index: int) -> None:
+        with self._change:
+            where.add(index)
+            self._change.notify_all()
 
     def _end(self, index: int, how: str) -> None:
         """End this process, because another one ended; process 0 tells the rest."""
@@ -120,11 +129,10 @@ class Lifeline:
         os._exit(INTERRUPTED if how == "interrupted" else FAILED)
 
     def _exit(self) -> None:
-        if self._status:
-            with suppress(OSError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(self._status)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(self._status)
 
 
 def join(place: Place, facts: Mapping[str, str], wait_s: float) -> Lifeline:
