@@ -313,7 +313,7 @@ def test_the_table_has_the_roofline_without_a_picture(capsys):
 
 @pytest.mark.parametrize("mesh", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_whole_decode_step_compiles_for_a_mesh(mesh, capsys):
-    """The shipped model under Kascade uses one kernel per role, and two sums over the mesh per layer."""
+    """The shipped model under Kascade uses a kernel for anchors and one for reuse layers, and two sums over the mesh per layer."""
     from tessera.cli import main as cli
 
     folder = Path(steps.__file__).parents[1] / "demo" / "model"
@@ -322,7 +322,7 @@ def test_a_whole_decode_step_compiles_for_a_mesh(mesh, capsys):
     out = json.loads(capsys.readouterr().out)
     assert out["compiled"] is True
     assert {role: figures["kernel"] for role, figures in out["attention"].items()} == {
-        role: f"tpu_decode_{role}" for role in ("dense", "score", "sparse")
+        role: f"tpu_decode_{role}" for role in ("score", "sparse")
     }
     in_layers = [c for c in out["collectives"] if c[2] == "layer"]
     assert len(in_layers) == (2 if mesh == 2 else 0)
