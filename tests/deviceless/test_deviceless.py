@@ -313,7 +313,7 @@ def test_the_table_has_the_roofline_without_a_picture(capsys):
 
 @pytest.mark.parametrize("mesh", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_whole_decode_step_compiles_for_a_mesh(mesh, capsys):
-    """The shipped model under Kascade uses a kernel for anchors and one for reuse layers, and two sums over the mesh per layer."""
+    """The shipped model under Kascade uses a kernel per role, and two sums over the mesh per layer."""
     from tessera.cli import main as cli
 
     folder = Path(steps.__file__).parents[1] / "demo" / "model"

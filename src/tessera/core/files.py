@@ -63,10 +63,16 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
         os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write to an open file names none
+        _name(error, path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _name(error: OSError, path: Path) -> None:
+    """Give the system's error the name of what was being written: a write to an open file names none."""
+    if error.errno is not None:  # an error with a sentence of ours would lose it
+        error.filename = error.filename or str(path)
 
 
 def check_writable(path: str | os.PathLike, *, folder: bool = False, flag: str = "--out") -> None:
@@ -319,7 +325,7 @@ def _replace_folder(folder: Path, outdated: Callable[[str], bool]) -> Iterator[P
         os.rename(new, folder)
         sync(folder.parent)  # delete the old folder only after the rename is on disk
     except OSError as error:
-        error.filename = error.filename or str(folder)  # a write to an open file names none
+        _name(error, folder)
         raise
     finally:
         _finish_swap(folder)
