@@ -92,7 +92,7 @@ def test_too_little_address_space_for_programs_is_refused_before_they_abort(monk
 def test_an_allocation_that_fails_says_what_to_do():
     said = explained(MemoryError("std::bad_alloc"))
     assert said.startswith("this process ran out of memory (std::bad_alloc): raise its limit")
-    assert explained(MemoryError("x needs 2 GiB but 1 GiB are free")) == "x needs 2 GiB but 1 GiB are free"
+    assert explained(MemoryError("x needs 2 GiB: take less")) == "x needs 2 GiB: take less"
 
 
 def test_a_limit_of_address_space_bounds_what_fits(monkeypatch):

@@ -80,6 +80,7 @@ def test_attention_equals_one_device(found, mesh):
         errors = study["errors"][phase]
         assert errors.pop("selection") == 0
         assert len(errors) == 7
+        assert errors.pop("score mass") <= 1e-5  # a sum of probabilities over a query tile's rows and heads
         assert max(errors.values()) <= 2e-6, errors
 
 
