@@ -32,7 +32,7 @@ def attend_layers(
     q: Float[Array, "B T N H"], cache: Cache, positions: Positions, *, spec: AttentionSpec, policy: Policy
 ) -> tuple[Float[Array, "B T N H"], Reads | None]:
     """Run a chunk's attention in every layer of a cache [B,K,S,H]; return the outputs' sum and counts of keys read."""
-    pairs = [KeyValues(k, v) for k, v in zip(*cache)]
+    pairs = [KeyValues(k, v) for k, v in zip(cache.k, cache.v)]
     state, total = policy.init_state(len(pairs), pairs[0].shapes(q), spec), jnp.zeros_like(q)
     for layer, kv in enumerate(pairs):
         out, state = policy.attend(layer, q, kv, spec, positions, state)
@@ -89,7 +89,7 @@ class AttentionAlone:
         if not np.isfinite(found_NH).all():
             raise ValueError(f"{self.policy.name} attention alone gave numbers that are not finite on a timed call")
         if self.policy.name == "dense":
-            pairs = (jnp.swapaxes(jnp.stack(pair), 2, 3) for pair in zip(*self.cache))
+            pairs = (jnp.swapaxes(jnp.stack(pair), 2, 3) for pair in zip(self.cache.k, self.cache.v))
             expected = sum(oracle_rows(q, k, v, [self.length - 1]) for k, v in pairs)
             check_output(found_NH[:, None], expected, "float32", "dense attention alone")
 
