@@ -23,6 +23,7 @@ from tessera.cli.inspect import Inspect
 from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.plan import Plan
 from tessera.cli.processes import ProcessFlags
+from tessera.cli.serve import Serve
 from tessera.cli.study import STUDIES, Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
 from tessera.core import hardware, interrupt
@@ -307,6 +308,7 @@ COMMANDS = MappingProxyType(
     {
         "generate": Generate,
         "chat": Chat,
+        "serve": Serve,
         "calibrate": Calibrate,
         "fetch": Fetch,
         "convert": Convert,

@@ -1,0 +1,244 @@
+"""Bodies of the OpenAI API, as far as the server supports them: schemas of requests, and builders of responses.
+
+Source: the OpenAI API reference (completions, chat completions, models). A field that a schema lacks is refused by
+name, because a client that sets it expects an effect. `top_k`, `min_p` and `repetition_penalty` are extensions, under
+vLLM's names.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tessera.runtime.answers import Generation
+
+MAX_CHOICES = 8
+"""Answers to one prompt (`n`), at most."""
+MAX_PROMPTS = 64
+"""Prompts of one completion request, at most."""
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_MESSAGES = 4096
+COMPLETION_TOKENS = 16
+"""New tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Schema(BaseModel):
+    """A JSON object without unknown fields; values keep their JSON type, so that "1" is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Schema):
+    """Options of a streamed response."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(Schema):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Literal[0, 0.0] | None = None
+    frequency_penalty: Literal[0, 0.0] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of new tokens, if the request sets one."""
+        return self.max_tokens
+
+    def sampling(self) -> dict[str, float]:
+        """Return the sampling parameters that the request sets."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+class CompletionBody(SamplingFields):
+    """Body of POST /v1/completions."""
+
+    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of new tokens."""
+        return self.max_tokens or COMPLETION_TOKENS
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several, as texts or token ids."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else self.prompt
+
+
+class TextPart(Schema):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Schema):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """Return the message as chat templates take it. OpenAI's "developer" is the system's message."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatBody(SamplingFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of new tokens, under its new or its old name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeBody(Schema):
+    """Body of POST /tokenize."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Schema):
+    """Body of POST /detokenize."""
+
+    tokens: Ids
+    model: str | None = None
+
+
+class Refusal(Exception):
+    """A request that the server refuses: an HTTP status and a sentence, in OpenAI's error format."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):
+        super().__init__(message)
+        self.status, self.param, self.retry_s = status, param, retry_s
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON of the response."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
+
+
+def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
+    """Parse a request's body; raise Refusal with the field's name, its value and what it must be."""
+    try:
+        return schema.model_validate_json(raw)
+    except ValidationError as error:
+        # A union reports one error per alternative: take one of the right JSON type, then the deepest.
+        errors = error.errors(include_url=False, include_context=False)
+        found = max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
+    field = ".".join(str(part) for part in found["loc"] if not _is_type(part)) or None
+    said = found["msg"][:1].lower() + found["msg"][1:]
+    if found["type"] == "extra_forbidden":
+        raise Refusal(400, f"unknown field {field}: this server does not support it", param=field)
+    if found["type"] == "json_invalid" or field is None:
+        raise Refusal(400, f"the body is not a JSON object of the right form: {said}")
+    value = "" if found["type"] == "missing" else f"={found['input']!r:.80}"
+    raise Refusal(400, f"{field}{value}: {said}", param=field)
+
+
+def _is_type(part: str | int) -> bool:
+    """Return whether a part of an error's location names an alternative of a union and not a field."""
+    return isinstance(part, str) and (part in {"str", "int", "float"} or part[:1].isupper() or not part.isidentifier())
+
+
+class Reply:
+    """Builder of the responses to one request, which share an id and a time.
+
+    Args:
+        model: name of the served model.
+        chat: whether the request is a chat completion.
+    """
+
+    def __init__(self, model: str, chat: bool):
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
+        self.model, self.chat, self.created = model, chat, int(time.time())
+
+    def whole(self, generations: Sequence[Generation], usage: Mapping[str, Any]) -> dict[str, Any]:
+        """Build the response of a request that does not stream."""
+        choices = []
+        for index, generation in enumerate(generations):
+            said = {"message": {"role": "assistant", "content": generation.text}}
+            said = said if self.chat else {"text": generation.text}
+            choices.append({"index": index, **said, "logprobs": None, "finish_reason": generation.finish_reason})
+        return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
+
+    def piece(self, index: int, text: str, *, finish: str | None = None, first: bool = False) -> dict[str, Any]:
+        """Build one event of a stream: text that became final, or the reason why the answer ended."""
+        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        said = {"delta": delta} if self.chat else {"text": text}
+        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
+        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [choice]}
+
+    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """Build a stream's last event, which only has the usage."""
+        return {
+            **self._head("chat.completion.chunk" if self.chat else "text_completion"),
+            "choices": [],
+            "usage": usage,
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def usage(
+    prompt_tokens: int, generations: Sequence[Generation], cached_tokens: int, policies: Sequence[str]
+) -> dict[str, Any]:
+    """Build the usage of a request.
+
+    Args:
+        prompt_tokens: over all prompts.
+        generations: all answers.
+        cached_tokens: prompt tokens whose keys were in the cache.
+        policies: name of each answer's attention policy; the names differ if a prompt is below the cross-over.
+
+    Returns:
+        OpenAI's counts, and under "tessera" the share of the visible keys that attention read.
+    """
+    new = sum(len(generation.tokens) for generation in generations)
+    density = sum(generation.density for generation in generations) / max(len(generations), 1)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new,
+        "total_tokens": prompt_tokens + new,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "tessera": {"density": round(density, 4), "policy": "+".join(sorted(set(policies)))},
+    }
