@@ -1,6 +1,6 @@
 """Models whose sizes are known by name, without their files, for programs and plans that read no weight.
 
-Sizes are those of the config.json that each publisher ships. `tests/models/test_catalogue.py` holds the published
+Sizes are those of the config.json that each publisher ships. `tests/models/test_footprint.py` holds the published
 parameter counts.
 """
 

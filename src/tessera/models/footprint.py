@@ -2,8 +2,8 @@
 
     total = weights + cache + copies + activations + logits + program
 
-Nothing is allocated, compiled or asked of a device. `runtime/planner.py` prints these bytes; `load` and the engine
-refuse by them.
+Nothing is allocated, compiled or asked of a device. `runtime/planner.py` prints these bytes; the engine and, for float
+weights, `load` refuse by them. `load` counts quantised weights by `weights.loaded_bytes`.
 """
 
 from collections.abc import Mapping
