@@ -21,6 +21,8 @@ from tessera.generate import load
 from tessera.runtime.requests import Failure
 from tessera.serve import front, server, warm
 from tessera.serve.app import Site
+from tessera.serve.metrics import Metrics
+from tessera.serve.service import Service
 
 CONTEXT = 256
 KEY = "a-secret"
@@ -30,10 +32,9 @@ QUESTION = [{"role": "user", "content": "What is the number of the door?"}]
 class Running:
     """A server on a thread of this process."""
 
-    def __init__(self, model, keys=(), **limits):
-        limits = {"context": CONTEXT, "slots": 2, "queue": 16} | limits
-        self.service = warm.start(model, **limits)
-        self.site = Site(model=model, name="tiny", service=self.service, context=limits["context"])
+    def __init__(self, model, service, keys=()):
+        self.service = service
+        self.site = Site(model=model, name="tiny", service=service, context=CONTEXT)
         self.socket = server.listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -56,7 +57,8 @@ class Running:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
     def close(self):
-        self.server.should_exit = True
+        if self.service.alive:
+            self.service.stop()
         self._thread.join(30)
         self.socket.close()
         assert not self._thread.is_alive()
@@ -71,7 +73,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def running(model):
-    found = Running(model, keys=(KEY, "another"))
+    found = Running(model, warm.start(model, context=CONTEXT, slots=2, queue=16), keys=(KEY, "another"))
     yield found
     found.close()
 
@@ -284,6 +286,20 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(running, monkeyp
     assert not running.service.open
 
 
+def test_a_bug_in_a_step_ends_the_server_by_name(model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", lambda found: seen.append(found.exc_value))
+    service = Service(lambda: model.engine(slots=1), queue=1, metrics=Metrics())
+    service.start(lambda engine: None)
+    running = Running(model, service)
+    monkeypatch.setattr(running.service._engine, "step", lambda: {}["no such key"])
+    with pytest.raises(openai.APIStatusError, match="stopped before the answer"):
+        ask(running, "x")
+    running.close()
+    assert isinstance(seen[0], KeyError)
+    assert not running.service.ended
+
+
 def test_a_request_that_fails_inside_a_stream_says_so(running, monkeypatch):
     engine, step = running.service._engine, running.service._engine.step
 
@@ -303,20 +319,8 @@ def test_a_request_that_fails_inside_a_stream_says_so(running, monkeypatch):
 @contextmanager
 def serving(folder):
     """Run `tessera serve`; yield the process and its address when it is ready."""
-    command = [
-        sys.executable,
-        "-m",
-        "tessera",
-        "serve",
-        str(folder),
-        "--port",
-        "0",
-        "--slots",
-        "1",
-        "--name",
-        "tiny",
-        *flags,
-    ]
+    flags = ["--port", "0", "--slots", "1", "--name", "tiny"]
+    command = [sys.executable, "-m", "tessera", "serve", str(folder), *flags]
     environment, url = os.environ | {"JAX_PLATFORMS": "cpu"}, None
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:

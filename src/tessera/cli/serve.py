@@ -70,10 +70,10 @@ class Serve:
             shown = f"[{host}]" if ":" in host else host
             logging.getLogger(__name__).info("%s at http://%s:%d/v1, warming up", site.name, shown, port)
             server.run(site, bound, keys)
-        if site.service.alive:  # it compiles, and Python would abort while waiting for that
+        if site.service.alive:  # it computes or compiles still, and Python would abort while waiting for that
             sys.stderr.flush()
             os._exit(0)
-        return 0
+        return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback
 
     def keys(self) -> tuple[str, ...]:
         """Read the API keys; refuse an address that other machines reach without a key."""

@@ -74,10 +74,6 @@ def create(site: Site) -> FastAPI:
     async def unknown(request: Request, error: Exception) -> JSONResponse:
         return await refused(request, Refusal(error.status_code, f"no route {request.method} {request.url.path}"))
 
-    def described(schema: type[Schema]) -> dict:
-        content = {"application/json": {"schema": schema.model_json_schema()}}
-        return {"requestBody": {"required": True, "content": content}}
-
     @app.post("/v1/completions", openapi_extra=described(CompletionBody))
     async def completions(request: Request) -> Response:
         body = parse(CompletionBody, await request.body())
@@ -100,6 +96,18 @@ def create(site: Site) -> FastAPI:
         owned = {"id": site.name, "object": "model", "owned_by": "tessera", "max_model_len": site.context}
         return {"object": "list", "data": [owned]}
 
+    _add_tokens(app, site)
+    _add_state(app, site.service)
+    return app
+
+
+def described(schema: type[Schema]) -> dict[str, Any]:
+    """Return the part of a route's OpenAPI description that shows its body."""
+    content = {"application/json": {"schema": schema.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _add_tokens(app: FastAPI, site: Site) -> None:
     @app.post("/tokenize", openapi_extra=described(TokenizeBody))
     async def tokenize(request: Request) -> dict:
         body = parse(TokenizeBody, await request.body())
@@ -114,13 +122,15 @@ def create(site: Site) -> FastAPI:
         _check_model(site, body.model)
         return {"prompt": _tokenizer(site).decode(body.tokens, skip_special=False)}
 
+
+def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return Response(status_code=200 if site.service.alive else 500)
+        return Response(status_code=200 if service.alive else 500)
 
     @app.get("/ready")
     async def ready() -> Response:
-        return Response(status_code=200 if site.service.ready and not site.service.draining else 503)
+        return Response(status_code=200 if service.ready and not service.draining else 503)
 
     @app.get("/version")
     async def which() -> dict:
@@ -128,9 +138,7 @@ def create(site: Site) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(site.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    return app
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _check_model(site: Site, name: str | None) -> None:

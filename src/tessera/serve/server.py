@@ -80,21 +80,24 @@ class Server(uvicorn.Server):
         self.site.service.drain()
         self._loop.call_soon_threadsafe(self._end)
 
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to stop: uvicorn was asked to, or a bug ended the engine's thread."""
+        return await super().on_tick(counter) or not self.site.service.alive
+
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal; end the engine's thread after the last response."""
         self._loop = asyncio.get_running_loop()
         try:
             await super().serve(sockets)
         finally:
-            await asyncio.to_thread(self.site.service.stop)
+            if not self.force_exit:
+                await asyncio.to_thread(self.site.service.stop)
 
     def _end(self) -> None:
         self._ending = asyncio.create_task(self._drained())
 
     async def _drained(self) -> None:
         deadline = time.monotonic() + DRAIN_S
-        await asyncio.sleep(0.05)
-        interrupt.asked()  # the command ends by itself: Ctrl-C's deadlines no longer apply
         while self.site.service.open and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         if self.site.service.open:
@@ -134,4 +137,5 @@ def configured(site: Site, keys: Sequence[str] = ()) -> uvicorn.Config:
 
 def run(site: Site, bound: socket.socket, keys: Sequence[str] = ()) -> None:
     """Serve on a socket from `listen` until SIGTERM or Ctrl-C, and return after the last response."""
+    interrupt.release()
     Server(configured(site, keys), site).run(sockets=[bound])

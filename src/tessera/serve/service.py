@@ -1,8 +1,9 @@
 """The thread that owns the engine: HTTP handlers hand it requests, and it hands them back events.
 
 An engine is not thread-safe and a step blocks, so only this thread touches it. A request enters a bounded queue; its
-events go to a callback, which must return at once. A request can be cancelled at any point. An error in a step ends
-the requests that were open, and the thread goes on with a new engine: the old one's cache may be donated.
+events go to a callback, which must return at once. A request can be cancelled at any point. A device's error in a
+step ends the requests that were open, and the thread continues with a new engine, as the old one's cache may be
+donated. Any other error is a bug: it ends the thread, and the server with it.
 """
 
 import logging
@@ -52,6 +53,12 @@ class Job:
 class Service:
     """Runs an engine on its own thread.
 
+    Attributes:
+        room: requests that may be open.
+        ready: the warm-up is complete.
+        draining: new requests are refused.
+        ended: the thread ended because `stop` was called, and not by a bug.
+
     Args:
         build: builds a fresh engine.
         queue: requests that may wait for a row of the engine.
@@ -65,7 +72,7 @@ class Service:
         self._new: list[Job] = []
         self._cancelled: list[Job] = []
         self._jobs: dict[int, Job] = {}
-        self._stop = self.draining = self.ready = False
+        self._stop = self.draining = self.ready = self.ended = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, warm: Callable[[Engine], None]) -> None:
@@ -90,9 +97,10 @@ class Service:
             Refusal: 503 while the service warms up or drains, 429 if the queue is full.
         """
         with self._changed:
-            if self.draining or not self.ready:
-                raise Refusal(503, "the server is shutting down" if self.draining else "the server is warming up",
-                              retry_s=30 if self.draining else 5)  # fmt: skip
+            if self.draining or not self.alive:
+                raise Refusal(503, "the server is shutting down", retry_s=30)
+            if not self.ready:
+                raise Refusal(503, "the server is warming up", retry_s=5)
             if self.open + len(requests) > self.room:
                 raise Refusal(
                     429, f"the server has {self.open} requests of at most {self.room}: try again", retry_s=RETRY_S
@@ -128,6 +136,7 @@ class Service:
         jax.monitoring.register_event_duration_secs_listener(self._count_compile)
         try:
             self._serve()
+            self.ended = True
         finally:
             jax.monitoring.unregister_event_duration_listener(self._count_compile)
             self._fail_all(Refusal(503, "the server stopped before the answer was complete"))
@@ -141,7 +150,7 @@ class Service:
             try:
                 self._take_new()
                 events = self._engine.step() if self._engine.busy else []
-            except Exception as error:  # noqa: BLE001 - whatever a step raises ends its requests, not the server
+            except (RuntimeError, ValueError, MemoryError, OSError) as error:  # from the device
                 self._recover(error)
                 continue
             for event in events:
