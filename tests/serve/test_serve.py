@@ -39,12 +39,10 @@ class Running:
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.server = server.Server(server.configured(self.site, keys), self.site)
-        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]})
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
         self._thread.start()
-        self.until(lambda: self.service.ready)
-
-    def client(self, **options) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60, **options)
+        self.until(lambda: self.service.ready and self.server.started)
 
     def until(self, condition, limit_s=60.0):
         end = time.monotonic() + limit_s
@@ -60,6 +58,7 @@ class Running:
         if self.service.alive:
             self.service.stop()
         self._thread.join(30)
+        self.client.close()
         self.socket.close()
         assert not self._thread.is_alive()
         assert not self.service.alive
@@ -79,7 +78,7 @@ def running(model):
 
 
 def ask(running, prompt, **options):
-    return running.client().completions.create(model="tiny", prompt=prompt, **{"temperature": 0} | options)
+    return running.client.completions.create(model="tiny", prompt=prompt, **{"temperature": 0} | options)
 
 
 # --- answers
@@ -99,7 +98,7 @@ def test_a_completion_equals_generate(running, model, length, policy):
 
 
 def test_a_stream_gives_the_whole_answer_in_pieces(running, model):
-    client, options = running.client(), {"model": "tiny", "messages": QUESTION, "max_tokens": 12, "temperature": 0}
+    client, options = running.client, {"model": "tiny", "messages": QUESTION, "max_tokens": 12, "temperature": 0}
     tokens = model.tokenizer.encode_chat(QUESTION)
     [expected] = model.generate([tokens], max_new_tokens=12)
     whole = client.chat.completions.create(**options)
@@ -202,7 +201,7 @@ def test_a_bad_request_is_refused_by_name(running, body, status, said):
 )
 def test_a_bad_conversation_is_refused(running, messages, said):
     with pytest.raises(openai.BadRequestError, match=said):
-        running.client().chat.completions.create(model="tiny", messages=messages)
+        running.client.chat.completions.create(model="tiny", messages=messages)
 
 
 def test_only_holders_of_a_key_are_served(running):
@@ -212,7 +211,7 @@ def test_only_holders_of_a_key_are_served(running):
             assert found.status_code == 401
             assert found.json()["error"]["type"] == "authentication_error"
     assert httpx.get(f"{running.url}/health").status_code == 200
-    assert running.client().with_options(api_key="another").models.list().data[0].id == "tiny"
+    assert running.client.with_options(api_key="another").models.list().data[0].id == "tiny"
 
 
 def test_unknown_routes_and_methods_are_refused_in_the_apis_form(running):
