@@ -1,4 +1,4 @@
-"""What `tessera plan` prints for people."""
+"""Tables and notes that `tessera plan` prints without --json."""
 
 from rich import box
 from rich.console import Console
@@ -11,11 +11,11 @@ from tessera.runtime.roofline import Speed
 
 GIB = 1 << 30
 WORDS = ("weights, cache", "reads", "bound by")
-"""Columns of words; the others hold numbers."""
+"""Left-aligned columns; the others hold numbers."""
 
 
 def print_answer(answer: Answer, model: str, checks=()) -> None:
-    """Print memory, times, the first choice, exchanges and what the compiler said."""
+    """Print memory, times, the first choice, exchanges, and a line for each of `checks` (see `plan_check.Check`)."""
     console, q = Console(), answer.question
     parameters = num_parameters(q.config) / 1e9
     console.print(

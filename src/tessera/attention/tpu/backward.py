@@ -56,7 +56,7 @@ class Config:
 
 
 class Cut(NamedTuple):
-    """Static sizes of one call cut into `blocks` row blocks and `slabs` of keys."""
+    """Static sizes of one call, which is divided into `blocks` blocks of rows and `slabs` slabs of keys."""
 
     spec: AttentionSpec
     groups: int
@@ -134,7 +134,7 @@ def chunk_range(first, last, kv_len, base, cut: Cut, xp=jnp) -> Range:
 
 
 def range_of(b, slab, i, positions: Positions, cut: Cut) -> Range:
-    """Return the chunks of slab number `slab` that row block i of sequence b needs; none if it holds only padding."""
+    """Return the chunks of slab `slab` that row block i of sequence b needs; none if all its rows are padding."""
     q_start, kv_len, q_len = (p[b] for p in positions)
     first = q_start + i * cut.block_t
     last = q_start + jnp.minimum((i + 1) * cut.block_t, q_len) - 1
