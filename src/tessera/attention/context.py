@@ -127,7 +127,7 @@ def check(num_rows: int, kv: KeyValues, spec: AttentionSpec, stripes: Stripes, *
         raise ValueError(f"keys dealt over {AXIS}={parts} must be contiguous in the queries' dtype, got {layout} keys")
     if num_rows not in (1, stripes.chunk):
         raise ValueError(
-            f"a call of {num_rows} rows must have 1 or {stripes.chunk}: a stripe of {width} on each of {parts} devices"
+            f"num_queries={num_rows} must be 1 or {stripes.chunk}, one stripe of {width} on each of {parts} devices"
         )
     if kv.k.shape[2] % stripes.chunk:
         raise ValueError(f"num_keys={kv.k.shape[2]} must be a multiple of {stripes.chunk}, {parts} stripes of {width}")

@@ -80,7 +80,7 @@ def check(
         if size % shape.heads:
             raise ValueError(f"{named} cannot split {name}={size} into {shape.heads} equal parts: {way_out}")
     if count > num_devices:
-        raise ValueError(f"{named} needs {count} devices, and JAX finds {num_devices}: {way_out}")
+        raise ValueError(f"{named} needs {count} devices, but JAX finds {num_devices}: {way_out}")
     if num_processes > 1 and count < num_devices:
         raise ValueError(
             f"{named} leaves out {num_devices - count} of the {num_devices} devices of {num_processes} processes: "

@@ -60,7 +60,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Cut(NamedTuple):
-    """Static sizes; groups is G, the query heads per KV head."""
+    """Static sizes of a launch; groups is G, the query heads per KV head."""
 
     spec: AttentionSpec
     groups: int

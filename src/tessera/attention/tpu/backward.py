@@ -390,7 +390,7 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
 
 
 def vmem_bytes() -> int:
-    """Return the bytes of VMEM of the chip that the program is traced for; v6e's if it is no TPU."""
+    """Return the bytes of VMEM of the TPU that the program is traced for; without one, those of v6e."""
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 128 << 20
 
 

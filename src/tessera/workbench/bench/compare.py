@@ -152,7 +152,7 @@ def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, 
 
 
 def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
-    """How many times better `new` is than `old`; 1 where they are equal, even if both are 0."""
+    """Return how many times better `new` is than `old`; 1 where they are equal, even if both are 0."""
     more, fewer = (old, new) if less else (new, old)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(more == fewer, 1.0, more / fewer)

@@ -314,7 +314,7 @@ def stored(held: Iterable[evidence.Record]) -> dict[str, dict[str, dict[str, Any
 
 
 def study(options: Any) -> int:
-    """Run `tessera study tpu-figures`: compile what is missing, or report."""
+    """Run `tessera study tpu-figures`: compile missing cases, or, with --report, append the records."""
     names = ("peer", *SELECTIONS, *CALLS)
     campaign.check_names("--case", options.case, names)
     held = evidence.read(STORE) if STORE.exists() else []

@@ -83,7 +83,7 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def planned_ms(case: Mapping[str, Any]) -> float:
-    """Plan the time of a compiled decode step: the roofline's, plus reading and writing the copies that its scan makes."""
+    """Plan the time of a compiled decode step: the roofline's, plus reading and writing the copies of its scan."""
     config, chip = MODELS[case["model"]], roofline.chip(case["chip"])
     policy = roofline.recipe(config, case["model"])
     sizes = {name: case[name] for name in ("chip", "devices", "batch", "length")}
