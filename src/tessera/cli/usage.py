@@ -115,7 +115,7 @@ def unknown_flag(words: Sequence[str], known: Sequence[str], prog: str) -> str |
 
 
 def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
-    """Return the error if the value of --dtype is one of DTYPES, another tool's name; else None."""
+    """Return the error if the value of --dtype is a key of DTYPES, a name that other tools use; else None."""
     for index, word in enumerate(words):
         flag, _, value = word.partition("=")
         value = value or next(iter(words[index + 1 :]), "")

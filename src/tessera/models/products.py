@@ -147,7 +147,7 @@ def _summed(row: Array, weight: Quantised) -> Array:
 
 
 FP8_FACTOR = 2.0**8
-"""2^(15 - 7): the exponent bias is 15 in float16 and 7 in e4m3, so the moved bits mean values 2^8 times smaller."""
+"""2^(15 - 7): the exponent bias is 15 in float16 and 7 in e4m3, so e4m3 bits read as float16 are 2^8 times smaller."""
 
 
 def _from_fp8(values: Array) -> Array:

@@ -128,7 +128,7 @@ def _why_not(found: Footprint, usable: float) -> str:
 
 
 def _most(good: Callable[[int], bool]) -> int:
-    """Return the largest size up to MAX_SIZE for which `good` is true, or 0; beyond a false size it must stay false."""
+    """Return the largest size up to MAX_SIZE for which `good` holds, or 0. All sizes up to the result must be good."""
     low, high = 0, MAX_SIZE
     while low < high:
         middle = (low + high + 1) // 2

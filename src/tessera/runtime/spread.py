@@ -46,7 +46,7 @@ class Sharing:
     layer_bytes: int
 
     def sent(self, num_rows: int) -> Sent:
-        """Compute the module's formulas for a chunk with `num_rows` rows over all sequences."""
+        """Count the bytes of a chunk with `num_rows` rows over all sequences, by the module's formulas."""
         share, config = (self.devices - 1) / self.devices, self.config
         heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         by_heads = 4 * share * num_rows * config.hidden_size * self.itemsize

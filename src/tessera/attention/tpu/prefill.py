@@ -158,7 +158,7 @@ def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
 
 
 def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
-    """Run pass u over the row block, turn_t of its tokens, against a key block that a mask may cut.
+    """Run pass u, over turn_t tokens of the row block, against a key block that a mask may cut.
 
     Steps of cut.step keys are masked at both ends of the visible range and unmasked in between.
     """

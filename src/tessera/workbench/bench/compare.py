@@ -96,7 +96,7 @@ def _settings(record: Record) -> str:
 
 
 def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
-    """Latest error records of the second set, without those that are errors in the first set too."""
+    """Return the latest error records of the second set, except those of figures that failed in the first set, too."""
     old = figures(before)
     return [r for figure, r in figures(after).items() if r.error and (figure not in old or not old[figure].error)]
 

@@ -79,7 +79,7 @@ class Contender:
 
 
 def contenders(model: Model, plan: Plan | None) -> Iterator[Contender]:
-    """Yield dense attention on a float cache (the reference), int8 and 4 bits; then the plan on float and on int8."""
+    """Yield dense on a float (the reference), an int8 and a 4-bit cache, then the plan on a float and an int8 cache."""
     dtype = str(model.params.embed.dtype)
     dense = replace(model, policy=Dense(), cache=None)
     yield Contender(name="dense", attention="dense", cache=dtype, model=dense)

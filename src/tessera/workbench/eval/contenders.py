@@ -49,7 +49,7 @@ LEAST = 128
 """Minimum keys that a rival reads if its budget is a share of the visible keys."""
 
 Knots = tuple[tuple[int, float], ...]
-"""A budget: ascending (position, number of keys read) points, interpolated between."""
+"""A budget: ascending points (position, number of keys read), with linear interpolation between them."""
 
 
 def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:

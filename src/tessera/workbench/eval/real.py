@@ -236,8 +236,8 @@ def verdict(better: paired.Estimate, p: float = 0.0, resolution: float = 0.0) ->
     """Decide whether a difference from the control says anything about the choice of keys.
 
     Args:
-        better: the difference, positive if the policy is better. With few documents, all may agree, and its interval
-            then has no width; p must therefore be small, too.
+        better: the difference, positive if the policy is better. With few documents, it may be equal in all
+            of them, and its interval then has no width; p must therefore be small, too.
         p: McNemar's p of the same difference; 0 where the test does not apply.
         resolution: largest difference that is only rounding.
     """
@@ -321,7 +321,7 @@ def in_order(
 
 
 def _plain(config: Mapping[str, Any]) -> str:
-    """Encode a policy's configuration as JSON, in which a tuple equals the list that was read back from a file."""
+    """Encode a policy's configuration as JSON, so that a tuple compares equal to the list read back from a file."""
     return json.dumps(config, sort_keys=True)
 
 
@@ -360,7 +360,7 @@ def run(
 
 
 def fitting(sizes: Sizes, context: int) -> Sizes:
-    """Return the sizes without lengths beyond a context.
+    """Return the sizes without the lengths that exceed the context.
 
     Raises:
         ValueError: no length is left.

@@ -158,7 +158,7 @@ def facts_of(bench: Bench, contender: Contender) -> Mapping[str, Any]:
 
 
 def judge_text(bench: Bench, contender: Contender, domain: str, length: int) -> Record:
-    """Record KL to float weights under dense attention on one domain's windows."""
+    """Record a contender's KL against float weights under dense attention, on one domain's windows."""
     model, blocks, counts = bench.model(contender.name), [], []
     for window, dense in zip(bench.material.windows[domain], bench.material.dense(bench.base, domain)):
         same = contender.name == FLOAT and isinstance(contender.policy, Dense)
