@@ -1,6 +1,6 @@
 """Configs of well-known models by name, for commands that need a model's sizes but none of its files.
 
-The sizes come from each publisher's config.json. `tests/models/test_catalogue.py` compares the parameter counts with
+The sizes come from each publisher's config.json. `tests/models/test_footprint.py` compares the parameter counts with
 the published ones.
 """
 

@@ -2,8 +2,9 @@
 
     total = weights + cache + copies + activations + logits + program
 
-No function here allocates, compiles or asks a device. `runtime/planner.py` compares these bytes with a chip's memory;
-`load` and the engine compare them with the free memory, and refuse a model or a request that does not fit.
+No function here allocates, compiles or asks a device. `runtime/planner.py` compares these bytes with a chip's memory.
+The engine compares them with the free memory and refuses a request that does not fit; `load` does the same for float
+weights, and counts quantised weights by `weights.loaded_bytes`.
 """
 
 from collections.abc import Mapping
