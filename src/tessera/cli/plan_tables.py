@@ -82,14 +82,14 @@ def _notes(answer: Answer) -> list[str]:
     else:
         lines.append(f"First choice: weights, cache = {_name(answer.choice)}, the widest types that fit.")
     if q.length > q.config.max_positions:
-        lines.append(f"The model was made for {q.config.max_positions:,} tokens, not {q.length:,}.")
+        lines.append(f"The model's context is {q.config.max_positions:,} tokens, less than the planned {q.length:,}.")
     if answer.division.context > 1 and answer.division.heads == 1:
         lines.append("The devices share no head, so each holds all weights.")
     if (sent := answer.exchange) is not None:
         fewer = "rows" if sent.rows_bytes < sent.tensor_bytes else "tensor"
         lines.append(
-            f"Prefill exchanges per device, layer and chunk: {format_bytes(sent.tensor_bytes)} tensor-parallel, "
-            f"{format_bytes(sent.rows_bytes)} with rows spread: {fewer} sends fewer; rows do from "
-            f"{sent.break_even_rows:,} rows a chunk. Times assume tensor."
+            f"For a prefill chunk, a device sends {format_bytes(sent.tensor_bytes)} per layer with heads split (tensor), "
+            f"or {format_bytes(sent.rows_bytes)} with rows split (rows): {fewer} sends fewer. Splitting rows sends "
+            f"fewer from {sent.break_even_rows:,} rows per chunk on. The times assume split heads."
         )
     return lines

@@ -69,7 +69,7 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
 
 
 def _copy(where: slice | np.ndarray, values: np.ndarray, box: Box, out: np.ndarray) -> None:
-    """Copy to `out`, the part at `box`, those of the rows numbered `where` that lie in it."""
+    """Copy the rows that lie in `box` to `out`; `where` gives the row numbers of `values`."""
     first, end = box[:2]
     if isinstance(where, slice):
         start, stop = max(where.start, first), min(where.stop, end)

@@ -347,7 +347,7 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
     kv_heads = k.shape[1]
 
     def row_block(b, slab, i, q_start):
-        """Replace a row block that ends before the slab begins by the first one that does not, to save its fetch."""
+        """Return the row block to fetch: i or, if that ends before the slab begins, the first one that does not."""
         if not cut.spec.causal or cut.slabs == 1:
             return i
         return jnp.maximum(i, jnp.clip((slab * cut.block_s - q_start[b]) // cut.block_t, 0, cut.blocks - 1))

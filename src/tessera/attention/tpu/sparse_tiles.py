@@ -131,7 +131,7 @@ class Refs(NamedTuple):
         return self.scales_odd if slot else self.scales_even
 
     def keys(self, p: int, at: slice | pl.Slice, slot: int) -> tuple[Array, Array]:
-        """Return the keys and values `at` of row block p's buffer in the queries' dtype."""
+        """Return the keys and values at index `at` of row block p's buffer, in the queries' dtype."""
         k, v = (tiles[p, at] for tiles in self.tiles(slot))
         if self.scales is None:
             return k, v

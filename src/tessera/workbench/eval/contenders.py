@@ -42,7 +42,7 @@ keys."""
 OTHER = "other plan: "
 """Prefix of the title of another plan of the same model; the plan file's name follows."""
 FRONTIER = (WINDOW, EXACT, "mean keys of 4")
-"""Rivals that also run at the frontier, which is at budgets other than the plan's."""
+"""Rivals that also run at budgets other than the plan's (the frontier)."""
 MAIN = (EXACT, NEAR, WINDOW, "mean keys of 4")
 """Rivals that run first, in this order."""
 LEAST = 128
