@@ -88,7 +88,7 @@ def _notes(answer: Answer) -> list[str]:
     if (sent := answer.exchange) is not None:
         fewer = "rows" if sent.rows_bytes < sent.tensor_bytes else "tensor"
         lines.append(
-            f"For a prefill chunk, a device sends {format_bytes(sent.tensor_bytes)} per layer with heads split (tensor), "
+            f"In a prefill chunk, a device sends {format_bytes(sent.tensor_bytes)} per layer with heads split (tensor) "
             f"or {format_bytes(sent.rows_bytes)} with rows split (rows): {fewer} sends fewer. Splitting rows sends "
             f"fewer from {sent.break_even_rows:,} rows per chunk on. The times assume split heads."
         )

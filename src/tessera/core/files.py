@@ -71,7 +71,7 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
 
 def _name(error: OSError, path: Path) -> None:
     """Add the path to a system error that names no file, such as the error of a write to an open file."""
-    if error.errno is not None:  # an error with a sentence of ours would lose it
+    if error.errno is not None:  # our own errors have none: a file name would replace their sentence
         error.filename = error.filename or str(path)
 
 
