@@ -355,7 +355,8 @@ def test_a_signal_ends_the_server_after_the_open_answers(model, number):
         (["--host", "0.0.0.0"], "--api-key-file"),
         (["--port", "99999"], "--port 99999"),
         (["--context", "100000"], "exceeds the model's context"),
-        (["--slots", "0"], "--slots 0"),
+        (["-np", "0"], "--slots 0"),
+        (["-m", "other"], "given twice"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(model, flags, said, capsys):

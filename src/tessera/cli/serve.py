@@ -12,6 +12,7 @@ import tyro
 from tessera.cli import flags
 from tessera.cli.flags import Omittable
 
+PATH = tyro.conf.arg(metavar="[MODEL]", help_behavior_hint="")
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
@@ -19,8 +20,10 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 class Serve:
     """Serve a model over HTTP with OpenAI's API: completions and chat completions, streamed or whole."""
 
-    model: Annotated[Omittable[str], tyro.conf.Positional] = None
+    path: Annotated[Omittable[str], tyro.conf.Positional, PATH] = None
     """Hugging Face folder, GGUF file, hub id or "smollm2"; the shipped demo model if not given."""
+    model: Annotated[Omittable[str], flags.MODEL] = None
+    """The model, given as a flag."""
     plan: Omittable[Path] = None
     """Kascade plan; if not given, the plan stored with the model, if any."""
     attention: Omittable[Literal["dense", "kascade"]] = None
@@ -31,11 +34,11 @@ class Serve:
     """Port to listen on; 0 takes a free one."""
     api_key_file: Omittable[Path] = None
     """File with the accepted API keys, one per line."""
-    name: Omittable[str] = None
+    name: Annotated[Omittable[str], tyro.conf.arg(aliases=("--served-model-name", "--alias"))] = None
     """Name of the model in the API; the model's own if not given."""
-    context: Omittable[int] = None
+    context: Annotated[Omittable[int], tyro.conf.arg(aliases=("-c", "--ctx-size", "--max-model-len"))] = None
     """Tokens of one request, prompt and answer; the model's context, or as much as fits the memory."""
-    slots: int = 4
+    slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
     """Requests that are answered at the same time."""
     queue: int = 64
     """Requests that may wait; more are refused with status 429."""
@@ -60,6 +63,8 @@ class Serve:
             value = getattr(self, name)
             if value is not None and not least <= value <= most:
                 raise ValueError(f"--{name} {value} must be from {least} to {most:,}")
+        if self.path is not None and self.model is not None:
+            raise ValueError(f"the model is given twice, as {self.path} and as --model {self.model}: drop one")
         keys = self.keys()
         from tessera.serve import server
 
@@ -97,12 +102,13 @@ class Serve:
         from tessera.serve.app import Site
         from tessera.serve.warm import context_that_fits, start
 
-        source = resolve(named_model(self.model))
+        named = self.path if self.model is None else self.model
+        source = resolve(named_model(named))
         planned = self.plan is not None or locate_plan(source) is not None
         attention = self.attention or ("kascade" if planned else "dense")
         names = ("dtype", "weights", "cache", "mesh", "plan")
         model = load(source, attention=attention, **{name: getattr(self, name) for name in names})
         context = context_that_fits(model, self.slots, self.context)
         service = start(model, context=context, slots=self.slots, queue=self.queue)
-        name = self.name or os.path.basename(str(self.model or "tessera-demo").rstrip("/")).removesuffix(".gguf")
+        name = self.name or os.path.basename(str(named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
         return Site(model=model, name=name, service=service, context=context)
