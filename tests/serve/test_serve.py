@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import httpx2 as httpx
+import numpy as np
 import openai
 import pytest
 from tiny import CONFIG, save_tiny
@@ -34,7 +35,8 @@ class Running:
 
     def __init__(self, model, service, keys=()):
         self.service = service
-        self.site = Site(model=model, name="tiny", service=service, context=CONTEXT)
+        grammars = warm.grammars_for(model)
+        self.site = Site(model=model, name="tiny", service=service, context=CONTEXT, grammars=grammars)
         self.socket = server.listen("127.0.0.1", 0)
         self.port = self.socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
@@ -75,6 +77,10 @@ def running(model):
     found = Running(model, warm.start(model, context=CONTEXT, slots=2, queue=16), keys=(KEY, "another"))
     yield found
     found.close()
+
+
+def schema_of(schema):
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def ask(running, prompt, **options):
@@ -154,6 +160,46 @@ def test_text_becomes_tokens_and_back(running):
     assert back == {"prompt": "héllo"}
 
 
+def test_an_answer_is_json_of_the_schema(running):
+    """The model is random: only the grammar can make its text JSON."""
+    schema = {
+        "type": "object",
+        "properties": {"door": {"type": "integer", "maximum": 99}, "open": {"type": "boolean"}},
+        "required": ["door", "open"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "door", "schema": schema}}
+    options = {"model": "tiny", "messages": QUESTION, "max_tokens": 100, "response_format": form}
+    for temperature in (0, 1.5):
+        found = running.client.chat.completions.create(**options, temperature=temperature, seed=3).choices[0]
+        assert found.finish_reason == "stop"
+        value = json.loads(found.message.content)
+        assert set(value) == {"door", "open"}
+        assert (type(value["door"]), type(value["open"])) == (int, bool)
+    free = running.client.chat.completions.create(**{**options, "response_format": {"type": "text"}}, temperature=0)
+    with pytest.raises(ValueError):
+        json.loads(free.choices[0].message.content)
+
+
+def test_probabilities_are_reported_as_each_route_does(running, model):
+    [expected] = model.generate([[65] * 20], max_new_tokens=5)
+    found = ask(running, [65] * 20, max_tokens=5, logprobs=3).choices[0].logprobs
+    np.testing.assert_allclose(found.token_logprobs, expected.logprobs, atol=1e-5)
+    assert found.tokens == [model.tokenizer.decode([token], skip_special=False) for token in expected.tokens]
+    assert [max(top.values()) for top in found.top_logprobs] == found.token_logprobs
+    chat = {"model": "tiny", "messages": QUESTION, "max_tokens": 5, "temperature": 0, "logprobs": True}
+    whole = running.client.chat.completions.create(**chat, top_logprobs=2).choices[0].logprobs.content
+    assert [len(token.top_logprobs) for token in whole] == [2] * len(whole)
+    assert [token.top_logprobs[0].token for token in whole] == [token.token for token in whole]
+    events = running.client.chat.completions.create(**chat, stream=True)
+    streamed = [token for event in events if event.choices[0].logprobs for token in event.choices[0].logprobs.content]
+    assert [token.token for token in streamed] == [token.token for token in whole]
+
+
+def test_a_bias_forbids_and_forces_tokens(running):
+    assert ask(running, "x", max_tokens=3, logit_bias={"77": 100}).choices[0].text == "MMM"
+
+
 # --- refusals
 
 
@@ -171,6 +217,17 @@ def test_text_becomes_tokens_and_back(running):
         ({"prompt": "x", "seed": -1}, 400, "seed=-1"),
         ({"prompt": "x", "stop": ["a"] * 1_000_000}, 400, "stop"),
         ({"prompt": "x", "stream_options": {"x": 1}}, 400, "unknown field stream_options.x"),
+        ({"prompt": "x", "logprobs": 21}, 400, "logprobs=21"),
+        ({"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"999": 1}}, 400, "token 999"),
+        ({"prompt": "x", "logit_bias": {"1": 1000}}, 400, "logit_bias.1=1000"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "go together"),
+        ({"prompt": "x", "response_format": schema_of({"type": "wizard"})}, 400, "Invalid type: wizard"),
+        (
+            {"prompt": "x", "response_format": schema_of({"pattern": "(a{1,1000}){1,1000}", "type": "string"})},
+            400,
+            "gram",
+        ),
         ({"prompt": [1, 10**6]}, 400, "token 1000000"),
         ({"prompt": [1, -1]}, 400, "prompt.1=-1"),
         ({"prompt": "x" * 300}, 400, "301 tokens"),

@@ -57,7 +57,7 @@ class Serve:
         """Serve until SIGTERM or Ctrl-C."""
         from tessera.core.extras import require
 
-        for package in ("fastapi", "uvicorn", "prometheus_client"):
+        for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
             require(package, "serve")
         for name, least, most in (("port", 0, 65535), ("slots", 1, 4096), ("queue", 0, 10**6), ("context", 2, 2**31)):
             value = getattr(self, name)
@@ -100,7 +100,7 @@ class Serve:
         from tessera.generate import load, locate_plan
         from tessera.models.checkpoint import resolve
         from tessera.serve.app import Site
-        from tessera.serve.warm import context_that_fits, start
+        from tessera.serve.warm import context_that_fits, grammars_for, start
 
         named = self.path if self.model is None else self.model
         source = resolve(named_model(named))
@@ -108,7 +108,8 @@ class Serve:
         attention = self.attention or ("kascade" if planned else "dense")
         names = ("dtype", "weights", "cache", "mesh", "plan")
         model = load(source, attention=attention, **{name: getattr(self, name) for name in names})
+        grammars = grammars_for(model)
         context = context_that_fits(model, self.slots, self.context)
         service = start(model, context=context, slots=self.slots, queue=self.queue)
         name = self.name or os.path.basename(str(named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
-        return Site(model=model, name=name, service=service, context=context)
+        return Site(model=model, name=name, service=service, context=context, grammars=grammars)

@@ -95,10 +95,15 @@ class Engine:
         if request.stop and self.tokenizer is None:
             raise ValueError("stop needs a tokenizer, and this model has none")
         room = self.config.max_positions - len(request.prompt) + 1  # the last token is never fed back
+        wrong = [token for token in request.bias if not 0 <= token < self.config.vocab_size]
+        if wrong:
+            raise ValueError(f"bias names token {wrong[0]}, outside the vocabulary of {self.config.vocab_size}")
         limit = min(request.max_new_tokens, room)
         answer = Answer(len(request.prompt), limit, self.config.eos_ids, request.stop, self.tokenizer)
         started_s = time.perf_counter() if started_s is None else started_s
-        ticket = Ticket(id=self._submitted, request=request, answer=answer, started_s=started_s)
+        guide = None if request.guide is None else request.guide()
+        ticket = Ticket(id=self._submitted, request=request, answer=answer, started_s=started_s, guide=guide)
+        ticket.allowed = None if guide is None else guide.allowed()
         self._submitted += 1
         self._tickets[ticket.id] = ticket
         self._waiting.append(ticket)
@@ -169,18 +174,21 @@ class Engine:
         lane = self.lanes.get(self.policy) or self._open(self.policy, self.slots or 1, len(tokens), len(tokens))
         return lane.hold(tokens)
 
-    def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True) -> int:
+    def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True, extras: bool = False) -> int:
         """Run once, on empty rows, every program that requests of up to `num_keys` keys use; return their number.
 
         Args:
             samplings: sampling parameters of later requests, in any mixture; only the steps that they enable matter.
             joins: also run the programs of requests that join while others decode.
+            extras: also run those of requests with `bias`, `guide` or `top_logprobs`.
         """
         if self.busy:
             raise ValueError("requests are open: warm the engine before submitting any")
         found: set[Method] = set()  # of every mixture
         for sampling in samplings:
             found |= {sampling.method} | {method | sampling.method for method in found}
+        if extras:
+            found |= {method | Method(extra=True) for method in found}
         rows, programs = self.slots or 1, 0
         for policy in dict.fromkeys(self.policy.at_length(n) for n in (1, self.num_keys)):
             lane = self.lanes.get(policy) or self._open(policy, rows, self.num_keys, self.num_keys)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,8 +14,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from tessera.generate import Model
-from tessera.runtime.requests import End, Event, Failure, Token, check_tokens
+from tessera.runtime.requests import End, Event, Failure, Guide, Token, check_tokens
 from tessera.runtime.requests import Request as Generate
+from tessera.serve.grammar import Grammars
 from tessera.serve.protocol import (
     ChatBody,
     CompletionBody,
@@ -40,6 +41,7 @@ class Site:
         name: the model's name in the API.
         service: thread that runs the engine.
         context: maximum tokens of one request, prompt and answer.
+        grammars: compiles grammars of JSON answers; None if the model cannot have any.
         encoding: lock of the tokenizer, which is not thread-safe.
     """
 
@@ -47,15 +49,17 @@ class Site:
     name: str
     service: Service
     context: int
+    grammars: Grammars | None = None
     encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 @dataclass(eq=False)
 class Answer:
-    """One choice of a response as it is generated."""
+    """One choice of a response as it is generated; its tokens are kept if their probabilities are reported."""
 
     index: int
     policy: str
+    tokens: list[Token] | None = None
     job: Job | None = None
     end: End | None = None
 
@@ -168,7 +172,22 @@ def _render(site: Site, messages: Sequence[dict[str, str]]) -> list[int]:
     return tokens
 
 
-def requests_of(site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> list[Generate]:
+async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None:
+    """Compile the grammar that the request asks for."""
+    schema = None if body.response_format is None else body.response_format.wanted()
+    if schema is None:
+        return None
+    if site.grammars is None:
+        raise Refusal(400, f"{site.name} has no tokenizer with an end token: response_format must be text")
+    try:
+        return await asyncio.to_thread(site.grammars.json, schema)
+    except ValueError as error:
+        raise Refusal(400, str(error), param="response_format") from error
+
+
+def requests_of(
+    site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]], guide: Callable[[], Guide] | None = None
+) -> list[Generate]:
     """Return one engine request per choice: `n` of each prompt, with seeds that count up from the request's."""
     usual = site.model.generation_config.sampling().get("temperature", 1.0)
     try:
@@ -187,7 +206,13 @@ def requests_of(site: Site, body: SamplingFields, prompts: Sequence[Sequence[int
                 param="prompt",
             )
         one = Generate(
-            prompt=prompt, max_new_tokens=min(body.limit or room, room), stop=body.stops, sampling=sampling, seed=seed
+            prompt=prompt,
+            max_new_tokens=min(body.limit or room, room),
+            stop=body.stops,
+            sampling=sampling,
+            bias=body.bias,
+            top_logprobs=body.ranks or 0,
+            guide=guide,
         )
         found += [replace(one, seed=(seed + choice) % 2**32) for choice in range(body.n)]
     return found
@@ -195,9 +220,12 @@ def requests_of(site: Site, body: SamplingFields, prompts: Sequence[Sequence[int
 
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
     """Submit a request's choices and return its response, whole or as a stream."""
-    asked, chat = requests_of(site, body, prompts), isinstance(body, ChatBody)
+    asked, chat = requests_of(site, body, prompts, await _guide(site, body)), isinstance(body, ChatBody)
+    logged = body.ranks is not None
     answers = [
-        Answer(index, site.model.policy.at_length(len(one.prompt) + one.max_new_tokens - 1).name)
+        Answer(
+            index, site.model.policy.at_length(len(one.prompt) + one.max_new_tokens - 1).name, [] if logged else None
+        )
         for index, one in enumerate(asked)
     ]
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
@@ -209,7 +237,7 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     jobs = site.service.submit(*((one, partial(deliver, answer)) for one, answer in zip(asked, answers)))
     for answer, job in zip(answers, jobs):
         answer.job = job
-    reply, prompt_tokens = Reply(site.name, chat), sum(map(len, prompts))
+    reply, prompt_tokens = Reply(site.name, chat, partial(_spell, site)), sum(map(len, prompts))
     if body.stream:
         show_usage = body.stream_options is not None and body.stream_options.include_usage
         pieces = _stream(site, reply, answers, queue, show_usage, prompt_tokens)
@@ -218,7 +246,8 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
         await _unless_gone(request, _all_ends(queue, len(answers)))
     finally:
         _drop(site, answers)
-    return JSONResponse(reply.whole([answer.end.generation for answer in answers], _usage(answers, prompt_tokens)))
+    generations, tokens = [answer.end.generation for answer in answers], [answer.tokens for answer in answers]
+    return JSONResponse(reply.whole(generations, _usage(answers, prompt_tokens), tokens))
 
 
 async def _all_ends(queue: asyncio.Queue, count: int) -> None:
@@ -229,6 +258,8 @@ async def _all_ends(queue: asyncio.Queue, count: int) -> None:
             raise _failed(event)
         if isinstance(event, End):
             answer.end, count = event, count - 1
+        elif answer.tokens is not None:
+            answer.tokens.append(event)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
@@ -261,8 +292,9 @@ async def _stream(
         while left:
             answer, event = await queue.get()
             match event:
-                case Token() if event.text:
-                    yield _event(reply.piece(answer.index, event.text))
+                case Token() if event.text or answer.tokens is not None:
+                    shown = None if answer.tokens is None else event
+                    yield _event(reply.piece(answer.index, event.text, token=shown))
                 case End():
                     answer.end, left = event, left - 1
                     yield _event(reply.piece(answer.index, "", finish=event.generation.finish_reason))
@@ -281,6 +313,11 @@ def _drop(site: Site, answers: Sequence[Answer]) -> None:
     for answer in answers:
         if answer.end is None:
             site.service.cancel(answer.job)
+
+
+def _spell(site: Site, token: int) -> str:
+    tokenizer = site.model.tokenizer
+    return str(token) if tokenizer is None else tokenizer.decode([token], skip_special=False)
 
 
 def _event(data: dict) -> str:

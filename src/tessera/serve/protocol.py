@@ -6,13 +6,16 @@ vLLM's names.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tessera.runtime.answers import Generation
+from tessera.runtime.requests import Token
+from tessera.runtime.sampling import RANKS
 
 MAX_CHOICES = 8
 """Answers to one prompt (`n`), at most."""
@@ -21,18 +24,45 @@ MAX_PROMPTS = 64
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_MESSAGES = 4096
+MAX_BIASES = 1024
 COMPLETION_TOKENS = 16
 """New tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Ranks = Annotated[int, Field(ge=0, le=RANKS)]
 
 
 class Schema(BaseModel):
     """A JSON object without unknown fields; values keep their JSON type, so that "1" is not a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class JsonSchema(Schema):
+    """The schema of `response_format`; `strict` is accepted, and every schema is kept strictly."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Schema):
+    """What an answer must be: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def wanted(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the answer; None for any text."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise Refusal(400, "response_format: type json_schema and json_schema go together", param="response_format")
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
 
 
 class StreamOptions(Schema):
@@ -59,6 +89,15 @@ class SamplingFields(Schema):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    logit_bias: (
+        Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=MAX_BIASES)] | None
+    ) = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def bias(self) -> dict[int, float]:
+        """Numbers added to the logits of tokens."""
+        return {int(token): value for token, value in (self.logit_bias or {}).items()}
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -82,6 +121,12 @@ class CompletionBody(SamplingFields):
     prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
+    logprobs: Ranks | None = None
+
+    @property
+    def ranks(self) -> int | None:
+        """Best tokens to report per token; None reports no probabilities."""
+        return self.logprobs
 
     @property
     def limit(self) -> int:
@@ -120,6 +165,15 @@ class ChatBody(SamplingFields):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Ranks | None = None
+
+    @property
+    def ranks(self) -> int | None:
+        """Best tokens to report per token; None reports no probabilities."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal(400, f"top_logprobs={self.top_logprobs} needs logprobs=true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> int | None:
@@ -176,7 +230,9 @@ def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
 
 def _is_type(part: str | int) -> bool:
     """Return whether a part of an error's location names an alternative of a union and not a field."""
-    return isinstance(part, str) and (part in {"str", "int", "float"} or part[:1].isupper() or not part.isidentifier())
+    if not isinstance(part, str) or part.isdigit():
+        return False
+    return part in {"str", "int", "float"} or part[:1].isupper() or not part.isidentifier()
 
 
 class Reply:
@@ -185,38 +241,64 @@ class Reply:
     Args:
         model: name of the served model.
         chat: whether the request is a chat completion.
+        spell: text of a token, for reported probabilities.
     """
 
-    def __init__(self, model: str, chat: bool):
+    def __init__(self, model: str, chat: bool, spell: Callable[[int], str]):
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
-        self.model, self.chat, self.created = model, chat, int(time.time())
+        self.model, self.chat, self.spell, self.created = model, chat, spell, int(time.time())
 
-    def whole(self, generations: Sequence[Generation], usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Build the response of a request that does not stream."""
+    def whole(
+        self, generations: Sequence[Generation], usage: Mapping[str, Any], tokens: Sequence[Sequence[Token] | None]
+    ) -> dict[str, Any]:
+        """Build the response of a request that does not stream; `tokens` of an answer are None without logprobs."""
         choices = []
-        for index, generation in enumerate(generations):
+        for index, (generation, own) in enumerate(zip(generations, tokens)):
             said = {"message": {"role": "assistant", "content": generation.text}}
             said = said if self.chat else {"text": generation.text}
-            choices.append({"index": index, **said, "logprobs": None, "finish_reason": generation.finish_reason})
+            end = {"logprobs": self._logprobs(own), "finish_reason": generation.finish_reason}
+            choices.append({"index": index, **said, **end})
         return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
 
-    def piece(self, index: int, text: str, *, finish: str | None = None, first: bool = False) -> dict[str, Any]:
-        """Build one event of a stream: text that became final, or the reason why the answer ended."""
+    def piece(
+        self, index: int, text: str, *, finish: str | None = None, first: bool = False, token: Token | None = None
+    ) -> dict[str, Any]:
+        """Build one event of a stream: text that became final, with logprobs its token, or why the answer ended."""
         delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
         said = {"delta": delta} if self.chat else {"text": text}
-        choice = {"index": index, **said, "logprobs": None, "finish_reason": finish}
-        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [choice]}
+        logprobs = self._logprobs(None if token is None else [token])
+        return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
 
     def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Build a stream's last event, which only has the usage."""
-        return {
-            **self._head("chat.completion.chunk" if self.chat else "text_completion"),
-            "choices": [],
-            "usage": usage,
-        }
+        return self._chunk([]) | {"usage": usage}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _logprobs(self, tokens: Sequence[Token] | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        if self.chat:
+            content = [
+                self._spelt(token.token, token.logprob) | {"top_logprobs": [self._spelt(*one) for one in token.top]}
+                for token in tokens
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self.spell(token.token) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{self.spell(id): value for id, value in token.top} for token in tokens],
+            "text_offset": [0, *accumulate(map(len, texts))][:-1],
+        }
+
+    def _spelt(self, id: int, logprob: float) -> dict[str, Any]:
+        text = self.spell(id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def usage(

@@ -6,6 +6,7 @@ from tessera.generate import Model
 from tessera.runtime.engine import Engine
 from tessera.runtime.sampling import Sampling
 from tessera.runtime.step import require_room
+from tessera.serve.grammar import Grammars
 from tessera.serve.metrics import Metrics
 from tessera.serve.service import Service
 
@@ -44,6 +45,13 @@ def context_that_fits(model: Model, slots: int, wanted: int | None) -> int:
             logger.info("caches for %d requests do not fit: a request may have %d tokens", slots, context)
 
 
+def grammars_for(model: Model) -> Grammars | None:
+    """Return what compiles grammars for the model; None if it has no tokenizer or no token that ends an answer."""
+    if model.tokenizer is None or not model.config.eos_ids:
+        return None
+    return Grammars(model.tokenizer, model.config.vocab_size, model.config.eos_ids)
+
+
 def start(model: Model, *, context: int, slots: int, queue: int) -> Service:
     """Start a service that compiles its programs first; it refuses requests until then."""
 
@@ -51,7 +59,7 @@ def start(model: Model, *, context: int, slots: int, queue: int) -> Service:
         return model.engine(slots=slots, num_keys=context)
 
     def warm(engine: Engine) -> None:
-        count = engine.warm(SAMPLINGS)
+        count = engine.warm(SAMPLINGS, extras=True)
         logger.info("ready: %d programs, %d requests at a time, %d tokens each", count, slots, context)
 
     service = Service(build, queue=queue, metrics=Metrics())
