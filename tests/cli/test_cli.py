@@ -37,6 +37,10 @@ FLAGS = {
         "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --queue --dtype --cache --weights --mesh "
         "--debug"
     ).split(),
+    "load": (
+        "--rate --requests --clients --prompt-tokens --shared-tokens --new-tokens --seed --ttft-s --itl-s "
+        "--api-key-file --json --debug"
+    ).split(),
     "calibrate": (
         "--text -f --model -m --plan --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction "
         "--minimum --heads --crossover --max-tokens --dtype --debug"
