@@ -411,8 +411,8 @@ def test_failures_are_counted_and_limits_judge_every_gap():
 
 
 @contextmanager
-def serving(folder):
-    """Run `tessera serve`; yield the process and its address when it is ready."""
+def serving(folder, until):
+    """Run `tessera serve`; yield the process and its address once it has printed a line that begins with `until`."""
     flags = ["--port", "0", "--slots", "1", "--name", "tiny"]
     command = [sys.executable, "-m", "tessera", "serve", str(folder), *flags]
     environment, url = os.environ | {"JAX_PLATFORMS": "cpu"}, None
@@ -420,20 +420,20 @@ def serving(folder):
         try:
             for line in process.stderr:
                 url = next((word.rstrip(",") for word in line.split() if word.startswith("http://")), url)
-                if line.startswith("ready"):
+                if line.startswith(until):
                     break
             yield process, url
         finally:
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_server_after_the_open_answers(model, number):
-    with serving(model.source) as (process, url), openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+def test_a_signal_ends_the_server_after_the_open_answers(model):
+    server = serving(model.source, "ready")
+    with server as (process, url), openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
         asked = {"model": "tiny", "prompt": "x"}
         events = iter(client.completions.create(**asked, n=8, max_tokens=200, stream=True, temperature=0))
         next(events)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         with pytest.raises(openai.APIStatusError) as refused:
             client.completions.create(**asked)
@@ -442,6 +442,15 @@ def test_a_signal_ends_the_server_after_the_open_answers(model, number):
         assert [event.choices[0].finish_reason for event in events][-1] in ("stop", "length")
         said = process.stderr.read()
         assert (process.wait(20), "Traceback" in said) == (0, False), said
+
+
+def test_ctrl_c_ends_the_warm_up_at_once(model):
+    with serving(model.source, "tiny at") as (process, _):
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        said = process.stderr.read()
+        assert (process.wait(20), "Traceback" in said) == (0, False), said
+        assert time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The flags of `tessera serve`. Heavy imports wait until it runs."""
 
-import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -71,9 +70,6 @@ class Serve:
         bound = server.listen(self.host, self.port)
         with bound:
             site = self.site()
-            host, port = bound.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
-            logging.getLogger(__name__).info("%s at http://%s:%d/v1, warming up", site.name, shown, port)
             server.run(site, bound, keys)
         if site.service.alive:  # it computes or compiles still, and Python would abort while waiting for that
             sys.stderr.flush()

@@ -23,8 +23,8 @@ import numpy as np
 PERCENTILES = (50, 90, 99)
 TEXT = (
     "A tile is a run of consecutive keys. The plan fixes, for every layer and head of one model, how many tiles it "
-    "reads and which layer chooses them. Who asks for the number of the red door? It is written on the third page, under the "
-    "picture of the harbour, where 4 ships wait for the tide and 17 gulls for the cook."
+    "reads and which layer chooses them. Who asks for the number of the red door? It is written on the third page, "
+    "under the picture of the harbour, where 4 ships wait for the tide and 17 gulls for the cook."
 )
 """Text whose tokens make up the prompts."""
 

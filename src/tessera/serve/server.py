@@ -69,6 +69,7 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, site: Site):
         super().__init__(config)
         self.site = site
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._ending: asyncio.Task | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
@@ -78,7 +79,10 @@ class Server(uvicorn.Server):
             return
         logger.info("%s: finishing %d open requests", signal.Signals(sig).name, self.site.service.open)
         self.site.service.drain()
-        self._loop.call_soon_threadsafe(self._end)
+        if self._loop is None:  # it has not started
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._end)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to stop: uvicorn was asked to, or a bug ended the engine's thread."""
@@ -137,5 +141,11 @@ def configured(site: Site, keys: Sequence[str] = ()) -> uvicorn.Config:
 
 def run(site: Site, bound: socket.socket, keys: Sequence[str] = ()) -> None:
     """Serve on a socket from `listen` until SIGTERM or Ctrl-C, and return after the last response."""
+    server = Server(configured(site, keys), site)
     interrupt.release()
-    Server(configured(site, keys), site).run(sockets=[bound])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    logger.info("%s at http://%s:%d/v1, warming up", site.name, shown, port)
+    server.run(sockets=[bound])
