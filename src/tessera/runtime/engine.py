@@ -50,6 +50,8 @@ class Engine:
         lag: steps that the device runs ahead of the host; None is LAG on accelerators and 0 on a CPU, where a step past
             the end of an answer costs as much as any other.
         cache: dtype of keys and values, "int8" or None for the weights' own.
+        together: whether prompts that fill all rows of a lane are prefilled in one batch. A server switches this off:
+            that halves the programs to compile, and its prompts seldom come together.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class Engine:
         sizes: Sequence[int] | None = None,
         lag: int | None = None,
         cache: str | None = None,
+        together: bool = True,
     ):
         if slots is not None and slots < 1:
             raise ValueError(f"{slots=} must be at least 1, or None")
         self.params, self.config, self.policy, self.tokenizer = params, config, policy, tokenizer
         self.slots, self.num_keys, self.sizes, self.cache = slots, num_keys, sizes, cache
         self.lag = (0 if jax.default_backend() == "cpu" else LAG) if lag is None else lag
+        self.together = together
         self.lanes: dict[Policy, Lane] = {}
         self._waiting: list[Ticket] = []
         self._tickets: dict[int, Ticket] = {}
@@ -232,5 +236,5 @@ class Engine:
         size = {"batch": batch, "num_keys": num_keys, "cache": self.cache}
         require_room(self.params, self.config, **size, num_tokens=num_tokens)
         session = Session(self.params, self.config, policy, **size, sizes=self.sizes)
-        self.lanes[policy] = Lane(session, self.lag)
+        self.lanes[policy] = Lane(session, self.lag, self.together)
         return self.lanes[policy]

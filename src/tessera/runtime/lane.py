@@ -58,10 +58,11 @@ class Lane:
     Args:
         session: the lane's cache, empty at first.
         lag: steps that the device runs ahead of the host.
+        together: whether prompts that fill all rows are prefilled in one batch.
     """
 
-    def __init__(self, session: Session, lag: int):
-        self.session, self.lag = session, lag
+    def __init__(self, session: Session, lag: int, together: bool = True):
+        self.session, self.lag, self.together = session, lag, together or session.batch == 1
         self.slots: list[Ticket | None] = [None] * session.batch
         self.waiting: deque[Ticket] = deque()
         self._kept: list[Sequence[int]] = [()] * session.batch  # tokens whose keys prefill wrote, per row
@@ -122,7 +123,8 @@ class Lane:
         """
         self._kept = [()] * self.session.batch
         methods, vocab_size, mesh = tuple(methods), self.session.config.vocab_size, self.session.mesh
-        count = self.session.warm() + warm_choices(methods, self.session.batch, vocab_size, mesh)
+        count = self.session.warm(prefill=self.together)
+        count += warm_choices(methods, self.session.batch, vocab_size, mesh)
         if not joins or self.session.batch == 1:
             return count
         part, row = self.session.row(0), np.int32(0)
@@ -194,7 +196,7 @@ class Lane:
         rows = [row for row, ticket in enumerate(self.slots) if ticket is None]
         if not (rows and self.waiting):
             return None
-        whole = len(self.waiting) >= self.session.batch == len(rows)
+        whole = self.together and len(self.waiting) >= self.session.batch == len(rows)
         tickets = [self.waiting.popleft() for _ in range(self.session.batch if whole else 1)]
         answers = [ticket.answer for ticket in tickets]
         try:

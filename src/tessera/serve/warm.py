@@ -56,7 +56,7 @@ def start(model: Model, *, context: int, slots: int, queue: int) -> Service:
     """Start a service that compiles its programs first; it refuses requests until then."""
 
     def build() -> Engine:
-        return model.engine(slots=slots, num_keys=context)
+        return model.engine(slots=slots, num_keys=context, together=False)
 
     def warm(engine: Engine) -> None:
         count = engine.warm(SAMPLINGS, extras=True)
