@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +30,7 @@ from tessera.serve.protocol import (
     usage,
 )
 from tessera.serve.service import Job, Service
+from tessera.serve.tools import Speech, takes_tools, taught
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,7 @@ class Answer:
 
     index: int
     policy: str
+    speech: Speech
     tokens: list[Token] | None = None
     job: Job | None = None
     end: End | None = None
@@ -90,9 +92,8 @@ def create(site: Site) -> FastAPI:
     async def chat(request: Request) -> Response:
         body = parse(ChatBody, await request.body())
         _check_model(site, body.model)
-        messages = [message.plain() for message in body.messages]
         async with site.encoding:
-            tokens = await asyncio.to_thread(_render, site, messages)
+            tokens = await asyncio.to_thread(_render, site, body)
         return await _answer(request, site, body, [tokens])
 
     @app.get("/v1/models")
@@ -163,9 +164,14 @@ def _encode(site: Site, prompts: Sequence[str] | Sequence[Sequence[int]]) -> lis
         raise Refusal(400, str(error), param="prompt") from error
 
 
-def _render(site: Site, messages: Sequence[dict[str, str]]) -> list[int]:
+def _render(site: Site, body: ChatBody) -> list[int]:
+    messages, tools = [message.plain() for message in body.messages], body.offered
+    tokenizer = _tokenizer(site)
+    used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if used and not takes_tools(tokenizer.chat_template):
+        messages, tools = taught(messages, tools), []
     try:
-        tokens = _tokenizer(site).encode_chat(messages)
+        tokens = tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}))
         check_tokens(tokens, site.model.config, "the conversation")
     except ValueError as error:
         raise Refusal(400, str(error), param="messages") from error
@@ -174,7 +180,7 @@ def _render(site: Site, messages: Sequence[dict[str, str]]) -> list[int]:
 
 async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None:
     """Compile the grammar that the request asks for."""
-    schema = None if body.response_format is None else body.response_format.wanted()
+    schema = body.wanted()
     if schema is None:
         return None
     if site.grammars is None:
@@ -221,13 +227,11 @@ def requests_of(
 async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
     """Submit a request's choices and return its response, whole or as a stream."""
     asked, chat = requests_of(site, body, prompts, await _guide(site, body)), isinstance(body, ChatBody)
-    logged = body.ranks is not None
-    answers = [
-        Answer(
-            index, site.model.policy.at_length(len(one.prompt) + one.max_new_tokens - 1).name, [] if logged else None
-        )
-        for index, one in enumerate(asked)
-    ]
+    logged, tools = body.ranks is not None, {}
+    if chat and body.offered:
+        tools = {"offered": True, "forced": body.forced}
+    policies = [site.model.policy.at_length(len(one.prompt) + one.max_new_tokens - 1).name for one in asked]
+    answers = [Answer(i, name, Speech(**tools), [] if logged else None) for i, name in enumerate(policies)]
     loop, queue = asyncio.get_running_loop(), asyncio.Queue()
 
     def deliver(answer: Answer, event: Event) -> None:
@@ -247,7 +251,8 @@ async def _answer(request: Request, site: Site, body: SamplingFields, prompts: S
     finally:
         _drop(site, answers)
     generations, tokens = [answer.end.generation for answer in answers], [answer.tokens for answer in answers]
-    return JSONResponse(reply.whole(generations, _usage(answers, prompt_tokens), tokens))
+    speeches = [answer.speech for answer in answers]
+    return JSONResponse(reply.whole(generations, _usage(answers, prompt_tokens), tokens, speeches))
 
 
 async def _all_ends(queue: asyncio.Queue, count: int) -> None:
@@ -291,21 +296,35 @@ async def _stream(
                 yield _event(reply.piece(answer.index, "", first=True))
         while left:
             answer, event = await queue.get()
-            match event:
-                case Token() if event.text or answer.tokens is not None:
-                    shown = None if answer.tokens is None else event
-                    yield _event(reply.piece(answer.index, event.text, token=shown))
-                case End():
-                    answer.end, left = event, left - 1
-                    yield _event(reply.piece(answer.index, "", finish=event.generation.finish_reason))
-                case Failure():
-                    yield _event(_failed(event).body())
-                    return
+            if isinstance(event, Failure):
+                yield _event(_failed(event).body())
+                return
+            if isinstance(event, End):
+                answer.end, left = event, left - 1
+            for data in _pieces(reply, answer, event):
+                yield _event(data)
         if show_usage:
             yield _event(reply.last(_usage(answers, prompt_tokens)))
         yield "data: [DONE]\n\n"
     finally:
         _drop(site, answers)
+
+
+def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream that a token or an end makes."""
+    if isinstance(event, Token):
+        text, shown = answer.speech.push(event.text), None if answer.tokens is None else event
+        if text or shown is not None:
+            yield reply.piece(answer.index, text, token=shown)
+        return
+    calls: list[dict[str, Any]] = []
+    if answer.speech.offered:
+        rest, calls = answer.speech.finish(event.generation.text)
+        if rest:
+            yield reply.piece(answer.index, rest)
+    if calls:
+        yield reply.calls(answer.index, calls)
+    yield reply.piece(answer.index, "", finish="tool_calls" if calls else event.generation.finish_reason)
 
 
 def _drop(site: Site, answers: Sequence[Answer]) -> None:

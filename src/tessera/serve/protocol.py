@@ -5,6 +5,7 @@ name, because a client that sets it expects an effect. `top_k`, `min_p` and `rep
 vLLM's names.
 """
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tessera.runtime.answers import Generation
 from tessera.runtime.requests import Token
 from tessera.runtime.sampling import RANKS
+from tessera.serve.tools import Speech, call_schema
 
 MAX_CHOICES = 8
 """Answers to one prompt (`n`), at most."""
@@ -25,6 +27,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_MESSAGES = 4096
 MAX_BIASES = 1024
+MAX_TOOLS = 128
 COMPLETION_TOKENS = 16
 """New tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
@@ -109,6 +112,10 @@ class SamplingFields(Schema):
         """Maximum number of new tokens, if the request sets one."""
         return self.max_tokens
 
+    def wanted(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the answer; None for any text."""
+        return None if self.response_format is None else self.response_format.wanted()
+
     def sampling(self) -> dict[str, float]:
         """Return the sampling parameters that the request sets."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -147,23 +154,80 @@ class TextPart(Schema):
     text: str
 
 
+class Function(Schema):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Schema):
+    """A tool; there are only functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Schema):
+    """The function that the answer must call."""
+
+    name: str
+
+
+class ToolChoice(Schema):
+    """The tool that the answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(Schema):
+    """A call in an earlier answer; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Schema):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class Message(Schema):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
 
-    def plain(self) -> dict[str, str]:
+    def plain(self) -> dict[str, Any]:
         """Return the message as chat templates take it. OpenAI's "developer" is the system's message."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.content is None and not self.tool_calls:
+            raise Refusal(400, f"a message of role {self.role} has no content", param="messages")
+        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"type": "function", "function": {"name": call.function.name, "arguments": _json(call)}}
+                for call in self.tool_calls
+            ]
+        return found
 
 
 class ChatBody(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Ranks | None = None
@@ -174,6 +238,29 @@ class ChatBody(SamplingFields):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal(400, f"top_logprobs={self.top_logprobs} needs logprobs=true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Tools that the answer may call."""
+        found = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in found]
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+
+    def wanted(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the answer, that of a forced call or of `response_format`; None for any text."""
+        if not self.forced:
+            return super().wanted()
+        if self.response_format is not None:
+            raise Refusal(400, "response_format and a forced tool_choice exclude each other", param="response_format")
+        name = None if self.tool_choice == "required" else self.tool_choice.function.name
+        names = [tool["function"]["name"] for tool in self.offered]
+        if not names or name not in (None, *names):
+            raise Refusal(400, f"tool_choice={name or 'required'} needs that tool in tools", param="tool_choice")
+        return call_schema(self.offered, name)
 
     @property
     def limit(self) -> int | None:
@@ -235,6 +322,15 @@ def _is_type(part: str | int) -> bool:
     return part in {"str", "int", "float"} or part[:1].isupper() or not part.isidentifier()
 
 
+def _json(call: ToolCall) -> Any:
+    try:
+        return json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        raise Refusal(
+            400, f"the arguments of the call of {call.function.name} are not JSON", param="messages"
+        ) from None
+
+
 class Reply:
     """Builder of the responses to one request, which share an id and a time.
 
@@ -249,15 +345,20 @@ class Reply:
         self.model, self.chat, self.spell, self.created = model, chat, spell, int(time.time())
 
     def whole(
-        self, generations: Sequence[Generation], usage: Mapping[str, Any], tokens: Sequence[Sequence[Token] | None]
+        self,
+        generations: Sequence[Generation],
+        usage: Mapping[str, Any],
+        tokens: Sequence[Sequence[Token] | None],
+        speeches: Sequence[Speech],
     ) -> dict[str, Any]:
         """Build the response of a request that does not stream; `tokens` of an answer are None without logprobs."""
         choices = []
-        for index, (generation, own) in enumerate(zip(generations, tokens)):
-            said = {"message": {"role": "assistant", "content": generation.text}}
-            said = said if self.chat else {"text": generation.text}
-            end = {"logprobs": self._logprobs(own), "finish_reason": generation.finish_reason}
-            choices.append({"index": index, **said, **end})
+        for index, (generation, own, speech) in enumerate(zip(generations, tokens, speeches)):
+            text, calls = speech.finish(generation.text)
+            message = {"role": "assistant", "content": None if calls and not text else text}
+            said = {"message": message | ({"tool_calls": calls} if calls else {})} if self.chat else {"text": text}
+            finish = "tool_calls" if calls else generation.finish_reason
+            choices.append({"index": index, **said, "logprobs": self._logprobs(own), "finish_reason": finish})
         return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
 
     def piece(
@@ -268,6 +369,11 @@ class Reply:
         said = {"delta": delta} if self.chat else {"text": text}
         logprobs = self._logprobs(None if token is None else [token])
         return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
+
+    def calls(self, index: int, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Build the event of a stream that has all of an answer's tool calls."""
+        delta = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Build a stream's last event, which only has the usage."""
