@@ -1,14 +1,17 @@
 """`tessera plan`: what it prints, and one sentence and exit code 2 for every impossible request."""
 
 import json
+import signal
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from tessera.cli import main as cli
+from tessera.core import interrupt
 from tessera.core.memory import format_bytes
 from tessera.deviceless import model_inspection
 from tessera.deviceless.model_inspection import StepInspection
+from tessera.runtime import planner
 
 LLAMA = "plan llama-3.1-8b --chip v6e --devices 8 --batch 4 --length 131072"
 REFUSED = [
@@ -21,6 +24,7 @@ REFUSED = [
     ("llama-3.1-8b --chip h100 --compile", "--compile knows v5e, v5p, v6e, v7x, not --chip h100: drop --compile"),
     ("llama-3.1-8b --devices 32 --compile", "--compile takes --devices of 1, 2, 4, 8, 16 on v6e, not 32"),
     ("llama-3.1-8b --devices 16 --compile", "--devices 16 do not divide the model's 8 KV heads: drop --compile"),
+    ("llama-3.1-8b --compile --limit-s nan", "--limit-s nan must be above 0 and at most"),
     ("llama-3.1-8b --picture none/fit.svg", "the folder none for --picture does not exist: create it"),
 ]
 
@@ -66,6 +70,25 @@ def test_it_prints_pairs_times_and_the_first_choice(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "Nothing fits. int4, int8: " in shown
     assert "Predicted" not in shown
+
+
+def test_a_narrow_terminal_cuts_no_figures_off(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert cli.main(LLAMA.split()) == 0
+    assert "…" not in capsys.readouterr().out
+
+
+def test_ctrl_c_while_planning_prints_nothing(capsys, monkeypatch):
+    plan = planner.plan
+
+    def pressed(question):
+        signal.raise_signal(signal.SIGINT)
+        return plan(question)
+
+    monkeypatch.setattr(planner, "plan", pressed)
+    with interrupt.handled():
+        assert cli.main(LLAMA.split()) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
 
 
 def test_json_and_picture(tmp_path, capsys):
