@@ -1,17 +1,16 @@
 """`tessera plan`: what it prints, and one sentence and exit code 2 for every impossible request."""
 
 import json
-import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
 
 from tessera.cli import main as cli
-from tessera.core import interrupt
 from tessera.core.memory import format_bytes
 from tessera.deviceless import model_inspection
 from tessera.deviceless.model_inspection import StepInspection
-from tessera.runtime import planner
 
 LLAMA = "plan llama-3.1-8b --chip v6e --devices 8 --batch 4 --length 131072"
 REFUSED = [
@@ -78,17 +77,17 @@ def test_a_narrow_terminal_cuts_no_figures_off(capsys, monkeypatch):
     assert "…" not in capsys.readouterr().out
 
 
-def test_ctrl_c_while_planning_prints_nothing(capsys, monkeypatch):
-    plan = planner.plan
-
-    def pressed(question):
-        signal.raise_signal(signal.SIGINT)
-        return plan(question)
-
-    monkeypatch.setattr(planner, "plan", pressed)
-    with interrupt.handled():
-        assert cli.main(LLAMA.split()) == 130
-    assert capsys.readouterr() == ("", "interrupted\n")
+def test_ctrl_c_while_planning_prints_nothing():
+    program = (
+        "import signal, sys\n"
+        "from tessera import __main__ as command\n"
+        "from tessera.runtime import planner\n"
+        "plan = planner.plan\n"
+        "planner.plan = lambda question: (signal.raise_signal(signal.SIGINT), plan(question))[1]\n"
+        "sys.exit(command.run())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *LLAMA.split()], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_json_and_picture(tmp_path, capsys):
