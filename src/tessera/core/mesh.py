@@ -2,6 +2,8 @@
 
 Weights, cache and logits carry a mesh in their shardings, so nothing else has to name it. `program` enters the mesh of
 a call's arguments; inside, `keep` fixes where a result lies. Without a mesh, both do nothing.
+
+Training's mesh has the axes "data" and "shard" instead (`train.mesh`); the table of weights is the same.
 """
 
 import functools
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 HEADS, CONTEXT = "heads", "context"
 AXES = (HEADS, CONTEXT)
+DATA, SHARD = "data", "shard"
 
 RULES: Mapping[str, str] = MappingProxyType(
     {
@@ -32,6 +35,18 @@ RULES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Mesh axis that splits a logical axis; the other logical axes are whole on every device."""
+
+TRAINING_RULES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
+    {
+        "batch": (DATA, SHARD),
+        "model": SHARD,
+        "heads": SHARD,
+        "kv_heads": SHARD,
+        "mlp": SHARD,
+        "head_dim": SHARD,
+    }
+)
+"""The same for training. "shard" splits every weight once: along "model", or else along its only axis."""
 
 
 class MeshShape(NamedTuple):
@@ -95,17 +110,21 @@ def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(devices[:count]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def spec(axes: Sequence[str | None]) -> P:
-    """Return how an array with these logical axes is split."""
-    split = [RULES.get(axis) for axis in axes]
+def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
+    """Return how an array with these logical axes is split. A mesh axis splits one of them: the first in the rules."""
+    chosen: dict[Any, str] = {}
+    for axis, over in rules.items():
+        if axis in axes:
+            chosen.setdefault(over, axis)
+    split = [rules[axis] if axis in chosen.values() else None for axis in axes]
     while split and split[-1] is None:  # P("heads", None) and P("heads") differ in JAX, and JAX returns the short one
         split.pop()
     return P(*split)
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
-    """Return where an array with these logical axes lies on a mesh."""
-    return NamedSharding(mesh, spec(axes))
+    """Return where an array with these logical axes lies on a mesh, of inference or of training."""
+    return NamedSharding(mesh, spec(axes, TRAINING_RULES if SHARD in mesh.axis_names else RULES))
 
 
 def mesh_of(tree: Any) -> Mesh | None:

@@ -64,7 +64,7 @@ class Recipe:
         weight_decay: decoupled decay, of matrices only.
         b1, b2: Adam's decay rates.
         compute_dtype: dtype of activations and of the weights' working copy; master weights and moments are float32.
-        look_back: whether two heads of layer 0 start out favouring one and two positions back (`loop.look_back`).
+        look_back: whether two heads of layer 0 start out favouring one and two positions back (`state.look_back`).
         text: folder or file to train on; None is the standard library of the running Python.
         base: Hugging Face folder to start from; None is fresh weights.
     """
