@@ -34,6 +34,7 @@ from tessera.core.extras import installed
 from tessera.core.files import remove_left, sole_writer
 from tessera.core.memory import require
 from tessera.core.mesh import SHARD, put, sharding
+from tessera.core.processes import LEAVE_S
 from tessera.core.quant import has_quantised
 from tessera.models import decoder
 from tessera.models.checkpoint import read_tokenizer, save_folder
@@ -260,12 +261,14 @@ def _train(run: Run) -> Trained:
     told_by_lead(step)  # wait until every process has written its part
     if is_lead():
         _draw(run)
-    if step < run.last:
-        raise KeyboardInterrupt(f"stopped at step {step} of {recipe.steps}; the same command resumes there")
-    if is_lead():
+    if is_lead() and step >= run.last:
         params = state.params if jax.process_count() == 1 else load_weights(checkpoints(folder)[-1], recipe)
         save_folder(folder / "model", params, replace(recipe.config, dtype="float32"), run.tokenizer)
-    told_by_lead(step)  # process 0 is JAX's service: the others leave after it
+    told_by_lead(step)  # wait for process 0
+    if step < run.last:
+        if not is_lead():  # process 0 says where the run stopped; its end ends the other processes
+            time.sleep(LEAVE_S)
+        raise KeyboardInterrupt(f"stopped at step {step} of {recipe.steps}; the same command resumes there")
     return Trained(params=state.params, step=step, model=folder / "model")
 
 

@@ -128,7 +128,11 @@ def gathered(weights: Layer | Params, table: Sequence[Weight], mesh: Mesh) -> La
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _whole(weight: Array, placed: NamedSharding) -> Array:
-    return jax.lax.with_sharding_constraint(weight, NamedSharding(placed.mesh, PartitionSpec()))
+    return _whole_forward(weight, placed)[0]
+
+
+def _whole_forward(weight: Array, placed: NamedSharding) -> tuple[Array, None]:
+    return jax.lax.with_sharding_constraint(weight, NamedSharding(placed.mesh, PartitionSpec())), None
 
 
 def _whole_backward(placed: NamedSharding, _: None, gradient: Array) -> tuple[Array]:
@@ -136,7 +140,7 @@ def _whole_backward(placed: NamedSharding, _: None, gradient: Array) -> tuple[Ar
     return (jax.lax.with_sharding_constraint(gradient, placed),)
 
 
-_whole.defvjp(lambda weight, placed: (_whole(weight, placed), None), _whole_backward)
+_whole.defvjp(_whole_forward, _whole_backward)
 
 
 def is_lead() -> bool:
