@@ -105,7 +105,8 @@ def test_two_processes_stop_together_and_one_device_goes_on(begun):
     [found] = checkpoints(folder / "out")
     names = [f"checkpoint-{found.step:08d}-{index:05d}-of-00002.safetensors" for index in (0, 1)]
     assert [path.name for path in found.files] == names
-    assert all(path.stat().st_size > 20_000 for path in found.files)
+    assert all(path.stat().st_size > 50_000 for path in found.files)
+    assert (folder / "out" / "loss.svg").is_file()
     expected = train("alone", found.step + 2)
     assert expected[0] - expected[1] > 1e-4
     np.testing.assert_allclose(train("out", found.step + 2), expected, rtol=2e-5)
@@ -140,9 +141,7 @@ def test_a_mesh_names_its_axes(text, shape):
     assert parse(text) == MeshShape(*shape)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "8", "4x2", "data", "data=0", "data=8,", "data=2,data=2", "heads=8", "data=2 shard=2"]
-)
+@pytest.mark.parametrize("text", ["", "8", "4x2", "data", "data=0", "data=8,", "data=2,data=2", "heads=8"])
 def test_another_form_is_refused(text):
     with pytest.raises(ValueError, match=r"must be like data=8 .*, shard=8 .* or data=2,shard=4"):
         parse(text)
@@ -153,7 +152,13 @@ def test_another_form_is_refused(text):
     [
         ("shard=5", TINY, 8, 1, "data=1,shard=5 cannot split hidden_size=32 into 5 equal parts: use shard=4$"),
         ("shard=64", TINY, 64, 1, "cannot split hidden_size=32 into 64 equal parts: use shard=32$"),
-        ("data=8", DEMO, 8, 1, "cannot share batch=44? .*of stage|cannot share batch=10 of stage 5 equally among 8"),
+        (
+            "data=8",
+            DEMO,
+            8,
+            1,
+            "batch=10 of stage 5 equally among 8 devices: take a batch that is a multiple of 8",
+        ),
         ("data=4", TINY, 8, 1, "batch=4 of stage 2 in 2 slices equally among 4 devices: .* a multiple of 8, or"),
         ("data=2", TINY, 1, 1, "data=2,shard=1 needs 2 devices, and JAX finds 1"),
         ("data=2", TINY, 4, 2, "leaves out 2 of the 4 devices of 2 processes: use all, or start fewer processes"),

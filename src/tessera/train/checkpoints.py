@@ -144,10 +144,11 @@ class Damaged(Exception):
 
 def _held(state: State) -> Iterator[tuple[str, jax.Array]]:
     """Yield names and values of the parts that this process writes; of the copies of a part, one process writes one."""
-    for where, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+    for number, (where, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(state)[0]):
         name = jax.tree_util.keystr(where)
         for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
+            copies = leaf.sharding.num_devices * shard.data.size // leaf.size
+            if shard.replica_id == number % copies:  # so that the processes share the writing
                 whole = shard.data.shape == leaf.shape
                 bounds = ",".join(f"{start}:{end}" for start, end in _box(shard.index, leaf.shape))
                 yield (name if whole else f"{name} @ {bounds}"), shard.data
