@@ -115,7 +115,7 @@ def unknown_flag(words: Sequence[str], known: Sequence[str], prog: str) -> str |
 
 
 def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
-    """Return the error for a value of --dtype that other tools take; None if there is none."""
+    """Return the error if the value of --dtype is a key of DTYPES, a name that other tools use; else None."""
     for index, word in enumerate(words):
         flag, _, value = word.partition("=")
         value = value or next(iter(words[index + 1 :]), "")
@@ -125,7 +125,7 @@ def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
 
 
 def extra_words(words: Sequence[str], prog: str) -> str:
-    """Return the error for more words after a command than it takes."""
+    """Return the error for `words`, the words after a command that it does not take."""
     return f"{prog} does not take {words[0]!r} there: put quotes around a text that has spaces {_listed(prog)}"
 
 

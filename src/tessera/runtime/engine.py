@@ -160,10 +160,10 @@ class Engine:
                         raise event.error
 
     def hold(self, tokens: Sequence[int]) -> Held:
-        """Prefill a prefix, cut to whole chunks, under the engine's policy. A request whose `held` is the result starts
-        after the prefix.
+        """Prefill a prefix, cut to whole chunks, under the engine's policy.
 
-        The prefix's row counts as free: a request with another prefix may take the row, and `held` then saves nothing.
+        A request that passes the result as `held` starts after the prefix. The row that holds the prefix counts as
+        free: a request with another prefix may take it, and `held` then saves nothing.
         """
         check_tokens(tokens, self.config, "the prefix")
         lane = self.lanes.get(self.policy) or self._open(self.policy, self.slots or 1, len(tokens), len(tokens))
@@ -191,7 +191,7 @@ class Engine:
         """Hand new requests to the lanes of their policies, opening lanes as needed; return Failure events."""
         groups: dict[Policy, list[Ticket]] = {}
         for ticket in self._waiting:
-            if ticket.open:  # the request's own length selects its policy, not its neighbours'
+            if ticket.open:  # each request's length alone selects its policy
                 groups.setdefault(self.policy.at_length(ticket.answer.num_keys), []).append(ticket)
         self._waiting, failures = [], []
         if groups.keys() - self.lanes.keys():  # drop idle lanes, whose caches take memory
@@ -204,7 +204,7 @@ class Engine:
         return failures
 
     def _open_for(self, policy: Policy, tickets: Sequence[Ticket]) -> list[Event]:
-        """Open a lane for as many of the requests as memory allows; the longest fail first. Return Failure events."""
+        """Open a lane for as many requests as fit in memory; drop the longest first and return their Failure events."""
         failures, left = [], sorted(tickets, key=lambda ticket: ticket.answer.num_keys)
         while left:
             longest = left[-1].answer.num_keys

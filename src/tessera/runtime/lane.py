@@ -1,8 +1,8 @@
-"""A lane: requests that run under one policy over one cache, one row each, and join and leave between steps.
+"""A lane: the requests of one policy, each in one row of a shared cache. They join and leave between steps.
 
 A request joins with a prefill, which runs chunk by chunk while other rows decode. If all rows join at once, one prefill
 of the whole batch fills the cache in place. Otherwise a prefill of batch 1 fills a copy of the row, and the copy then
-replaces the row; in place, each chunk would compute and write every row. A free row keeps the keys that prefill wrote,
+replaces the row: a prefill in place would compute and write every row. A free row keeps the keys that prefill wrote,
 so a later prompt with the same prefix starts after them. Keys that decode wrote are never reused, because under a
 sparse policy they differ from those of a prefill (see `chat`).
 """
@@ -77,7 +77,7 @@ class Lane:
         return any(ticket is not None and ticket.open for ticket in (*self.slots, *self.waiting))
 
     def advance(self) -> None:
-        """Dispatch one decode step for the rows in the middle of an answer, and one chunk for the rows that join."""
+        """Dispatch one decode step for the rows that are answering, and one prefill chunk for the rows that join."""
         self._release()
         before = len(self._pending)
         self._decode()
@@ -198,7 +198,7 @@ class Lane:
         answers = [ticket.answer for ticket in tickets]
         try:
             self._make_room(max(a.num_keys for a in answers), max(a.prompt_tokens for a in answers), part=not whole)
-        except MemoryError as error:  # the longest fails alone; the others try again in the next step
+        except MemoryError as error:  # only the longest request fails; the others are tried again in the next step
             longest = max(tickets, key=lambda ticket: ticket.answer.num_keys)
             self._failed.append(fail(longest, error))
             self.waiting.extendleft(reversed(tickets))
