@@ -1,6 +1,6 @@
 """Checks of training on eight fake devices, run by train/test_train_mesh.py in one child process.
 
-    python train_subjects.py FOLDER
+    python train_subjects.py FOLDER [NAME ...]
 
 prints the name of each check that passed, and ends with the traceback of the first that fails.
 """
@@ -110,6 +110,7 @@ def a_checkpoint_holds_parts_and_loads_anywhere(folder: Path) -> None:
     from tessera.train.checkpoints import checkpoints, load_checkpoint, load_weights, save_checkpoint
     from tessera.train.mesh import MeshShape, build
 
+    alone(folder)
     recipe = recipe_of(folder)
     whole = load_checkpoint(checkpoints(folder / "alone")[-1], recipe, build(MeshShape()))
     for number, shape in enumerate((MeshShape(shard=8), MeshShape(4, 2), MeshShape(data=8))):
@@ -128,13 +129,14 @@ def a_checkpoint_holds_parts_and_loads_anywhere(folder: Path) -> None:
 
 
 def main() -> None:
-    """Run all checks."""
+    """Run the named checks, or all."""
     import jax
 
     assert len(jax.devices()) == DEVICES
     jax.config.update("jax_disable_most_optimizations", True)
-    for name, run in CHECKS.items():
-        run(Path(sys.argv[1]))
+    folder, *names = sys.argv[1:]
+    for name in names or CHECKS:
+        CHECKS[name](Path(folder))
         print(name, flush=True)
 
 

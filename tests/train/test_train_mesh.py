@@ -17,11 +17,13 @@ from rich.console import Console
 from tiny import CONFIG, save_tiny
 
 from tessera.cli import main as cli
+from tessera.core import memory
 from tessera.models.checkpoint import read_config
+from tessera.models.weights import num_parameters
 from tessera.train import loop
 from tessera.train.checkpoints import checkpoints, remove, remove_incomplete
 from tessera.train.losses import read_losses
-from tessera.train.mesh import MeshShape, check, parse
+from tessera.train.mesh import MeshShape, build, check, parse
 from tessera.train.recipes import COPYING, DEMO, TINY, Stage, text_recipe
 
 
@@ -160,7 +162,7 @@ def test_another_form_is_refused(text):
             "batch=10 of stage 5 equally among 8 devices: take a batch that is a multiple of 8",
         ),
         ("data=4", TINY, 8, 1, "batch=4 of stage 2 in 2 slices equally among 4 devices: .* a multiple of 8, or"),
-        ("data=2", TINY, 1, 1, "data=2,shard=1 needs 2 devices, and JAX finds 1"),
+        ("data=2", TINY, 1, 1, "data=2,shard=1 needs 2 devices, but JAX finds 1"),
         ("data=2", TINY, 4, 2, "leaves out 2 of the 4 devices of 2 processes: use all, or start fewer processes"),
     ],
 )
@@ -173,12 +175,21 @@ def test_the_command_refuses_a_mesh_before_any_work(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(loop, "start", pytest.fail)
     for flags, words in (
         (["--mesh", "2"], "error: mesh '2' must be like data=8"),
-        (["--mesh", "shard=2"], "error: mesh data=1,shard=2 needs 2 devices, and JAX finds 1"),
+        (["--mesh", "shard=2"], "error: mesh data=1,shard=2 needs 2 devices, but JAX finds 1"),
         (["--accumulate", "3"], "error: batch=8 must be a multiple of accumulate=3"),
     ):
         assert cli.main(["train", "--recipe", "tiny", "--out", str(tmp_path / "out"), *flags]) == 2
         assert words in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
+
+
+def test_a_state_that_does_not_fit_is_refused(monkeypatch):
+    needed = 16 * num_parameters(TINY.config)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed - 1)
+    with pytest.raises(MemoryError, match=r"training 27,040 parameters .* needs .* free on cpu: share them among more"):
+        loop.check_room(TINY, build(MeshShape()))
+    monkeypatch.setattr(memory, "available_bytes", lambda device: needed)
+    loop.check_room(TINY, build(MeshShape()))
 
 
 def test_a_checkpoint_counts_when_all_its_files_are_there(tmp_path):

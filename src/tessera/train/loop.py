@@ -297,7 +297,7 @@ def _draw(run: Run) -> None:
 def check_room(recipe: Recipe, mesh: Mesh) -> None:
     """Raise MemoryError if the state and its gradients, or the float32 scores of one slice of a batch, do not fit."""
     devices, count = list(mesh.local_devices), num_parameters(recipe.config)
-    what = f"the float32 weights, gradients and moments of {count:,} parameters"
+    what = f"training {count:,} parameters (float32 weights, gradients and two moments)"
     require(16 * count // mesh.shape[SHARD], devices, what, "share them among more devices (mesh shard=N)")
     for stage in recipe.stages:
         rows = stage.batch // stage.accumulate
