@@ -125,7 +125,7 @@ def train_step(
 
     Returns (state, (loss, share of answer tokens right, gradient norm)).
     """
-    placed = None if mesh is None else shardings(recipe, mesh)
+    placed = State(None, None) if mesh is None else shardings(recipe, mesh)
 
     def keep(tree: Any, where: Any) -> Any:
         return tree if mesh is None else jax.lax.with_sharding_constraint(tree, where)
@@ -137,7 +137,7 @@ def train_step(
 
     def gradient(tokens: Array, weights: Array) -> tuple[Params, Sums]:
         total, sums = jax.grad(objective, has_aux=True)(state.params, tokens, weights)
-        return keep(total, placed and placed.params), sums
+        return keep(total, placed.params), sums
 
     if stage.accumulate == 1:
         total, sums = gradient(tokens, weights)
@@ -160,7 +160,7 @@ def train_step(
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What `train` was asked for, checked and read."""
+    """Arguments of `train`, checked, with what they name read."""
 
     recipe: Recipe
     mesh: Mesh
