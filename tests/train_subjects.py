@@ -70,7 +70,7 @@ def a_run_moves_between_meshes_and_keeps_its_curve(folder: Path) -> None:
 
 @check
 def nothing_is_whole_on_one_device(folder: Path) -> None:
-    """Each device of shard=8 holds an eighth of weights and moments, before and after a step, and donates them."""
+    """After a step, each device of shard=8 holds an eighth of weights and moments; the step reused their memory."""
     import jax
     import numpy as np
 

@@ -66,8 +66,8 @@ def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, ke
         the file.
     """
     index, count = jax.process_index(), jax.process_count()
-    part = f"-{index:05d}-of-{count:05d}" if count > 1 else ""
-    path = folder / f"checkpoint-{step:08d}{part}.safetensors"
+    number = f"-{index:05d}-of-{count:05d}" if count > 1 else ""
+    path = folder / f"checkpoint-{step:08d}{number}.safetensors"
     held = dict(_held(state))
     specs = {name: (part.dtype, part.shape) for name, part in held.items()}
     about = {"step": str(step), "recipe": recipe.fingerprint(step), "name": recipe.name}
