@@ -47,7 +47,10 @@ FLAGS = {
     ).split(),
     "fetch": ["--debug"],
     "convert": ["--dtype", "--debug"],
-    "train": "--out --recipe --save-every-s --until --text --base --steps --length --batch --rate --debug".split(),
+    "train": (
+        "--out --recipe --mesh --accumulate --save-every-s --until --text --base --steps --length --batch --rate "
+        "--coordinator --processes --process --wait-s --debug"
+    ).split(),
     "demo": "--out --debug".split(),
     "doctor": "--plan --model -m --all --json --debug".split(),
     "bench": "--suite --only --resume --out --peer-python --model -m --plan --weights --gate --compare --debug".split(),

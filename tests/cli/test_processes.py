@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import processes_subject
 import pytest
+from addresses import free_address
 from tiny import CONFIG, save_tiny
 
 import tessera
@@ -29,19 +30,6 @@ from tessera.models.tensor_file import write_file
 from tessera.models.weights import expected_shapes, num_parameters
 
 SUBJECT = processes_subject.__file__
-
-
-def free_address() -> str:
-    """Return an address on this machine whose port, and the next one, nothing uses."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("localhost", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("localhost", port + 1))
-            except OSError:
-                continue
-            return f"localhost:{port}"
 
 
 @pytest.fixture

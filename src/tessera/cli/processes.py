@@ -69,6 +69,10 @@ def together(place: "Place", facts: Mapping[str, str], wait_s: float, run: Calla
     except RuntimeError:  # most likely a collective failed because another process ended
         lifeline.settle()
         raise
+    except (ValueError, MemoryError, OSError):
+        if place.index:  # most likely an error in all processes, which process 0 should be the first to print
+            lifeline.settle()
+        raise
     finally:
         lifeline.leave(status)
     return status
