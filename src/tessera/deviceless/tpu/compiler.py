@@ -15,7 +15,8 @@ from typing import Any
 from tessera.core import hardware
 from tessera.deviceless import compiler, hlo
 from tessera.deviceless.compiler import INSTALL, LONGEST_TEXT, CompileError, Meaning, Process, classify, worker
-from tessera.deviceless.tpu import fusions, schedule
+from tessera.deviceless.tpu import fusions as xla
+from tessera.deviceless.tpu import schedule
 
 TOPOLOGIES = MappingProxyType({"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"})
 """Smallest topology of each chip that the compiler accepts on a host without that chip."""
@@ -76,7 +77,7 @@ class Compiled(compiler.Compiled):
     schedules: tuple[schedule.Schedule, ...] = ()
     operations: tuple[hlo.Operation, ...] = ()
     entry: str = ""
-    fusions: Mapping[str, fusions.Fusion] = MappingProxyType({})
+    fusions: Mapping[str, xla.Fusion] = MappingProxyType({})
 
     @property
     def executions(self) -> Mapping[str, float] | None:
@@ -124,7 +125,7 @@ def compile_for(
             schedules=schedule.read(Path(folder), hlo.kernel_names(text)),
             operations=hlo.operations(text),
             entry=hlo.plain_entry(text),
-            fusions=fusions.read(Path(folder), text, cores_of(chip)) if with_fusions else {},
+            fusions=xla.read(Path(folder), text, cores_of(chip)) if with_fusions else {},
             program=text,
         )
 

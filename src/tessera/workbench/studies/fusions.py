@@ -28,7 +28,7 @@ def _cases(part: str, forms: tuple[str, ...], chips: tuple[str, ...] = TPUS, **s
 
 
 CASES = (*_cases("rotation", ("halves", "product", "none"), rows=2048),)
-"""Parts to compile, with llama-3.1-8b's sizes. The first form of a part is the one that the others are compared with."""
+"""Parts to compile, with llama-3.1-8b's sizes. Other forms of a part are compared with the first."""
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
