@@ -1,16 +1,17 @@
-"""The product with a matrix of 4-bit groups on a TPU, for many rows: the one product of `products` that XLA cannot fuse.
+"""The product with a matrix of 4-bit groups on a TPU, for many rows: the one product that XLA does not fuse well.
 
     out[m,e] = sum_d x[m,d] W[d,e],   W[d,e] = values[d,e] * scale[d // g, e] + zero[d // g, e]
 
-XLA multiplies group by group. For a few rows that reads only the quantised bytes, but each group adds a float32 [M,E] to
-the sum: G times the result's bytes. This kernel walks over blocks of W, turns one block into bfloat16 in VMEM, and
-multiplies it by all rows of a block of x; the float32 sum stays in VMEM. W is rounded to bfloat16 once, as a bfloat16
-checkpoint's weights are.
+XLA multiplies group by group and adds a float32 [M,E] per group: for a few rows that costs nothing, since the weights'
+bytes bound it, for many it takes longer than the product. This kernel turns a few groups of W at a time into bfloat16
+in VMEM, while the matrix unit multiplies the rows by those before. W is rounded to bfloat16 once, as the weights of a
+bfloat16 checkpoint are.
 
-Work: 2 M D E flops. Traffic: D E / 2 bytes of values and the scales per block of rows, x once per block of columns.
+Work: 2 M D E flops. Traffic: x once, and per block of rows the values (D E / 2 bytes) and float32 scales.
 """
 
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,94 +21,97 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
+from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.quant import Quantised
-from tessera.core.shapes import round_up
+from tessera.core.shapes import ceil_div, round_up
 
-LEAST_ROWS = 32
-"""Rows from which the kernel beats one XLA product per group (evidence/tpu-fusions.jsonl)."""
-MOST_ROWS = 1024
-"""Rows per block: W is turned into bfloat16 again for each block of rows."""
-BLOCK_D, BLOCK_E = 512, 1024
-"""Inputs and outputs per block of W, which holds 1 MiB in bfloat16."""
-ALIGNED = 128
-"""Outputs are read in multiples of a register's lanes."""
+LEAST_ROWS = 64
+"""Rows. With fewer, or fewer than g, XLA's product per group is as fast (evidence/tpu-fusions.jsonl)."""
+MOST_ROWS, MOST_OUTPUTS, MOST_INPUTS = 1024, 512, 512
+"""Limits of a block. A block of W is turned into bfloat16 again for each block of rows."""
+X_BYTES = 16 << 20
+"""Bytes of x per block, held twice, in bfloat16."""
+VMEM_BYTES = 56 << 20
+"""VMEM that the kernel may use; every supported chip has more."""
+PACKED = 16
+"""Rows of a packed bfloat16 register."""
 
 
 class Blocks(NamedTuple):
-    """Sizes of one grid step: rows, inputs and outputs."""
+    """Sizes of one grid step: rows and outputs; and the inputs that it turns into bfloat16 at a time."""
 
     rows: int
-    inputs: int
     outputs: int
+    inputs: int
 
 
-def fits(weight: Quantised) -> bool:
-    """Return whether the kernel takes this weight: whole registers of outputs, and whole groups per block."""
-    *_, groups, width, outputs = weight.values.shape
-    return weight.values.ndim == 3 and outputs % ALIGNED == 0 and (groups * width) % 128 == 0
+def wins(num_rows: int, weight: Quantised) -> bool:
+    """Return whether the kernel takes this product and is the fastest: whole registers of inputs and outputs, many
+    rows. A mesh would not split it."""
+    if weight.values.ndim != 3 or jax.sharding.get_abstract_mesh().size > 1:
+        return False
+    groups, width, outputs = weight.values.shape
+    return num_rows >= max(LEAST_ROWS, width) and outputs % LANES == 0 and groups * width % LANES == 0
 
 
 def cut(num_rows: int, inputs: int, outputs: int, group: int) -> Blocks:
-    """Choose the blocks: the largest divisors of the matrix up to BLOCK_D and BLOCK_E, whole groups of inputs."""
-    rows = min(round_up(num_rows, 16), MOST_ROWS)
-    unit = max(group, 128)  # inputs are lanes of x
-    deep = next(size for size in range(BLOCK_D - BLOCK_D % unit, 0, -unit) if inputs % size == 0)
-    wide = next(size for size in range(BLOCK_E, 0, -ALIGNED) if outputs % size == 0)
-    return Blocks(rows, deep, wide)
+    """Choose equal blocks of rows, and the largest divisors of the matrix within the limits."""
+    most = min(MOST_ROWS, max(X_BYTES // (2 * inputs) // PACKED, 1) * PACKED)
+    rows = round_up(ceil_div(num_rows, ceil_div(num_rows, most)), PACKED)
+    wide = next(size for size in range(MOST_OUTPUTS, 0, -LANES) if outputs % size == 0)
+    deep = next(size for size in range(MOST_INPUTS, 0, -max(group, LANES)) if inputs % size == 0)
+    return Blocks(rows, wide, deep)
 
 
-def body(x_ref: Any, values_ref: Any, scale_ref: Any, *refs: Any, signed: bool) -> None:
-    """Add one block of inputs to the sum of a block of rows and outputs."""
-    *zero_ref, out_ref, sum_ref = refs
-    step = pl.program_id(2)
-    groups, width, outputs = values_ref.shape
-    with jax.named_scope("convert"):
-        values = values_ref[...].astype(jnp.float32)
-        weight = values * scale_ref[...].astype(jnp.float32)[:, None]
-        if zero_ref:
-            weight = weight + zero_ref[0][...].astype(jnp.float32)[:, None]
-        weight = weight.astype(jnp.bfloat16).reshape(groups * width, outputs)
-    with jax.named_scope("product"):
-        part = jnp.dot(x_ref[...], weight, preferred_element_type=jnp.float32)
+def executions(num_rows: int, inputs: int, outputs: int, group: int) -> Mapping[str, float]:
+    """Count runs of each named scope, and the bytes that the kernel moves ("hbm_bytes")."""
+    block = cut(num_rows, inputs, outputs, group)
+    across, down = outputs // block.outputs, ceil_div(num_rows, block.rows)
+    weight_bytes = inputs * outputs / 2 + 4 * inputs // group * outputs
+    moved = down * (weight_bytes + block.rows * (2 * inputs + 4 * outputs))
+    return {"step": down * across, "turn": down * across * (inputs // block.inputs), "hbm_bytes": moved}
 
-    @pl.when(step == 0)
-    def _():
-        with jax.named_scope("first"):
-            sum_ref[...] = part
 
-    @pl.when(step > 0)
-    def _():
-        with jax.named_scope("more"):
-            sum_ref[...] += part
+def body(x_ref: Any, values_ref: Any, scale_ref: Any, *refs: Any, block: Blocks) -> None:
+    """Multiply a block of rows by a block of outputs, `block.inputs` at a time."""
+    *zero_ref, out_ref = refs
+    width = values_ref.shape[1]
+    held = block.inputs // width
+    out_ref[...] = jnp.zeros_like(out_ref)
 
-    @pl.when(step == pl.num_programs(2) - 1)
-    def _():
-        with jax.named_scope("last"):
-            out_ref[...] = sum_ref[...]
+    def turn(i, _):
+        with jax.named_scope("turn"):
+            groups = pl.ds(i * held, held)
+            weight = values_ref[groups].astype(jnp.float32) * scale_ref[groups]
+            if zero_ref:
+                weight = weight + zero_ref[0][groups]
+            weight = weight.astype(jnp.bfloat16).reshape(block.inputs, block.outputs)
+            x = x_ref[:, pl.ds(pl.multiple_of(i * block.inputs, LANES), block.inputs)]
+            out_ref[...] += jnp.dot(x, weight, preferred_element_type=jnp.float32)
+
+    jax.lax.fori_loop(0, values_ref.shape[0] // held, turn, None)
 
 
 def product(x: Float[Array, "M D"], weight: Quantised, interpret: Any = False) -> Float[Array, "M E"]:
-    """Return x W^T in float32 for bfloat16 rows and a weight W [E,D] in groups that `fits`."""
+    """Return x W^T in float32 for bfloat16 rows and a weight W [E,D] in groups; see `wins`."""
     num_rows, inputs = x.shape
     groups, width, outputs = weight.values.shape
     block = cut(num_rows, inputs, outputs, width)
     padded = round_up(num_rows, block.rows)
     x = jnp.pad(x.astype(jnp.bfloat16), ((0, padded - num_rows), (0, 0)))
-    held = block.inputs // width
-    vectors = [part.astype(jnp.float32) for part in (weight.scale, weight.zero) if part is not None]
-    of_weight = [pl.BlockSpec((held, block.outputs), lambda m, e, d: (d, e))] * len(vectors)
+    vectors = [part.astype(jnp.float32)[:, None] for part in (weight.scale, weight.zero) if part is not None]
+    of_weight = [pl.BlockSpec((groups, 1, block.outputs), lambda m, e: (0, 0, e))] * len(vectors)
     out = pl.pallas_call(
-        functools.partial(body, signed=weight.kind == "int4"),
-        grid=(padded // block.rows, outputs // block.outputs, inputs // block.inputs),
+        functools.partial(body, block=block),
+        grid=(padded // block.rows, outputs // block.outputs),
         in_specs=[
-            pl.BlockSpec((block.rows, block.inputs), lambda m, e, d: (m, d)),
-            pl.BlockSpec((held, width, block.outputs), lambda m, e, d: (d, 0, e)),
+            pl.BlockSpec((block.rows, inputs), lambda m, e: (m, 0)),
+            pl.BlockSpec((groups, width, block.outputs), lambda m, e: (0, 0, e)),
             *of_weight,
         ],
-        out_specs=pl.BlockSpec((block.rows, block.outputs), lambda m, e, d: (m, e)),
-        scratch_shapes=[pltpu.VMEM((block.rows, block.outputs), jnp.float32)],
+        out_specs=pl.BlockSpec((block.rows, block.outputs), lambda m, e: (m, e)),
         out_shape=jax.ShapeDtypeStruct((padded, outputs), jnp.float32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES),
         name="grouped_product",
         interpret=interpret,
     )(x, weight.values, *vectors)

@@ -16,6 +16,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.core.quant import Quantised, unpack
+from tessera.models import grouped
 
 FEW_ROWS = 4
 """Rows. With at most this many, a product on CPU is bound by the weights' bytes."""
@@ -62,7 +63,12 @@ def _fused(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
 
 
 def _on_tpu(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
-    """Multiply a single row as two: XLA multiplies one row outside the matrix unit, in ten times the cycles."""
+    """Multiply a single row as two: XLA multiplies one row outside the matrix unit, in ten times the cycles.
+
+    Many bfloat16 rows and a weight in groups take the kernel of `grouped`.
+    """
+    if weight.group and x.dtype == jnp.bfloat16 and grouped.wins(x.shape[0], weight):
+        return grouped.product(x, weight)
     if x.shape[0] > 1:
         return _fused(x, weight)
     return _fused(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
