@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tessera.models import layers
+from tessera.core.quant import Quantised
+from tessera.models import grouped, layers, products
 from tessera.models.catalogue import MODELS
 
 ROTATIONS = MappingProxyType({"halves": layers.rotate_by_halves, "product": layers.rotate_by_product})
@@ -36,3 +37,18 @@ def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int =
     weights = (of(config.num_heads * size, width), of(config.num_kv_heads * size, width))
     tables = [of(batch, rows, 1, size // 2, dtype=jnp.float32)] * 2  # computed once for all layers
     return jax.jit(project), (of(batch, rows, width), *weights, *tables)
+
+
+def groups(form: str, rows: int, group: int, inputs: int = 4096, outputs: int = 14336) -> tuple[Callable, tuple, dict]:
+    """Build a product with a weight of 4-bit groups: by XLA ("xla"), by the kernel, or in bfloat16 for comparison."""
+    x = of(rows, inputs)
+    if form == "bfloat16":
+        return jax.jit(layers.linear), (x, of(outputs, inputs)), {}
+    count = inputs // group
+    weight = Quantised(
+        values=of(count, group, outputs, dtype=jnp.int4), scale=of(count, outputs, dtype=jnp.float16), sample=of(64),
+        kind="int4", group=group, float_dtype="bfloat16",
+    )  # fmt: skip
+    if form == "xla":
+        return jax.jit(products.grouped_by_xla), (x, weight), {}
+    return jax.jit(grouped.product), (x, weight), {"executions": grouped.executions(rows, inputs, outputs, group)}

@@ -25,8 +25,8 @@ from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.quant import Quantised
 from tessera.core.shapes import ceil_div, round_up
 
-LEAST_ROWS = 64
-"""Rows. With fewer, or fewer than g, XLA's product per group is as fast (evidence/tpu-fusions.jsonl)."""
+LEAST_ROWS = 2
+"""Rows per input of a group. With fewer, XLA's product per group is as fast (evidence/tpu-fusions.jsonl)."""
 MOST_ROWS, MOST_OUTPUTS, MOST_INPUTS = 1024, 512, 512
 """Limits of a block. A block of W is turned into bfloat16 again for each block of rows."""
 X_BYTES = 16 << 20
@@ -51,7 +51,7 @@ def wins(num_rows: int, weight: Quantised) -> bool:
     if weight.values.ndim != 3 or jax.sharding.get_abstract_mesh().size > 1:
         return False
     groups, width, outputs = weight.values.shape
-    return num_rows >= max(LEAST_ROWS, width) and outputs % LANES == 0 and groups * width % LANES == 0
+    return num_rows >= LEAST_ROWS * width and outputs % LANES == 0 and groups * width % LANES == 0
 
 
 def cut(num_rows: int, inputs: int, outputs: int, group: int) -> Blocks:

@@ -56,7 +56,7 @@ def _joined(weight: Quantised, values: Array) -> Array:
 def _fused(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
     """Return x W^T in the forms that XLA fuses on TPU and GPU."""
     if weight.group:
-        return _grouped(x, weight)
+        return grouped_by_xla(x, weight)
     if weight.rounds_rows and x.shape[0] >= ROUNDED_ROWS:
         return _digits(x, weight, 1)
     return _transposed(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale
@@ -74,7 +74,7 @@ def _on_tpu(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
     return _fused(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
 
 
-def _grouped(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
+def grouped_by_xla(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
     """Sum one product per group. Values [G,g,E] lie as the batched product reads them, so that it fuses."""
     values = weight.values
     x_GMg = jnp.swapaxes(x.reshape(x.shape[0], values.shape[0], -1), 0, 1)

@@ -27,13 +27,17 @@ def _cases(part: str, forms: tuple[str, ...], chips: tuple[str, ...] = TPUS, **s
     return [{"part": part, "form": form, "chip": chip, **sizes} for chip in chips for form in forms]
 
 
-CASES = (*_cases("rotation", ("halves", "product", "none"), rows=2048),)
+CASES = (
+    *_cases("rotation", ("halves", "product", "none"), rows=2048),
+    *(case for group, rows in ((32, 64), (128, 256)) for n in (rows, 1024)
+      for case in _cases("groups", ("bfloat16", "xla", "kernel"), rows=n, group=group)),
+)  # fmt: skip
 """Parts to compile, with llama-3.1-8b's sizes. Other forms of a part are compared with the first."""
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
     """Return the case's key."""
-    return tuple(line.get(name) for name in ("part", "form", "chip", "rows"))
+    return tuple(line.get(name) for name in ("part", "form", "chip", "rows", "group"))
 
 
 def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
@@ -69,11 +73,11 @@ def figures(found: tpu.Compiled) -> dict[str, Any]:
 
 def report(line: Mapping[str, Any]) -> evidence.Record:
     """Build the record of a case: the predicted milliseconds."""
+    sizes = f"{line['rows']} rows" + (f" of groups of {line['group']}" if "group" in line else "")
     what = evidence.What(
-        op=OP, kernel=line["form"], workload=f"{line['part']}, {line['rows']} rows, {line['chip']}", dtype="bfloat16"
+        op=OP, kernel=line["form"], workload=f"{line['part']}, {sizes}, {line['chip']}", dtype="bfloat16"
     )
-    facts = {name: line[name] for name in ("part", "form", "chip", "rows", "cycles", "bytes_ms", "kernels_ms",
-                                           "operations", "temp_bytes")}  # fmt: skip
+    facts = {name: value for name, value in line.items() if name not in ("error", "compile_s", *campaign.CODE)}
     how = evidence.How(compile_s=line["compile_s"], check="predicted from schedules; nothing runs")
     made = evidence.make(what, [line["ms"]], command=COMMAND, unit="ms", how=how, facts=facts)
     return campaign.of_its_code(made, line)
