@@ -65,7 +65,7 @@ def test_many_bfloat16_rows_on_a_tpu_take_the_kernel(rows, dtype, platform, kern
 
 
 def test_the_compiled_kernel_reads_quantised_bytes_and_keeps_the_matrix_unit_busy():
-    sizes = {"rows": 1024, "group": 32, "inputs": 2048, "outputs": 2048}
+    sizes = {"rows": 1024, "group": 32, "size": (2048, 2048)}
     found = tpu.compile_for("v6e", factory_program("tessera.deviceless.parts:groups", form="kernel", **sizes))
     assert found.error is None, found.error
     assert found.memory["temp"] < 2048 * 2048 / 8

@@ -39,8 +39,60 @@ def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int =
     return jax.jit(project), (of(batch, rows, width), *weights, *tables)
 
 
-def groups(form: str, rows: int, group: int, inputs: int = 4096, outputs: int = 14336) -> tuple[Callable, tuple, dict]:
+def mlp(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
+    """Build a layer's second half: norm, SwiGLU, down projection and residual sum.
+
+    "products" has the same three products without norm, SwiGLU and sum: what a kernel could gain at most.
+    """
+    config = MODELS[model]
+    width, wide = config.hidden_size, config.intermediate_size
+
+    def whole(x, norm, gate, up, down):
+        h = layers.rms_norm(x, norm, config.norm_eps)
+        return x + layers.linear(jax.nn.silu(layers.linear(h, gate)) * layers.linear(h, up), down)
+
+    def products_alone(x, norm, gate, up, down):
+        first, second = layers.linear(x, gate), layers.linear(x, up)
+        return layers.linear(first, down), second
+
+    weights = (of(width), of(wide, width), of(wide, width), of(width, wide))
+    return jax.jit(whole if form == "whole" else products_alone), (of(1, rows, width), *weights)
+
+
+def inputs(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
+    """Build norm, queries, keys and values: three products, one ("joined"), or three without the norm ("products")."""
+    config = MODELS[model]
+    heads, keys = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    width = config.hidden_size
+
+    def three(x, norm, q, k, v):
+        h = x if form == "products" else layers.rms_norm(x, norm, config.norm_eps)
+        return tuple(layers.linear(h, w) for w in (q, k, v))
+
+    def joined(x, norm, weight):
+        out = layers.linear(layers.rms_norm(x, norm, config.norm_eps), weight)
+        return jnp.split(out, [heads, heads + keys], axis=-1)
+
+    matrices = [heads + 2 * keys] if form == "joined" else [heads, keys, keys]
+    arguments = (of(1, rows, width), of(width), *(of(size, width) for size in matrices))
+    return jax.jit(joined if form == "joined" else three), arguments
+
+
+def order(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
+    """Build the up projection with a weight stored [out,in], as in checkpoints, or [in,out] ("transposed")."""
+    config = MODELS[model]
+    shape = (config.intermediate_size, config.hidden_size)
+    x, dims = of(rows, shape[1]), (((1,), (1 if form == "stored" else 0,)), ((), ()))
+
+    def multiply(x, w):
+        return jax.lax.dot_general(x, w, dims, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    return jax.jit(multiply), (x, of(*shape) if form == "stored" else of(*shape[::-1]))
+
+
+def groups(form: str, rows: int, group: int, size: tuple[int, int] = (14336, 4096)) -> tuple[Callable, tuple, dict]:
     """Build a product with a weight of 4-bit groups: by XLA ("xla"), by the kernel, or in bfloat16 for comparison."""
+    outputs, inputs = size
     x = of(rows, inputs)
     if form == "bfloat16":
         return jax.jit(layers.linear), (x, of(outputs, inputs)), {}

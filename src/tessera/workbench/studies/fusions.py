@@ -31,6 +31,9 @@ CASES = (
     *_cases("rotation", ("halves", "product", "none"), rows=2048),
     *(case for group, rows in ((32, 64), (128, 256)) for n in (rows, 1024)
       for case in _cases("groups", ("bfloat16", "xla", "kernel"), rows=n, group=group)),
+    *_cases("inputs", ("three", "joined", "products"), rows=2048),
+    *_cases("mlp", ("whole", "products"), rows=2048),
+    *_cases("order", ("stored", "transposed"), rows=2048),
 )  # fmt: skip
 """Parts to compile, with llama-3.1-8b's sizes. Other forms of a part are compared with the first."""
 
