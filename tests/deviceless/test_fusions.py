@@ -7,7 +7,7 @@ import pytest
 from tessera.deviceless import hlo
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import fusions
+from tessera.deviceless.tpu import fusions, predict, schedule
 from tessera.deviceless.tpu.schedule import LAUNCH, STEP, Region, Schedule
 
 TESTS = Path(__file__).parents[1]
@@ -40,6 +40,18 @@ def test_cycles_of_a_loop_over_blocks(turns, blocks, cores, cycles):
 
 def test_straight_line_code_runs_once():
     assert fusions.of_schedule(made(None, region(LAUNCH, 312)), 4, 1).cycles == 312
+
+
+def test_a_loop_inside_a_scope_is_not_the_grids():
+    """Two grid steps on two cores need no loop. The kernel's first loop then belongs to a scope."""
+    folder = TESTS / "golden" / "schedule"
+    bundles, slots = (next(folder.glob(f"*-{name}.txt")).read_text() for name in ("final_bundles", "utilization"))
+    loop = "loop: start=0, step=1, limit=4\n"
+    scoped = "%1 = vtrace 7 /* TraceMeStart(copy) [ */\n"
+    assert schedule.parse("little.1", bundles, slots, loop + scoped).turns == 4
+    alone = schedule.parse("little.1", bundles, slots, scoped + loop)
+    assert alone.turns is None
+    assert predict.cores_at_work(alone, 2.0, 2) == 2
 
 
 def test_the_longer_of_cycles_and_bytes_counts_and_copies_run_meanwhile():
