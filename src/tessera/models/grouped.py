@@ -32,7 +32,7 @@ MOST_ROWS, MOST_OUTPUTS, MOST_INPUTS = 1024, 512, 512
 X_BYTES = 16 << 20
 """Bytes of x per block, held twice, in bfloat16."""
 VMEM_BYTES = 56 << 20
-"""VMEM that the kernel may use; every supported chip has more."""
+"""VMEM that the kernel may use; v5e and later chips have 64 MiB or more."""
 PACKED = 16
 """Rows of a packed bfloat16 register."""
 
