@@ -17,7 +17,7 @@ from tessera.models import decoder, layers
 from tessera.models.cache import Cache, append, init_cache
 from tessera.models.config import ModelConfig, Rope
 from tessera.models.decoder import forward, logits
-from tessera.models.layers import linear, matmul, rms_norm, rope_tables, rotate
+from tessera.models.layers import linear, matmul, rms_norm, rope_tables, rotate, rotate_by_halves, rotate_by_product
 from tessera.models.weights import init_params, num_parameters
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
@@ -252,6 +252,24 @@ def test_rotation_is_an_isometry_that_sees_only_distances(kind):
     assert dot_at(100, 90) == pytest.approx(dot_at(40, 30), abs=1e-3)
     assert dot_at(100, 90) != pytest.approx(dot_at(100, 80), abs=1e-3)
     assert dot_at(0, 0) == pytest.approx((q * k).sum(), abs=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rotation_by_a_product_equals_the_halves(batch):
+    """Bit for bit, since both forms add the same two rounded products."""
+    x = jnp.asarray(np.random.default_rng(6).normal(size=(batch, 3, 2, 32)) * 100, jnp.bfloat16)
+    tables = rope_tables(Rope(), 32, jnp.arange(3 * batch, dtype=jnp.int32).reshape(batch, 3) * 999)
+    with jax.disable_jit():  # compiled, one product of each sum may skip its rounding
+        np.testing.assert_array_equal(rotate_by_product(x, *tables), rotate_by_halves(x, *tables))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "products"), [("bfloat16", "tpu", 1), ("bfloat16", "cpu", 0), ("float32", "tpu", 0)]
+)
+def test_only_a_tpu_rotates_by_a_product(dtype, platform, products):
+    x, table = jnp.ones((1, 3, 2, 32), dtype), jnp.ones((1, 3, 1, 16))
+    lowered = jax.jit(rotate).trace(x, (table, table)).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count("stablehlo.dot_general") == products
 
 
 @pytest.mark.parametrize("function", [linear, matmul, rms_norm, rotate, rope_tables, append, init_cache, logits])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
@@ -181,7 +182,33 @@ def rope_tables(rope: Rope, head_dim: int, position_BT: Int32[Array, "B T"]) -> 
 
 
 def rotate(x: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Float[Array, "B T N H"]:
-    """Rotate each pair (x_i, x_{i+H/2}) by its angle in the tables (cos, sin); compute in float32."""
-    cos, sin = tables
+    """Rotate each pair (x_i, x_{i+H/2}) by its angle in the tables (cos, sin); compute in float32.
+
+    A TPU rotates bfloat16 heads by a product: half a head does not fill a register's lanes, and moving halves costs
+    more cycles than the product (docs/runtime.md).
+    """
+    if x.dtype != jnp.bfloat16:  # the matrix unit would round float32
+        return rotate_by_halves(x, *tables)
+    return jax.lax.platform_dependent(x, *tables, tpu=rotate_by_product, default=rotate_by_halves)
+
+
+def rotate_by_halves(x: Array, cos: Array, sin: Array) -> Array:
+    """Return [a cos - b sin, b cos + a sin] for the halves [a, b] of each head."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def rotate_by_product(x: Array, cos: Array, sin: Array) -> Array:
+    """Return x [cos, cos] + (x P) [-sin, sin], where P [H,H] swaps a head's halves.
+
+    The product of bfloat16 is exact, because each of its sums has one term that is not zero. One element that is not
+    finite makes its whole head NaN.
+    """
+    shape, size = x.shape, x.shape[-1]
+    if shape[0] == 1 or jax.sharding.get_abstract_mesh().size <= 1:
+        # With one dimension of rows, XLA writes the projection head-major. A mesh may split T: then B must stay apart.
+        x, cos, sin = (part.reshape(-1, *part.shape[2:]) for part in (x, cos, sin))
+    swap = jnp.asarray(np.roll(np.eye(size), size // 2, axis=-1), x.dtype)
+    swapped = jax.lax.dot_general(x, swap, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    out = x.astype(jnp.float32) * jnp.concatenate([cos, cos], -1) + swapped * jnp.concatenate([-sin, sin], -1)
+    return out.astype(x.dtype).reshape(shape)

@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.core.quant import Quantised, unpack
+from tessera.models import grouped
 
 FEW_ROWS = 4
 """Maximum rows at which reading the weights bounds a product on CPU."""
@@ -56,20 +57,25 @@ def _joined(weight: Quantised, values: Array) -> Array:
 def _fused(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
     """Return x W^T in the forms that XLA fuses on TPU and GPU."""
     if weight.group:
-        return _grouped(x, weight)
+        return grouped_by_xla(x, weight)
     if weight.rounds_rows and x.shape[0] >= ROUNDED_ROWS:
         return _digits(x, weight, 1)
     return _transposed(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale
 
 
 def _on_tpu(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
-    """Multiply a single row as two: XLA multiplies one row outside the matrix unit, in ten times the cycles."""
+    """Multiply a single row as two: XLA multiplies one row outside the matrix unit, in ten times the cycles.
+
+    Many bfloat16 rows and a weight in groups take the kernel of `grouped`.
+    """
+    if weight.group and x.dtype == jnp.bfloat16 and grouped.wins(x.shape[0], weight):
+        return grouped.product(x, weight)
     if x.shape[0] > 1:
         return _fused(x, weight)
     return _fused(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
 
 
-def _grouped(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
+def grouped_by_xla(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
     """Sum one product per group. The batched product reads [G,g,E] in this order, so XLA fuses the conversion."""
     values = weight.values
     x_GMg = jnp.swapaxes(x.reshape(x.shape[0], values.shape[0], -1), 0, 1)
