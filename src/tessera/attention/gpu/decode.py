@@ -8,6 +8,8 @@ refills a buffer as soon as the last product has read it. As one warpgroup both 
 shared memory allow two or three thread blocks per multiprocessor; one computes while the others wait. A second launch
 merges the partial results of the splits, using their lse.
 
+Int8 keys and values land as they are and become bfloat16 in one more block of each (`int8_keys`).
+
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
 place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block, and m +
 log2 of each tile's sum of 2^(y - m), with scores y in bits and their running maximum m, goes to the bank, a small array
@@ -59,6 +61,8 @@ UNEVEN_KEYS = 8192
 """Maximum keys per split in a batch. Splits of this size fill the gaps that short sequences leave, and cost little."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
 """Registers per thread, at most, by (head_dim, block_s), as compiled. A pair that is missing spills in some role."""
+INT8_REGISTERS = {(64, 64): 200, (64, 128): 255, (128, 64): 255, (256, 64): 255}
+"""The same for int8 keys and values, which a thread converts in registers, a few at a time."""
 NARROW = 4
 """With at least this many copies per block of listed keys, a thread takes up to 200 registers even at head_dim 64."""
 
@@ -386,7 +390,7 @@ def shared_bytes(cut: Cut, config: Config) -> int:
 def resident(cut: Cut, config: Config) -> int:
     """Return how many thread blocks run at once on the chip."""
     by_memory = SHARED // (shared_bytes(cut, config) + 1024)  # the system reserves 1 KiB per thread block
-    registers = THREAD_REGISTERS[cut.shapes.head_dim, config.block_s]
+    registers = (INT8_REGISTERS if cut.shapes.scaled else THREAD_REGISTERS)[cut.shapes.head_dim, config.block_s]
     registers = max(registers, 200) if cut.role == "sparse" and cut.units >= NARROW else registers
     by_registers = REGISTERS // (128 * registers)
     return MULTIPROCESSORS * max(min(by_memory, by_registers), 1)
@@ -402,6 +406,8 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
         return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
     if role == "sparse" and shapes.head_dim == 256 and spec.tile < 64:
         return f"tile={spec.tile} must be at least 64 at head_dim=256: registers do not suffice for smaller tiles"
+    if role == "score" and shapes.scaled and shapes.head_dim == 256 and spec.tile < 64:
+        return f"tile={spec.tile} must be at least 64 at head_dim=256 with int8 keys: registers do not suffice"
     return None
 
 
@@ -412,6 +418,8 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
     UNEVEN_KEYS keys. A split has about four blocks of keys or more.
     """
     stages = {64: 4, 128: 2 if role == "score" else 3, 256: 2}[shapes.head_dim]
+    if shapes.scaled:
+        stages = {64: 6, 128: 3, 256: 2}[shapes.head_dim]
     config = Config(block_s=64, stages=stages, splits=1)
     listed = shapes.num_keys if shapes.capacity is None else min(shapes.capacity * spec.tile, shapes.num_keys)
     keys = listed if spec.window is None else min(listed, spec.window + config.block_s)

@@ -17,6 +17,9 @@ sums it over the rows of a query tile. Queries run in chunks, which bounds the m
 The numbers are float32: in float16, an error in the last bit would change a mass by 0.1 to 0.3 %, and logits of 1e4
 would leave no precision at all.
 
+Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales and
+writes the products, rounded to bfloat16, into the ring (`int8_keys`).
+
 Work: 4 H flops per visible (row, key) pair. L2 traffic: 4 H bytes per key and 128 rows, so 128 flops per byte.
 """
 
@@ -295,6 +298,10 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
+    if shapes.scaled and shapes.dtype != "bfloat16":
+        return f"dtype={shapes.dtype}: int8 values times their scales may be too small for it; take bfloat16"
+    if shapes.scaled and shapes.head_dim == 256:
+        return "head_dim=256 with int8 keys: converting them takes registers that the products need"
     if role == "score" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: the kernel writes one number per row and tile"
     tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
@@ -304,9 +311,13 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     return None
 
 
-def shared_bytes(head_dim: int, config: Config) -> int:
-    """Return the bytes of shared memory for q, K and V, with 2 KiB for barriers and reductions."""
-    return 2 * head_dim * (BLOCK_T + 2 * config.stages * config.block_s) + 2048
+def shared_bytes(head_dim: int, config: Config, scaled: bool = False) -> int:
+    """Return the bytes of shared memory for q, K and V, with 2 KiB for barriers and reductions.
+
+    Int8 keys also need room for a block of K and one of V to land in.
+    """
+    blocks = 2 * config.stages + (1 if scaled else 0)
+    return 2 * head_dim * (BLOCK_T + blocks * config.block_s) + 2048
 
 
 def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
@@ -314,9 +325,14 @@ def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
     return shapes.head_dim < 256 or not spec.mass
 
 
+def is_short(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Return whether registers suffice for blocks of 64 keys only: at head_dim 256, or for scores of int8 keys."""
+    return shapes.head_dim == 256 or (shapes.scaled and spec.mass and shapes.head_dim == 128)
+
+
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Choose 128 keys per block, or 64 at head_dim 256, where the accumulator takes half of the registers."""
-    return Config(block_s=64 if shapes.head_dim == 256 else 128, overlap=overlaps(spec, shapes))
+    """Choose 128 keys per block, or 64 where accumulators or conversions take half of the registers."""
+    return Config(block_s=64 if is_short(spec, shapes) else 128, overlap=overlaps(spec, shapes))
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
@@ -326,7 +342,8 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
         config = Config(block_s=block_s, stages=stages, overlap=overlap, turns=turns)
         # With a window and 256 sums per row, the compiler spills a register (found by `tessera study gpu-gates`).
         spills = shapes.head_dim == 256 and spec.window is not None and not (overlap or spec.mass)
-        fits = shared_bytes(shapes.head_dim, config) <= SHARED_BYTES and not spills
+        spills = spills or (shapes.scaled and block_s == 128 and is_short(spec, shapes))
+        fits = shared_bytes(shapes.head_dim, config, shapes.scaled) <= SHARED_BYTES and not spills
         if fits and (overlaps(spec, shapes) or not overlap):
             yield config
 
