@@ -141,19 +141,21 @@ def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
 
 
 def scaled_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases on int8 keys: default blocks at every tile and mask, other configurations at one tile each."""
+    """Yield the cases on int8 keys: default blocks at every tile and mask, other configurations at one tile, causal."""
     met, blank = set(), {**blank, "dtype": kernel.dtypes[0], "scaled": True}
     for tile, mask in product(TILES if kernel.role != "dense" else (128,), MASKS if kernel.scaled else ()):
         case = {**blank, "tile": tile, "mask": mask}
         if not taken(case):
             continue
         yield case
-        if mask == PLAIN:
-            yield from filter(taken, ({**case, "group": group} for group in GROUPS[1:]))
-            yield from ({**case, **ODD} for _ in range(kernel.phase == "prefill"))
+        if mask != PLAIN:
+            continue
+        yield from ({**case, "group": group} for group in GROUPS[1:])
+        if kernel.phase == "prefill":
+            yield {**case, **ODD}
         for config in undefault(case):
-            if (mask == PLAIN or len(met) % len(MASKS) == 0) and json.dumps([config, mask]) not in met:
-                met.add(json.dumps([config, mask]))
+            if json.dumps(config) not in met:
+                met.add(json.dumps(config))
                 yield {**case, "config": config}
 
 
