@@ -8,7 +8,8 @@ refills a buffer as soon as the last product has read it. As one warpgroup both 
 shared memory allow two or three thread blocks per multiprocessor; one computes while the others wait. A second launch
 merges the partial results of the splits, using their lse.
 
-Int8 keys and values land as they are and become bfloat16 in one more block of each (`int8_keys`).
+Int8 keys and values land as they are and become bfloat16 in one more block of each (`int8_keys`). Their scales multiply
+scores and weights.
 
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
 place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block, and m +
@@ -271,17 +272,14 @@ def body(*refs, cut: Cut, config: Config):
     """Copy q and the first blocks, absorb every block of the run, write the partial result."""
     head_dim = cut.shapes.head_dim
 
-    def with_memory(q_block, shared, q_landed, k_landed, v_landed, row_block=None, scale_block=None):
-        (k_block, v_block, *wide), (out_block, lse_block) = shared
-        named = name_refs(refs, cut)._replace(
-            q_block=q_block, k_block=k_block, v_block=v_block, out_block=out_block, lse_block=lse_block,
-            row_block=row_block, q_landed=q_landed, k_landed=k_landed, v_landed=v_landed, scale_block=scale_block,
-            **dict(zip(("k_wide", "v_wide"), wide)),
-        )  # fmt: skip
+    def with_memory(shared, **memory):
+        names = ("k_block", "v_block", "k_wide", "v_wide"), ("out_block", "lse_block")
+        memory |= {name: ref for own, some in zip(names, shared, strict=True) for name, ref in zip(own, some)}
+        named = name_refs(refs, cut)._replace(**memory)
         at = locate(named, cut)
         # Rows past G are out of bounds, which the copy engine fills with zeros.
         rows = named.q.at[at.sequence, at.head, pl.ds(at.part * ROWS, ROWS)]
-        plgpu.copy_gmem_to_smem(rows, q_block, q_landed)
+        plgpu.copy_gmem_to_smem(rows, named.q_block, named.q_landed)
         for i in range(config.stages):
 
             @pl.when(i < at.run.count)
@@ -289,10 +287,10 @@ def body(*refs, cut: Cut, config: Config):
                 starts = starts_of(named, cut, at, at.run.first + i)
                 fetch(named, at, config, starts, i)
                 if cut.shapes.scaled:
-                    store_scales(scales_of(named, cut, at, starts), scale_block.at[i])
+                    store_scales(scales_of(named, cut, at, starts), named.scale_block.at[i])
 
         state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, head_dim), 0.0))
-        plgpu.barrier_wait(q_landed)
+        plgpu.barrier_wait(named.q_landed)
         step = functools.partial(absorb, named, cut, config, at)
         finish(named, cut, at, jax.lax.fori_loop(0, at.run.count, step, state))
 
@@ -376,7 +374,7 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> 
 def shared_bytes(cut: Cut, config: Config) -> int:
     """Return a thread block's bytes of shared memory: q, then K and V (or later the result), unit sums, barriers.
 
-    Int8 keys and values take half of it in each stage, a converted block of each, and their scales.
+    Int8 keys and values take half as much in each stage, a converted block of each, and their scales.
     """
     head_dim, scales = cut.shapes.head_dim, 0
     blocks = config.stages * config.block_s
@@ -399,7 +397,7 @@ def resident(cut: Cut, config: Config) -> int:
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.scaled and shapes.dtype != "bfloat16":
-        return f"dtype={shapes.dtype}: weights times the scales of int8 values may be too small for it; take bfloat16"
+        return f"dtype={shapes.dtype}: int8 values times their scales may be too small for it; take bfloat16"
     if shapes.head_dim not in (64, 128, 256):
         return f"head_dim={shapes.head_dim} is not 64, 128 or 256: products take whole swizzled lines of shared memory"
     if role != "dense" and spec.tile < 16:
