@@ -38,11 +38,11 @@ from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, load_scales, padded, 
 from tessera.attention.gpu.split_merge import merge_splits
 from tessera.attention.gpu.warpgroup import (
     HOPPER,
-    LINE_BYTES,
     ROW,
     ROWS,
     SHARED_BYTES,
     accumulate,
+    blank_values,
     filled,
     per_row,
     scores,
@@ -171,19 +171,6 @@ def in_bits(z: Array, cut: Cut) -> Array:
     if cap is None:
         return z * (scale * LOG2_E)
     return (cap * LOG2_E) * tanh(z, scale / cap)
-
-
-def blank_values(v_block, lo, hi) -> None:
-    """Zero a block's values outside rows [lo, hi): their weight is 0, but they may be NaN, and 0 * NaN is NaN."""
-    rows, columns = min(v_block.shape[0], ROWS), LINE_BYTES // v_block.dtype.itemsize
-    key = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=plgpu.Layout.WGMMA)
-    for row in range(0, v_block.shape[0], rows):
-        seen = (key >= lo - row) & (key < hi - row)
-        for column in range(0, v_block.shape[1], columns):  # a few registers at a time
-            part = v_block.at[pl.ds(row, rows), pl.ds(column, columns)]
-            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            part[...] = jnp.where(seen, values, jnp.zeros_like(values))
-    plgpu.commit_smem()
 
 
 def block_scores(refs: Refs, cut: Cut, slot) -> Array:
