@@ -13,6 +13,7 @@ from tessera.models.config import Rope
 from tessera.models.products import product
 from tessera.models.thin import FEW_ROWS, thin
 
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Layer:
