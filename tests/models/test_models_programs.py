@@ -234,6 +234,24 @@ def test_stacked_and_tuple_agree_without_a_cache():
     np.testing.assert_allclose(hidden(unstack(params)), hidden(params), rtol=1e-5, atol=1e-5)
 
 
+def test_unrolled_layers_that_are_alike_share_one_trace():
+    traced = []
+
+    class Noting(Dense):
+        def attend(self, layer, *arguments):
+            traced.append(layer)
+            return super().attend(layer, *arguments)
+
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def hidden(params, tokens, start):
+        return forward(params, tokens, None, Positions(start, start + 8, start + 8), config=CONFIG, policy=Noting())[0]
+
+    jax.jit(hidden).trace(unstack(random_params(CONFIG)), tokens, one)
+    assert len(traced) == 1 < CONFIG.num_layers
+
+
 def test_sequences_of_different_lengths_do_not_see_each_other():
     """The second sequence runs alone next to a copy of itself, which needs no second program."""
     params = random_params(CONFIG)

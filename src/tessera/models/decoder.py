@@ -1,5 +1,6 @@
 """The decoder: embed tokens, run the layers under any attention policy, and compute logits."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -85,6 +86,10 @@ def forward(
 
     if remat:
         block = jax.checkpoint(block, static_argnums=(0,) if unrolled else ())
+    elif unrolled and policy.layers_alike:
+        # Traced and lowered once for all layers: the second start of a model of 30 layers spends most of its time there.
+        # XLA inlines the calls, so that the compiled program is the same.
+        block = partial(_with_array_index, jax.jit(block))
     run = _unrolled if unrolled else _scanned
     x, cache, state = run(block, params.layers, x, cache, state)
     return rms_norm(x, params.final_norm, config.norm_eps), cache, state
@@ -99,6 +104,10 @@ def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelCo
     if layer.q_norm is not None:
         q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
     return rotate(q, tables), rotate(k, tables), v
+
+
+def _with_array_index(block, index, *arguments):
+    return block(jnp.int32(index), *arguments)
 
 
 def _unrolled(block, layers, x, cache, state):
