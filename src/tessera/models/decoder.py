@@ -87,7 +87,7 @@ def forward(
     if remat:
         block = jax.checkpoint(block, static_argnums=(0,) if unrolled else ())
     elif unrolled and policy.layers_alike:
-        # Traced and lowered once for all layers: the second start of a model of 30 layers spends most of its time there.
+        # Traced and lowered once for all layers, where a second start of a model of 30 layers spends most of its time.
         # XLA inlines the calls, so that the compiled program is the same.
         block = partial(_with_array_index, jax.jit(block))
     run = _unrolled if unrolled else _scanned
