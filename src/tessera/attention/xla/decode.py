@@ -148,7 +148,7 @@ def attend_dense(
 
     if size := at_once_size(q, kv):
         most = 2 * block_s * (stop - start) >= num_keys
-        # Without the barrier, XLA moves the slice of a stacked cache into the branches and copies the whole cache there.
+        # Without the barrier, XLA moves the slice of a stacked cache into the branches, and copies the cache there.
         kv = KeyValues(*jax.lax.optimization_barrier((k, v)))
         state = jax.lax.cond(most, lambda: at_once(q, kv, keys, size, spec), one_by_one)
     else:
