@@ -52,7 +52,7 @@ def test_a_folder_without_a_config_and_one_whose_vocabulary_does_not_divide(tmp_
     assert cli.main(["plan", str(tmp_path), "--devices", "2"]) == 2
     assert "axis 'vocab' of size 1001 does not divide among the 2 devices" in capsys.readouterr().err
     assert cli.main(["plan", str(tmp_path), "--length", "600"]) == 0
-    assert "made for 512 tokens, not 600" in capsys.readouterr().out
+    assert "context is 512 tokens, less than the planned 600" in capsys.readouterr().out
 
 
 def test_it_prints_pairs_times_and_the_first_choice(capsys):

@@ -156,7 +156,7 @@ def test_processes_with_different_models_are_refused(tmp_path):
     digests = [files_digest(folder) for folder in (one, other, save_tiny(tmp_path / "c"))]
     assert digests[0] == digests[2] != digests[1]
     facts = [{"model": digest} for digest in digests[:2]]
-    words = "process 1 was given another model than process 0: give all processes the same"
+    words = "process 1 has a different model from process 0: give all processes the same"
     assert meet(free_address(), facts, [0, 1], [2, 2]) == [words, words]
 
 
@@ -181,7 +181,7 @@ def test_strangers_at_the_port_are_ignored():
 
     thread = threading.Thread(target=stranger)
     thread.start()
-    words = "process 1 was given another prompt than process 0: give all processes the same"
+    words = "process 1 has a different prompt from process 0: give all processes the same"
     assert meet(address, [{"prompt": "a"}, {"prompt": "b"}], [0, 1], [2, 2]) == [words, words]
     thread.join()
     assert heard
@@ -210,7 +210,7 @@ def test_an_address_that_is_no_coordinator_is_refused():
                 line.sendall(b"SSH-2.0\r\n")
 
         threading.Thread(target=answer).start()
-        with pytest.raises(ValueError, match="is not a process of this command: correct the address"):
+        with pytest.raises(ValueError, match="is not process 0 of a tessera command: correct the address"):
             join(place(f"localhost:{port}", 2, 1), {}, 3)
 
 

@@ -20,9 +20,11 @@ from tessera.cli.calibrate import Calibrate
 from tessera.cli.errors import check_address_space, explained
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
+from tessera.cli.load import Load
 from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.plan import Plan
 from tessera.cli.processes import ProcessFlags
+from tessera.cli.serve import Serve
 from tessera.cli.study import STUDIES, Study
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
 from tessera.core import hardware, interrupt
@@ -310,6 +312,8 @@ COMMANDS = MappingProxyType(
     {
         "generate": Generate,
         "chat": Chat,
+        "serve": Serve,
+        "load": Load,
         "calibrate": Calibrate,
         "fetch": Fetch,
         "convert": Convert,

@@ -1,4 +1,4 @@
-"""The flags of `tessera plan`, which asks whether a model fits. Heavy imports wait until it runs."""
+"""Flags of `tessera plan`, which predicts whether a model fits. `run` does the heavy imports, so --help is fast."""
 
 import json
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from tessera.cli.flags import Omittable
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Will a model fit on a chip, and how fast will it run. (Kascade's plans, the files that --plan takes, are made by
-    `tessera calibrate`.)
+    """Predict whether a model fits on a chip, and how fast it runs. (A Kascade plan is something else: the file that
+    `tessera calibrate` writes and --plan reads.)
 
-    Exit code: 0, some pair of types fits; 1, none does, or --compile finds that the compiler refuses what fits; 2, an
-    error.
+    Exit code: 0 if some pair of weight and cache types fits; 1 if none does, or if the compiler refuses a step of
+    --compile for lack of memory; 2 after an error.
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    """Hugging Face folder, GGUF file, fetched model's name, hub id (its config alone is read), or a name such as
+    """Hugging Face folder, GGUF file, fetched model's name, hub id (only its config is downloaded), or a name such as
     llama-3.1-8b."""
     chip: Literal["v4", "v5e", "v5p", "v6e", "v7x", "h100", "h200"] = "v6e"
     """Chip; v7x counts each of its two cores as a device."""
@@ -31,15 +31,15 @@ class Plan:
     length: int = 8192
     """Tokens per sequence, prompt and answer."""
     chunk: Omittable[int] = None
-    """Rows of one prefill call per sequence; those of the engine if not given."""
+    """Rows of one prefill call per sequence; the engine's number if not given."""
     plan: Omittable[Path] = None
-    """Kascade plan; the paper's recipe if not given: an anchor per six or seven layers, a tenth of the keys."""
+    """Kascade plan file. If not given, the paper's recipe: an anchor per six or seven layers, a tenth of the keys."""
     compile: bool = False
     """Compile a decode step and a prefill chunk in the model's own dtype, and compare their memory (minutes)."""
     limit_s: float = 900.0
-    """With --compile: seconds after which the compiler is stopped."""
+    """With --compile: time limit of the compiler for each step, in seconds."""
     picture: Omittable[Path] = None
-    """Draw each pair's memory against the chip's to this file."""
+    """File for a picture of the memory that each pair of types takes, next to the chip's memory."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False

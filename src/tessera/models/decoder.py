@@ -96,7 +96,7 @@ def forward(
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:
-    """Compute queries [B,T,N,H], keys and values [B,T,K,H]. Queries and keys are rotated and, for Qwen3, normed."""
+    """Compute queries [B,T,N,H], keys and values [B,T,K,H]. Queries and keys are normed, for Qwen3, then rotated."""
     heads = (*h.shape[:2], -1, config.head_dim)
     q = linear(h, layer.q, layer.q_bias).reshape(heads)
     k = linear(h, layer.k, layer.k_bias).reshape(heads)

@@ -19,7 +19,7 @@ from tessera.models.thin import FEW_ROWS, thin
 class Layer:
     """Weights of one decoder layer; matrices are [out, in] as in the checkpoint. Stacked layers have a leading L.
 
-    Each matrix is an Array or a Quantised, which `linear` takes alike.
+    Each matrix is an Array or a Quantised; `linear` takes both.
     """
 
     attn_norm: Array

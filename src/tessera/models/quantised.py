@@ -1,4 +1,4 @@
-"""Quantised weights of a checkpoint: which forms a file can be held in, and reading a matrix into one."""
+"""Quantised weights of a checkpoint: check that its matrices fit a form, and read a matrix in that form."""
 
 import math
 import os
@@ -27,7 +27,7 @@ def stored_tensors(source: str | os.PathLike, config: ModelConfig) -> Mapping[st
 
 
 def memory_bytes(source: Path, config: ModelConfig, weights: str | None) -> int:
-    """Return the bytes that the weights of a folder or file take in memory, in config.dtype or in a form."""
+    """Return the bytes of all weights in memory: in form `weights`, or in config.dtype if it is None."""
     if weights != STORED or not source.is_file():
         return loaded_bytes(config, None if weights == STORED else weights)
     itemsize = np.dtype(config.dtype).itemsize
@@ -42,7 +42,7 @@ def memory_bytes(source: Path, config: ModelConfig, weights: str | None) -> int:
 def check_forms(
     stored: Mapping[str, Stored | GgufTensor], config: ModelConfig, source: Path, weights: str | None
 ) -> None:
-    """Raise ValueError, before a weight is read, unless every matrix can be held as `weights`."""
+    """Raise ValueError unless the form `weights` can hold every matrix; reads no weight."""
     check_name(weights)
     if weights == STORED:
         if not source.is_file():
@@ -69,7 +69,7 @@ def load_rounded(stored: Mapping[str, Any], read: Callable, name: str, *, form: 
 
 
 def load_stored(name: str, tensor: GgufTensor, dtype: np.dtype) -> Quantised:
-    """Read one matrix of a GGUF file as it is stored."""
+    """Read one matrix of a GGUF file in its stored blocks, not dequantised."""
     parts, kind = read_stored(name, tensor)
     outputs, inputs = np.divmod(sampled(math.prod(tensor.shape)), tensor.shape[-1])
     group = inputs // STORED_FORM.group
@@ -85,5 +85,5 @@ def stack(parts: list[Quantised], lead: tuple[int, ...]) -> Quantised:
 
 
 def sampled(size: int) -> np.ndarray:
-    """Return the flat indices of SAMPLE evenly spaced elements; `fingerprint` reads a weight there."""
+    """Return the flat indices of SAMPLE evenly spaced elements, those that `fingerprint` reads."""
     return np.linspace(0, size - 1, SAMPLE).astype(np.int64)

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from tessera.attention.parallel import num_parts
 
 FEW_ROWS = 4
-"""Rows. With at most this many, a product on CPU is bound by reading the matrix."""
+"""Maximum rows at which reading the matrix bounds a product on CPU."""
 BLOCKS = 4
 NARROW_ROWS = 8
-"""Rows to which operands below 32 bits are padded: their products take eight rows in the time of one."""
+"""Rows to which operands below 32 bits are padded; eight take as long as one."""
 
 
 def thin(x: Array, weight: Array, dtype: DTypeLike) -> Array:

@@ -162,7 +162,7 @@ class Tokenizer:
 
     @cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:
-        """Copy of the backend that removes MARK right after it has looked for special tokens."""
+        """Copy of the backend that removes MARK from text right after the search for special tokens."""
         raw = json.loads(self.backend.to_str())
         for token in raw["added_tokens"]:
             token["normalized"] &= not token["special"]  # find special tokens before MARK is removed

@@ -147,7 +147,7 @@ def look_back(params: Params, config: ModelConfig) -> Params:
 
 
 def loss_sums(params: Params, tokens: Array, weights: Array, *, config: ModelConfig, remat: bool, dtype: str) -> Sums:
-    """Compute the sums over tokens [B,T+1] and weights [B,T]; activations in `dtype`, cross-entropy in float32."""
+    """Compute `Sums` over a batch of tokens [B,T+1] with weights [B,T]; activations in `dtype`, loss in float32."""
     if has_quantised(params):
         raise ValueError("quantised weights cannot be trained, as integers have no gradient: load without weights=")
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -272,7 +272,7 @@ def train(
     corpus = data.library_corpus() if recipe.text is None else data.read_split(recipe.text, tokenizer)
     longest = max(stage.length for stage in recipe.stages)
     if len(corpus.train) <= longest:
-        raise ValueError(f"the text has {len(corpus.train)} tokens, more than length={longest} are needed: add text")
+        raise ValueError(f"the text has {len(corpus.train)} tokens, but must have more than length={longest}: add text")
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
