@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tessera.cli import stats
 from tessera.generate import Model
 from tessera.models.config import ModelConfig
 from tessera.models.weights import init_params
@@ -13,6 +14,7 @@ from tessera.runtime import meters
 from tessera.runtime.answers import Generation
 from tessera.runtime.sampling import GREEDY
 from tessera.sparse.baselines import Dense, Window
+from tessera.workbench.measure import Ceilings
 
 CONFIG = ModelConfig(
     vocab_size=100, hidden_size=8, intermediate_size=16, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=2,
@@ -67,3 +69,14 @@ def test_keys_are_those_read_before_and_after_the_first_token(params, sparse):
     )
     assert len(answer.tokens) == 3
     assert (answer.prefill_keys, answer.decode_keys) == (6 * 21, 6 * (7 + 8))
+
+
+def test_stats_name_the_peaks_that_they_divide_by(params, monkeypatch):
+    """Measuring takes seconds, so the rates are given here."""
+    monkeypatch.setattr(stats, "ceilings", lambda rounds: Ceilings(flops_per_s={"float32": 1e6}, bytes_per_s=1e7))
+    model = Model(config=CONFIG, params=params, tokenizer=None, policy=Dense())
+    line, rates = stats.stats_lines(model, [ANSWER])
+    assert line == f"{ANSWER.usage()}; {meters.use(ANSWER, CONFIG, params, None, PEAKS)}"
+    assert "measured now in float32: 0 GFLOP/s" in rates
+    monkeypatch.setattr(stats, "local_cpu", lambda: None)
+    assert stats.stats_lines(model, [ANSWER])[1] == "peak rates of this device: unknown"

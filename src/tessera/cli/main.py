@@ -115,9 +115,8 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     def answer(self, prompts: list, sampling: dict) -> int:
         """Load the model, and print each prompt's continuation."""
         from tessera.cli.prompt_bar import PromptBar
-        from tessera.cli.stats import stats_lines
+        from tessera.cli.stats import stats_lines, usage_lines
         from tessera.generate import Interrupted
-        from tessera.sparse.promise import promise_note
 
         model = self.load()
         advice = "" if self.chat or self.tokens else template_advice(model, prompts)
@@ -140,9 +139,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
             print()
         else:
             self.show(results)
-        note = promise_note(model.plan)
-        each = (f"({result.usage()}; {note})" for result in results if note)
-        say(*(stats_lines(model, results, note) if self.stats else each))
+        say(*(stats_lines(model, results) if self.stats else usage_lines(model, results)))
         if status:
             print("interrupted", file=sys.stderr)
         return status

@@ -1,14 +1,21 @@
-"""What `generate --stats` prints: tokens, rates, and the share of the device's peak rates that answers used."""
+"""What `generate` prints after its answers, with --stats: tokens, rates, and the share of the device's peak rates that answers used."""
 
 import jax
 
 from tessera.runtime.meters import Peaks, nominal_peaks, use
+from tessera.sparse.promise import promise_note
 from tessera.workbench.measure import ceilings
 
 
-def stats_lines(model, results, note: str) -> list[str]:
+def usage_lines(model, results) -> list[str]:
+    """Say what each answer cost and what its plan promised; nothing without a plan."""
+    note = promise_note(model.plan)
+    return [f"({result.usage()}; {note})" for result in results if note]
+
+
+def stats_lines(model, results) -> list[str]:
     """Say what each answer cost and used of the device's peak rates, and where these come from."""
-    peaks = nominal_peaks(model.params)
+    note, peaks = promise_note(model.plan), nominal_peaks(model.params)
     if peaks is None and model.params.final_norm.sharding.device_set == {local_cpu()}:
         found, dtype = ceilings(rounds=3), str(model.params.embed.dtype)
         peaks = Peaks(
