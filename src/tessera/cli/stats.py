@@ -1,4 +1,4 @@
-"""What `generate` prints after its answers, with --stats: tokens, rates, and the share of the device's peak rates that answers used."""
+"""What `generate` prints after its answers; with --stats: tokens, rates, and what share of the peak rates they used."""
 
 import jax
 
