@@ -27,7 +27,7 @@ FLAGS = {
     + SAMPLING
     + (
         "--prompt -p --file -f --max-new-tokens --max-tokens --n-predict -n --stop --chat --parse-special --tokens "
-        "--stream --json --coordinator --processes --process --wait-s"
+        "--stream --json --stats --coordinator --processes --process --wait-s"
     ).split(),
     "chat": MODEL
     + SAMPLING

@@ -94,6 +94,8 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     """Print text as it is generated. Needs exactly one prompt."""
     json: bool = False
     """Print one JSON object per prompt, each on its own line."""
+    stats: bool = False
+    """Also print, on standard error, tokens, rates and shares of the device's peaks; on a CPU, measure these first."""
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
@@ -114,8 +116,8 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     def answer(self, prompts: list, sampling: dict) -> int:
         """Load the model, and print each prompt's continuation."""
         from tessera.cli.prompt_bar import PromptBar
+        from tessera.cli.stats import stats_lines, usage_lines
         from tessera.generate import Interrupted
-        from tessera.sparse.promise import promise_note
 
         model = self.load()
         advice = "" if self.chat or self.tokens else template_advice(model, prompts)
@@ -138,9 +140,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
             print()
         else:
             self.show(results)
-        if note := promise_note(model.plan):
-            for result in results:
-                print(f"({result.usage()}; {note})", file=sys.stderr)
+        say(*(stats_lines(model, results) if self.stats else usage_lines(model, results)))
         if status:
             print("interrupted", file=sys.stderr)
         return status

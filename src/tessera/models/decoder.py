@@ -1,6 +1,7 @@
 """The decoder: embed tokens, run the layers under any attention policy, and compute logits."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -92,6 +93,10 @@ def forward(
     if remat or gather is not None:
         kept = None if remat else _all_but_gathered
         block = jax.checkpoint(block, static_argnums=(0,) if unrolled else (), policy=kept)
+    elif unrolled and policy.layers_alike:
+        # Traced and lowered once for all layers, where a second start of a model of 30 layers spends most of its time.
+        # XLA inlines the calls, so that the compiled program is the same.
+        block = partial(_with_array_index, jax.jit(block))
     run = _unrolled if unrolled else _scanned
     x, cache, state = run(block, params.layers, x, cache, state)
     return rms_norm(x, params.final_norm, config.norm_eps), cache, state
@@ -111,6 +116,10 @@ def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelCo
 def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     """Tell jax.checkpoint to keep every intermediate result except gathered weights."""
     return primitive.name != "sharding_constraint"
+
+
+def _with_array_index(block, index, *arguments):
+    return block(jnp.int32(index), *arguments)
 
 
 def _unrolled(block, layers, x, cache, state):

@@ -9,16 +9,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention.parallel import num_parts
 from tessera.core.quant import Quantised
 from tessera.models.config import Rope
 from tessera.models.products import product
-
-FEW_ROWS = 4
-"""Maximum rows with which `matmul` takes its decode path on CPU."""
-
-CACHED_BYTES = 4 << 20
-"""Bytes of a matrix block that stay in a CPU's cache while several rows are multiplied by it."""
+from tessera.models.thin import FEW_ROWS, thin
 
 
 @jax.tree_util.register_dataclass
@@ -93,30 +87,14 @@ def _dot(x: Array, weight: Array) -> Array:
 def _few_rows(x: Array, weight: Array) -> Array:
     """Return x W^T on CPU for a few rows x [M,D] and W [E,D].
 
-    In float32, XLA multiplies a matrix by one vector at memory speed, but repacks the matrix for two or more rows,
-    which is several times slower. Rows therefore run one by one over blocks of the matrix that stay in the cache. In
-    bfloat16, a single row is by far the slowest case, so rows are padded to FEW_ROWS.
+    XLA multiplies a float32 matrix by a single vector at memory speed. In 16 bits, it would first write the matrix in
+    float32, so a single row is `thin`, too.
     """
-    count, num_outputs = x.shape[0], weight.shape[0]
-    if x.dtype != jnp.float32:
-        return _dot(jnp.pad(x, ((0, FEW_ROWS - count), (0, 0))), weight)[:count]
-    if count == 1:
+    if x.dtype != weight.dtype:
+        return _dot(x, weight)
+    if x.shape[0] == 1 and x.dtype == jnp.float32:
         return _dot(x[0], weight)[None]
-
-    if num_parts() > 1:  # the blocks below would cut across the devices' parts, and XLA would gather the matrix
-        return _dot(x, weight)
-
-    def each_row(block: Array) -> Array:
-        return jax.lax.map(lambda row: _dot(row, block), x)  # a loop: unrolled, it compiles longer and runs no faster
-
-    if weight.nbytes <= 2 * CACHED_BYTES:
-        return each_row(weight)
-    divisors = (n for n in range(1, num_outputs + 1) if num_outputs % n == 0)
-    blocks = next((n for n in divisors if weight.nbytes / n <= CACHED_BYTES), num_outputs)
-    if num_outputs // blocks < 64:  # E has few divisors, as for some vocabularies: many thin blocks cost more
-        return _dot(x, weight)
-    out = jax.lax.map(each_row, weight.reshape(blocks, num_outputs // blocks, -1))
-    return jnp.swapaxes(out, 0, 1).reshape(count, num_outputs)
+    return thin(x, weight, jnp.float32)
 
 
 def mlp(x: Float[Array, "B T D"], layer: Layer) -> Float[Array, "B T D"]:

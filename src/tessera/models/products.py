@@ -18,9 +18,8 @@ from jaxtyping import Float, Int32
 
 from tessera.core.quant import Quantised, unpack
 from tessera.models import grouped
+from tessera.models.thin import FEW_ROWS, thin
 
-FEW_ROWS = 4
-"""Maximum rows at which reading the weights bounds a product on CPU."""
 ROUNDED_ROWS = 64
 """Minimum rows at which w8a8 rounds activations. With fewer, reading the weights bounds even a float product."""
 
@@ -112,14 +111,13 @@ def _digits(x: Float[Array, "M D"], weight: Quantised, count: int) -> Float[Arra
     high = jnp.round(scaled)
     parts = [high, jnp.round((scaled - high) * 254)][:count]
     rows = jnp.concatenate(parts).astype(jnp.int8)
-    if rows.shape[0] < FEW_ROWS:  # XLA's int8 product on CPU is many times slower with a single row
-        rows = jnp.pad(rows, ((0, FEW_ROWS - rows.shape[0]), (0, 0)))
+    multiply = thin if rows.shape[0] <= 2 * FEW_ROWS else _transposed
     if weight.packed:
         # The barrier keeps the halves from being unpacked again for each row.
         halves = jax.lax.optimization_barrier(unpack(weight.values, weight.kind == "int4"))
-        out = sum(_transposed(part, half, jnp.int32) for part, half in zip(jnp.split(rows, 2, -1), halves))
+        out = sum(multiply(part, half, jnp.int32) for part, half in zip(jnp.split(rows, 2, -1), halves))
     else:
-        out = _transposed(rows, weight.values.astype(jnp.int8), jnp.int32)
+        out = multiply(rows, weight.values.astype(jnp.int8), jnp.int32)
     out = out.astype(jnp.float32)
     whole = out[:num_rows] if count == 1 else out[:num_rows] + out[num_rows : 2 * num_rows] * (1 / 254)
     return whole * (scale * weight.scale)
