@@ -51,7 +51,7 @@ def saved(folder: Path, config, name: str) -> Path:
     return path if path.exists() else save_tiny(path, config, plan=False)
 
 
-def run(folder: Path, config, policy, mesh: str | None):
+def run(folder: Path, config, policy, mesh: str | None, **options):
     """Prefill two prompts in chunks over a cache full of NaN, decode greedily; return the logits of every step."""
     import jax
     import numpy as np
@@ -59,9 +59,14 @@ def run(folder: Path, config, policy, mesh: str | None):
     from tessera.generate import load
     from tessera.runtime.step import Session
 
-    model = load(folder, mesh=mesh)
-    session = Session(model.params, config, policy, batch=2, num_keys=192, sizes=(64,))
-    session.cache = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), session.cache)
+    model = load(folder, mesh=mesh, **options)
+    session = Session(model.params, config, policy, batch=2, num_keys=192, sizes=(64,), cache=model.cache)
+
+    def unread(x):  # no program may read what it has not written
+        full = np.full(x.shape, np.nan if jax.numpy.issubdtype(x.dtype, np.floating) else 99, x.dtype)
+        return jax.device_put(full, x.sharding)
+
+    session.cache = jax.tree.map(unread, session.cache)
     prompts = [list(range(3, 153)), list(range(40, 110))]
     scores, _ = session.prefill(prompts)
     found, lengths = [np.asarray(scores)], np.array([len(prompt) for prompt in prompts], np.int32)
@@ -269,6 +274,63 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
         for a, b in zip(jax.tree.leaves(parts.layers[1]), jax.tree.leaves(stacked.layers), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b)[1])
+
+
+@check
+def fewer_bits_equal_one_device(folder: Path) -> None:
+    """Values, scales, fingerprint and products of every form are those of one device, and each device holds the planned
+    bytes. A product whose inputs are split adds up once; integers agree on each row's largest value before."""
+    import jax
+    import numpy as np
+
+    from tessera.core.quant import FORMS, dequantised, is_quantised, num_bytes
+    from tessera.generate import load
+    from tessera.models.checkpoint import fingerprint
+    from tessera.models.footprint import Division, Types, weight_bytes
+    from tessera.models.weights import device_bytes
+
+    config = config_of(4, hidden_size=128, intermediate_size=256, head_dim=32)
+    source = saved(folder, config, "bits")
+    for name in FORMS:
+        parts = 2 if name == "int4-g128" else 4
+        one, model = load(source, weights=name), load(source, weights=name, mesh=str(parts))
+        assert fingerprint(model.params, config) == fingerprint(one.params, config)
+        leaves = [jax.tree.leaves(params, is_leaf=is_quantised) for params in (one.params, model.params)]
+        for a, b in zip(*leaves, strict=True):
+            a, b = (dequantised(x) if is_quantised(x) else np.asarray(x) for x in (a, b))
+            np.testing.assert_array_equal(a, b)
+        types = Types(weights=name, dtype=config.dtype)
+        planned = sum(weight_bytes(config, types=types, division=Division(heads=parts)).values())
+        assert planned == device_bytes(model.params) == sum(
+            num_bytes(x.addressable_shards[-1].data) for x in jax.tree.leaves(model.params)
+        )
+        check_products(one.params.layers[1], model.params.layers[1], name)
+
+
+def check_products(one, split, name: str) -> None:
+    """Compare a product with split outputs and one with split inputs, as in q and o, for few and many rows."""
+    import numpy as np
+
+    from tessera.core.mesh import keep, mesh_of, program, put
+    from tessera.models.products import product
+
+    @program()
+    def both(layer, x, y):
+        return product(x, layer.q), keep(product(y, layer.o))
+
+    rng, on = np.random.default_rng(0), mesh_of(split)
+    for rows in ((2, 1), (2, 40)):
+        x, y = (rng.normal(size=(*rows, n)).astype(np.float32) for n in (one.q.shape[1], one.o.shape[1]))
+        want = both(one, x, y)
+        given = split, put(x, on), put(y, on, None, None, "heads")
+        found = both(*given)
+        for a, b in zip(want, found, strict=True):
+            np.testing.assert_allclose(b, a, atol=2e-6 * np.abs(a).max(), rtol=0, err_msg=name)
+        text = both.lower(*given).compile().as_text()
+        kinds = [kind for kind, _ in messages(text)]
+        integers = name in ("int8", "int4", "w8a8")
+        assert kinds == ["all-reduce"] * (2 if integers else 1), (name, rows, messages(text))
+
 
 
 @check

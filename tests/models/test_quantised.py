@@ -15,13 +15,14 @@ import tessera
 from tessera.cli import flags
 from tessera.cli.main import main
 from tessera.core import hardware, quant
-from tessera.core.quant import FORMS, Form, Parts, Quantised, dequantised, is_quantised, place, quantise
+from tessera.core.quant import FORMS, Form, Quantised, dequantised, is_quantised
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.models import products
 from tessera.models.checkpoint import fingerprint, load_params
-from tessera.models.quantised import memory_bytes
-from tessera.models.weights import LAYER, OUTER, form_of, loaded_bytes, quantised_axes
+from tessera.models.footprint import Types, weight_bytes
+from tessera.models.quantised import stored_kinds, stored_tensors
+from tessera.models.weights import LAYER, OUTER, form_of, quantised_axes
 from tessera.train import loop
 
 RNG = np.random.default_rng(17)
@@ -34,17 +35,25 @@ def matrix(outputs=24, inputs=128) -> np.ndarray:
     return (RNG.normal(size=(outputs, inputs)) * np.logspace(-2, 1, outputs)[:, None]).astype(np.float32)
 
 
-def weight(w: np.ndarray, form: Form, packed: bool, kind: str | None = None, parts: Parts | None = None) -> Quantised:
-    sample = np.zeros(64, ml_dtypes.bfloat16)
-    return place(parts or quantise(w, form), sample, kind=kind or form.kind, form=form, dtype=np.float32, packed=packed)
+def weight(w: np.ndarray, form: Form, packed: bool, zero: np.ndarray | None = None) -> Quantised:
+    """Build a quantised matrix; with zero points [G,E], a GGUF's Q4_1, whose integers count from 0."""
+    values, scale = quant.round_rows(w, form)
+    kind = form.kind if zero is None else "uint4"
+    if form.group:
+        values, scale = values.transpose(1, 2, 0) + np.int8(0 if zero is None else 8), scale.T
+    else:
+        values, scale = values[:, 0], scale[:, 0]
+    if kind in ("int4", "uint4"):
+        values = quant.pack(values, values.ndim - (2 if form.group else 1)) if packed else values.astype(kind)
+    leaves = {"values": values, "scale": scale, "zero": zero, "sample": np.zeros(64, ml_dtypes.bfloat16)}
+    return Quantised(
+        **{name: None if leaf is None else jnp.asarray(leaf) for name, leaf in leaves.items()}, kind=kind,
+        group=form.group, rounds_rows=form.rounds_rows, float_dtype="float32",
+    )  # fmt: skip
 
 
 def with_zero(w: np.ndarray) -> Quantised:
-    """Build a weight in GGUF's Q4_1, whose groups of 32 have a zero point."""
-    parts = quantise(w, FORMS["int4-g32"])
-    zero = RNG.normal(size=parts.scale.shape).astype(np.float16)
-    form = Form(kind="int4", group=32)
-    return weight(w, form, True, "uint4", Parts(parts.values + np.int8(8), parts.scale, zero))
+    return weight(w, FORMS["int4-g32"], True, RNG.normal(size=(w.shape[1] // 32, len(w))).astype(np.float16))
 
 
 # --- rounding
@@ -181,6 +190,14 @@ def test_a_quantised_model_runs_keeps_its_plan_and_is_not_saved(folder, tmp_path
     assert not (tmp_path / "out").exists()
 
 
+def held_bytes(params) -> int:
+    return sum(map(quant.num_bytes, jax.tree.leaves(params)))
+
+
+def planned_bytes(config, **types) -> int:
+    return sum(weight_bytes(config, types=Types(dtype=config.dtype, **types)).values())
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_bytes_and_axes_are_what_loading_makes(folder, name):
     """The table tells bytes and axes before anything is loaded; stacked weights are the layers' own."""
@@ -189,7 +206,7 @@ def test_bytes_and_axes_are_what_loading_makes(folder, name):
             load_params(folder, WIDE, weights=name)
         return
     params, stacked = (load_params(folder, WIDE, weights=name, stacked=stacked) for stacked in (False, True))
-    assert sum(map(quant.num_bytes, jax.tree.leaves(params))) == loaded_bytes(WIDE, name)
+    assert held_bytes(params) == planned_bytes(WIDE, weights=name)
     for entry in (*LAYER, *OUTER):
         held = getattr(params if entry in OUTER else params.layers[1], entry.name, None)
         form = form_of(entry, WIDE, name)
@@ -225,9 +242,9 @@ def test_a_gguf_file_is_held_as_stored(tmp_path, kind):
     path = write_gguf(tmp_path / "x.gguf", metadata, {name: encoded(array) for name, (array, _) in tensors.items()})
     plain, held = tessera.load(path), tessera.load(path, weights="gguf")
     assert fingerprint(plain.params, plain.config) == fingerprint(held.params, held.config)
-    samples = 128 * (7 * held.config.num_layers + 1)
-    held_bytes = sum(map(quant.num_bytes, jax.tree.leaves(held.params)))
-    assert memory_bytes(path, held.config, "gguf") == held_bytes - samples
+    kinds = stored_kinds(stored_tensors(path, held.config))
+    assert set(kinds.values()) == {{"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}[kind]}
+    assert held_bytes(held.params) == planned_bytes(held.config, weights="gguf", kinds=kinds)
     for name in ("q", "k", "down"):
         want, got = getattr(plain.params.layers[0], name), getattr(held.params.layers[0], name)
         np.testing.assert_array_equal(dequantised(got), want)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import ml_dtypes
@@ -31,7 +31,7 @@ class Form:
     """How a matrix is stored.
 
     Attributes:
-        kind: "int8", "int4" or "fp8" (e4m3, 3 bits of mantissa).
+        kind: "int8", "int4", "uint4" (GGUF's Q4_1, with a zero point per group) or "fp8" (e4m3, 3 bits of mantissa).
         group: inputs that share a scale; 0 for one scale per output channel.
         rounds_rows: round the activations of long calls to int8, too (w8a8).
     """
@@ -43,7 +43,7 @@ class Form:
     @property
     def bits(self) -> int:
         """Bits per value, without the scales."""
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in ("int4", "uint4") else 8
 
 
 STORED = "gguf"
@@ -84,6 +84,8 @@ class Quantised:
         kind: "int8", "int4", "uint4" (GGUF's Q4_1) or "fp8".
         group: inputs that share a scale; 0 for one scale per output channel.
         rounds_rows: see `Form`.
+        stretches: equal stretches of the inputs, each of which packs its first half with its second: as many as devices
+            share the inputs, so that each device unpacks its own inputs.
         float_dtype: name of the dtype that a lookup returns, the float dtype of the model.
     """
 
@@ -94,6 +96,7 @@ class Quantised:
     kind: str = field(metadata={"static": True})
     group: int = field(default=0, metadata={"static": True})
     rounds_rows: bool = field(default=False, metadata={"static": True})
+    stretches: int = field(default=1, metadata={"static": True})
     float_dtype: str = field(metadata={"static": True})
 
     @property
@@ -147,48 +150,57 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"weights={name!r} must be one of {', '.join(NAMES)}, or None for the float dtype")
 
 
-def check_shape(name: str, shape: tuple[int, ...], form: Form) -> None:
-    """Raise ValueError, before anything is read, unless the form can store a matrix of this shape."""
-    width = shape[-1]
+def check_shape(name: str, shape: tuple[int, ...], form: Form, parts: int = 1) -> None:
+    """Raise ValueError, before anything is read, unless the form can store a matrix of this shape.
+
+    Args:
+        name: of the matrix.
+        shape: [E,D].
+        form: of its values.
+        parts: devices that share the inputs D.
+    """
+    width = shape[-1] // parts
+    has = f"{name} has {width}" + (f" on each of the {parts} devices that share them" if parts > 1 else "")
     if form.group and width % form.group:
         fits = [f"int4-g{group}" for group in GROUPS if width % group == 0]
         raise ValueError(
-            f"weights='int4-g{form.group}' needs inputs in multiples of {form.group}, and {name} has {width}: pass "
-            f"weights={' or '.join(map(repr, [*fits, 'int4']))}"
+            f"weights='int4-g{form.group}' needs inputs in multiples of {form.group}, and {has}: pass "
+            f"weights={' or '.join(map(repr, [*fits, 'int8' if width % 2 else 'int4']))}"
         )
     if form.kind == "int4" and not form.group and width % 2:
-        raise ValueError(f"weights='int4' packs two inputs per byte, and {name} has {width}: pass weights='int8'")
+        raise ValueError(f"weights='int4' packs two inputs per byte, and {has}: pass weights='int8'")
 
 
-class Parts(NamedTuple):
-    """A quantised matrix on the host, before four-bit values are packed."""
+def matrix_bytes(outputs: int, inputs: int, form: Form) -> int:
+    """Return the bytes of a quantised matrix [outputs,inputs], or of one device's part of it.
 
-    values: np.ndarray
-    scale: np.ndarray
-    zero: np.ndarray | None = None
-
-
-def quantise(matrix: np.ndarray, form: Form) -> Parts:
-    """Round a float32 matrix [E,D]: scale = max |w| / LARGEST per channel or group, values = round(w / scale).
-
-    A group's scale is rounded to float16 before its values are rounded by it. Scales that clip the largest values for a
-    smaller squared error made four bits per channel worse on a real model (LOG.md).
+    That is the values, the scales, zero points and the sample. A part's inputs are whole groups (`check_shape`).
     """
-    outputs, inputs = matrix.shape
+    count = outputs * inputs
+    scales = (4 if form.kind == "uint4" else 2) * (count // form.group) if form.group else 4 * outputs
+    return count * form.bits // 8 + scales + 2 * SAMPLE
+
+
+def round_rows(rows: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
+    """Round float32 rows [M,D] to values [M,n,g] and scales [M,n]: g is the group, or all D inputs (n = 1).
+
+    scale = max |w| / LARGEST per channel or group, values = round(w / scale). A group's scale is rounded to float16
+    before its values are rounded by it. Scales that clip the largest values for a smaller squared error made four bits
+    per channel worse on a real model (LOG.md).
+    """
+    count, inputs = rows.shape
     width, largest = form.group or inputs, np.float32(LARGEST[form.kind])
-    values = np.empty((outputs, inputs // width, width), ml_dtypes.float8_e4m3fn if form.kind == "fp8" else np.int8)
+    values = np.empty((count, inputs // width, width), ml_dtypes.float8_e4m3fn if form.kind == "fp8" else np.int8)
     scale = np.empty(values.shape[:2], np.float16 if form.group else np.float32)
     step = max(BLOCK_VALUES // inputs, 1)
-    for start in range(0, outputs, step):
-        rows = slice(start, start + step)
-        grouped = matrix[rows].reshape(-1, inputs // width, width)
-        scale[rows] = np.maximum(grouped.max(-1), -grouped.min(-1)) / largest
-        divisor = np.where(scale[rows] == 0, np.float32(1), scale[rows].astype(np.float32))  # 0: a group of zeros
+    for start in range(0, count, step):
+        some = slice(start, start + step)
+        grouped = rows[some].astype(np.float32, copy=False).reshape(-1, inputs // width, width)
+        scale[some] = np.maximum(grouped.max(-1), -grouped.min(-1)) / largest
+        divisor = np.where(scale[some] == 0, np.float32(1), scale[some].astype(np.float32))  # 0: a group of zeros
         quotient = np.clip(grouped / divisor[..., None], -largest, largest)
-        values[rows] = quotient if form.kind == "fp8" else np.rint(quotient)
-    if not form.group:
-        return Parts(values.reshape(outputs, inputs), scale[:, 0])
-    return Parts(np.ascontiguousarray(values.transpose(1, 2, 0)), np.ascontiguousarray(scale.T))
+        values[some] = quotient if form.kind == "fp8" else np.rint(quotient)
+    return values, scale
 
 
 def pack(values: np.ndarray, axis: int) -> np.ndarray:
@@ -206,35 +218,14 @@ def unpack(packed: Array, signed: bool) -> tuple[Array, Array]:
     return jax.lax.shift_right_arithmetic(jax.lax.shift_left(packed, four), four), high
 
 
-def place(parts: Parts, sample: np.ndarray, *, kind: str, form: Form, dtype: Any, packed: bool) -> Quantised:
-    """Put a quantised matrix on the default device.
-
-    Args:
-        parts: values and scales on the host.
-        sample: see `Quantised`.
-        kind: see `Quantised`.
-        form: gives the group.
-        dtype: float dtype of the model.
-        packed: pack four-bit values in bytes, for a CPU; else store them as `jnp.int4`.
-    """
-    values = parts.values
-    if kind in ("int4", "uint4"):
-        axis = values.ndim - (2 if form.group else 1)
-        values = pack(values, axis) if packed else values.astype(getattr(ml_dtypes, kind))
-    leaves = (values, parts.scale, parts.zero, sample)
-    values, scale, zero, sample = (None if leaf is None else jax.device_put(leaf) for leaf in leaves)
-    return Quantised(
-        values=values, scale=scale, zero=zero, sample=sample, kind=kind, group=form.group,
-        rounds_rows=form.rounds_rows, float_dtype=np.dtype(dtype).name,
-    )  # fmt: skip
-
-
 def dequantised(weight: Quantised) -> np.ndarray:
     """Return the float32 matrix [E,D] that a quantised one stands for, on the host."""
     values, scale = np.asarray(weight.values), np.asarray(weight.scale, np.float32)
-    if weight.packed:
-        halves = map(np.asarray, unpack(weight.values, weight.kind == "int4"))
-        values = np.concatenate([*halves], -2 if weight.group else -1)
+    if weight.packed and weight.group:
+        values = np.concatenate([*map(np.asarray, unpack(values, weight.kind == "int4"))], -2)
+    elif weight.packed:
+        halves = [np.asarray(half).reshape(len(values), weight.stretches, -1) for half in unpack(values, True)]
+        values = np.concatenate(halves, -1).reshape(len(values), -1)
     if not weight.group:
         return values.astype(np.float32) * scale[:, None]
     whole = values.astype(np.float32) * scale[:, None]

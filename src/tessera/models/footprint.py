@@ -8,12 +8,14 @@ refuse by them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import gcd
+from math import gcd, prod
 from types import MappingProxyType
 
+from tessera.core.quant import NAMES, STORED, Form, matrix_bytes
 from tessera.core.shapes import ceil_div
 from tessera.models.config import ModelConfig
-from tessera.models.weights import Weight, layer_weights, outer_weights, shape_of
+from tessera.models.gguf_stored import BLOCK
+from tessera.models.weights import OUTER, Weight, form_of, layer_name, layer_weights, outer_weights, shape_of
 
 SPLIT_AXES = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 """Logical axes of weights that the mesh's axis "heads" divides; every device holds the other axes whole."""
@@ -28,7 +30,7 @@ class Number:
 
     Attributes:
         bits: per element.
-        scale_bytes: per output channel of a matrix, or per token and KV head of a cache.
+        scale_bytes: per token and KV head of a cache.
     """
 
     bits: int
@@ -39,16 +41,11 @@ class Number:
         return ceil_div(elements * self.bits, 8) + scales * self.scale_bytes
 
 
-WEIGHT_TYPES: Mapping[str, Number] = MappingProxyType(
-    {
-        "float32": Number(bits=32),
-        "bfloat16": Number(bits=16),
-        "int8": Number(bits=8, scale_bytes=4),
-        "fp8": Number(bits=8, scale_bytes=4),
-        "int4": Number(bits=4, scale_bytes=4),
-    }
-)
-"""Types of a layer's matrices. Embedding, unembedding, norms and biases stay in a float type."""
+FLOATS: Mapping[str, Number] = MappingProxyType({"float32": Number(bits=32), "bfloat16": Number(bits=16)})
+"""Types of what no form rounds: norms, biases, an untied embedding, activations."""
+
+WEIGHT_TYPES = (*FLOATS, *NAMES)
+"""Types of matrices: floats, and the forms of `core/quant.py`."""
 
 CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
     {"float32": Number(bits=32), "bfloat16": Number(bits=16), "int8": Number(bits=8, scale_bytes=2)}
@@ -142,11 +139,20 @@ class Footprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Types:
-    """Number types: of layer matrices, of the cache, and of everything else (`dtype`)."""
+    """Number types: of matrices, of the cache, and of everything else.
+
+    Attributes:
+        weights: a float type, which only the layers' matrices take, or a form, which `weights.form_of` gives to a
+            matrix or not.
+        cache: of keys and values.
+        dtype: of the rest, activations included.
+        kinds: kind of values of each matrix that a GGUF file stores in blocks, by name; for weights = "gguf".
+    """
 
     weights: str = "bfloat16"
     cache: str = "bfloat16"
     dtype: str = "bfloat16"
+    kinds: Mapping[str, str] = MappingProxyType({})
 
     def __post_init__(self):
         for name, table in (("weights", WEIGHT_TYPES), ("cache", CACHE_TYPES), ("dtype", FLOATS)):
@@ -156,10 +162,7 @@ class Types:
     @property
     def itemsize(self) -> int:
         """Bytes of one activation."""
-        return WEIGHT_TYPES[self.dtype].bits // 8
-
-
-FLOATS = ("float32", "bfloat16")
+        return FLOATS[self.dtype].bits // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +187,7 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
 
     Equations, n = division.heads, c = division.context:
 
-        weights      sum over the table of size / (n if an axis is split)
+        weights      sum over the table of `matrix_bytes`, whose axes are divided by n where a mesh splits them
         cache        2 L B K S (H + scale) / (n c)
         copies       one layer's keys and values if stacked, (L + 2) // 2 layers' if the host runs a chunk, B > 1
         activations  B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output; and
@@ -204,14 +207,23 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
 
 
 def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Division = ONE_DEVICE) -> dict[str, int]:
-    """Return the bytes of the weights on one device: attention, mlp, vocabulary, vectors."""
+    """Return the bytes of the weights on one device, as `load` makes them: attention, mlp, vocabulary, vectors."""
     found = dict.fromkeys(("attention", "mlp", "vocabulary", "vectors"), 0)
     for weight in outer_weights(config):
-        found[_kind(weight)] += _one_weight(weight, config, types.dtype, division)
+        found[_kind(weight)] += outer_bytes(weight, config, types=types, division=division)
     for weight in layer_weights(config):
-        stored = types.weights if weight.is_matrix else types.dtype
-        found[_kind(weight)] += config.num_layers * _one_weight(weight, config, stored, division)
+        if types.weights == STORED:
+            names = (layer_name(index, weight) for index in range(config.num_layers))
+            total = sum(_one_weight(weight, config, types, division, types.kinds.get(name)) for name in names)
+        else:
+            total = config.num_layers * _one_weight(weight, config, types, division)
+        found[_kind(weight)] += total
     return found
+
+
+def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: Division) -> int:
+    """Return the bytes of a weight outside the layers on one device."""
+    return _one_weight(weight, config, types, division, types.kinds.get(weight.stored))
 
 
 def cache_bytes(
@@ -246,10 +258,17 @@ def _kind(weight: Weight) -> str:
     return "vocabulary" if "vocab" in weight.axes else "mlp" if "mlp" in weight.axes else "attention"
 
 
-def _one_weight(weight: Weight, config: ModelConfig, stored: str, division: Division) -> int:
+def _one_weight(weight: Weight, config: ModelConfig, types: Types, division: Division, kept: str | None = None) -> int:
+    """Return the bytes on one device of one weight; `kept` is the kind of values of a matrix kept in GGUF's blocks."""
     shape = [
         size // division.heads if axis in SPLIT_AXES else size
         for axis, size in zip(weight.axes, shape_of(weight, config))
     ]
-    elements = shape[0] * (shape[1] if weight.is_matrix else 1)
-    return WEIGHT_TYPES[stored].size(elements, shape[0])
+    if types.weights == STORED:
+        form = None if kept is None else Form(kind=kept, group=BLOCK)
+    else:
+        form = None if types.weights in FLOATS else form_of(weight, config, types.weights)
+    if form is not None:
+        return matrix_bytes(*shape, form)
+    name = types.weights if types.weights in FLOATS and weight.is_matrix and weight not in OUTER else types.dtype
+    return prod(shape) * FLOATS[name].bits // 8
