@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 from peak import peak_bytes
 
@@ -51,7 +52,7 @@ def saved(folder: Path, config, name: str) -> Path:
     return path if path.exists() else save_tiny(path, config, plan=False)
 
 
-def run(folder: Path, config, policy, mesh: str | None, **options):
+def run(folder: Path, config, policy, mesh: str | None, by_rows: bool = False, **options):
     """Prefill two prompts in chunks over a cache full of NaN, decode greedily; return the logits of every step."""
     import jax
     import numpy as np
@@ -61,6 +62,8 @@ def run(folder: Path, config, policy, mesh: str | None, **options):
 
     model = load(folder, mesh=mesh, **options)
     session = Session(model.params, config, policy, batch=2, num_keys=192, sizes=(64,), cache=model.cache)
+    if by_rows:  # whatever sends fewer bytes
+        session.sharing = SimpleNamespace(by_rows=lambda batch, rows: True)
 
     def unread(x):  # no program may read what it has not written
         full = np.full(x.shape, np.nan if jax.numpy.issubdtype(x.dtype, np.floating) else 99, x.dtype)
@@ -93,13 +96,18 @@ def check_same(folder: Path, num_kv_heads: int, attention: str, *meshes: str) ->
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0, err_msg=mesh)
 
 
-def compiled(name: str, num_partitions: int) -> str:
-    """Return the text of a program that ran on this many devices, as the compiler left it."""
+def programs(name: str, num_partitions: int) -> list[str]:
+    """Return the texts of the programs that ran on this many devices, as the compiler left them."""
     import jax
 
     modules = [module for e in jax.devices()[0].client.live_executables() for module in e.hlo_modules()]
     texts = [module.to_string() for module in modules if module.name == f"jit_{name}"]
-    return next(text for text in texts if f"num_partitions={num_partitions}" in text)
+    return [text for text in texts if f"num_partitions={num_partitions}" in text]
+
+
+def compiled(name: str, num_partitions: int) -> str:
+    """Return the text of one of these programs."""
+    return programs(name, num_partitions)[0]
 
 
 def messages(text: str) -> list[tuple[str, str]]:
@@ -292,7 +300,7 @@ def fewer_bits_equal_one_device(folder: Path) -> None:
     config = config_of(4, hidden_size=128, intermediate_size=256, head_dim=32)
     source = saved(folder, config, "bits")
     for name in FORMS:
-        parts = 2 if name == "int4-g128" else 4
+        parts = {"int4-g128": 2, "fp8": 1}.get(name, 4)
         one, model = load(source, weights=name), load(source, weights=name, mesh=str(parts))
         assert fingerprint(model.params, config) == fingerprint(one.params, config)
         leaves = [jax.tree.leaves(params, is_leaf=is_quantised) for params in (one.params, model.params)]
@@ -304,10 +312,10 @@ def fewer_bits_equal_one_device(folder: Path) -> None:
         assert planned == device_bytes(model.params) == sum(
             num_bytes(x.addressable_shards[-1].data) for x in jax.tree.leaves(model.params)
         )
-        check_products(one.params.layers[1], model.params.layers[1], name)
+        check_products(one.params.layers[1], model.params.layers[1], name, parts)
 
 
-def check_products(one, split, name: str) -> None:
+def check_products(one, split, name: str, parts: int) -> None:
     """Compare a product with split outputs and one with split inputs, as in q and o, for few and many rows."""
     import numpy as np
 
@@ -329,8 +337,48 @@ def check_products(one, split, name: str) -> None:
         text = both.lower(*given).compile().as_text()
         kinds = [kind for kind, _ in messages(text)]
         integers = name in ("int8", "int4", "w8a8")
-        assert kinds == ["all-reduce"] * (2 if integers else 1), (name, rows, messages(text))
+        assert kinds == ["all-reduce"] * (0 if parts == 1 else 2 if integers else 1), (name, rows, messages(text))
 
+
+
+@check
+def fewer_bits_decode_as_on_one_device(folder: Path) -> None:
+    """The products of TPUs, chunks shared by heads and by rows: within 1e-5, two sums a layer, weights sent as bytes.
+
+    The CPU's products and an int8 cache round activations, where a change of 1e-7 can change an integer: one device's
+    logits move by 3e-4 if its embedding is scaled by 1 + 3e-7. So does a mesh's, by no more than 1e-3.
+    """
+    from tessera.models import products
+
+    config, on_cpu = config_of(4), products._on_cpu
+    source, policy = saved(folder, config, "kv4"), policies(4)["dense"]
+    try:
+        products._on_cpu = products._fused
+        want = run(source, config, policy, None, weights="int8")
+        for mesh, by_rows in (("4", False), ("4", True), ("4x2", False)):
+            found = run(source, config, policy, mesh, by_rows, weights="int8")
+            check_close(found, want, 1e-5, f"{mesh=} {by_rows=}")
+    finally:
+        products._on_cpu = on_cpu
+    gathered = [
+        sum(kind == "all-gather" and result.startswith("s8") for kind, result in messages(text))
+        for text in programs("prefill_chunk", 4)
+    ]
+    assert max(gathered) >= 7 * config.num_layers, gathered
+    for text in programs("decode_token", 4):
+        sums = [result for kind, result in messages(text) if kind == "all-reduce"]
+        assert 0 < len(sums) <= 2 * config.num_layers + 1, sums
+    policy, options = policies(4)["remap"], {"weights": "int4", "cache": "int8"}
+    want, found = (run(source, config, policy, mesh, **options) for mesh in (None, "4"))
+    check_close(found, want, 1e-3, "packed int4 weights, int8 cache, Kascade")
+
+
+def check_close(found, want, atol: float, what: str) -> None:
+    import numpy as np
+
+    assert np.isfinite(want).all()
+    assert (found.argmax(-1) == want.argmax(-1)).all(), what
+    np.testing.assert_allclose(found, want, atol=atol, rtol=0, err_msg=what)
 
 
 @check
