@@ -309,8 +309,10 @@ def fewer_bits_equal_one_device(folder: Path) -> None:
             np.testing.assert_array_equal(a, b)
         types = Types(weights=name, dtype=config.dtype)
         planned = sum(weight_bytes(config, types=types, division=Division(heads=parts)).values())
-        assert planned == device_bytes(model.params) == sum(
-            num_bytes(x.addressable_shards[-1].data) for x in jax.tree.leaves(model.params)
+        assert (
+            planned
+            == device_bytes(model.params)
+            == sum(num_bytes(x.addressable_shards[-1].data) for x in jax.tree.leaves(model.params))
         )
         check_products(one.params.layers[1], model.params.layers[1], name, parts)
 
@@ -338,7 +340,6 @@ def check_products(one, split, name: str, parts: int) -> None:
         kinds = [kind for kind, _ in messages(text)]
         integers = name in ("int8", "int4", "w8a8")
         assert kinds == ["all-reduce"] * (0 if parts == 1 else 2 if integers else 1), (name, rows, messages(text))
-
 
 
 @check

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tessera.cli.flags import Omittable
+from tessera.cli.flags import Omittable, Several, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,8 @@ class Plan:
     """Rows of one prefill call per sequence; those of the engine if not given."""
     plan: Omittable[Path] = None
     """Kascade plan; the paper's recipe if not given: an anchor per six or seven layers, a tenth of the keys."""
+    weights: Several[Literal["bfloat16", Weights]] = ()
+    """Types of the matrices to compare; all that the model can take if not given."""
     compile: bool = False
     """Compile a decode step and a prefill chunk in the model's own dtype, and compare their memory (minutes)."""
     limit_s: float = 900.0
@@ -69,7 +71,7 @@ class Plan:
 
             plan_check.require_compiler(question)
             checks = plan_check.check(question, str(source or self.model), limit_s=self.limit_s)
-        answer = planner.plan(question)
+        answer = planner.plan(question, weights=self.weights, source=None if source is None else Path(source))
         if self.json:
             print(json.dumps(answer.json() | ({"compiled": [c.json() for c in checks]} if self.compile else {})))
         else:

@@ -67,6 +67,16 @@ LARGEST: Final[Mapping[str, float]] = MappingProxyType({"int8": 127.0, "int4": 7
 """Largest magnitude of a value. Integers are symmetric: -128 and -8 are unused, as no scale could reach both ends."""
 
 
+DTYPES: Final[Mapping[str, np.dtype]] = MappingProxyType(
+    {
+        "int8": np.dtype(np.int8),
+        "int4": np.dtype(ml_dtypes.int4),
+        "uint4": np.dtype(ml_dtypes.uint4),
+        "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    }
+)
+"""Dtype of the values by kind, where they are not packed."""
+
 BLOCK_VALUES = 1 << 18
 """Values rounded at a time, so that the copies stay in the cache and add little to peak memory."""
 
@@ -171,14 +181,23 @@ def check_shape(name: str, shape: tuple[int, ...], form: Form, parts: int = 1) -
         raise ValueError(f"weights='int4' packs two inputs per byte, and {has}: pass weights='int8'")
 
 
-def matrix_bytes(outputs: int, inputs: int, form: Form) -> int:
-    """Return the bytes of a quantised matrix [outputs,inputs], or of one device's part of it.
+def arrays_of(outputs: int, inputs: int, form: Form, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the arrays of a quantised matrix [outputs,inputs] by their names in `Quantised`; `packed` as on a CPU."""
+    width, dtype = form.group or inputs, DTYPES[form.kind]
+    if packed and form.bits == 4:
+        width, dtype = width // 2, np.dtype(np.int8)
+    values, scale = (outputs, width), ((outputs,), np.float32)
+    if form.group:
+        groups = inputs // form.group
+        values, scale = (groups, width, outputs), ((groups, outputs), np.float16)
+    found = {"values": (values, dtype), "scale": scale, "sample": ((SAMPLE,), ml_dtypes.bfloat16)}
+    found |= {"zero": scale} if form.kind == "uint4" else {}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in found.items()}
 
-    That is the values, the scales, zero points and the sample. A part's inputs are whole groups (`check_shape`).
-    """
-    count = outputs * inputs
-    scales = (4 if form.kind == "uint4" else 2) * (count // form.group) if form.group else 4 * outputs
-    return count * form.bits // 8 + scales + 2 * SAMPLE
+
+def matrix_bytes(outputs: int, inputs: int, form: Form) -> int:
+    """Return the bytes of a quantised matrix [outputs,inputs], or of one device's part of it."""
+    return sum(map(num_bytes, arrays_of(outputs, inputs, form).values()))
 
 
 def round_rows(rows: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
@@ -190,7 +209,7 @@ def round_rows(rows: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
     """
     count, inputs = rows.shape
     width, largest = form.group or inputs, np.float32(LARGEST[form.kind])
-    values = np.empty((count, inputs // width, width), ml_dtypes.float8_e4m3fn if form.kind == "fp8" else np.int8)
+    values = np.empty((count, inputs // width, width), DTYPES["fp8" if form.kind == "fp8" else "int8"])
     scale = np.empty(values.shape[:2], np.float16 if form.group else np.float32)
     step = max(BLOCK_VALUES // inputs, 1)
     for start in range(0, count, step):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tessera.core.quant import Form
 from tessera.models.gguf_file import GgufTensor, order_of_rows
 
 KINDS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}
@@ -18,7 +17,6 @@ BLOCK = 32
 """Inputs per block."""
 READ_BYTES = 4 << 20
 """Bytes read at a time."""
-STORED_FORM = Form(kind="int8", group=BLOCK)
 
 
 def check_stored_type(name: str, tensor: GgufTensor) -> None:

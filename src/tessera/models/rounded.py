@@ -6,7 +6,7 @@ needs the largest weight of all its inputs: where devices share the inputs, each
 columns. Groups need only their own inputs.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,18 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from tessera.core.mesh import num_parts, sharding
-from tessera.core.quant import SAMPLE, Form, Quantised, pack, round_rows
-from tessera.models.gguf_stored import KINDS, STORED_FORM, read_stored
+from tessera.core.quant import SAMPLE, Form, Quantised, arrays_of, pack, round_rows
+from tessera.models.gguf_stored import BLOCK, KINDS, read_stored
 from tessera.models.parts import Box, Reader, aligned_empty, box_of, overlap
 from tessera.models.weights import Weight, input_parts, quantised_axes
-
-DTYPES = {
-    "int8": np.dtype(np.int8),
-    "int4": np.dtype(ml_dtypes.int4),
-    "uint4": np.dtype(ml_dtypes.uint4),
-    "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
-}
-"""Dtype of the values by kind, where they are not packed."""
 
 
 class Block(NamedTuple):
@@ -70,18 +62,11 @@ class Sample:
 class Part:
     """What one device holds of a matrix, or of L stacked ones: arrays by their names in `Quantised`, [L,...] each."""
 
-    def __init__(self, box: Box, count: int, form: Form, kind: str, packed: bool):
+    def __init__(self, box: Box, count: int, form: Form, packed: bool):
         self.box, self.form, self.packed = box, form, packed
-        outputs, inputs = box[1] - box[0], box[3] - box[2]
-        width = form.group or inputs
-        held, dtype = (width // 2, np.dtype(np.int8)) if packed else (width, DTYPES[kind])
-        if not form.group:
-            shapes = {"values": ((outputs, held), dtype), "scale": ((outputs,), np.dtype(np.float32))}
-        else:
-            scale = (inputs // width, outputs), np.dtype(np.float16)
-            shapes = {"values": ((inputs // width, held, outputs), dtype), "scale": scale}
-            shapes |= {"zero": scale} if kind == "uint4" else {}
-        self.arrays = {name: aligned_empty((count, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+        arrays = arrays_of(box[1] - box[0], box[3] - box[2], form, packed=packed)
+        arrays.pop("sample")
+        self.arrays = {name: aligned_empty((count, *array.shape), array.dtype) for name, array in arrays.items()}
 
     def write(self, layer: int, block: Block, first: int) -> None:
         """Copy the rows and inputs that belong to this part; `first` is the block's first input."""
@@ -125,13 +110,12 @@ def load_quantised(
         ValueError: a value that this process reads is NaN or infinite, the file ends early, or tensors to stack are of
             several GGUF types.
     """
-    kind = stored_kind(tensors) if form is None else form.kind
-    shape = next(iter(tensors.values())).shape
-    boxes = boxes_of(shape, weight, mesh)
+    kept = form is None
+    form = stored_form(tensors) if form is None else form
+    boxes = boxes_of(next(iter(tensors.values())).shape, weight, mesh)
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    packed = platform == "cpu" and kind in ("int4", "uint4")
-    parts, samples = read_parts(read, tensors, boxes.values(), form=form, kind=kind, packed=packed)
-    form = form or STORED_FORM
+    packed = platform == "cpu" and form.bits == 4
+    parts, samples = read_parts(read, tensors, boxes.values(), form=form, kept=kept, packed=packed)
     axes = quantised_axes(weight, form)
 
     def place(name: str, held: Mapping[Any, np.ndarray]) -> jax.Array:
@@ -146,25 +130,24 @@ def load_quantised(
     names = next(iter(parts.values())).arrays
     placed = {name: place(name, {device: parts[box].arrays[name] for device, box in boxes.items()}) for name in names}
     return Quantised(
-        **placed, sample=place("sample", dict.fromkeys(boxes, samples)), kind=kind, group=form.group,
+        **placed, sample=place("sample", dict.fromkeys(boxes, samples)), kind=form.kind, group=form.group,
         rounds_rows=form.rounds_rows, float_dtype=np.dtype(dtype).name,
         stretches=input_parts(weight, num_parts(mesh)) if packed and not form.group else 1,
     )  # fmt: skip
 
 
 def read_parts(
-    read: Reader, tensors: Mapping[str, Any], boxes: Any, *, form: Form | None, kind: str, packed: bool
+    read: Reader, tensors: Mapping[str, Any], boxes: Iterable[Box], *, form: Form, kept: bool, packed: bool
 ) -> tuple[dict[Box, Part], np.ndarray]:
     """Read tensors into parts, one per different box; return these and the samples, bfloat16 [L,SAMPLE]."""
-    held = form or STORED_FORM
-    parts = {box: Part(box, len(tensors), held, kind, packed) for box in dict.fromkeys(boxes)}
+    parts = {box: Part(box, len(tensors), form, packed) for box in dict.fromkeys(boxes)}
     rows = range(min(box[0] for box in parts), max(box[1] for box in parts))
     columns = range(min(box[2] for box in parts), max(box[3] for box in parts))
     samples = []
     for layer, (name, tensor) in enumerate(tensors.items()):
-        columns = columns if held.group else range(tensor.shape[1])
+        columns = columns if form.group else range(tensor.shape[1])
         sample = Sample(tensor.shape)
-        if form is None:
+        if kept:
             blocks = stored_blocks(name, tensor, rows, columns, sample)
         else:
             blocks = rounded_blocks(read(name, tensor, rows, columns), columns, form, sample)
@@ -189,7 +172,7 @@ def stored_blocks(name: str, tensor: Any, rows: range, columns: range, sample: S
     for block in map(Block._make, read_stored(name, tensor, rows, columns)):
 
         def pick(rows: np.ndarray, columns: np.ndarray, block: Block = block) -> np.ndarray:
-            group, place = np.divmod(columns, STORED_FORM.group)
+            group, place = np.divmod(columns, BLOCK)
             values = block.scale[rows, group].astype(np.float32) * block.values[rows, group, place]
             return values if block.zero is None else values + block.zero[rows, group].astype(np.float32)
 
@@ -211,14 +194,14 @@ def whole_shape(where: NamedSharding, part: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size * count for size, count in zip(part, counts))
 
 
-def stored_kind(tensors: Mapping[str, Any]) -> str:
-    """Return the kind of values of GGUF tensors, which must be one to be stacked."""
+def stored_form(tensors: Mapping[str, Any]) -> Form:
+    """Return the form of GGUF tensors, which must be of one type to be stacked."""
     types = sorted({tensor.layout.name for tensor in tensors.values()})
     if len(types) > 1:
         raise ValueError(
             f"weights='gguf' cannot stack {', '.join(tensors)}, which are {' and '.join(types)}: pass stacked=False"
         )
-    return KINDS[types[0]]
+    return Form(kind=KINDS[types[0]], group=BLOCK)
 
 
 def sampled(size: int) -> np.ndarray:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from tessera.core import mesh
-from tessera.core.quant import FORMS, Form, num_bytes
+from tessera.core.quant import FORMS, Form, Quantised, arrays_of, num_bytes
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params
 
@@ -136,13 +136,30 @@ def split_sizes(config: ModelConfig) -> Mapping[str, int]:
     }
 
 
-def abstract_params(config: ModelConfig, on: Mesh, *, dtype: DTypeLike | None = None, stacked: bool = True) -> Params:
-    """Return the weights as shapes with their shardings on a mesh; `dtype` None is config.dtype."""
+def abstract_params(
+    config: ModelConfig,
+    on: Mesh,
+    *,
+    dtype: DTypeLike | None = None,
+    stacked: bool = True,
+    weights: str | None = None,
+) -> Params:
+    """Return the weights as shapes with their shardings on a mesh; `dtype` None is config.dtype, `weights` a form of
+    core/quant.FORMS."""
     dtype = jnp.dtype(dtype or config.dtype)
 
-    def place(weight: Weight, lead: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
-        where = mesh.sharding(on, (*(None for _ in lead), *weight.axes))
-        return jax.ShapeDtypeStruct((*lead, *shape_of(weight, config)), dtype, sharding=where)
+    def array(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike, lead: tuple[int, ...]):
+        where = mesh.sharding(on, (*(None for _ in lead), *axes))
+        return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=where)
+
+    def place(weight: Weight, lead: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct | Quantised:
+        shape, form = shape_of(weight, config), form_of(weight, config, weights)
+        if form is None:
+            return array(shape, weight.axes, dtype, lead)
+        axes = quantised_axes(weight, form)
+        held = {name: array(x.shape, axes[name], x.dtype, lead) for name, x in arrays_of(*shape, form).items()}
+        rest = {"kind": form.kind, "group": form.group, "rounds_rows": form.rounds_rows, "float_dtype": dtype.name}
+        return Quantised(**held, **rest)
 
     def layer(lead: tuple[int, ...] = ()) -> Layer:
         return Layer(**{weight.name: place(weight, lead) for weight in layer_weights(config)})
