@@ -10,7 +10,7 @@ from the first half of a row (or group) in its low four bits and one from the se
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import MappingProxyType
 from typing import Any, Final
@@ -96,6 +96,8 @@ class Quantised:
         rounds_rows: see `Form`.
         stretches: equal stretches of the inputs, each of which packs its first half with its second: as many as devices
             share the inputs, so that each device unpacks its own inputs.
+        shared: devices of a mesh that share the inputs; each scales its sums before they add up, as float products round
+            theirs. It changes no result.
         float_dtype: name of the dtype that a lookup returns, the float dtype of the model.
     """
 
@@ -107,6 +109,7 @@ class Quantised:
     group: int = field(default=0, metadata={"static": True})
     rounds_rows: bool = field(default=False, metadata={"static": True})
     stretches: int = field(default=1, metadata={"static": True})
+    shared: int = field(default=1, metadata={"static": True})
     float_dtype: str = field(metadata={"static": True})
 
     @property
@@ -146,6 +149,11 @@ def is_quantised(leaf: Any) -> bool:
 def has_quantised(tree: Any) -> bool:
     """Return whether a pytree holds a quantised matrix."""
     return any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised)))
+
+
+def gathered(tree: Any) -> Any:
+    """Return a pytree whose quantised matrices no longer count as shared, for devices that hold all of each."""
+    return jax.tree.map(lambda x: replace(x, shared=1) if is_quantised(x) else x, tree, is_leaf=is_quantised)
 
 
 def num_bytes(array: Any) -> int:

@@ -62,8 +62,19 @@ def _fused(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]
     if weight.group:
         return _grouped(x, weight)
     if weight.rounds_rows and _num_rows(x) >= ROUNDED_ROWS:
-        return _digits(x, weight, 1)
-    return _transposed(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale
+        return _digits(x, weight, 1, weight.shared)
+    out = _by_part(x, weight.values.astype(x.dtype), weight.shared, jnp.float32)
+    return jnp.sum(out * weight.scale, 0)
+
+
+def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -> Array:
+    """Return one product per part of the inputs, [parts,...,E]. What follows then comes before the sum over devices:
+    XLA can neither move a scale across that sum nor, then, add up rounded values, which are half the bytes."""
+    if parts == 1:  # on CPU, XLA leaves its fast integer product for a batched one, even of one
+        return _transposed(x, w, dtype)[None]
+    x, w = x.reshape(*x.shape[:-1], parts, -1), w.reshape(w.shape[0], parts, -1)
+    last = x.ndim - 1
+    return jax.lax.dot_general(x, w, (((last,), (2,)), ((last - 1,), (1,))), preferred_element_type=dtype)
 
 
 def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
@@ -102,8 +113,8 @@ def _on_cpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"
     return jnp.stack([_summed(row, weight) for row in rows]).reshape(*x.shape[:-1], -1)
 
 
-def _digits(x: Float[Array, "... D"], weight: Quantised, count: int) -> Float[Array, "... E"]:
-    """Return x W^T by int8 products, with x as `count` int8 digits per value and one scale per row.
+def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int = 1) -> Float[Array, "... E"]:
+    """Return x W^T by int8 products, with x as `count` int8 digits per value and one scale per row; see `_by_part`.
 
     Where devices share the inputs, they agree on the largest value of each row first, so that their integers are those
     of one device.
@@ -124,12 +135,12 @@ def _digits(x: Float[Array, "... D"], weight: Quantised, count: int) -> Float[Ar
         out = sum(
             _transposed(stretches[..., half, :].reshape(*rows.shape[:-1], -1), values, jnp.int32)
             for half, values in enumerate(halves)
-        )
+        )[None]
     else:
-        out = _transposed(rows, weight.values.astype(jnp.int8), jnp.int32)
+        out = _by_part(rows, weight.values.astype(jnp.int8), parts, jnp.int32)
     out = out.astype(jnp.float32)
-    whole = out[0] if count == 1 else out[0] + out[1] * (1 / 254)
-    return whole * (scale * weight.scale)
+    whole = out[:, 0] if count == 1 else out[:, 0] + out[:, 1] * (1 / 254)
+    return jnp.sum(whole * (scale * weight.scale), 0)
 
 
 def _converted(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:

@@ -116,7 +116,7 @@ def load_quantised(
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
     packed = platform == "cpu" and form.bits == 4
     parts, samples = read_parts(read, tensors, boxes.values(), form=form, kept=kept, packed=packed)
-    axes = quantised_axes(weight, form)
+    axes, shared = quantised_axes(weight, form), input_parts(weight, num_parts(mesh))
 
     def place(name: str, held: Mapping[Any, np.ndarray]) -> jax.Array:
         """Put arrays [L,...] on their devices, as one array."""
@@ -131,8 +131,8 @@ def load_quantised(
     placed = {name: place(name, {device: parts[box].arrays[name] for device, box in boxes.items()}) for name in names}
     return Quantised(
         **placed, sample=place("sample", dict.fromkeys(boxes, samples)), kind=form.kind, group=form.group,
-        rounds_rows=form.rounds_rows, float_dtype=np.dtype(dtype).name,
-        stretches=input_parts(weight, num_parts(mesh)) if packed and not form.group else 1,
+        rounds_rows=form.rounds_rows, stretches=shared if packed and not form.group else 1, shared=shared,
+        float_dtype=np.dtype(dtype).name,
     )  # fmt: skip
 
 

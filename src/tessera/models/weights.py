@@ -158,8 +158,10 @@ def abstract_params(
             return array(shape, weight.axes, dtype, lead)
         axes = quantised_axes(weight, form)
         held = {name: array(x.shape, axes[name], x.dtype, lead) for name, x in arrays_of(*shape, form).items()}
-        rest = {"kind": form.kind, "group": form.group, "rounds_rows": form.rounds_rows, "float_dtype": dtype.name}
-        return Quantised(**held, **rest)
+        return Quantised(
+            **held, kind=form.kind, group=form.group, rounds_rows=form.rounds_rows,
+            shared=input_parts(weight, mesh.num_parts(on)), float_dtype=dtype.name,
+        )  # fmt: skip
 
     def layer(lead: tuple[int, ...] = ()) -> Layer:
         return Layer(**{weight.name: place(weight, lead) for weight in layer_weights(config)})

@@ -28,9 +28,13 @@ GOAL = 0.02
 """Largest share by which planned memory may differ from the compiler's."""
 
 
-def _case(chip: str, devices: int, model: str, phase: str, attention: str, batch: int, length: int) -> dict[str, Any]:
-    names = ("chip", "devices", "model", "phase", "attention", "batch", "length")
-    return dict(zip(names, (chip, devices, model, phase, attention, batch, length)))
+SIZES = ("chip", "devices", "model", "phase", "attention", "batch", "length")
+TYPES = ("weights", "cache")
+"""Arguments of `load`, which a case names where they are not None."""
+
+
+def _case(*sizes: Any, **types: str) -> dict[str, Any]:
+    return dict(zip(SIZES, sizes, strict=True)) | types
 
 
 CASES = (
@@ -52,6 +56,10 @@ CASES = (
     _case("v5e", 8, "llama-3.1-8b", "prefill", "dense", 4, 32768),
     _case("v5p", 2, "llama-3.1-8b", "prefill", "kascade", 4, 32768),
     _case("v7x", 2, "llama-3.1-8b", "prefill", "dense", 1, 131072),
+    _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 1, 8192),
+    _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 1, 8192, weights="int8"),
+    _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 1, 8192, weights="int4"),
+    _case("v6e", 8, "llama-3.1-70b", "decode", "kascade", 4, 131072, weights="int8", cache="int8"),
 )
 """Steps to compile. The compiler refuses two: 8B on one v5e, and 70B on eight."""
 
@@ -59,17 +67,18 @@ CASES = (
 def call_of(case: Mapping[str, Any]) -> dict[str, Any]:
     """Return the step as `inspect_step` takes it: the engine's chunk, the paper's tenth of the keys."""
     fixed = {"queries": roofline.CHUNK, "tile": 128, "query_tile": 32, "fraction": 0.1}
-    return fixed | {name: case[name] for name in ("phase", "attention", "batch", "length")}
+    return fixed | {name: case[name] for name in ("phase", "attention", "batch", "length", *TYPES) if name in case}
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
     """Return the case's key."""
-    return tuple(line[name] for name in CASES[0])
+    return tuple(line.get(name) for name in (*SIZES, *TYPES))
 
 
 def words(case: Mapping[str, Any]) -> str:
     """Name a step in its record."""
-    return f"{case['model']} {case['phase']} B {case['batch']} S {case['length']}, {case['devices']} x {case['chip']}"
+    types = "".join(f", {case[name]} {name}" for name in TYPES if name in case)
+    return f"{case['model']} {case['phase']} B {case['batch']} S {case['length']}, {case['devices']} x {case['chip']}{types}"
 
 
 def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
@@ -82,19 +91,26 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     return {**case, **{name: said[name] for name in names}, "kernels": said["attention"]}
 
 
-def planned_ms(case: Mapping[str, Any]) -> float:
-    """Plan the time of a compiled decode step: the roofline, and the copies that its scan makes, read and written."""
-    config, chip = MODELS[case["model"]], roofline.chip(case["chip"])
+def decode_ms(case: Mapping[str, Any]) -> float:
+    """Plan the time of a decode step with unrolled layers, as `load` runs them: the roofline alone."""
+    config = MODELS[case["model"]]
     policy = roofline.recipe(config, case["model"])
     sizes = {name: case[name] for name in ("chip", "devices", "batch", "length")}
     question = roofline.Question(config=config, policy=policy, **sizes)
-    speed = roofline.speed(question, roofline.Types(), policy if case["attention"] == "kascade" else None)
+    types = plan_check.types_of(config, case)
+    return roofline.speed(question, types, policy if case["attention"] == "kascade" else None).decode_ms
+
+
+def planned_ms(case: Mapping[str, Any]) -> float:
+    """Plan the time of a compiled decode step: the roofline, and the copies that its scan makes, read and written."""
+    config, chip = MODELS[case["model"]], roofline.chip(case["chip"])
     step = plan_check.planned(config, case["chip"], case["devices"], call_of(case))
     moved = step.cache
     if case["chip"] in plan_check.LAID_OUT_AGAIN:
-        kinds = weight_bytes(config, division=divide(config, case["devices"]))
+        types = plan_check.types_of(config, case)
+        kinds = weight_bytes(config, types=types, division=divide(config, case["devices"]))
         moved += kinds["attention"] + kinds["mlp"]
-    return speed.decode_ms + 2e3 * moved / (chip.bytes_per_s / chip.devices * roofline.BANDWIDTH_SHARE)
+    return decode_ms(case) + 2e3 * moved / (chip.bytes_per_s / chip.devices * roofline.BANDWIDTH_SHARE)
 
 
 def report(line: Mapping[str, Any]) -> evidence.Record:
@@ -105,7 +121,8 @@ def report(line: Mapping[str, Any]) -> evidence.Record:
     facts = {"planned_bytes": mine.total, "planned": asdict(mine), "fits": verdict, "refused": line["error"]}
     facts |= {name: line[name] for name in ("hbm_bytes", "memory", "predicted_ms", "parts_ms", "kernels")}
     if line["phase"] == "decode" and line["predicted_ms"]:
-        facts["planned_ms"] = round(planned_ms(line), 4)
+        facts |= {"planned_ms": round(planned_ms(line), 4), "decode_ms": round(decode_ms(line), 4)}
+        facts |= {name: line.get(name) for name in TYPES}
     what = evidence.What(op=OP, kernel=line["attention"], workload=words(line), dtype=config.dtype)
     ratio = mine.total / (line["hbm_bytes"] or USABLE_BYTES[line["chip"]])
     how = evidence.How(compile_s=line["compile_s"], check="the compiler's memory; its refusal is of the usable bytes")
