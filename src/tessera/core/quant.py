@@ -96,8 +96,7 @@ class Quantised:
         rounds_rows: see `Form`.
         stretches: equal stretches of the inputs, each of which packs its first half with its second: as many as devices
             share the inputs, so that each device unpacks its own inputs.
-        shared: devices of a mesh that share the inputs; each scales its sums before they add up, as float products round
-            theirs. It changes no result.
+        shared: devices of a mesh that share the inputs; `products` lets each scale its sum before they add up.
         float_dtype: name of the dtype that a lookup returns, the float dtype of the model.
     """
 

@@ -78,7 +78,8 @@ def identity(line: Mapping[str, Any]) -> tuple:
 def words(case: Mapping[str, Any]) -> str:
     """Name a step in its record."""
     types = "".join(f", {case[name]} {name}" for name in TYPES if name in case)
-    return f"{case['model']} {case['phase']} B {case['batch']} S {case['length']}, {case['devices']} x {case['chip']}{types}"
+    sizes = f"B {case['batch']} S {case['length']}, {case['devices']} x {case['chip']}"
+    return f"{case['model']} {case['phase']} {sizes}{types}"
 
 
 def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
