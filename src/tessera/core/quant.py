@@ -11,6 +11,7 @@ from the first half of a row (or group) in its low four bits and one from the se
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from types import MappingProxyType
 from typing import Any, Final
@@ -202,6 +203,7 @@ def arrays_of(outputs: int, inputs: int, form: Form, *, packed: bool = False) ->
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in found.items()}
 
 
+@cache
 def matrix_bytes(outputs: int, inputs: int, form: Form) -> int:
     """Return the bytes of a quantised matrix [outputs,inputs], or of one device's part of it."""
     return sum(map(num_bytes, arrays_of(outputs, inputs, form).values()))

@@ -351,6 +351,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "prediction": prediction,
         "steps": steps,
         "planned": planned.steps,
+        "planned-bits": planned.fewer_bits,
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,
         "sweep": report_tables.sweep,

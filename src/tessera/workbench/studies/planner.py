@@ -58,7 +58,6 @@ CASES = (
     _case("v7x", 2, "llama-3.1-8b", "prefill", "dense", 1, 131072),
     _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 1, 8192),
     _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 1, 8192, weights="int8"),
-    _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 1, 8192, weights="int4"),
     _case("v6e", 8, "llama-3.1-70b", "decode", "kascade", 4, 131072, weights="int8", cache="int8"),
 )
 """Steps to compile. The compiler refuses two: 8B on one v5e, and 70B on eight."""
