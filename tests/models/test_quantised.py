@@ -19,6 +19,7 @@ from tessera.cli.main import main
 from tessera.core import hardware, quant
 from tessera.core.mesh import AXES
 from tessera.core.quant import FORMS, Form, Quantised, dequantised, is_quantised
+from tessera.deviceless import hlo
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.models import products, rounded
@@ -396,6 +397,27 @@ def check_program(name: str, rows: int, **sizes: int) -> None:
 @pytest.mark.parametrize(("name", "rows"), [("int8", 8), ("int4", 64)])
 def test_a_tpu_program_reads_only_quantised_bytes(name, rows):
     check_program(name, rows)
+
+
+def check_sum(name: str) -> None:
+    """Check that devices which share the inputs add up once, in bfloat16, and make no temporary matrix."""
+    sizes = {"rows": 8, "inputs": 4096, "outputs": 2048}
+    program = factory_program("quant_subjects:split_product", name=name, **sizes)
+    found = tpu.compile_for("v6e", program, topology="v6e:2x2", devices=4, paths=[str(TESTS)], limit_s=200)
+    assert found.error is None, found.error
+    sent = [(c.opcode, c.bytes) for c in hlo.collectives(found.program)]
+    assert sent == [("all-reduce", 2 * sizes["rows"] * sizes["outputs"])]
+    assert found.memory["temp"] <= 1 << 17
+
+
+def test_devices_of_a_tpu_add_up_once_in_bfloat16():
+    check_sum("int8")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["int4", "fp8", "int4-g32", "int4-g128"])
+def test_devices_of_a_tpu_add_up_once_in_every_form(name):
+    check_sum(name)
 
 
 @pytest.mark.exhaustive
