@@ -35,7 +35,7 @@ class Sample:
 
     def __init__(self, shape: tuple[int, ...]):
         self.rows, self.columns = np.divmod(sampled(shape[0] * shape[1]), shape[1])
-        self.values, self.missing = np.empty(SAMPLE, np.float32), np.ones(SAMPLE, bool)
+        self.values, self.missing = np.full(SAMPLE, np.nan, np.float32), np.ones(SAMPLE, bool)
 
     def take(
         self, where: slice | np.ndarray, columns: range, pick: Callable[[np.ndarray, np.ndarray], np.ndarray]
