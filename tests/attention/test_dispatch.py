@@ -179,7 +179,7 @@ def test_pages_are_refused_with_a_reason():
 @pytest.mark.parametrize(
     ("keys", "scales", "reason"),
     [
-        (jnp.float32, (jnp.bfloat16, (1, 2, 2, 8)), "scales are of int8 keys and values, got float32 and float32"),
+        (jnp.float32, (jnp.bfloat16, (1, 2, 2, 8)), "scales need int8 keys and values, got float32 and float32"),
         (jnp.int8, None, "dtypes of q, k and v must be equal, got float32, int8, int8"),
         (jnp.int8, (jnp.float32, (1, 2, 2, 8)), r"bfloat16 \[B,K,2,S\] = \(1, 2, 2, 8\), got float32 \(1, 2, 2, 8\)"),
         (jnp.int8, (jnp.bfloat16, (1, 2, 8, 2)), r"bfloat16 \[B,K,2,S\] = \(1, 2, 2, 8\), got bfloat16 \(1, 2, 8, 2\)"),

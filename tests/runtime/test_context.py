@@ -132,7 +132,7 @@ def test_long_chunks_of_a_large_model_are_shared_by_rows():
 def test_calls_that_a_dealt_cache_cannot_serve_are_refused(found):
     errors = found("refusals")
     assert "window=32 on a mesh with context=4 is not supported" in errors["window"]
-    assert "a call of 32 rows must have 1 or 64" in errors["rows"]
+    assert "num_queries=32 must be 1 or 64" in errors["rows"]
     assert "num_keys=96 must be a multiple of 64" in errors["keys"]
     assert "tile=32 must divide the stripe of 16 positions" in errors["tile"]
     assert "query_tile=32 must divide the stripe of 16 rows" in errors["query_tile"]

@@ -69,7 +69,7 @@ def test_another_form_is_refused(text):
         ("4x1", {}, 8, "4x1 .* cannot split num_kv_heads=2 into 4 equal parts: use mesh 2x1$"),
         ("2", {"vocab_size": 265}, 8, "cannot split vocab_size=265 into 2 equal parts: leave out the mesh$"),
         ("2", {"intermediate_size": 49}, 8, "cannot split intermediate_size=49 into 2 equal parts"),
-        ("2", {}, 1, "2x1 .* needs 2 devices, and JAX finds 1: leave out the mesh$"),
+        ("2", {}, 1, "2x1 .* needs 2 devices, but JAX finds 1: leave out the mesh$"),
     ],
 )
 def test_a_mesh_that_does_not_divide_is_refused_with_one_that_does(text, changes, devices, words):
@@ -83,7 +83,7 @@ def test_the_command_refuses_a_mesh_before_it_reads_weights(tmp_path, capsys, mo
     monkeypatch.setattr(checkpoint, "load_weight", None)
     assert cli.main(["generate", "--model", str(folder), "--mesh", "2", "hello"]) == 2
     assert capsys.readouterr().err == (
-        "error: mesh 2x1 (heads x context) needs 2 devices, and JAX finds 1: leave out the mesh\n"
+        "error: mesh 2x1 (heads x context) needs 2 devices, but JAX finds 1: leave out the mesh\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Attention over a KV cache that is dealt over the mesh axis "context"; neither keys nor values are sent.
+"""Attention over a KV cache dealt over the mesh axis "context". Only tile masses in prefill send keys or values.
 
 Positions are dealt to the C devices of the axis in stripes of w = spec.stripe positions: position p is on device
 (p // w) % C, in slot p // (w * C) * w + p % w of that device's cache. However long the context, a device thus holds 1/C
@@ -7,16 +7,16 @@ and stores their keys itself.
 
 Dense and sparse prefill gather the chunk's queries, attend to the device's own keys, and add up the devices' outputs:
 with o_d and lse_d of device d,  out = sum_d(e_d * o_d) / sum_d(e_d),  e_d = exp(lse_d - max_d lse_d).  A device attends
-twice: to its slots before the chunk, which every row sees, and to its stripe of the chunk, where row r sees key s of
-device d if s <= r - d * w, the causal rule with a negative start. The bytes sent per chunk, about
-(4 + itemsize) * B * T * N * H, do not depend on the number of keys. Decode exchanges one maximum and one sum.
+twice: to its slots before the chunk, which every row sees, and to its stripe of the chunk. Row r of the chunk sees key
+s of the stripe of device d if s <= r - d * w, which is the causal rule with q_start = -d * w. The bytes sent per chunk,
+about (4 + itemsize) * B * T * N * H, do not depend on the number of keys. Decode exchanges one maximum and one sum.
 
 A tile's mass cannot be merged from the devices' masses, as these are sums over rows that each device normalises
 differently. In prefill, the score role therefore gathers K and V over the axis, and each device scores its own rows. In
 decode, it keeps the mass of each query head apart until the lse of all devices is known.
 
-A sliding window is refused: the rows of a chunk see different slots at its start, which no rule of one kernel call
-expresses. Softcap and scale are per score, so they need nothing here.
+A sliding window is refused, because a kernel's window counts consecutive positions, and consecutive slots of a device
+are not consecutive positions. Softcap and scale act on single scores and need no exchange.
 """
 
 from collections.abc import Callable
@@ -35,11 +35,11 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.core.mesh import CONTEXT as AXIS
 
 Run = Callable[[Array, KeyValues, AttentionSpec, Positions, Selection | None], AttentionOut]
-"""run(q, kv, spec, positions, selection): one attention call on one device, as `dispatch` chooses its kernel."""
+"""run(q, kv, spec, positions, selection): one attention call on one device, with the kernel that `dispatch` chooses."""
 
 
 class Stripes(NamedTuple):
-    """How positions are dealt: `width` consecutive positions to each of `parts` devices in turn."""
+    """Rule by which positions are dealt: `width` consecutive positions to each of `parts` devices in turn."""
 
     width: int
     parts: int
@@ -58,7 +58,7 @@ class Stripes(NamedTuple):
         return position // self.chunk * self.width + position % self.width
 
     def held(self, length: Array, device: Array) -> Array:
-        """Count the slots that a device has filled once `length` positions are stored; they are its first ones."""
+        """Count the filled slots of a device when `length` positions are stored; filled slots precede empty ones."""
         rest = length % self.chunk - device * self.width
         return length // self.chunk * self.width + jnp.clip(rest, 0, self.width)
 
@@ -86,7 +86,7 @@ def attend(
     positions: Positions,
     selection: Selection | None,
 ) -> AttentionOut:
-    """Compute `attention` over keys and values in the order of `Stripes.deal`, on the mesh that is set.
+    """Compute `attention` over keys and values in the order of `Stripes.deal`, on the current mesh.
 
     In prefill, rows are one chunk: q_start is a multiple of w * C, and T = w * C. Results are those of one device that
     holds the keys in order of position; selections and masses have absolute tile ids.
@@ -119,15 +119,15 @@ def check(num_rows: int, kv: KeyValues, spec: AttentionSpec, stripes: Stripes, *
     width, parts = stripes
     if spec.window is not None:
         raise ValueError(
-            f"window={spec.window} on a mesh with {AXIS}={parts} is not supported: use a mesh with {AXIS}=1, "
-            "as a window bounds the keys that a row sees"
+            f"window={spec.window} on a mesh with {AXIS}={parts} is not supported: use a mesh with {AXIS}=1, which "
+            "suffices because a window bounds the keys that a row sees"
         )
     if kv.pages is not None or kv.scales is not None:
         layout = "paged" if kv.pages is not None else "scaled"
         raise ValueError(f"keys dealt over {AXIS}={parts} must be contiguous in the queries' dtype, got {layout} keys")
     if num_rows not in (1, stripes.chunk):
         raise ValueError(
-            f"a call of {num_rows} rows must have 1 or {stripes.chunk}: a stripe of {width} on each of {parts} devices"
+            f"num_queries={num_rows} must be 1 or {stripes.chunk}, one stripe of {width} on each of {parts} devices"
         )
     if kv.k.shape[2] % stripes.chunk:
         raise ValueError(f"num_keys={kv.k.shape[2]} must be a multiple of {stripes.chunk}, {parts} stripes of {width}")
@@ -144,10 +144,10 @@ def append(
     layer: tuple[Int32[Array, ""], ...],
     width: int,
 ) -> Float[Array, "*L B K S H"]:
-    """Write a chunk's or a token's keys (or values) into a dealt cache; every device writes into its own slots only.
+    """Write the keys (or values) of a chunk or of one token into a dealt cache; each device writes only its own slots.
 
-    `layer` selects the layer of a stacked cache. The caller ensures that the positions fit, and that a chunk has
-    w * C rows and starts at a multiple of w * C.
+    `layer` selects the layer of a stacked cache, and `width` is the stripe's width w. The caller must ensure that the
+    positions fit, and that a chunk has w * C rows and starts at a multiple of w * C.
     """
     stripes, decode = Stripes(width, num_parts()), rows.shape[2] == 1
     heads = parallel.AXIS if parallel.num_parts() > 1 else None
@@ -159,7 +159,7 @@ def append(
         for b in range(rows.shape[0]):  # one in-place update per sequence, as in models.cache.append
             at = (*layer, zero + b, zero, stripes.slot(position[b]), zero)
             row = jnp.expand_dims(rows[b], range(cache.ndim - 3))
-            if decode:  # the devices that do not hold the position write back what they have
+            if decode:  # devices that do not hold the position write back their old row
                 old = jax.lax.dynamic_slice(cache, at, row.shape)
                 row = jnp.where(stripes.device(position[b]) == rank, row, old)
             cache = jax.lax.dynamic_update_slice(cache, row, at)
@@ -173,7 +173,7 @@ def append(
 
 
 def _prefill(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes: Stripes) -> AttentionOut:
-    """Dense or sparse: attend with all rows of the chunk to the device's own keys, and return its own rows' sums."""
+    """Attend, dense or sparse, with the chunk's rows to this device's keys; return the merged result of its stripe."""
     rank = jax.lax.axis_index(AXIS)
     rows = jax.lax.all_gather(q, AXIS, axis=1, tiled=True)
     slot = stripes.slot(positions.q_start + rank * stripes.width)
@@ -193,7 +193,7 @@ def _prefill(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spe
 
 
 def _prefill_score(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes) -> AttentionOut:
-    """Score the device's own rows against all keys, gathered and put in order of position."""
+    """Attend with this device's rows to all keys, gathered in order of position, and return their tile masses, too."""
     rank = jax.lax.axis_index(AXIS)
     whole = (stripes.gather(jax.lax.all_gather(x, AXIS, axis=2, tiled=True), 2) for x in kv[:2])
     first = rank * stripes.width
@@ -202,7 +202,7 @@ def _prefill_score(run: Run, q, kv: KeyValues, positions: Positions, selection, 
 
 
 def _decode(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes: Stripes) -> AttentionOut:
-    """Dense or sparse: attend to the device's own keys, and add up all devices' outputs."""
+    """Attend, dense or sparse, to this device's keys, and merge the results of all devices."""
     rank = jax.lax.axis_index(AXIS)
     own = _decode_positions(kv, positions, spec, stripes)
     if selection is not None:
@@ -213,9 +213,10 @@ def _decode(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec
 
 
 def _decode_score(run: Run, q, kv: KeyValues, positions: Positions, selection, *, spec, stripes) -> AttentionOut:
-    """Score the device's own keys, each query head in a query tile of its own, so that masses can be rescaled by head.
+    """Attend to this device's keys, and compute their masses per query head, so that each head's can be rescaled.
 
-    The G query heads of a KV head become G query rows of one head: they read each key once, as in a decode kernel.
+    The G query heads of a KV head become G query rows of one head, with query_tile=1. They read each key once, as in a
+    decode kernel. Once the merged lse is known, each head's masses are multiplied by exp(own lse - merged lse).
     """
     batch, _, num_heads, head_dim = q.shape
     num_kv_heads = kv.k.shape[1]
@@ -232,7 +233,7 @@ def _decode_score(run: Run, q, kv: KeyValues, positions: Positions, selection, *
 
 
 def _decode_positions(kv: KeyValues, positions: Positions, spec: AttentionSpec, stripes: Stripes) -> Positions:
-    """Return positions with which the one row of each sequence sees every slot that holds a key visible to it."""
+    """Return positions under which each sequence's row sees exactly the slots of this device that hold visible keys."""
     end = jnp.minimum(positions.kv_len, positions.q_start + 1) if spec.causal else positions.kv_len
     filled = stripes.held(jnp.maximum(end, 0), jax.lax.axis_index(AXIS))
     return Positions(jnp.full_like(filled, kv.k.shape[2]), filled, positions.q_len)
@@ -245,10 +246,10 @@ def tile_masses(
     spec: AttentionSpec,
     positions: Positions,
 ) -> Float[Array, "B K I J"]:
-    """Compute the masses by which a layer selects tiles, from its dealt keys alone.
+    """Compute the tile masses by which a layer selects its own tiles; reads dealt keys and no values.
 
-    In prefill, each device runs estimate(q, k, positions) for its own rows on keys gathered in order of position. In
-    decode, it scores its own keys exactly, one by one, and the devices exchange one maximum and one sum.
+    In prefill, the keys are gathered in order of position, and each device runs estimate(q, k, positions) for its rows.
+    In decode, each device scores its keys exactly, and the devices exchange one maximum and one sum.
     """
     stripes = Stripes(spec.stripe, num_parts())
     decode = q_BTNH.shape[1] == 1
@@ -294,12 +295,12 @@ def _take_stripe(x: Float[Array, "B K S H"], slot: Int32[Array, "B"], width: int
 def localise(
     selection: Selection, stripes: Stripes, tile: int, rank: Array, low: Array, high: Array, most: int
 ) -> Selection:
-    """Keep the listed tiles that the device `rank` holds among its tiles [low, high), as ids from `low` on.
+    """Return the listed tiles that device `rank` holds in its local tiles [low, high), as local ids minus `low`.
 
     Args:
         selection: absolute tile ids [B,K,I,C].
-        low, high: [B], tiles of the device's cache.
-        most: largest high - low, which bounds the new lists.
+        low, high: bounds per sequence [B], in tiles of the device's cache.
+        most: upper bound on high - low, the capacity of the new lists.
     """
     tiles, count = selection
     position = tiles * tile
@@ -314,9 +315,9 @@ def localise(
 
 
 def _merge(parts: tuple[AttentionOut, ...], dtype, *, scatter: bool) -> AttentionOut:
-    """Merge results for the same rows over different keys: this device's `parts` and those of the others.
+    """Merge results of the same rows over different keys: the `parts` of this device and those of all others.
 
-    With `scatter`, each device gets the sums of its own share of the rows, else of all rows.
+    With `scatter`, each device gets the result of its share of the rows, otherwise of all rows.
     """
     largest = parts[0].lse
     for part in parts[1:]:

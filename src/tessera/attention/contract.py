@@ -17,11 +17,11 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 TILES = (1, 16, 32, 64, 128)
-"""Allowed keys per tile. 1 selects single keys, as the Kascade paper does; of the score and sparse kernels, only
-`reference`, `xla` and `gpu.keys` take it."""
+"""Allowed keys per tile. A tile of 1 selects single keys, as the Kascade paper does; the only score and sparse kernels
+that take it are `reference`, `xla` and `gpu.keys`."""
 
 MAX_QUERY_TILE = 2**20
-"""Query rows per query tile, at most: the longest context that is supported."""
+"""Maximum query rows per query tile: the longest context that is supported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class AttentionSpec:
         query_tile: query positions that share one list of selected key tiles and one row of mass.
         mass: whether to also return each key tile's probability mass. A call has the role "sparse" if it passes a
             selection, "score" if `mass` is set, and "dense" otherwise.
-        stripe: positions per stripe, if keys are dealt over the mesh axis "context" (`context`); None if they are in
-            order of position. Without that axis, both are the same.
+        stripe: positions per stripe, if keys are dealt over the mesh axis "context" (see `attention.context`); None if
+            keys are in order of position. Without that axis, a dealt order is the order of position.
     """
 
     causal: bool = True
@@ -80,9 +80,9 @@ class KeyValues(NamedTuple):
     Attributes:
         k, v: [B,K,S,H]; with `pages`, a pool of P pages [P,K,page,H] that all sequences share.
         pages: pool index of each sequence's J pages, in order of position; None if k and v are contiguous.
-        scales: bfloat16 scales of int8 keys ([:, :, 0]) and values ([:, :, 1]), one per key and KV head: the key is
-            k * scale, the value v * scale; scores and probabilities may be multiplied instead, an exact identity. One
-            copy brings both scales of a tile. None if k and v have q's dtype.
+        scales: bfloat16 scales of int8 keys ([:, :, 0]) and values ([:, :, 1]), one per key and KV head; the two share
+            an array so that one copy fetches both. The key is k * scale and the value v * scale; multiplying the
+            scores and the probabilities by the scales instead is mathematically equal. None if k and v have q's dtype.
     """
 
     k: Float[Array, "B K S H"]

@@ -220,7 +220,7 @@ def check(q: Array, k: Array, v: Array, layout: str, scales: Array | None = None
 def check_scales(k: Array, v: Array, scales: Array) -> None:
     """Raise ValueError unless k and v [B,K,S,H] are int8 and their scales bfloat16 [B,K,2,S]."""
     if not k.dtype == v.dtype == jnp.int8:
-        raise ValueError(f"scales are of int8 keys and values, got {k.dtype} and {v.dtype}")
+        raise ValueError(f"scales need int8 keys and values, got {k.dtype} and {v.dtype}")
     shape = (*k.shape[:2], 2, k.shape[2])
     if scales.shape != shape or scales.dtype != jnp.bfloat16:
         raise ValueError(f"scales must be bfloat16 [B,K,2,S] = {shape}, got {scales.dtype} {tuple(scales.shape)}")

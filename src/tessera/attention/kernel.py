@@ -37,11 +37,12 @@ class Kernel:
         name: unique name, "<family>_<role>", e.g. "xla_prefill_dense".
         platform: "any", "cpu", "tpu" or "gpu".
         role: "dense", "score" or "sparse".
-        phase: "prefill" or "decode" (one query row per sequence).
+        phase: "decode" (only calls of one query row per sequence) or "prefill" (any number of rows, also one).
         dtypes: names of the dtypes that the kernel takes for q, k and v.
         supports: (spec, shapes) -> the reason why the kernel cannot run this call of its role, phase and dtypes, or
             None. The field is None if the kernel runs all such calls. Ask `refusal`, which also checks other fields.
-        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit.
+        launch: (q_BTNH, key_values, spec, positions, selection, config) -> AttentionOut; works under jax.jit. A dense
+            kernel's is also differentiable in q, k and v (`gradient`).
         Config: frozen dataclass of block sizes and other tunable options.
         default_config: (spec, shapes) -> Config.
         search_space: (spec, shapes) -> iterator of Config, for the tuner.

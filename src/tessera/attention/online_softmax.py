@@ -64,9 +64,9 @@ def scale_of(spec: AttentionSpec, head_dim: int) -> float:
 
 
 def widened(x: Array, dtype: jnp.dtype) -> Array:
-    """Return a block of int8 keys or values in a dtype whose products are exact enough, any other block as it is.
+    """Convert a block of int8 keys or values to `dtype`; return any other block unchanged.
 
-    For float16 that is float32: a probability times a value's scale would be subnormal there.
+    For float16, convert to float32: a probability times a value's scale would be subnormal in float16.
     """
     if x.dtype != jnp.int8:
         return x
@@ -74,7 +74,7 @@ def widened(x: Array, dtype: jnp.dtype) -> Array:
 
 
 def blank(v: Array, scale: Array | None, seen: Bool[Array, "... S 1"]) -> tuple[Array, Array | None]:
-    """Zero unseen values, which may be NaN, and 0 * NaN is NaN; of int8 values only the scale [..., 1, S] can be."""
+    """Zero unseen values, or, if `scale` is given, unseen scales [..., 1, S]: they may be NaN, and 0 * NaN is NaN."""
     if scale is None:
         return jnp.where(seen, v, 0), None
     return v, jnp.where(jnp.swapaxes(seen, -1, -2), scale, 0)

@@ -67,7 +67,7 @@ def sees(call: Call, b: int, t: int, head: int) -> np.ndarray:
 
 
 def real(call: Call, b: int, kv: int, which: int, work: type) -> np.ndarray:
-    """Keys (which = 0) or values (1) [S,H] of one head as the numbers they mean."""
+    """Return the keys (which = 0) or values (1) [S,H] of one head, multiplied by their scales if they are int8."""
     x = (call.k, call.v)[which][b, :, kv].astype(work)
     return x if call.scales is None else x * call.scales[b, kv, which].astype(work)[:, None]
 

@@ -188,7 +188,7 @@ class Judge:
         return Kept(**notebook.keep(name, lambda: asdict(self(policy, array))))
 
     def __call__(self, policy: PolicyOf, array: Any = None) -> Kept:
-        """Measure what the policy keeps of dense on all windows."""
+        """Compare a policy, or policy(array) if `policy` is a function, with dense on all windows."""
         text, answers, found, found_dense = [], [], 0, 0
         read, visible, count_reads = 0.0, 0.0, make_policy(policy, array).reads
         for probe, dense in zip(self.each("plan", self.probes), self.dense):

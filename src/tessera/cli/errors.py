@@ -1,4 +1,4 @@
-"""Errors of any command: the sentence for an operating system's error, and a memory limit too low to start."""
+"""Errors that every command shares: sentences for the operating system's errors, and the check of `ulimit -v`."""
 
 import errno
 from contextlib import suppress
@@ -9,7 +9,8 @@ at 2 GiB."""
 
 
 def explained(error: Exception) -> str:
-    """Return an error's sentence. An operating system's error names the file; a full disk or memory names the way out.
+    """Return an error as a sentence. It names the file of an operating system's error, and advice if disk or memory is
+    full.
 
     Python's own text of such an error is "[Errno 2] No such file or directory: 'x'".
     """

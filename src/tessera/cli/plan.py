@@ -1,4 +1,4 @@
-"""The flags of `tessera plan`, which asks whether a model fits. Heavy imports wait until it runs."""
+"""Flags of `tessera plan`, which predicts whether a model fits. `run` does the heavy imports, so --help is fast."""
 
 import json
 from dataclasses import dataclass
@@ -8,19 +8,20 @@ from typing import Annotated, Literal
 import tyro
 
 from tessera.cli.flags import Omittable, Several, Weights
+from tessera.core import interrupt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Will a model fit on a chip, and how fast will it run. (Kascade's plans, the files that --plan takes, are made by
-    `tessera calibrate`.)
+    """Predict whether a model fits on a chip, and how fast it runs. (A Kascade plan is something else: the file that
+    `tessera calibrate` writes and --plan reads.)
 
-    Exit code: 0, some pair of types fits; 1, none does, or --compile finds that the compiler refuses what fits; 2, an
-    error.
+    Exit code: 0 if some pair of weight and cache types fits; 1 if none does, or if the compiler refuses a step of
+    --compile for lack of memory; 2 after an error.
     """
 
     model: Annotated[str, tyro.conf.Positional]
-    """Hugging Face folder, GGUF file, fetched model's name, hub id (its config alone is read), or a name such as
+    """Hugging Face folder, GGUF file, fetched model's name, hub id (only its config is downloaded), or a name such as
     llama-3.1-8b."""
     chip: Literal["v4", "v5e", "v5p", "v6e", "v7x", "h100", "h200"] = "v6e"
     """Chip; v7x counts each of its two cores as a device."""
@@ -31,17 +32,17 @@ class Plan:
     length: int = 8192
     """Tokens per sequence, prompt and answer."""
     chunk: Omittable[int] = None
-    """Rows of one prefill call per sequence; those of the engine if not given."""
+    """Rows of one prefill call per sequence; the engine's number if not given."""
     plan: Omittable[Path] = None
-    """Kascade plan; the paper's recipe if not given: an anchor per six or seven layers, a tenth of the keys."""
+    """Kascade plan file. If not given, the paper's recipe: an anchor per six or seven layers, a tenth of the keys."""
     weights: Several[Literal["bfloat16", Weights]] = ()
     """Types of the matrices to compare; all that the model can take if not given."""
     compile: bool = False
     """Compile a decode step and a prefill chunk in the model's own dtype, and compare their memory (minutes)."""
     limit_s: float = 900.0
-    """With --compile: seconds after which the compiler is stopped."""
+    """With --compile: time limit of the compiler for each step, in seconds."""
     picture: Omittable[Path] = None
-    """Draw each pair's memory against the chip's to this file."""
+    """File for a picture of the memory that each pair of types takes, next to the chip's memory."""
     json: bool = False
     """Print one JSON object."""
     debug: bool = False
@@ -49,13 +50,31 @@ class Plan:
 
     def run(self) -> int:
         """Print the answer and return the exit code."""
+        with interrupt.at_once():  # nothing is written yet
+            answer, checks = self.answer()
+        if self.json:
+            print(json.dumps(answer.json() | ({"compiled": [c.json() for c in checks]} if self.compile else {})))
+        else:
+            from tessera.cli import plan_tables
+
+            plan_tables.print_answer(answer, self.model, checks)
+        if self.picture is not None:
+            from tessera.cli.plan_picture import draw
+
+            interrupt.check()
+            draw(answer, self.model, self.picture)
+        return 1 if answer.first is None or any(check.refused for check in checks) else 0
+
+    def answer(self):
+        """Return the planner's answer and, with --compile, the compiler's."""
         for name in ("devices", "batch", "length", "chunk"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < 2**31:
                 raise ValueError(f"--{name} {value} must be at least 1 and below {2**31:,}")
-        if self.picture is not None:
-            from tessera.cli.inspect import check_picture
+        from tessera.cli.inspect import check_limit, check_picture
 
+        check_limit(self.limit_s)
+        if self.picture is not None:
             check_picture(self.picture)
         from tessera.models.checkpoint import find_config
         from tessera.runtime import planner
@@ -71,18 +90,7 @@ class Plan:
 
             plan_check.require_compiler(question)
             checks = plan_check.check(question, str(source or self.model), limit_s=self.limit_s)
-        answer = planner.plan(question, weights=self.weights, source=None if source is None else Path(source))
-        if self.json:
-            print(json.dumps(answer.json() | ({"compiled": [c.json() for c in checks]} if self.compile else {})))
-        else:
-            from tessera.cli import plan_tables
-
-            plan_tables.print_answer(answer, self.model, checks)
-        if self.picture is not None:
-            from tessera.cli.plan_picture import draw
-
-            draw(answer, self.model, self.picture)
-        return 1 if answer.first is None or any(check.refused for check in checks) else 0
+        return planner.plan(question, weights=self.weights, source=None if source is None else Path(source)), checks
 
     def policy(self, config):
         """Return the Kascade policy of --plan, or the paper's recipe."""

@@ -1,4 +1,4 @@
-"""The picture of `tessera plan`: the memory of each pair of types, stacked by part, against the chip's line."""
+"""Picture of `tessera plan`: one bar per pair of types, stacked by part, and a line at the chip's usable memory."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ PARTS = {
     "activations": ("activations", "#3ca951"),
     "rest": ("copies, logits, norms, program", "#9c9c9c"),
 }
-"""Part -> label and colour; the rest is what is left of the total."""
+"""Part -> label and colour; "rest" is the total minus the other parts."""
 
 
 def draw(answer: Answer, model: str, path: Path) -> None:

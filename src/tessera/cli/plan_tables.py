@@ -1,4 +1,4 @@
-"""What `tessera plan` prints for people."""
+"""Tables and notes that `tessera plan` prints without --json."""
 
 from rich import box
 from rich.console import Console
@@ -11,11 +11,11 @@ from tessera.runtime.roofline import Speed
 
 GIB = 1 << 30
 WORDS = ("weights, cache", "reads", "bound by")
-"""Columns of words; the others hold numbers."""
+"""Left-aligned columns; the others hold numbers."""
 
 
 def print_answer(answer: Answer, model: str, checks=()) -> None:
-    """Print memory, times, the first choice, exchanges and what the compiler said."""
+    """Print memory, times, the first choice, exchanges, and a line for each of `checks` (see `plan_check.Check`)."""
     console, q = Console(), answer.question
     parameters = num_parameters(q.config) / 1e9
     console.print(
@@ -24,9 +24,9 @@ def print_answer(answer: Answer, model: str, checks=()) -> None:
         highlight=False,
         markup=False,
     )
-    console.print(_memory(answer))
+    _print_whole(console, _memory(answer))
     if answer.choice is not None:
-        console.print(_times(answer))
+        _print_whole(console, _times(answer))
     for line in _notes(answer):
         console.print(line, highlight=False, markup=False)
     for check in checks:
@@ -42,6 +42,12 @@ def _table(title: str, *columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=True)
     return table
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """Print a table at its full width. In a narrow terminal, rich would cut figures off; the terminal wraps lines."""
+    table.width = table.__rich_measure__(console, console.options.update(max_width=1000)).maximum
+    console.print(table, crop=False)
 
 
 def _memory(answer: Answer) -> Table:
@@ -82,14 +88,14 @@ def _notes(answer: Answer) -> list[str]:
     else:
         lines.append(f"First choice: weights, cache = {_name(answer.choice)}, the widest types that fit.")
     if q.length > q.config.max_positions:
-        lines.append(f"The model was made for {q.config.max_positions:,} tokens, not {q.length:,}.")
+        lines.append(f"The model's context is {q.config.max_positions:,} tokens, less than the planned {q.length:,}.")
     if answer.division.context > 1 and answer.division.heads == 1:
         lines.append("The devices share no head, so each holds all weights.")
     if (sent := answer.exchange) is not None:
         fewer = "rows" if sent.rows_bytes < sent.tensor_bytes else "tensor"
         lines.append(
-            f"Prefill exchanges per device, layer and chunk: {format_bytes(sent.tensor_bytes)} tensor-parallel, "
-            f"{format_bytes(sent.rows_bytes)} with rows spread: {fewer} sends fewer; rows do from "
-            f"{sent.break_even_rows:,} rows a chunk. Times assume tensor."
+            f"In a prefill chunk, a device sends {format_bytes(sent.tensor_bytes)} per layer with heads split (tensor) "
+            f"or {format_bytes(sent.rows_bytes)} with rows split (rows): {fewer} sends fewer. Splitting rows sends "
+            f"fewer from {sent.break_even_rows:,} rows per chunk on. The times assume split heads."
         )
     return lines

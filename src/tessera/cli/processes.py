@@ -1,4 +1,4 @@
-"""Flags that share one model among several processes; process 0 speaks for all."""
+"""Flags that share one model among several processes; only process 0 prints."""
 
 import hashlib
 import os
@@ -13,6 +13,9 @@ from tessera.core import interrupt
 
 if TYPE_CHECKING:
     from tessera.core.processes import Place
+
+MOST_WAIT_S = 86_400
+"""Maximum of --wait-s. The system's sockets wait at most 24 days."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +32,11 @@ class ProcessFlags:
     """With --coordinator: seconds to wait for the other processes to start."""
 
     def check_processes(self):
-        """Return this process's place, or None if it is the only one."""
+        """Return this process's place, or None if there is one process; raise ValueError if a flag is missing."""
         from tessera.core.processes import place
 
+        if not 0 < self.wait_s <= MOST_WAIT_S:
+            raise ValueError(f"--wait-s {self.wait_s:g} must be above 0 and at most {MOST_WAIT_S:,}")
         given = {"--processes": self.processes, "--process": self.process}
         if self.coordinator is None:
             if extra := [name for name, value in given.items() if value is not None]:
@@ -42,7 +47,7 @@ class ProcessFlags:
         return place(self.coordinator, self.processes, self.process)
 
     def run_together(self, run: Callable[[], int], prompts: Any) -> int:
-        """Run a command in all processes: only if all were given the same, and silently in all but process 0."""
+        """Run a command in all processes, if all have the same arguments; only process 0 prints."""
         place = self.check_processes()
         if place is None:
             return run()
@@ -50,19 +55,23 @@ class ProcessFlags:
 
 
 def together(place: "Place", facts: Mapping[str, str], wait_s: float, run: Callable[[], int]) -> int:
-    """Meet the other processes, run `run` with them and return its exit code; see `core.processes.join`."""
+    """Connect to the other processes, call `run` in each, and return its exit code; see `core.processes.join`."""
     from tessera.core.processes import FAILED, join
 
     lifeline, status = join(place, facts, wait_s), FAILED
     try:
         with speaking(place.index == 0):
             found = run()
-        status = found  # only now, because the end of the block may fail to write the output
+        status = found  # only now: leaving the block writes the output, which may fail
     except KeyboardInterrupt:
         status = interrupt.STATUS
         raise
-    except RuntimeError:  # most likely from a collective that another process left
+    except RuntimeError:  # most likely a collective failed because another process ended
         lifeline.settle()
+        raise
+    except (ValueError, MemoryError, OSError):
+        if place.index:  # most likely an error in all processes, which process 0 should be the first to print
+            lifeline.settle()
         raise
     finally:
         lifeline.leave(status)
@@ -92,10 +101,10 @@ def facts_of(command: ProcessFlags, prompts: Any) -> dict[str, str]:
 
 @contextmanager
 def speaking(aloud: bool):
-    """Keep libraries' lines out of standard output; with `aloud` False, print nothing at all."""
+    """Keep output of libraries out of standard output; unless `aloud`, discard standard output and error, too."""
     sys.stdout.flush()
     kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)  # gloo prints each connection to the file descriptor
+    os.dup2(nowhere, 1)  # gloo prints each connection to file descriptor 1
     before = sys.stdout, sys.stderr
     with (
         open(kept if aloud else os.dup(nowhere), "w", encoding=sys.stdout.encoding) as out,

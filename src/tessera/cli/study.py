@@ -26,7 +26,7 @@ class TpuSweep:
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
-    """Added to the niceness of the compiler's process."""
+    """Number to add to the niceness of the compiler's process."""
     list: bool = False
     """Print the cases that are left and exit."""
     report: bool = False
@@ -41,7 +41,7 @@ class TpuSweep:
 
 @dataclass(frozen=True, kw_only=True)
 class TpuFigures:
-    """Predict the TPU kernels' times for their performance targets, and those of Tokamax's kernel at its best block
+    """Predict the TPU kernels' times for their performance targets, and the times of Tokamax's kernel at its best block
     sizes."""
 
     chip: Chips = ()
@@ -134,7 +134,7 @@ class GpuGates:
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     niceness: int = 0
-    """Added to the niceness of the compiler's process."""
+    """Number to add to the niceness of the compiler's process."""
     most: Omittable[int] = None
     """Stop after this many cases."""
     list: bool = False
@@ -185,7 +185,7 @@ class Fuzz:
     limit_s: float = 5.0
     """Seconds of processor time after which opening a file counts as a hang."""
     niceness: int = 0
-    """Added to the niceness of the worker process."""
+    """Number to add to the niceness of the worker process."""
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -199,18 +199,18 @@ class Planner:
     """Compare planned memory of whole steps with the compiler's."""
 
     out: Path = Path("build/planner.jsonl")
-    """File of finished steps."""
+    """File that stores finished steps, for resuming."""
     limit_s: float = 1800.0
     """Seconds after which a compile is killed."""
     list: bool = False
-    """Print what is left and exit."""
+    """Print the steps that are left and exit."""
     report: bool = False
-    """Append a record per step to evidence/; exit code 1 if the planner was wrong."""
+    """Append a record per step to evidence/; the exit code is 1 if the planner was wrong."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile what is missing, or report."""
+        """Compile the steps that are missing, or, with --report, append the records."""
         return _module("planner").study(self)
 
 

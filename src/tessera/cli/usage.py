@@ -15,7 +15,8 @@ COMMANDS = MappingProxyType(
         "complete": "generate answers a prompt",
         "completion": "generate answers a prompt",
         "llama-cli": "generate answers a prompt, chat converses",
-        "serve": "there is no server yet; generate answers prompts",
+        "server": "serve answers over HTTP",
+        "llama-server": "serve answers over HTTP",
         "pull": "fetch downloads a model",
         "download": "fetch downloads a model",
         "perplexity": "eval compares policies, calibrate measures what a plan loses",
@@ -35,7 +36,7 @@ _CHAT = "use `tessera chat`"
 _DRAWS = "sampling has --temperature, --top-k, --top-p, --min-p and --repetition-penalty: drop it"
 _FREE = "answers follow no grammar: drop it"
 _PLAIN = "only the answer is printed, as plain text: drop it"
-_SERVER = "there is no server yet: drop it"
+_SERVER = "use `tessera serve`"
 _SPECIAL = "use --chat, which applies the model's own template"
 
 FLAGS = MappingProxyType(
@@ -115,7 +116,7 @@ def unknown_flag(words: Sequence[str], known: Sequence[str], prog: str) -> str |
 
 
 def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
-    """Return the error for a value of --dtype that other tools take; None if there is none."""
+    """Return the error if the value of --dtype is a key of DTYPES, a name that other tools use; else None."""
     for index, word in enumerate(words):
         flag, _, value = word.partition("=")
         value = value or next(iter(words[index + 1 :]), "")
@@ -125,7 +126,7 @@ def wrong_dtype(words: Sequence[str], prog: str) -> str | None:
 
 
 def extra_words(words: Sequence[str], prog: str) -> str:
-    """Return the error for more words after a command than it takes."""
+    """Return the error for `words`, the words after a command that it does not take."""
     return f"{prog} does not take {words[0]!r} there: put quotes around a text that has spaces {_listed(prog)}"
 
 

@@ -11,7 +11,7 @@ def installed(package: str) -> bool:
 def require(package: str, extra: str) -> None:
     """Raise ValueError, which names the extra to install, if a package is missing.
 
-    Call this before the work whose result the package is needed for.
+    Call this first, before any work whose result only the package can use.
     """
     if not installed(package):
         raise ValueError(f"{package} is not installed: pip install 'tessera-attention[{extra}]'")

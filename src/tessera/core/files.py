@@ -70,8 +70,8 @@ def write_whole(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _name(error: OSError, path: Path) -> None:
-    """Give the system's error the name of what was being written: a write to an open file names none."""
-    if error.errno is not None:  # an error with a sentence of ours would lose it
+    """Add the path to a system error that names no file, such as the error of a write to an open file."""
+    if error.errno is not None:  # our own errors have none: a file name would replace their sentence
         error.filename = error.filename or str(path)
 
 
@@ -177,7 +177,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def remove_left(folder: Path, name: str = "*") -> None:
-    """Remove the temporary files that killed processes left for files of this name, a glob pattern."""
+    """Remove the temporary files that killed processes left for files whose names match the glob pattern `name`."""
     for left in folder.glob(f".{name}.*{TEMPORARY}"):
         pid = left.name.removesuffix(TEMPORARY).rpartition(".")[2]
         if pid.isdecimal() and not _is_alive(int(pid)):

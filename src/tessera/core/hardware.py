@@ -175,10 +175,11 @@ USABLE_BYTES: Mapping[str, float] = MappingProxyType(
         **{"h100": 0.75 * 80e9, "h200": 0.75 * 141e9},
     }
 )
-"""Bytes of a jax device that one program may hold.
+"""Bytes of a JAX device that one program may hold.
 
-TPU: what the compiler calls available when it refuses a program, less 0.01 GiB; v4, which it does not take, by the
-worst share of the others. GPU: JAX's pool, 75 % of the memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+TPU: the available memory that the compiler reports when it refuses a program, minus 0.01 GiB. The compiler does not
+support v4; its value assumes the lowest share of the other chips. GPU: JAX's pool, 75 % of the memory unless
+XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
 """
 
 

@@ -21,13 +21,13 @@ def available_bytes(device: jax.Device) -> int | None:
 
 
 def require(num_bytes: int, devices: Sequence[jax.Device], what: str, way_out: str) -> None:
-    """Raise MemoryError if `what` needs more bytes on each of these devices than they have; see `way_out`.
+    """Raise MemoryError if `what` needs more bytes on a device than are free there.
 
     Args:
         num_bytes: bytes on each device.
         devices: devices of this process. Devices of a CPU share the host's memory.
-        what: subject of the error's sentence.
-        way_out: end of the error's sentence, an advice.
+        what: subject of the error's sentence, such as "the model".
+        way_out: end of the error's sentence, such as "take a smaller model".
     """
     share = len(devices) if devices[0].platform == "cpu" else 1
     free = min((room for device in devices if (room := available_bytes(device)) is not None), default=None)

@@ -1,7 +1,9 @@
-"""The devices that share one model: a mesh with the axes "heads" and "context", and what it splits.
+"""The mesh of devices that share one model: its axes "heads" and "context", and the logical axes that they split.
 
-Weights, cache and logits carry a mesh in their shardings, so nothing else has to name it. `program` enters the mesh of
-a call's arguments; inside, `keep` fixes where a result lies. Without a mesh, both do nothing.
+Weights, cache and logits carry the mesh in their shardings, so functions need no mesh argument. `program` enters the
+mesh of a call's first argument; inside, `keep` fixes the sharding of a result. Without a mesh, both do nothing.
+
+Training has another mesh, with the axes "data" and "shard" (`train.mesh`), for the same table of weights.
 """
 
 import functools
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 HEADS, CONTEXT = "heads", "context"
 AXES = (HEADS, CONTEXT)
+DATA, SHARD = "data", "shard"
 
 RULES: Mapping[str, str] = MappingProxyType(
     {
@@ -31,7 +34,19 @@ RULES: Mapping[str, str] = MappingProxyType(
         "slots": CONTEXT,
     }
 )
-"""Mesh axis that splits a logical axis; the other logical axes are whole on every device."""
+"""Logical axis -> mesh axis that splits it. Every device holds the other logical axes whole."""
+
+TRAINING_RULES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
+    {
+        "batch": (DATA, SHARD),
+        "model": SHARD,
+        "heads": SHARD,
+        "kv_heads": SHARD,
+        "mlp": SHARD,
+        "head_dim": SHARD,
+    }
+)
+"""The same for training. "shard" splits each weight along "model", or along its only axis if that is another."""
 
 
 class MeshShape(NamedTuple):
@@ -66,8 +81,8 @@ def check(
         shape: the mesh.
         sizes: the model's sizes by name; the "heads" axis splits each of them, so it must divide each.
         num_devices: devices that are present, in all processes.
-        num_processes: processes that share them; several must use all their devices.
-        window: the model's sliding window in tokens, if any. Attention over a split context has none (`context`).
+        num_processes: processes that own these devices; if more than one, the mesh must use every device.
+        window: the model's sliding window in tokens, if any. `attention.context` does not support windows.
     """
     fits = max(n for n in range(1, num_devices + 1) if not any(size % n for size in sizes.values()))
     way_out = f"use mesh {fits}x1" if fits > 1 else "leave out the mesh"
@@ -80,7 +95,7 @@ def check(
         if size % shape.heads:
             raise ValueError(f"{named} cannot split {name}={size} into {shape.heads} equal parts: {way_out}")
     if count > num_devices:
-        raise ValueError(f"{named} needs {count} devices, and JAX finds {num_devices}: {way_out}")
+        raise ValueError(f"{named} needs {count} devices, but JAX finds {num_devices}: {way_out}")
     if num_processes > 1 and count < num_devices:
         raise ValueError(
             f"{named} leaves out {num_devices - count} of the {num_devices} devices of {num_processes} processes: "
@@ -89,27 +104,31 @@ def check(
 
 
 def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return a mesh over the first devices; None takes those of this machine, or of all processes."""
+    """Return a mesh over the first of `devices`; None means all devices of all processes."""
     devices = jax.devices() if devices is None else devices
     count = shape.heads * shape.context
     return Mesh(np.array(devices[:count]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def spec(axes: Sequence[str | None]) -> P:
-    """Return how an array with these logical axes is split."""
-    split = [RULES.get(axis) for axis in axes]
+def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
+    """Return the PartitionSpec of an array with these logical axes. A mesh axis splits one: the first in the rules."""
+    chosen: dict[Any, str] = {}
+    for axis, over in rules.items():
+        if axis in axes:
+            chosen.setdefault(over, axis)
+    split = [rules[axis] if axis in chosen.values() else None for axis in axes]
     while split and split[-1] is None:  # P("heads", None) and P("heads") differ in JAX, and JAX returns the short one
         split.pop()
     return P(*split)
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
-    """Return where an array with these logical axes lies on a mesh."""
-    return NamedSharding(mesh, spec(axes))
+    """Return the sharding of an array with these logical axes on a mesh, of inference or of training."""
+    return NamedSharding(mesh, spec(axes, TRAINING_RULES if SHARD in mesh.axis_names else RULES))
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-    """Return the mesh that the first array of a pytree lies on; None if it lies on one device."""
+    """Return the mesh of the first array of a pytree; None if that array has no mesh or is traced."""
     leaf = _first_leaf(tree)
     placed = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
     return placed.mesh if isinstance(placed, NamedSharding) else None
@@ -124,12 +143,12 @@ def _first_leaf(tree: Any) -> Any:
 
 
 def num_stripes(mesh: Mesh | None) -> int:
-    """Count the devices that share each sequence's keys, in stripes (`attention.context`)."""
+    """Count the devices along "context", which share each sequence's keys in stripes (`attention.context`)."""
     return 1 if mesh is None else mesh.shape[CONTEXT]
 
 
 def num_parts(mesh: Mesh | None) -> int:
-    """Count the devices that share the heads."""
+    """Count the devices along "heads", which share the heads."""
     return 1 if mesh is None else mesh.shape[HEADS]
 
 
@@ -139,7 +158,7 @@ def local_devices(tree: Any) -> list[jax.Device]:
 
 
 class Program:
-    """A function compiled by jax.jit with `options`, and called in the mesh of its first argument.
+    """A function that jax.jit compiles with `options`, and that runs inside the mesh of its first argument.
 
     That argument is a pytree of arrays, or, if it is static, a Mesh or None.
     """
@@ -162,7 +181,7 @@ class Program:
 
 
 def program(**options: Any) -> Callable[[Callable], Program]:
-    """Make a function a `Program`."""
+    """Return a decorator that makes a function a `Program`; `options` are those of jax.jit."""
     return lambda function: Program(function, **options)
 
 
@@ -172,7 +191,7 @@ def entered(mesh: Mesh | None) -> AbstractContextManager:
 
 
 def keep(tree: Any, *axes: str | None) -> Any:
-    """Fix where a program's results lie: split by their logical axes, or whole everywhere without `axes`."""
+    """Fix the sharding of a program's results: split along logical axes; without `axes`, whole on every device."""
     if jax.sharding.get_abstract_mesh().empty:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, spec(axes)), tree)
@@ -181,8 +200,8 @@ def keep(tree: Any, *axes: str | None) -> Any:
 def put(x: np.ndarray, mesh: Mesh | None, *axes: str | None) -> np.ndarray | jax.Array:
     """Put a host array on a mesh, split as `keep` splits it; without a mesh, return it.
 
-    A program compiles separately for a host array and for one on the mesh, so a loop that feeds a program its own
-    result starts with this. Every process must hold the same values.
+    A program compiles once for a host array and again for an array on the mesh. A loop that passes a program's result
+    back to the program therefore calls `put` on the first input. Every process must hold the same values.
     """
     if mesh is None:
         return x

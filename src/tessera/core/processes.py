@@ -1,12 +1,12 @@
-"""Several processes that run one model: they meet at one address, compare what they were given, and end together.
+"""Run one model in several processes: they connect to one address, compare their arguments, and end together.
 
-Process 0 listens at HOST:PORT; the others connect, say what they were given (`facts`), and learn whether all agree.
-Only then does JAX start its own service at PORT + 1: it would abort a process that waits in vain, and it needs seconds
-to notice one that died. The connections stay open. The system closes those of a process that ends for any reason, so
-the others notice at once, say so in one sentence and exit.
+Process 0 listens at HOST:PORT. The others connect, send digests of their arguments (`facts`), and receive a verdict:
+whether all agree. Only then does JAX start its own service at PORT + 1, because that service aborts a process that
+waits too long and takes seconds to notice a process that died. The connections stay open. When a process ends, for any
+reason, the system closes its connections; the others notice at once, print one sentence and exit.
 
-The messages are single lines of JSON: a process's greeting, the verdict, then how a process ended: "done",
-"interrupted" or "failed". A closed connection without such a message means a kill.
+Each message is one line of JSON: a process's greeting, the verdict, then how a process ended: "done", "interrupted" or
+"failed". A connection that closes without the last message means that the process was killed.
 """
 
 import atexit
@@ -19,14 +19,16 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from tessera.core.interrupt import STATUS as INTERRUPTED
 
 FAILED = 2
-"""Exit code of a process that ends because another one did."""
+"""Exit code of a process that ends because another process failed or was killed."""
 LEAVE_S = 10.0
 """Seconds that a finished process waits for the others before it leaves."""
+GREETING_S = 5.0
+"""Seconds in which a connected process must say what it was given."""
 MAX_LINE_BYTES = 1 << 14
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -47,7 +49,7 @@ class Place(NamedTuple):
 
 
 def place(coordinator: str, count: int, index: int) -> Place:
-    """Check the flags that describe a process's place.
+    """Return the place that the flags --coordinator, --processes and --process describe.
 
     Raises:
         ValueError: the address is not HOST:PORT, or the numbers do not fit each other.
@@ -78,13 +80,13 @@ class Lifeline:
             threading.Thread(target=self._listen, args=(index, peer), daemon=True, name=f"process-{index}").start()
 
     def leave(self, status: int) -> None:
-        """Tell the others how this process ended, and make Python's exit immediate.
+        """Tell the other processes how this one ended, and make Python exit at once, without JAX's shutdown.
 
-        After a success, wait until the others are done too. Process 0 waits until they are gone, because JAX aborts a
-        process whose service ends before it.
+        If status is 0, wait up to LEAVE_S until the others are done, too. Process 0, which runs JAX's service, waits
+        until they have exited, because JAX aborts a process that outlives the service.
         """
         self._status = status
-        atexit.register(self._exit)  # the last one registered runs first: JAX's own may wait for minutes
+        atexit.register(self._exit)  # runs before JAX's exit handler, which may wait for minutes
         self._tell({0: "done", INTERRUPTED: "interrupted"}.get(status, "failed"))
         deadline = time.monotonic() + (LEAVE_S if status == 0 else 0)
         ended = self._gone if self._place.index == 0 else self._done
@@ -93,7 +95,7 @@ class Lifeline:
                 self._change.wait(left)
 
     def settle(self) -> None:
-        """Wait a moment for the news that another process ended, which explains most errors of a collective."""
+        """Sleep 2 s. Most errors of a collective mean that another process ended; its message then ends this one."""
         time.sleep(2)
 
     def _tell(self, how: str, index: int | None = None) -> None:
@@ -119,7 +121,7 @@ class Lifeline:
             self._change.notify_all()
 
     def _end(self, index: int, how: str) -> None:
-        """End this process, because another one ended; process 0 tells the rest."""
+        """End this process because process `index` ended; process 0 first tells the rest."""
         if self._status is not None:  # this process is ending already
             return
         if self._place.index == 0:
@@ -136,35 +138,34 @@ class Lifeline:
 
 
 def join(place: Place, facts: Mapping[str, str], wait_s: float) -> Lifeline:
-    """Meet the other processes, and start JAX across all of them.
+    """Connect to the other processes, and start JAX across all of them.
 
     Args:
         place: this process's place.
-        facts: what all processes must have been given alike: a digest by name.
+        facts: digests, by name, of everything that must be the same in all processes.
         wait_s: seconds to wait for the others.
 
     Raises:
-        ValueError: process 0 does not answer, or a process does not come, in time; two processes have the same number;
-            or a process was given something else than process 0.
-        OSError: process 0 cannot listen at the address.
+        ValueError: process 0 does not answer in time; a process does not connect in time; two processes have the same
+            number; a process's facts differ from those of process 0; or process 0 cannot listen at the address.
     """
     deadline = time.monotonic() + wait_s
     peers = _gather(place, facts, deadline, wait_s) if place.index == 0 else _greet(place, facts, deadline, wait_s)
     lifeline = Lifeline(place, peers)
     lifeline.watch()
     with ExitStack() as stack:
-        stack.callback(lifeline.leave, FAILED)  # after an error: the others wait for this process in their own start
+        stack.callback(lifeline.leave, FAILED)  # after an error: the others wait for this process in JAX's start
         start_jax(place)
         stack.pop_all()
     return lifeline
 
 
 def start_jax(place: Place) -> None:
-    """Start JAX's own service, and make the devices of all processes those of this one."""
+    """Start JAX's own service, so that jax.devices() lists the devices of all processes."""
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM
+    jax.config.update("jax_enable_preemption_service", False)  # that service would catch SIGTERM
     host = f"[{place.host}]" if ":" in place.host else place.host
     address = f"{host}:{place.port + 1}"
     bind = {"coordinator_bind_address": address} if place.host in LOOPBACK else {}
@@ -172,23 +173,18 @@ def start_jax(place: Place) -> None:
 
 
 def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: float) -> dict[int, socket.socket]:
-    """Wait for every process, compare its facts with those of process 0, and tell all of them the verdict."""
+    """As process 0, wait for every process, compare its facts with our own, and send all of them the verdict."""
     peers: dict[int, socket.socket] = {}
     errors = []
-    _listener(place._replace(port=place.port + 1)).close()  # JAX's port, which JAX itself would report late
+    _listener(place._replace(port=place.port + 1)).close()  # fail now if JAX's port is taken; JAX would report it late
     with _listener(place) as listener:
         while len(peers) < place.count - 1:
-            listener.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                peer, _ = listener.accept()
-            except TimeoutError:
+            if (peer := _accept(listener, deadline)) is None:
                 missing = ", ".join(str(i) for i in range(1, place.count) if i not in peers)
                 errors.append(f"process {missing} of {place.count} did not come within {wait_s:g} s: start it too")
                 break
-            peer.settimeout(5)
-            with peer.makefile("rb") as lines:
-                greeting = _parse(lines)
-            if greeting is None:
+            greeting = _receive(peer, min(deadline, time.monotonic() + GREETING_S))
+            if not _is_greeting(greeting):
                 peer.close()
                 continue
             index = greeting["process"]
@@ -208,7 +204,7 @@ def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: flo
 
 
 def _greet(place: Place, facts: Mapping[str, str], deadline: float, wait_s: float) -> dict[int, socket.socket]:
-    """Connect to process 0, say what this process was given, and wait for the verdict."""
+    """Connect to process 0, send this process's facts, and wait for the verdict."""
     greeting = {"tessera": 1, "process": place.index, "processes": place.count, "facts": dict(facts)}
     where = f"{place.host}:{place.port}"
     while True:
@@ -225,14 +221,12 @@ def _greet(place: Place, facts: Mapping[str, str], deadline: float, wait_s: floa
             raise ValueError(f"--coordinator {where} names no host: {error.strerror}") from error
         except OSError:  # process 0 is not there yet
             time.sleep(0.1)
-    try:
+    with suppress(OSError):
         peer.sendall(json.dumps(greeting).encode() + b"\n")
-        peer.settimeout(max(deadline - time.monotonic(), 0) + 5)  # process 0 waits for the others
-        with peer.makefile("rb") as lines:
-            verdict = json.loads(lines.readline(MAX_LINE_BYTES) or b'{"error": "process 0 ended"}')
-    except (OSError, ValueError) as error:
+    verdict = _receive(peer, deadline + GREETING_S)  # process 0 waits for the others until the deadline
+    if verdict is None or not isinstance(verdict.get("error", ...), str | None):
         peer.close()
-        raise ValueError(f"--coordinator {where} is not a process of this command: correct the address") from error
+        raise ValueError(f"--coordinator {where} is not process 0 of a tessera command: correct the address")
     if verdict["error"]:
         peer.close()
         raise ValueError(verdict["error"])
@@ -246,7 +240,7 @@ def _close(peers: Mapping[int, socket.socket]) -> None:
 
 
 def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peers: Mapping[int, object]) -> list[str]:
-    """List how a process's greeting does not fit process 0."""
+    """Return an error for each way in which a greeting contradicts the arguments of process 0."""
     index, count = greeting["process"], greeting["processes"]
     if count != place.count:
         return [f"process {index} was given --processes {count}, and process 0 {place.count}: give all the same number"]
@@ -254,25 +248,48 @@ def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peer
         return [f"two processes were given --process {index}: number them 0 to {place.count - 1}"]
     other = greeting["facts"]
     return [
-        f"process {index} was given another {name} than process 0: give all processes the same"
+        f"process {index} has a different {name} from process 0: give all processes the same"
         for name, value in facts.items()
         if other.get(name) != value
     ]
 
 
-def _parse(lines: BinaryIO) -> dict | None:
-    """Read a greeting; None if it is none."""
+def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
+    """Accept a connection; None if none comes before the deadline."""
+    if (left := deadline - time.monotonic()) <= 0:
+        return None
+    listener.settimeout(left)
     try:
-        found = json.loads(lines.readline(MAX_LINE_BYTES))
-    except (ValueError, OSError):  # a stranger, who may also say nothing
+        return listener.accept()[0]
+    except TimeoutError:
         return None
-    if not isinstance(found, dict) or found.get("tessera") != 1 or not isinstance(found.get("facts"), dict):
+
+
+def _receive(peer: socket.socket, deadline: float) -> dict | None:
+    """Receive one line with a JSON object; None if a stranger says something else, or nothing before the deadline."""
+    line = b""
+    try:
+        while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+            if (left := deadline - time.monotonic()) <= 0:
+                return None
+            peer.settimeout(left)
+            if not (byte := peer.recv(1)):  # one by one, because the next line is for the lifeline
+                break
+            line += byte
+        found = json.loads(line or b'{"error": "process 0 ended"}')
+    except (OSError, ValueError, RecursionError):  # RecursionError: deep nesting
         return None
-    return found if all(type(found.get(name)) is int for name in ("process", "processes")) else None
+    return found if isinstance(found, dict) else None
+
+
+def _is_greeting(found: Mapping | None) -> bool:
+    if found is None or found.get("tessera") != 1 or not isinstance(found.get("facts"), dict):
+        return False
+    return all(type(found.get(name)) is int for name in ("process", "processes"))
 
 
 def _listener(place: Place) -> socket.socket:
-    """Listen at the address: on a loopback address only there, else on every address of this host."""
+    """Open a listening socket: on a loopback address, only on that address, else on every address of this host."""
     host = place.host if place.host in LOOPBACK else ""
     family = socket.AF_INET6 if place.host == "::1" else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -1,4 +1,4 @@
-"""Quantised matrices: a pytree leaf group that replaces a weight [E,D], and the forms that weights can be loaded in.
+"""Quantised matrices: a pytree node that replaces a weight [E,D], and the forms in which weights can be loaded.
 
     W[e,d] ~ values[e,d] * scale[e]                        one scale per output channel
     W[e,d] ~ values[d // g, d % g, e] * scale[d // g, e]   one scale per group of g inputs
@@ -22,14 +22,14 @@ import numpy as np
 from jax import Array
 
 GROUPS = (32, 64, 128)
-"""Inputs that can share a scale."""
+"""Allowed group sizes: numbers of inputs that share a scale."""
 SAMPLE = 64
-"""Elements of each original weight that a quantised weight keeps, so that the model's fingerprint stays the same."""
+"""Elements of the original weight that a `Quantised` stores, so that the model's fingerprint stays the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a matrix is stored.
+    """Form in which a matrix is stored.
 
     Attributes:
         kind: "int8", "int4", "uint4" (GGUF's Q4_1, with a zero point per group) or "fp8" (e4m3, 3 bits of mantissa).
@@ -48,7 +48,7 @@ class Form:
 
 
 STORED = "gguf"
-"""Name of the form that keeps a GGUF file's blocks as they are stored."""
+"""Name of the form that keeps the quantised blocks of a GGUF file unchanged."""
 
 FORMS: Final[Mapping[str, Form]] = MappingProxyType(
     {
@@ -62,10 +62,10 @@ FORMS: Final[Mapping[str, Form]] = MappingProxyType(
 """Forms that float weights can be rounded to, by name."""
 
 NAMES = (*FORMS, STORED)
-"""Names that `load(weights=...)` takes."""
+"""Names of all forms: the values that `load(weights=...)` accepts."""
 
 LARGEST: Final[Mapping[str, float]] = MappingProxyType({"int8": 127.0, "int4": 7.0, "fp8": 448.0})
-"""Largest magnitude of a value. Integers are symmetric: -128 and -8 are unused, as no scale could reach both ends."""
+"""Largest magnitude of a value. -128 and -8 are unused, so that the integers are symmetric around 0."""
 
 
 DTYPES: Final[Mapping[str, np.dtype]] = MappingProxyType(
@@ -79,16 +79,16 @@ DTYPES: Final[Mapping[str, np.dtype]] = MappingProxyType(
 """Dtype of the values by kind, where they are not packed."""
 
 BLOCK_VALUES = 1 << 18
-"""Values rounded at a time, so that the copies stay in the cache and add little to peak memory."""
+"""Values rounded at a time. Their temporary copies fit the CPU's cache and add little to peak memory."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Quantised:
-    """A quantised matrix [E,D], which stands in for a float array in `Params`; stacked layers have a leading L.
+    """A quantised matrix [E,D], in the place of a float array in `Params`; arrays of stacked layers have a leading L.
 
     Attributes:
-        values: [E,D], or [G,g,E] in groups; packed four-bit values have half as many in D or g.
+        values: [E,D], or [G,g,E] with groups; packing two four-bit values per byte halves D or g.
         scale: float32 [E], or float16 [G,E].
         zero: float16 [G,E], added to each value of the group; None for symmetric forms.
         sample: bfloat16 [64], evenly spaced elements of the original weight, which identify it.
@@ -98,7 +98,7 @@ class Quantised:
         stretches: equal stretches of the inputs, each of which packs its first half with its second: as many as devices
             share the inputs, so that each device unpacks its own inputs.
         shared: devices of a mesh that share the inputs; `products` lets each scale its sum before they add up.
-        float_dtype: name of the dtype that a lookup returns, the float dtype of the model.
+        float_dtype: name of the model's float dtype, which a lookup returns.
     """
 
     values: Array
@@ -119,7 +119,7 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix that this replaces, with the leading L of stacked layers."""
+        """Shape of the matrix that this object replaces, with the leading L of stacked layers."""
         twice = 2 if self.packed else 1
         if not self.group:
             return (*self.values.shape[:-1], twice * self.values.shape[-1])
@@ -128,7 +128,7 @@ class Quantised:
 
     @property
     def dtype(self) -> np.dtype:
-        """Float dtype of the matrix that this replaces."""
+        """Float dtype of the matrix that this object replaces."""
         return np.dtype(self.float_dtype)
 
     @property
@@ -142,7 +142,7 @@ class Quantised:
 
 
 def is_quantised(leaf: Any) -> bool:
-    """Return whether this is a quantised matrix; `jax.tree.map(..., is_leaf=is_quantised)` stops at them."""
+    """Return whether `leaf` is a `Quantised`. As `is_leaf`, this keeps jax.tree.map from descending into its arrays."""
     return isinstance(leaf, Quantised)
 
 
@@ -157,7 +157,7 @@ def gathered(tree: Any) -> Any:
 
 
 def num_bytes(array: Any) -> int:
-    """Return an array's bytes in memory; `nbytes` counts a whole byte for each four-bit value."""
+    """Return an array's bytes in memory. (Its `nbytes` counts each four-bit value as a whole byte.)"""
     bits = 4 if array.dtype in (ml_dtypes.int4, ml_dtypes.uint4) else 8 * array.dtype.itemsize
     return prod(array.shape) * bits // 8
 
@@ -169,7 +169,7 @@ def check_name(name: str | None) -> None:
 
 
 def check_shape(name: str, shape: tuple[int, ...], form: Form, parts: int = 1) -> None:
-    """Raise ValueError, before anything is read, unless the form can store a matrix of this shape.
+    """Raise ValueError unless the form can store a matrix of this shape.
 
     Args:
         name: of the matrix.
@@ -232,7 +232,7 @@ def round_rows(rows: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pack(values: np.ndarray, axis: int) -> np.ndarray:
-    """Pack int8 values in -8 .. 15 in pairs along an axis: low four bits from its first half, high from its second."""
+    """Pack int8 values of -8 to 15, two per byte: low four bits from the axis's first half, high from its second."""
     low, high = np.split(values, 2, axis)
     return (low & 15) | (high << 4)
 
@@ -247,7 +247,7 @@ def unpack(packed: Array, signed: bool) -> tuple[Array, Array]:
 
 
 def dequantised(weight: Quantised) -> np.ndarray:
-    """Return the float32 matrix [E,D] that a quantised one stands for, on the host."""
+    """Compute, on the host, the float32 matrix [E,D] that a quantised matrix represents."""
     values, scale = np.asarray(weight.values), np.asarray(weight.scale, np.float32)
     if weight.packed and weight.group:
         values = np.concatenate([*map(np.asarray, unpack(values, weight.kind == "int4"))], -2)

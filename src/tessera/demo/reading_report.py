@@ -72,7 +72,7 @@ def _density(answers: Sequence[Generation]) -> float:
 
 
 def rows(found: Findings) -> list[list[str]]:
-    """Return rows of figures: words, dense, Kascade, control; the control has no chat turn."""
+    """Return table rows with the columns label, dense, Kascade, control. Cells of the control's chat turn are empty."""
     sides = [found.sides[name] for name in SIDES]
     turns = [side.turn for side in sides]
     tokens = found.sides["dense"].turn.prompt_tokens

@@ -235,7 +235,7 @@ def answer_table(answers: Sequence[Answered]) -> Table:
 
 
 def figures(answers: Sequence[Answered]) -> list[list[str]]:
-    """Return rows of median time to first token, decode speed and share of keys read: name, then one value per side."""
+    """Return table rows for median time to first token, decode speed and keys read: a label, then a cell per side."""
     rows = []
     for words, unit, read in (
         ("time to first token", "s", lambda g: g.ttft_s),
@@ -258,7 +258,7 @@ def speed_table(answers: Sequence[Answered]) -> Table:
 
 
 def accuracy_rows(accuracy: Mapping[str, Mapping[int, Accuracy]]) -> list[list[str]]:
-    """Return rows of pass keys found per length: words, then one value per side."""
+    """Return table rows of pass keys found, one per length: a label, then a cell for each of reading.SIDES."""
     return [
         [
             f"pass keys found in {length:,} tokens",

@@ -34,7 +34,7 @@ MESHES = MappingProxyType(
         "v7x": {1: "tpu7x:2x2x1", 2: "tpu7x:2x2x1", 4: "tpu7x:2x2x1", 8: "tpu7x:2x2x1", 16: "tpu7x:2x2x2"},
     }
 )
-"""Mesh size -> topology whose first devices form the mesh; the smallest that the compiler accepts has four chips."""
+"""Chip -> mesh size -> topology whose first devices form the mesh. The compiler needs at least four chips."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
-"""Compare planned memory with the compiler's: the step of a model, compiled for a mesh that this machine lacks.
+"""Compare planned memory with the compiler's, for steps of a model compiled for a mesh that this machine lacks.
 
-The compiled steps run their layers under a scan, since unrolled ones compile for many minutes. A scan copies one
-layer's keys and values, and on v7x all layers' matrices, which the compiler lays out again before the loop; unrolled
-layers, which `load` runs, copy neither (LOG.md). `planned` counts both, so that like is compared with like.
+The compiled steps run their layers under a scan, because unrolled layers compile for many minutes. A scan copies one
+layer's keys and values. On v7x it also copies the matrices of all layers, because the compiler changes their layout
+before the loop. The unrolled layers that `load` runs copy neither (LOG.md). `planned` counts both copies, so that it
+describes the same program as the compiler.
 """
 
 from collections.abc import Mapping
@@ -21,17 +22,18 @@ from tessera.runtime.planner import fits
 from tessera.runtime.roofline import Question
 
 LAID_OUT_AGAIN = frozenset({"v7x"})
-"""Chips for which the compiler copies stacked matrices into tiles of 16 rows before the loop over layers."""
+"""Chips on which the compiler, before the loop over layers, copies stacked matrices to a layout of 16-row tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One step: planned bytes on one device, and the compiler's, or its refusal.
+    """Planned bytes of one step on one device, and the compiler's result.
 
     Attributes:
-        call: the step, as `inspect_step` takes it.
+        call: the step, as arguments of `inspect_step`.
+        planned: bytes by part.
         fits: whether the planner says that the step fits.
-        found: what the compiler said.
+        found: the compiler's memory, or its error.
     """
 
     call: Mapping[str, Any]
@@ -46,19 +48,19 @@ class Check:
 
     @property
     def error(self) -> float | None:
-        """(planned - compiled) / compiled; None if it did not compile."""
+        """Relative error (planned - compiled) / compiled; None if the step did not compile."""
         held = self.found.hbm_bytes
         return (self.planned.total - held) / held if self.found.compiled else None
 
     def line(self) -> str:
-        """Say in one line what was planned and what the compiler holds."""
+        """Return one line with the planned memory and the compiler's."""
         what = f"{self.call['attention']} {self.call['phase']}: planned {format_bytes(self.planned.total)}"
         if not self.found.compiled:
             return f"{what}; the compiler: {self.found.error}"
         return f"{what}, compiled {format_bytes(self.found.hbm_bytes)} ({100 * self.error:+.2f} %)"
 
     def json(self) -> dict[str, Any]:
-        """Return what `--json` prints."""
+        """Return the object that `--json` prints for this step."""
         found = self.found.json()
         return {
             "call": dict(self.call),
@@ -71,7 +73,7 @@ class Check:
 
 
 def require_compiler(q: Question) -> None:
-    """Raise ValueError unless the compiler can be asked about this question."""
+    """Raise ValueError unless --compile supports the question's chip and devices."""
     if q.chip not in MESHES:
         raise ValueError(f"--compile knows {', '.join(MESHES)}, not --chip {q.chip}: drop --compile")
     if q.devices not in MESHES[q.chip]:
@@ -102,14 +104,14 @@ def planned(config: ModelConfig, chip: str, devices: int, call: Mapping[str, Any
 
 
 def check_step(config: ModelConfig, model: str, chip: str, devices: int, *, limit_s: float, **call: Any) -> Check:
-    """Compile one step and compare; `model` is what `steps.config_of` takes."""
+    """Compile one step and compare its memory with the plan; `model` is a name or path that `steps.config_of` takes."""
     mine = planned(config, chip, devices, call)
     found = model_inspection.inspect_step(chip, model, devices, limit_s=limit_s, **call)
     return Check(call=call, planned=mine, fits=fits(mine, USABLE_BYTES[chip]), found=found)
 
 
 def check(q: Question, model: str, *, limit_s: float) -> tuple[Check, ...]:
-    """Compile a dense decode step and a Kascade prefill chunk of this question."""
+    """Compile and compare two steps of this question: dense decode of one token, and Kascade prefill of one chunk."""
     policy, length = q.policy, capacity_bucket(q.length)
     rows = min(q.chunk, round_up(q.length, policy.query_tile), length)
     call = {"batch": q.batch, "length": length, "queries": rows, "tile": policy.tile, "query_tile": policy.query_tile}

@@ -1,7 +1,7 @@
 """The KV cache: allocated once and updated in place. The keys of one head are contiguous, so a tile is one block.
 
-An int8 cache holds every key and value as int8 times one bfloat16 scale per position and KV head, max |x| / 127. Only
-scales of single positions let a cache grow without touching what it holds.
+An int8 cache stores every key and value as int8 times a bfloat16 scale, max |x| / 127, one per position and KV head. A
+scale that several positions shared would have to change, with their stored integers, when positions are added.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,8 @@ INT8_MAX = 127
 class Cache(NamedTuple):
     """Keys and values of every layer, [B,K,S,H] each: a tuple over layers (unrolled) or stacked [L,B,K,S,H] (scan).
 
-    `scales` [B,K,2,S] per layer, laid out alike, are those of int8 keys and values; None otherwise.
+    `scales` holds [B,K,2,S] per layer, as a tuple or stacked like k and v: the scales of int8 keys (0) and values (1).
+    It is None for a float cache.
     """
 
     k: tuple[Array, ...] | Array
@@ -37,16 +38,16 @@ class Cache(NamedTuple):
         return cls(*(None if parts[0] is None else parts for parts in zip(*layers)))
 
     def layer(self, index: int) -> "Cache":
-        """Return the cache of one layer of a tuple."""
+        """Return the cache of one layer, from a tuple over layers."""
         return Cache(*(None if part is None else part[index] for part in self))
 
     def key_values(self, at: tuple[Int32[Array, ""], ...] = ()) -> KeyValues:
-        """Return the record that kernels read: of this layer, or of the layer `at` of a stacked cache."""
+        """Return what kernels read: this one-layer cache, or layer `at` of a stacked cache."""
         return KeyValues(self.k[at], self.v[at], scales=None if self.scales is None else self.scales[at])
 
 
 def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
-    """Create an empty cache of 2 * L * B * K * S * H elements; one of dtype int8 also has scales."""
+    """Create an empty cache of 2 * L * B * K * S * H elements; an int8 cache also has scales."""
     lead = (batch, config.num_kv_heads)
 
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Array, ...] | Array:
@@ -66,10 +67,9 @@ def extend(
     layer: tuple[Int32[Array, ""], ...] = (),
     stripe: int | None = None,
 ) -> Cache:
-    """Write T new positions of keys and values per sequence from q_start on, as `append` does; quantise them for int8.
+    """Write T new keys and values per sequence, from q_start on, as `append` does; an int8 cache quantises them first.
 
-    The new rows alone are quantised: what the cache holds is neither read nor changed. An int8 cache is never dealt
-    over devices; see `append` for `stripe`.
+    Stored keys and values are neither read nor changed. `stripe` is for float caches only: see `append`.
     """
     if cache.scales is None:
         k, v = (append(held, new, q_start, layer, stripe) for held, new in ((cache.k, k_BTKH), (cache.v, v_BTKH)))
@@ -95,7 +95,7 @@ def quantise(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], BFloat16[A
 
 
 def keep_split(cache: Cache, stripe: int | None = None) -> Cache:
-    """Fix, inside a program, that the devices of a mesh share the cache by KV heads and, with a stripe, by slots."""
+    """Inside a program, fix the cache's sharding on the mesh: split by KV heads and, with a stripe, by slots."""
     stacked = not isinstance(cache.k, tuple)
     return keep(cache, *((None, None) if stacked else (None,)), "kv_heads", None if stripe is None else "slots")
 
@@ -109,7 +109,7 @@ def append(
 ) -> Float[Array, "*L B K S H"]:
     """Write T new positions per sequence, from q_start on; `layer` selects the layer of a stacked cache.
 
-    With `stripe`, the cache is dealt over the mesh axis "context"; see `context.append` for what it needs. The caller
+    With `stripe`, the cache is dealt over the mesh axis "context"; `context.append` states the conditions. The caller
     must ensure q_start + T <= S, because XLA silently clamps the position of a write.
     """
     rows = jnp.swapaxes(new, 1, 2).astype(cache.dtype)

@@ -1,7 +1,7 @@
-"""Models whose sizes are known by name, without their files, for programs and plans that read no weight.
+"""Configs of well-known models by name, for commands that need a model's sizes but none of its files.
 
-Sizes are those of the config.json that each publisher ships. `tests/models/test_catalogue.py` holds the published
-parameter counts.
+The sizes come from each publisher's config.json. `tests/models/test_footprint.py` compares the parameter counts with
+the published ones.
 """
 
 from collections.abc import Mapping
@@ -51,4 +51,4 @@ MODELS: Final[Mapping[str, ModelConfig]] = MappingProxyType(
 )
 
 ANCHORS: Final[Mapping[str, tuple[int, ...]]] = MappingProxyType({"llama-3.1-8b": (0, 2, 8, 13, 14)})
-"""Anchor layers of the Kascade paper. A step's cost depends on their number, not on which layers they are."""
+"""Model -> anchor layers that the Kascade paper gives. A step's cost depends only on how many there are."""

@@ -1,7 +1,7 @@
 """Load Hugging Face folders and GGUF files tensor by tensor; save folders atomically.
 
 Loading first checks a model from its headers only (files, sizes, names, shapes, dtypes), then reads the weights one
-tensor at a time, so peak host memory is the model plus one tensor; on a mesh, what this process's devices hold of it.
+tensor at a time. Peak host memory is the model (on a mesh, the parts on this process's devices) plus one tensor.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ from tessera.models.weights import (
 )
 
 Tensor = tuple[jax.Array | Quantised, int | None]
-"""An array, or one layer of a stacked array."""
+"""(array, None), or (stacked array, layer index) for one layer of it."""
 
 
 HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
@@ -77,9 +77,9 @@ RETRY = "correct config.json, or download the model again"
 def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
     """Locate a model: a local folder or GGUF file, a fetched model's name, or a Hugging Face hub id.
 
-    A hub id ("owner/name") is downloaded into the hub's cache; its config is checked before its weights are downloaded,
-    or is all that is downloaded if `config_only`. If a save of the folder was killed between its two renames,
-    `finish_swap` completes it first.
+    A hub id ("owner/name") is downloaded into the hub's cache: first the JSON files, then, if the config is supported,
+    the weights. With `config_only`, only the config files are downloaded. If a save of the folder was killed between
+    its two renames, `finish_swap` completes it first.
 
     Raises:
         ValueError: there is no such folder or file, the named model was not fetched yet, or the hub has no such model
@@ -121,8 +121,8 @@ def resolve(name: str | os.PathLike, *, config_only: bool = False) -> Path:
 def find_config(name: str | os.PathLike) -> tuple[ModelConfig, Path | None]:
     """Return a model's config, and the folder or file that holds it; reads no weights and downloads none.
 
-    `name` is as in `resolve`, or a name of `catalogue.MODELS`, which has no file. From a hub id only the JSON files are
-    downloaded.
+    `name` is as in `resolve`, or a key of `catalogue.MODELS`, which has no file. For a hub id, only config.json and
+    generation_config.json are downloaded.
 
     Raises:
         ValueError: as `resolve` and `read_config`.
@@ -191,7 +191,7 @@ def load_params(
             is better on CPU, where a scan copies every layer's weights and cache and compiles no faster.
         mesh: devices that share the weights (`core.mesh.RULES`); each process reads only what its devices hold. None
             loads everything on the default device.
-        weights: round the matrices to this form of `core.quant.NAMES` as they are read; None keeps them as floats.
+        weights: form in which matrices are held, one of `core.quant.NAMES`; None holds them in `dtype`.
 
     Raises:
         ValueError: a file is missing or truncated; a tensor is missing, unexpected or of the wrong shape or dtype; a

@@ -1,5 +1,6 @@
 """The decoder: embed tokens, run the layers under any attention policy, and compute logits."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,6 +29,7 @@ def forward(
     remat: bool = False,
     stripe: int | None = None,
     spread: bool = False,
+    gather: Callable[[Layer], Layer] | None = None,
 ) -> tuple[Float[Array, "B T D"], Cache | None, Any]:
     """Run all layers over T new tokens per sequence.
 
@@ -44,6 +46,8 @@ def forward(
             devices then share the rows, too; None if the cache is in order of position.
         spread: let the devices of the mesh axis "heads" share the rows instead of the weights, which each gathers layer
             by layer; attention and cache stay split by heads (`runtime.spread`).
+        gather: makes a layer's weights whole when the layer runs; the backward pass calls it again, so that the whole
+            weights of one layer at a time are in memory (`train.mesh`).
 
     Returns:
         hidden states after the final norm, the updated cache, the policy's final state.
@@ -61,6 +65,8 @@ def forward(
     state = policy.init_state(config.num_layers, shapes, spec)
 
     def block(index, x, layer: Layer, cache, state):
+        if gather is not None:
+            layer = gather(layer)
         if stripe is not None and num_queries > 1:
             x = keep(x, None, "rows")
         if spread:
@@ -84,15 +90,16 @@ def forward(
         y = y + mlp(rms_norm(y, layer.mlp_norm, config.norm_eps), layer)
         return y, cache, state
 
-    if remat:
-        block = jax.checkpoint(block, static_argnums=(0,) if unrolled else ())
+    if remat or gather is not None:
+        kept = None if remat else _all_but_gathered
+        block = jax.checkpoint(block, static_argnums=(0,) if unrolled else (), policy=kept)
     run = _unrolled if unrolled else _scanned
     x, cache, state = run(block, params.layers, x, cache, state)
     return rms_norm(x, params.final_norm, config.norm_eps), cache, state
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:
-    """Compute queries [B,T,N,H], keys and values [B,T,K,H]. Queries and keys are rotated and, for Qwen3, normed."""
+    """Compute queries [B,T,N,H], keys and values [B,T,K,H]. Queries and keys are normed, for Qwen3, then rotated."""
     heads = (*h.shape[:2], -1, config.head_dim)
     q = linear(h, layer.q, layer.q_bias).reshape(heads)
     k = linear(h, layer.k, layer.k_bias).reshape(heads)
@@ -100,6 +107,11 @@ def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelCo
     if layer.q_norm is not None:
         q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
     return rotate(q, tables), rotate(k, tables), v
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Tell jax.checkpoint to keep every intermediate result except gathered weights."""
+    return primitive.name != "sharding_constraint"
 
 
 def _unrolled(block, layers, x, cache, state):

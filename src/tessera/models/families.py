@@ -1,8 +1,8 @@
 """Read Hugging Face configs of the supported families into a ModelConfig, and write them back.
 
 No config key is silently ignored: each is read, is known to be harmless, holds a value that switches its feature off,
-or is refused by name. A new family needs only an entry in FAMILIES if its decoder differs by existing switches of
-ModelConfig.
+or is refused by name. If the decoder of a new family differs by existing switches of ModelConfig, an entry in FAMILIES
+and a case of `tests/golden/make.py` suffice; for GGUF files, it also needs one in `gguf_model.ARCHITECTURES`.
 """
 
 from collections.abc import Callable, Mapping

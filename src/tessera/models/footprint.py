@@ -2,8 +2,9 @@
 
     total = weights + cache + copies + activations + logits + program
 
-Nothing is allocated, compiled or asked of a device. `runtime/planner.py` prints these bytes; `load` and the engine
-refuse by them.
+No function here allocates, compiles or asks a device. `runtime/planner.py` compares these bytes with a chip's memory.
+The engine compares them with the free memory and refuses a request that does not fit; `load` does the same for float
+weights, and counts quantised weights by `weights.loaded_bytes`.
 """
 
 from collections.abc import Mapping
@@ -21,16 +22,16 @@ SPLIT_AXES = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 """Logical axes of weights that the mesh's axis "heads" divides; every device holds the other axes whole."""
 
 PROGRAM_BYTES = 16 << 20
-"""Compiled code of one step. The compiler's own figure is 2 to 4 MiB for a decode step, up to 14 MiB for a prefill."""
+"""Bytes of one step's compiled code. The compiler reports 2 to 4 MiB for a decode step, up to 14 MiB for a prefill."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """How a number is stored.
+    """Number type of stored weights or cache entries.
 
     Attributes:
-        bits: per element.
-        scale_bytes: per token and KV head of a cache.
+        bits: bits per element.
+        scale_bytes: bytes of scale per token and KV head of a cache.
     """
 
     bits: int
@@ -50,12 +51,12 @@ WEIGHT_TYPES = (*FLOATS, *NAMES)
 CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
     {"float32": Number(bits=32), "bfloat16": Number(bits=16), "int8": Number(bits=8, scale_bytes=2)}
 )
-"""Types of keys and values."""
+"""Number types of keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How many devices share the heads (and every axis in SPLIT_AXES), and how many share each head's keys."""
+    """Number of devices that share the heads (and every axis in SPLIT_AXES), and number that share each head's keys."""
 
     heads: int = 1
     context: int = 1
@@ -73,10 +74,10 @@ ONE_DEVICE = Division()
 
 
 def divide(config: ModelConfig, devices: int) -> Division:
-    """Divide a model over `devices`: heads = gcd(KV heads, devices), context = the rest.
+    """Divide a model over devices: heads = gcd(KV heads, devices), context = devices / heads.
 
     Raises:
-        ValueError: `devices` is not positive, or an axis of the weights does not divide among the heads' devices.
+        ValueError: `devices` is less than 1, or `heads` does not divide an axis in SPLIT_AXES.
     """
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")
@@ -86,7 +87,7 @@ def divide(config: ModelConfig, devices: int) -> Division:
 
 
 def check_division(config: ModelConfig, division: Division) -> None:
-    """Raise ValueError unless the devices that share the heads divide every axis that they split."""
+    """Raise ValueError unless division.heads divides every axis in SPLIT_AXES of every weight."""
     for weight in (*outer_weights(config), *layer_weights(config)):
         for axis, size in zip(weight.axes, shape_of(weight, config)):
             if axis in SPLIT_AXES and size % division.heads:
@@ -101,13 +102,13 @@ class Footprint:
     """Bytes on one device, by part.
 
     Attributes:
-        attention, mlp: those matrices of all layers.
+        attention, mlp: the attention and the MLP matrices of all layers.
         vocabulary: embedding, and unembedding if it is not tied.
         vectors: norms and biases.
-        cache: keys and values of all sequences and layers.
-        copies: what a program copies of the cache or weights while it runs.
-        activations: of one prefill chunk or one decoded token, whichever is planned.
-        logits: of the last rows, in float32: a device's share, and the gathered whole.
+        cache: keys and values of all sequences and layers, with scales.
+        copies: temporary copies of the cache or of weights while a program runs.
+        activations: activations of the planned step, a prefill chunk or one decoded token per sequence.
+        logits: float32 logits of each sequence's last row: the device's share, and all of them after the gather.
         program: compiled code.
     """
 
@@ -123,17 +124,17 @@ class Footprint:
 
     @property
     def weights(self) -> int:
-        """All weights."""
+        """Bytes of all weights."""
         return self.attention + self.mlp + self.vocabulary + self.vectors
 
     @property
     def beyond_weights(self) -> int:
-        """What a request adds to a loaded model: all parts except weights and compiled code."""
+        """Bytes that a request adds to a loaded model: all parts except weights and compiled code."""
         return self.total - self.weights - self.program
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Bytes of all parts."""
         return sum(getattr(self, f.name) for f in fields(self))
 
 
@@ -167,11 +168,11 @@ class Types:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one program works on: `batch` sequences with room for `num_keys` keys, `rows` new rows each.
+    """Sizes of one program call: `batch` sequences with room for `num_keys` keys each, and `rows` new rows each.
 
     Attributes:
-        stacked: layers run under a scan, which copies the keys and values of one layer at a time.
-        host: XLA's CPU compiler made the program. It keeps float32 copies of narrower activations, and a chunk of
+        stacked: whether layers run under a scan, which copies the keys and values of one layer at a time.
+        host: whether the program runs on a CPU. There XLA keeps float32 copies of narrower activations, and a chunk of
             several sequences copies about half of the cache (LOG.md).
     """
 
@@ -185,14 +186,15 @@ class Load:
 def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE) -> Footprint:
     """Compute the bytes on one device, by part.
 
-    Equations, n = division.heads, c = division.context:
+    Equations, with n = division.heads, c = division.context, F and V the MLP and vocabulary sizes, w, h and s the bytes
+    of an activation, of a key's element and of a key's scale:
 
-        weights      sum over the table of `matrix_bytes`, whose axes are divided by n where a mesh splits them
-        cache        2 L B K S (H + scale) / (n c)
-        copies       one layer's keys and values if stacked, (L + 2) // 2 layers' if the host runs a chunk, B > 1
-        activations  B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output; and
-                     the branch's two inputs and their product
-        logits       4 B V (1 + 1 / n), where n > 1; 4 B V on one device
+        weights      sum over all weights of `matrix_bytes` or float bytes; each axis that n splits is divided
+        cache        2 L B K S (H h + s) / (n c)
+        copies       stacked: the keys and values of one layer; on a CPU with rows > 1 and B > 1: of (L + 2) // 2 layers
+        activations  w B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output;
+                     and the branch's two inputs and their product (on a CPU, w + 4 for bfloat16)
+        logits       4 B V (1 + 1 / n) if n > 1, else 4 B V
     """
     cache = cache_bytes(config, load.batch, load.num_keys, types=types, division=division)
     kinds = weight_bytes(config, types=types, division=division)
@@ -229,7 +231,7 @@ def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: 
 def cache_bytes(
     config: ModelConfig, batch: int, num_keys: int, *, types: Types = Types(), division: Division = ONE_DEVICE
 ) -> int:
-    """Return the bytes of keys and values on one device: 2 L B K S (H + scale) / (n c)."""
+    """Return the bytes of keys, values and their scales on one device; see `footprint`."""
     scales = 2 * config.num_layers * batch * config.num_kv_heads * ceil_div(num_keys, division.context)
     scales //= division.heads
     return CACHE_TYPES[types.cache].size(scales * config.head_dim, scales)
@@ -238,7 +240,7 @@ def cache_bytes(
 def activation_bytes(
     config: ModelConfig, load: Load, *, types: Types = Types(), division: Division = ONE_DEVICE
 ) -> int:
-    """Return the bytes that one chunk holds at its peak, within one layer; see `footprint`."""
+    """Return the peak bytes of one chunk's activations, reached within a layer; see `footprint`."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     width = 3 * config.hidden_size + 3 * max(config.intermediate_size, heads) // division.heads
     extra = 4 if load.host and types.itemsize < 4 else 0
@@ -246,7 +248,7 @@ def activation_bytes(
 
 
 def _copied_layers(config: ModelConfig, load: Load) -> int:
-    """Count the arrays of a layer's keys, or of its values, that a program copies."""
+    """Count the copied arrays, each the keys of one layer or the values of one layer."""
     if load.host and load.batch > 1 and load.rows > 1:
         return 2 * ((config.num_layers + 2) // 2)
     return 2 if load.stacked else 0

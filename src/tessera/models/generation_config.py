@@ -51,8 +51,8 @@ UNSUPPORTED = MappingProxyType(
         "renormalize_logits": False,
     }
 )
-"""Settings that are not supported, each with the value at which it has no effect. A file's other value of such a
-setting is listed in `GenerationConfig.ignored`."""
+"""Unsupported setting -> value at which it has no effect. If a file gives it another value, `GenerationConfig.ignored`
+lists the setting."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ import numpy as np
 from tessera.models.gguf_file import GgufTensor, order_of_rows
 
 KINDS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}
-"""Kind of values of each tensor type that is kept, by its name in GGUF."""
+"""GGUF tensor type -> kind of `Quantised` values, for the types that are kept as stored."""
 FLOATS = ("F32", "F16", "BF16")
-"""Tensor types that are loaded in the model's float dtype."""
+"""GGUF tensor types that are loaded in the model's float dtype."""
 BLOCK = 32
 """Inputs per block."""
 READ_BYTES = 4 << 20
@@ -20,7 +20,7 @@ READ_BYTES = 4 << 20
 
 
 def check_stored_type(name: str, tensor: GgufTensor) -> None:
-    """Raise ValueError if a matrix's type can neither be kept nor is a float type."""
+    """Raise ValueError unless a matrix's type is in KINDS or in FLOATS."""
     kind = tensor.layout.name
     if kind not in KINDS and kind not in FLOATS:
         raise ValueError(

@@ -106,7 +106,7 @@ class _Vocabulary:
         return value
 
     def numbers(self, key: str, count: int, kind: type) -> np.ndarray | None:
-        """Return one number per token; None if the file has no such list."""
+        """Return the list `key` of `count` numbers, one per token; None if the key is missing."""
         values = self.typed(key, np.ndarray, None)
         if values is not None and (len(values) != count or not np.issubdtype(values.dtype, kind)):
             raise ValueError(f"{key} has {len(values)} values of {values.dtype} for {count} tokens")

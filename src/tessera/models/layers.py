@@ -14,7 +14,7 @@ from tessera.models.config import Rope
 from tessera.models.products import product
 
 FEW_ROWS = 4
-"""Rows. With at most this many, `matmul` takes its decode path on CPU."""
+"""Maximum rows with which `matmul` takes its decode path on CPU."""
 
 CACHED_BYTES = 4 << 20
 """Bytes of a matrix block that stay in a CPU's cache while several rows are multiplied by it."""
@@ -25,7 +25,7 @@ CACHED_BYTES = 4 << 20
 class Layer:
     """Weights of one decoder layer; matrices are [out, in] as in the checkpoint. Stacked layers have a leading L.
 
-    Each matrix is an Array or a Quantised, which `linear` takes alike.
+    Each matrix is an Array or a Quantised; `linear` takes both.
     """
 
     attn_norm: Array

@@ -14,13 +14,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 Rows = Iterator[tuple[slice | np.ndarray, np.ndarray]]
-"""Blocks of a tensor: which rows, as a slice or as an array of row numbers, and their values [rows, columns]."""
+"""Iterator over blocks of a tensor: (row numbers as a slice or an array, their values [rows, columns])."""
 
 Reader = Callable[[str, Any, range, range], Rows]
-"""Reads rows and columns of a tensor, given its name and its place in a file. A vector has one column."""
+"""read(name, place in a file, rows, columns): yield that part of a tensor. A vector has one column."""
 
 Box = tuple[int, int, int, int]
-"""First row, end of rows, first column, end of columns."""
+"""Part of a tensor: (first row, end of rows, first column, end of columns)."""
 
 
 def load_weight(

@@ -6,8 +6,9 @@ two int8 digits, h and l:
 
     x ~ a (h + l / 254),  a = max |x| / 127,  |error| <= a / 508
 
-The product is then two rows of int8 products, exact in int32. At decode this beats a multiply-and-sum over converted
-values, and at prefill a float product, several times over (LOG.md). Its step is 1/254 of an int8 weight's.
+The product is then two rows of int8 products, exact in int32. At decode this is several times faster than multiplying
+converted values and summing, and at prefill several times faster than a float product (LOG.md). x is rounded to
+multiples of a / 254, 254 times finer than int8 alone.
 """
 
 import math
@@ -21,9 +22,9 @@ from tessera.attention.parallel import num_parts
 from tessera.core.quant import Quantised, unpack
 
 FEW_ROWS = 4
-"""Rows. With at most this many, a product on CPU is bound by the weights' bytes."""
+"""Maximum rows at which reading the weights bounds a product on CPU."""
 ROUNDED_ROWS = 64
-"""Rows from which w8a8 rounds activations. Below, reading the weights takes longer than multiplying in float."""
+"""Minimum rows at which w8a8 rounds activations. With fewer, reading the weights bounds even a float product."""
 
 
 def product(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
@@ -49,7 +50,7 @@ def lookup(embed: Array | Quantised, tokens: Int32[Array, "B T"]) -> Float[Array
 
 
 def _joined(weight: Quantised, values: Array) -> Array:
-    """Unpack grouped values [G,g,...] if they are packed."""
+    """Return grouped values as [G,g,...], unpacked if they are packed."""
     return jnp.concatenate(unpack(values, weight.kind == "int4"), 1) if weight.packed else values
 
 
@@ -157,8 +158,8 @@ def _converted(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "...
 
 
 def _summed(row: Array, weight: Quantised) -> Array:
-    """Multiply by one row [D] and sum, in one pass over the values: XLA on CPU fuses that, but no conversion into a
-    dot."""
+    """Multiply the values by one row [D] and sum, in one pass: XLA on CPU fuses a conversion into this sum, but not
+    into a dot."""
     if not weight.group:
         return jnp.sum(_from_fp8(weight.values) * row, -1) * (weight.scale * FP8_FACTOR)
     x_Gg = row.reshape(weight.values.shape[0], -1)
@@ -174,7 +175,7 @@ def _summed(row: Array, weight: Quantised) -> Array:
 
 
 FP8_FACTOR = 2.0**8
-"""Factor left out by `_from_fp8`: exponents of float16 are biased by 15, of e4m3 by 7."""
+"""2^(15 - 7): the exponent bias is 15 in float16 and 7 in e4m3, so e4m3 bits read as float16 are 2^8 times smaller."""
 
 
 def _from_fp8(values: Array) -> Array:

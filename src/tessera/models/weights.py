@@ -193,11 +193,11 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def form_of(weight: Weight, config: ModelConfig, name: str | None) -> Form | None:
-    """Return the form in which `load(weights=name)` holds a weight; None for a float. For a form of core/quant.FORMS.
+    """Return the form in which `load(weights=name)` holds a weight, for a name in core.quant.FORMS; None for floats.
 
-    The matrix that computes logits takes int8 in every form: its errors go straight into the scores, and for a small
-    model it is a fifth of the bytes that a decoded token reads. It is the embedding of a tied model. An untied
-    embedding stays a float: a lookup reads one row.
+    The matrix that computes logits (the head, or a tied embedding) takes int8 in every form: its errors go straight
+    into the logits, and in a small model it is a fifth of the bytes that a decoded token reads. An untied embedding
+    stays in floats, because a lookup reads only one row.
     """
     if name is None or not weight.is_matrix:
         return None

@@ -1,7 +1,7 @@
-"""Will a model fit on a chip, and how fast will it run: arithmetic alone, nothing compiled and no device asked.
+"""Predict whether a model fits on a chip and how fast it runs, by arithmetic alone: without a compiler or a device.
 
-Memory is `models/footprint.py`'s, times are `roofline.py`'s. This module compares pairs of number types and finds the
-longest context and the largest batch.
+`models/footprint.py` computes the memory and `roofline.py` the times. This module compares pairs of weight and cache
+types, and finds the longest context and the largest batch that fit.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,19 +25,21 @@ WEIGHTS = ("bfloat16", "gguf", "int8", "w8a8", "fp8", "int4-g32", "int4-g64", "i
 CACHES = ("bfloat16", "int8")
 
 SLACK = 0.01
-"""Share of the planned bytes kept free: above the planner's largest error against the compiler (docs/runtime.md)."""
+"""Margin, as a share of the planned bytes. The planner's largest error against the compiler is smaller
+(docs/runtime.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One pair of weight and cache types.
+    """Memory and times of one pair of weight and cache types.
 
     Attributes:
-        parts: bytes on one device, of the larger of a prefill chunk and a decode step.
-        why_not: empty if it fits.
-        longest: longest cache that fits at this batch; 0 if none does.
-        largest: largest batch that fits at this length.
-        dense, kascade: predicted times.
+        parts: bytes on one device during a prefill chunk or a decode step, whichever takes more.
+        usable_bytes: memory of one device that programs can use.
+        why_not: why the pair does not fit; empty if it fits.
+        longest: longest context, in tokens, that fits at the question's batch; 0 if none does.
+        largest: largest batch that fits at the question's length; 0 if none does.
+        dense, kascade: predicted times under dense and under Kascade attention.
     """
 
     weights: str
@@ -54,7 +56,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """All pairs, the index of the first choice (None if nothing fits), and what a prefill exchanges."""
+    """Every pair, the index of the first choice (None if nothing fits), and the bytes that a prefill exchanges."""
 
     question: Question
     division: Division
@@ -115,7 +117,8 @@ def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None
 
 
 def peak(question: Question, types: Types, **changes: int) -> Footprint:
-    """Return the larger footprint of a prefill chunk and of a decode step, with other fields of the question."""
+    """Return the footprint of a prefill chunk or of a decode step, whichever is larger; `changes` replace fields of
+    `question`."""
     q = replace(question, **changes)
     keys, rows = capacity_bucket(q.length), min(round_up(q.length, q.policy.query_tile), q.chunk)
     loads = (Load(batch=q.batch, num_keys=keys, rows=rows), Load(batch=q.batch, num_keys=keys))
@@ -123,7 +126,7 @@ def peak(question: Question, types: Types, **changes: int) -> Footprint:
 
 
 def fits(found: Footprint, usable_bytes: float) -> bool:
-    """Return whether a program of this footprint fits, with SLACK."""
+    """Return whether a program of this footprint fits into `usable_bytes` with the margin SLACK."""
     return found.total * (1 + SLACK) <= usable_bytes
 
 
@@ -156,7 +159,7 @@ def _why_not(found: Footprint, usable: float) -> str:
 
 
 def _most(good: Callable[[int], bool]) -> int:
-    """Return the largest size up to int32 for which `good` holds, 0 if none; `good` must be monotone."""
+    """Return the largest size up to MAX_SIZE for which `good` holds, or 0. All sizes up to the result must be good."""
     low, high = 0, MAX_SIZE
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,14 +1,17 @@
-"""How fast a model runs on a chip: rooflines of one device, nothing compiled and no device asked.
+"""Predict how fast a model runs on a chip, by the roofline of one device: without a compiler or a device.
 
-    decode_s  = max(weights / bandwidth, products / peak) + keys and values read / bandwidth + links
-    prefill_s = the sum over a prompt's chunks of max(weights / bandwidth, products / peak) + attention / peak + links
+    decode_s  = max(weights / bandwidth, products / peak) + cache / bandwidth + links
+    prefill_s = max(chunks * weights / bandwidth, products / peak) + attention / peak + links
 
-    products  = 2 P flops per row, P the parameters in the matrices that a row meets
-    attention = 4 N H flops per (row, key) that a layer reads; a decoded row reads 2 K H numbers per key and layer
-    links     = bytes that a device sends / (half of LINK_BYTES_PER_S); a ring of n devices sends 2 (n - 1) / n of a sum
+    weights   = bytes of the device's weights; every chunk of a prompt reads them once
+    products  = 2 P flops per row, where P counts the parameters of the matrices that multiply the row
+    cache     = bytes of keys and values read: 2 K H numbers per key that a layer reads
+    attention = 4 N H flops per (row, key) that a layer reads
+    links     = bytes that a device sends / (LINK_BYTES_PER_S / 2). To add up an array over a ring of n devices, each
+                sends 2 (n - 1) / n of its bytes.
 
-Bandwidth and peak are the nominal rates times BANDWIDTH_SHARE and SHARES. Left out: the latency of exchanges, tile
-selection, and the host. An int8, int4 or fp8 matrix is read at its size and multiplied in bfloat16.
+Bandwidth and peak are the nominal rates times BANDWIDTH_SHARE and SHARES. The model leaves out the latency of
+exchanges, tile selection and the host. An int8, int4 or fp8 matrix is read in that type and multiplied in bfloat16.
 """
 
 from collections.abc import Mapping
@@ -27,11 +30,11 @@ from tessera.sparse.anchors import default_anchors
 from tessera.sparse.kascade import Kascade
 
 BANDWIDTH_SHARE = 0.8
-"""Share of the nominal memory bandwidth that reads reach: `deviceless.tpu.predict.CALIBRATED`, fitted to measured
-times of v5p and v6e."""
+"""Share of the nominal memory bandwidth that reads reach; from `deviceless.tpu.predict.CALIBRATED`, which was fitted to
+measured times of v5p and v6e."""
 
 SAMPLES = 256
-"""Positions of a prompt at which keys are counted; between them the count is nearly straight."""
+"""Positions of a prompt at which the keys read are counted; between them the count is nearly linear."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,8 @@ class Shares:
     """Shares of the nominal bfloat16 peak that a prefill reaches.
 
     Attributes:
-        products: linear layers, with the operations around them.
-        dense, score, sparse: attention of each role; sparse counts whole listed tiles of 128 keys.
+        products: share of linear layers, including the operations around them.
+        dense, score, sparse: share of attention in each role; sparse work counts every key of the listed tiles.
     """
 
     products: float
@@ -58,25 +61,25 @@ SHARES: Mapping[str, Shares] = MappingProxyType(
         **dict.fromkeys(("v4", "h100", "h200"), Shares(products=0.7, dense=0.5, score=0.5, sparse=0.25)),
     }
 )
-"""Attention: the compiler's schedules of a prefill of 131,072 tokens, a tenth of the keys (evidence/tpu-figures.jsonl).
-Products of v5e and v6e: its schedules of 8B steps (evidence/tpu-steps.jsonl). Products of v5p and v7x, and all of v4,
-h100 and h200, are assumed. Nothing here is measured."""
+"""Chip -> shares; none is measured. Attention comes from the compiler's schedules of a prefill of 131,072 tokens that
+reads a tenth of the keys (evidence/tpu-figures.jsonl). Products of v5e and v6e come from its schedules of steps of an
+8B model (evidence/tpu-steps.jsonl). Products of v5p and v7x, and all shares of v4, h100 and h200, are assumed."""
 
 DERIVED = ("v5e", "v5p", "v6e", "v7x")
-"""Chips whose attention shares come from schedules."""
+"""Chips whose attention shares come from the compiler's schedules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is planned: a model, the devices, and the requests.
+    """Input of the planner: a model, the devices, and the requests.
 
     Attributes:
         config: the model.
         chip: short name of a chip in `core.hardware.CHIPS`.
-        devices: jax devices that share every layer.
+        devices: number of JAX devices that share every layer.
         batch: sequences at a time.
         length: tokens per sequence, prompt and answer.
-        policy: Kascade, for the times with a plan.
+        policy: Kascade policy, for the times under Kascade.
         chunk: rows of one prefill call per sequence.
     """
 
@@ -103,7 +106,7 @@ class Question:
 
     @property
     def division(self) -> Division:
-        """How the devices divide the model."""
+        """Division of the model over the devices."""
         return divide(self.config, self.devices)
 
 
@@ -112,12 +115,13 @@ class Speed:
     """Predicted times of one attention policy.
 
     Attributes:
-        prefill_s: of the whole prompt; the time to its first token.
-        decode_ms: of one token per sequence, at the end of the length.
-        tokens_per_s: of all sequences together.
-        prefill_parts_s, decode_parts_ms: weights, products, attention, keys and values, links; what overlaps is not
-            added, so they may sum to more.
-        prefill_bound, decode_bound: the largest part.
+        prefill_s: time of the whole prompt, until its first token.
+        decode_ms: time of one token per sequence, when the sequences have their full length.
+        tokens_per_s: decoded tokens per second of all sequences together.
+        prefill_parts_s: times of "weights", "products", "attention" and "links". Weights and products overlap, so the
+            parts may sum to more than prefill_s.
+        decode_parts_ms: likewise, with "cache" (reading keys and values) in the place of "attention".
+        prefill_bound, decode_bound: name of the longest part.
     """
 
     prefill_s: float
@@ -131,7 +135,10 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """Bytes that one device sends per layer of a prefill chunk, and the rows per call from which `rows` sends fewer."""
+    """Bytes that one device sends per layer of a prefill chunk, split by tensor or by rows; see `exchanged`.
+
+    `break_even_rows` is the minimum number of rows per call at which rows_bytes is the smaller.
+    """
 
     tensor_bytes: float
     rows_bytes: float
@@ -139,8 +146,11 @@ class Exchange:
 
 
 def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kascade:
-    """Return Kascade as the paper sets it up: its anchors for a model it names, else as many in proportion, evenly
-    spread; a tenth of the keys; each head reads its own choice. `options` are further fields of Kascade."""
+    """Return the paper's Kascade: a tenth of the keys, and each head follows the same head of its anchor.
+
+    The anchors are those that the paper gives for model `name`; other models get as many in proportion to their
+    layers, evenly spread. `options` set further fields of Kascade.
+    """
     layers, count = config.num_layers, default_anchors(config.num_layers)
     anchors = ANCHORS.get(name, tuple(i * layers // count for i in range(count)))
     head_map = ((*range(config.num_kv_heads),),) * layers
@@ -148,7 +158,7 @@ def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kasc
 
 
 class Reading(NamedTuple):
-    """Keys that rows read, summed over the layers of each role; `own` counts the keys that cheap scores rank."""
+    """Keys that rows read, summed over the layers of each role; `own`: keys that layers score to choose tiles."""
 
     dense: float = 0.0
     score: float = 0.0
@@ -157,7 +167,7 @@ class Reading(NamedTuple):
 
 
 def reading(config: ModelConfig, policy: Kascade | None, visible: int) -> Reading:
-    """Count the keys that one row with `visible` keys reads in all layers; dense without a policy."""
+    """Count the keys that a row reads in all layers if it sees `visible` keys; `policy` None is dense."""
     visible = min(visible, config.window or visible)
     if policy is None or visible < policy.crossover_tokens:
         return Reading(dense=config.num_layers * visible)
@@ -179,7 +189,7 @@ def reading(config: ModelConfig, policy: Kascade | None, visible: int) -> Readin
 
 
 def speed(q: Question, types: Types, policy: Kascade | None) -> Speed:
-    """Predict both phases; dense without a policy."""
+    """Predict the times of prefill and decode under a policy; `policy` None is dense."""
     on, division = chip(q.chip), q.division
     prefill, decode = _prefill(q, on, division, types, policy), _decode(q, on, division, types, policy)
     prefill_s = max(prefill["weights"], prefill["products"]) + prefill["attention"] + prefill["links"]
@@ -202,13 +212,13 @@ def layer_parameters(config: ModelConfig) -> int:
 
 
 def exchanged(q: Question) -> Exchange:
-    """Compute what one device sends per layer of a prefill chunk, in two ways.
+    """Compute the bytes that one device sends per layer of a prefill chunk, for two ways to split the chunk.
 
-        tensor: two sums of rows' activations, 2 x 2 (n - 1) / n x R D w
-        rows: the layer's weights gathered, and queries, keys, values and outputs sent from rows to heads and back,
-              (n - 1) / n x (weights + R / n x (2 N + 2 K) H w)
+        tensor: add up all rows' activations twice: 2 x 2 (n - 1) / n x R D w
+        rows: gather the layer's weights, and send queries, keys, values and outputs from rows to heads and back:
+              (n - 1) / n x (bytes of weights + R / n x (2 N + 2 K) H w)
 
-    over n devices and R = batch x chunk rows of w = 2 bytes.
+    n is the number of devices that share the heads, R = batch x chunk rows, and a number has w = 2 bytes.
     """
     config, n = q.config, q.division.heads
     share, width = (n - 1) / n, 2
@@ -225,15 +235,18 @@ def exchanged(q: Question) -> Exchange:
 
 
 def _read_s(q: Question, on: Chip, types: Types) -> float:
-    """Seconds in which a device reads the weights that every row meets: all except an untied embedding's table."""
+    """Seconds in which a device reads its weights once, without an untied embedding, of which a token reads one row."""
     found = weight_bytes(q.config, types=types, division=q.division)
     table = 0 if q.config.tie_embeddings else outer_bytes(EMBED, q.config, types=types, division=q.division)
     return (sum(found.values()) - table) / (on.bytes_per_s / on.devices * BANDWIDTH_SHARE)
 
 
 def _links_s(q: Question, division: Division, rows: float, heads_rows: float) -> float:
-    """Seconds of the exchanges: per layer two sums of activations over the devices that share heads, and one sum of
-    float32 attention outputs over those that share keys; at the end, the last rows' logits."""
+    """Seconds of the exchanges of `rows` rows of activations, and `heads_rows` rows of attention outputs.
+
+    Each layer adds up activations twice over the devices that share heads, and float32 attention outputs once over the
+    devices that share keys. At the end, each sequence's last logits are gathered.
+    """
     config, rate = q.config, LINK_BYTES_PER_S[q.chip] / 2
     n, c = division.heads, division.context
     sums = config.num_layers * 2 * 2 * (n - 1) / n * rows * config.hidden_size * 2

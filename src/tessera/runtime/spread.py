@@ -1,14 +1,15 @@
-"""How the devices of a mesh share a prefill chunk: by heads, as they share weights and cache, or by rows.
+"""Choose how the devices of a mesh share a prefill chunk: by heads, as they share weights and cache, or by rows.
 
 By heads, every device computes all rows with its part of the weights, and each layer adds up the activations twice (two
 all-reduces). By rows, each device computes its own rows with the layer's whole weights, gathered from the same parts;
-only queries, keys, values and outputs change devices, from rows to heads and back, so the cache stays split by heads
-and decode goes on from it. Bytes that one of n devices sends per layer, for T rows and numbers of b bytes:
+only queries, keys, values and outputs move between devices, from rows to heads and back. The cache thus stays split by
+heads, as decode needs it. Bytes that one of n devices sends per layer, for T rows and numbers of b bytes:
 
     by heads  4 (n - 1) / n * T * D * b
     by rows   (n - 1) / n * (weights of a layer + T / n * 2 (N + K) H b).
 
-The weights outweigh the activations of short calls, so `Sharing.break_even` separates the two.
+In a short call the weights outweigh the activations, so sharing by heads sends fewer bytes below `Sharing.break_even`
+rows.
 """
 
 from dataclasses import dataclass
@@ -18,11 +19,11 @@ from tessera.core.memory import format_bytes
 from tessera.models.config import ModelConfig
 
 ROWS_PER_DEVICE = 16384
-"""Most rows of a chunk on one device. More would send fewer bytes per row, but activations would fill the memory."""
+"""Maximum rows of a chunk on one device. More rows would send fewer bytes per row, but need too much memory."""
 
 
 class Sent(NamedTuple):
-    """Bytes that one device sends per layer of a prefill chunk, shared by heads and by rows."""
+    """Bytes that one device sends per layer of a prefill chunk, if the chunk is shared by heads and if by rows."""
 
     by_heads: float
     by_rows: float
@@ -30,7 +31,7 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sharing:
-    """What decides how `devices` share a chunk.
+    """Sizes that determine whether `devices` devices share a prefill chunk by heads or by rows.
 
     Attributes:
         config: sizes of the model.
@@ -45,7 +46,7 @@ class Sharing:
     layer_bytes: int
 
     def sent(self, num_rows: int) -> Sent:
-        """Count the bytes of a chunk of `num_rows` rows in all sequences together, by the module's formulas."""
+        """Count the bytes of a chunk with `num_rows` rows over all sequences, by the module's formulas."""
         share, config = (self.devices - 1) / self.devices, self.config
         heads = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         by_heads = 4 * share * num_rows * config.hidden_size * self.itemsize
@@ -53,7 +54,7 @@ class Sharing:
 
     @property
     def break_even(self) -> int | None:
-        """Fewest rows of a chunk that send fewer bytes by rows; None if no chunk does."""
+        """Minimum rows of a chunk for which sharing by rows sends fewer bytes; None if it never does."""
         if self.devices == 1:
             return None
         fixed, one = self.sent(0).by_rows, self.sent(1)
@@ -61,14 +62,18 @@ class Sharing:
         return int(fixed // saved) + 1 if saved > 0 else None
 
     def by_rows(self, batch: int, rows: int) -> bool:
-        """Decide how to share a chunk of `rows` rows per sequence: by rows if that sends fewer bytes."""
+        """Return whether to share by rows a chunk of `rows` rows per sequence.
+
+        It is shared by rows if that sends fewer bytes and the number of devices divides `rows`.
+        """
         least = self.break_even
         return least is not None and batch * rows >= least and rows % self.devices == 0
 
     def chunk(self, *, batch: int, num_keys: int, unit: int, rows_per_device: int) -> int | None:
-        """Return the length of the chunks that a prefill of up to `num_keys` keys shares by rows; None if it has none.
+        """Return the longest chunk that a prefill can share by rows, in rows per sequence; None to share by heads.
 
-        It is `unit` times a power of two, so that few lengths compile.
+        The length is `unit` times a power of two, so that few lengths are compiled. It is at most `num_keys`, and puts
+        at most `rows_per_device` rows of all sequences on one device.
         """
         most = min(rows_per_device, ROWS_PER_DEVICE) * self.devices
         size = unit

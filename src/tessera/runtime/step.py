@@ -1,4 +1,4 @@
-"""The jitted programs over a KV cache that is allocated once: prefill a chunk, decode a token, copy rows in and out.
+"""Jitted programs over one KV cache: prefill a chunk, decode a token, copy a sequence in or out.
 
 The batch is right-padded. Prompts are cut into chunks at fixed positions, multiples of the query tile, so the keys that
 a row attends to depend neither on the other prompts nor on the chunk sizes. Memory is the cache plus one chunk's
@@ -49,8 +49,8 @@ def allocate(
     stacked: bool,
     stripe: int | None = None,
 ) -> Cache:
-    """Allocate an empty cache; the devices of a mesh share it by KV heads, and with a stripe by slots, so that none
-    ever holds all of it."""
+    """Allocate an empty cache, split over the mesh by KV heads and, with a stripe, by slots; no device ever holds all
+    of it."""
     return keep_split(init_cache(config, batch, num_keys, dtype=jnp.dtype(dtype), stacked=stacked), stripe)
 
 
@@ -59,7 +59,7 @@ def enlarge(cache: Cache, *, num_keys: int, stripe: int | None = None) -> Cache:
     """Copy a cache into one with room for `num_keys` keys."""
     parts = 1 if stripe is None else context.num_parts()
 
-    def pad(x: Array, axis: int) -> Array:  # each device adds slots after its own
+    def pad(x: Array, axis: int) -> Array:  # each device appends slots to its part
         lead, held, rest = x.shape[:axis], x.shape[axis], x.shape[axis:][1:]
         x = x.reshape(*lead, parts, held // parts, *rest)
         widths = [(0, 0)] * x.ndim
@@ -87,8 +87,8 @@ def prefill_chunk(
 ) -> tuple[Cache, Float[Array, "B D"], Reads | None]:
     """Run one prefill chunk; return the cache, `last_BD` and the reads.
 
-    Each sequence with rows in the chunk writes its last row's hidden state to `last_BD`. This argument is not donated,
-    because the host waits for it to learn how far the device is.
+    For each sequence with rows in the chunk, `last_BD` gets the hidden state of its last row. The argument is not
+    donated, because the host waits for it to learn how far the device is.
     """
     positions = Positions(q_start_B, jnp.where(q_len_B > 0, q_start_B + q_len_B, 0), q_len_B)
     how = {"config": config, "policy": policy, "stripe": stripe, "spread": spread}
@@ -165,13 +165,13 @@ def put_row(cache: Cache, part: Cache, row: Int32[Array, ""], stripe: int | None
 
 
 class Session:
-    """The KV cache of one batch and the programs that fill it. (This is not the session of a client.)
+    """The KV cache of one batch, with the programs that fill it. (It has nothing to do with a client's session.)
 
     Args:
-        params, config, policy: of the model.
-        batch: sequences.
-        num_keys: keys per sequence to allocate at least.
-        sizes: rows of a prefill call, descending multiples of the policy's query tile.
+        params, config, policy: the model's weights, config and attention policy.
+        batch: number of sequences.
+        num_keys: minimum keys per sequence to allocate.
+        sizes: lengths of prefill chunks, descending multiples of the policy's query tile.
         cache: dtype of keys and values, "int8" or None for the weights' own.
     """
 
@@ -215,7 +215,7 @@ class Session:
             self.cache = enlarge(self.cache, num_keys=self.num_keys, stripe=self.stripe)
 
     def bucket(self, num_keys: int) -> int:
-        """Return the cache size for `num_keys` keys and the last chunk's padding; XLA silently clamps later writes."""
+        """Return the cache size for `num_keys` keys and the last chunk's padding; XLA clamps writes past the end."""
         size = capacity_bucket(round_up(num_keys, self.sizes[-1]))
         return size if self.stripe is None else round_up(size, self.sizes[-1])
 
@@ -307,22 +307,24 @@ class Session:
         """Return the hidden states that a prefill starts with: zeros, on every device."""
         return put(np.zeros((self.batch, self.config.hidden_size), self.dtype), self.mesh)
 
-    def warm(self, *, decode: bool = True) -> int:
-        """Run every program for this cache size once, on empty sequences; return their number.
+    def warm(self, *, prefill: bool = True, decode: bool = True) -> int:
+        """Run every program of prefill, decode or both for this cache size once, on empty sequences; return their
+        number.
 
-        With `decode`, the decode program is one of them. `Lane.warm` calls this and adds sampling, and `Engine.warm`
-        calls `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
+        `Lane.warm` calls this and adds sampling, and `Engine.warm` calls `Lane.warm` for each lane. `Model.warmup`
+        calls this for each cache size up to its longest request.
         """
         no_rows = np.zeros(self.batch, np.int32)
         last = self.no_rows()
-        sizes = [size for size in self.sizes if size <= self.num_keys]
+        sizes = [size for size in self.sizes if size <= self.num_keys and prefill]
         for size in sizes:
             last, _ = self.chunk(last, np.zeros((self.batch, size), np.int32), 0, no_rows)
-        out = read_head(self.params, last)
+        if prefill:
+            read_head(self.params, last)
         if decode:
-            self.decode(jnp.argmax(out, axis=-1).astype(jnp.int32), no_rows, no_rows.astype(bool))
-        jax.block_until_ready((self.cache, out))
-        return len(sizes) + 1 + decode
+            self.decode(put(no_rows, self.mesh), no_rows, no_rows.astype(bool))
+        jax.block_until_ready(self.cache)
+        return len(sizes) + prefill + decode
 
 
 class Prefill:
@@ -383,13 +385,13 @@ def needed(
     cache: str | None = None,
     division: Division = ONE_DEVICE,
 ) -> Footprint:
-    """Compute what a request holds on one device: the cache, and one chunk of a prompt of `num_tokens` tokens."""
+    """Compute the bytes on one device while a prompt of `num_tokens` tokens is prefilled into a cache of `num_keys`."""
     load = Load(batch=batch, num_keys=capacity_bucket(num_keys), rows=min(num_tokens, CHUNK), host=host)
     return footprint(config, load, types=Types(weights=dtype, cache=cache or dtype, dtype=dtype), division=division)
 
 
 def stripe_rows(query_tile: int, parts: int) -> int:
-    """Return the positions per stripe for a chunk of about CHUNK rows: whole query tiles and key tiles."""
+    """Return the positions per stripe, such that a chunk has about CHUNK rows and a stripe has whole tiles."""
     return round_up(ceil_div(CHUNK, parts), lcm(max(TILES), query_tile))
 
 
@@ -401,9 +403,9 @@ def sharing(params: Params, config: ModelConfig) -> Sharing:
 
 
 def spread_chunk(params: Params, config: ModelConfig, *, batch: int, num_keys: int, unit: int) -> int | None:
-    """Return the length of the chunks that the devices share by rows, or None; see `Sharing.chunk`.
+    """Return the length of chunks that the devices share by rows; None to share by heads. See `Sharing.chunk`.
 
-    Their activations take at most as much of a device's memory as its weights.
+    A chunk's activations take at most as many bytes of a device as its weights.
     """
     mesh = mesh_of(params)
     if num_parts(mesh) == 1 or num_stripes(mesh) > 1:
@@ -422,7 +424,7 @@ def row_bytes(config: ModelConfig, itemsize: int, parts: int = 1) -> int:
 def require_room(
     params: Params, config: ModelConfig, *, batch: int, num_keys: int, num_tokens: int, cache: str | None = None
 ) -> None:
-    """Raise MemoryError unless a cache of `num_keys` keys and a chunk of a prompt of `num_tokens` fit every device."""
+    """Raise MemoryError unless every device has room for the cache and for one chunk of a prompt of `num_tokens`."""
     mesh, devices = mesh_of(params), local_devices(params)
     parts, stripes = num_parts(mesh), num_stripes(mesh)
     sizes = {"batch": batch, "num_keys": num_keys, "num_tokens": num_tokens, "cache": cache}

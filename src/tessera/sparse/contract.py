@@ -46,7 +46,11 @@ class Policy:
     def attend(
         self, layer: int | Array, q: Array, kv: KeyValues, spec: AttentionSpec, positions: Positions, state: Any
     ) -> tuple[Float[Array, "B T N H"], Any]:
-        """Compute one layer's attention of queries [B,T,N,H] to the layer's whole cache; return output and state."""
+        """Compute one layer's attention of queries [B,T,N,H] to the layer's whole cache; return output and state.
+
+        Change `spec` only by dataclasses.replace, since it carries the model's window and the mesh's stripe. Keys may
+        be int8 (`kv.scales`), which matters only to a policy that reads `kv.k` itself.
+        """
         raise NotImplementedError
 
     def observe(self, layer: int | Array, x: Array, y: Array, positions: Positions, state: Any) -> Any:

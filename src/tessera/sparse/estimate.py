@@ -69,7 +69,7 @@ def estimate_mass(
 
     Work is 2 H N T S / (keys * rows) flops; scratch memory holds one query tile's sum per key tile. A single query row
     (decode) is scored key by key, because averaging would read every key anyway. Int8 keys have `scales`, as in
-    `KeyValues`; they are averaged as the numbers they mean, and a single row's scores are scaled instead of the keys.
+    `KeyValues`: blocks average keys times scales, and for a single row the scores are scaled instead of the keys.
     """
     how.check(spec.tile)
     if spec.stripe is not None and context.num_parts() > 1:

@@ -1,7 +1,8 @@
 """The table of policies that users choose by name.
 
 A new policy needs a class, an entry in POLICIES, and its name in `cli.main.Attention`, because `cli.main` must not
-import jax. Policies that only calibration and studies use (recorders, ablations, rivals) stay out of the table.
+import jax. Policies that only calibration and studies use (recorders, ablations, rivals) stay out of the table. Only
+kascade gets a plan without being given one: `generate.find_plan` and the command line's --plan name it.
 """
 
 from collections.abc import Callable, Mapping

@@ -2,7 +2,7 @@
 
 A contender is a function that runs once and returns its own seconds: it stops its clock after `block_until_ready`, or,
 for a peer, inside the peer's process. Contenders take turns in rounds. Each round reverses the order of the round
-before, so that a machine whose speed drifts slows all contenders alike.
+before, so that a machine whose speed drifts slows all contenders equally.
 """
 
 import math

@@ -60,7 +60,7 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 class Cut(NamedTuple):
-    """Static sizes; groups is G, the query heads per KV head."""
+    """Static sizes of a launch; groups is G, the query heads per KV head."""
 
     spec: AttentionSpec
     groups: int
@@ -417,7 +417,7 @@ def by_rows(inputs: Inputs, cut: Cut) -> tuple[Array, Array, Array]:
     token, key = jnp.repeat(jnp.arange(size, dtype=jnp.int32), cut.groups), jnp.arange(num_keys, dtype=jnp.int32)
 
     def in_blocks(x: Array) -> Array:
-        """Reshape [B,T,N,...] to [blocks, B, K, size * G, ...]."""
+        """Reshape [B,T,N,...] to blocks of `size` tokens, [blocks, B, K, size * G, ...]."""
         x = jnp.pad(x, [(0, 0), (0, rows - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
         x = x.reshape(batch, -1, size, kv_heads, cut.groups, *x.shape[3:])
         x = jnp.moveaxis(x, (1, 3), (0, 2))

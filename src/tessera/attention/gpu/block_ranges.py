@@ -13,7 +13,7 @@ from tessera.attention.contract import AttentionSpec
 
 
 class Blocks(NamedTuple):
-    """Ranges of blocks: each in [start, stop) has a visible (row, key) pair; in [whole, masked), every pair is
+    """Ranges of blocks: each block in [start, stop) has a visible (row, key) pair; in [whole, masked), every pair is
     visible."""
 
     start: Array | int

@@ -57,7 +57,7 @@ MULTIPROCESSORS, REGISTERS, SHARED = 132, 65_536, 233_472
 UNEVEN_KEYS = 8192
 """Maximum keys per split in a batch. Splits of this size fill the gaps that short sequences leave, and cost little."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
-"""Registers per thread, at most, by (head_dim, block_s), as compiled. A pair that is missing spills in some role."""
+"""(head_dim, block_s) -> maximum registers per thread over the roles, as compiled. Missing pairs spill in some role."""
 NARROW = 4
 """With at least this many copies per block of listed keys, a thread takes up to 200 registers even at head_dim 64."""
 
@@ -320,7 +320,7 @@ def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
 
 
 def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> Cut:
-    """Cut the call by this config."""
+    """Return the sizes of the call under this config."""
     return Cut(role, spec, shapes, config.block_s, config.splits)
 
 

@@ -30,7 +30,7 @@ from tessera.core.shapes import ceil_div, round_up
 TILES = ROWS
 """Tiles per load: one per row of a product."""
 MOST_NUMBERS = 32
-"""Numbers of the bank in flight together, at most, per tile of a load: 16 per thread, as 128 threads load 64 tiles."""
+"""Maximum numbers of the bank in flight per tile of a load: 16 per thread, since 128 threads load 64 tiles."""
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """Register layout of one number per column."""
 

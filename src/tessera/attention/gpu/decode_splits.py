@@ -18,7 +18,7 @@ ROWS = 64
 
 
 class Cut(NamedTuple):
-    """Static sizes of one call, cut into splits and those into blocks of block_s keys."""
+    """Static sizes of one call. Its keys are divided into splits, and each split into blocks of block_s keys."""
 
     role: str
     spec: AttentionSpec
@@ -32,7 +32,7 @@ class Cut(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """64-row products that the G query heads of a KV head fill; each has its own thread blocks."""
+        """Number of 64-row products that hold the G query heads of a KV head; each has separate thread blocks."""
         return ceil_div(self.groups, ROWS)
 
     @property

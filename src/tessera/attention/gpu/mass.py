@@ -28,11 +28,11 @@ UNITS = ROWS
 ALIGNED = 8
 """Alignment of a load, in rows: each begins at a multiple of this number."""
 MOST_ROWS = 64
-"""Rows per load, at most."""
+"""Maximum rows per load."""
 UNROLLED = 4
-"""Loads in flight together, at most."""
+"""Maximum loads in flight together."""
 MOST_TILES = 65535
-"""Query tiles per launch, at most: the limit of CUDA's second grid axis."""
+"""Maximum query tiles per launch: the limit of CUDA's second grid axis."""
 
 
 class Cut(NamedTuple):

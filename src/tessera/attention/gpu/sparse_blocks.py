@@ -160,7 +160,7 @@ def plan(selection: Selection, positions: Positions, cut: Cut) -> Int32[Array, "
     window = NEVER if spec.window is None else spec.window
 
     def units(keys):
-        """Count the listed units that lie wholly within the first `keys` positions of their tiles."""
+        """Count the listed units that lie wholly before a position; `keys` is that position minus each tile's start."""
         return jnp.sum(jnp.where(listed, jnp.clip(keys // cut.unit, 0, spec.tile // cut.unit), 0), -1)
 
     numbers = Plan(

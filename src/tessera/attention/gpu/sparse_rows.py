@@ -270,7 +270,7 @@ def write(refs: Refs, item: Item, mine: Array, row_block: Array, state: tuple, c
 
 
 class Source(NamedTuple):
-    """What distinguishes the kernels of this module: how listed keys get into shared memory and how scores are masked.
+    """Differences between the kernels of this module: how listed keys get into shared memory, how scores are masked.
 
     Attributes:
         name: name of the kernel.

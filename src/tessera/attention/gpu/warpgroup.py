@@ -27,7 +27,7 @@ FETCH_REGISTERS, COMPUTE_REGISTERS = 24, 240
 LIST_FETCH_REGISTERS, LIST_COMPUTE_REGISTERS = 40, 232
 """Registers per thread in the sparse kernels, whose fetching warpgroup reads lists and computes addresses."""
 LEAST_TOKENS = 8
-"""Tokens per TMA copy, at least: TMA fills swizzled shared memory eight rows at a time."""
+"""Minimum tokens per TMA copy: TMA fills swizzled shared memory eight rows at a time."""
 SHARED_BYTES = 232_448
 """Bytes of shared memory that one thread block may have on Hopper."""
 LINE_BYTES = 128
@@ -50,7 +50,7 @@ def simulated() -> bool:
 
 
 def whole_lines(x: Array, axis: int) -> Array:
-    """Pad x along the axis to a multiple of LEAST_TOKENS, as TMA requires; return x itself if it is one."""
+    """Pad x along the axis to a multiple of LEAST_TOKENS, as TMA requires; return x itself if no padding is needed."""
     missing = -x.shape[axis] % LEAST_TOKENS
     return jnp.pad(x, [(0, missing * (at == axis)) for at in range(x.ndim)]) if missing else x
 

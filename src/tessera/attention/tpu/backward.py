@@ -56,7 +56,7 @@ class Config:
 
 
 class Cut(NamedTuple):
-    """Static sizes of one call cut into `blocks` row blocks and `slabs` of keys."""
+    """Static sizes of one call, which is divided into `blocks` blocks of rows and `slabs` slabs of keys."""
 
     spec: AttentionSpec
     groups: int
@@ -134,7 +134,7 @@ def chunk_range(first, last, kv_len, base, cut: Cut, xp=jnp) -> Range:
 
 
 def range_of(b, slab, i, positions: Positions, cut: Cut) -> Range:
-    """Return the chunks of slab number `slab` that row block i of sequence b needs; none if it holds only padding."""
+    """Return the chunks of slab `slab` that row block i of sequence b needs; none if all its rows are padding."""
     q_start, kv_len, q_len = (p[b] for p in positions)
     first = q_start + i * cut.block_t
     last = q_start + jnp.minimum((i + 1) * cut.block_t, q_len) - 1
@@ -347,7 +347,7 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
     kv_heads = k.shape[1]
 
     def row_block(b, slab, i, q_start):
-        """Replace a row block that ends before the slab begins by the first one that does not, to save its fetch."""
+        """Return the row block to fetch: i or, if that ends before the slab begins, the first one that does not."""
         if not cut.spec.causal or cut.slabs == 1:
             return i
         return jnp.maximum(i, jnp.clip((slab * cut.block_s - q_start[b]) // cut.block_t, 0, cut.blocks - 1))
@@ -390,7 +390,7 @@ def call(cut: Cut, positions: Positions, q, k, v, out, d_out, bits, d_lse) -> tu
 
 
 def vmem_bytes() -> int:
-    """Return the bytes of VMEM of the chip that the program is traced for; v6e's if it is no TPU."""
+    """Return the bytes of VMEM of the TPU that the program is traced for; without one, those of v6e."""
     return pltpu.get_tpu_info().vmem_capacity_bytes if pltpu.is_tpu_device() else 128 << 20
 
 

@@ -4,13 +4,13 @@ K and V stay in HBM. A grid step processes one sequence and a few KV heads. It l
 that hold the sequence's visible keys (a run-time trip count). While it computes on one of two buffers, it copies the
 next block into the other; during its last block it copies the first block of the next sequence. A ragged batch
 therefore wastes no step, and the copies never pause. A block that is only partly visible is copied in small units, so
-that less than one unit is copied in vain at each end of the visible range. Int8 keys and values enter the matrix unit
-as bfloat16, which holds them exactly; their scales, copied with them, multiply scores and weights, where a key is one
-lane.
+that less than one unit is copied needlessly at each end of the visible range. Int8 keys and values enter the matrix
+unit as bfloat16, which holds them exactly. Their scales, copied with them, multiply scores and weights, in which each
+key is one lane, as in the scales.
 
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: the listed tiles of each head, laid end
 to end. Ids ascend, so a row again sees one range [lo, hi), now of positions in the list, and the same mask works. The
-ids pass through SMEM in pieces: a step has its own piece and the next step's. Score: a dense block, and the matrix unit
+ids reach SMEM in pieces: each step gets its own piece and the next step's. Score: a dense block, and the matrix unit
 also sums each tile's weights (split exactly into three bfloat16 parts). A scratch array, the bank, keeps log2 of each
 sum plus the running maximum m of its block; after the last block, the mass is 2^(bank - lse) summed over the G rows.
 
@@ -50,7 +50,7 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("bfloat16", "float32")
 COPY_BYTES = 1 << 20
-"""Bytes of K per block, and as many of V: copying them takes far longer than the latency of one copy."""
+"""Bytes of K per block, and as many of V; the copy takes far longer than its latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,8 @@ def spread(x: Array, width: int) -> Array:
 def score_block(refs: Refs, cut: Cut, step, head: int, block, slot) -> tuple[Array, Array | None]:
     """Compute scores in bits [rows, block_s] of one head's block, -inf where the row does not see the key.
 
-    Also the scales of int8 values in equal rows, 0 where the row does not see the key: they may be NaN there.
+    Return them with the scales of int8 values in the same shape (None without scales). Scales of unseen keys, which may
+    be NaN, are returned as 0.
     """
     rows, scale = pl.ds(head * cut.rows, cut.rows), scale_of(cut.spec, cut.head_dim)
     z = product(refs.q[0, 0, rows], refs.stream.k_block[slot, head], 0 if cut.lanes else 1, cut.exact)
@@ -356,8 +357,8 @@ def call(cut: Cut, out_dtype, dtype):
 
 
 def chip() -> tuple[int, int]:
-    """Return (cores that share a launch, bytes of VMEM) of the chip that the program is traced for; v6e's if it is no
-    TPU."""
+    """Return (cores that share a launch, bytes of VMEM) of the TPU that the program is traced for; without one, those
+    of v6e."""
     if not pltpu.is_tpu_device():
         return 1, 128 << 20
     info = pltpu.get_tpu_info()

@@ -25,8 +25,7 @@ SUBLANES = 8
 PACKED = 16
 """Rows of a packed bfloat16 register. Every copy starts at a multiple of it."""
 TILES_AT_ONCE = 32
-"""Maximum tiles whose copies are started by straight-line scalar code: 4 instruction bundles per copy, not 13 as in a
-loop."""
+"""Maximum tiles whose copies one run of straight-line code starts: 4 instruction bundles per copy; a loop takes 13."""
 PIECE_IDS = 1 << 14
 """Tile ids per grid step, all heads together. With the next step's ids and double buffering: 256 KiB of 1 MiB SMEM."""
 
@@ -44,7 +43,9 @@ class Cut(NamedTuple):
         lanes: whether K and V are passed as [B, K, H, S], the layout that a TPU gives [B, K, S, H] if H does not fill
             128 lanes. A copy then moves at least 128 keys; lists of smaller tiles become lists of 128-key units, with
             one bit per listed tile.
-    So it does where keys are int8 (`scaled`): their scales lie in lanes. `exact`: queries are float32.
+        scaled: whether keys and values are int8. A copy then moves at least 128 keys, too, because the scales of keys
+            lie along lanes.
+        exact: whether queries are float32.
     """
 
     role: str
@@ -159,7 +160,7 @@ class Ranges(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """Per row, the ascending ids of the units that it reads, their number, and per unit a bit mask of listed tiles.
+    """For each sequence and KV head: ascending ids of the units to read, their number, and each unit's mask of tiles.
 
     `bits` is None if a unit is one tile.
     """
@@ -241,7 +242,7 @@ def stream_lists(cut: Cut, lists: Lists) -> Array:
 
 
 def merge(out: Array, lse: Array) -> tuple[Array, Array]:
-    """Merge results [P, ...] over P disjoint parts of the keys: average `out` with weights exp(lse), and join lse."""
+    """Merge results [P, ...] over P disjoint sets of keys: average `out` with weights exp(lse), and merge lse."""
     if out.shape[0] == 1:
         return out[0], lse[0]
     top = jnp.where(jnp.isneginf(lse).all(0), 0.0, lse.max(0))

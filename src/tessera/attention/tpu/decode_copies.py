@@ -1,8 +1,8 @@
 """Copies of K and V blocks from HBM into one of two on-chip buffers, for the TPU decode kernel.
 
 A whole block, which every row sees in full, is one copy of consecutive keys, or straight-line runs of copies of listed
-tiles; one wait covers it. Any other block is copied unit by unit, so that the copies exceed the visible range by less
-than one unit at each end; values outside the range are then set to zero.
+tiles; one wait covers it. Any other block is copied in units, the smallest copies, so that the copies exceed the
+visible range by less than one unit at each end. Values outside of the range are then set to zero.
 """
 
 import functools
@@ -31,7 +31,7 @@ class Stream(NamedTuple):
     scale_block: Any = None  # [2, heads, 2, block_s]
 
     def arrays(self, cut: Cut) -> list[tuple[Any, Any, bool]]:
-        """Return what is copied: source, buffers, and whether keys lie in lanes."""
+        """Return each copied array as (source, its two buffers, whether keys are the last axis)."""
         found = [(self.k, self.k_block, cut.lanes), (self.v, self.v_block, cut.lanes)]
         return found if self.scales is None else [*found, (self.scales, self.scale_block, True)]
 
@@ -71,15 +71,15 @@ def is_whole(stream: Stream, cut: Cut, step, block):
 
 
 def part(lanes: bool, *index) -> tuple:
-    """Build the index (*index[:-1], keys, all of H), or (..., all of H, keys) if cut.lanes; index[-1] selects keys."""
+    """Return (*index[:-1], keys, all of H), or (*index[:-1], all of H, keys) if `lanes`, with keys = index[-1]."""
     return (*index[:-1], slice(None), index[-1]) if lanes else index
 
 
 def copies(stream: Stream, cut: Cut, source: tuple, target: tuple, inner: tuple = ()) -> list:
-    """Build the copies of K and V from index `source` in HBM to index `target`, whose first entry is the buffer.
+    """Build the copies of K, V and any scales from index `source` in HBM to index `target`; target[0] is the buffer.
 
-    Keys come last in each index. `inner` is a second index, into the target; its constant offsets cost no scalar
-    instructions.
+    The last entry of each index selects keys. `inner` is an index within the target; its constant offsets cost no
+    scalar instructions.
     """
     found = []
     for i, (x, y, lanes) in enumerate(stream.arrays(cut)):
@@ -103,7 +103,7 @@ def each(act: str, copies: list) -> None:
 
 
 def move_keys(stream: Stream, cut: Cut, step, block, slot, act: str, name: str) -> None:
-    """Start or await (`act`) the copies of a block of consecutive keys; `name` is the prefix of the named scopes."""
+    """Start or await (`act`) the copies of a block of consecutive keys; `name` prefixes the named scopes."""
     heads = pl.ds(first_row(cut, step), cut.heads)
     begin = pl.multiple_of(block * cut.block_s, cut.unit)
     whole = is_whole(stream, cut, step, block)

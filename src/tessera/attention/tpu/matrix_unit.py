@@ -36,7 +36,7 @@ def thirds(x: Array) -> list[Array]:
 def product(a: Array, b: Array, contract_b: int, exact: bool = False) -> Array:
     """Multiply float32 a by b over b's axis contract_b, with float32 sums.
 
-    A bfloat16 b rounds a to bfloat16. A int8 b is exact in bfloat16; `exact` then takes a in thirds instead of
+    A bfloat16 b rounds a to bfloat16. An int8 b is exact in bfloat16; `exact` then takes a in thirds instead of
     rounding it. A float32 b is multiplied in thirds (see `thirds`), of whose nine products only
     six matter. Precision.HIGHEST also computes six, but here each third of b enters the matrix unit once, not up to
     three times: 1,810 instruction bundles instead of 3,009 for a block of decode.
@@ -61,8 +61,8 @@ def product(a: Array, b: Array, contract_b: int, exact: bool = False) -> Array:
 def dequantised(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     """Multiply int8 rows [X,H] by their scales [1,X], rounded to a dtype.
 
-    For kernels whose rows far outnumber H: that is less work than scaling scores and weights, and what follows need not
-    know. One scale lies in one lane and must reach all lanes of one row: the transposition unit does that.
+    In kernels whose query rows far outnumber H, this is less work than scaling scores and weights. Each scale lies in
+    one lane and must reach all lanes of its row, so the scales are broadcast and transposed.
     """
     columns = jnp.broadcast_to(scale.astype(jnp.float32), (LANES, x.shape[0])).T
     return (x.astype(jnp.float32) * widen(columns, x.shape[1])).astype(dtype)

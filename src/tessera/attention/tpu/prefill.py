@@ -6,7 +6,7 @@ block of block_s keys. A key block falls into one of four cases:
 - Every row sees all of it: straight-line code runs block_s / chunk online-softmax updates without masks.
 - Only the causal diagonal cuts it: keys before the row block run without masks. The corner (keys at the rows' own
   positions) is straight-line code of updates with sub_t keys, each for only the rows from those keys' positions on. On
-  average, sub_t / 2 masked keys per row are computed in vain.
+  average, sub_t / 2 masked keys per row are computed needlessly.
 - Another mask cuts it, or the row block is not aligned with the key block: a loop runs turn_t tokens at a time.
 
 Rows lie in VMEM as [U, G, sub_t]: U token blocks of sub_t tokens, each for G heads, so that all heads share one mask.
@@ -18,7 +18,7 @@ has idle columns: V is extended by ones. The score role extends V by one-hot col
 that the accumulator holds every tile's mass, and its sum over columns is the row sum. The sums of each 128 tiles form a
 bank, stored with the running maximum m that they use and multiplied by 2^(m - lse) after the last block. Work: 4 H
 flops per visible (row, key) pair.
-Int8 keys and values become the queries' dtype a chunk at a time, in VMEM.
+Int8 keys and values are converted to the queries' dtype in VMEM, one chunk at a time.
 """
 
 import functools
@@ -158,7 +158,7 @@ def corner(refs: Refs, start, keys: Range, bank, cut: Cut) -> None:
 
 
 def partial_block(refs: Refs, u, start, keys: Range, bank, cut: Cut) -> None:
-    """Run pass u over the row block, turn_t of its tokens, against a key block that a mask may cut.
+    """Run pass u, over turn_t tokens of the row block, against a key block that a mask may cut.
 
     Steps of cut.step keys are masked at both ends of the visible range and unmasked in between.
     """
@@ -298,7 +298,7 @@ def estimate(spec: AttentionSpec, shapes: Shapes) -> pl.CostEstimate:
 
 
 def chip() -> tuple[int, int]:
-    """Return (matrix unit columns, bytes of VMEM) of the chip that the program is traced for; v6e's if it is no TPU."""
+    """Return (matrix unit columns, bytes of VMEM) of the TPU that the program is traced for; without one, v6e's."""
     if not pltpu.is_tpu_device():
         return 256, 128 << 20
     info = pltpu.get_tpu_info()
@@ -375,7 +375,7 @@ def tokens_of(rows: int, groups: int, spec: AttentionSpec) -> int:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield configs with sizes around the default's, row sums from either unit, and state in VMEM or not."""
+    """Yield configs around the default: block sizes, row sums on the matrix unit or not, and state in VMEM or not."""
     groups = shapes.num_heads // shapes.num_kv_heads
     axes = {
         "block_t": [tokens_of(rows, groups, spec) for rows in (512, 1024, 2048, 4096, 8192)],

@@ -17,7 +17,7 @@ from tessera.attention.tpu.matrix_unit import LANES
 from tessera.core.shapes import ceil_div, round_up
 
 SUB_ROWS = 1024
-"""Rows per pass of the masked loop, at least: with fewer, products in the matrix unit wait for each other's results."""
+"""Minimum rows per pass of the masked loop. With fewer, products in the matrix unit wait for each other's results."""
 CORNER = 256
 """Tokens per token block, and so keys per update in the corner."""
 

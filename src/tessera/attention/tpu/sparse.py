@@ -11,9 +11,9 @@ kv_len and the end of the list itself at the end. A buffer of uncut tiles runs b
 straight-line code. Other buffers run masked updates of mask_s keys, as many as hold listed tiles. The kernel never
 reads ids past count.
 
-Int8 tiles become the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where the matrix
-unit has idle columns, the row sum comes from ones appended to V. Work: 4 H flops per (row, listed key) pair. HBM
-traffic: 2 H elements per (row block, listed key).
+Int8 tiles are converted to the queries' dtype in VMEM. Scores are in bits: q is multiplied by scale * log2(e). Where
+the matrix unit has idle columns, the row sum comes from ones appended to V. Work: 4 H flops per (row, listed key) pair.
+HBM traffic: 2 H elements per (row block, listed key).
 """
 
 import functools
@@ -399,7 +399,7 @@ def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
-    """Yield configs with other row counts, keys per buffer and keys per update, and with row sums from either unit."""
+    """Yield configs with other rows, keys per buffer and keys per update, and row sums on the matrix unit or not."""
     axes = {
         "rows": (256, 512, 1024),
         "step_rows": (256, 512, 1024, 2048),

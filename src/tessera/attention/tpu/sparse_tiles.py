@@ -131,7 +131,7 @@ class Refs(NamedTuple):
         return self.scales_odd if slot else self.scales_even
 
     def keys(self, p: int, at: slice | pl.Slice, slot: int) -> tuple[Array, Array]:
-        """Return the keys and values `at` of row block p's buffer in the queries' dtype."""
+        """Return the keys and values at index `at` of row block p's buffer, in the queries' dtype."""
         k, v = (tiles[p, at] for tiles in self.tiles(slot))
         if self.scales is None:
             return k, v
@@ -206,7 +206,7 @@ def pack_lists(selection: Selection, cut: Cut) -> Int32[Array, "B K I 1 X"]:
 
 
 def tile_start(index: Array, cut: Cut) -> Array:
-    """Return the position at which a tile is read; a short last tile is read from further back."""
+    """Return the position from which a tile is read. A short last tile is read from an earlier position."""
     start = index * cut.spec.tile
     if cut.num_keys % cut.spec.tile:
         start = jnp.minimum(start, cut.num_keys - cut.spec.tile)
@@ -283,7 +283,7 @@ def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Arr
     """Return positions [1,mask_s] of the keys in list entries [entry, entry + mask_tiles); NEVER for invalid keys.
 
     Keys are invalid at or past kv_len, in entries past count, and before the start of a short last tile that was read
-    from further back.
+    from an earlier position.
     """
     tile, groups = cut.spec.tile, []
     for at in range(0, cut.mask_tiles * tile, LANES):
@@ -305,7 +305,7 @@ def key_positions(refs: Refs, p: int, entry: Array, item: Item, cut: Cut) -> Arr
 def clear_values(refs: Refs, p: int, buffer: Array, num_tiles: Array, stop: Array, slot: int, item: Item, cut: Cut):
     """Zero the rows of V without a valid key, since 0 * NaN is NaN; K needs no such step, as its scores are masked.
 
-    Of int8 rows only the scale can be NaN.
+    For int8 rows, only the scales are zeroed: nothing else can be NaN.
     """
     tile = cut.spec.tile
     v_tiles = refs.buffer_scales(slot) if cut.scaled else refs.tiles(slot)[1]

@@ -3,7 +3,7 @@
 Reading the KV cache bounds decode. The G query heads of a KV head therefore share each read, and the whole cache is
 never copied. The number of blocks read is a run-time value that follows kv_len and the window, not the size of the
 cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H elements; the
-sparse role reads only the listed tiles. Of int8 keys and values only the block being read is widened.
+sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are read.
 """
 
 import functools
@@ -48,7 +48,7 @@ class Config:
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Return a block size at which a block's copy stays in a core's second-level cache until it is used."""
+    """Return a block size at which a block's copy stays in a core's second-level cache until it is multiplied."""
     return Config(block_s=512 if shapes.capacity is not None else 1024)
 
 
@@ -59,7 +59,7 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
 
 
 def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, Array, Array]:
-    """Return block indices (start, full_start, full_stop, stop) that serve all sequences of the batch.
+    """Return block indices (start, full_start, full_stop, stop) that hold for all sequences of the batch.
 
     Blocks [start, stop) hold all visible keys; blocks [full_start, full_stop) need no mask.
     """
@@ -73,7 +73,7 @@ def block_runs(keys: Range, block_s: int, num_keys: int) -> tuple[Array, Array, 
 
 
 class KeyBlock(NamedTuple):
-    """One block of keys: scores in bits, values, the scale of int8 values, and where it starts."""
+    """One block of keys: scores in bits (y), values, scales of int8 values, and the position of the first key."""
 
     y: Float[Array, "B K G P"]
     v: Float[Array, "B K P H"]
@@ -84,7 +84,7 @@ class KeyBlock(NamedTuple):
 def read_block(
     q_BKGH: Array, kv: KeyValues, first: Array, block_s: int, keys: Range | None, spec: AttentionSpec
 ) -> KeyBlock:
-    """Read the block at `first`, or one that starts earlier if that would pass the end of the cache.
+    """Read block_s keys from `first`, or the last block_s keys of the cache if fewer are left from there.
 
     With `keys`, the block is masked: keys outside that range get score -inf and value 0.
     """
@@ -102,7 +102,7 @@ def read_block(
 
 
 def halves(scales: Float[Array, "B K 2 P"]) -> tuple[Float[Array, "B K 1 P"], Float[Array, "B K 1 P"]]:
-    """Split scales into the keys' and the values', float32."""
+    """Return the scales of keys and the scales of values, as float32."""
     scales = scales.astype(jnp.float32)
     return scales[:, :, :1], scales[:, :, 1:]
 
@@ -178,7 +178,7 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
         first = block * block_s
         read = read_block(rows, kv, first, block_s, keys if masked else None, spec)
         state, p = absorb(state, read.y, read.v, scale=read.scale)
-        # A last block that was moved back starts with keys counted before (weight 0 here): shift p back onto the tiles.
+        # A last block that starts early repeats counted keys, with weight 0: shift p so that tiles line up again.
         tail = per_block * spec.tile
         p = jax.lax.dynamic_slice_in_dim(jnp.pad(p, ((0, 0),) * 3 + ((0, tail),)), first - read.start, tail, axis=3)
         part = p.reshape(*p.shape[:3], per_block, spec.tile).sum(-1)
@@ -219,7 +219,7 @@ def launch_sparse(
     def step(i: Array, state: SoftmaxState) -> SoftmaxState:
         entry = i * per_step + jnp.arange(per_step, dtype=jnp.int32)
         first = jnp.take(tiles, jnp.minimum(entry, capacity - 1), axis=-1) * spec.tile
-        start = jnp.clip(first, 0, num_keys - size)  # a short last tile is read from further back, and masked
+        start = jnp.clip(first, 0, num_keys - size)  # a short last tile starts earlier, and is masked
         key = (start[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*start.shape[:2], -1)
         mask = (key >= keys.start[:, None, None]) & (key < keys.stop[:, None, None])
         mask = mask & jnp.repeat(entry < last[..., None], size, axis=-1) & (key >= jnp.repeat(first, size, axis=-1))
@@ -243,7 +243,7 @@ def take_tiles(x_BKSH: Array, start_BKP: Int32[Array, "B K P"], size: int) -> Fl
 
 
 def take_scales(scales: Float[Array, "B K 2 S"], start_BKP: Int32[Array, "B K P"], size: int) -> Array:
-    """Concatenate the scales of each KV head's own tiles: [B, K, 2, P * size]."""
+    """Gather the scales of keys [start, start + size) for each start: [B, K, 2, P * size]."""
     one = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=1)
     taken = jax.vmap(jax.vmap(jax.vmap(one, (None, 0), 1)))(scales, start_BKP)  # [B, K, 2, P, size]
     return taken.reshape(*scales.shape[:3], -1)

@@ -2,7 +2,7 @@
 
 A row is one token of one of the G query heads of a KV head, so K and V are never repeated. The KV heads of all
 sequences form one axis X = B * K. A step takes block_heads entries of X, a block of rows and a block of keys, sized so
-that the scores stay in the second-level caches; on CPU the two matrix products then take nearly all the time. A block
+that the scores stay in the second-level caches; on a CPU the two matrix products then take nearly all the time. A block
 of rows visits only the key blocks that its rows can see, in a loop of run-time length (from q_start, kv_len and the
 window), and masks only the blocks that are not fully visible. Work is 4 H flops per visible (row, key) pair; memory is
 O(T + S) plus one block.
@@ -44,7 +44,7 @@ from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("float32", "bfloat16", "float16")
 STEP_SCORES = 1 << 18
-"""Scores per step: 1 MB in float32, which leaves room in two second-level caches of 1 MB each."""
+"""Scores per step: 1 MB in float32, half of two second-level caches of 1 MB each."""
 
 ZERO = np.int32(0)
 """Zero as int32. A Python 0 becomes int64 if JAX allows 64-bit types, and all indices of a slice must have one type."""
@@ -153,7 +153,7 @@ def key_ranges(first: Array, mine: Positions, num_keys: int, plan: Plan) -> tupl
     """Return the key blocks (start, full_start, full_stop, stop) of a row block whose first token is `first`.
 
     Blocks [start, stop) hold all keys that its rows see. Every row sees all keys of blocks [full_start, full_stop); the
-    other blocks need a mask. Sequences whose rows here see no key are ignored, as those rows are not valid.
+    other blocks need a mask. The result ignores sequences whose rows in this block see no key: those rows are invalid.
     """
     row, last = mine.q_start + first, mine.q_start + jnp.minimum(first + plan.block_t, mine.q_len) - 1
     stop = full_stop = mine.kv_len
@@ -185,13 +185,13 @@ def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int,
 
 
 def take_keys(x: Float[Array, "X S H"], block: Block, key_block: Array, plan: Plan) -> tuple[Array, Array]:
-    """Return keys [Y, block_s, H] of one block and their start; the last block is moved back to fit, not padded."""
+    """Return keys [Y, block_s, H] of one block and its start; a short last block starts earlier, without padding."""
     start = jnp.minimum(key_block * plan.block_s, x.shape[1] - plan.block_s)
     return jax.lax.dynamic_slice(x, (block.x, start, ZERO), (plan.heads, plan.block_s, x.shape[2])), start
 
 
 def take_scales(scales: Float[Array, "X 2 S"] | None, block: Block, start: Array, plan: Plan) -> tuple:
-    """Return the scales [Y, 1, block_s] of a block's keys and of its values, float32; None without."""
+    """Return the float32 scales [Y, 1, block_s] of a block's keys and of its values; (None, None) without scales."""
     if scales is None:
         return None, None
     taken = jax.lax.dynamic_slice(scales, (block.x, ZERO, start), (plan.heads, 2, plan.block_s)).astype(jnp.float32)
@@ -212,7 +212,7 @@ def attend(
     """Compute out [B,T,N,H], lse [B,T,N] and, if spec.mass, mass [B,K,I,J] (else None); k and v are [B,K,S,H]."""
     kv_heads, num_keys = k.shape[1:3]
     plan = plan_blocks(spec, config, q, k)
-    if spec.mass:  # the last block's tiles must stay where they are, so it is padded, not moved back
+    if spec.mass:  # tiles must not shift, so a short last block is padded instead of starting earlier
         pad = [(0, 0), (0, 0), (0, -num_keys % plan.block_s), (0, 0)]
         k, v = jnp.pad(k, pad), jnp.pad(v, pad)
         scales = None if scales is None else jnp.pad(scales, [*pad[:2], pad[3], pad[2]])

@@ -34,7 +34,7 @@ from tessera.core.shapes import ceil_div
 
 DTYPES = ("float32", "bfloat16", "float16")
 STEP_SCORES = 1 << 18
-"""Scores per step: 1 MB in float32, which leaves room in two second-level caches of 1 MB each."""
+"""Scores per step: 1 MB in float32, half of two second-level caches of 1 MB each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +78,8 @@ def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
 def read_tiles(kv: KeyValues, lists: Lists, start: Int32[Array, "Y P"], tile: int, dtype: jnp.dtype) -> KeyValues:
     """Copy P tiles per query tile, given the positions where they start, into k and v [Y, P * tile, H].
 
-    kv holds k and v [X,S,H] and scales [X,2,S], of which [Y, P * tile, 2] is returned. Invalid ids read wrong keys,
-    never memory outside.
+    kv holds k and v [X,S,H] and scales [X,2,S]; the returned scales are [Y, P * tile, 2]. Invalid starts read wrong
+    keys, but never memory outside of kv.
     """
     key = (start[:, :, None] + jnp.arange(tile, dtype=jnp.int32)).reshape(start.shape[0], -1)
     k, v = (widened(x.at[lists.x[:, None], key].get(mode="clip"), dtype) for x in kv[:2])
@@ -104,7 +104,7 @@ def step_masks(
     """
     listed = entry < lists.count[:, None]
     first = jnp.where(listed, take_ids(lists, entry), 0) * spec.tile
-    start = jnp.minimum(first, num_keys - spec.tile)  # a short last tile is moved back to fit; the mask hides the rest
+    start = jnp.minimum(first, num_keys - spec.tile)  # a short last tile starts earlier, and is masked
     key = start[..., None] + jnp.arange(spec.tile, dtype=jnp.int32)
     real = (listed[..., None] & (key >= first[..., None])).reshape(key.shape[0], 1, -1)
     key = key.reshape(real.shape)
@@ -121,7 +121,7 @@ def take_ids(lists: Lists, entry: Int32[Array, "P"]) -> Int32[Array, "Y P"]:
 def attend_tile(q_tile: Float[Array, "Y R H"], kv: KeyValues, lists: Lists, spec: AttentionSpec, config: Config):
     """Run the online softmax of Y query tiles over their listed key tiles; kv as in `read_tiles`.
 
-    The state of a query tile with an empty list is meaningless, because the tile takes part in others' unmasked steps.
+    The state of a query tile with an empty list is meaningless, because it runs the unmasked steps of the others, too.
     """
     capacity, num_keys = lists.tiles.shape[1], kv.k.shape[1]
     per_step = min(max(config.block_s // spec.tile, 1), capacity)

@@ -115,7 +115,10 @@ def count(code: str) -> dict[str, int]:
 
 
 def _reports(text: str) -> list[tuple[str, str]]:
-    """Split ptxas' output into (entry function, lines about it), in order; warnings precede the "Compiling" line."""
+    """Split ptxas' output into (entry function, its lines), in order.
+
+    Warnings before a "Compiling" line belong to the function that the line names.
+    """
     lines = [line for line in text.splitlines() if line.startswith("ptxas") or _SPILLS.search(line)]
     found: list[tuple[str, list[str]]] = []
     waiting: list[str] = []

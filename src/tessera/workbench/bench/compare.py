@@ -96,7 +96,7 @@ def _settings(record: Record) -> str:
 
 
 def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
-    """Latest error records of the second set, without those that are errors in the first set too."""
+    """Return the latest error records of the second set, except those of figures that failed in the first set, too."""
     old = figures(before)
     return [r for figure, r in figures(after).items() if r.error and (figure not in old or not old[figure].error)]
 
@@ -152,7 +152,7 @@ def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, 
 
 
 def _better(old: np.ndarray, new: np.ndarray, less: bool) -> np.ndarray:
-    """How many times better `new` is than `old`; 1 where they are equal, even if both are 0."""
+    """Return how many times better `new` is than `old`; 1 where they are equal, even if both are 0."""
     more, fewer = (old, new) if less else (new, old)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(more == fewer, 1.0, more / fewer)

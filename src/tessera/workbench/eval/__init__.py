@@ -69,8 +69,8 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
         "smoke": Sizes(lengths=(512,), samples=1, windows=1, window_tokens=512),
     }
 )
-"""Sizes by suite name. The study skips recall, whose windows take longer than fidelity's: each adds a dense pass over
-all keys to the policy's own pass."""
+"""Sizes by suite name. The study skips recall, because each of its windows needs a dense pass over all keys besides the
+policy's own pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,11 @@ class Contender:
 
 
 def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
-    """Yield dense, the plan at half, full and twice its budget, the control (the plan without its choice of keys), a
-    window that reads as many keys as the plan, and the oracle (every layer selects by its own scores)."""
+    """Yield dense; the plan at half, full and twice its budget; and its rivals: control, window and oracle.
+
+    The control is the plan without its choice of keys. The window reads as many keys as the plan. In the oracle, every
+    layer selects by its own scores.
+    """
     plan = dataclasses.replace(plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
     for scale, words in ((0.5, "half the plan's budget"), (1.0, "the plan"), (2.0, "twice the plan's budget")):
@@ -101,8 +104,11 @@ def side_by_side(model: Model, plan: Plan, length: int) -> Iterator[Contender]:
 
 
 def window_of(plan: Plan, length: int) -> int:
-    """Size in keys of the window that, with one tile of sinks, reads as many keys of a prompt as the plan, mean over
-    heads. A plan's head reads its budget plus the keys that are always read: own query tile, local keys and sinks."""
+    """Return the sliding window, in keys, that reads as many keys of a prompt as the plan does (mean over its heads).
+
+    The window reads one tile of sinks, too. A head of the plan reads its budget plus the keys that are always read: own
+    query tile, local keys and sinks.
+    """
     seen = np.arange(1, length + 1)
     always = plan.query_tile + plan.local + plan.sinks
     budgets = np.array(plan.budgets or [[plan.fraction] * plan.num_kv_heads] * plan.num_layers)
@@ -115,8 +121,8 @@ def window_of(plan: Plan, length: int) -> int:
 def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
     """Yield dense, then the plan with one setting changed: tile and query tile, fraction, minimum keys, heads, anchors.
 
-    `make_plan` calibrates plans with other heads or anchors. If `plan` has per-head budgets, a plan that
-    `make_plan` calibrates without them takes its place.
+    `make_plan` calibrates plans with other heads or anchors. If `plan` has per-head budgets, it is first replaced by a
+    plan that `make_plan` calibrates without them.
     """
     plan = dataclasses.replace(make_plan() if plan.budgets else plan, crossover_tokens=0)
     yield Contender(name="dense", title="dense", model=model.with_attention("dense"), config={})
@@ -143,7 +149,7 @@ def kascade(model: Model, plan: Plan, title: str) -> Contender:
 
 
 def settings(plan: Plan) -> dict[str, Any]:
-    """Settings of a plan, as a record holds them."""
+    """Return the settings of a plan that a record holds."""
     names = ("model", "heads", "tile", "query_tile", "local", "sinks", "fraction", "minimum")
     lists = {name: [*getattr(plan, name)] for name in ("anchors", "own", "budgets")}
     return {name: getattr(plan, name) for name in names} | lists
@@ -193,7 +199,7 @@ def ask(contender: Contender, kind: str, length: int, sizes: Sizes, hay: tasks.H
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean: Wilson's if all values are 0 or 1, else a bootstrap."""
+    """Return the 95 % interval of a mean: Wilson's if all values are 0 or 1, else a bootstrap."""
     values = np.asarray(values, float)
     if np.isin(values, (0.0, 1.0)).all():
         return wilson(int(values.sum()), len(values))
@@ -247,7 +253,7 @@ def on_text(op: str, question: str, contender: Contender) -> What:
 
 
 def over_windows(values: Sequence[float], tokens: int, contender: Contender) -> dict[str, Any]:
-    """Facts about one value per window: their mean with 95 % interval, number of tokens, policy."""
+    """Return the facts of a record with one value per window: mean, 95 % interval, number of tokens, policy."""
     low, high = mean_interval(values)
     mean = float(np.mean(values))
     return {"mean": mean, "low": low, "high": high, "tokens": tokens, "policy": contender.title}

@@ -3,9 +3,9 @@
     tessera eval --suite cache                    the shipped model and its plan
     tessera eval --suite cache --model smollm2    a real model and its plan
 
-Every contender is compared with dense attention on a float cache. The control rounds each key and value to 15 levels
-(4 bits, one scale per position and head, like the int8 cache's 255): it must come out worse, or the texts and questions
-cannot tell one cache from another.
+Every contender is compared with dense attention on a float cache. The control rounds each key and value to 15 levels (4
+bits) where the int8 cache has 255, also with one scale per position and head. If the control does not come out worse,
+the texts and questions are too coarse to judge a cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +43,7 @@ class Sizes:
 
 
 SHIPPED, REAL = Sizes(windows=4, documents=8), Sizes(windows=2, documents=3)
-"""Sizes for the shipped model and for others. A document of `probes` holds several questions."""
+"""Sizes for the shipped model and for others, whose documents hold several facts each (`probes`), so fewer suffice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Contender:
 
 
 def contenders(model: Model, plan: Plan | None) -> Iterator[Contender]:
-    """Yield dense on a float cache (the reference), an int8 one and 4 bits; the plan on float and int8."""
+    """Yield dense on a float (the reference), an int8 and a 4-bit cache, then the plan on a float and an int8 cache."""
     dtype = str(model.params.embed.dtype)
     dense = replace(model, policy=Dense(), cache=None)
     yield Contender(name="dense", attention="dense", cache=dtype, model=dense)
@@ -102,14 +102,14 @@ def run(
     command: str = "tessera eval --suite cache",
     sizes: Sizes | None = None,
 ) -> int:
-    """Measure every contender, append a record for each text and set of questions, and print a line each.
+    """Measure every contender; append and print a record for each of its text and question measurements.
 
     Args:
         model: needs a tokenizer and a context of `sizes.length`.
-        plan: to measure the cache under; its cross-over is ignored. None leaves it out.
+        plan: policy under which the caches are measured besides dense; its cross-over is ignored. None: only dense.
         label: the model's name in the records.
         shipped: whether the model is the shipped one, which answers only the questions that it was trained on.
-        text: text for windows and filler instead of the reference domain of `texts`.
+        text: text for windows and filler; the "reference" domain of `texts` if None.
         out: file of records; evidence/eval-<device>.jsonl if None.
         sizes: amount of work; SHIPPED or REAL if None.
 

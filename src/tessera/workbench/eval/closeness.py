@@ -2,7 +2,7 @@
 
     KL[t] = sum_v p(v) (ln p(v) - ln p'(v)),  p under dense, p' under the policy, v over the vocabulary
 
-A text runs once under each policy. Results are means of blocks of tokens, so one pass serves every range of positions.
+A text runs once under each policy. Results are means per block of tokens, so one pass serves every range of positions.
 """
 
 from typing import NamedTuple

@@ -37,18 +37,19 @@ ALWAYS = 2**31 - 2
 CONTROL, PLAN, NEAR = "control: nothing far", "the plan", "the plan's whole heads + window"
 WINDOW = "window + sink"
 EXACT = "own choice, tile 16"
-"""Rival in which every layer chooses tiles by its own exact attention: what a plan could reach with as many keys."""
+"""Rival in which every layer chooses tiles by its own exact attention; no plan is expected to beat it with as many
+keys."""
 OTHER = "other plan: "
 """Prefix of the title of another plan of the same model; the plan file's name follows."""
 FRONTIER = (WINDOW, EXACT, "mean keys of 4")
-"""Rivals that also run at the frontier: at budgets other than the plan's."""
+"""Rivals that also run at budgets other than the plan's (the frontier)."""
 MAIN = (EXACT, NEAR, WINDOW, "mean keys of 4")
 """Rivals that run first, in this order."""
 LEAST = 128
 """Minimum keys that a rival reads if its budget is a share of the visible keys."""
 
 Knots = tuple[tuple[int, float], ...]
-"""Ascending (position, keys) points; a budget is interpolated between them."""
+"""A budget: ascending points (position, number of keys read), with linear interpolation between them."""
 
 
 def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
@@ -69,13 +70,13 @@ def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
 
 
 def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
-    """Return whether a head reads every key under the plan, [L][K]."""
+    """Return [L][K]: whether each head reads every key under the plan."""
     budgets = plan.budgets or ((plan.fraction,) * plan.num_kv_heads,) * plan.num_layers
     return tuple(tuple(layer in plan.anchors or budget >= 1 for budget in row) for layer, row in enumerate(budgets))
 
 
 def left_for_others(keys: Knots, whole: Sequence[Sequence[bool]]) -> Knots:
-    """Return the budget of the heads that are not whole, such that the mean over all heads is `keys`."""
+    """Return the budget of the heads that are not whole with which the mean budget of all heads is `keys`."""
     share = np.mean(whole)
     return keys if share == 1 else tuple((at, round((k - share * (at + 1)) / (1 - share), 1)) for at, k in keys)
 

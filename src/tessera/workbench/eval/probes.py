@@ -55,7 +55,7 @@ class Question(NamedTuple):
         suffix: token ids of the question and of its answer's beginning.
         answer: expected token ids.
         given: per answer token, whether the token is given to the model, not asked; empty if all are asked.
-        depth: position of the fact in the document, 0 (start) to 1 (end); the first line's if it has several.
+        depth: position in the document of the fact, or of its first line, from 0 (start) to 1 (end).
     """
 
     suffix: tuple[int, ...]

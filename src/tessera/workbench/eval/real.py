@@ -37,7 +37,7 @@ NO_PLANS: Final[Mapping[str, Plan]] = MappingProxyType({})
 SURE = 0.05
 """Largest p value (McNemar) at which a difference from the control counts as more than chance."""
 RESOLUTION = 1e-6
-"""Nats. Smaller KL differences are rounding: records round to 1e-7, and programs may sum in different orders."""
+"""Nats. Smaller KL differences are rounding errors: records round to 1e-7, and programs may sum in different orders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ SUITES: Final[Mapping[str, Sizes]] = MappingProxyType(
 
 @dataclass(kw_only=True)
 class Ledger:
-    """Records of one run, which tell a resumed run what is done.
+    """Records of one run, from which a resumed run learns what is done.
 
     Attributes:
         path: file that records are appended to, one by one.
@@ -236,8 +236,8 @@ def verdict(better: paired.Estimate, p: float = 0.0, resolution: float = 0.0) ->
     """Decide whether a difference from the control says anything about the choice of keys.
 
     Args:
-        better: the difference, positive if the policy is better. If a few documents agree, its interval has no width,
-            so p must be small too.
+        better: the difference, positive if the policy is better. With few documents, it may be equal in all
+            of them, and its interval then has no width; p must therefore be small, too.
         p: McNemar's p of the same difference; 0 where the test does not apply.
         resolution: largest difference that is only rounding.
     """
@@ -321,7 +321,7 @@ def in_order(
 
 
 def _plain(config: Mapping[str, Any]) -> str:
-    """Encode a policy's configuration as JSON, in which a tuple equals the list that was read back from a file."""
+    """Encode a policy's configuration as JSON, so that a tuple compares equal to the list read back from a file."""
     return json.dumps(config, sort_keys=True)
 
 
@@ -360,7 +360,7 @@ def run(
 
 
 def fitting(sizes: Sizes, context: int) -> Sizes:
-    """Return the sizes without lengths beyond a context.
+    """Return the sizes without the lengths that exceed the context.
 
     Raises:
         ValueError: no length is left.

@@ -3,8 +3,9 @@
     tessera eval --suite real-weights --resume
 
 Each form of `core.quant.NAMES` that the model can take runs the texts and questions of `probes` twice: under dense
-attention and under the plan. KL is to the same model with float weights under dense attention, so that the sum of both
-losses is measured. The control is int8 with each matrix's scales shuffled among its channels: it must be far worse.
+attention and under the plan. KL is measured against the same model with float weights under dense attention, so it
+includes the loss of the form and that of the plan. The control is int8 with each matrix's scales shuffled among its
+channels; it must be far worse.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,14 +31,14 @@ from tessera.workbench.evidence import How, Record
 FLOAT, CONTROL = "float", "control: int8, scales shuffled"
 TEXT_OP, TASK_OP = "eval weights text", "eval weights task"
 SIZES: Final = Sizes(lengths=(2048,), documents=(("single", 2048, 4),), windows=1, brief=())
-"""One window of 2,048 tokens per domain, and four documents with one fact each per question."""
+"""One window of 2,048 tokens per domain, and four documents with questions of kind "single"."""
 ORDER: Final = (FLOAT, "int8", CONTROL, "gguf", "w8a8", "fp8", "int4-g32", "int4", "int4-g64", "int4-g128")
 """Forms in the order they run, so that an interrupted run holds the most asked-for first."""
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """What all forms share.
+    """Inputs and records that all forms share.
 
     Attributes:
         base: the model with float weights.
@@ -63,7 +64,7 @@ class Bench:
 
 
 def shuffled(model: Model, seed: int = 0) -> Model:
-    """Return the model with the scales of each quantised matrix shuffled among its output channels."""
+    """Return a copy of the model with the scales of each quantised matrix shuffled among its output channels."""
     rng = np.random.default_rng(seed)
 
     def shuffle(weight: Any) -> Any:
@@ -157,7 +158,7 @@ def facts_of(bench: Bench, contender: Contender) -> Mapping[str, Any]:
 
 
 def judge_text(bench: Bench, contender: Contender, domain: str, length: int) -> Record:
-    """Record KL to float weights under dense attention on one domain's windows."""
+    """Record a contender's KL against float weights under dense attention, on one domain's windows."""
     model, blocks, counts = bench.model(contender.name), [], []
     for window, dense in zip(bench.material.windows[domain], bench.material.dense(bench.base, domain)):
         same = contender.name == FLOAT and isinstance(contender.policy, Dense)

@@ -74,7 +74,7 @@ class Clock:
 
     @property
     def cold(self) -> str:
-        """State of the cache, as records describe it."""
+        """State of the L2 cache before a sample, in the words that records use."""
         return f"L2 cold: {self._flush_bytes >> 20} MiB written before each sample"
 
 

@@ -22,14 +22,14 @@ from tessera.workbench.gpu_check.session import Session, on_gpu
 from tessera.workbench.gpu_check.supervisor import NO_GPU, UNWRITABLE, Unwritable
 
 PIECES = MappingProxyType({"env": environment.run, "correct": correct.run, "time": timing.run, "tune": tuning.run})
-"""Functions of the pieces, by name."""
+"""Pieces of the check script: name -> function that runs the piece in a session."""
 PASSES = ((True, False), (False, False), (False, True))
 """(session.first, session.retry) of the three passes over the pieces: first a few items of each piece, then the other
 items, then the items that failed."""
 
 
 def piece_named(name: str) -> Callable[[Session], None]:
-    """Return a piece of the script, or the function that "module:function" names."""
+    """Return the function of a piece in PIECES, or, for a name "module:function", that function."""
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function) if function else PIECES[name]
 

@@ -357,7 +357,7 @@ def gated(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
 
 
 def gate_counts(own: Sequence[Record]) -> tuple[int, int, int]:
-    """Count the cases of one kernel that passed every gate, that were tried, and that were planned."""
+    """Return three counts of one kernel's cases: those that passed every gate, those tried, and those planned."""
     passed = sum(round(r.median * r.facts["cases"]) for r in own if not r.error)
     planned = max((r.facts.get("planned", 0) for r in own), default=0)
     return passed, sum(r.facts.get("cases", 0) for r in own), planned

@@ -325,7 +325,7 @@ def report(found: list[dict], chips: list[str]) -> None:
 
 
 def study(options: Any) -> int:
-    """Run `tessera study tpu-blocks`: search what is missing, or report."""
+    """Run `tessera study tpu-blocks`: search missing cases, or, with --report, append the records."""
     campaign.check_names("--case", options.case, tuple(CASES))
     found = files.read_lines(options.out)
     chips = options.chip or list(tpu.TOPOLOGIES)

@@ -132,7 +132,7 @@ dense kernel fetches it for thousands. HBM is the limit, so no tile and no block
 
 
 def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
-    """Compile and predict one of our calls on a chip."""
+    """Compile one of our calls for a chip and predict its time."""
     call = {"phase": "prefill", "tile": 128, "query_tile": 32, "fraction": 0.1, "scaled": False, **CALLS[name]}
     scaled = call.pop("scaled")
     spec = AttentionSpec(tile=call.pop("tile"), query_tile=call.pop("query_tile"))
@@ -158,7 +158,7 @@ def inspect_one(chip: str, name: str, limit_s: float) -> dict[str, Any]:
 
 
 def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
-    """Compile and predict the peer's dense causal call at its best shipped block sizes."""
+    """Compile the peer's dense causal call at its best shipped block sizes and predict its time."""
     measured_on = "v5p" if chip == "v5e" else chip
     reason = validation.missing(timings, measured_on)
     if reason is not None:
@@ -177,7 +177,7 @@ def inspect_peer(chip: str, timings: Path, limit_s: float) -> dict[str, Any]:
 
 
 def inspect_selection(chip: str, name: str, limit_s: float) -> dict[str, Any]:
-    """Compile and predict the choice of key tiles on a chip."""
+    """Compile the choice of key tiles for a chip and predict its time."""
     program = factory_program("tessera.deviceless.programs:selection_call", **SELECTIONS[name])
     found = tpu.compile_for(chip, program, limit_s=limit_s)
     if found.error is not None:
@@ -314,7 +314,7 @@ def stored(held: Iterable[evidence.Record]) -> dict[str, dict[str, dict[str, Any
 
 
 def study(options: Any) -> int:
-    """Run `tessera study tpu-figures`: compile what is missing, or report."""
+    """Run `tessera study tpu-figures`: compile missing cases, or, with --report, append the records."""
     names = ("peer", *SELECTIONS, *CALLS)
     campaign.check_names("--case", options.case, names)
     held = evidence.read(STORE) if STORE.exists() else []

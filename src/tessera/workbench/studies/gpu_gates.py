@@ -55,7 +55,7 @@ BATCH = 2
 """Sequences of a case by default. With only one, the compiler removes indices that otherwise take registers."""
 LENGTHS = MappingProxyType({"prefill": 8192, "decode": 131072})
 ODD = MappingProxyType({"query_tile": 12, "length": 8191})
-"""Sizes that are multiples of no block size, for the default blocks of prefill."""
+"""Sizes of an extra case for prefill's default blocks: no block size divides them."""
 KV_HEADS = 2
 BATCHES = tuple(
     {"batch": batch, "kv_heads": 8, "length": length, "group": group}

@@ -1,10 +1,10 @@
-"""Planned memory and times of whole steps against the compiler's: one command, about an hour on two cores.
+"""Compare planned memory and times of whole steps with the compiler's, in about an hour on two cores.
 
     tessera study planner             # resumes where it stopped; --list prints what is left
     tessera study planner --report    # a record per step in evidence/
 
-The compiler is the judge of memory. Its times are predictions from schedules, not measurements, so the error of a time
-says how far a roofline is from a schedule.
+Memory is judged by the compiler's figure. The compiler's times are predictions from schedules, not measurements, so the
+error of a planned time says how far the roofline is from the schedule.
 """
 
 import json
@@ -25,7 +25,7 @@ COMMAND = "tessera study planner; tessera study planner --report"
 EVIDENCE = "evidence/tpu-planner.jsonl"
 OP = "planned step"
 GOAL = 0.02
-"""Largest share by which planned memory may differ from the compiler's."""
+"""Maximum error of planned memory, relative to the compiler's."""
 
 
 SIZES = ("chip", "devices", "model", "phase", "attention", "batch", "length")
@@ -60,11 +60,11 @@ CASES = (
     _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 1, 8192, weights="int8"),
     _case("v6e", 8, "llama-3.1-70b", "decode", "kascade", 4, 131072, weights="int8", cache="int8"),
 )
-"""Steps to compile. The compiler refuses two: 8B on one v5e, and 70B on eight."""
+"""Steps to compile. The compiler refuses two for lack of memory: 8B on one v5e, and 70B on eight v5e."""
 
 
 def call_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the step as `inspect_step` takes it: the engine's chunk, the paper's tenth of the keys."""
+    """Return arguments of `inspect_step`, with the engine's chunk and the paper's tenth of the keys."""
     fixed = {"queries": roofline.CHUNK, "tile": 128, "query_tile": 32, "fraction": 0.1}
     return fixed | {name: case[name] for name in ("phase", "attention", "batch", "length", *TYPES) if name in case}
 
@@ -82,7 +82,7 @@ def words(case: Mapping[str, Any]) -> str:
 
 
 def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """Compile a case and return it with what the compiler said."""
+    """Compile a case and return it with the compiler's results."""
     found = model_inspection.inspect_step(
         case["chip"], case["model"], case["devices"], limit_s=limit_s, **call_of(case)
     )
@@ -139,7 +139,7 @@ def good(line: Mapping[str, Any]) -> bool:
 
 
 def study(options: Any) -> int:
-    """Run `tessera study planner`: compile what is missing, or report; exit code 1 if the planner was wrong."""
+    """Run `tessera study planner`: compile missing cases, or write records; exit code 1 if the planner was wrong."""
     if options.report:
         lines = {identity(line): line for line in campaign.lines_to_report(options.out)}
         lines = [lines[identity(case)] for case in CASES if identity(case) in lines]

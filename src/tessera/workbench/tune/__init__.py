@@ -49,7 +49,7 @@ MOST_S, MOST_GIB = 1e9, 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much to measure.
+    """Amount of measurement in one tuning run.
 
     Attributes:
         candidates: number of configs that the search tries, including the default.
