@@ -83,7 +83,7 @@ def test_ctrl_c_while_planning_prints_nothing():
         "from tessera import __main__ as command\n"
         "from tessera.runtime import planner\n"
         "plan = planner.plan\n"
-        "planner.plan = lambda question: (signal.raise_signal(signal.SIGINT), plan(question))[1]\n"
+        "planner.plan = lambda *a, **k: (signal.raise_signal(signal.SIGINT), plan(*a, **k))[1]\n"
         "sys.exit(command.run())\n"
     )
     done = subprocess.run([sys.executable, "-c", program, *LLAMA.split()], capture_output=True, text=True)

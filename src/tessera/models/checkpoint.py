@@ -207,7 +207,8 @@ def load_params(
     if config.tie_embeddings and HEAD.stored in stored:
         _check_tied(stored[EMBED.stored], stored[HEAD.stored])
 
-    check_forms(stored, config, folder, weights, num_parts(mesh))
+    if weights is not None:  # a mesh for training has other axes, and takes floats alone
+        check_forms(stored, config, folder, weights, num_parts(mesh))
 
     def load(weight: Weight, *names: str, lead: tuple[int, ...] = ()) -> jax.Array | Quantised:
         tensors = {name: stored[name] for name in names}
