@@ -11,6 +11,7 @@ from jaxtyping import Float, Int32
 
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Shapes
 from tessera.core.mesh import keep
+from tessera.core.quant import gathered
 from tessera.models.cache import Cache, extend
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params, linear, matmul, mlp, rms_norm, rope_tables, rotate
@@ -70,7 +71,7 @@ def forward(
         if stripe is not None and num_queries > 1:
             x = keep(x, None, "rows")
         if spread:
-            x, layer = keep(x, None, "spread_rows"), keep(layer)
+            x, layer = keep(x, None, "spread_rows"), gathered(keep(layer))
         h = rms_norm(x, layer.attn_norm, config.norm_eps)
         q, k, v = project(h, layer, tables, config)
         if spread:  # by rows first: else XLA splits v's projection by heads and gathers h for it
