@@ -208,4 +208,5 @@ def test_stored_steps_agree_with_the_compiler():
                 not planner.fits(mine, USABLE_BYTES[case["chip"]]) or facts["hbm_bytes"] <= USABLE_BYTES[case["chip"]]
             )
         if "planned_ms" in facts:
-            assert study.planned_ms(case) == pytest.approx(facts["predicted_ms"], rel=0.11)
+            near = {"decode": 0.11, "prefill": 0.13}[case["phase"]]
+            assert study.planned_ms(case) == pytest.approx(facts["predicted_ms"], rel=near)
