@@ -109,8 +109,10 @@ def test_heads_first_then_context(devices, expected):
 
 
 def test_an_axis_that_does_not_divide_is_refused():
-    with pytest.raises(ValueError, match="axis 'vocab' of size 263 does not divide among the 2 devices"):
+    with pytest.raises(ValueError, match="cannot split vocab_size=263 into 2 equal parts"):
         divide(replace(TINY, vocab_size=263), 2)
+    with pytest.raises(ValueError, match="context of a model with a sliding window"):  # as `load` says
+        divide(replace(TINY, window=64), 8)
     with pytest.raises(ValueError, match="devices=0 must be at least 1"):
         divide(TINY, 0)
 

@@ -95,16 +95,13 @@ def test_decode_by_hand():
     assert sparse.prefill_s < found.prefill_s
 
 
-def test_rows_send_fewer_bytes_from_some_length_on():
+def test_a_plan_says_how_a_prefill_chunk_is_shared():
     """Two ring sums of R x 4,096 bfloat16 against one layer's weights and queries, keys, values and outputs."""
-    found = plan(question(chunk=131072, batch=1)).exchange
-    assert found.tensor_bytes == 2 * 2 * 7 / 8 * 131072 * 4096 * 2
-    assert found.rows_bytes == pytest.approx(7 / 8 * (218_103_808 * 2 + 16384 * (2 * 32 + 2 * 8) * 128 * 2))
-    assert found.tensor_bytes > 5 * found.rows_bytes
-    at = plan(question(chunk=found.break_even_rows, batch=1)).exchange
-    before = plan(question(chunk=found.break_even_rows - 1, batch=1)).exchange
-    assert at.rows_bytes <= at.tensor_bytes
-    assert before.rows_bytes > before.tensor_bytes
+    found = plan(question(chunk=131072, batch=1)).json()["exchange"]
+    assert found["by_heads"] == 2 * 2 * 7 / 8 * 131072 * 4096 * 2
+    assert found["by_rows"] == pytest.approx(7 / 8 * (218_103_808 * 2 + 16384 * (2 * 32 + 2 * 8) * 128 * 2))
+    assert found["by_heads"] > 5 * found["by_rows"]
+    assert plan(question(devices=1)).json()["exchange"] is None
 
 
 def test_what_fits_and_the_first_choice():

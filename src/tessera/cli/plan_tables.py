@@ -4,7 +4,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tessera.core.memory import format_bytes
 from tessera.models.weights import num_parameters
 from tessera.runtime.planner import Answer, Pair
 from tessera.runtime.roofline import Speed
@@ -91,11 +90,7 @@ def _notes(answer: Answer) -> list[str]:
         lines.append(f"The model's context is {q.config.max_positions:,} tokens, less than the planned {q.length:,}.")
     if answer.division.context > 1 and answer.division.heads == 1:
         lines.append("The devices share no head, so each holds all weights.")
-    if (sent := answer.exchange) is not None:
-        fewer = "rows" if sent.rows_bytes < sent.tensor_bytes else "tensor"
-        lines.append(
-            f"In a prefill chunk, a device sends {format_bytes(sent.tensor_bytes)} per layer with heads split (tensor) "
-            f"or {format_bytes(sent.rows_bytes)} with rows split (rows): {fewer} sends fewer. Splitting rows sends "
-            f"fewer from {sent.break_even_rows:,} rows per chunk on. The times assume split heads."
-        )
+    if answer.sharing is not None:
+        how = answer.sharing.explain(q.batch, min(q.chunk, q.length))
+        lines.append(f"{how[0].upper()}{how[1:]}. The times assume that chunks are shared by heads.")
     return lines

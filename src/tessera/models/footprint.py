@@ -3,20 +3,29 @@
     total = weights + cache + copies + activations + logits + program
 
 No function here allocates, compiles or asks a device. `runtime/planner.py` compares these bytes with a chip's memory.
-The engine compares them with the free memory and refuses a request that does not fit; `load` does the same for float
-weights, and counts quantised weights by `weights.loaded_bytes`.
+The engine and `load` compare them with the free memory and refuse what does not fit.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import gcd, prod
+from math import prod
 from types import MappingProxyType
 
+from tessera.core.mesh import check, parse
 from tessera.core.quant import NAMES, STORED, Form, matrix_bytes
 from tessera.core.shapes import ceil_div
 from tessera.models.config import ModelConfig
 from tessera.models.gguf_stored import BLOCK
-from tessera.models.weights import OUTER, Weight, form_of, layer_name, layer_weights, outer_weights, shape_of
+from tessera.models.weights import (
+    OUTER,
+    Weight,
+    form_of,
+    layer_name,
+    layer_weights,
+    outer_weights,
+    shape_of,
+    split_sizes,
+)
 
 SPLIT_AXES = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 """Logical axes of weights that the mesh's axis "heads" divides; every device holds the other axes whole."""
@@ -77,24 +86,13 @@ def divide(config: ModelConfig, devices: int) -> Division:
     """Divide a model over devices: heads = gcd(KV heads, devices), context = devices / heads.
 
     Raises:
-        ValueError: `devices` is less than 1, or `heads` does not divide an axis in SPLIT_AXES.
+        ValueError: `devices` is less than 1, or `load` would refuse this mesh (`core.mesh.check`).
     """
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")
-    found = Division(heads=gcd(config.num_kv_heads, devices), context=devices // gcd(config.num_kv_heads, devices))
-    check_division(config, found)
-    return found
-
-
-def check_division(config: ModelConfig, division: Division) -> None:
-    """Raise ValueError unless division.heads divides every axis in SPLIT_AXES of every weight."""
-    for weight in (*outer_weights(config), *layer_weights(config)):
-        for axis, size in zip(weight.axes, shape_of(weight, config)):
-            if axis in SPLIT_AXES and size % division.heads:
-                raise ValueError(
-                    f"the model's axis {axis!r} of size {size} does not divide among the {division.heads} devices that "
-                    "share its heads: take another number of devices"
-                )
+    shape = parse(devices, config.num_kv_heads)
+    check(shape, split_sizes(config), devices, window=config.window)
+    return Division(heads=shape.heads, context=shape.context)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from tessera.models.footprint import FLOATS, Division, Footprint, Load, Types, f
 from tessera.models.quantised import check_forms, stored_kinds, stored_tensors
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import capacity_bucket
-from tessera.runtime.roofline import Exchange, Question, Speed, exchanged, speed
+from tessera.runtime.roofline import Question, Speed, layer_parameters, speed
+from tessera.runtime.spread import Sharing
 
 WEIGHTS = ("bfloat16", "gguf", "int8", "w8a8", "fp8", "int4-g32", "int4-g64", "int4-g128", "int4")
 """Types of matrices in the order of preference, those that lose least first; "gguf" is for a GGUF file."""
@@ -56,13 +57,14 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Every pair, the index of the first choice (None if nothing fits), and the bytes that a prefill exchanges."""
+    """Every pair, the index of the first choice (None if nothing fits), and what decides how devices share a prefill
+    chunk (None if they split no heads)."""
 
     question: Question
     division: Division
     pairs: tuple[Pair, ...]
     first: int | None
-    exchange: Exchange | None
+    sharing: Sharing | None
 
     @property
     def choice(self) -> Pair | None:
@@ -71,7 +73,10 @@ class Answer:
 
     def json(self) -> dict[str, Any]:
         """Return the object that `--json` prints."""
-        q, choice = self.question, self.choice
+        q, choice, exchange = self.question, self.choice, None
+        if self.sharing is not None:
+            sent = self.sharing.sent(q.batch * min(q.chunk, q.length))
+            exchange = {**sent._asdict(), "break_even": self.sharing.break_even}
         pairs = [{**asdict(pair), "total_bytes": pair.parts.total} for pair in self.pairs]
         return {
             **{name: getattr(q, name) for name in ("chip", "devices", "batch", "length", "chunk")},
@@ -79,7 +84,7 @@ class Answer:
             "parameters": num_parameters(q.config),
             "first_choice": None if choice is None else {"weights": choice.weights, "cache": choice.cache},
             "pairs": pairs,
-            "exchange": None if self.exchange is None else asdict(self.exchange),
+            "exchange": exchange,
         }
 
 
@@ -112,8 +117,11 @@ def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None
             types = Types(weights=name, cache=cache, kinds=stored_kinds(stored) if name == STORED else {})
             pairs.append(_pair(question, types, refused))
     first = next((index for index, pair in enumerate(pairs) if pair.fits), None)
-    exchange = exchanged(question) if division.heads > 1 else None
-    return Answer(question=question, division=division, pairs=tuple(pairs), first=first, exchange=exchange)
+    sharing = None
+    if division.heads > 1:
+        layer_bytes = 2 * layer_parameters(config) // config.num_layers
+        sharing = Sharing(config=config, devices=division.heads, itemsize=2, layer_bytes=layer_bytes)
+    return Answer(question=question, division=division, pairs=tuple(pairs), first=first, sharing=sharing)
 
 
 def peak(question: Question, types: Types, **changes: int) -> Footprint:

@@ -133,18 +133,6 @@ class Speed:
     decode_bound: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """Bytes that one device sends per layer of a prefill chunk, split by tensor or by rows; see `exchanged`.
-
-    `break_even_rows` is the minimum number of rows per call at which rows_bytes is the smaller.
-    """
-
-    tensor_bytes: float
-    rows_bytes: float
-    break_even_rows: int
-
-
 def recipe(config: ModelConfig, name: str | None = None, **options: Any) -> Kascade:
     """Return the paper's Kascade: a tenth of the keys, and each head follows the same head of its anchor.
 
@@ -209,29 +197,6 @@ def layer_parameters(config: ModelConfig) -> int:
     """Count the parameters in the matrices of all layers."""
     shapes = (shape_of(weight, config) for weight in layer_weights(config) if weight.is_matrix)
     return config.num_layers * sum(rows * columns for rows, columns in shapes)
-
-
-def exchanged(q: Question) -> Exchange:
-    """Compute the bytes that one device sends per layer of a prefill chunk, for two ways to split the chunk.
-
-        tensor: add up all rows' activations twice: 2 x 2 (n - 1) / n x R D w
-        rows: gather the layer's weights, and send queries, keys, values and outputs from rows to heads and back:
-              (n - 1) / n x (bytes of weights + R / n x (2 N + 2 K) H w)
-
-    n is the number of devices that share the heads, R = batch x chunk rows, and a number has w = 2 bytes.
-    """
-    config, n = q.config, q.division.heads
-    share, width = (n - 1) / n, 2
-    per_row = share * 2 * 2 * config.hidden_size * width
-    turned = share * 2 * (config.num_heads + config.num_kv_heads) * config.head_dim * width / n
-    gathered = share * layer_parameters(config) / config.num_layers * width
-    rows = q.batch * min(q.chunk, q.length)
-    saved = per_row - turned
-    return Exchange(
-        tensor_bytes=rows * per_row,
-        rows_bytes=rows * turned + gathered,
-        break_even_rows=ceil_div(int(gathered), int(saved)) if saved > 0 else MAX_SIZE,
-    )
 
 
 def _read_s(q: Question, on: Chip, types: Types) -> float:

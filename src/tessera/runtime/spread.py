@@ -81,15 +81,16 @@ class Sharing:
             size *= 2
         return size if self.by_rows(batch, size) else None
 
-    def explain(self, num_rows: int) -> str:
-        """Say in one sentence how a chunk of `num_rows` rows is shared, and why."""
-        least = self.break_even
+    def explain(self, batch: int, rows: int) -> str:
+        """Say in one sentence how a chunk of `rows` rows per sequence is shared, and why; see `by_rows`."""
+        least, count = self.break_even, batch * rows
         if least is None:
             return "prefill chunks are shared by heads: by rows they would send more bytes, whatever their length"
-        sent = self.sent(num_rows)
-        how, other = ("rows", "heads") if num_rows >= least else ("heads", "rows")
-        less, more = (format_bytes(x) for x in sorted(sent))
-        return (
-            f"a prefill chunk of {num_rows:,} rows is shared by {how}: a device sends {less} per layer, and by {other} "
-            f"{more} (break-even: {least:,} rows)"
+        sent, how = self.sent(count), "rows" if self.by_rows(batch, rows) else "heads"
+        said = (
+            f"a prefill chunk of {count:,} rows is shared by {how}: a device sends {format_bytes(sent.by_heads)} per "
         )
+        said += f"layer by heads and {format_bytes(sent.by_rows)} by rows (break-even: {least:,} rows)"
+        if count >= least and how == "heads":
+            said += f", but {self.devices} devices do not divide {rows:,} rows"
+        return said
