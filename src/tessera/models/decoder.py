@@ -53,10 +53,12 @@ def forward(
     tables = rope_tables(config.rope, config.head_dim, position_BT)
     x = lookup(params.embed, tokens_BT)
     unrolled = isinstance(params.layers, tuple)
-    num_keys = num_queries if cache is None else (cache.k[0] if unrolled else cache.k).shape[-2]
+    num_keys = num_queries if cache is None else cache.num_keys
     shapes = Shapes(
         batch, num_queries, num_keys, config.num_heads, config.num_kv_heads, config.head_dim, None, str(x.dtype)
-    )._replace(scaled=cache is not None and cache.scales is not None)
+    )
+    if cache is not None:
+        shapes = shapes._replace(scaled=cache.scales is not None, paged=cache.pages is not None)
     state = policy.init_state(config.num_layers, shapes, spec)
 
     def block(index, x, layer: Layer, cache, state):
@@ -70,7 +72,7 @@ def forward(
             q, k, v = keep(keep((q, k, v), None, "spread_rows"), None, None, "heads")
         if cache is not None:  # one layer's cache, or all layers' stacked
             at = () if unrolled else (index,)
-            cache = extend(cache, k, v, positions.q_start, at, stripe)
+            cache = extend(cache, k, v, positions.q_start, at, stripe, positions.q_len)
             kv = cache.key_values(at)
         else:
             kv = KeyValues.of(k, v)
