@@ -203,7 +203,7 @@ def test_a_call_on_pages_is_checked_by_name():
     small, tiled = KeyValues(keys, keys, table), AttentionSpec(tile=32, query_tile=16, mass=True)
     for kv, spec, reason in (
         (small._replace(pages=table[0]), tiled, r"pages must be int32 \[B,J\] with B=1 and J >= 1, got int32 \(2,\)"),
-        (small._replace(pages=table[[0, 0]]), tiled, r"with B=1 and J >= 1, got int32 \(2, 2\)"),
+        (small._replace(pages=jnp.repeat(table, 2, 0)), tiled, r"with B=1 and J >= 1, got int32 \(2, 2\)"),
         (small._replace(pages=table.astype(jnp.float32)), tiled, r"got float32 \(1, 2\)"),
         (small._replace(pages=table[:, :0]), tiled, r"got int32 \(1, 0\)"),
         (small, tiled, "pages of 16 positions must be a multiple of tile=32"),
@@ -223,8 +223,8 @@ def test_a_call_on_pages_is_checked_by_name():
 
 
 def test_only_the_portable_kernels_read_pages():
-    assert {k.family for k in KERNELS if k.paged} == {"xla_decode", "xla_prefill", "reference"}
-    kv = KeyValues(jnp.zeros((3, 2, 16, 16)), jnp.zeros((3, 2, 16, 16)), jnp.zeros((1, 2), jnp.int32))
-    for backend in ("tpu_decode", "gpu_decode", "gpu_cudnn"):
-        with pytest.raises(ValueError, match="it reads contiguous keys, the call's are paged"):
-            attend(jnp.zeros((1, 1, 2, 16)), kv, backend=backend)
+    assert {kernel.family for kernel in PAGED} == {"xla_decode", "xla_prefill", "reference"}
+    shapes = KeyValues(jnp.zeros((3, 2, 16, 16)), None, jnp.zeros((1, 2), jnp.int32)).shapes(jnp.zeros((1, 1, 2, 16)))
+    for kernel in set(KERNELS) - set(PAGED):
+        spec, lists = AttentionSpec(mass=kernel.role == "score"), 3 if kernel.role == "sparse" else None
+        assert kernel.refusal(spec, shapes._replace(capacity=lists)) == "it reads contiguous keys, the call's are paged"

@@ -2,12 +2,17 @@
 
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tiny import CONFIG
 
+from tessera.attention.reference import contiguous
+from tessera.models.cache import Cache, extend, init_cache
 from tessera.models.pages import NULL, OutOfPages, Pages, page_table
 
 SIZE = 9
@@ -125,3 +130,57 @@ def test_bad_sizes_and_tables_are_refused_by_name():
     with pytest.raises(ValueError, match="3 pages does not fit into a table of num_pages=2"):
         page_table([[1], [1, 2, 3]], 2)
     assert np.array_equal(page_table([[2, 1], []], 3), [[2, 1, NULL], [NULL] * 3])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_cache_written_through_its_table_holds_what_a_contiguous_one_holds(dtype):
+    """Chunks of 8 rows, which are runs of half a page, then single tokens. Sequence 1 ends inside a run.
+
+    Sequence 2 is dead: its table lists live pages of sequence 0 on purpose, and it must not write them.
+    """
+    page, rng = 16, np.random.default_rng(0)
+    table = np.array([[5, 2, 7], [3, 8, 0], [5, 2, 7]], np.int32)
+    whole = init_cache(CONFIG, 3, 3 * page, dtype=dtype, stacked=True)
+    pool = init_cache(CONFIG, 9, page, dtype=dtype, stacked=True)
+    pool = jax.tree.map(lambda x: jnp.full_like(x, 77 if x.dtype == jnp.int8 else jnp.nan), pool)
+    pool = pool._replace(pages=jnp.asarray(table))
+    layer = (jnp.int32(1),)
+    step = jax.jit(lambda cache, k, v, start, count: extend(cache, k, v, start, layer, q_len=count), donate_argnums=0)
+    chunks = [
+        (8, (0, 0, 0), (8, 8, 0)),
+        (8, (8, 8, 40), (8, 8, 0)),
+        (8, (16, 16, 0), (8, 3, 0)),
+        (8, (24, 40, 0), (8, 0, 0)),
+    ]
+    tokens = [(1, (32, 19, 47), (1, 1, 0)), (1, (33, 20, 3), (1, 1, 0))]
+    lengths = np.zeros(3, int)
+    for num_rows, start, count in chunks + tokens:
+        k, v = (rng.standard_normal((3, num_rows, 2, 16)).astype(np.float32) for _ in "kv")
+        where = np.array(start, np.int32), np.array(count, np.int32)
+        whole, pool = (step(cache, k, v, *where) for cache in (whole, pool))
+        lengths = np.maximum(lengths, where[0] + where[1] * (where[1] > 0))
+        lengths[2] = 0
+    assert lengths.tolist() == [34, 21, 0]
+    held, meant = contiguous(pool.key_values(layer)), whole.key_values(layer)
+    for b, length in enumerate(lengths):
+        for x, y, axis in zip(held, meant, (1, 1, None, 2)):
+            if x is not None:
+                x, y = (np.moveaxis(np.asarray(z[b]), axis, 0)[:length] for z in (x, y))
+                assert x.tobytes() == y.tobytes()
+    rest = [1, 4, 6]  # in no table
+    for x in jax.tree.leaves(pool._replace(pages=None)):
+        other, mine = np.asarray(x[0]), np.asarray(x[1])[rest]
+        assert all(
+            (z == 77).all() if z.dtype == np.int8 else np.isnan(z.astype(np.float32)).all() for z in (other, mine)
+        )
+
+
+def test_writing_pages_copies_no_pool():
+    shape = jax.ShapeDtypeStruct
+    pool = shape((2, 4096, 2, 64, 16), jnp.float32)
+    cache = Cache(pool, pool, pages=shape((4, 512), jnp.int32))
+    for num_rows in (1, 128):
+        new, where = shape((4, num_rows, 2, 16), jnp.float32), shape((4,), jnp.int32)
+        step = jax.jit(lambda cache, k, v, at, n: extend(cache, k, v, at, (at[0],), q_len=n), donate_argnums=0)
+        used = step.lower(cache, new, new, where, where).compile().memory_analysis()
+        assert used.temp_size_in_bytes < 1 << 20

@@ -3,7 +3,7 @@
 An int8 cache stores every key and value as int8 times a bfloat16 scale, max |x| / 127, one per position and KV head. A
 scale that several positions shared would have to change, with their stored integers, when positions are added.
 
-A paged cache is a pool of pages [P,K,page,H] per layer and one table for all layers; `models.pages` deals the pages out.
+A paged cache is a pool of pages [P,K,page,H] per layer and one table for all layers; `models.pages` hands out pages.
 """
 
 from collections.abc import Iterable
