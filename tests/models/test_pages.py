@@ -158,8 +158,7 @@ def test_a_cache_written_through_its_table_holds_what_a_contiguous_one_holds(dty
         k, v = (rng.standard_normal((3, num_rows, 2, 16)).astype(np.float32) for _ in "kv")
         where = np.array(start, np.int32), np.array(count, np.int32)
         whole, pool = (step(cache, k, v, *where) for cache in (whole, pool))
-        lengths = np.maximum(lengths, where[0] + where[1] * (where[1] > 0))
-        lengths[2] = 0
+        lengths = np.where(where[1] > 0, where[0] + where[1], lengths)
     assert lengths.tolist() == [34, 21, 0]
     held, meant = contiguous(pool.key_values(layer)), whole.key_values(layer)
     for b, length in enumerate(lengths):
