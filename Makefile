@@ -62,7 +62,7 @@ $(VENV)/.python:
 	echo "using $$python"; rm -rf $(VENV) && "$$python" -m venv $(VENV) && touch $@
 
 $(VENV)/.core: $(VENV)/.python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[report]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[report,serve]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

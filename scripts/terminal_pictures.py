@@ -16,7 +16,7 @@ COMMANDS = {
     "generate": "tessera generate -m smollm2 --chat -p 'What is the capital of France?'",
     "chat": "printf 'What is the capital of France?\\nAnd of Italy?\\n/undo\\n' | tessera chat -m smollm2",
     "doctor": "tessera doctor",
-    "calibrate": "tessera calibrate -f README.md --anchors 2 --max-tokens 4096 --crossover 0 --out build/plan.json",
+    "calibrate": "tessera calibrate -f LICENSE --anchors 2 --max-tokens 4096 --crossover 0 --out build/plan.json",
 }
 
 

@@ -123,3 +123,35 @@ def splash(length, dtype):
             return peers.splash(q, k, v)
 
     return attend, [jax.ShapeDtypeStruct((1, length, heads, 128), dtype) for heads in (2, 1, 1)]
+
+
+def decode_token(attention, cache, devices, num_keys=131072, stacked=False):
+    """Build the engine's decode program for two layers, as `load` makes them, or stacked."""
+    from tessera.core.mesh import MeshShape, build, sharding
+    from tessera.models.cache import init_cache
+    from tessera.models.config import ModelConfig
+    from tessera.models.weights import abstract_params
+    from tessera.runtime import step
+    from tessera.runtime.roofline import recipe
+    from tessera.sparse.baselines import Dense
+
+    config = ModelConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=1024, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=128, max_positions=131072, dtype="bfloat16", tie_embeddings=True,
+    )  # fmt: skip
+    policy = Dense() if attention == "dense" else recipe(config)
+    mesh = build(MeshShape(1, 1), devices)
+
+    def place(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(mesh, ()))
+
+    held = jax.eval_shape(lambda: init_cache(config, 2, num_keys, dtype=cache, stacked=stacked))
+    rows = [place(jax.ShapeDtypeStruct((2,), dtype)) for dtype in (jnp.int32, jnp.int32, bool)]
+
+    class Bound:
+        """The program with its static arguments, donation included."""
+
+        def trace(self, *args):
+            return step.decode_token._compiled.trace(*args, config=config, policy=policy)
+
+    return Bound(), (abstract_params(config, mesh, stacked=stacked), jax.tree.map(place, held), *rows)

@@ -204,7 +204,7 @@ def forward(name: str, kind: str):
     kernel = next(k for k in KERNELS if k.name == name)
     call = trials.make(workload(kernel, kind), kernel.role, "bfloat16")
     truth = oracle.attend(call)
-    allowed = oracle.tolerance(call, truth, "bfloat16")
+    allowed = oracle.tolerance(call, truth, "bfloat16", **trials.roundings(kernel))
     run_on = call._replace(count=np.maximum(call.count - 1, 0)) if kind == "list" else call
 
     def faults() -> list[str]:

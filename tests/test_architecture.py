@@ -23,7 +23,7 @@ FLOORS = [
     {"runtime"},
     {"train", "deviceless"},
     {"calibration", "generate", "doctor"},
-    {"chat"},
+    {"chat", "serve"},
     {"workbench"},
     {"demo"},
     {"cli"},

@@ -12,6 +12,9 @@ def run() -> int:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until `handled` takes over, Ctrl-C ends the process silently
+    if _replace_closed_streams():
+        print("error: standard output is closed: redirect it to a file or to /dev/null", file=sys.stderr)
+        return 2
     from tessera.core import interrupt
 
     try:
@@ -41,7 +44,21 @@ def _answer() -> int:
     try:
         return main()
     except SystemExit as end:  # help, or an unknown flag
+        if isinstance(end.__context__, BrokenPipeError):  # rich exits with 1, which means something else here
+            raise end.__context__ from None
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def _replace_closed_streams() -> bool:
+    """Open the null device for each standard stream that the caller has closed; return whether output was closed.
+
+    Python has None in their place. A file that is opened later would get the number of the stream, and lines that
+    libraries write to standard error would end up in it.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:  # in the order of their numbers, because open() takes the lowest free one
+        setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))
+    return "stdout" in closed
 
 
 def _drop_output() -> None:

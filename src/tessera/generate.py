@@ -251,7 +251,8 @@ class Model:
         return [self._encode(prompt, f"prompt {index}") for index, prompt in enumerate(prompts)]
 
     def engine(self, **options: Any) -> Engine:
-        """Return an engine for this model and its policy; `options` are slots, num_keys, sizes and lag of `Engine`."""
+        """Return an engine for this model and its policy; `options` are slots, num_keys, sizes, lag and together
+        of `Engine`."""
         return Engine(self.params, self.config, self.policy, tokenizer=self.tokenizer, cache=self.cache, **options)
 
     def session(self, policy: Policy, *, batch: int, num_keys: int) -> Session:

@@ -80,27 +80,26 @@ def product():
                     yield pytest.param(kernel, taken, dtype, id=name, marks=marks)
 
 
-def truth(workload, role, dtype, folded, change=None):
-    """Return (the call after `change`, the oracle's float64 answer from dtype's numbers, the tolerance)."""
-    return _truth(workload, "dense" if role == "score" else role, dtype, folded, change)  # the roles share one answer
+def truth(workload, kernel, dtype, change=None):
+    """Return (the call after `change`, the oracle's float64 answer from dtype's numbers, the kernel's tolerance)."""
+    role = "dense" if kernel.role == "score" else kernel.role  # these roles share one answer
+    roundings = calls.roundings(kernel)
+    if not workload.scaled:
+        roundings["dequantised"] = False  # makes no difference: one answer serves more kernels
+    return _truth(workload, role, dtype, change, **roundings)
 
 
 @functools.cache
-def _truth(workload, role, dtype, folded, change):
+def _truth(workload, role, dtype, change, **roundings):
     call = calls.make(workload, role, dtype)
     call = call if change is None else change(call)
     answer = oracle.attend(call)
-    return call, answer, oracle.tolerance(call, answer, dtype, folded)
-
-
-def folds(kernel) -> bool:
-    """Return whether the kernel multiplies the scale into q; on a TPU, scaling scores costs a tenth of the speed."""
-    return kernel.platform == "tpu"
+    return call, answer, oracle.tolerance(call, answer, dtype, **roundings)
 
 
 @pytest.mark.parametrize(("kernel", "workload", "dtype"), list(product()))
 def test_kernel_meets_the_oracle(kernel, workload, dtype):
-    call, answer, allowed = truth(workload, kernel.role, dtype, folds(kernel))
+    call, answer, allowed = truth(workload, kernel, dtype)
     result = calls.run(kernel, call, dtype)
     assert np.abs(result.out - answer.out).max() <= allowed.out
     empty = np.isinf(answer.lse)
@@ -121,7 +120,7 @@ def test_kernel_meets_the_oracle(kernel, workload, dtype):
 def test_every_switch_meets_the_oracle(kernel):
     """Run each TPU kernel in bfloat16 with every switch of `small_config` inverted; real chips choose the switches."""
     workload = DECODE if kernel.phase == "decode" else PREFILL
-    call, answer, allowed = truth(workload, kernel.role, "bfloat16", folds(kernel))
+    call, answer, allowed = truth(workload, kernel, "bfloat16")
     result = calls.run(kernel, call, "bfloat16", calls.other_config(kernel))
     seen = ~np.isinf(answer.lse)
     assert np.abs(result.out - answer.out).max() <= allowed.out
@@ -147,7 +146,7 @@ def test_real_head_dims_meet_the_oracle(kernel, head_dim):
     """The catalogue's head dims are small, but the head dim decides whether idle columns are left to hold row sums."""
     workload = NAMED["hopper_decode" if kernel.phase == "decode" else "hopper_ragged"]
     workload = dataclasses.replace(workload, head_dim=head_dim, spec=dataclasses.replace(workload.spec, tile=32))
-    call, answer, allowed = truth(workload, kernel.role, "bfloat16", folds(kernel))
+    call, answer, allowed = truth(workload, kernel, "bfloat16")
     result = calls.run(kernel, call, "bfloat16")
     seen = ~np.isinf(answer.lse)
     assert np.abs(result.out - answer.out).max() <= allowed.out
@@ -176,7 +175,7 @@ def test_adversarial_numbers(kernel, change):
     """Check logits of 1e4, tied maxima and a single visible key, in shapes that other tests compiled."""
     dtype = calls.dtype_of(kernel)
     workload = calls.taken(kernel, DECODE if kernel.phase == "decode" else PREFILL)
-    call, answer, allowed = truth(workload, kernel.role, dtype, folds(kernel), change)
+    call, answer, allowed = truth(workload, kernel, dtype, change)
     assert change is not huge or answer.top > 1e4
     result = calls.run(kernel, call, dtype)
     assert np.abs(result.out - answer.out).max() <= allowed.out

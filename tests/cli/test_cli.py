@@ -27,18 +27,30 @@ FLAGS = {
     + SAMPLING
     + (
         "--prompt -p --file -f --max-new-tokens --max-tokens --n-predict -n --stop --chat --parse-special --tokens "
-        "--stream --json --coordinator --processes --process --wait-s"
+        "--stream --json --stats --coordinator --processes --process --wait-s"
     ).split(),
     "chat": MODEL
     + SAMPLING
     + ("--system --system-prompt -sys --max-new-tokens --max-tokens --n-predict -n --parse-special").split(),
+    "serve": (
+        "--model -m --plan --attention --host --port --api-key-file --name --served-model-name --alias --context -c "
+        "--ctx-size --max-model-len --slots -np --parallel --max-num-seqs --queue --dtype --cache --weights --mesh "
+        "--debug"
+    ).split(),
+    "load": (
+        "--rate --requests --clients --prompt-tokens --shared-tokens --new-tokens --seed --ttft-s --itl-s "
+        "--api-key-file --json --debug"
+    ).split(),
     "calibrate": (
         "--text -f --model -m --plan --out --keep --max-kl --anchors --tile --query-tile --local --sinks --fraction "
         "--minimum --heads --crossover --max-tokens --dtype --debug"
     ).split(),
     "fetch": ["--debug"],
     "convert": ["--dtype", "--debug"],
-    "train": "--out --recipe --save-every-s --until --text --base --steps --length --batch --rate --debug".split(),
+    "train": (
+        "--out --recipe --mesh --accumulate --save-every-s --until --text --base --steps --length --batch --rate "
+        "--coordinator --processes --process --wait-s --debug"
+    ).split(),
     "demo": "--out --debug".split(),
     "doctor": "--plan --model -m --all --json --debug".split(),
     "bench": "--suite --only --resume --out --peer-python --model -m --plan --weights --gate --compare --debug".split(),
@@ -93,7 +105,7 @@ def test_help_of_studies_says_defaults_in_words(capsys):
 
 UNKNOWN = {
     "genrate": "tessera has no command genrate: did you mean generate? (tessera --help lists all)",
-    "serve": "tessera has no command serve: there is no server yet",
+    "llama-server": "tessera has no command llama-server: serve answers over HTTP",
     "-m x": "tessera takes a command before its flags, such as tessera generate -m ... (tessera --help lists all)",
     "generate hi --max_toknes 4": "tessera generate has no flag --max-toknes: did you mean --max-tokens? (tessera gen",
     "generate hi -ngl 99": "tessera generate has no flag -ngl: JAX takes the accelerator that it finds",

@@ -82,6 +82,8 @@ def test_commands_act_and_refusals_are_sentences(model, tmp_path, monkeypatch, c
         ("x" * 600, "has 604 tokens"),
         ("/save", "/save needs a file"),
         ("/save a\0b", "null byte"),
+        pytest.param("/save " + "a" * 1000, "File name too long", id="long name"),
+        ("a\udcff", "the text is not UTF-8: it holds '\\udcff': convert it first"),
         ("/load missing.json", "/load missing.json: No such file or directory"),
         ("/load ~nouser/chat.json", "home directory"),
         ("/undo twice", "/undo takes no text, got twice"),
@@ -97,6 +99,7 @@ def test_a_refusal_is_one_line_and_the_chat_goes_on(model, tmp_path, monkeypatch
     [error] = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ")
     assert said in error
+    assert len(error) < 1000
     assert chat.messages == []
 
 

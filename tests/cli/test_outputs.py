@@ -73,7 +73,7 @@ def test_a_full_disk_names_the_place_and_the_way_out(tmp_path, monkeypatch, caps
     ],
 )
 def test_training_values_that_cannot_work_are_refused_first(flags, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(loop, "init_state", pytest.fail)
+    monkeypatch.setattr(loop, "start", pytest.fail)
     (tmp_path / "text").write_text("some words " * 1000)
     command = ["train", "--text", str(tmp_path / "text"), "--out", str(tmp_path / "out"), *flags.split()]
     assert cli.main(command) == 2

@@ -1,6 +1,8 @@
 """`tessera plan`: what it prints, and one sentence and exit code 2 for every impossible request."""
 
 import json
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -21,6 +23,7 @@ REFUSED = [
     ("llama-3.1-8b --chip h100 --compile", "--compile knows v5e, v5p, v6e, v7x, not --chip h100: drop --compile"),
     ("llama-3.1-8b --devices 32 --compile", "--compile takes --devices of 1, 2, 4, 8, 16 on v6e, not 32"),
     ("llama-3.1-8b --devices 16 --compile", "--devices 16 do not divide the model's 8 KV heads: drop --compile"),
+    ("llama-3.1-8b --compile --limit-s nan", "--limit-s nan must be above 0 and at most"),
     ("llama-3.1-8b --picture none/fit.svg", "the folder none for --picture does not exist: create it"),
 ]
 
@@ -66,6 +69,25 @@ def test_it_prints_pairs_times_and_the_first_choice(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "Nothing fits. int4, int8: " in shown
     assert "Predicted" not in shown
+
+
+def test_a_narrow_terminal_cuts_no_figures_off(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    assert cli.main(LLAMA.split()) == 0
+    assert "…" not in capsys.readouterr().out
+
+
+def test_ctrl_c_while_planning_prints_nothing():
+    program = (
+        "import signal, sys\n"
+        "from tessera import __main__ as command\n"
+        "from tessera.runtime import planner\n"
+        "plan = planner.plan\n"
+        "planner.plan = lambda question: (signal.raise_signal(signal.SIGINT), plan(question))[1]\n"
+        "sys.exit(command.run())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *LLAMA.split()], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_json_and_picture(tmp_path, capsys):

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import processes_subject
 import pytest
+from addresses import free_address
 from tiny import CONFIG, save_tiny
 
 import tessera
@@ -29,19 +30,6 @@ from tessera.models.tensor_file import write_file
 from tessera.models.weights import expected_shapes, num_parameters
 
 SUBJECT = processes_subject.__file__
-
-
-def free_address() -> str:
-    """Return an address on this machine whose port, and the next one, nothing uses."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("localhost", 0))
-            port = first.getsockname()[1]
-            try:
-                second.bind(("localhost", port + 1))
-            except OSError:
-                continue
-            return f"localhost:{port}"
 
 
 @pytest.fixture
@@ -133,6 +121,13 @@ def test_bad_flags_and_a_coordinator_that_does_not_answer(capsys, flags, words):
     assert re.search(words, line), line
 
 
+@pytest.mark.parametrize("seconds", ["nan", "inf", "1e300", "-1", "0"])
+def test_a_wait_that_is_no_time_is_refused(capsys, seconds):
+    flags = ["--coordinator", free_address(), "--processes", "2", "--process", "0", f"--wait-s={seconds}"]
+    assert cli.main(["generate", *flags, "hello"]) == 2
+    assert re.search(r"^error: --wait-s \S+ must be above 0 and at most 86,400\n$", capsys.readouterr().err)
+
+
 def meet(address: str, facts: list[dict[str, str]], indices: list[int], counts: list[int]) -> list[str]:
     """Run `join` of several processes, which must all be refused; return their errors."""
     errors: dict[int, str] = {}
@@ -174,7 +169,15 @@ def test_strangers_at_the_port_are_ignored():
 
     def stranger() -> None:
         time.sleep(0.05)
-        for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"tessera": 1, "facts": {}}\n', b"[1]\n", b"\xff" * 20_000, b""):
+        strange = (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b'{"tessera": 1, "facts": {}}\n',
+            b"[1]\n",
+            b"\xff" * 20_000,
+            b"[" * 16_384,
+            b"",
+        )
+        for said in strange:
             with suppress(ConnectionError), socket.create_connection((host, int(port))) as line:
                 line.sendall(said)
                 heard.append(line.recv(100) if said else b"")
@@ -212,6 +215,44 @@ def test_an_address_that_is_no_coordinator_is_refused():
         threading.Thread(target=answer).start()
         with pytest.raises(ValueError, match="is not process 0 of a tessera command: correct the address"):
             join(place(f"localhost:{port}", 2, 1), {}, 3)
+
+
+@pytest.mark.parametrize("said", [b"[]\n", b"null\n", b"{}\n", b'{"error": [1]}\n', b"[" * 16_384])
+def test_a_verdict_that_is_none_is_refused(said):
+    with socket.create_server(("localhost", 0)) as other:
+
+        def answer() -> None:
+            with other.accept()[0] as line:
+                line.recv(1000)
+                line.sendall(said)
+
+        threading.Thread(target=answer).start()
+        with pytest.raises(ValueError, match="is not process 0 of a tessera command: correct the address"):
+            join(place(f"localhost:{other.getsockname()[1]}", 2, 1), {}, 3)
+
+
+def test_a_stranger_that_drips_bytes_cannot_extend_the_wait():
+    """Bytes that arrive one by one, or one stranger after another, would restart a plain socket's timeout."""
+    address = free_address()
+    host, port = address.split(":")
+    ended = threading.Event()
+
+    def drip() -> None:
+        while not ended.is_set():
+            with suppress(OSError), socket.create_connection((host, int(port))) as line:
+                while not ended.wait(0.05):
+                    line.sendall(b"1")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    started_s = time.monotonic()
+    try:
+        with pytest.raises(ValueError, match="process 1 of 2 did not come within 0.5 s"):
+            join(place(address, 2, 0), {}, 0.5)
+        assert time.monotonic() - started_s < 5
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_modules_of_processes_do_not_start_jax():

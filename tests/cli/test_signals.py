@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 
 import interrupted
 import pytest
@@ -76,7 +77,7 @@ def test_a_kill_damages_nothing(tmp_path):
     assert not interrupted.faults(end, tmp_path, LIMIT_S, signal.SIGKILL), end
 
 
-@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["generate", "--help"]])
+@pytest.mark.parametrize("argv", [["--version"], ["--help"], ["generate", "--help"], ["plan", "llama-3.1-8b"]])
 def test_a_closed_pipe_ends_the_command_silently(argv):
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-m", "tessera", *argv], stdout=pipe, stderr=pipe) as process:
@@ -89,6 +90,22 @@ def test_a_full_disk_behind_standard_output_is_a_sentence():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "tessera", "--version"], stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (2, b"error: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("argv", "redirection", "status", "out", "err"),
+    [
+        ("--version", ">&-", 2, "", "error: standard output is closed: redirect it to a file or to /dev/null\n"),
+        ("generate -", "<&-", 2, "", "error: prompt 0 is empty: pass some text\n"),
+        ("chat", "<&-", 0, "", ""),
+        ("nonsense", "2>&-", 2, "", ""),
+        ("--version", "<&- 2>&-", 0, f"tessera {version('tessera-attention')}\n", ""),
+    ],
+)
+def test_closed_streams(argv, redirection, status, out, err):
+    command = f"exec {shlex.quote(sys.executable)} -m tessera {argv} {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, out, err)
 
 
 def test_ctrl_c_while_importing_is_a_sentence():

@@ -496,13 +496,14 @@ def test_inspect_takes_a_file(tiny):
 
 def test_training_starts_from_a_file(tiny, tmp_path):
     """`base` may be a GGUF file: training takes its config, weights and tokenizer."""
-    from tessera.train.loop import init_state
+    from tessera.train.mesh import MeshShape, build
     from tessera.train.recipes import text_recipe
+    from tessera.train.state import start
 
     folder, path = tiny
     (tmp_path / "text").write_text("some text to train on " * 200)
     recipe = text_recipe(tmp_path / "text", config=read_config(path), base=path, length=32, batch=2, steps=1, rate=1e-3)
-    params = init_state(recipe).params
+    params = start(recipe, build(MeshShape())).params
     assert same(params, load_params(folder, CONFIG, stacked=True))
 
 

@@ -1,5 +1,6 @@
 """The decoder's programs: dtypes of every operation, donation of the cache, small matrix products, layouts."""
 
+import re
 from functools import partial
 from itertools import product
 
@@ -17,7 +18,8 @@ from tessera.models import decoder, layers
 from tessera.models.cache import Cache, append, init_cache
 from tessera.models.config import ModelConfig, Rope
 from tessera.models.decoder import forward, logits
-from tessera.models.layers import linear, matmul, rms_norm, rope_tables, rotate
+from tessera.models.layers import linear, matmul, rms_norm, rope_tables, rotate, rotate_by_halves, rotate_by_product
+from tessera.models.thin import thin
 from tessera.models.weights import init_params, num_parameters
 from tessera.sparse.baselines import Dense
 from tessera.sparse.contract import Policy
@@ -177,7 +179,7 @@ def test_stacked_and_tuple_caches_agree():
     assert np.count_nonzero(np.any(found[0][3], axis=(0, 2, 4))[0]) == 17
 
 
-# Row and output counts at the ends of each path of `matmul`: 12 outputs are one block, 8,192 several, 8,191 is prime.
+# Row and output counts at the ends of each path of `matmul`: `thin` has no blocks for 8,191 outputs, a prime.
 PRODUCTS = {
     jnp.float32: {(1, 12), (2, 12), (5, 12), (1, 8192), (2, 8192), (4, 8192), (5, 8192), (3, 8191)},
     jnp.bfloat16: {(1, 12), (4, 12), (5, 12), (3, 8192)},
@@ -196,13 +198,27 @@ def test_products_with_a_few_rows(num_rows, num_outputs, dtype):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.standard_normal((num_rows, 1, 320)), dtype)
     w = jnp.asarray(random.standard_normal((num_outputs, 320)), dtype)
-    assert num_outputs == 12 or dtype != jnp.float32 or w.nbytes > 2 * layers.CACHED_BYTES
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     out = jax.jit(matmul)(x, w)
     assert out.shape == (num_rows, 1, num_outputs)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, exact, atol=1e-4)
     assert linear(x, w).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_thin_products_pack_the_rows_and_not_the_matrix(dtype):
+    """Of XLA's product on CPU, the right operand is packed: it must be x, here 8 rows, and exact for integers."""
+    random = np.random.default_rng(1)
+    x, w = (jnp.asarray(random.integers(-127, 128, (n, 320)), dtype) for n in (2, 64))
+    accumulated = jnp.int32 if dtype == jnp.int8 else jnp.float32
+    compiled = jax.jit(thin, static_argnums=2).lower(x, w, accumulated).compile()
+    np.testing.assert_array_equal(compiled(x, w), np.asarray(x, np.int64) @ np.asarray(w, np.int64).T)
+    name = jnp.dtype(dtype).name.replace("bfloat", "bf").replace("int", "s")
+    [product] = [line for line in compiled.as_text().splitlines() if " dot(" in line]
+    shapes = dict(re.findall(r"(%[\w.]+) = (\w+\[[\d,]*\])", compiled.as_text()))
+    operands = re.findall(r"%[\w.]+", product.partition(" dot(")[2])[:2]
+    assert [shapes[operand] for operand in operands] == [f"{name}[4,16,320]", f"{name}[4,8,320]"], product
 
 
 def test_stacked_and_tuple_agree_without_a_cache():
@@ -216,6 +232,24 @@ def test_stacked_and_tuple_agree_without_a_cache():
         return forward(params, tokens, None, positions, config=CONFIG, policy=Dense())[0]
 
     np.testing.assert_allclose(hidden(unstack(params)), hidden(params), rtol=1e-5, atol=1e-5)
+
+
+def test_unrolled_layers_that_are_alike_share_one_trace():
+    traced = []
+
+    class Noting(Dense):
+        def attend(self, layer, *arguments):
+            traced.append(layer)
+            return super().attend(layer, *arguments)
+
+    tokens = jax.ShapeDtypeStruct((1, 8), jnp.int32)
+    one = jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def hidden(params, tokens, start):
+        return forward(params, tokens, None, Positions(start, start + 8, start + 8), config=CONFIG, policy=Noting())[0]
+
+    jax.jit(hidden).trace(unstack(random_params(CONFIG)), tokens, one)
+    assert len(traced) == 1 < CONFIG.num_layers
 
 
 def test_sequences_of_different_lengths_do_not_see_each_other():
@@ -252,6 +286,24 @@ def test_rotation_is_an_isometry_that_sees_only_distances(kind):
     assert dot_at(100, 90) == pytest.approx(dot_at(40, 30), abs=1e-3)
     assert dot_at(100, 90) != pytest.approx(dot_at(100, 80), abs=1e-3)
     assert dot_at(0, 0) == pytest.approx((q * k).sum(), abs=1e-4)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rotation_by_a_product_equals_the_halves(batch):
+    """Bit for bit, since both forms add the same two rounded products."""
+    x = jnp.asarray(np.random.default_rng(6).normal(size=(batch, 3, 2, 32)) * 100, jnp.bfloat16)
+    tables = rope_tables(Rope(), 32, jnp.arange(3 * batch, dtype=jnp.int32).reshape(batch, 3) * 999)
+    with jax.disable_jit():  # compiled, one product of each sum may skip its rounding
+        np.testing.assert_array_equal(rotate_by_product(x, *tables), rotate_by_halves(x, *tables))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "products"), [("bfloat16", "tpu", 1), ("bfloat16", "cpu", 0), ("float32", "tpu", 0)]
+)
+def test_only_a_tpu_rotates_by_a_product(dtype, platform, products):
+    x, table = jnp.ones((1, 3, 2, 32), dtype), jnp.ones((1, 3, 1, 16))
+    lowered = jax.jit(rotate).trace(x, (table, table)).lower(lowering_platforms=(platform,))
+    assert lowered.as_text().count("stablehlo.dot_general") == products
 
 
 @pytest.mark.parametrize("function", [linear, matmul, rms_norm, rotate, rope_tables, append, init_cache, logits])

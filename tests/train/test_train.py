@@ -27,12 +27,14 @@ from tessera.runtime.compilation import enable_cache
 from tessera.sparse.baselines import Dense
 from tessera.train import data, losses, recipes
 from tessera.train import loop as train
+from tessera.train.mesh import MeshShape, build
 from tessera.train.recipes import COPYING, TINY, Recipe, Stage, text_recipe
+from tessera.train.state import init_state
 
 QUIET = Console(file=io.StringIO())
 SHORT = replace(TINY, stages=(Stage(length=16, batch=4, steps=4, mixture=COPYING),), weight_decay=0.1, clip=0.5)
 BATCH = data.make_batch(data.library_corpus(), dict(COPYING), 16, 4, 0, 0)
-start = jax.jit(train.init_state, static_argnums=0)
+start = jax.jit(init_state, static_argnums=0)
 """Compiled as one program; run eagerly, each weight's shape would compile several."""
 
 
@@ -199,7 +201,7 @@ def test_killed_anywhere_it_resumes_to_the_same_losses_bit_for_bit(whole_run, tm
         assert process.returncode != 0
         assert "the same command resumes there" in errors
     done = len(losses.read_losses(tmp_path / "loss.jsonl"))
-    assert train.checkpoints(tmp_path)[-1].name == f"checkpoint-{done:08d}.safetensors"
+    assert train.checkpoints(tmp_path)[-1].files[0].name == f"checkpoint-{done:08d}.safetensors"
     assert without_clock(tmp_path) == without_clock(folder)[:done]
     with open(tmp_path / "loss.jsonl", "a") as file:
         file.write('{"step": 99, "lo')  # a line that a kill cut short
@@ -254,7 +256,7 @@ def test_later_stages_may_change_earlier_ones_not():
 
 
 def test_damaged_checkpoint_and_lost_log(whole_run, tmp_path):
-    path = train.checkpoints(whole_run[0])[-1]
+    [path] = train.checkpoints(whole_run[0])[-1].files
     cut = tmp_path / path.name
     cut.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(ValueError, match="is damaged.*delete it"):
@@ -267,7 +269,7 @@ def test_damaged_checkpoint_and_lost_log(whole_run, tmp_path):
 def test_loss_that_is_not_finite_stops(whole_run, tmp_path):
     log = (whole_run[0] / "loss.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "loss.jsonl").write_text("".join(log[:13]))
-    state, _ = train.load_checkpoint(train.checkpoints(whole_run[0])[-1], TINY)
+    state = train.load_checkpoint(train.checkpoints(whole_run[0])[-1], TINY, build(MeshShape()))
     params = replace(state.params, final_norm=state.params.final_norm * 3e38)  # finite, but the logits are not
     train.save_checkpoint(tmp_path, state._replace(params=params), 13, TINY)
     with pytest.raises(ValueError, match="not finite.*lower the rate"):

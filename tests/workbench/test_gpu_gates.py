@@ -254,7 +254,7 @@ def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configura
     assert len({gpu_gates.identity(case) for case in found}) == len(found)
     assert not [case for case in found if not gpu_gates.taken(case)]
     for kernel in gates.hopper_kernels():
-        mine = [case for case in found if case["kernel"] == kernel.name]
+        mine = [case for case in found if case["kernel"] == kernel.name and not case.get("scaled")]
         assert {case["dtype"] for case in mine} == set(kernel.dtypes)
         assert {case["mask"] for case in mine} == set(gpu_gates.MASKS)
         assert {case["head_dim"] for case in mine} >= {64, 128}
@@ -285,6 +285,12 @@ def test_the_full_run_covers_every_kernel_head_dim_dtype_tile_mask_and_configura
                 itertools.product((1, 4, 16, 64), (8192, 32768, 131072), (4, 8))
             )
             assert {c["config"] is None for c in batches} == {True, False}  # more and fewer splits than the default
+        scaled = [case for case in found if case["kernel"] == kernel.name and case.get("scaled")]
+        assert {case["mask"] for case in scaled} == (set(gpu_gates.MASKS) if kernel.scaled else set())
+        for case in (c for c in scaled if c["mask"] == gpu_gates.PLAIN and c["config"] is None):
+            met = [c["config"] for c in scaled if c["head_dim"] == case["head_dim"]]
+            assert gpu_gates.call(case)[1].scaled
+            assert all(config in met for config in gpu_gates.undefault({**case, "group": gpu_gates.GROUPS[0]}))
     gradient = [case for case in found if case["kernel"] == gpu_gates.GRADIENT]
     assert {(c["head_dim"], c["dtype"], c["mask"]) for c in gradient} == set(
         itertools.product(gpu_backward.HEAD_DIMS, ("bfloat16", "float16"), gpu_gates.MASKS)

@@ -89,9 +89,13 @@ def raw_scores(
     holds the scale. A row's maximum can be taken before the factor is applied, so z need not be rewritten between the
     maximum and the exponential.
     """
-    z, factor = dot(a, b, -1, -1), scale_of(spec, a.shape[-1])
-    if scale is not None:
-        z = z * scale
+    z = dot(a, b, -1, -1)
+    return in_bits(z if scale is None else z * scale, spec, a.shape[-1])
+
+
+def in_bits(z: Float[Array, "..."], spec: AttentionSpec, head_dim: int) -> tuple[Array, float]:
+    """Return products q.k and a factor as `raw_scores` does."""
+    factor = scale_of(spec, head_dim)
     if spec.softcap:
         return spec.softcap * jnp.tanh(z * (factor / spec.softcap)), LOG2_E
     if factor <= 0:

@@ -121,11 +121,22 @@ def fold(call: Call, dtype: str) -> Call:
     return call._replace(q=(call.q.astype(np.float64) * (scale / rest)).astype(DTYPES[dtype]), scale=float(rest))
 
 
-def tolerance(call: Call, truth: Answer, dtype: str, folded: bool = False) -> Answer:
+def dequantise(call: Call, dtype: str) -> Call:
+    """Return the call with int8 keys and values times their scales, rounded to the dtype; without scales, the call."""
+    if call.scales is None:
+        return call
+    by_key = np.moveaxis(call.scales.astype(np.float32), 3, 1)[..., None]  # [B,S,K,2,1]
+    k, v = ((x * by_key[..., which, :]).astype(DTYPES[dtype]) for which, x in enumerate((call.k, call.v)))
+    return call._replace(k=k, v=v, scales=None)
+
+
+def tolerance(call: Call, truth: Answer, dtype: str, folded: bool = False, dequantised: bool = False) -> Answer:
     """Return the largest absolute error allowed in out, lse and mass for a kernel in this dtype.
 
-    `folded` means that the kernel multiplies q by the scale and rounds the product to the dtype.
+    `folded` means that the kernel multiplies q by the scale and rounds the product to the dtype; `dequantised`, that it
+    does so with int8 keys and values and their scales.
     """
+    call = dequantise(call, dtype) if dequantised else call
     naive = attend(call, dtype)
     scored, summed = (fold(call, dtype), EPS[dtype] / 2) if folded else (call, 0.0)
     values = max(

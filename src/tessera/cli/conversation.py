@@ -133,7 +133,7 @@ class _Terminal:
         try:
             use(Path(text).expanduser())
         except (OSError, RuntimeError) as error:  # RuntimeError: an unknown ~user
-            raise ValueError(f"{command} {text}: {getattr(error, 'strerror', None) or error}") from error
+            raise ValueError(f"{command} {escaped(text, 200)}: {getattr(error, 'strerror', None) or error}") from error
         return escaped(text, None)
 
     def regenerate(self) -> None:

@@ -146,9 +146,7 @@ class Inspect:
             )
         if not 0 < self.fraction <= 1:  # also false for NaN, as below
             raise ValueError(f"--fraction {self.fraction} must be above 0 and at most 1")
-        if not 0 < self.limit_s <= threading.TIMEOUT_MAX:
-            most = f"{threading.TIMEOUT_MAX:,.0f} seconds"
-            raise ValueError(f"--limit-s {self.limit_s} must be above 0 and at most {most}")
+        check_limit(self.limit_s)
         defaults = {field.name: field.default for field in fields(self)}
         given = [n for n in (MODEL_ONLY if self.model is None else CALL_ONLY) if getattr(self, n) != defaults[n]]
         if given and self.model is None:
@@ -200,6 +198,13 @@ class Inspect:
             error=error,
         )
         evidence.append(self.evidence, made)
+
+
+def check_limit(limit_s: float) -> None:
+    """Raise ValueError if --limit-s is no time that a wait can take."""
+    if not 0 < limit_s <= threading.TIMEOUT_MAX:
+        most = f"{threading.TIMEOUT_MAX:,.0f} seconds"
+        raise ValueError(f"--limit-s {limit_s} must be above 0 and at most {most}")
 
 
 def check_picture(path: Path) -> None:

@@ -20,10 +20,13 @@ from tessera.cli.calibrate import Calibrate
 from tessera.cli.errors import check_address_space, explained
 from tessera.cli.flags import FILE, MODEL, PROMPT, REGISTRY, SYSTEM, TOKENS, WORDS, Dtype, Omittable, SamplingFlags
 from tessera.cli.inspect import Inspect
+from tessera.cli.load import Load
 from tessera.cli.model_commands import Convert, Fetch, named_model
 from tessera.cli.plan import Plan
 from tessera.cli.processes import ProcessFlags
+from tessera.cli.serve import Serve
 from tessera.cli.study import STUDIES, Study
+from tessera.cli.train import Train
 from tessera.cli.workbench import Bench, Eval, Report, Tune, Verify
 from tessera.core import hardware, interrupt
 from tessera.core.escapes import escaped
@@ -91,6 +94,8 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     """Print text as it is generated. Needs exactly one prompt."""
     json: bool = False
     """Print one JSON object per prompt, each on its own line."""
+    stats: bool = False
+    """Also print, on standard error, tokens, rates and shares of the device's peaks; on a CPU, measure these first."""
 
     def run(self) -> int:
         """Print each prompt's continuation on standard output."""
@@ -111,8 +116,8 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
     def answer(self, prompts: list, sampling: dict) -> int:
         """Load the model, and print each prompt's continuation."""
         from tessera.cli.prompt_bar import PromptBar
+        from tessera.cli.stats import stats_lines, usage_lines
         from tessera.generate import Interrupted
-        from tessera.sparse.promise import promise_note
 
         model = self.load()
         advice = "" if self.chat or self.tokens else template_advice(model, prompts)
@@ -135,9 +140,7 @@ class Generate(ModelFlags, SamplingFlags, ProcessFlags):
             print()
         else:
             self.show(results)
-        if note := promise_note(model.plan):
-            for result in results:
-                print(f"({result.usage()}; {note})", file=sys.stderr)
+        say(*(stats_lines(model, results) if self.stats else usage_lines(model, results)))
         if status:
             print("interrupted", file=sys.stderr)
         return status
@@ -190,56 +193,6 @@ class Chat(ModelFlags, SamplingFlags):
         interactive = sys.stdin.isatty()
         good = converse(chat, typed_line, interactive=interactive)
         return 0 if good or interactive else 2  # an interactive user saw the error and continued
-
-
-@dataclass(frozen=True, kw_only=True)
-class Train:
-    """Train a model by a recipe; a restart resumes from the newest checkpoint."""
-
-    out: Path
-    """Folder for checkpoints, the loss curve and the model."""
-    recipe: Literal["demo", "tiny"] = "demo"
-    """Recipe: "demo" trains the shipped model, "tiny" checks in seconds that everything runs."""
-    save_every_s: float = 120.0
-    """Seconds between checkpoints."""
-    until: Omittable[int] = None
-    """Stop after this many steps in total; at the recipe's end if not given."""
-    text: Omittable[Path] = None
-    """Train on this file or folder of text instead of the recipe's data."""
-    base: Omittable[str] = None
-    """With --text: folder, GGUF file or hub id to start from; fresh weights of the demo's size if not given."""
-    steps: int = 1000
-    """With --text: number of updates, over which the learning rate falls to a tenth."""
-    length: int = 512
-    """With --text: tokens per sequence."""
-    batch: int = 8
-    """With --text: sequences per step."""
-    rate: float = 1e-3
-    """With --text: initial learning rate."""
-    debug: bool = False
-    """Show the traceback of an error."""
-
-    def run(self) -> int:
-        """Train until the recipe ends."""
-        from tessera.train.loop import train
-        from tessera.train.recipes import RECIPES
-
-        if self.text is None and self.base is not None:
-            raise ValueError(f"--base {self.base} needs --text, the text to train on")
-        check_writable(self.out, folder=True)
-        recipe = RECIPES[self.recipe] if self.text is None else self.own_recipe()
-        train(recipe, self.out, save_every_s=self.save_every_s, until=self.until)
-        return 0
-
-    def own_recipe(self):
-        """Build the recipe that --text and its companion flags describe."""
-        from tessera.models.checkpoint import read_config, resolve
-        from tessera.train.recipes import DEMO_CONFIG, text_recipe
-
-        base = None if self.base is None else resolve(self.base)
-        config = DEMO_CONFIG if base is None else read_config(base)
-        flags = {name: getattr(self, name) for name in ("steps", "length", "batch", "rate")}
-        return text_recipe(self.text, config=config, base=base, **flags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +260,8 @@ COMMANDS = MappingProxyType(
     {
         "generate": Generate,
         "chat": Chat,
+        "serve": Serve,
+        "load": Load,
         "calibrate": Calibrate,
         "fetch": Fetch,
         "convert": Convert,

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from tessera.cli.flags import Omittable
+from tessera.core import interrupt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,31 @@ class Plan:
 
     def run(self) -> int:
         """Print the answer and return the exit code."""
+        with interrupt.at_once():  # nothing is written yet
+            answer, checks = self.answer()
+        if self.json:
+            print(json.dumps(answer.json() | ({"compiled": [c.json() for c in checks]} if self.compile else {})))
+        else:
+            from tessera.cli import plan_tables
+
+            plan_tables.print_answer(answer, self.model, checks)
+        if self.picture is not None:
+            from tessera.cli.plan_picture import draw
+
+            interrupt.check()
+            draw(answer, self.model, self.picture)
+        return 1 if answer.first is None or any(check.refused for check in checks) else 0
+
+    def answer(self):
+        """Return the planner's answer and, with --compile, the compiler's."""
         for name in ("devices", "batch", "length", "chunk"):
             value = getattr(self, name)
             if value is not None and not 1 <= value < 2**31:
                 raise ValueError(f"--{name} {value} must be at least 1 and below {2**31:,}")
-        if self.picture is not None:
-            from tessera.cli.inspect import check_picture
+        from tessera.cli.inspect import check_limit, check_picture
 
+        check_limit(self.limit_s)
+        if self.picture is not None:
             check_picture(self.picture)
         from tessera.models.checkpoint import find_config
         from tessera.runtime import planner
@@ -69,18 +88,7 @@ class Plan:
 
             plan_check.require_compiler(question)
             checks = plan_check.check(question, str(source or self.model), limit_s=self.limit_s)
-        answer = planner.plan(question)
-        if self.json:
-            print(json.dumps(answer.json() | ({"compiled": [c.json() for c in checks]} if self.compile else {})))
-        else:
-            from tessera.cli import plan_tables
-
-            plan_tables.print_answer(answer, self.model, checks)
-        if self.picture is not None:
-            from tessera.cli.plan_picture import draw
-
-            draw(answer, self.model, self.picture)
-        return 1 if answer.first is None or any(check.refused for check in checks) else 0
+        return planner.plan(question), checks
 
     def policy(self, config):
         """Return the Kascade policy of --plan, or the paper's recipe."""

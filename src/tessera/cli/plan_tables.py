@@ -24,9 +24,9 @@ def print_answer(answer: Answer, model: str, checks=()) -> None:
         highlight=False,
         markup=False,
     )
-    console.print(_memory(answer))
+    _print_whole(console, _memory(answer))
     if answer.choice is not None:
-        console.print(_times(answer))
+        _print_whole(console, _times(answer))
     for line in _notes(answer):
         console.print(line, highlight=False, markup=False)
     for check in checks:
@@ -42,6 +42,12 @@ def _table(title: str, *columns: str) -> Table:
     for name in columns:
         table.add_column(name, justify="left" if name in WORDS else "right", no_wrap=True)
     return table
+
+
+def _print_whole(console: Console, table: Table) -> None:
+    """Print a table at its full width. In a narrow terminal, rich would cut figures off; the terminal wraps lines."""
+    table.width = table.__rich_measure__(console, console.options.update(max_width=1000)).maximum
+    console.print(table, crop=False)
 
 
 def _memory(answer: Answer) -> Table:

@@ -14,6 +14,9 @@ from tessera.core import interrupt
 if TYPE_CHECKING:
     from tessera.core.processes import Place
 
+MOST_WAIT_S = 86_400
+"""Maximum of --wait-s. The system's sockets wait at most 24 days."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFlags:
@@ -32,6 +35,8 @@ class ProcessFlags:
         """Return this process's place, or None if there is one process; raise ValueError if a flag is missing."""
         from tessera.core.processes import place
 
+        if not 0 < self.wait_s <= MOST_WAIT_S:
+            raise ValueError(f"--wait-s {self.wait_s:g} must be above 0 and at most {MOST_WAIT_S:,}")
         given = {"--processes": self.processes, "--process": self.process}
         if self.coordinator is None:
             if extra := [name for name, value in given.items() if value is not None]:
@@ -63,6 +68,10 @@ def together(place: "Place", facts: Mapping[str, str], wait_s: float, run: Calla
         raise
     except RuntimeError:  # most likely a collective failed because another process ended
         lifeline.settle()
+        raise
+    except (ValueError, MemoryError, OSError):
+        if place.index:  # most likely an error in all processes, which process 0 should be the first to print
+            lifeline.settle()
         raise
     finally:
         lifeline.leave(status)

@@ -214,6 +214,26 @@ class Planner:
         return _module("planner").study(self)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fusions:
+    """Compare forms of a layer's parts by the schedules of TPUs that this machine lacks."""
+
+    out: Path = Path("build/tpu-fusions.jsonl")
+    """File of finished parts."""
+    limit_s: float = 300.0
+    """Seconds after which a compile is killed."""
+    list: bool = False
+    """Print what is left and exit."""
+    report: bool = False
+    """Append a record per part, form and chip to evidence/."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Compile what is missing, or report; return 1 if a part does not compile."""
+        return _module("fusions").study(self)
+
+
 STUDIES = {
     "tpu-sweep": TpuSweep,
     "tpu-figures": TpuFigures,
@@ -223,6 +243,7 @@ STUDIES = {
     "gpu-figures": GpuFigures,
     "fuzz": Fuzz,
     "planner": Planner,
+    "fusions": Fusions,
 }
 
 

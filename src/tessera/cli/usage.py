@@ -15,7 +15,8 @@ COMMANDS = MappingProxyType(
         "complete": "generate answers a prompt",
         "completion": "generate answers a prompt",
         "llama-cli": "generate answers a prompt, chat converses",
-        "serve": "there is no server yet; generate answers prompts",
+        "server": "serve answers over HTTP",
+        "llama-server": "serve answers over HTTP",
         "pull": "fetch downloads a model",
         "download": "fetch downloads a model",
         "perplexity": "eval compares policies, calibrate measures what a plan loses",
@@ -35,7 +36,7 @@ _CHAT = "use `tessera chat`"
 _DRAWS = "sampling has --temperature, --top-k, --top-p, --min-p and --repetition-penalty: drop it"
 _FREE = "answers follow no grammar: drop it"
 _PLAIN = "only the answer is printed, as plain text: drop it"
-_SERVER = "there is no server yet: drop it"
+_SERVER = "use `tessera serve`"
 _SPECIAL = "use --chat, which applies the model's own template"
 
 FLAGS = MappingProxyType(

@@ -19,9 +19,9 @@ RECORDS = Path("evidence/records.jsonl")
 class Bench:
     """Measure Tessera and its peers on a suite of cases and append the records; or compare two files of records."""
 
-    suite: Omittable[Literal["cpu", "demo", "smoke"]] = None
-    """"cpu" (the default) measures speed, "demo" measures the shipped model's answers, "smoke" checks in seconds that
-    everything runs."""
+    suite: Omittable[Literal["cpu", "demo", "smollm2", "smoke"]] = None
+    """"cpu" (the default) measures speed, "demo" measures the shipped model's answers, "smollm2" compares a real model
+    with llama.cpp and transformers (hours), "smoke" checks in seconds that everything runs."""
     only: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Case to run; may be repeated; all cases if not given."""
     resume: bool = False

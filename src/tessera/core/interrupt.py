@@ -148,6 +148,13 @@ def handled() -> Iterator[None]:
     try:
         yield
     finally:
+        release()
+
+
+def release() -> None:
+    """Stop handling Ctrl-C, so that check() and asked() find none: the caller, a server, handles its own signals."""
+    global _handler
+    if _handler is not None:
         _handler.stop()
         _handler = None
 

@@ -2,6 +2,8 @@
 
 Weights, cache and logits carry the mesh in their shardings, so functions need no mesh argument. `program` enters the
 mesh of a call's first argument; inside, `keep` fixes the sharding of a result. Without a mesh, both do nothing.
+
+Training has another mesh, with the axes "data" and "shard" (`train.mesh`), for the same table of weights.
 """
 
 import functools
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 HEADS, CONTEXT = "heads", "context"
 AXES = (HEADS, CONTEXT)
+DATA, SHARD = "data", "shard"
 
 RULES: Mapping[str, str] = MappingProxyType(
     {
@@ -32,6 +35,18 @@ RULES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Logical axis -> mesh axis that splits it. Every device holds the other logical axes whole."""
+
+TRAINING_RULES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
+    {
+        "batch": (DATA, SHARD),
+        "model": SHARD,
+        "heads": SHARD,
+        "kv_heads": SHARD,
+        "mlp": SHARD,
+        "head_dim": SHARD,
+    }
+)
+"""The same for training. "shard" splits each weight along "model", or along its only axis if that is another."""
 
 
 class MeshShape(NamedTuple):
@@ -95,17 +110,21 @@ def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.array(devices[:count]).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def spec(axes: Sequence[str | None]) -> P:
-    """Return the PartitionSpec of an array with these logical axes."""
-    split = [RULES.get(axis) for axis in axes]
+def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
+    """Return the PartitionSpec of an array with these logical axes. A mesh axis splits one: the first in the rules."""
+    chosen: dict[Any, str] = {}
+    for axis, over in rules.items():
+        if axis in axes:
+            chosen.setdefault(over, axis)
+    split = [rules[axis] if axis in chosen.values() else None for axis in axes]
     while split and split[-1] is None:  # P("heads", None) and P("heads") differ in JAX, and JAX returns the short one
         split.pop()
     return P(*split)
 
 
 def sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
-    """Return the sharding on a mesh of an array with these logical axes."""
-    return NamedSharding(mesh, spec(axes))
+    """Return the sharding of an array with these logical axes on a mesh, of inference or of training."""
+    return NamedSharding(mesh, spec(axes, TRAINING_RULES if SHARD in mesh.axis_names else RULES))
 
 
 def mesh_of(tree: Any) -> Mesh | None:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from tessera.core.interrupt import STATUS as INTERRUPTED
 
@@ -27,6 +27,8 @@ FAILED = 2
 """Exit code of a process that ends because another process failed or was killed."""
 LEAVE_S = 10.0
 """Seconds that a finished process waits for the others before it leaves."""
+GREETING_S = 5.0
+"""Seconds in which a connected process must say what it was given."""
 MAX_LINE_BYTES = 1 << 14
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -177,17 +179,12 @@ def _gather(place: Place, facts: Mapping[str, str], deadline: float, wait_s: flo
     _listener(place._replace(port=place.port + 1)).close()  # fail now if JAX's port is taken; JAX would report it late
     with _listener(place) as listener:
         while len(peers) < place.count - 1:
-            listener.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                peer, _ = listener.accept()
-            except TimeoutError:
+            if (peer := _accept(listener, deadline)) is None:
                 missing = ", ".join(str(i) for i in range(1, place.count) if i not in peers)
                 errors.append(f"process {missing} of {place.count} did not come within {wait_s:g} s: start it too")
                 break
-            peer.settimeout(5)
-            with peer.makefile("rb") as lines:
-                greeting = _parse(lines)
-            if greeting is None:
+            greeting = _receive(peer, min(deadline, time.monotonic() + GREETING_S))
+            if not _is_greeting(greeting):
                 peer.close()
                 continue
             index = greeting["process"]
@@ -224,14 +221,12 @@ def _greet(place: Place, facts: Mapping[str, str], deadline: float, wait_s: floa
             raise ValueError(f"--coordinator {where} names no host: {error.strerror}") from error
         except OSError:  # process 0 is not there yet
             time.sleep(0.1)
-    try:
+    with suppress(OSError):
         peer.sendall(json.dumps(greeting).encode() + b"\n")
-        peer.settimeout(max(deadline - time.monotonic(), 0) + 5)  # process 0 waits for the others
-        with peer.makefile("rb") as lines:
-            verdict = json.loads(lines.readline(MAX_LINE_BYTES) or b'{"error": "process 0 ended"}')
-    except (OSError, ValueError) as error:
+    verdict = _receive(peer, deadline + GREETING_S)  # process 0 waits for the others until the deadline
+    if verdict is None or not isinstance(verdict.get("error", ...), str | None):
         peer.close()
-        raise ValueError(f"--coordinator {where} is not process 0 of a tessera command: correct the address") from error
+        raise ValueError(f"--coordinator {where} is not process 0 of a tessera command: correct the address")
     if verdict["error"]:
         peer.close()
         raise ValueError(verdict["error"])
@@ -259,15 +254,38 @@ def _differences(place: Place, facts: Mapping[str, str], greeting: Mapping, peer
     ]
 
 
-def _parse(lines: BinaryIO) -> dict | None:
-    """Read a greeting; None if the line is not a valid one."""
+def _accept(listener: socket.socket, deadline: float) -> socket.socket | None:
+    """Accept a connection; None if none comes before the deadline."""
+    if (left := deadline - time.monotonic()) <= 0:
+        return None
+    listener.settimeout(left)
     try:
-        found = json.loads(lines.readline(MAX_LINE_BYTES))
-    except (ValueError, OSError):  # another program, which may also send nothing
+        return listener.accept()[0]
+    except TimeoutError:
         return None
-    if not isinstance(found, dict) or found.get("tessera") != 1 or not isinstance(found.get("facts"), dict):
+
+
+def _receive(peer: socket.socket, deadline: float) -> dict | None:
+    """Receive one line with a JSON object; None if a stranger says something else, or nothing before the deadline."""
+    line = b""
+    try:
+        while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:
+            if (left := deadline - time.monotonic()) <= 0:
+                return None
+            peer.settimeout(left)
+            if not (byte := peer.recv(1)):  # one by one, because the next line is for the lifeline
+                break
+            line += byte
+        found = json.loads(line or b'{"error": "process 0 ended"}')
+    except (OSError, ValueError, RecursionError):  # RecursionError: deep nesting
         return None
-    return found if all(type(found.get(name)) is int for name in ("process", "processes")) else None
+    return found if isinstance(found, dict) else None
+
+
+def _is_greeting(found: Mapping | None) -> bool:
+    if found is None or found.get("tessera") != 1 or not isinstance(found.get("facts"), dict):
+        return False
+    return all(type(found.get(name)) is int for name in ("process", "processes"))
 
 
 def _listener(place: Place) -> socket.socket:

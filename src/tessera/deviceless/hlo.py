@@ -103,7 +103,9 @@ def operations(text: str, computation: str | None = None, turns: int = 1) -> tup
             moved = _transferred_bytes(match["type"])
         else:
             touched = [types.get(n, "") for n in re.findall(r"%([\w.\-]+)", match["operands"])]
-            if turns > 1 and match["type"] in touched and _slices(match["type"], turns) > 1:
+            if match["opcode"] == "dynamic-update-slice":  # in place: copies, if any, are separate operations
+                moved = 2 * physical_bytes(touched[1])
+            elif turns > 1 and match["type"] in touched and _slices(match["type"], turns) > 1:
                 moved = 2 * sum(physical_bytes(t) for t in touched if t != match["type"])
             else:
                 moved = sum(physical_bytes(t) // _slices(t, turns) for t in [match["type"], *touched])

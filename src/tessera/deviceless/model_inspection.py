@@ -3,8 +3,8 @@
 The predicted time is the sum of four parts:
 
 - attention: each kernel's time, from its schedule,
-- memory: each operation around attention at the lesser of bytes / bandwidth and the compiler's cycles / clock,
-- products beyond memory: the matrix products' flops / peak, less the time in which their weights are read,
+- memory: the bytes of all operations around attention / bandwidth,
+- computing beyond memory: what those operations take longer by their schedules, products included,
 - collectives: the bytes that devices exchange / bandwidth of their links.
 
 It leaves out the latency of the exchanges, loops inside tile selection, and devices waiting for each other.
@@ -21,8 +21,8 @@ from tessera.core.mesh import MeshShape, check
 from tessera.deviceless import hlo, steps
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.deviceless.tpu import predict
-from tessera.models.weights import num_parameters, split_sizes
+from tessera.deviceless.tpu import fusions, predict
+from tessera.models.weights import split_sizes
 
 MESHES = MappingProxyType(
     {
@@ -88,7 +88,9 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
         raise ValueError(f"--mesh {mesh} must divide the model's {config.num_kv_heads} KV heads")
     check(MeshShape(mesh, 1), split_sizes(config), mesh)
     program = factory_program("tessera.deviceless.steps:model_step", model=model, **call)
-    found = tpu.compile_for(chip, program, topology=MESHES[chip][mesh], devices=mesh, limit_s=limit_s)
+    found = tpu.compile_for(
+        chip, program, topology=MESHES[chip][mesh], devices=mesh, limit_s=limit_s, with_fusions=True
+    )
     about = {"model": model, "chip": chip, "mesh": mesh, "phase": call["phase"]}
     if found.error is not None:
         about |= {"timed_out": found.timed_out, "error": str(found.error), "compile_s": found.compile_s}
@@ -97,7 +99,7 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
     kernels = attention_ms(found)
     parts = {
         "attention": sum(k["layers"] * k["ms"] for k in kernels.values()),
-        **around_ms(found, config, mesh, rows),
+        **around_ms(found, config.num_layers),
         "collectives": collectives_ms(found, chip, mesh, config.num_layers),
     }
     total = sum(parts.values())
@@ -128,22 +130,20 @@ def attention_ms(found: tpu.Compiled) -> dict[str, dict[str, Any]]:
     return kernels
 
 
-def around_ms(found: tpu.Compiled, config: Any, mesh: int, rows: int) -> dict[str, float]:
-    """Predict two parts in milliseconds: the operations around attention, and what the matrix products take beyond the
-    time to read their weights."""
-    on, layers = predict.device(found.chip), config.num_layers
+def around_ms(found: tpu.Compiled, layers: int) -> dict[str, float]:
+    """Predict the operations around attention in milliseconds: their bytes, and what they compute beyond that.
+
+    Operations of the program's entry run once, those of the loop over layers once per layer. Operations of loops
+    inside, such as tile selection's, are left out.
+    """
+    on = predict.device(found.chip)
     bandwidth = on.bytes_per_s * predict.CALIBRATED.bandwidth_share
-
-    def seconds(operations):
-        return sum(min(o.bytes / bandwidth, o.cycles / on.clock_hz if o.cycles else 1e9) for o in operations)
-
+    memory_s = whole_s = 0.0
     body = hlo.loop_body(found.program)
-    memory_s = seconds(found.operations) + layers * seconds(hlo.operations(found.program, body, layers))
-    embedding = config.vocab_size * config.hidden_size
-    products = num_parameters(config) - embedding * (1 if config.tie_embeddings else 2)
-    flops_s = 2.0 * (products * rows + embedding) / mesh / on.flops_per_s
-    weights_s = found.about["weight_bytes"] / bandwidth
-    return {"memory": 1e3 * memory_s, "products beyond memory": 1e3 * max(flops_s - weights_s, 0.0)}
+    for operations, times in ((found.operations, 1), (hlo.operations(found.program, body, layers), layers)):
+        moved, busy = fusions.seconds(operations, found.fusions, on.clock_hz, bandwidth)
+        memory_s, whole_s = memory_s + times * moved, whole_s + times * busy
+    return {"memory": 1e3 * memory_s, "computing beyond memory": 1e3 * (whole_s - memory_s)}
 
 
 def collectives_ms(found: tpu.Compiled, chip: str, mesh: int, layers: int) -> float:

@@ -1,5 +1,7 @@
 """The decoder: embed tokens, run the layers under any attention policy, and compute logits."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +29,7 @@ def forward(
     remat: bool = False,
     stripe: int | None = None,
     spread: bool = False,
+    gather: Callable[[Layer], Layer] | None = None,
 ) -> tuple[Float[Array, "B T D"], Cache | None, Any]:
     """Run all layers over T new tokens per sequence.
 
@@ -43,6 +46,8 @@ def forward(
             devices then share the rows, too; None if the cache is in order of position.
         spread: let the devices of the mesh axis "heads" share the rows instead of the weights, which each gathers layer
             by layer; attention and cache stay split by heads (`runtime.spread`).
+        gather: makes a layer's weights whole when the layer runs; the backward pass calls it again, so that the whole
+            weights of one layer at a time are in memory (`train.mesh`).
 
     Returns:
         hidden states after the final norm, the updated cache, the policy's final state.
@@ -62,6 +67,8 @@ def forward(
     state = policy.init_state(config.num_layers, shapes, spec)
 
     def block(index, x, layer: Layer, cache, state):
+        if gather is not None:
+            layer = gather(layer)
         if stripe is not None and num_queries > 1:
             x = keep(x, None, "rows")
         if spread:
@@ -85,8 +92,13 @@ def forward(
         y = y + mlp(rms_norm(y, layer.mlp_norm, config.norm_eps), layer)
         return y, cache, state
 
-    if remat:
-        block = jax.checkpoint(block, static_argnums=(0,) if unrolled else ())
+    if remat or gather is not None:
+        kept = None if remat else _all_but_gathered
+        block = jax.checkpoint(block, static_argnums=(0,) if unrolled else (), policy=kept)
+    elif unrolled and policy.layers_alike:
+        # Traced and lowered once for all layers, where a second start of a model of 30 layers spends most of its time.
+        # XLA inlines the calls, so that the compiled program is the same.
+        block = partial(_with_array_index, jax.jit(block))
     run = _unrolled if unrolled else _scanned
     x, cache, state = run(block, params.layers, x, cache, state)
     return rms_norm(x, params.final_norm, config.norm_eps), cache, state
@@ -101,6 +113,15 @@ def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelCo
     if layer.q_norm is not None:
         q, k = rms_norm(q, layer.q_norm, config.norm_eps), rms_norm(k, layer.k_norm, config.norm_eps)
     return rotate(q, tables), rotate(k, tables), v
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Tell jax.checkpoint to keep every intermediate result except gathered weights."""
+    return primitive.name != "sharding_constraint"
+
+
+def _with_array_index(block, index, *arguments):
+    return block(jnp.int32(index), *arguments)
 
 
 def _unrolled(block, layers, x, cache, state):

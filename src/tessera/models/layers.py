@@ -5,19 +5,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention.parallel import num_parts
 from tessera.core.quant import Quantised
 from tessera.models.config import Rope
 from tessera.models.products import product
-
-FEW_ROWS = 4
-"""Maximum rows with which `matmul` takes its decode path on CPU."""
-
-CACHED_BYTES = 4 << 20
-"""Bytes of a matrix block that stay in a CPU's cache while several rows are multiplied by it."""
+from tessera.models.thin import FEW_ROWS, thin
 
 
 @jax.tree_util.register_dataclass
@@ -92,30 +87,14 @@ def _dot(x: Array, weight: Array) -> Array:
 def _few_rows(x: Array, weight: Array) -> Array:
     """Return x W^T on CPU for a few rows x [M,D] and W [E,D].
 
-    In float32, XLA multiplies a matrix by one vector at memory speed, but repacks the matrix for two or more rows,
-    which is several times slower. Rows therefore run one by one over blocks of the matrix that stay in the cache. In
-    bfloat16, a single row is by far the slowest case, so rows are padded to FEW_ROWS.
+    XLA multiplies a float32 matrix by a single vector at memory speed. In 16 bits, it would first write the matrix in
+    float32, so a single row is `thin`, too.
     """
-    count, num_outputs = x.shape[0], weight.shape[0]
-    if x.dtype != jnp.float32:
-        return _dot(jnp.pad(x, ((0, FEW_ROWS - count), (0, 0))), weight)[:count]
-    if count == 1:
+    if x.dtype != weight.dtype:
+        return _dot(x, weight)
+    if x.shape[0] == 1 and x.dtype == jnp.float32:
         return _dot(x[0], weight)[None]
-
-    if num_parts() > 1:  # the blocks below would cut across the devices' parts, and XLA would gather the matrix
-        return _dot(x, weight)
-
-    def each_row(block: Array) -> Array:
-        return jax.lax.map(lambda row: _dot(row, block), x)  # a loop: unrolled, it compiles longer and runs no faster
-
-    if weight.nbytes <= 2 * CACHED_BYTES:
-        return each_row(weight)
-    divisors = (n for n in range(1, num_outputs + 1) if num_outputs % n == 0)
-    blocks = next((n for n in divisors if weight.nbytes / n <= CACHED_BYTES), num_outputs)
-    if num_outputs // blocks < 64:  # E has few divisors, as for some vocabularies: many thin blocks cost more
-        return _dot(x, weight)
-    out = jax.lax.map(each_row, weight.reshape(blocks, num_outputs // blocks, -1))
-    return jnp.swapaxes(out, 0, 1).reshape(count, num_outputs)
+    return thin(x, weight, jnp.float32)
 
 
 def mlp(x: Float[Array, "B T D"], layer: Layer) -> Float[Array, "B T D"]:
@@ -181,7 +160,33 @@ def rope_tables(rope: Rope, head_dim: int, position_BT: Int32[Array, "B T"]) -> 
 
 
 def rotate(x: Float[Array, "B T N H"], tables: tuple[Array, Array]) -> Float[Array, "B T N H"]:
-    """Rotate each pair (x_i, x_{i+H/2}) by its angle in the tables (cos, sin); compute in float32."""
-    cos, sin = tables
+    """Rotate each pair (x_i, x_{i+H/2}) by its angle in the tables (cos, sin); compute in float32.
+
+    A TPU rotates bfloat16 heads by a product: half a head does not fill a register's lanes, and moving halves costs
+    more cycles than the product (docs/runtime.md).
+    """
+    if x.dtype != jnp.bfloat16:  # the matrix unit would round float32
+        return rotate_by_halves(x, *tables)
+    return jax.lax.platform_dependent(x, *tables, tpu=rotate_by_product, default=rotate_by_halves)
+
+
+def rotate_by_halves(x: Array, cos: Array, sin: Array) -> Array:
+    """Return [a cos - b sin, b cos + a sin] for the halves [a, b] of each head."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def rotate_by_product(x: Array, cos: Array, sin: Array) -> Array:
+    """Return x [cos, cos] + (x P) [-sin, sin], where P [H,H] swaps a head's halves.
+
+    The product of bfloat16 is exact, because each of its sums has one term that is not zero. One element that is not
+    finite makes its whole head NaN.
+    """
+    shape, size = x.shape, x.shape[-1]
+    if shape[0] == 1 or jax.sharding.get_abstract_mesh().size <= 1:
+        # With one dimension of rows, XLA writes the projection head-major. A mesh may split T: then B must stay apart.
+        x, cos, sin = (part.reshape(-1, *part.shape[2:]) for part in (x, cos, sin))
+    swap = jnp.asarray(np.roll(np.eye(size), size // 2, axis=-1), x.dtype)
+    swapped = jax.lax.dot_general(x, swap, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    out = x.astype(jnp.float32) * jnp.concatenate([cos, cos], -1) + swapped * jnp.concatenate([-sin, sin], -1)
+    return out.astype(x.dtype).reshape(shape)

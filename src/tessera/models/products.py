@@ -17,9 +17,9 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from tessera.core.quant import Quantised, unpack
+from tessera.models import grouped
+from tessera.models.thin import FEW_ROWS, thin
 
-FEW_ROWS = 4
-"""Maximum rows at which reading the weights bounds a product on CPU."""
 ROUNDED_ROWS = 64
 """Minimum rows at which w8a8 rounds activations. With fewer, reading the weights bounds even a float product."""
 
@@ -56,20 +56,25 @@ def _joined(weight: Quantised, values: Array) -> Array:
 def _fused(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
     """Return x W^T in the forms that XLA fuses on TPU and GPU."""
     if weight.group:
-        return _grouped(x, weight)
+        return grouped_by_xla(x, weight)
     if weight.rounds_rows and x.shape[0] >= ROUNDED_ROWS:
         return _digits(x, weight, 1)
     return _transposed(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale
 
 
 def _on_tpu(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
-    """Multiply a single row as two: XLA multiplies one row outside the matrix unit, in ten times the cycles."""
+    """Multiply a single row as two: XLA multiplies one row outside the matrix unit, in ten times the cycles.
+
+    Many bfloat16 rows and a weight in groups take the kernel of `grouped`.
+    """
+    if weight.group and x.dtype == jnp.bfloat16 and grouped.wins(x.shape[0], weight):
+        return grouped.product(x, weight)
     if x.shape[0] > 1:
         return _fused(x, weight)
     return _fused(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
 
 
-def _grouped(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
+def grouped_by_xla(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
     """Sum one product per group. The batched product reads [G,g,E] in this order, so XLA fuses the conversion."""
     values = weight.values
     x_GMg = jnp.swapaxes(x.reshape(x.shape[0], values.shape[0], -1), 0, 1)
@@ -106,14 +111,13 @@ def _digits(x: Float[Array, "M D"], weight: Quantised, count: int) -> Float[Arra
     high = jnp.round(scaled)
     parts = [high, jnp.round((scaled - high) * 254)][:count]
     rows = jnp.concatenate(parts).astype(jnp.int8)
-    if rows.shape[0] < FEW_ROWS:  # XLA's int8 product on CPU is many times slower with a single row
-        rows = jnp.pad(rows, ((0, FEW_ROWS - rows.shape[0]), (0, 0)))
+    multiply = thin if rows.shape[0] <= 2 * FEW_ROWS else _transposed
     if weight.packed:
         # The barrier keeps the halves from being unpacked again for each row.
         halves = jax.lax.optimization_barrier(unpack(weight.values, weight.kind == "int4"))
-        out = sum(_transposed(part, half, jnp.int32) for part, half in zip(jnp.split(rows, 2, -1), halves))
+        out = sum(multiply(part, half, jnp.int32) for part, half in zip(jnp.split(rows, 2, -1), halves))
     else:
-        out = _transposed(rows, weight.values.astype(jnp.int8), jnp.int32)
+        out = multiply(rows, weight.values.astype(jnp.int8), jnp.int32)
     out = out.astype(jnp.float32)
     whole = out[:num_rows] if count == 1 else out[:num_rows] + out[num_rows : 2 * num_rows] * (1 / 254)
     return whole * (scale * weight.scale)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -184,10 +185,22 @@ def read_rows(name: str, tensor: Stored, rows: range, columns: range) -> Iterato
             yield slice(start, start + count), block.view(dtype)
 
 
-def write_file(path: Path, specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]], arrays: Iterator[np.ndarray]) -> None:
-    """Write one file. `specs` gives all dtypes and shapes in advance; `arrays` yields the tensors in the same order."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def write_file(
+    path: Path,
+    specs: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    arrays: Iterator[np.ndarray],
+    about: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write one file.
+
+    Args:
+        path: the file.
+        specs: dtype and shape of each tensor by name.
+        arrays: yields the tensors in the same order.
+        about: further texts for the header's metadata.
+    """
+    codes = {dtype: code for code, dtype in DTYPES.items()} | {np.dtype(np.int32): "I32"}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     offset = 0
     for name, (dtype, shape) in specs.items():
         end = offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

@@ -278,10 +278,14 @@ def _encode(backend: tokenizers.Tokenizer, text: str, add_special: bool) -> list
 
 
 def _plain_size(data: Any) -> int:
-    """Return the length of `data` as JSON. Raise ValueError unless it is plain data: a template is untrusted code and
-    must not get objects with methods."""
+    """Return the length of `data` as JSON. Raise ValueError unless it is plain data in UTF-8: a template is untrusted
+    code and must not get objects with methods."""
     try:
+        json.dumps(data, ensure_ascii=False).encode()
         return len(json.dumps(data))
+    except UnicodeEncodeError as error:
+        held = quoted(error.object[error.start])
+        raise ValueError(f"the text is not UTF-8: it holds {held}: convert it first") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"chat messages must be plain JSON data: {error}") from error
 

@@ -26,6 +26,8 @@ class Generation:
         density: key positions read / key positions visible, each summed over layers, heads, prompt rows and decode
             steps.
         layer_density: the same share per layer, anchors included; empty before the first token.
+        prefill_keys: key positions that the prompt's rows read, summed over rows, layers and KV heads.
+        decode_keys: the same of the tokens fed back.
     """
 
     text: str
@@ -37,6 +39,8 @@ class Generation:
     decode_tokens_per_s: float
     density: float
     layer_density: tuple[float, ...]
+    prefill_keys: float = 0.0
+    decode_keys: float = 0.0
 
     def usage(self) -> str:
         """Say in a few words what the answer cost: tokens, decode rate, keys read."""
@@ -62,6 +66,7 @@ class Answer:
         self._shown = 0  # characters of the text already returned
         self._times_s: list[float] = []
         self._read_L = self._visible_L = np.zeros(0)
+        self._prefill_keys = 0.0
 
     @property
     def num_keys(self) -> int:
@@ -75,6 +80,8 @@ class Answer:
 
     def push(self, token: int, logprob: float, time_s: float) -> str:
         """Add one token and return the text that became final: whole characters that cannot start a stop string."""
+        if not self.tokens:
+            self._prefill_keys = float(self._read_L.sum())
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self._times_s = [self._times_s[0] if self._times_s else time_s, time_s]
@@ -113,6 +120,8 @@ class Answer:
             decode_tokens_per_s=(count - 1) / spent_s if spent_s > 0 else float("nan"),
             density=float(self._read_L.sum() / self._visible_L.sum()) if self._visible_L.size else 1.0,
             layer_density=tuple((self._read_L / self._visible_L).tolist()),
+            prefill_keys=self._prefill_keys,
+            decode_keys=float(self._read_L.sum()) - self._prefill_keys if count else 0.0,
         )
 
     def _append(self, piece: str) -> bool:

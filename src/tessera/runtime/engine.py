@@ -50,6 +50,8 @@ class Engine:
         lag: steps that the device runs ahead of the host; None is LAG on accelerators and 0 on a CPU, where a step past
             the end of an answer costs as much as any other.
         cache: dtype of keys and values, "int8" or None for the weights' own.
+        together: whether prompts that fill all rows of a lane are prefilled in one batch. A server switches this off:
+            that halves the programs to compile, and its prompts seldom come together.
     """
 
     def __init__(
@@ -64,12 +66,14 @@ class Engine:
         sizes: Sequence[int] | None = None,
         lag: int | None = None,
         cache: str | None = None,
+        together: bool = True,
     ):
         if slots is not None and slots < 1:
             raise ValueError(f"{slots=} must be at least 1, or None")
         self.params, self.config, self.policy, self.tokenizer = params, config, policy, tokenizer
         self.slots, self.num_keys, self.sizes, self.cache = slots, num_keys, sizes, cache
         self.lag = (0 if jax.default_backend() == "cpu" else LAG) if lag is None else lag
+        self.together = together
         self.lanes: dict[Policy, Lane] = {}
         self._waiting: list[Ticket] = []
         self._tickets: dict[int, Ticket] = {}
@@ -95,10 +99,15 @@ class Engine:
         if request.stop and self.tokenizer is None:
             raise ValueError("stop needs a tokenizer, and this model has none")
         room = self.config.max_positions - len(request.prompt) + 1  # the last token is never fed back
+        wrong = [token for token in request.bias if not 0 <= token < self.config.vocab_size]
+        if wrong:
+            raise ValueError(f"bias names token {wrong[0]}, outside the vocabulary of {self.config.vocab_size}")
         limit = min(request.max_new_tokens, room)
         answer = Answer(len(request.prompt), limit, self.config.eos_ids, request.stop, self.tokenizer)
         started_s = time.perf_counter() if started_s is None else started_s
-        ticket = Ticket(id=self._submitted, request=request, answer=answer, started_s=started_s)
+        guide = None if request.guide is None else request.guide()
+        ticket = Ticket(id=self._submitted, request=request, answer=answer, started_s=started_s, guide=guide)
+        ticket.allowed = None if guide is None else guide.allowed()
         self._submitted += 1
         self._tickets[ticket.id] = ticket
         self._waiting.append(ticket)
@@ -169,18 +178,21 @@ class Engine:
         lane = self.lanes.get(self.policy) or self._open(self.policy, self.slots or 1, len(tokens), len(tokens))
         return lane.hold(tokens)
 
-    def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True) -> int:
+    def warm(self, samplings: Iterable[Sampling] = (Sampling(),), *, joins: bool = True, extras: bool = False) -> int:
         """Run once, on empty rows, every program that requests of up to `num_keys` keys use; return their number.
 
         Args:
             samplings: sampling parameters of later requests, in any mixture; only the steps that they enable matter.
             joins: also run the programs of requests that join while others decode.
+            extras: also run those of requests with `bias`, `guide` or `top_logprobs`.
         """
         if self.busy:
             raise ValueError("requests are open: warm the engine before submitting any")
         found: set[Method] = set()  # of every mixture
         for sampling in samplings:
             found |= {sampling.method} | {method | sampling.method for method in found}
+        if extras:
+            found |= {method | Method(extra=True) for method in found}
         rows, programs = self.slots or 1, 0
         for policy in dict.fromkeys(self.policy.at_length(n) for n in (1, self.num_keys)):
             lane = self.lanes.get(policy) or self._open(policy, rows, self.num_keys, self.num_keys)
@@ -224,5 +236,5 @@ class Engine:
         size = {"batch": batch, "num_keys": num_keys, "cache": self.cache}
         require_room(self.params, self.config, **size, num_tokens=num_tokens)
         session = Session(self.params, self.config, policy, **size, sizes=self.sizes)
-        self.lanes[policy] = Lane(session, self.lag)
+        self.lanes[policy] = Lane(session, self.lag, self.together)
         return self.lanes[policy]

@@ -58,10 +58,11 @@ class Lane:
     Args:
         session: the lane's cache, empty at first.
         lag: steps that the device runs ahead of the host.
+        together: whether prompts that fill all rows are prefilled in one batch.
     """
 
-    def __init__(self, session: Session, lag: int):
-        self.session, self.lag = session, lag
+    def __init__(self, session: Session, lag: int, together: bool = True):
+        self.session, self.lag, self.together = session, lag, together or session.batch == 1
         self.slots: list[Ticket | None] = [None] * session.batch
         self.waiting: deque[Ticket] = deque()
         self._kept: list[Sequence[int]] = [()] * session.batch  # tokens whose keys prefill wrote, per row
@@ -84,7 +85,8 @@ class Lane:
         self._join()
         after = len(self._pending)
         idle = after == before  # nothing was dispatched: drain what is pending, one step at a time
-        self._due = max(after - self.lag, int(idle))
+        guided = any(ticket is not None and ticket.guide is not None for ticket in self.slots)
+        self._due = max(after - (0 if guided else self.lag), int(idle))  # a guide must see a token before the next
 
     def collect(self) -> list[Event]:
         """Wait for the steps that are due and return their events."""
@@ -121,7 +123,8 @@ class Lane:
         """
         self._kept = [()] * self.session.batch
         methods, vocab_size, mesh = tuple(methods), self.session.config.vocab_size, self.session.mesh
-        count = self.session.warm() + warm_choices(methods, self.session.batch, vocab_size, mesh)
+        count = self.session.warm(prefill=self.together)
+        count += warm_choices(methods, self.session.batch, vocab_size, mesh)
         if not joins or self.session.batch == 1:
             return count
         part, row = self.session.row(0), np.int32(0)
@@ -193,7 +196,7 @@ class Lane:
         rows = [row for row, ticket in enumerate(self.slots) if ticket is None]
         if not (rows and self.waiting):
             return None
-        whole = len(self.waiting) >= self.session.batch == len(rows)
+        whole = self.together and len(self.waiting) >= self.session.batch == len(rows)
         tickets = [self.waiting.popleft() for _ in range(self.session.batch if whole else 1)]
         answers = [ticket.answer for ticket in tickets]
         try:
@@ -248,6 +251,7 @@ class Lane:
     def _take(self, pending: Pending) -> list[Event]:
         """Wait for one step and hand its tokens to their answers."""
         tokens, logprobs = np.asarray(pending.choice.token), np.asarray(pending.choice.logprob)
+        ranks = None if pending.choice.ranks is None else [np.asarray(part) for part in pending.choice.ranks]
         now_s, events, reason = time.perf_counter(), [], ""
         for row, ticket in pending.rows:
             if not ticket.open:
@@ -260,20 +264,42 @@ class Lane:
                 continue
             count_reads(ticket, pending.reads, row)
             piece = ticket.answer.push(token, logprob, now_s)
-            events.append(Token(ticket.id, token, logprob, piece))
+            count = ticket.request.top_logprobs
+            top = tuple(zip(*(part[row, :count].tolist() for part in ranks))) if count else ()
+            events.append(Token(ticket.id, token, logprob, piece, top))
             if ticket.answer.done:
                 events.append(End(ticket.id, ticket.answer.generation(ticket.started_s), ticket.reused))
+            elif ticket.guide is not None:
+                try:
+                    ticket.guide.push(token)
+                    ticket.allowed = ticket.guide.allowed()
+                except ValueError as error:
+                    events.append(fail(ticket, error))
         return events
 
 
 def pick(scores: Float[Array, "B V"], seen: Array | None, tickets: Sequence[Ticket | None]) -> Choice:
     """Choose one token per row by its request's sampling, seed and step; a row without a request gets any token."""
     samplings = [NEUTRAL if ticket is None else ticket.request.sampling for ticket in tickets]
-    method = reduce(or_, (sampling.method for sampling in samplings))
+    method = reduce(or_, (ticket.request.method for ticket in tickets if ticket is not None), NEUTRAL.method)
     values = Values(*(np.array(column) for column in zip(*(s.values(scores.shape[1]) for s in samplings))))
     seeds = np.array([0 if ticket is None else ticket.request.seed for ticket in tickets], np.uint32)
     steps = np.array([0 if ticket is None else ticket.chosen for ticket in tickets], np.int32)
-    return choose(scores, seen if method.penalised else None, seeds, steps, values, method=method)
+    bias = bias_of(tickets, scores.shape) if method.extra else None
+    return choose(scores, seen if method.penalised else None, seeds, steps, values, bias, method=method)
+
+
+def bias_of(tickets: Sequence[Ticket | None], shape: tuple[int, int]) -> Float[np.ndarray, "B V"]:
+    """Return what is added to each row's logits: its request's bias, and -inf for tokens that its guide forbids."""
+    bias = np.zeros(shape, np.float32)
+    for row, ticket in zip(bias, tickets):
+        if ticket is None or not ticket.open:
+            continue
+        for token, value in ticket.request.bias.items():
+            row[token] = value
+        if ticket.allowed is not None:
+            row[~ticket.allowed] = -np.inf
+    return bias
 
 
 def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int, mesh: Mesh | None = None) -> int:
@@ -282,7 +308,19 @@ def warm_choices(methods: Iterable[Method], batch: int, vocab_size: int, mesh: M
     seen = put(np.zeros((batch, vocab_size), bool), mesh)
     values = Values(*(np.full(batch, value) for value in NEUTRAL.values(vocab_size)))
     seeds, steps = np.zeros(batch, np.uint32), np.zeros(batch, np.int32)
-    done = [choose(scores, seen if m.penalised else None, seeds, steps, values, method=m) for m in methods]
+    bias = np.zeros((batch, vocab_size), np.float32)
+    done = [
+        choose(
+            scores,
+            seen if m.penalised else None,
+            seeds,
+            steps,
+            values,
+            bias if m.extra else None,
+            method=m,
+        )
+        for m in methods
+    ]
     return len(jax.block_until_ready(done))
 
 

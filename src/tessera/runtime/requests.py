@@ -1,17 +1,19 @@
 """The input and output of an engine: requests and events."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool
 
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Params
 from tessera.runtime.answers import Answer, Generation
-from tessera.runtime.sampling import Sampling
+from tessera.runtime.sampling import RANKS, Method, Sampling
 from tessera.sparse.contract import Reads
 
 
@@ -27,6 +29,17 @@ class Held(NamedTuple):
     reads: Sequence[Reads]
 
 
+class Guide(Protocol):
+    """What restricts an answer token by token, such as a grammar. Both methods may raise ValueError, which fails the
+    request."""
+
+    def allowed(self) -> Bool[np.ndarray, "V"]:
+        """Return which tokens may come next; at least one."""
+
+    def push(self, token: int) -> None:
+        """Take the token that came."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt to continue.
@@ -37,6 +50,9 @@ class Request:
         stop: texts that end the answer; the answer is cut before the first that appears.
         sampling: sampling parameters.
         seed: seed of the draws; a draw depends only on the seed and the step.
+        bias: numbers added to the logits of these tokens before anything else; -inf forbids a token.
+        top_logprobs: best tokens to report per step, at most `sampling.RANKS`.
+        guide: starts what restricts the answer; None restricts nothing. Each of its steps waits for the one before.
         held: result of `Engine.hold`: reuse at most this prefix, and count its prefill among the keys that the answer
             read. None reuses the longest prefix whose keys are still in the cache.
     """
@@ -46,7 +62,15 @@ class Request:
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
     seed: int = 0
+    bias: Mapping[int, float] = MappingProxyType({})
+    top_logprobs: int = 0
+    guide: Callable[[], Guide] | None = None
     held: Held | None = None
+
+    @property
+    def method(self) -> Method:
+        """Optional steps of the sampling program that the request needs."""
+        return self.sampling.method | Method(extra=bool(self.bias or self.guide or self.top_logprobs))
 
     def __post_init__(self):
         stop = self.stop
@@ -54,15 +78,22 @@ class Request:
             raise ValueError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
         if not all(isinstance(text, str) and text for text in stop):
             raise ValueError(f"{stop=} must hold texts that are not empty")
+        if not 0 <= self.top_logprobs <= RANKS:
+            raise ValueError(f"top_logprobs={self.top_logprobs} must be from 0 to {RANKS}")
 
 
 class Token(NamedTuple):
-    """Event: a request has one more token. `text` is the text that this token made final, in whole characters."""
+    """Event: a request has one more token.
+
+    `text` is the text that this token made final, in whole characters. `top` has the request's `top_logprobs` best
+    tokens, best first, each with the ln of its probability.
+    """
 
     id: int
     token: int
     logprob: float
     text: str
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class End(NamedTuple):
@@ -96,12 +127,16 @@ class Ticket:
         position: number of prompt tokens that are computed, as far as the host knows.
         chosen: tokens that the device was asked to choose; the host may have read fewer.
         dropped: whether the request was cancelled or failed.
+        guide: what restricts the answer, in the state after the tokens that the host has read.
+        allowed: which tokens may come next, if there is a guide.
     """
 
     id: int
     request: Request
     answer: Answer
     started_s: float
+    guide: Guide | None = None
+    allowed: Bool[np.ndarray, "V"] | None = None
     row: int = 0
     reused: int = 0
     position: int = 0

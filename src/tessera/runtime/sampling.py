@@ -5,7 +5,7 @@ logits / temperature. All ties at the threshold are kept (transformers drops som
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import isfinite
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,20 +21,24 @@ from tessera.core.mesh import keep, program
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """Optional steps of the sampling program. Static under jit, so that greedy decoding neither sorts nor draws."""
+    """Optional steps of the sampling program. Static under jit, so that greedy decoding neither sorts nor draws.
+
+    `extra` adds a bias to the logits and returns the best tokens: one flag for both, because each doubles the number of
+    programs that a server compiles.
+    """
 
     draw: bool = False
     filtered: bool = False
     penalised: bool = False
+    extra: bool = False
 
     def __or__(self, other: "Method") -> "Method":
         """Return the method with every step that this or the other method has."""
-        return Method(
-            draw=self.draw or other.draw,
-            filtered=self.filtered or other.filtered,
-            penalised=self.penalised or other.penalised,
-        )
+        return Method(**{f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(self)})
 
+
+RANKS = 20
+"""Best tokens that a step with `Method.extra` returns."""
 
 GREEDY = MappingProxyType({"temperature": 0.0, "repetition_penalty": 1.0})
 """Arguments of Model.generate that make it take the best token, whatever the model's generation_config.json says."""
@@ -102,11 +106,14 @@ class Choice(NamedTuple):
         token: the chosen ids.
         logprob: ln of each chosen token's probability under softmax(logits), before penalty, temperature and filters.
         seen: mask of the tokens in prompt and answer so far; None unless `method.penalised`.
+        ranks: the RANKS best tokens, best first, and the ln of their probabilities like `logprob`'s; None unless
+            `method.extra`.
     """
 
     token: Int32[Array, "B"]
     logprob: Float[Array, "B"]
     seen: Bool[Array, "B V"] | None
+    ranks: tuple[Int32[Array, "B R"], Float[Array, "B R"]] | None = None
 
 
 @program(static_argnames="method")
@@ -116,16 +123,20 @@ def choose(
     seeds_B: UInt32[Array, "B"],
     step: Int32[Array, "#B"],
     values: Values,
+    bias_BV: Float[Array, "B V"] | None = None,
     *,
     method: Method,
 ) -> Choice:
     """Choose one token per sequence; a draw depends only on that sequence's seed, logits and step.
 
+    With `method.extra`, `bias_BV` is added to the logits first; -inf forbids a token.
+
     Sequences with different sampling parameters run in one call. `method` holds every step that any of them needs; for
     a sequence that does not need a step, values that switch it off (such as temperature 0) leave its token unchanged.
     """
     logits_BV = keep(logits_BV)  # gathered once: sorting a split vocabulary would gather it again and again
-    z_BV = distribution(logits_BV, seen_BV, values, method=method)
+    z_BV = logits_BV + bias_BV if method.extra else logits_BV
+    z_BV = distribution(z_BV, seen_BV, values, method=method)
     token_B = jnp.argmax(z_BV, axis=-1).astype(jnp.int32)
     if method.draw:
         keys = jax.vmap(lambda seed, step: jax.random.fold_in(jax.random.key(seed), step))(
@@ -134,10 +145,14 @@ def choose(
         drawn_B = jax.vmap(jax.random.categorical)(keys, z_BV).astype(jnp.int32)
         token_B = jnp.where(values.temperature > 0, drawn_B, token_B)
     chosen = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
-    logprob_B = chosen - jax.nn.logsumexp(logits_BV, axis=-1)
+    total_B = jax.nn.logsumexp(logits_BV, axis=-1)
+    ranks = None
+    if method.extra:
+        best, ids = jax.lax.top_k(logits_BV, min(RANKS, logits_BV.shape[-1]))
+        ranks = ids, best - total_B[:, None]
     if method.penalised:
         seen_BV = seen_BV.at[jnp.arange(token_B.shape[0]), token_B].set(True)
-    return keep(Choice(token_B, logprob_B, seen_BV))
+    return keep(Choice(token_B, chosen - total_B, seen_BV, ranks))
 
 
 def distribution(

@@ -307,22 +307,24 @@ class Session:
         """Return the hidden states that a prefill starts with: zeros, on every device."""
         return put(np.zeros((self.batch, self.config.hidden_size), self.dtype), self.mesh)
 
-    def warm(self, *, decode: bool = True) -> int:
-        """Run every program for this cache size once, on empty sequences; return their number.
+    def warm(self, *, prefill: bool = True, decode: bool = True) -> int:
+        """Run every program of prefill, decode or both for this cache size once, on empty sequences; return their
+        number.
 
-        With `decode`, the decode program is one of them. `Lane.warm` calls this and adds sampling, and `Engine.warm`
-        calls `Lane.warm` for each lane. `Model.warmup` calls this for each cache size up to its longest request.
+        `Lane.warm` calls this and adds sampling, and `Engine.warm` calls `Lane.warm` for each lane. `Model.warmup`
+        calls this for each cache size up to its longest request.
         """
         no_rows = np.zeros(self.batch, np.int32)
         last = self.no_rows()
-        sizes = [size for size in self.sizes if size <= self.num_keys]
+        sizes = [size for size in self.sizes if size <= self.num_keys and prefill]
         for size in sizes:
             last, _ = self.chunk(last, np.zeros((self.batch, size), np.int32), 0, no_rows)
-        out = read_head(self.params, last)
+        if prefill:
+            read_head(self.params, last)
         if decode:
-            self.decode(jnp.argmax(out, axis=-1).astype(jnp.int32), no_rows, no_rows.astype(bool))
-        jax.block_until_ready((self.cache, out))
-        return len(sizes) + 1 + decode
+            self.decode(put(no_rows, self.mesh), no_rows, no_rows.astype(bool))
+        jax.block_until_ready(self.cache)
+        return len(sizes) + prefill + decode
 
 
 class Prefill:

@@ -31,6 +31,8 @@ class Counted(Policy):
 class Dense(Counted):
     """Every query row reads every key that is visible to it."""
 
+    layers_alike = True
+
     @property
     def name(self) -> str:
         return "dense"

@@ -39,6 +39,14 @@ class Policy:
         """Query positions that share a selection; prompts are cut at its multiples. A subclass may make it a field."""
         return 1
 
+    @property
+    def layers_alike(self) -> bool:
+        """Whether `attend` and `observe` compute the same for every layer, which only its state's index tells apart.
+
+        Unrolled layers then share one trace, in which `layer` is an array.
+        """
+        return False
+
     def init_state(self, num_layers: int, shapes: Shapes, spec: AttentionSpec) -> Any:
         """Return the state before layer 0 of one forward call."""
         raise NotImplementedError

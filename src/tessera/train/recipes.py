@@ -64,7 +64,7 @@ class Recipe:
         weight_decay: decoupled decay, of matrices only.
         b1, b2: Adam's decay rates.
         compute_dtype: dtype of activations and of the weights' working copy; master weights and moments are float32.
-        look_back: whether two heads of layer 0 start out favouring one and two positions back (`loop.look_back`).
+        look_back: whether two heads of layer 0 start out favouring one and two positions back (`state.look_back`).
         text: folder or file to train on; None is the standard library of the running Python.
         base: Hugging Face folder to start from; None is fresh weights.
     """
@@ -128,14 +128,17 @@ class Recipe:
         return total
 
     def fingerprint(self, step: int) -> str:
-        """Return a hash of everything that shaped the weights up to `step`; later stages do not change it."""
+        """Return a hash of everything that shaped the weights up to `step`; later stages do not change it.
+
+        Slices and recomputation change only rounding, so that a run may resume with others.
+        """
         past = {key: value for key, value in asdict(self).items() if key not in ("stages", "name")}
         past = {key: value for key, value in past.items() if value is not None}
         past["stages"], left = [], step
         for stage in self.stages:
             if left <= 0:
                 break
-            cut = asdict(replace(stage, steps=min(left, stage.steps)))
+            cut = asdict(replace(stage, steps=min(left, stage.steps), accumulate=1, remat=False))
             if left < stage.steps and stage.last_rate not in (None, stage.rate):
                 cut["decays_over"] = stage.steps
             past["stages"].append(cut)

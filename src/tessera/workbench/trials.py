@@ -222,6 +222,15 @@ def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shap
     return kernel.Config(**sizes)
 
 
+def roundings(kernel: Kernel) -> dict[str, bool]:
+    """Return what the kernel rounds besides its result, as `oracle.tolerance` takes it.
+
+    A TPU's kernels multiply the scale into q, because scaling scores would cost a tenth of the speed. Prefill kernels
+    of TPUs and GPUs multiply int8 keys and values by their scales.
+    """
+    return {"folded": kernel.platform == "tpu", "dequantised": kernel.platform != "any" and kernel.phase == "prefill"}
+
+
 def spec_of(call: oracle.Call, role: str) -> AttentionSpec:
     """Return the call's spec for this role."""
     names = ("causal", "window", "scale", "softcap", "tile", "query_tile")

@@ -178,7 +178,7 @@ def attempt(trial: Trial) -> Outcome:
     except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
         return Outcome(trial, np.zeros(0), (plain(error),))
     truth = oracle.attend(call)
-    allowed = oracle.tolerance(call, truth, trial.dtype, folded=kernel.platform == "tpu")
+    allowed = oracle.tolerance(call, truth, trial.dtype, **trials.roundings(kernel))
     return Outcome(trial, *compare(result, truth, allowed, kernel.role))
 
 

@@ -8,6 +8,9 @@ refills a buffer as soon as the last product has read it. As one warpgroup both 
 shared memory allow two or three thread blocks per multiprocessor; one computes while the others wait. A second launch
 merges the partial results of the splits, using their lse.
 
+Int8 keys and values land as they are and become bfloat16 in one more block of each (`int8_keys`). Their scales multiply
+scores and weights.
+
 The roles differ in what a block holds. Dense: block_s consecutive keys. Sparse: listed tiles, each copied from its
 place in the cache; ids ascend, so the row sees one range of a block's columns here too. Score: a dense block, and m +
 log2 of each tile's sum of 2^(y - m), with scores y in bits and their running maximum m, goes to the bank, a small array
@@ -31,14 +34,15 @@ from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu.decode_mass import merge_and_weigh, stored_units
 from tessera.attention.gpu.decode_splits import Cut, Run, find_run, unit_starts, visible_columns
+from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, load_scales, padded, per_column, store_scales, widen
 from tessera.attention.gpu.split_merge import merge_splits
 from tessera.attention.gpu.warpgroup import (
     HOPPER,
-    LINE_BYTES,
     ROW,
     ROWS,
     SHARED_BYTES,
     accumulate,
+    blank_values,
     filled,
     per_row,
     scores,
@@ -58,6 +62,8 @@ UNEVEN_KEYS = 8192
 """Maximum keys per split in a batch. Splits of this size fill the gaps that short sequences leave, and cost little."""
 THREAD_REGISTERS = {(64, 64): 168, (64, 128): 255, (128, 64): 200, (256, 64): 255}
 """(head_dim, block_s) -> maximum registers per thread over the roles, as compiled. Missing pairs spill in some role."""
+INT8_REGISTERS = {(64, 64): 200, (64, 128): 255, (128, 64): 255, (256, 64): 255}
+"""The same for int8 keys and values, which a thread converts in registers, a few at a time."""
 NARROW = 4
 """With at least this many copies per block of listed keys, a thread takes up to 200 registers even at head_dim 64."""
 
@@ -93,6 +99,7 @@ class Refs(NamedTuple):
     v: Any
     tiles: Any  # [B, K, 1, C]; sparse only
     count: Any  # [B, K, 1]; sparse only
+    scales: Any  # [B, K, 2, S]; int8 only
     out: Any  # [splits, B, K, stored G, H] float32
     lse: Any  # likewise: lse in bits, repeated in every column
     bank: Any  # [B, K, parts, units, rows] float32: log2 of each unit's sum of exponentials; score only
@@ -106,6 +113,9 @@ class Refs(NamedTuple):
     q_landed: Any = None
     k_landed: Any = None  # [stages]
     v_landed: Any = None
+    k_wide: Any = None  # [block_s, H]: a block of int8 keys, converted for the product; int8 only
+    v_wide: Any = None
+    scale_block: Any = None  # [stages, 2, block_s]
 
 
 class Place(NamedTuple):
@@ -118,12 +128,12 @@ class Place(NamedTuple):
     run: Run
 
 
-def name_refs(refs: tuple, role: str) -> Refs:
+def name_refs(refs: tuple, cut: Cut) -> Refs:
     """Name the kernel's positional references."""
-    it = iter(refs)
+    it, sparse, score = iter(refs), cut.role == "sparse", cut.role == "score"
     positions = Positions(next(it), next(it), next(it))
-    inputs = [next(it) if role == "sparse" or n < 3 else None for n in range(5)]
-    return Refs(positions, *inputs, next(it), next(it), *((next(it), next(it)) if role == "score" else (None, None)))
+    passed = (True, True, True, sparse, sparse, cut.shapes.scaled, True, True, score, score)  # q to totals
+    return Refs(positions, *[next(it) if some else None for some in passed])
 
 
 def locate(refs: Refs, cut: Cut) -> Place:
@@ -150,6 +160,11 @@ def fetch(refs: Refs, at: Place, config: Config, starts: list, slot) -> None:
             plgpu.copy_gmem_to_smem(source.at[at.sequence, at.head, keys], block, landed.at[slot])
 
 
+def scales_of(refs: Refs, cut: Cut, at: Place, starts: list) -> list:
+    """Start loading the scales of a block's keys and values; return none if they are not int8."""
+    return load_scales(refs.scales.at[at.sequence, at.head], starts, cut.unit) if cut.shapes.scaled else []
+
+
 def in_bits(z: Array, cut: Cut) -> Array:
     """Return scores in bits, log2(e) * softcap(scale * z)."""
     scale, cap = scale_of(cut.spec, cut.shapes.head_dim), cut.spec.softcap
@@ -158,17 +173,14 @@ def in_bits(z: Array, cut: Cut) -> Array:
     return (cap * LOG2_E) * tanh(z, scale / cap)
 
 
-def blank_values(v_block, lo, hi) -> None:
-    """Zero a block's values outside rows [lo, hi): their weight is 0, but they may be NaN, and 0 * NaN is NaN."""
-    rows, columns = min(v_block.shape[0], ROWS), LINE_BYTES // v_block.dtype.itemsize
-    key = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=plgpu.Layout.WGMMA)
-    for row in range(0, v_block.shape[0], rows):
-        seen = (key >= lo - row) & (key < hi - row)
-        for column in range(0, v_block.shape[1], columns):  # a few registers at a time
-            part = v_block.at[pl.ds(row, rows), pl.ds(column, columns)]
-            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
-            part[...] = jnp.where(seen, values, jnp.zeros_like(values))
-    plgpu.commit_smem()
+def block_scores(refs: Refs, cut: Cut, slot) -> Array:
+    """Compute q k^T for the block of keys in buffer `slot`."""
+    if not cut.shapes.scaled:
+        return scores(refs.q_block, refs.k_block.at[slot])
+    # No warp still reads the block before: k_wide and v_wide take turns, and each `widen` ends with a barrier.
+    widen(refs.k_block.at[slot], refs.k_wide)
+    z = scores(refs.q_block, refs.k_wide)
+    return z * per_column(refs.scale_block.at[slot], 0, z)
 
 
 def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> tuple:
@@ -179,11 +191,13 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
     lo, hi = visible_columns(cut, run, block, starts_of(refs, cut, at, block))
     ahead = jnp.minimum(i + config.stages, run.count - 1)
     ahead = starts_of(refs, cut, at, run.first + ahead)  # read early, because loads of tile ids take long
+    ahead_scales = scales_of(refs, cut, at, ahead)
 
     plgpu.barrier_wait(refs.k_landed.at[slot])
-    y = in_bits(scores(refs.q_block, refs.k_block.at[slot]), cut)
+    y = in_bits(block_scores(refs, cut, slot), cut)
     key = plgpu.broadcasted_iota(jnp.int32, y.shape, 1, layout=plgpu.Layout.WGMMA)
-    y = jnp.where((key >= lo) & (key < hi), y, -jnp.inf)
+    seen = (key >= lo) & (key < hi)
+    y = jnp.where(seen, y, -jnp.inf)
     m = jnp.maximum(m_old, y.max(axis=1))
     p = jnp.exp2(y - per_row(m, y))
     alpha = jnp.exp2(m_old - m)
@@ -196,10 +210,21 @@ def absorb(refs: Refs, cut: Cut, config: Config, at: Place, i, carry: tuple) -> 
             refs.row_block[half, n] = m + jnp.log(total) * LOG2_E
 
     plgpu.barrier_wait(refs.v_landed.at[slot])
-    pl.when((lo > 0) | (hi < cut.block_s))(lambda: blank_values(refs.v_block.at[slot], lo, hi))
-    acc = accumulate(acc, p.astype(refs.v_block.dtype), refs.v_block.at[slot])
-    # The compiler inserts a warpgroup barrier before a copy, so all four warps have read the buffer by then.
-    pl.when(i + config.stages < run.count)(lambda: fetch(refs, at, config, ahead, slot))
+    if cut.shapes.scaled:
+        widen(refs.v_block.at[slot], refs.v_wide)
+        p = jnp.where(seen, p * per_column(refs.scale_block.at[slot], 1, p), 0.0)  # a hidden scale may be NaN
+        acc = accumulate(acc, p.astype(refs.v_wide.dtype), refs.v_wide)
+    else:
+        pl.when((lo > 0) | (hi < cut.block_s))(lambda: blank_values(refs.v_block.at[slot], lo, hi))
+        acc = accumulate(acc, p.astype(refs.v_block.dtype), refs.v_block.at[slot])
+
+    @pl.when(i + config.stages < run.count)
+    def _():
+        # The compiler inserts a warpgroup barrier before a copy, so all four warps have read the buffers by then.
+        fetch(refs, at, config, ahead, slot)
+        if cut.shapes.scaled:
+            store_scales(ahead_scales, refs.scale_block.at[slot])
+
     if cut.role == "score":
         plgpu.commit_smem()
         for n in range(cut.units):
@@ -234,39 +259,47 @@ def body(*refs, cut: Cut, config: Config):
     """Copy q and the first blocks, absorb every block of the run, write the partial result."""
     head_dim = cut.shapes.head_dim
 
-    def with_memory(q_block, shared, q_landed, k_landed, v_landed, row_block=None):
-        (k_block, v_block), (out_block, lse_block) = shared
-        memory = (q_block, k_block, v_block, out_block, lse_block, row_block, q_landed, k_landed, v_landed)
-        named = Refs(*name_refs(refs, cut.role)[: -len(memory)], *memory)
+    def with_memory(shared, **memory):
+        names = ("k_block", "v_block", "k_wide", "v_wide"), ("out_block", "lse_block")
+        memory |= {name: ref for own, some in zip(names, shared, strict=True) for name, ref in zip(own, some)}
+        named = name_refs(refs, cut)._replace(**memory)
         at = locate(named, cut)
         # Rows past G are out of bounds, which the copy engine fills with zeros.
         rows = named.q.at[at.sequence, at.head, pl.ds(at.part * ROWS, ROWS)]
-        plgpu.copy_gmem_to_smem(rows, q_block, q_landed)
+        plgpu.copy_gmem_to_smem(rows, named.q_block, named.q_landed)
         for i in range(config.stages):
 
             @pl.when(i < at.run.count)
             def _(i=i):
-                fetch(named, at, config, starts_of(named, cut, at, at.run.first + i), i)
+                starts = starts_of(named, cut, at, at.run.first + i)
+                fetch(named, at, config, starts, i)
+                if cut.shapes.scaled:
+                    store_scales(scales_of(named, cut, at, starts), named.scale_block.at[i])
 
         state = (filled((ROWS,), FLOOR, ROW), filled((ROWS,), 0.0, ROW), filled((ROWS, head_dim), 0.0))
-        plgpu.barrier_wait(q_landed)
+        plgpu.barrier_wait(named.q_landed)
         step = functools.partial(absorb, named, cut, config, at)
         finish(named, cut, at, jax.lax.fori_loop(0, at.run.count, step, state))
 
-    dtype = jnp.dtype(cut.shapes.dtype)
-    block = plgpu.SMEM((config.stages, cut.block_s, head_dim), dtype, transforms=swizzled(dtype))
+    dtype, scaled = jnp.dtype(cut.shapes.dtype), cut.shapes.scaled
+    line = swizzled(dtype)
+    stored, stored_line = (jnp.int8, ROWS_OF_BYTES) if scaled else (dtype, line)
+    block = plgpu.SMEM((config.stages, cut.block_s, head_dim), stored, transforms=stored_line)
+    wide = [plgpu.SMEM((cut.block_s, head_dim), dtype, transforms=line)] * 2 if scaled else []
     out = plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=swizzled(jnp.float32))
     landed = plgpu.Barrier(num_arrivals=cut.units, num_barriers=config.stages)
-    memory = [
-        plgpu.SMEM((ROWS, head_dim), dtype, transforms=swizzled(dtype)),
-        plgpu.RefUnion([block, block], [out, out]),
-        plgpu.Barrier(),
-        landed,
-        landed,
-    ]
+    memory = {
+        "q_block": plgpu.SMEM((ROWS, head_dim), dtype, transforms=line),
+        "shared": plgpu.RefUnion([block, block, *wide], [out, out]),
+        "q_landed": plgpu.Barrier(),
+        "k_landed": landed,
+        "v_landed": landed,
+    }
     if cut.role == "score":
-        memory.append(plgpu.SMEM((2, cut.units, ROWS), jnp.float32))
-    pl.run_scoped(with_memory, *memory)
+        memory["row_block"] = plgpu.SMEM((2, cut.units, ROWS), jnp.float32)
+    if scaled:
+        memory["scale_block"] = plgpu.SMEM((config.stages, 2, cut.block_s), jnp.bfloat16)
+    pl.run_scoped(with_memory, **memory)
 
 
 def call(cut: Cut, config: Config):
@@ -299,7 +332,8 @@ def attend(role: str, q, kv: KeyValues, spec, positions, selection, config: Conf
     rows = q.reshape(shapes.batch, shapes.num_kv_heads, cut.groups, shapes.head_dim)
     rows = jnp.pad(rows, [(0, 0), (0, 0), (0, cut.stored_groups - cut.groups), (0, 0)])
     lists = () if selection is None else selection
-    partial = call(cut, config)(*positions, rows, k, v, *lists)
+    scales = () if kv.scales is None else (padded(kv.scales),)
+    partial = call(cut, config)(*positions, rows, k, v, *lists, *scales)
     if role == "score":
         out, lse, mass = merge_and_weigh(*partial, cut, positions, q.dtype)
     else:
@@ -314,7 +348,7 @@ dense = differentiable_decode(attend)
 
 def launch(role: str, q, kv: KeyValues, spec, positions, selection, config: Config) -> AttentionOut:
     """Run the call in one role, as `Kernel.launch`."""
-    if role == "dense":
+    if role == "dense" and kv.scales is None:
         return dense(q, kv.k, kv.v, positions, spec, config)
     return attend(role, q, kv, spec, positions, selection, config)
 
@@ -325,9 +359,15 @@ def cut_call(role: str, spec: AttentionSpec, shapes: Shapes, config: Config) -> 
 
 
 def shared_bytes(cut: Cut, config: Config) -> int:
-    """Return a thread block's bytes of shared memory: q, then K and V (or later the result), unit sums, barriers."""
-    head_dim = cut.shapes.head_dim
-    buffers = 4 * head_dim * max(config.stages * config.block_s, 2 * ROWS)
+    """Return a thread block's bytes of shared memory: q, then K and V (or later the result), unit sums, barriers.
+
+    Int8 keys and values take half as much in each stage, a converted block of each, and their scales.
+    """
+    head_dim, scales = cut.shapes.head_dim, 0
+    blocks = config.stages * config.block_s
+    if cut.shapes.scaled:
+        blocks, scales = ceil_div(blocks, 2) + config.block_s, round_up(4 * blocks, 1024)
+    buffers = 4 * head_dim * max(blocks, 2 * ROWS) + scales
     sums = round_up(8 * ROWS * cut.units, 1024) if cut.role == "score" else 0
     return 2 * ROWS * head_dim + buffers + sums + 8 * (2 * config.stages + 1)
 
@@ -335,7 +375,7 @@ def shared_bytes(cut: Cut, config: Config) -> int:
 def resident(cut: Cut, config: Config) -> int:
     """Return how many thread blocks run at once on the chip."""
     by_memory = SHARED // (shared_bytes(cut, config) + 1024)  # the system reserves 1 KiB per thread block
-    registers = THREAD_REGISTERS[cut.shapes.head_dim, config.block_s]
+    registers = (INT8_REGISTERS if cut.shapes.scaled else THREAD_REGISTERS)[cut.shapes.head_dim, config.block_s]
     registers = max(registers, 200) if cut.role == "sparse" and cut.units >= NARROW else registers
     by_registers = REGISTERS // (128 * registers)
     return MULTIPROCESSORS * max(min(by_memory, by_registers), 1)
@@ -343,12 +383,16 @@ def resident(cut: Cut, config: Config) -> int:
 
 def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
+    if shapes.scaled and shapes.dtype != "bfloat16":
+        return f"dtype={shapes.dtype}: int8 values times their scales may be too small for it; take bfloat16"
     if shapes.head_dim not in (64, 128, 256):
         return f"head_dim={shapes.head_dim} is not 64, 128 or 256: products take whole swizzled lines of shared memory"
     if role != "dense" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: copies and sums work on 16 keys or more"
     if role == "sparse" and shapes.head_dim == 256 and spec.tile < 64:
         return f"tile={spec.tile} must be at least 64 at head_dim=256: registers do not suffice for smaller tiles"
+    if role == "score" and shapes.scaled and shapes.head_dim == 256 and spec.tile < 64:
+        return f"tile={spec.tile} must be at least 64 at head_dim=256 with int8 keys: registers do not suffice"
     return None
 
 
@@ -359,6 +403,8 @@ def default_config(role: str, spec: AttentionSpec, shapes: Shapes) -> Config:
     UNEVEN_KEYS keys. A split has about four blocks of keys or more.
     """
     stages = {64: 4, 128: 2 if role == "score" else 3, 256: 2}[shapes.head_dim]
+    if shapes.scaled:
+        stages = {64: 6, 128: 3, 256: 2}[shapes.head_dim]
     config = Config(block_s=64, stages=stages, splits=1)
     listed = shapes.num_keys if shapes.capacity is None else min(shapes.capacity * spec.tile, shapes.num_keys)
     keys = listed if spec.window is None else min(listed, spec.window + config.block_s)
@@ -395,6 +441,7 @@ def _kernel(role: str) -> Kernel:
         search_space=functools.partial(search_space, role),
         cost=functools.partial(work.decode, role),
         capability=HOPPER,
+        scaled=True,
     )
 
 

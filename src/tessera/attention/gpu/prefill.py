@@ -17,6 +17,9 @@ sums it over the rows of a query tile. Queries run in chunks, which bounds the m
 The numbers are float32: in float16, an error in the last bit would change a mass by 0.1 to 0.3 %, and logits of 1e4
 would leave no precision at all.
 
+Int8 keys and values land in buffers of their own dtype. The fetching warpgroup multiplies them by their scales and
+writes the products, rounded to bfloat16, into the ring (`int8_keys`).
+
 Work: 4 H flops per visible (row, key) pair. L2 traffic: 4 H bytes per key and 128 rows, so 128 flops per byte.
 """
 
@@ -34,8 +37,10 @@ from jax.experimental import pallas as pl
 from tessera.attention import work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gpu import backward as gpu_backward
+from tessera.attention.gpu import int8_keys
 from tessera.attention.gpu import mass as gpu_mass
 from tessera.attention.gpu.block_ranges import Blocks, key_blocks
+from tessera.attention.gpu.int8_keys import ROWS_OF_BYTES, dequantise, padded, row_scales, without_padding
 from tessera.attention.gpu.prefill_rows import BLOCK_T, Config, Cut, Item, Refs, Rows
 from tessera.attention.gpu.warpgroup import (
     COMPUTE_REGISTERS,
@@ -96,9 +101,51 @@ def fetch(refs: Refs, item: Item, cut: Cut) -> None:
     jax.lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
 
 
+def fetch_int8(refs: Refs, item: Item, cut: Cut) -> None:
+    """Run the fetching warpgroup for int8 keys: while a block of K or V lands, write the one before in q's dtype.
+
+    Rows at or past kv_len become zeros.
+    """
+    plgpu.set_max_registers(int8_keys.FETCH_REGISTERS, action="decrease")
+    size, stages, blocks = cut.config.block_s, cut.config.stages, blocks_of(refs, item, cut)
+    count = blocks.stop - blocks.start
+    both = ((refs.k, refs.k_smem, refs.k_full, refs.k_free), (refs.v, refs.v_smem, refs.v_full, refs.v_free))
+
+    def copy(c, which: int):
+        keys = pl.ds((blocks.start + c) * size, size)
+        plgpu.copy_gmem_to_smem(both[which][0].at[item.b, item.h, keys], refs.landing.at[which], refs.landed.at[which])
+
+    def scales(c):
+        c = blocks.start + c
+        return [row_scales(refs.scales.at[item.b, item.h, which], c * size, size) for which in range(2)]
+
+    def convert_block(c, held):
+        slot, ahead = jax.lax.rem(c, stages), scales(jnp.minimum(c + 1, count - 1))  # a block early: loads take long
+        valid = refs.kv_len[item.b] - (blocks.start + c) * size
+        for which, (_, target, full, free) in enumerate(both):
+            plgpu.barrier_wait(refs.landed.at[which])
+            pl.when(c >= stages)(functools.partial(plgpu.barrier_wait, free.at[slot]))
+            dequantise(refs.landing.at[which], target.at[slot], without_padding(held[which], valid))
+            plgpu.barrier_arrive(full.at[slot])
+            pl.when(c + 1 < count)(functools.partial(copy, c + 1, which))
+        return ahead
+
+    def drain(c, _):
+        for *_, free in both:
+            plgpu.barrier_wait(free.at[jax.lax.rem(c, stages)])
+
+    @pl.when(count > 0)
+    def convert_blocks():
+        for which in range(2):
+            copy(0, which)
+        jax.lax.fori_loop(0, count, convert_block, scales(0))
+
+    jax.lax.fori_loop(jnp.maximum(count - stages, 0), count, drain, None)
+
+
 def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
     """Run a compute warpgroup: absorb every key block of the range for its 64 rows, then write out and lse."""
-    plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+    plgpu.set_max_registers(int8_keys.COMPUTE_REGISTERS if cut.scaled else COMPUTE_REGISTERS, action="increase")
     source = refs.q.at[item.b, pl.ds(item.row + wg * ROWS, ROWS), item.n]
     plgpu.copy_gmem_to_smem(source, refs.q_smem.at[wg], refs.q_full.at[wg])
     blocks = blocks_of(refs, item, cut)
@@ -119,14 +166,15 @@ def compute(refs: Refs, item: Item, wg: Array, cut: Cut) -> None:
 
 def body(*refs, cut: Cut):
     """Run one thread block: two warpgroups compute, the third fetches."""
-    names = [name for name in Refs._fields if name != "bits" or cut.spec.mass]
-    refs = Refs(**{"bits": None, **dict(zip(names, refs, strict=True))})
+    absent = ([] if cut.spec.mass else ["bits"]) + ([] if cut.scaled else ["scales", "landing", "landed"])
+    names = [name for name in Refs._fields if name not in absent]
+    refs = Refs(**dict.fromkeys(absent), **dict(zip(names, refs, strict=True)))
     wg = jax.lax.axis_index("warpgroup")
     pl.when(wg < WARPGROUPS)(lambda: compute(refs, read_item(refs, cut), wg, cut))
-    pl.when(wg == WARPGROUPS)(lambda: fetch(refs, read_item(refs, cut), cut))
+    pl.when(wg == WARPGROUPS)(lambda: (fetch_int8 if cut.scaled else fetch)(refs, read_item(refs, cut), cut))
 
 
-def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut) -> list[Array]:
+def run_rows(q, kv: KeyValues, positions: Positions, skipped: Array, rows: int, cut: Cut) -> list[Array]:
     """Launch the kernel for q's rows [skipped, skipped + rows).
 
     Return out [B,rows,N,H], lse [B,N,rows] in bits and, if spec.mass, bits [B,N,units,rows]; the last axes of lse and
@@ -143,6 +191,8 @@ def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut)
     line = swizzled(q.dtype)
     keys = plgpu.SMEM((config.stages, config.block_s, head_dim), q.dtype, transforms=line)
     free = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=config.stages)
+    landing = plgpu.SMEM((2, config.block_s, head_dim), jnp.int8, transforms=ROWS_OF_BYTES)
+    scales, landing = ((kv.scales,), (landing, plgpu.Barrier(num_barriers=2))) if cut.scaled else ((), ())
     return plgpu.kernel(
         functools.partial(body, cut=cut),
         out_type=out,
@@ -157,6 +207,7 @@ def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut)
             free,
             plgpu.Barrier(num_arrivals=WARPGROUPS),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
+            *landing,
         ],
         grid=(batch, blocks, num_heads),
         grid_names=("sequence", "rows", "head"),
@@ -164,28 +215,34 @@ def run_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut)
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         kernel_name="gpu_prefill_score" if cut.spec.mass else "gpu_prefill_dense",
-    )(*positions, skipped, q, k, v)
+    )(*positions, skipped, q, kv.k, kv.v, *scales)
 
 
-def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -> AttentionOut:
-    """Run the call on [B,T,N,H] queries and [B,K,S,H] keys and values; if spec.mass, in chunks of queries."""
+def attend(
+    q, k, v, positions: Positions, spec: AttentionSpec, config: Config, scales: Array | None = None
+) -> AttentionOut:
+    """Run the call on [B,T,N,H] queries, [B,K,S,H] keys and values and, if these are int8, [B,K,2,S] scales.
+
+    If spec.mass, run it in chunks of queries.
+    """
     batch, num_queries, num_heads, head_dim = q.shape
     kv_heads, num_keys = k.shape[1:3]
-    cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype))
+    cut = Cut(spec, config, num_heads // kv_heads, num_keys, head_dim, str(q.dtype), scales is not None)
     # Pad S and T to multiples of 8 with zeros, which kv_len and q_len exclude.
-    q, k, v = whole_lines(q, 1), whole_lines(k, 2), whole_lines(v, 2)
+    scales = None if scales is None else padded(scales)
+    q, kv = whole_lines(q, 1), KeyValues(whole_lines(k, 2), whole_lines(v, 2), scales=scales)
     rows = q.shape[1]
     if not spec.mass:
-        out, lse = run_rows(q, k, v, positions, jnp.zeros((1,), jnp.int32), rows, cut)
+        out, lse = run_rows(q, kv, positions, jnp.zeros((1,), jnp.int32), rows, cut)
         return AttentionOut(out[:, :num_queries], natural(lse, num_queries))
     step = chunk_rows(batch, rows, num_heads, cut)
     if step >= rows:
-        out, lse, mass = score_rows(q, k, v, positions, jnp.int32(0), rows, cut)
+        out, lse, mass = score_rows(q, kv, positions, jnp.int32(0), rows, cut)
     else:
         starts = jnp.arange(0, rows, step, dtype=jnp.int32)
 
         def chunk(start):  # without the barrier, XLA launches the kernel twice to use one result in two places
-            return jax.lax.optimization_barrier(score_rows(q, k, v, positions, start, step, cut))
+            return jax.lax.optimization_barrier(score_rows(q, kv, positions, start, step, cut))
 
         chunks = jax.lax.map(chunk, starts)
         out = jnp.moveaxis(chunks[0], 0, 1).reshape(batch, -1, num_heads, head_dim)
@@ -196,10 +253,12 @@ def attend(q, k, v, positions: Positions, spec: AttentionSpec, config: Config) -
     return AttentionOut(out[:, :num_queries], natural(lse, num_queries), mass[:, :, : tiles[0], : tiles[1]])
 
 
-def score_rows(q, k, v, positions: Positions, skipped: Array, rows: int, cut: Cut) -> tuple[Array, Array, Array]:
+def score_rows(
+    q, kv: KeyValues, positions: Positions, skipped: Array, rows: int, cut: Cut
+) -> tuple[Array, Array, Array]:
     """Return (out, lse in bits, mass per unit of keys) of q's rows [skipped, skipped + rows)."""
     skipped = skipped[None]
-    out, lse, bits = run_rows(q, k, v, positions, skipped, rows, cut)
+    out, lse, bits = run_rows(q, kv, positions, skipped, rows, cut)
     mass_cut = gpu_mass.cut_call(cut.spec, cut.groups, cut.unit)
     return out, lse, gpu_mass.tile_mass(bits, lse, positions, skipped, mass_cut, rows)
 
@@ -226,8 +285,8 @@ def launch(q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selectio
     """Run dense prefill, or the score role if spec.mass. Only dense is differentiable, in q, k and v."""
     lengths = jnp.minimum(positions.kv_len, kv.k.shape[2]), jnp.minimum(positions.q_len, q.shape[1])
     positions = Positions(positions.q_start, *lengths)  # clip: padding must not count as valid keys or rows
-    if spec.mass:
-        return attend(q, kv.k, kv.v, positions, spec, config)
+    if spec.mass or kv.scales is not None:
+        return attend(q, kv.k, kv.v, positions, spec, config, kv.scales)
     return dense(q, kv.k, kv.v, positions, spec, config)
 
 
@@ -239,6 +298,10 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     """Return why the kernel cannot run this call; None if it can."""
     if shapes.head_dim not in HEAD_DIMS:
         return f"head_dim={shapes.head_dim} must be one of {', '.join(map(str, HEAD_DIMS))}"
+    if shapes.scaled and shapes.dtype != "bfloat16":
+        return f"dtype={shapes.dtype}: int8 values times their scales may be too small for it; take bfloat16"
+    if shapes.scaled and shapes.head_dim == 256:
+        return "head_dim=256 with int8 keys: converting them takes registers that the products need"
     if role == "score" and spec.tile < 16:
         return f"tile={spec.tile} must be at least 16: the kernel writes one number per row and tile"
     tight = spec.tile < 64 or spec.softcap is not None or spec.window is not None
@@ -248,9 +311,13 @@ def supports(role: str, spec: AttentionSpec, shapes: Shapes) -> str | None:
     return None
 
 
-def shared_bytes(head_dim: int, config: Config) -> int:
-    """Return the bytes of shared memory for q, K and V, with 2 KiB for barriers and reductions."""
-    return 2 * head_dim * (BLOCK_T + 2 * config.stages * config.block_s) + 2048
+def shared_bytes(head_dim: int, config: Config, scaled: bool = False) -> int:
+    """Return the bytes of shared memory for q, K and V, with 2 KiB for barriers and reductions.
+
+    Int8 keys also need room for a block of K and one of V to land in.
+    """
+    blocks = 2 * config.stages + (1 if scaled else 0)
+    return 2 * head_dim * (BLOCK_T + blocks * config.block_s) + 2048
 
 
 def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
@@ -258,9 +325,14 @@ def overlaps(spec: AttentionSpec, shapes: Shapes) -> bool:
     return shapes.head_dim < 256 or not spec.mass
 
 
+def is_short(spec: AttentionSpec, shapes: Shapes) -> bool:
+    """Return whether registers suffice for blocks of 64 keys only: at head_dim 256, or for scores of int8 keys."""
+    return shapes.head_dim == 256 or (shapes.scaled and spec.mass and shapes.head_dim == 128)
+
+
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
-    """Choose 128 keys per block, or 64 at head_dim 256, where the accumulator takes half of the registers."""
-    return Config(block_s=64 if shapes.head_dim == 256 else 128, overlap=overlaps(spec, shapes))
+    """Choose 128 keys per block, or 64 where accumulators or conversions take half of the registers."""
+    return Config(block_s=64 if is_short(spec, shapes) else 128, overlap=overlaps(spec, shapes))
 
 
 def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
@@ -270,7 +342,8 @@ def search_space(spec: AttentionSpec, shapes: Shapes) -> Iterator[Config]:
         config = Config(block_s=block_s, stages=stages, overlap=overlap, turns=turns)
         # With a window and 256 sums per row, the compiler spills a register (found by `tessera study gpu-gates`).
         spills = shapes.head_dim == 256 and spec.window is not None and not (overlap or spec.mass)
-        fits = shared_bytes(shapes.head_dim, config) <= SHARED_BYTES and not spills
+        spills = spills or (shapes.scaled and block_s == 128 and is_short(spec, shapes))
+        fits = shared_bytes(shapes.head_dim, config, shapes.scaled) <= SHARED_BYTES and not spills
         if fits and (overlaps(spec, shapes) or not overlap):
             yield config
 
@@ -289,6 +362,7 @@ def _kernel(role: str) -> Kernel:
         search_space=search_space,
         cost=work.prefill,
         capability=HOPPER,
+        scaled=True,
     )
 
 

@@ -71,6 +71,7 @@ class Refs(NamedTuple):
     q: Any  # [B, T, N, H]
     k: Any  # [B, K, S, H]
     v: Any
+    scales: Any  # [B, K, 2, S]; int8 only, as landing and landed
     out: Any  # [B, rows, N, H]
     lse: Any  # [B, N, rows], in bits
     bits: Any  # [B, N, units, rows]: log2 of each unit's sum of exponentials; score only
@@ -84,10 +85,12 @@ class Refs(NamedTuple):
     v_free: Any
     turn: Any
     zeroed: Any
+    landing: Any  # [2, block_s, H]: a block of K and one of V as int8
+    landed: Any
 
 
 class Cut(NamedTuple):
-    """Static sizes of a launch; groups is G, the query heads per KV head."""
+    """Static sizes of a launch; groups is G, the query heads per KV head; scaled is whether keys are int8."""
 
     spec: AttentionSpec
     config: Config
@@ -95,6 +98,7 @@ class Cut(NamedTuple):
     num_keys: int
     head_dim: int
     dtype: str
+    scaled: bool = False
 
     @property
     def unit(self) -> int:
@@ -146,7 +150,8 @@ class Rows(NamedTuple):
         refs, slot = self.refs, self.slot(c)
         plgpu.barrier_wait(refs.k_full.at[slot])
         plgpu.barrier_wait(refs.v_full.at[slot])
-        self.clear_values(c)  # before the scores, while registers are free
+        if not self.cut.scaled:  # the fetching warpgroup clears int8 values
+            self.clear_values(c)  # before the scores, while registers are free
         s = scores(refs.q_smem.at[self.wg], refs.k_smem.at[slot])
         plgpu.barrier_arrive(refs.k_free.at[slot])
         m, l, alpha, p = self.weigh(s, c, *state[:2], masked=True)  # noqa: E741

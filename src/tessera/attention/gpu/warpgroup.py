@@ -114,6 +114,19 @@ def both_products(q_smem, k_smem, acc, p, v_smem, weights: Callable, issued: Cal
     return acc, out
 
 
+def blank_values(v_block, lo, hi) -> None:
+    """Zero a block's values outside rows [lo, hi): their weight is 0, but they may be NaN, and 0 * NaN is NaN."""
+    rows, columns = min(v_block.shape[0], ROWS), LINE_BYTES // v_block.dtype.itemsize
+    key = plgpu.broadcasted_iota(jnp.int32, (rows, columns), 0, layout=plgpu.Layout.WGMMA)
+    for row in range(0, v_block.shape[0], rows):
+        seen = (key >= lo - row) & (key < hi - row)
+        for column in range(0, v_block.shape[1], columns):  # a few registers at a time
+            part = v_block.at[pl.ds(row, rows), pl.ds(column, columns)]
+            values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+            part[...] = jnp.where(seen, values, jnp.zeros_like(values))
+    plgpu.commit_smem()
+
+
 def tanh(x: Array, factor: float) -> Array:
     """Compute tanh(factor * x) with exp2, because the chip's own instruction is accurate to only 11 bits."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2.0 * math.log2(math.e) * factor)))

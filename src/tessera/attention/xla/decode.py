@@ -7,6 +7,7 @@ sparse role reads only the listed tiles. Int8 keys and values are widened one bl
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,11 +22,13 @@ from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, P
 from tessera.attention.gradient import differentiable, row_gradients
 from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import (
+    FLOOR,
     LOG2_E,
     SoftmaxState,
     absorb,
     blank,
     finish_state,
+    in_bits,
     init_state,
     score_bits,
     widened,
@@ -34,6 +37,11 @@ from tessera.attention.visibility import Range, decode_range
 from tessera.core.shapes import ceil_div, round_up
 
 DTYPES = ("float32", "bfloat16", "float16")
+
+BLOCK_AT_ONCE, LEAST_BLOCK = 512, 128
+"""Keys per block of `at_once`: larger blocks mask more keys at the ends, smaller ones add partial results."""
+MOST_SCORE_BYTES = 32 << 20
+"""Bytes of float32 scores up to which `at_once` runs; longer contexts run block by block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,12 +157,78 @@ def attend_dense(
         read = read_block(q, kv, block * block_s, block_s, keys if masked else None, spec)
         return absorb(state, read.y, read.v, scale=read.scale)[0]
 
-    state = init_state(q.shape[:3], q.shape[3])
-    if spec.window is not None:
-        state = jax.lax.fori_loop(start, full_start, functools.partial(step, masked=True), state)
-    state = jax.lax.fori_loop(full_start, full_stop, functools.partial(step, masked=False), state)
-    state = jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True), state)
+    def one_by_one() -> SoftmaxState:
+        state = init_state(q.shape[:3], q.shape[3])
+        if spec.window is not None:
+            state = jax.lax.fori_loop(start, full_start, functools.partial(step, masked=True), state)
+        state = jax.lax.fori_loop(full_start, full_stop, functools.partial(step, masked=False), state)
+        return jax.lax.fori_loop(full_stop, stop, functools.partial(step, masked=True), state)
+
+    if size := at_once_size(q, kv):
+        most = 2 * block_s * (stop - start) >= num_keys
+        # Without the barrier, XLA moves the slice of a stacked cache into the branches, and copies the cache there.
+        kv = KeyValues(*jax.lax.optimization_barrier((k, v)))
+        state = jax.lax.cond(most, lambda: at_once(q, kv, keys, size, spec), one_by_one)
+    else:
+        state = one_by_one()
     return finish_state(state, (keys.stop > keys.start)[:, None, None])
+
+
+def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
+    """Return the block size for `at_once`, or 0 if it cannot run: blocks must divide the keys, scores fit."""
+    num_keys = kv.k.shape[2]
+    size = math.gcd(num_keys, BLOCK_AT_ONCE)
+    fits = 4 * num_keys * math.prod(q_BKGH.shape[:3]) <= MOST_SCORE_BYTES
+    return size if kv.scales is None and size >= LEAST_BLOCK and fits else 0
+
+
+def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec) -> SoftmaxState:
+    """Return the state after each sequence's visible keys: its whole blocks in one product, then the block at each end.
+
+    XLA on CPU copies every block that a loop slices out of the cache, so half of the keys take a loop as long as all
+    take two products. These read all keys and values; what comes from blocks that a sequence does not see whole is
+    dropped. Keys stand on the left, since XLA packs the right operand. For 16-bit values, a probability is the sum of
+    two 16-bit digits, so that no value needs to be widened.
+    """
+    batch, heads, rows, dim = q.shape
+    k, v = (x.reshape(batch, heads, -1, size, dim) for x in kv[:2])
+    first, last = (keys.start + size - 1) // size, keys.stop // size  # whole blocks: [first, last)
+    index = jnp.arange(k.shape[2], dtype=jnp.int32)
+    whole = ((index >= first[:, None]) & (index < last[:, None]))[:, None, :, None, None]
+    q_blocks = jnp.broadcast_to(q[:, :, None], (batch, heads, k.shape[2], rows, dim))
+    z, factor = in_bits(block_product(k, q_blocks, 4, 4), spec, dim)
+    y = jnp.where(whole, jnp.swapaxes(z * factor, 3, 4), -jnp.inf)  # [B,K,n,G,P]
+    m = jnp.maximum(y.max((2, 4)), FLOOR)
+    p = jnp.exp2(y - m[:, :, None, :, None])
+    digits = [p.astype(v.dtype)]
+    if v.dtype != jnp.float32:
+        digits.append((p - digits[0].astype(jnp.float32)).astype(v.dtype))
+    out = block_product(jnp.concatenate(digits, 3), v, 4, 3).reshape(*v.shape[:3], len(digits), rows, dim).sum(3)
+    state = SoftmaxState(m, p.sum((2, 4)), jnp.where(whole, out, 0).sum(2))
+    if spec.window is not None:
+        state = absorb_end(
+            state, q, kv, keys.start // size, keys._replace(stop=jnp.minimum(keys.stop, first * size)), size, spec
+        )
+    return absorb_end(state, q, kv, last, keys._replace(start=jnp.maximum(first, last) * size), size, spec)
+
+
+def absorb_end(
+    state: SoftmaxState, q: Array, kv: KeyValues, block_B: Array, keys: Range, size: int, spec: AttentionSpec
+) -> SoftmaxState:
+    """Add the keys of one block per sequence that lie in the sequence's range."""
+    start = block_B * size  # may be the end of the cache: no key is then seen
+    starts = jnp.broadcast_to(start[:, None, None], (*kv.k.shape[:2], 1))
+    k, v = (take_tiles(x, starts, size) for x in kv[:2])
+    key = start[:, None] + jnp.arange(size, dtype=jnp.int32)
+    seen = ((key >= keys.start[:, None]) & (key < keys.stop[:, None]))[:, None]
+    y = jnp.where(seen[:, :, None], score_bits(q, k, spec), -jnp.inf)
+    return absorb(state, y, jnp.where(seen[..., None], v, 0))[0]
+
+
+def block_product(a: Array, b: Array, contract_a: int, contract_b: int) -> Float[Array, "B K n R S"]:
+    """Multiply matrices of every sequence, KV head and block, accumulating in float32."""
+    dims = (((contract_a,), (contract_b,)), ((0, 1, 2), (0, 1, 2)))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
 
 
 def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Positions, config: Config):

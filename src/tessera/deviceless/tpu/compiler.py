@@ -15,6 +15,7 @@ from typing import Any
 from tessera.core import hardware
 from tessera.deviceless import compiler, hlo
 from tessera.deviceless.compiler import INSTALL, LONGEST_TEXT, CompileError, Meaning, Process, classify, worker
+from tessera.deviceless.tpu import fusions as xla
 from tessera.deviceless.tpu import schedule
 
 TOPOLOGIES = MappingProxyType({"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"})
@@ -70,11 +71,13 @@ class Compiled(compiler.Compiled):
         schedules: schedules of the program's Pallas kernels.
         operations: operations around the kernels that move data, with their bytes.
         entry: the program's entry computation, without attributes.
+        fusions: schedules of XLA's operations by name, if `compile_for` was asked for them.
     """
 
     schedules: tuple[schedule.Schedule, ...] = ()
     operations: tuple[hlo.Operation, ...] = ()
     entry: str = ""
+    fusions: Mapping[str, xla.Fusion] = MappingProxyType({})
 
     @property
     def executions(self) -> Mapping[str, float] | None:
@@ -92,6 +95,7 @@ def compile_for(
     python: str | None = None,
     paths: Sequence[str] = (),
     niceness: int = 0,
+    with_fusions: bool = False,
 ) -> Compiled:
     """Compile a program for a chip in a separate process.
 
@@ -104,6 +108,7 @@ def compile_for(
         python: interpreter to compile in; this one if not given. It needs jax and libtpu, not tessera.
         paths: folders added to the child's import path.
         niceness: added to this process's own.
+        with_fusions: also read the schedules of XLA's operations, which are most of the dump.
 
     Raises:
         ValueError: the chip is unknown, or the child could not start the compiler at all.
@@ -120,6 +125,7 @@ def compile_for(
             schedules=schedule.read(Path(folder), hlo.kernel_names(text)),
             operations=hlo.operations(text),
             entry=hlo.plain_entry(text),
+            fusions=xla.read(Path(folder), text, cores_of(chip)) if with_fusions else {},
             program=text,
         )
 
@@ -170,6 +176,12 @@ def explain(text: str) -> CompileError:
         return CompileError("program", text, "the TPU compiler (libtpu) or a module is missing", INSTALL)
     named = re.search(r"(?i)memory space (smem|vmem|hbm)\b", text[:LONGEST_TEXT])
     return classify(text, [m for m in MEANINGS if m.kind == named[1].upper()] if named else MEANINGS)
+
+
+def cores_of(chip: str) -> int:
+    """Return the number of cores of one jax device."""
+    found = hardware.chip(chip)
+    return found.cores // found.devices
 
 
 def clock_hz(chip: str) -> float:

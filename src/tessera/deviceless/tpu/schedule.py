@@ -68,8 +68,8 @@ class Schedule:
         capacity: slots per bundle of each unit.
         regions: in order of first appearance.
         vmem_bytes, smem_bytes: scratch and windows of the kernel, all buffers counted.
-        turns: iterations of the kernel's first loop (the grid's, if there is one) on one core; None if they are known
-            only at run time.
+        turns: iterations of the grid's loop on one core; None if they are known only at run time, or if each core runs
+            one grid step and so needs no loop.
     """
 
     kernel: str
@@ -156,7 +156,8 @@ def parse(kernel: str, bundles: str, utilization: str, allocations: str = "") ->
 
 
 def _turns(text: str) -> int | None:
-    first = re.search(r"\bloop: start=[^\n]*", text)
+    """Find the iterations of the grid's loop, which precedes every scope; without it, a core runs one grid step."""
+    first = re.search(r"\bloop: start=[^\n]*", text.partition("TraceMeStart(")[0])
     found = first and re.search(r"start=(\d+), step=(\d+), limit=(\d+)", first[0])
     return -(-(int(found[3]) - int(found[1])) // int(found[2])) if found else None
 

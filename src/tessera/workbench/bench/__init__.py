@@ -13,6 +13,7 @@ A failed case becomes a record with its error, and the exit code is 1. Exit code
 figure certainly got worse, but a figure was too noisy to judge or was not measured again.
 """
 
+import math
 import os
 import tempfile
 import time
@@ -26,7 +27,7 @@ from rich.console import Console
 
 from tessera.core import hardware
 from tessera.workbench import evidence
-from tessera.workbench.bench import answers, attention, compare, model
+from tessera.workbench.bench import answers, attention, compare, model, same_file
 from tessera.workbench.bench.stand import SMOKE, Sizes, Stand, compiled_anew
 from tessera.workbench.errors import plain
 from tessera.workbench.evidence import Record, What
@@ -55,11 +56,16 @@ CASES: Final[Mapping[str, Case]] = MappingProxyType(
         "start_up": Case("start", model.start_up),
         "kascade_prefill": Case("model", model.kascade_prefill),
         "pass_keys": Case("quality", answers.pass_keys),
+        "smollm2_start": Case("start", same_file.start),
+        "smollm2_1k": Case("model", partial(same_file.lengths, length=1024)),
+        "smollm2_4k": Case("model", partial(same_file.lengths, length=4096)),
+        "smollm2_8k": Case("model", partial(same_file.lengths, length=8192)),
     }
 )
 """Every case by name. To add one, write a generator of records and add a line here."""
 
-SPEED: Final = tuple(name for name, case in CASES.items() if case.op != "quality")
+SAME_FILE: Final = tuple(name for name in CASES if name.startswith("smollm2_"))
+SPEED: Final = tuple(name for name, case in CASES.items() if case.op != "quality" and name not in SAME_FILE)
 
 
 class Suite(NamedTuple):
@@ -70,9 +76,15 @@ class Suite(NamedTuple):
 
 
 SUITES: Final[Mapping[str, Suite]] = MappingProxyType(
-    {"cpu": Suite(Sizes(), SPEED), "demo": Suite(Sizes(), ("pass_keys",)), "smoke": Suite(SMOKE, tuple(CASES))}
+    {
+        "cpu": Suite(Sizes(), SPEED),
+        "demo": Suite(Sizes(), ("pass_keys",)),
+        "smoke": Suite(SMOKE, (*SPEED, "pass_keys")),
+        "smollm2": Suite(Sizes(suite_s=math.inf), SAME_FILE),
+    }
 )
-"""Suites by name: "cpu" measures speed, "demo" the shipped model's answers; "smoke" checks that every case runs."""
+"""Suites by name: "cpu" measures speed, "demo" the shipped model's answers, "smollm2" a real model's file against
+llama.cpp and transformers (over an hour; fetches the model); "smoke" checks that the cases of "cpu" and "demo" run."""
 
 
 def run(
@@ -86,7 +98,7 @@ def run(
     """Run a suite and append its records.
 
     Args:
-        suite: "cpu", "demo" or "smoke".
+        suite: "cpu", "demo", "smollm2" or "smoke".
         out: file to append to; None means evidence/<device>.jsonl under the working folder.
         peer_python: interpreter of the environment with torch and transformers (`make peers`).
         only: names of cases; empty runs the whole suite.

@@ -58,6 +58,7 @@ def run(
         name: Session(loaded.params, loaded.config, policy, batch=1, num_keys=max(fitting))
         for name, policy in policies.items()
     }
+    ceilings = measure.ceilings()
     reads, console = {}, Console(stderr=True, highlight=False)
 
     def sample(name: str, number: int, length: int) -> float:
@@ -71,7 +72,7 @@ def run(
         contenders = {name: partial(sample, name, length=length) for name in policies}
         taken = measure.interleave(contenders, rounds=ROUNDS, until=time.monotonic() + SHARE_S, least=LEAST)
         for name in policies:
-            record = _record(loaded, length, name, taken, layer_densities(reads[name]), command)
+            record = _record(loaded, length, name, taken, layer_densities(reads[name]), command, ceilings)
             evidence.append(out, record)
             against = record.comparison
             said = (
@@ -82,7 +83,13 @@ def run(
 
 
 def _record(
-    loaded, length: int, name: str, taken: dict[str, list[float]], density: Sequence[float], command: str
+    loaded,
+    length: int,
+    name: str,
+    taken: dict[str, list[float]],
+    density: Sequence[float],
+    command: str,
+    ceilings: measure.Ceilings,
 ) -> Record:
     config = loaded.config
     ours = name == "kascade"
@@ -94,12 +101,15 @@ def _record(
         config={"tokens": length, "model": loaded.plan.model, "num_layers": config.num_layers},
         title=f"prefill of {Path(loaded.source).stem}, {length:,} tokens",
     )
+    work, peak = model_work(config, length, density=float(np.mean(density))), ceilings.flops_per_s
+    mfu = work["flops"] / (np.median(taken[name]) * peak[str(loaded.params.embed.dtype)])
     return evidence.make(
         what,
         taken[name],
         command=command,
         how=How(warmup=1, iterations=len(taken[name]), interleaved=True, check="finite logits; keys read counted"),
-        work=model_work(config, length, density=float(np.mean(density))),
+        work=work,
+        facts={"mfu": float(mfu), "ceiling_flops_per_s": peak[str(loaded.params.embed.dtype)]},
         density=tuple(density),
         comparison=versus("dense", taken["dense"], taken["kascade"], None) if ours else None,
     )

@@ -102,12 +102,13 @@ class Stand:
 
     Attributes:
         suite, sizes: name of the running suite, and its sizes.
+        peer_python: interpreter of the peers' environment.
         case: name of the running case.
         ends: deadline of that case's rounds, on the clock of `time.monotonic`.
     """
 
     def __init__(self, suite: str, sizes: Sizes, peer_python: str | os.PathLike):
-        self.suite, self.sizes, self._peer_python = suite, sizes, peer_python
+        self.suite, self.sizes, self.peer_python = suite, sizes, peer_python
         self.case, self.ends = "", math.inf
         self._peer: measure.Peer | None = None
         self._scratch = tempfile.TemporaryDirectory(prefix="tessera-bench-")
@@ -129,7 +130,7 @@ class Stand:
         """Reason why no comparison with PyTorch and transformers is possible here; empty if one is."""
         if jax.default_backend() != "cpu":
             return f"the PyTorch worker computes on the CPU, Tessera on a {jax.default_backend().upper()}"
-        for path in (self._peer_python, WORKER):
+        for path in (self.peer_python, WORKER):
             if not Path(path).exists():
                 return without_names(f"{path} does not exist: in a checkout, `make peers` builds .venv-peers")
         return ""
@@ -138,7 +139,7 @@ class Stand:
     def peer(self) -> measure.Peer:
         """The PyTorch and transformers worker, started on first use with one thread per core."""
         if self._peer is None:
-            self._peer = measure.Peer(self._peer_python, WORKER, str(hardware.cpu().cores))
+            self._peer = measure.Peer(self.peer_python, WORKER, str(hardware.cpu().cores))
             self.peer_versions = self._peer.ask("hello")
         return self._peer
 

@@ -351,6 +351,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "prediction": prediction,
         "steps": steps,
         "planned": planned.steps,
+        "parts": planned.parts,
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,
         "sweep": report_tables.sweep,
@@ -390,7 +391,7 @@ def render(name: str, records: Iterable[Record], *, every_machine: bool = False)
 
 COMPILED = (
     *("predicted figure", "prediction", "predicted step", "block sizes", "kernel choice"),
-    *("gpu gates", "roofline figure", "tpu sweep", "planned step"),
+    *("gpu gates", "roofline figure", "tpu sweep", "planned step", "part of a layer"),
 )
 """Operations whose result only a compiler decides. A record replaces an older one, even of another machine."""
 

@@ -1,6 +1,7 @@
-"""The table of `tessera study planner`."""
+"""The tables of `tessera study planner` and `tessera study fusions`."""
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 from tessera.core.units import three
 from tessera.workbench.evidence import Record
@@ -26,3 +27,38 @@ def steps(records: Sequence[Record]) -> str:
         rows.append([record.what.workload, record.what.kernel, mine, held, error, times])
     header = ["step", "attention", "planned", "compiled", "error", "planned of scheduled time"]
     return markdown(header, rows) + provenance(chosen) if rows else ""
+
+
+TITLES = MappingProxyType(
+    {
+        "rotation": "q and k, projected and rotated",
+        "inputs": "norm, then q, k and v",
+        "mlp": "norm, SwiGLU, residual",
+        "order": "up projection by the weight's order",
+        "groups": "product with 4-bit groups",
+    }
+)
+"""Part of a layer -> title."""
+
+
+def parts(records: Sequence[Record]) -> str:
+    """Show the predicted time of a layer's parts, one row per form and a column per chip; later forms also as a share
+    of the first."""
+    chosen = newest(r for r in records if r.what.op == "part of a layer")
+    chips = sorted({r.facts["chip"] for r in chosen})
+    found: dict[tuple, dict[str, dict[str, float]]] = {}
+    for record in chosen:
+        facts = record.facts
+        title = f"{TITLES[facts['part']]}, {facts['rows']:,} rows"
+        title += f", g {facts['group']}" if "group" in facts else ""
+        found.setdefault((title, facts["form"]), {})[facts["chip"]] = record.median
+    rows, before = [], None
+    for (title, form), times in found.items():
+        first = next(other for (name, _), other in found.items() if name == title)
+        shown = [three(1e3 * times[chip]) if chip in times else "" for chip in chips]
+        if times is not first:
+            shares = (times[chip] / first[chip] if chip in times and chip in first else None for chip in chips)
+            shown = [f"{text} ({share:.2f})" if share else text for text, share in zip(shown, shares)]
+        rows.append([title if title != before else "", form, *shown])
+        before = title
+    return markdown(["microseconds", "form", *chips], rows) + provenance(chosen) if rows else ""

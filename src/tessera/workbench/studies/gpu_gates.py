@@ -72,7 +72,7 @@ GRADIENT = "gpu_backward"
 def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
     """Return (spec, shapes) of a case."""
     kernel = kernel_of(case)
-    return inspection.call(
+    spec, shapes = inspection.call(
         role=kernel.role,
         phase=kernel.phase,
         batch=case.get("batch", BATCH),
@@ -84,6 +84,7 @@ def call(case: Mapping[str, Any]) -> tuple[AttentionSpec, Shapes]:
         spec=AttentionSpec(tile=case["tile"], query_tile=case["query_tile"], **MASKS[case["mask"]]),
         fraction=0.1,
     )
+    return spec, shapes._replace(scaled=case.get("scaled", False))
 
 
 def kernel_of(case: Mapping[str, Any]) -> Kernel:
@@ -136,6 +137,26 @@ def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
                 yield {**members[turn % len(members)], "dtype": kernel.dtypes[turn % len(kernel.dtypes)]}
     for sizes in OTHERS.get((kernel.role, kernel.phase), ()):
         yield from other_cases(kernel, {**blank, **sizes})
+    yield from scaled_cases(kernel, blank)
+
+
+def scaled_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the cases on int8 keys: default blocks at every tile and mask, other configurations at one tile, causal."""
+    met, blank = set(), {**blank, "dtype": kernel.dtypes[0], "scaled": True}
+    for tile, mask in product(TILES if kernel.role != "dense" else (128,), MASKS if kernel.scaled else ()):
+        case = {**blank, "tile": tile, "mask": mask}
+        if not taken(case):
+            continue
+        yield case
+        if mask != PLAIN:
+            continue
+        yield from ({**case, "group": group} for group in GROUPS[1:])
+        if kernel.phase == "prefill":
+            yield {**case, **ODD}
+        for config in undefault(case):
+            if json.dumps(config) not in met:
+                met.add(json.dumps(config))
+                yield {**case, "config": config}
 
 
 def taken(case: Mapping[str, Any]) -> bool:
@@ -250,7 +271,7 @@ def stored(report: sass.Report) -> dict[str, Any]:
 
 def identity(case: Mapping[str, Any]) -> str:
     """Return a text that identifies the case, equal for the case and its line in the file of results."""
-    names = "kernel head_dim dtype tile query_tile mask group config length batch kv_heads".split()
+    names = "kernel head_dim dtype tile query_tile mask group config length batch kv_heads scaled".split()
     return json.dumps([case.get(name) for name in names])
 
 
@@ -266,7 +287,7 @@ def records(found: list[dict[str, Any]], command: str) -> list[evidence.Record]:
         groups.setdefault((case["kernel"], case["settings"] or json.dumps(case["config"])), []).append(case)
     made = []
     for (kernel, settings), members in groups.items():
-        names = "head_dim dtype tile query_tile mask group batch kv_heads length".split()
+        names = "head_dim dtype tile query_tile mask group batch kv_heads length scaled".split()
         passed = [not member["broken"] for member in members]
         facts = {
             "cases": len(members),

@@ -48,6 +48,7 @@ CASES = (
     _case("v5e", 8, "llama-3.1-70b", "decode", "kascade", 1, 8192),
     _case("v6e", 4, "mistral-7b", "decode", "dense", 8, 32768),
     _case("v7x", 1, "llama-3.2-3b", "decode", "kascade", 4, 131072),
+    _case("v6e", 1, "llama-3.2-3b", "prefill", "dense", 1, 8192),
     _case("v6e", 8, "llama-3.1-8b", "prefill", "kascade", 1, 131072),
     _case("v5e", 8, "llama-3.1-8b", "prefill", "dense", 4, 32768),
     _case("v5p", 2, "llama-3.1-8b", "prefill", "kascade", 4, 32768),
@@ -83,18 +84,28 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
 
 
 def planned_ms(case: Mapping[str, Any]) -> float:
-    """Plan the time of a compiled decode step: the roofline's, plus reading and writing the copies of its scan."""
+    """Plan the time of a compiled step: the roofline, and the copies that its scan makes, read and written.
+
+    A prefill step is the last chunk of its length: the whole prompt less the same prompt without that chunk.
+    """
     config, chip = MODELS[case["model"]], roofline.chip(case["chip"])
     policy = roofline.recipe(config, case["model"])
-    sizes = {name: case[name] for name in ("chip", "devices", "batch", "length")}
-    question = roofline.Question(config=config, policy=policy, **sizes)
-    speed = roofline.speed(question, roofline.Types(), policy if case["attention"] == "kascade" else None)
+
+    def speed(length: int) -> roofline.Speed:
+        sizes = {name: case[name] for name in ("chip", "devices", "batch")}
+        question = roofline.Question(config=config, policy=policy, length=length, **sizes)
+        return roofline.speed(question, roofline.Types(), policy if case["attention"] == "kascade" else None)
+
     step = plan_check.planned(config, case["chip"], case["devices"], call_of(case))
     moved = step.cache
     if case["chip"] in plan_check.LAID_OUT_AGAIN:
         kinds = weight_bytes(config, division=divide(config, case["devices"]))
         moved += kinds["attention"] + kinds["mlp"]
-    return speed.decode_ms + 2e3 * moved / (chip.bytes_per_s / chip.devices * roofline.BANDWIDTH_SHARE)
+    copies_ms = 2e3 * moved / (chip.bytes_per_s / chip.devices * roofline.BANDWIDTH_SHARE)
+    if case["phase"] == "decode":
+        return speed(case["length"]).decode_ms + copies_ms
+    before = case["length"] - roofline.CHUNK
+    return 1e3 * (speed(case["length"]).prefill_s - (speed(before).prefill_s if before else 0.0)) + copies_ms
 
 
 def report(line: Mapping[str, Any]) -> evidence.Record:
@@ -104,7 +115,7 @@ def report(line: Mapping[str, Any]) -> evidence.Record:
     verdict = fits(mine, USABLE_BYTES[line["chip"]])
     facts = {"planned_bytes": mine.total, "planned": asdict(mine), "fits": verdict, "refused": line["error"]}
     facts |= {name: line[name] for name in ("hbm_bytes", "memory", "predicted_ms", "parts_ms", "kernels")}
-    if line["phase"] == "decode" and line["predicted_ms"]:
+    if line["predicted_ms"]:
         facts["planned_ms"] = round(planned_ms(line), 4)
     what = evidence.What(op=OP, kernel=line["attention"], workload=words(line), dtype=config.dtype)
     ratio = mine.total / (line["hbm_bytes"] or USABLE_BYTES[line["chip"]])

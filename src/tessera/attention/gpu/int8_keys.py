@@ -1,0 +1,103 @@
+"""Int8 keys and values on Hopper: conversion in shared memory, and scales on their way from main memory.
+
+The tensor core multiplies q and p, which are bfloat16, by keys and values of the same dtype in shared memory. Int8 rows
+therefore land in separate buffers; threads turn them into bfloat16 and write them where a product reads them. Main
+memory sends half the bytes; shared memory carries three times as many per key.
+
+In decode, bfloat16 holds every int8 exactly, and scales multiply scores and weights, one number per key: with a key s c
+and a value t d, q.(s c) = (q.c) s and p (t d) = (p t) d. In prefill, where 128 rows share a key, the fetching
+warpgroup writes s c and t d, rounded to bfloat16, and the compute warpgroups know nothing of scales.
+
+Threads load scales themselves: the copy engine needs targets aligned to 128 bytes, 64 scales, and a tile may be
+shorter. The padding's scales may be NaN.
+"""
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+
+from tessera.attention.gpu.warpgroup import ROWS
+
+STORED_KEYS = 128
+"""Scales are padded to a multiple of this many keys, so that a load of a whole block or tile stays inside the array."""
+LINE = 64
+"""Bytes per swizzled line of int8 rows, and columns converted at once: few, so that few registers hold them."""
+ROWS_OF_BYTES = plgpu.TilingTransform((8, LINE)), plgpu.SwizzleTransform(LINE)
+"""Layout transforms of int8 rows in shared memory: a warp's loads in the layout `WIDENED` meet no bank conflict."""
+PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+"""Register layout of one number per column of a product, here one per key."""
+WIDENED = plgpu.Layout.WGMMA_UPCAST_2X
+"""Register layout in which a thread holds four neighbours of a row: one load of int8, one store of bfloat16."""
+FETCH_REGISTERS, COMPUTE_REGISTERS = 72, 216
+"""Registers per thread of prefill's warpgroups if the fetching one also converts: 504 in sum, as without int8."""
+PER_ROW = WIDENED.reduce(1)
+"""Register layout of one number per row of `WIDENED`."""
+
+
+def padded(scales: Array) -> Array:
+    """Pad scales [B,K,2,S] to whole blocks of keys; no copy is made if S is a multiple of STORED_KEYS."""
+    missing = -scales.shape[3] % STORED_KEYS
+    return jnp.pad(scales, [(0, 0), (0, 0), (0, 0), (0, missing)]) if missing else scales
+
+
+def widen(source, target) -> None:
+    """Convert int8 rows in shared memory to the target's dtype, exactly, and make them visible to products."""
+    for row in range(0, source.shape[0], ROWS):
+        for column in range(0, source.shape[1], LINE):
+            part = pl.ds(row, ROWS), pl.ds(column, LINE)
+            held = plgpu.load(source.at[part], layout=WIDENED)
+            target[part] = held.astype(target.dtype)
+    plgpu.commit_smem()
+
+
+def dequantise(source, target, scales: list[Array]) -> None:
+    """Convert int8 rows in shared memory to scale * row in the target's dtype, rounded, for products to read.
+
+    `scales` holds the scales of each 64 rows, as `row_scales` returns them.
+    """
+    for n, scale in enumerate(scales):
+        for column in range(0, source.shape[1], LINE):
+            part = pl.ds(n * ROWS, ROWS), pl.ds(column, LINE)
+            held = plgpu.load(source.at[part], layout=WIDENED).astype(target.dtype)
+            target[part] = held * jax.lax.broadcast_in_dim(scale, held.shape, [0])
+    plgpu.commit_smem()
+
+
+def row_scales(scales, start: Array, size: int) -> list[Array]:
+    """Start loading the scales of `size` keys from a position, 64 at a time; `scales` refers to [S] in memory."""
+    at = [pl.ds(start + row, ROWS) for row in range(0, size, ROWS)]
+    return [plgpu.load(scales.at[keys], layout=PER_ROW, optimized=False) for keys in at]
+
+
+def without_padding(scales: list[Array], valid: Array) -> list[Array]:
+    """Set the scales of rows from `valid` on to 0: such rows may not be keys, and their scales may be NaN."""
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
+    return [jnp.where(row < valid - n * ROWS, scale, jnp.zeros_like(scale)) for n, scale in enumerate(scales)]
+
+
+def load_scales(scales, starts: list, unit: int) -> list[tuple[Array, Array]]:
+    """Start loading the scales of `unit` keys from each position of `starts`: (of the keys, of the values) for each.
+
+    `scales` refers to [2,S] in main memory.
+    """
+    return [
+        tuple(
+            plgpu.load(scales.at[which, pl.ds(start, unit)], layout=PER_COLUMN, optimized=False) for which in range(2)
+        )
+        for start in starts
+    ]
+
+
+def store_scales(loaded: list[tuple[Array, Array]], target) -> None:
+    """Write loaded scales end to end to `target` [2, block_s] in shared memory."""
+    for n, both in enumerate(loaded):
+        for which, part in enumerate(both):
+            target[which, pl.ds(n * part.shape[0], part.shape[0])] = part
+
+
+def per_column(target, which: int, like: Array) -> Array:
+    """Read a block's scales of keys (0) or values (1) from shared memory, one per column of `like`, as float32."""
+    scale = plgpu.load(target.at[which], layout=PER_COLUMN).astype(jnp.float32)
+    return jax.lax.broadcast_in_dim(scale, like.shape, [1])

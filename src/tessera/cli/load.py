@@ -1,0 +1,90 @@
+"""The flags of `tessera load`, which measures a running server. Heavy imports wait until it runs."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from tessera.cli.flags import Omittable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Send requests to a running server at random times, and measure latencies and throughput."""
+
+    url: Annotated[str, tyro.conf.Positional]
+    """Address of the server, such as http://127.0.0.1:8000."""
+    rate: Omittable[float] = None
+    """Mean requests per second; if not given, all requests are sent at once, or as --clients allows."""
+    requests: int = 50
+    """Number of requests."""
+    clients: Omittable[int] = None
+    """Requests that may be open at a time; no limit if not given."""
+    prompt_tokens: int = 256
+    """Tokens of a prompt."""
+    shared_tokens: int = 0
+    """Tokens at the start of each prompt that all prompts share."""
+    new_tokens: int = 32
+    """Tokens of an answer."""
+    seed: int = 0
+    """Seed of arrival times and prompts."""
+    ttft_s: Omittable[float] = None
+    """Limit on the time to the first text, for the goodput."""
+    itl_s: Omittable[float] = None
+    """Limit on the time between two pieces of text, for the goodput."""
+    api_key_file: Omittable[Path] = None
+    """File whose first line is the API key."""
+    json: bool = False
+    """Print one JSON object."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Send the load and print the summary; return 1 if a request failed."""
+        import asyncio
+
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+        from tessera.serve import load as client
+
+        for name in ("requests", "clients", "prompt_tokens", "new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if self.rate is not None and not self.rate > 0:
+            raise ValueError(f"--rate {self.rate} must be positive; leave it out to send all requests at once")
+        if not 0 <= self.shared_tokens <= self.prompt_tokens:
+            raise ValueError(f"--shared-tokens {self.shared_tokens} must be from 0 to --prompt-tokens")
+        key = (
+            None if self.api_key_file is None else self.api_key_file.read_text(encoding="utf-8").split("\n")[0].strip()
+        )
+        names = ("requests", "clients", "prompt_tokens", "shared_tokens", "new_tokens", "seed")
+        sent = client.Load(rate=self.rate or float("inf"), **{name: getattr(self, name) for name in names})
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("", total=self.requests)
+            url = self.url.rstrip("/").removesuffix("/v1")
+            done = asyncio.run(client.run(url, sent, key=key, progress=lambda _: bar.advance(task)))
+        found = client.summary(sent, *done, ttft_s=self.ttft_s, itl_s=self.itl_s)
+        print(json.dumps(found) if self.json else render(found))
+        return 1 if found["errors"] else 0
+
+
+def render(found: dict) -> str:
+    """Return the summary as lines of text."""
+    lines = [f"{found['completed']} requests in {found['seconds']:.1f} s"]
+    lines += [f"failed: {count} x {error}" for error, count in found["errors"].items()]
+    lines.append(f"tokens per second: {found['tokens_per_s']:.1f} new, {found['prompt_tokens_per_s']:.0f} of prompts")
+    lines.append(f"prompt tokens found in the cache: {found['cached_tokens']}")
+    for name, about in (("ttft_s", "time to first text"), ("itl_s", "time between pieces of text")):
+        if found[name] is not None:
+            shown = ", ".join(f"{key} {1000 * value:.0f} ms" for key, value in found[name].items())
+            lines.append(f"{about}: {shown}")
+    if "density" in found:
+        lines.append(f"keys read: {found['density']:.0%} of those visible")
+    if "goodput_per_s" in found:
+        lines.append(f"goodput: {found['goodput_per_s']:.2f} requests per second within the limits")
+    return "\n".join(lines)

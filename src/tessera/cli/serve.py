@@ -1,0 +1,111 @@
+"""The flags of `tessera serve`. Heavy imports wait until it runs."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from tessera.cli import flags
+from tessera.cli.flags import Omittable
+
+PATH = tyro.conf.arg(metavar="[MODEL]", help_behavior_hint="")
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a model over HTTP with OpenAI's API: completions and chat completions, streamed or whole."""
+
+    path: Annotated[Omittable[str], tyro.conf.Positional, PATH] = None
+    """Hugging Face folder, GGUF file, hub id or "smollm2"; the shipped demo model if not given."""
+    model: Annotated[Omittable[str], flags.MODEL] = None
+    """The model, given as a flag."""
+    plan: Omittable[Path] = None
+    """Kascade plan; if not given, the plan stored with the model, if any."""
+    attention: Omittable[Literal["dense", "kascade"]] = None
+    """Attention policy; kascade if the model has a plan, else dense."""
+    host: str = "127.0.0.1"
+    """Address to listen on; one that other machines reach needs --api-key-file."""
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+    api_key_file: Omittable[Path] = None
+    """File with the accepted API keys, one per line."""
+    name: Annotated[Omittable[str], tyro.conf.arg(aliases=("--served-model-name", "--alias"))] = None
+    """Name of the model in the API; the model's own if not given."""
+    context: Annotated[Omittable[int], tyro.conf.arg(aliases=("-c", "--ctx-size", "--max-model-len"))] = None
+    """Tokens of one request, prompt and answer; the model's context, or as much as fits the memory."""
+    slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
+    """Requests that are answered at the same time."""
+    queue: int = 64
+    """Requests that may wait; more are refused with status 429."""
+    dtype: flags.Dtype = "auto"
+    """Dtype of weights and cache; auto is the checkpoint's own."""
+    cache: Literal["auto", "int8"] = "auto"
+    """Dtype of cached keys and values; auto is the weights'."""
+    weights: Omittable[flags.Weights] = None
+    """Hold the matrices in fewer bits; see `tessera generate --help`."""
+    mesh: Omittable[str] = None
+    """Devices that share the model; see `tessera generate --help`."""
+    debug: bool = False
+    """Show the traceback of an error."""
+
+    def run(self) -> int:
+        """Serve until SIGTERM or Ctrl-C."""
+        from tessera.core.extras import require
+
+        for package in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
+            require(package, "serve")
+        for name, least, most in (("port", 0, 65535), ("slots", 1, 4096), ("queue", 0, 10**6), ("context", 2, 2**31)):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"--{name} {value} must be from {least} to {most:,}")
+        if self.path is not None and self.model is not None:
+            raise ValueError(f"the model is given twice, as {self.path} and as --model {self.model}: drop one")
+        keys = self.keys()
+        from tessera.serve import server
+
+        bound = server.listen(self.host, self.port)
+        with bound:
+            site = self.site()
+            server.run(site, bound, keys)
+        if site.service.alive:  # it computes or compiles still, and Python would abort while waiting for that
+            sys.stderr.flush()
+            os._exit(0)
+        return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback
+
+    def keys(self) -> tuple[str, ...]:
+        """Read the API keys; refuse an address that other machines reach without a key."""
+        if self.api_key_file is None:
+            if self.host not in LOCAL:
+                raise ValueError(
+                    f"--host {self.host} is reached by other machines, and anyone there could use the model: "
+                    f"add --api-key-file FILE, or listen on 127.0.0.1"
+                )
+            return ()
+        keys = tuple(filter(None, map(str.strip, self.api_key_file.read_text(encoding="utf-8").splitlines())))
+        if not keys:
+            raise ValueError(f"{self.api_key_file} holds no key: write one per line")
+        return keys
+
+    def site(self):
+        """Load the model and start the engine's thread."""
+        from tessera.cli.model_commands import named_model
+        from tessera.generate import load, locate_plan
+        from tessera.models.checkpoint import resolve
+        from tessera.serve.app import Site
+        from tessera.serve.warm import context_that_fits, grammars_for, start
+
+        named = self.path if self.model is None else self.model
+        source = resolve(named_model(named))
+        planned = self.plan is not None or locate_plan(source) is not None
+        attention = self.attention or ("kascade" if planned else "dense")
+        names = ("dtype", "weights", "cache", "mesh", "plan")
+        model = load(source, attention=attention, **{name: getattr(self, name) for name in names})
+        grammars = grammars_for(model)
+        context = context_that_fits(model, self.slots, self.context)
+        service = start(model, context=context, slots=self.slots, queue=self.queue)
+        name = self.name or os.path.basename(str(named or "tessera-demo").rstrip("/")).removesuffix(".gguf")
+        return Site(model=model, name=name, service=service, context=context, grammars=grammars)

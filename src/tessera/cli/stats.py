@@ -1,0 +1,39 @@
+"""What `generate` prints after its answers; with --stats: tokens, rates, and what share of the peak rates they used."""
+
+import jax
+
+from tessera.runtime.meters import Peaks, nominal_peaks, use
+from tessera.sparse.promise import promise_note
+from tessera.workbench.measure import ceilings
+
+
+def usage_lines(model, results) -> list[str]:
+    """Say what each answer cost and what its plan promised; nothing without a plan."""
+    note = promise_note(model.plan)
+    return [f"({result.usage()}; {note})" for result in results if note]
+
+
+def stats_lines(model, results) -> list[str]:
+    """Say what each answer cost and used of the device's peak rates, and where these come from."""
+    note, peaks = promise_note(model.plan), nominal_peaks(model.params)
+    if peaks is None and model.params.final_norm.sharding.device_set == {local_cpu()}:
+        found, dtype = ceilings(rounds=3), str(model.params.embed.dtype)
+        peaks = Peaks(
+            flops_per_s=found.flops_per_s[dtype], bytes_per_s=found.bytes_per_s, source=f"measured now in {dtype}"
+        )
+    lines = [
+        "; ".join(
+            filter(None, (result.usage(), str(use(result, model.config, model.params, model.cache, peaks)), note))
+        )
+        for result in results
+    ]
+    if peaks is None:
+        return [*lines, "peak rates of this device: unknown"]
+    rates = f"{peaks.flops_per_s / 1e9:,.0f} GFLOP/s, {peaks.bytes_per_s / 1e9:,.0f} GB/s"
+    return [*lines, f"peak rates, {peaks.source}: {rates}; a first run's times include compiling"]
+
+
+def local_cpu():
+    """Return this process's only CPU device, or None."""
+    devices = jax.devices()
+    return devices[0] if len(devices) == 1 and devices[0].platform == "cpu" else None

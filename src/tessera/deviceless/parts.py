@@ -1,0 +1,106 @@
+"""Parts of a layer as programs to compile for an absent TPU, each in the forms that a study compares."""
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tessera.core.quant import Quantised
+from tessera.models import grouped, layers, products
+from tessera.models.catalogue import MODELS
+
+ROTATIONS = MappingProxyType({"halves": layers.rotate_by_halves, "product": layers.rotate_by_product})
+"""Form -> rotation of heads [B,T,N,H] by the tables cos and sin."""
+
+
+def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """Return an abstract array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rotation(form: str, model: str = "llama-3.1-8b", batch: int = 1, rows: int = 2048) -> tuple[Callable, tuple]:
+    """Build a layer's queries and keys: projected, rotated, and head-major as kernels and the cache take them.
+
+    "none" leaves out the rotation, which bounds what any form could gain.
+    """
+    config = MODELS[model]
+    width, size = config.hidden_size, config.head_dim
+
+    def project(h, q, k, cos, sin):
+        found = (layers.linear(h, w).reshape(batch, rows, -1, size) for w in (q, k))
+        if form != "none":
+            found = (ROTATIONS[form](x, cos, sin) for x in found)
+        return tuple(jnp.swapaxes(x, 1, 2) for x in found)
+
+    weights = (of(config.num_heads * size, width), of(config.num_kv_heads * size, width))
+    tables = [of(batch, rows, 1, size // 2, dtype=jnp.float32)] * 2  # computed once for all layers
+    return jax.jit(project), (of(batch, rows, width), *weights, *tables)
+
+
+def mlp(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
+    """Build a layer's second half: norm, SwiGLU, down projection and residual sum.
+
+    "products" has the same three products without norm, SwiGLU and sum: what a kernel could gain at most.
+    """
+    config = MODELS[model]
+    width, wide = config.hidden_size, config.intermediate_size
+
+    def whole(x, norm, gate, up, down):
+        h = layers.rms_norm(x, norm, config.norm_eps)
+        return x + layers.linear(jax.nn.silu(layers.linear(h, gate)) * layers.linear(h, up), down)
+
+    def products_alone(x, norm, gate, up, down):
+        first, second = layers.linear(x, gate), layers.linear(x, up)
+        return layers.linear(first, down), second
+
+    weights = (of(width), of(wide, width), of(wide, width), of(width, wide))
+    return jax.jit(whole if form == "whole" else products_alone), (of(1, rows, width), *weights)
+
+
+def inputs(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
+    """Build norm, queries, keys and values: three products, one ("joined"), or three without the norm ("products")."""
+    config = MODELS[model]
+    heads, keys = (count * config.head_dim for count in (config.num_heads, config.num_kv_heads))
+    width = config.hidden_size
+
+    def three(x, norm, q, k, v):
+        h = x if form == "products" else layers.rms_norm(x, norm, config.norm_eps)
+        return tuple(layers.linear(h, w) for w in (q, k, v))
+
+    def joined(x, norm, weight):
+        out = layers.linear(layers.rms_norm(x, norm, config.norm_eps), weight)
+        return jnp.split(out, [heads, heads + keys], axis=-1)
+
+    matrices = [heads + 2 * keys] if form == "joined" else [heads, keys, keys]
+    arguments = (of(1, rows, width), of(width), *(of(size, width) for size in matrices))
+    return jax.jit(joined if form == "joined" else three), arguments
+
+
+def order(form: str, model: str = "llama-3.1-8b", rows: int = 2048) -> tuple[Callable, tuple]:
+    """Build the up projection with a weight stored [out,in], as in checkpoints, or [in,out] ("transposed")."""
+    config = MODELS[model]
+    shape = (config.intermediate_size, config.hidden_size)
+    x, dims = of(rows, shape[1]), (((1,), (1 if form == "stored" else 0,)), ((), ()))
+
+    def multiply(x, w):
+        return jax.lax.dot_general(x, w, dims, preferred_element_type=jnp.float32).astype(x.dtype)
+
+    return jax.jit(multiply), (x, of(*shape) if form == "stored" else of(*shape[::-1]))
+
+
+def groups(form: str, rows: int, group: int, size: tuple[int, int] = (14336, 4096)) -> tuple[Callable, tuple, dict]:
+    """Build a product with a weight of 4-bit groups: by XLA ("xla"), by the kernel, or in bfloat16 for comparison."""
+    outputs, inputs = size
+    x = of(rows, inputs)
+    if form == "bfloat16":
+        return jax.jit(layers.linear), (x, of(outputs, inputs)), {}
+    count = inputs // group
+    weight = Quantised(
+        values=of(count, group, outputs, dtype=jnp.int4), scale=of(count, outputs, dtype=jnp.float16), sample=of(64),
+        kind="int4", group=group, float_dtype="bfloat16",
+    )  # fmt: skip
+    if form == "xla":
+        return jax.jit(products.grouped_by_xla), (x, weight), {}
+    return jax.jit(grouped.product), (x, weight), {"executions": grouped.executions(rows, inputs, outputs, group)}

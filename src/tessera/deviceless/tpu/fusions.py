@@ -1,0 +1,105 @@
+"""Read the schedules of XLA's own operations: fusions, copies and products.
+
+The compiler dumps them as it dumps Pallas kernels. An operation is straight-line code, or one loop over blocks, whose
+copies in and out overlap its computing. The program's text gives the number of blocks ("iteration_bounds"), so
+
+    cycles = bundles outside of the loop + blocks x max(bundles of the loop, cycles of its products)
+
+Loops inside a block count once, as no text says how often they turn. Operations that the compiler implements by copies
+alone, and scalar code between operations, have no schedule of their own.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from tessera.core.shapes import ceil_div
+from tessera.deviceless import hlo
+from tessera.deviceless.tpu import schedule
+from tessera.deviceless.tpu.schedule import LAUNCH, STEP, Schedule
+
+_NAME = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ")
+_BLOCKS = re.compile(r'"iteration_bounds":\[([^\]]*)\]')
+_PROGRAM = re.compile(r"^(TLP|<.*>)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """One operation's schedule.
+
+    Attributes:
+        name: as the compiler writes it in the program's text.
+        blocks: blocks that one core processes.
+        cycles: of the whole operation.
+        loops: loops inside a block, whose bundles count once.
+    """
+
+    name: str
+    blocks: int
+    cycles: int
+    loops: int
+
+
+def read(folder: Path, text: str, cores: int) -> Mapping[str, Fusion]:
+    """Read the schedules of a dump's operations, without Pallas kernels.
+
+    Args:
+        folder: the compiler's dump.
+        text: the compiled program.
+        cores: of one jax device; they share the blocks of most operations.
+    """
+    kernels, blocks = set(hlo.kernel_names(text)), block_counts(text)
+    found = (made for made in schedule.read(folder) if made.kernel not in kernels and not _PROGRAM.match(made.kernel))
+    return {made.kernel: of_schedule(made, blocks.get(made.kernel), cores) for made in found}
+
+
+def block_counts(text: str) -> dict[str, int]:
+    """Return {name of an operation: blocks that its loop processes}, from the program's text."""
+    found = {}
+    for line in text.splitlines():
+        name, bounds = _NAME.match(line), _BLOCKS.search(line)
+        if name and bounds:
+            found[name[1]] = prod(map(int, re.findall(r"\d+", bounds[1])))
+    return found
+
+
+def of_schedule(made: Schedule, blocks: int | None, cores: int) -> Fusion:
+    """Count an operation's cycles.
+
+    A loop that processes n blocks has at least n + 2 turns, to copy the first in and the last out: fewer turns than
+    that show that the cores share the blocks. Without `blocks`, the loop has two more turns than blocks.
+    """
+    outside, block = (made.region(name) for name in (LAUNCH, STEP))
+    if blocks is None:
+        blocks = max((made.turns or 3) - 2, 1)
+    elif cores > 1 and made.turns is not None and made.turns < blocks + 2:
+        blocks = ceil_div(blocks, cores)
+    cycles = (outside.cycles if outside else 0) + (blocks * block.cycles if block else 0)
+    return Fusion(name=made.kernel, blocks=blocks, cycles=cycles, loops=block.loops if block else 0)
+
+
+def seconds(
+    operations: Iterable[hlo.Operation], fusions: Mapping[str, Fusion], clock_hz: float, bandwidth: float
+) -> tuple[float, float]:
+    """Predict operations that run one after another: (seconds of their bytes, seconds of it all).
+
+    An operation takes the longer of its cycles and its bytes. Asynchronous copies run meanwhile, so the whole is the
+    sum over the others, or the time of all bytes if that is longer.
+    """
+    moved = busy = 0.0
+    for operation, cycles in scheduled(operations, fusions):
+        bytes_s = operation.bytes / bandwidth
+        moved += bytes_s
+        if not operation.opcode.endswith("-start"):
+            busy += max(bytes_s, cycles / clock_hz)
+    return moved, max(moved, busy)
+
+
+def scheduled(
+    operations: Iterable[hlo.Operation], fusions: Mapping[str, Fusion]
+) -> Iterator[tuple[hlo.Operation, int]]:
+    """Pair operations with the cycles of their schedules, 0 where there is none."""
+    for operation in operations:
+        yield operation, fusions[operation.name].cycles if operation.name in fusions else 0

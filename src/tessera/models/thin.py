@@ -1,0 +1,35 @@
+"""Products of a few rows with a large matrix on CPU, as in decode.
+
+XLA's product on CPU packs its right operand in every call. With the matrix on the right, that writes as many bytes as
+reading it reads; `thin` therefore computes W x^T, which packs only the rows. XLA would swap the operands of a single
+product back, so the matrix is cut into BLOCKS blocks of outputs, a batch that it leaves as it is. (LOG.md has times.)
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from tessera.attention.parallel import num_parts
+
+FEW_ROWS = 4
+"""Maximum rows at which reading the matrix bounds a product on CPU."""
+BLOCKS = 4
+NARROW_ROWS = 8
+"""Rows to which operands below 32 bits are padded; eight take as long as one."""
+
+
+def thin(x: Array, weight: Array, dtype: DTypeLike) -> Array:
+    """Return x W^T in `dtype` for a few rows x [M,D] and W [E,D] of one dtype.
+
+    Without blocks, and slower, if E is not a multiple of BLOCKS, or under a mesh, whose parts the blocks would cut.
+    """
+    (count, inputs), outputs = x.shape, weight.shape[0]
+    rows = max(count + count % 2, 2) if x.dtype.itemsize >= 4 else max(count, NARROW_ROWS)
+    x = jnp.pad(x, ((0, rows - count), (0, 0)))
+    if outputs % BLOCKS or num_parts() > 1:
+        return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=dtype)[:count]
+    blocks = weight.reshape(BLOCKS, outputs // BLOCKS, inputs)
+    x = jnp.broadcast_to(x, (BLOCKS, rows, inputs))
+    out = jax.lax.dot_general(blocks, x, (((2,), (2,)), ((0,), (0,))), preferred_element_type=dtype)
+    return out.reshape(outputs, rows)[:, :count].T

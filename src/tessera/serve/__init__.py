@@ -1,0 +1,1 @@
+"""`tessera serve`: an OpenAI-compatible HTTP server over one engine."""

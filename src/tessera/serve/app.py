@@ -1,0 +1,356 @@
+"""The HTTP routes: OpenAI's completions and chat completions, tokens, health and metrics."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from tessera.generate import Model
+from tessera.runtime.requests import End, Event, Failure, Guide, Token, check_tokens
+from tessera.runtime.requests import Request as Generate
+from tessera.serve.grammar import Grammars
+from tessera.serve.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Refusal,
+    Reply,
+    SamplingFields,
+    Schema,
+    TokenizeBody,
+    parse,
+    usage,
+)
+from tessera.serve.service import Job, Service
+from tessera.serve.tools import Speech, takes_tools, taught
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What the routes serve.
+
+    Attributes:
+        model: model with its tokenizer.
+        name: the model's name in the API.
+        service: thread that runs the engine.
+        context: maximum tokens of one request, prompt and answer.
+        grammars: compiles grammars of JSON answers; None if the model cannot have any.
+        encoding: lock of the tokenizer, which is not thread-safe.
+    """
+
+    model: Model
+    name: str
+    service: Service
+    context: int
+    grammars: Grammars | None = None
+    encoding: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(eq=False)
+class Answer:
+    """One choice of a response as it is generated; its tokens are kept if their probabilities are reported."""
+
+    index: int
+    policy: str
+    speech: Speech
+    tokens: list[Token] | None = None
+    job: Job | None = None
+    end: End | None = None
+
+
+def create(site: Site) -> FastAPI:
+    """Build the application."""
+    app = FastAPI(title="Tessera", version=version("tessera-attention"), docs_url="/docs", redoc_url=None)
+
+    @app.exception_handler(Refusal)
+    async def refused(request: Request, error: Refusal) -> JSONResponse:
+        headers = {} if error.retry_s is None else {"Retry-After": str(error.retry_s)}
+        return JSONResponse(error.body(), status_code=error.status, headers=headers)
+
+    @app.exception_handler(404)
+    @app.exception_handler(405)
+    async def unknown(request: Request, error: Exception) -> JSONResponse:
+        return await refused(request, Refusal(error.status_code, f"no route {request.method} {request.url.path}"))
+
+    @app.post("/v1/completions", openapi_extra=described(CompletionBody))
+    async def completions(request: Request) -> Response:
+        body = parse(CompletionBody, await request.body())
+        _check_model(site, body.model)
+        async with site.encoding:
+            prompts = await asyncio.to_thread(_encode, site, body.prompts)
+        return await _answer(request, site, body, prompts)
+
+    @app.post("/v1/chat/completions", openapi_extra=described(ChatBody))
+    async def chat(request: Request) -> Response:
+        body = parse(ChatBody, await request.body())
+        _check_model(site, body.model)
+        async with site.encoding:
+            tokens = await asyncio.to_thread(_render, site, body)
+        return await _answer(request, site, body, [tokens])
+
+    @app.get("/v1/models")
+    async def models() -> dict:
+        owned = {"id": site.name, "object": "model", "owned_by": "tessera", "max_model_len": site.context}
+        return {"object": "list", "data": [owned]}
+
+    _add_tokens(app, site)
+    _add_state(app, site.service)
+    return app
+
+
+def described(schema: type[Schema]) -> dict[str, Any]:
+    """Return the part of a route's OpenAPI description that shows its body."""
+    content = {"application/json": {"schema": schema.model_json_schema()}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _add_tokens(app: FastAPI, site: Site) -> None:
+    @app.post("/tokenize", openapi_extra=described(TokenizeBody))
+    async def tokenize(request: Request) -> dict:
+        body = parse(TokenizeBody, await request.body())
+        _check_model(site, body.model)
+        async with site.encoding:
+            tokens = await asyncio.to_thread(_tokenizer(site).encode, body.prompt, add_special=body.add_special_tokens)
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": site.context}
+
+    @app.post("/detokenize", openapi_extra=described(DetokenizeBody))
+    async def detokenize(request: Request) -> dict:
+        body = parse(DetokenizeBody, await request.body())
+        _check_model(site, body.model)
+        return {"prompt": _tokenizer(site).decode(body.tokens, skip_special=False)}
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if service.alive else 500)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return Response(status_code=200 if service.ready and not service.draining else 503)
+
+    @app.get("/version")
+    async def which() -> dict:
+        return {"version": app.version}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _check_model(site: Site, name: str | None) -> None:
+    if name is not None and name != site.name:
+        raise Refusal(404, f"model={name!r:.80} is not served here: this server has {site.name!r}", param="model")
+
+
+def _tokenizer(site: Site):
+    if site.model.tokenizer is None:
+        raise Refusal(400, f"{site.name} has no tokenizer: pass token ids to /v1/completions")
+    return site.model.tokenizer
+
+
+def _encode(site: Site, prompts: Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
+    try:
+        return site.model.encode_prompts(prompts)
+    except ValueError as error:
+        raise Refusal(400, str(error), param="prompt") from error
+
+
+def _render(site: Site, body: ChatBody) -> list[int]:
+    messages, tools = [message.plain() for message in body.messages], body.offered
+    tokenizer = _tokenizer(site)
+    used = tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if used and not takes_tools(tokenizer.chat_template):
+        messages, tools = taught(messages, tools), []
+    try:
+        tokens = tokenizer.encode_chat(messages, **({"tools": tools} if tools else {}))
+        check_tokens(tokens, site.model.config, "the conversation")
+    except ValueError as error:
+        raise Refusal(400, str(error), param="messages") from error
+    return tokens
+
+
+async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None:
+    """Compile the grammar that the request asks for."""
+    schema = body.wanted()
+    if schema is None:
+        return None
+    if site.grammars is None:
+        raise Refusal(400, f"{site.name} has no tokenizer with an end token: response_format must be text")
+    try:
+        return await asyncio.to_thread(site.grammars.json, schema)
+    except ValueError as error:
+        raise Refusal(400, str(error), param="response_format") from error
+
+
+def requests_of(
+    site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]], guide: Callable[[], Guide] | None = None
+) -> list[Generate]:
+    """Return one engine request per choice: `n` of each prompt, with seeds that count up from the request's."""
+    usual = site.model.generation_config.sampling().get("temperature", 1.0)
+    try:
+        sampling = site.model.sampling(**{"temperature": usual} | body.sampling())
+    except ValueError as error:
+        raise Refusal(400, str(error)) from error
+    seed = uuid4().int % 2**32 if body.seed is None else body.seed
+    found = []
+    for prompt in prompts:
+        room = site.context - len(prompt)
+        if room < 1:
+            raise Refusal(
+                400,
+                f"the prompt has {len(prompt)} tokens, and this server takes {site.context}, prompt and answer: "
+                f"shorten it by {1 - room} tokens",
+                param="prompt",
+            )
+        one = Generate(
+            prompt=prompt,
+            max_new_tokens=min(body.limit or room, room),
+            stop=body.stops,
+            sampling=sampling,
+            bias=body.bias,
+            top_logprobs=body.ranks or 0,
+            guide=guide,
+        )
+        found += [replace(one, seed=(seed + choice) % 2**32) for choice in range(body.n)]
+    return found
+
+
+async def _answer(request: Request, site: Site, body: SamplingFields, prompts: Sequence[Sequence[int]]) -> Response:
+    """Submit a request's choices and return its response, whole or as a stream."""
+    asked, chat = requests_of(site, body, prompts, await _guide(site, body)), isinstance(body, ChatBody)
+    logged, tools = body.ranks is not None, {}
+    if chat and body.offered:
+        tools = {"offered": True, "forced": body.forced}
+    policies = [site.model.policy.at_length(len(one.prompt) + one.max_new_tokens - 1).name for one in asked]
+    answers = [Answer(i, name, Speech(**tools), [] if logged else None) for i, name in enumerate(policies)]
+    loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+
+    def deliver(answer: Answer, event: Event) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the server has stopped
+            loop.call_soon_threadsafe(queue.put_nowait, (answer, event))
+
+    jobs = site.service.submit(*((one, partial(deliver, answer)) for one, answer in zip(asked, answers)))
+    for answer, job in zip(answers, jobs):
+        answer.job = job
+    reply, prompt_tokens = Reply(site.name, chat, partial(_spell, site)), sum(map(len, prompts))
+    if body.stream:
+        show_usage = body.stream_options is not None and body.stream_options.include_usage
+        pieces = _stream(site, reply, answers, queue, show_usage, prompt_tokens)
+        return StreamingResponse(pieces, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    try:
+        await _unless_gone(request, _all_ends(queue, len(answers)))
+    finally:
+        _drop(site, answers)
+    generations, tokens = [answer.end.generation for answer in answers], [answer.tokens for answer in answers]
+    speeches = [answer.speech for answer in answers]
+    return JSONResponse(reply.whole(generations, _usage(answers, prompt_tokens), tokens, speeches))
+
+
+async def _all_ends(queue: asyncio.Queue, count: int) -> None:
+    """Wait until all choices are complete; raise Refusal if one fails."""
+    while count:
+        answer, event = await queue.get()
+        if isinstance(event, Failure):
+            raise _failed(event)
+        if isinstance(event, End):
+            answer.end, count = event, count - 1
+        elif answer.tokens is not None:
+            answer.tokens.append(event)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
+    """Wait for the work; raise Refusal as soon as the client closes its connection."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.create_task(work), asyncio.create_task(gone())]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    if tasks[0] not in done:
+        raise Refusal(499, "the client closed the connection")
+    tasks[0].result()
+
+
+async def _stream(
+    site: Site, reply: Reply, answers: Sequence[Answer], queue: asyncio.Queue, show_usage: bool, prompt_tokens: int
+) -> AsyncIterator[str]:
+    """Yield server-sent events until every choice has ended; a failure becomes an error event that ends the stream."""
+    left = len(answers)
+    try:
+        if reply.chat:
+            for answer in answers:
+                yield _event(reply.piece(answer.index, "", first=True))
+        while left:
+            answer, event = await queue.get()
+            if isinstance(event, Failure):
+                yield _event(_failed(event).body())
+                return
+            if isinstance(event, End):
+                answer.end, left = event, left - 1
+            for data in _pieces(reply, answer, event):
+                yield _event(data)
+        if show_usage:
+            yield _event(reply.last(_usage(answers, prompt_tokens)))
+        yield "data: [DONE]\n\n"
+    finally:
+        _drop(site, answers)
+
+
+def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
+    """Yield the events of a stream that a token or an end makes."""
+    if isinstance(event, Token):
+        text, shown = answer.speech.push(event.text), None if answer.tokens is None else event
+        if text or shown is not None:
+            yield reply.piece(answer.index, text, token=shown)
+        return
+    calls: list[dict[str, Any]] = []
+    if answer.speech.offered:
+        rest, calls = answer.speech.finish(event.generation.text)
+        if rest:
+            yield reply.piece(answer.index, rest)
+    if calls:
+        yield reply.calls(answer.index, calls)
+    yield reply.piece(answer.index, "", finish="tool_calls" if calls else event.generation.finish_reason)
+
+
+def _drop(site: Site, answers: Sequence[Answer]) -> None:
+    """Cancel the choices that have not ended: the client went away, or another choice failed."""
+    for answer in answers:
+        if answer.end is None:
+            site.service.cancel(answer.job)
+
+
+def _spell(site: Site, token: int) -> str:
+    tokenizer = site.model.tokenizer
+    return str(token) if tokenizer is None else tokenizer.decode([token], skip_special=False)
+
+
+def _event(data: dict) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _failed(event: Failure) -> Refusal:
+    if isinstance(event.error, Refusal):
+        return event.error
+    status = 400 if isinstance(event.error, ValueError | MemoryError) else 500
+    return Refusal(status, str(event.error) or type(event.error).__name__)
+
+
+def _usage(answers: Sequence[Answer], prompt_tokens: int) -> dict:
+    ends = [answer.end for answer in answers]
+    cached, policies = sum(end.reused_tokens for end in ends), [answer.policy for answer in answers]
+    return usage(prompt_tokens, [end.generation for end in ends], cached, policies)

@@ -1,0 +1,100 @@
+"""What every request passes before its route: the API key, limits on its body, a request id, and one line of log."""
+
+import asyncio
+import hmac
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from tessera.serve.protocol import Refusal
+
+logger = logging.getLogger(__name__)
+
+BODY_S = 30.0
+"""Seconds from the headers until the whole body is here."""
+MAX_BODY = 32 << 20
+"""Bytes of a request's body, at most."""
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Paths that need no key: probes have none, and these paths tell nothing about requests."""
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Front:
+    """ASGI middleware.
+
+    Args:
+        app: application that gets the requests that pass.
+        keys: API keys that are accepted; empty accepts every request.
+    """
+
+    def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], keys: Sequence[str] = ()):
+        self.app, self.keys = app, tuple(key.encode() for key in keys)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Pass a request on with its whole body, or refuse it: 401, 408 or 413."""
+        headers, began = dict(scope["headers"]), time.monotonic()
+        id, status = headers.get(b"x-request-id", b"")[:64] or uuid4().hex.encode(), 499
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", id)]
+            await send(message)
+
+        try:
+            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            given = [await _read_body(headers, receive)]
+
+            async def replay() -> Message:
+                return given.pop() if given else await receive()
+
+            await self.app(scope, replay, answer)
+        except Refusal as refusal:
+            await _refuse(answer, refusal)
+        except ConnectionError:
+            pass  # the client went away before its body was here
+        line = {"id": id.decode("latin-1"), "method": scope["method"], "path": scope["path"][:200], "status": status}
+        logger.info("%s", json.dumps(line | {"seconds": round(time.monotonic() - began, 3)}))
+
+    def _check_key(self, path: str, given: bytes) -> None:
+        if not self.keys or path in OPEN_PATHS:
+            return
+        kind, _, own = given.partition(b" ")
+        # every key is compared, in constant time, so that the time of a refusal tells nothing about them
+        same = [hmac.compare_digest(own.strip(), key) for key in self.keys]
+        if kind.lower() != b"bearer" or not any(same):
+            raise Refusal(401, "this server needs its API key: Authorization: Bearer KEY")
+
+
+async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> Message:
+    """Return the whole body as one message; raise Refusal if it is too large or too slow."""
+    too_large = Refusal(413, f"the body is larger than {MAX_BODY >> 20} MiB")
+    declared = headers.get(b"content-length", b"0")
+    if not declared.isdigit() or len(declared) > 12 or int(declared) > MAX_BODY:
+        raise too_large
+    body, deadline = bytearray(), time.monotonic() + BODY_S
+    while True:
+        try:
+            message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+        except TimeoutError:
+            raise Refusal(408, f"the body did not arrive within {BODY_S:g} s") from None
+        if message["type"] != "http.request":
+            raise ConnectionError
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY:
+            raise too_large
+        if not message.get("more_body"):
+            return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+
+async def _refuse(send: Send, refusal: Refusal) -> None:
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(refusal.body()).encode()})

@@ -1,0 +1,198 @@
+"""A load client: sends completions to a server at random times and measures what its users would.
+
+Arrivals are a Poisson process (open loop): a slow server does not slow the clients down, so queueing shows. Latencies
+are taken between pieces of text, as a user sees them:
+
+    ttft        first piece - request sent
+    itl         piece - the piece before it
+    goodput     requests per second that meet both limits, if limits are given
+"""
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import httpx2
+import numpy as np
+
+PERCENTILES = (50, 90, 99)
+TEXT = (
+    "A tile is a run of consecutive keys. The plan fixes, for every layer and head of one model, how many tiles it "
+    "reads and which layer chooses them. Who asks for the number of the red door? It is written on the third page, "
+    "under the picture of the harbour, where 4 ships wait for the tide and 17 gulls for the cook."
+)
+"""Text whose tokens make up the prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What to send.
+
+    Attributes:
+        rate: mean requests per second; inf sends all at once.
+        requests: number of requests.
+        clients: requests that may be open at a time; None for no limit. With rate inf, this is a closed loop.
+        prompt_tokens: tokens of a prompt.
+        shared_tokens: tokens at the start of a prompt that all prompts share.
+        new_tokens: tokens of an answer.
+        seed: of arrival times and prompts.
+        limit_s: seconds after which a request counts as failed.
+    """
+
+    rate: float
+    requests: int
+    clients: int | None = None
+    prompt_tokens: int = 256
+    shared_tokens: int = 0
+    new_tokens: int = 32
+    seed: int = 0
+    limit_s: float = 600.0
+
+
+@dataclass(eq=False)
+class Outcome:
+    """One request: when its pieces came, in seconds after it was sent, and its usage or its error."""
+
+    pieces_s: list[float] = field(default_factory=list)
+    usage: dict[str, Any] | None = None
+    error: str | None = None
+
+
+def arrivals(load: Load) -> list[float]:
+    """Return the seconds at which requests are sent."""
+    rng, at, found = random.Random(load.seed), 0.0, []
+    for _ in range(load.requests):
+        found.append(at)
+        at += 0.0 if load.rate == float("inf") else rng.expovariate(load.rate)
+    return found
+
+
+def prompts(load: Load, tokens: Sequence[int]) -> list[list[int]]:
+    """Return the prompts: random runs of `tokens` after a beginning that all share."""
+    rng = random.Random(load.seed + 1)
+
+    def draw(count: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < count:
+            start = rng.randrange(len(tokens))
+            found += tokens[start : start + rng.randint(3, 12)]
+        return found[:count]
+
+    shared = draw(load.shared_tokens)
+    return [shared + draw(load.prompt_tokens - len(shared)) for _ in range(load.requests)]
+
+
+async def run(
+    url: str, load: Load, *, key: str | None = None, progress: Callable[[Outcome], Any] | None = None
+) -> tuple[list[Outcome], float]:
+    """Send the load to a server; return the outcomes in order of arrival, and the seconds that all took.
+
+    Args:
+        url: the server's address, such as http://127.0.0.1:8000.
+        load: what to send.
+        key: API key.
+        progress: called after each request.
+
+    Raises:
+        ValueError: the server does not answer, or has no /tokenize.
+    """
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=load.clients or 100)
+    gate = asyncio.Semaphore(load.clients or load.requests)
+    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=load.limit_s, limits=limits) as client:
+        texts = prompts(load, await _tokens(client, url))
+        began = time.perf_counter()
+
+        async def one(at: float, prompt: Sequence[int]) -> Outcome:
+            await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+            async with gate:
+                outcome = await _send(client, prompt, load.new_tokens)
+            if progress is not None:
+                progress(outcome)
+            return outcome
+
+        outcomes = await asyncio.gather(*(one(at, prompt) for at, prompt in zip(arrivals(load), texts)))
+        return outcomes, time.perf_counter() - began
+
+
+async def _tokens(client: httpx2.AsyncClient, url: str) -> list[int]:
+    try:
+        found = await client.post("/tokenize", json={"prompt": TEXT, "add_special_tokens": False})
+    except httpx2.HTTPError as error:
+        raise ValueError(f"{url} does not answer ({error}): start `tessera serve`, or name another URL") from error
+    if found.status_code != 200:
+        raise ValueError(f"{url}/tokenize answers {found.status_code}: {found.text[:200]}")
+    return found.json()["tokens"]
+
+
+async def _send(client: httpx2.AsyncClient, prompt: Sequence[int], new_tokens: int) -> Outcome:
+    body = {"prompt": list(prompt), "max_tokens": new_tokens, "temperature": 0, "stream": True}
+    outcome, began = Outcome(), time.perf_counter()
+    try:
+        async with client.stream(
+            "POST", "/v1/completions", json=body | {"stream_options": {"include_usage": True}}
+        ) as found:
+            if found.status_code != 200:
+                outcome.error = f"status {found.status_code}"
+                return outcome
+            async for line in found.aiter_lines():
+                if line.startswith("data: {"):
+                    _take(json.loads(line[6:]), time.perf_counter() - began, outcome)
+    except httpx2.HTTPError as error:
+        outcome.error = type(error).__name__
+    if outcome.usage is None and outcome.error is None:
+        outcome.error = "the stream ended early"
+    return outcome
+
+
+def _take(event: dict[str, Any], now_s: float, outcome: Outcome) -> None:
+    if "error" in event:
+        outcome.error = event["error"]["message"][:100]
+    elif event["choices"] and event["choices"][0].get("text"):
+        outcome.pieces_s.append(now_s)
+    outcome.usage = event.get("usage") or outcome.usage
+
+
+def summary(
+    load: Load, outcomes: Sequence[Outcome], seconds: float, *, ttft_s: float | None = None, itl_s: float | None = None
+) -> dict[str, Any]:
+    """Summarise a run as JSON data; with limits on ttft and on every itl of a request, also the goodput."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    ttft = [outcome.pieces_s[0] for outcome in good if outcome.pieces_s]
+    itl = [gap for outcome in good for gap in np.diff(outcome.pieces_s).tolist()]
+    usages = [outcome.usage for outcome in good]
+    found = {
+        "load": asdict(load) | {"rate": None if load.rate == float("inf") else load.rate},
+        "seconds": seconds,
+        "completed": len(good),
+        "errors": dict(Counter(outcome.error for outcome in outcomes if outcome.error is not None)),
+        "prompt_tokens_per_s": sum(usage["prompt_tokens"] for usage in usages) / seconds,
+        "tokens_per_s": sum(usage["completion_tokens"] for usage in usages) / seconds,
+        "cached_tokens": sum((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0 for usage in usages),
+        "ttft_s": _percentiles(ttft),
+        "itl_s": _percentiles(itl),
+    }
+    densities = [usage["tessera"]["density"] for usage in usages if "tessera" in usage]
+    if densities:
+        found["density"] = float(np.mean(densities))
+    if ttft_s is not None or itl_s is not None:
+        met = [outcome for outcome in good if _meets(outcome, ttft_s, itl_s)]
+        found["goodput_per_s"] = len(met) / seconds
+    return found
+
+
+def _meets(outcome: Outcome, ttft_s: float | None, itl_s: float | None) -> bool:
+    gaps = np.diff(outcome.pieces_s)
+    first = outcome.pieces_s[0] if outcome.pieces_s else 0.0
+    return (ttft_s is None or first <= ttft_s) and (itl_s is None or not gaps.size or gaps.max() <= itl_s)
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {f"p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}

@@ -1,0 +1,77 @@
+"""Prometheus metrics, under vLLM's names where vLLM has one."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tessera.runtime.requests import End, Event
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
+"""Upper bounds of the histograms' buckets, seconds."""
+
+
+class Metrics:
+    """The server's counters."""
+
+    def __init__(self):
+        self.registry = CollectorRegistry()
+        with_registry = {"registry": self.registry}
+        self._running = Gauge("vllm:num_requests_running", "Requests that the engine has.", **with_registry)
+        self._waiting = Gauge("vllm:num_requests_waiting", "Requests that the engine does not have.", **with_registry)
+        self._prompt = Counter("vllm:prompt_tokens", "Prompt tokens of complete requests.", **with_registry)
+        self._cached = Counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", **with_registry)
+        self._new = Counter("vllm:generation_tokens", "Tokens generated.", **with_registry)
+        self._ended = Counter("vllm:request_success", "Complete requests.", ["finished_reason"], **with_registry)
+        self._failed = Counter("tessera:requests_failed", "Requests that failed.", **with_registry)
+        self._cancelled = Counter("tessera:requests_cancelled", "Requests that clients dropped.", **with_registry)
+        self._restarts = Counter("tessera:engine_restarts", "Engines replaced after an error.", **with_registry)
+        self._compiles = Counter("tessera:recompiles", "Programs compiled after the warm-up.", **with_registry)
+        self._density = Histogram(
+            "tessera:keys_read_ratio", "Keys read over keys visible, per request.", buckets=_tenths(), **with_registry
+        )
+        self._first = _seconds("vllm:time_to_first_token_seconds", "From request to first token.", self.registry)
+        self._next = _seconds("vllm:inter_token_latency_seconds", "From one token to the next.", self.registry)
+        self._whole = _seconds("vllm:e2e_request_latency_seconds", "From the request to its end.", self.registry)
+
+    def gauge(self, *, running: int, waiting: int) -> None:
+        """Set how many requests run and wait."""
+        self._running.set(running)
+        self._waiting.set(waiting)
+
+    def token(self, *, first: bool, seconds: float) -> None:
+        """Count one new token, `seconds` after the request or after the token before it."""
+        self._new.inc()
+        (self._first if first else self._next).observe(seconds)
+
+    def ended(self, event: Event, seconds: float) -> None:
+        """Count a request that is complete or failed."""
+        if not isinstance(event, End):
+            self._failed.inc()
+            return
+        self._ended.labels(event.generation.finish_reason).inc()
+        self._prompt.inc(event.generation.prompt_tokens)
+        self._cached.inc(event.reused_tokens)
+        self._density.observe(event.generation.density)
+        self._whole.observe(seconds)
+
+    def cancelled(self) -> None:
+        """Count a request that its client dropped."""
+        self._cancelled.inc()
+
+    def restarted(self) -> None:
+        """Count an engine that was replaced."""
+        self._restarts.inc()
+
+    def compiled(self) -> None:
+        """Count a program that was compiled after the warm-up."""
+        self._compiles.inc()
+
+    def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+def _seconds(name: str, about: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, about, buckets=SECONDS, registry=registry)
+
+
+def _tenths() -> tuple[float, ...]:
+    return tuple(tenth / 10 for tenth in range(1, 11))

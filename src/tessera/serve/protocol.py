@@ -1,0 +1,432 @@
+"""Bodies of the OpenAI API, as far as the server supports them: schemas of requests, and builders of responses.
+
+Source: the OpenAI API reference (completions, chat completions, models). A field that a schema lacks is refused by
+name, because a client that sets it expects an effect. `top_k`, `min_p` and `repetition_penalty` are extensions, under
+vLLM's names.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tessera.runtime.answers import Generation
+from tessera.runtime.requests import Token
+from tessera.runtime.sampling import RANKS
+from tessera.serve.tools import Speech, call_schema
+
+MAX_CHOICES = 8
+"""Answers to one prompt (`n`), at most."""
+MAX_PROMPTS = 64
+"""Prompts of one completion request, at most."""
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_MESSAGES = 4096
+MAX_BIASES = 1024
+MAX_TOOLS = 128
+COMPLETION_TOKENS = 16
+"""New tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
+
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+Ranks = Annotated[int, Field(ge=0, le=RANKS)]
+
+
+class Schema(BaseModel):
+    """A JSON object without unknown fields; values keep their JSON type, so that "1" is not a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class JsonSchema(Schema):
+    """The schema of `response_format`; `strict` is accepted, and every schema is kept strictly."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class ResponseFormat(Schema):
+    """What an answer must be: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def wanted(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the answer; None for any text."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise Refusal(400, "response_format: type json_schema and json_schema go together", param="response_format")
+        if self.type == "text":
+            return None
+        return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+
+
+class StreamOptions(Schema):
+    """Options of a streamed response."""
+
+    include_usage: bool = False
+
+
+class SamplingFields(Schema):
+    """Fields that completions and chat completions share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    presence_penalty: Literal[0, 0.0] | None = None
+    frequency_penalty: Literal[0, 0.0] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    seed: Annotated[int, Field(ge=0, lt=2**32)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    logit_bias: (
+        Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Bias], Field(max_length=MAX_BIASES)] | None
+    ) = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def bias(self) -> dict[int, float]:
+        """Numbers added to the logits of tokens."""
+        return {int(token): value for token, value in (self.logit_bias or {}).items()}
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of new tokens, if the request sets one."""
+        return self.max_tokens
+
+    def wanted(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the answer; None for any text."""
+        return None if self.response_format is None else self.response_format.wanted()
+
+    def sampling(self) -> dict[str, float]:
+        """Return the sampling parameters that the request sets."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+class CompletionBody(SamplingFields):
+    """Body of POST /v1/completions."""
+
+    prompt: Text | Ids | Annotated[list[Text] | list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    logprobs: Ranks | None = None
+
+    @property
+    def ranks(self) -> int | None:
+        """Best tokens to report per token; None reports no probabilities."""
+        return self.logprobs
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of new tokens."""
+        return self.max_tokens or COMPLETION_TOKENS
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, one or several, as texts or token ids."""
+        single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if single else self.prompt
+
+
+class TextPart(Schema):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(Schema):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Schema):
+    """A tool; there are only functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Schema):
+    """The function that the answer must call."""
+
+    name: str
+
+
+class ToolChoice(Schema):
+    """The tool that the answer must call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class FunctionCall(Schema):
+    """A call in an earlier answer; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Schema):
+    """A call in an earlier answer."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(Schema):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    tool_call_id: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message as chat templates take it. OpenAI's "developer" is the system's message."""
+        if self.content is None and not self.tool_calls:
+            raise Refusal(400, f"a message of role {self.role} has no content", param="messages")
+        text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
+        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {"type": "function", "function": {"name": call.function.name, "arguments": _json(call)}}
+                for call in self.tool_calls
+            ]
+        return found
+
+
+class ChatBody(SamplingFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Ranks | None = None
+
+    @property
+    def ranks(self) -> int | None:
+        """Best tokens to report per token; None reports no probabilities."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal(400, f"top_logprobs={self.top_logprobs} needs logprobs=true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Tools that the answer may call."""
+        found = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in found]
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
+
+    def wanted(self) -> dict[str, Any] | None:
+        """Return the JSON schema of the answer, that of a forced call or of `response_format`; None for any text."""
+        if not self.forced:
+            return super().wanted()
+        if self.response_format is not None:
+            raise Refusal(400, "response_format and a forced tool_choice exclude each other", param="response_format")
+        name = None if self.tool_choice == "required" else self.tool_choice.function.name
+        names = [tool["function"]["name"] for tool in self.offered]
+        if not names or name not in (None, *names):
+            raise Refusal(400, f"tool_choice={name or 'required'} needs that tool in tools", param="tool_choice")
+        return call_schema(self.offered, name)
+
+    @property
+    def limit(self) -> int | None:
+        """Maximum number of new tokens, under its new or its old name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeBody(Schema):
+    """Body of POST /tokenize."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Schema):
+    """Body of POST /detokenize."""
+
+    tokens: Ids
+    model: str | None = None
+
+
+class Refusal(Exception):
+    """A request that the server refuses: an HTTP status and a sentence, in OpenAI's error format."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):
+        super().__init__(message)
+        self.status, self.param, self.retry_s = status, param, retry_s
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON of the response."""
+        kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
+        kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
+
+
+def parse[Body: Schema](schema: type[Body], raw: bytes) -> Body:
+    """Parse a request's body; raise Refusal with the field's name, its value and what it must be."""
+    try:
+        return schema.model_validate_json(raw)
+    except ValidationError as error:
+        # A union reports one error per alternative: take one of the right JSON type, then the deepest.
+        errors = error.errors(include_url=False, include_context=False)
+        found = max(errors, key=lambda one: (not one["type"].endswith("_type"), len(one["loc"])))
+    field = ".".join(str(part) for part in found["loc"] if not _is_type(part)) or None
+    said = found["msg"][:1].lower() + found["msg"][1:]
+    if found["type"] == "extra_forbidden":
+        raise Refusal(400, f"unknown field {field}: this server does not support it", param=field)
+    if found["type"] == "json_invalid" or field is None:
+        raise Refusal(400, f"the body is not a JSON object of the right form: {said}")
+    value = "" if found["type"] == "missing" else f"={found['input']!r:.80}"
+    raise Refusal(400, f"{field}{value}: {said}", param=field)
+
+
+def _is_type(part: str | int) -> bool:
+    """Return whether a part of an error's location names an alternative of a union and not a field."""
+    if not isinstance(part, str) or part.isdigit():
+        return False
+    return part in {"str", "int", "float"} or part[:1].isupper() or not part.isidentifier()
+
+
+def _json(call: ToolCall) -> Any:
+    try:
+        return json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        raise Refusal(
+            400, f"the arguments of the call of {call.function.name} are not JSON", param="messages"
+        ) from None
+
+
+class Reply:
+    """Builder of the responses to one request, which share an id and a time.
+
+    Args:
+        model: name of the served model.
+        chat: whether the request is a chat completion.
+        spell: text of a token, for reported probabilities.
+    """
+
+    def __init__(self, model: str, chat: bool, spell: Callable[[int], str]):
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid4().hex}"
+        self.model, self.chat, self.spell, self.created = model, chat, spell, int(time.time())
+
+    def whole(
+        self,
+        generations: Sequence[Generation],
+        usage: Mapping[str, Any],
+        tokens: Sequence[Sequence[Token] | None],
+        speeches: Sequence[Speech],
+    ) -> dict[str, Any]:
+        """Build the response of a request that does not stream; `tokens` of an answer are None without logprobs."""
+        choices = []
+        for index, (generation, own, speech) in enumerate(zip(generations, tokens, speeches)):
+            text, calls = speech.finish(generation.text)
+            message = {"role": "assistant", "content": None if calls and not text else text}
+            said = {"message": message | ({"tool_calls": calls} if calls else {})} if self.chat else {"text": text}
+            finish = "tool_calls" if calls else generation.finish_reason
+            choices.append({"index": index, **said, "logprobs": self._logprobs(own), "finish_reason": finish})
+        return {**self._head("chat.completion" if self.chat else "text_completion"), "choices": choices, "usage": usage}
+
+    def piece(
+        self, index: int, text: str, *, finish: str | None = None, first: bool = False, token: Token | None = None
+    ) -> dict[str, Any]:
+        """Build one event of a stream: text that became final, with logprobs its token, or why the answer ended."""
+        delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
+        said = {"delta": delta} if self.chat else {"text": text}
+        logprobs = self._logprobs(None if token is None else [token])
+        return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
+
+    def calls(self, index: int, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Build the event of a stream that has all of an answer's tool calls."""
+        delta = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+
+    def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
+        """Build a stream's last event, which only has the usage."""
+        return self._chunk([]) | {"usage": usage}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": choices}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _logprobs(self, tokens: Sequence[Token] | None) -> dict[str, Any] | None:
+        if tokens is None:
+            return None
+        if self.chat:
+            content = [
+                self._spelt(token.token, token.logprob) | {"top_logprobs": [self._spelt(*one) for one in token.top]}
+                for token in tokens
+            ]
+            return {"content": content, "refusal": None}
+        texts = [self.spell(token.token) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{self.spell(id): value for id, value in token.top} for token in tokens],
+            "text_offset": [0, *accumulate(map(len, texts))][:-1],
+        }
+
+    def _spelt(self, id: int, logprob: float) -> dict[str, Any]:
+        text = self.spell(id)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def usage(
+    prompt_tokens: int, generations: Sequence[Generation], cached_tokens: int, policies: Sequence[str]
+) -> dict[str, Any]:
+    """Build the usage of a request.
+
+    Args:
+        prompt_tokens: over all prompts.
+        generations: all answers.
+        cached_tokens: prompt tokens whose keys were in the cache.
+        policies: name of each answer's attention policy; the names differ if a prompt is below the cross-over.
+
+    Returns:
+        OpenAI's counts, and under "tessera" the share of the visible keys that attention read.
+    """
+    new = sum(len(generation.tokens) for generation in generations)
+    density = sum(generation.density for generation in generations) / max(len(generations), 1)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": new,
+        "total_tokens": prompt_tokens + new,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "tessera": {"density": round(density, 4), "policy": "+".join(sorted(set(policies)))},
+    }

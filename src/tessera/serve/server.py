@@ -1,0 +1,151 @@
+"""Run the application under uvicorn: a deadline for a request's headers, and a clean end.
+
+uvicorn limits neither a body's size nor the time that headers and body take. A client that sends one byte a second
+would hold a connection for ever, so headers have an absolute deadline here, and bodies one in `front`.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from tessera.core import interrupt
+from tessera.serve.app import Site, create
+from tessera.serve.front import Front
+
+logger = logging.getLogger(__name__)
+
+HEADER_S = 10.0
+"""Seconds from a connection's start, or from its last response, until the next request's headers are here."""
+MAX_CONNECTIONS = 1000
+DRAIN_S = 30.0
+"""Seconds that open requests may take after SIGTERM."""
+
+
+class Protocol(H11Protocol):
+    """HTTP/1.1 with a deadline for a request's headers."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Start the deadline with the connection."""
+        super().connection_made(transport)
+        self._await_headers()
+
+    def handle_events(self) -> None:
+        """Stop the deadline when a request's headers are complete."""
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._deadline.cancel()
+
+    def on_response_complete(self) -> None:
+        """Start the deadline of the connection's next request."""
+        self._await_headers()
+        super().on_response_complete()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Stop the deadline with the connection."""
+        self._deadline.cancel()
+        super().connection_lost(error)
+
+    def _await_headers(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(HEADER_S, self._too_late)
+
+    def _too_late(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn that drains on SIGTERM and SIGINT: new requests get 503, open ones may end; then the server stops.
+
+    A second signal stops it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, site: Site):
+        super().__init__(config)
+        self.site = site
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ending: asyncio.Task | None = None
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """Drain at the first signal; stop at the second."""
+        if self._ending is not None or self.site.service.draining:
+            self.should_exit = self.force_exit = True
+            return
+        logger.info("%s: finishing %d open requests", signal.Signals(sig).name, self.site.service.open)
+        self.site.service.drain()
+        if self._loop is None:  # it has not started
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._end)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to stop: uvicorn was asked to, or a bug ended the engine's thread."""
+        return await super().on_tick(counter) or not self.site.service.alive
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal; end the engine's thread after the last response."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            await super().serve(sockets)
+        finally:
+            if not self.force_exit:
+                await asyncio.to_thread(self.site.service.stop)
+
+    def _end(self) -> None:
+        self._ending = asyncio.create_task(self._drained())
+
+    async def _drained(self) -> None:
+        deadline = time.monotonic() + DRAIN_S
+        while self.site.service.open and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        if self.site.service.open:
+            logger.warning("%d requests did not end within %g s", self.site.service.open, DRAIN_S)
+            await asyncio.to_thread(self.site.service.stop)
+        self.should_exit = True
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Bind the address before the model is loaded; raise OSError with the address if it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise OSError(f"cannot listen on {host} port {port} ({error.strerror}): name another --port") from error
+    return found
+
+
+def configured(site: Site, keys: Sequence[str] = ()) -> uvicorn.Config:
+    """Return uvicorn's configuration; `keys` are the API keys that are accepted, all requests if empty."""
+    return uvicorn.Config(
+        Front(create(site), keys),
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=int(HEADER_S),
+        timeout_graceful_shutdown=5,
+        server_header=False,
+    )
+
+
+def run(site: Site, bound: socket.socket, keys: Sequence[str] = ()) -> None:
+    """Serve on a socket from `listen` until SIGTERM or Ctrl-C, and return after the last response."""
+    server = Server(configured(site, keys), site)
+    interrupt.release()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    logger.info("%s at http://%s:%d/v1, warming up", site.name, shown, port)
+    server.run(sockets=[bound])

@@ -1,0 +1,210 @@
+"""The thread that owns the engine: HTTP handlers hand it requests, and it hands them back events.
+
+An engine is not thread-safe and a step blocks, so only this thread touches it. A request enters a bounded queue; its
+events go to a callback, which must return at once. A request can be cancelled at any point. A device's error in a
+step ends the requests that were open, and the thread continues with a new engine, as the old one's cache may be
+donated. Any other error is a bug: it ends the thread, and the server with it.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+
+from tessera.runtime.engine import Engine
+from tessera.runtime.requests import End, Event, Failure, Request
+from tessera.serve.metrics import Metrics
+from tessera.serve.protocol import Refusal
+
+logger = logging.getLogger(__name__)
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+"""JAX's event of a compilation."""
+STOP_S = 10.0
+"""Seconds that the last step may take when the service stops."""
+RETRY_S = 1
+"""Seconds after which a client may try again when the queue is full."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One request inside the service.
+
+    Attributes:
+        request: what to generate.
+        deliver: called on the service's thread with each event; the last is an End or a Failure.
+        id: the engine's id, once the engine has the request.
+        queued_s, first_s, last_s: when the request came, and when its first and its newest token were ready, on the
+            clock of time.perf_counter.
+    """
+
+    request: Request
+    deliver: Callable[[Event], None]
+    queued_s: float
+    id: int | None = None
+    first_s: float | None = None
+    last_s: float | None = None
+    cancelled: bool = False
+
+
+class Service:
+    """Runs an engine on its own thread.
+
+    Attributes:
+        room: requests that may be open.
+        ready: the warm-up is complete.
+        draining: new requests are refused.
+        ended: the thread ended because `stop` was called, and not by a bug.
+
+    Args:
+        build: builds a fresh engine.
+        queue: requests that may wait for a row of the engine.
+        metrics: counters to update.
+    """
+
+    def __init__(self, build: Callable[[], Engine], *, queue: int, metrics: Metrics):
+        self._build, self._engine, self.metrics = build, build(), metrics
+        self.room = (self._engine.slots or 1) + queue
+        self._changed = threading.Condition()
+        self._new: list[Job] = []
+        self._cancelled: list[Job] = []
+        self._jobs: dict[int, Job] = {}
+        self._stop = self.draining = self.ready = self.ended = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, warm: Callable[[Engine], None]) -> None:
+        """Start the thread, which first calls `warm`; `ready` is set after that."""
+        self._warm = warm
+        self._thread.start()
+
+    @property
+    def open(self) -> int:
+        """Requests that wait or run."""
+        return len(self._new) + len(self._jobs)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    def submit(self, *requests: tuple[Request, Callable[[Event], None]]) -> list[Job]:
+        """Queue requests, all or none of them.
+
+        Raises:
+            Refusal: 503 while the service warms up or drains, 429 if the queue is full.
+        """
+        with self._changed:
+            if self.draining or not self.alive:
+                raise Refusal(503, "the server is shutting down", retry_s=30)
+            if not self.ready:
+                raise Refusal(503, "the server is warming up", retry_s=5)
+            if self.open + len(requests) > self.room:
+                raise Refusal(
+                    429, f"the server has {self.open} requests of at most {self.room}: try again", retry_s=RETRY_S
+                )
+            now_s = time.perf_counter()
+            jobs = [Job(request, deliver, now_s) for request, deliver in requests]
+            self._new += jobs
+            self._changed.notify()
+        return jobs
+
+    def cancel(self, job: Job) -> None:
+        """Drop a request; no more events are delivered. A request that has ended is left alone."""
+        with self._changed:
+            job.cancelled = True
+            self._cancelled.append(job)
+            self._changed.notify()
+
+    def drain(self) -> None:
+        """Refuse new requests; those that are open continue."""
+        with self._changed:
+            self.draining = True
+
+    def stop(self) -> None:
+        """End the thread after its current step; fail the requests that are open. A warm-up is not waited for."""
+        with self._changed:
+            self.draining = self._stop = True
+            self._changed.notify()
+        self._thread.join(STOP_S if self.ready else 0)
+
+    def _run(self) -> None:
+        self._warm(self._engine)
+        self.ready = True
+        jax.monitoring.register_event_duration_secs_listener(self._count_compile)
+        try:
+            self._serve()
+            self.ended = True
+        finally:
+            jax.monitoring.unregister_event_duration_listener(self._count_compile)
+            self._fail_all(Refusal(503, "the server stopped before the answer was complete"))
+
+    def _count_compile(self, name: str, seconds: float, **_: object) -> None:
+        if name == COMPILED and threading.current_thread() is self._thread:
+            self.metrics.compiled()
+
+    def _serve(self) -> None:
+        while self._wait():
+            try:
+                self._take_new()
+                events = self._engine.step() if self._engine.busy else []
+            except (RuntimeError, ValueError, MemoryError, OSError) as error:  # from the device
+                self._recover(error)
+                continue
+            for event in events:
+                self._deliver(event)
+            self.metrics.gauge(running=len(self._jobs), waiting=len(self._new))
+
+    def _wait(self) -> bool:
+        """Wait for something to do; return False if the service stops."""
+        with self._changed:
+            while not (self._stop or self._new or self._cancelled or self._engine.busy):
+                self._changed.wait()
+            return not self._stop
+
+    def _take_new(self) -> None:
+        with self._changed:
+            new, self._new = self._new, []
+            cancelled, self._cancelled = self._cancelled, []
+        for job in new:
+            if job.cancelled:
+                continue
+            try:
+                job.id = self._engine.submit(job.request, started_s=job.queued_s)
+            except ValueError as error:
+                job.deliver(Failure(-1, error))
+                continue
+            self._jobs[job.id] = job
+        for job in cancelled:
+            if job.id is not None and self._jobs.pop(job.id, None) is not None:
+                self._engine.cancel(job.id)
+                self.metrics.cancelled()
+
+    def _deliver(self, event: Event) -> None:
+        job = self._jobs.get(event.id)
+        if job is None:
+            return
+        now_s = time.perf_counter()
+        if isinstance(event, End | Failure):
+            del self._jobs[event.id]
+            self.metrics.ended(event, now_s - job.queued_s)
+        else:
+            self.metrics.token(first=job.first_s is None, seconds=now_s - (job.last_s or job.queued_s))
+            job.first_s, job.last_s = job.first_s or now_s, now_s
+        if not job.cancelled:
+            job.deliver(event)
+
+    def _recover(self, error: Exception) -> None:
+        logger.exception("a step failed: its requests end, and a new engine takes the next")
+        self._fail_all(error)
+        self.metrics.restarted()
+        self._engine = self._build()
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._changed:
+            jobs, self._jobs, self._new = [*self._jobs.values(), *self._new], {}, []
+        for job in jobs:
+            if not job.cancelled:
+                job.deliver(Failure(-1, error))

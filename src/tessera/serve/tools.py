@@ -1,0 +1,136 @@
+"""Tool calls: what a chat template gets, the grammar of a forced call, and calls found in an answer.
+
+A call is written in the form that Qwen's and Hermes' templates teach, one JSON object between two marks:
+
+    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>
+
+A model whose template takes no tools gets them in a system message. Where a call is forced (`tool_choice` "required" or
+a function), a grammar makes the whole answer one call, without the marks.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TEACH = """You may call these functions:
+{tools}
+To call one, answer with {open}{{"name": NAME, "arguments": ARGUMENTS}}{close} and nothing else."""
+
+
+def takes_tools(template: str | None) -> bool:
+    """Return whether a chat template uses the variable `tools`."""
+    return template is not None and "tools" in template
+
+
+def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with a system message that describes the tools, and calls and results as plain text."""
+    lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    system = TEACH.format(tools=lines, open=OPEN, close=CLOSE)
+    found = []
+    for message in messages:
+        text = message["content"] or ""
+        for call in message.get("tool_calls", ()):
+            text += OPEN + json.dumps(call["function"], ensure_ascii=False) + CLOSE
+        role = "user" if message["role"] == "tool" else message["role"]
+        found.append({"role": role, "content": text})
+    if found[0]["role"] == "system":
+        found[0]["content"] += "\n\n" + system
+        return found
+    return [{"role": "system", "content": system}, *found]
+
+
+def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
+    """Return the JSON schema of a call of one of the tools, or of the tool `name`."""
+    kinds = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": tool["function"]["name"]},
+                "arguments": tool["function"].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for tool in tools
+        if name in (None, tool["function"]["name"])
+    ]
+    return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+
+
+class Speech:
+    """An answer of a chat as it grows: what of it is surely text, and at the end its calls.
+
+    Args:
+        offered: whether the request offers tools; without them, everything is text.
+        forced: whether a grammar makes the whole answer one call.
+    """
+
+    def __init__(self, *, offered: bool = False, forced: bool = False):
+        self.offered, self.forced = offered, forced
+        self._text, self._shown = "", 0
+
+    def push(self, piece: str) -> str:
+        """Take text that became final; return what may be shown."""
+        if not self.offered:
+            return piece
+        self._text += piece
+        end = 0 if self.forced else safe_end(self._text)
+        shown, self._shown = self._text[self._shown : end], max(self._shown, end)
+        return shown
+
+    def finish(self, whole: str) -> tuple[str, list[dict[str, Any]]]:
+        """Return the answer's text that `push` has not returned, all of it without tools, and the answer's calls."""
+        if not self.offered:
+            return whole, []
+        return split(whole[self._shown :], forced=self.forced)
+
+
+def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
+    """Split an answer into its text and its calls, in OpenAI's form.
+
+    A call that is not whole, or not JSON of a name and arguments, stays text.
+
+    Args:
+        text: the whole answer.
+        forced: whether a grammar has made the answer one call.
+    """
+    if forced:
+        call = _call(text)
+        return ("", [call]) if call else (text, [])
+    plain, calls = "", []
+    while True:
+        before, mark, rest = text.partition(OPEN)
+        inner, end, after = rest.partition(CLOSE)
+        call = _call(inner) if mark and end else None
+        if not mark:
+            return (plain + text).strip() if calls else plain + text, calls
+        if call is None:
+            plain, text = plain + before + mark, rest
+            continue
+        plain, text = plain + before, after
+        calls.append(call)
+
+
+def safe_end(text: str) -> int:
+    """Return how much of a growing answer is surely text: everything before a mark or the start of one."""
+    at = text.find(OPEN)
+    if at >= 0:
+        return at
+    held = (count for count in range(min(len(OPEN) - 1, len(text)), 0, -1) if text.endswith(OPEN[:count]))
+    return len(text) - next(held, 0)
+
+
+def _call(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return None
+    arguments = found.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return None
+    function = {"name": found["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}

@@ -1,0 +1,107 @@
+"""The state of training: float32 weights and AdamW's moments, how they begin, and where they lie on a mesh."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tessera.models.checkpoint import load_params
+from tessera.models.config import ModelConfig
+from tessera.models.layers import Params, rope_frequencies
+from tessera.models.weights import abstract_params, init_params
+from tessera.train.recipes import Recipe
+
+LOOK_BACK_PAIRS = 10
+LOOK_BACK_SHARPNESS = 7.6
+
+
+class State(NamedTuple):
+    """State carried between steps: float32 master weights and the optimizer's moments."""
+
+    params: Params
+    optimizer: Any
+
+
+def optimizer(recipe: Recipe) -> optax.GradientTransformation:
+    """Build the optimizer: gradient clipping, Adam, decoupled decay of matrices (not of norms and biases).
+
+    `train_step` applies the learning rate.
+    """
+
+    def decayed(params: Params) -> Any:
+        def is_matrix(path, leaf) -> bool:
+            name = jax.tree_util.keystr(path)
+            return not ("norm" in name or "bias" in name)
+
+        return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(recipe.clip),
+        optax.scale_by_adam(b1=recipe.b1, b2=recipe.b2),
+        optax.add_decayed_weights(recipe.weight_decay, mask=decayed),
+    )
+
+
+def init_state(recipe: Recipe) -> State:
+    """Return the state at step 0, with fresh weights and zero moments."""
+    return _begin(init_params(recipe.config, jax.random.key(recipe.seed)), recipe)
+
+
+def start(recipe: Recipe, mesh: Mesh) -> State:
+    """Return the state at step 0 on a mesh, with fresh weights or those of the recipe's base.
+
+    Each device computes, or reads from the base's files, only what it holds.
+    """
+    placed = shardings(recipe, mesh)
+    if recipe.base is None:
+        return jax.jit(init_state, static_argnums=0, out_shardings=placed)(recipe)
+    params = load_params(recipe.base, recipe.config, dtype=jnp.float32, stacked=True, mesh=mesh)
+    return jax.jit(_begin, static_argnums=1, out_shardings=placed, donate_argnums=0)(params, recipe)
+
+
+def _begin(params: Params, recipe: Recipe) -> State:
+    if recipe.look_back:
+        params = look_back(params, recipe.config)
+    return State(params, optimizer(recipe).init(params))
+
+
+def shardings(recipe: Recipe, mesh: Mesh) -> State:
+    """Return where each array of the state lies: a moment lies as its weight does, the count of steps is everywhere."""
+    params = jax.tree.map(lambda leaf: leaf.sharding, abstract_params(recipe.config, mesh, dtype=jnp.float32))
+    moments = jax.eval_shape(partial(init_state, replace(recipe, base=None))).optimizer
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    placed = optax.tree.map_params(
+        optimizer(recipe), lambda _, where: where, moments, params, transform_non_params=lambda _: everywhere
+    )
+    return State(params, placed)
+
+
+def look_back(params: Params, config: ModelConfig) -> Params:
+    """Initialise the first two query heads of layer 0 to favour one and two positions back.
+
+    A common unit vector u is added to every embedding, and these heads' q and k read only u, so that before rotation
+    they are the same at all positions. The rotary embedding, with frequencies f_i, turns their product into sum_i
+    cos(f_i (distance - shift)), which is largest at the wanted distance. Given this half of the copying circuit, the
+    other half forms in a few hundred steps instead of thousands (LOG.md).
+    """
+    size, head = config.hidden_size, config.head_dim
+    u = jax.random.normal(jax.random.key(7), (size,))
+    u = u / jnp.linalg.norm(u)
+    frequency, _ = rope_frequencies(config.rope, head)
+    fast = jnp.arange(head // 2) < LOOK_BACK_PAIRS
+    scale = LOOK_BACK_SHARPNESS / (size / 2) ** 0.5
+
+    def direction(shift: float) -> Array:
+        angle = shift * frequency
+        return jnp.concatenate([jnp.where(fast, jnp.cos(angle), 0), jnp.where(fast, jnp.sin(angle), 0)]) * scale
+
+    q = params.layers.q.at[0, :head].set(jnp.outer(direction(0.0), u))
+    if config.groups > 1:  # a second query head of the same KV head
+        q = q.at[0, head : 2 * head].set(jnp.outer(direction(-1.0), u))
+    k = params.layers.k.at[0, :head].set(jnp.outer(direction(1.0), u))
+    return replace(params, embed=params.embed + u, layers=replace(params.layers, q=q, k=k))

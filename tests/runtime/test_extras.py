@@ -1,0 +1,102 @@
+"""Bias, reported tokens and guides: what an engine's request may add to sampling."""
+
+import numpy as np
+import pytest
+from tiny import save_tiny
+
+from tessera.generate import load
+from tessera.runtime.requests import End, Failure, Request, Token
+from tessera.runtime.sampling import Sampling
+
+PROMPT = list(range(40, 60))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return load(save_tiny(tmp_path_factory.mktemp("extras")))
+
+
+def run(engine, *requests):
+    ids, events = [engine.submit(request) for request in requests], []
+    while engine.busy:
+        events += engine.step()
+    return [[event for event in events if event.id == id] for id in ids]
+
+
+def request(**options):
+    return Request(prompt=PROMPT, **{"max_new_tokens": 6} | options)
+
+
+class Alternating:
+    """Allows even tokens, then odd ones, and so on."""
+
+    def __init__(self):
+        self.next, self.taken = 0, []
+
+    def allowed(self):
+        return np.arange(264) % 2 == self.next
+
+    def push(self, token):
+        assert token % 2 == self.next
+        self.taken.append(token)
+        self.next = 1 - self.next
+
+
+class Refusing(Alternating):
+    def push(self, token):
+        raise ValueError("the grammar has had enough")
+
+
+def test_reported_tokens_are_the_best_of_the_models_distribution(model):
+    [events] = run(model.engine(), request(top_logprobs=5))
+    tokens = [event for event in events if isinstance(event, Token)]
+    answer = [token.token for token in tokens]
+    logits = np.asarray(model.logits([PROMPT + answer])[0], np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    for step, token in enumerate(tokens):
+        row = logp[len(PROMPT) - 1 + step]
+        best = np.argsort(-row)[:5]
+        assert [id for id, _ in token.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in token.top], row[best], rtol=1e-4)
+        assert token.top[0] == (token.token, pytest.approx(token.logprob, abs=1e-6))
+
+
+def test_a_bias_moves_the_choice_and_not_the_logprob(model):
+    [plain] = run(model.engine(), request(max_new_tokens=1))
+    first = plain[0].token
+    [banned] = run(model.engine(), request(max_new_tokens=1, bias={first: -np.inf}))
+    assert banned[0].token != first
+    [forced] = run(model.engine(), request(max_new_tokens=1, bias={77: 100.0}, top_logprobs=1))
+    assert forced[0].token == 77
+    assert forced[0].top == ((first, pytest.approx(plain[0].logprob, abs=1e-6)),)
+    assert forced[0].logprob < plain[0].logprob
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_guide_restricts_its_own_row_alone(model, lag, temperature):
+    """The other requests of the batch give what they give alone, whether the device runs ahead or not."""
+    sampling = Sampling(temperature=temperature)
+    alone = [run(model.engine(lag=lag), request(seed=seed, sampling=sampling))[0] for seed in (1, 2)]
+    free = [request(seed=seed, sampling=sampling) for seed in (1, 2)]
+    together = run(model.engine(lag=lag), free[0], request(guide=Alternating, sampling=sampling), free[1])
+    assert [[e[1] for e in events[:-1]] for events in (together[0], together[2])] == [
+        [e[1] for e in events[:-1]] for events in alone
+    ]
+    tokens = [event.token for event in together[1] if isinstance(event, Token)]
+    assert [token % 2 for token in tokens] == [0, 1, 0, 1, 0, 1][: len(tokens)]
+    assert len(tokens) > 2
+
+
+def test_a_guide_that_fails_fails_its_request_alone(model):
+    refused, fine = run(model.engine(), request(guide=Refusing), request())
+    assert isinstance(refused[-1], Failure)
+    assert "had enough" in str(refused[-1].error)
+    assert isinstance(fine[-1], End)
+
+
+def test_wrong_extras_are_refused(model):
+    with pytest.raises(ValueError, match="token 264, outside"):
+        model.engine().submit(request(bias={264: 1.0}))
+    with pytest.raises(ValueError, match="top_logprobs=21"):
+        request(top_logprobs=21)

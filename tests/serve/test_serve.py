@@ -1,0 +1,480 @@
+"""The server under the official client: the same answers as `generate`, clear refusals, nothing left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import httpx2 as httpx
+import numpy as np
+import openai
+import pytest
+from tiny import CONFIG, save_tiny
+
+from tessera.generate import load
+from tessera.runtime.requests import Failure
+from tessera.serve import front, server, warm
+from tessera.serve import load as load_client
+from tessera.serve.app import Site
+from tessera.serve.metrics import Metrics
+from tessera.serve.service import Service
+
+CONTEXT = 256
+KEY = "a-secret"
+QUESTION = [{"role": "user", "content": "What is the number of the door?"}]
+
+
+class Running:
+    """A server on a thread of this process."""
+
+    def __init__(self, model, service, keys=()):
+        self.service = service
+        grammars = warm.grammars_for(model)
+        self.site = Site(model=model, name="tiny", service=service, context=CONTEXT, grammars=grammars)
+        self.socket = server.listen("127.0.0.1", 0)
+        self.port = self.socket.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.server = server.Server(server.configured(self.site, keys), self.site)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+        self._thread.start()
+        self.until(lambda: self.service.ready and self.server.started)
+
+    def until(self, condition, limit_s=60.0):
+        end = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < end, "the server did not get there"
+            time.sleep(0.01)
+
+    def metric(self, name: str) -> float:
+        lines = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    def close(self):
+        if self.service.alive:
+            self.service.stop()
+        self._thread.join(30)
+        self.client.close()
+        self.socket.close()
+        assert not self._thread.is_alive()
+        assert not self.service.alive
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = save_tiny(tmp_path_factory.mktemp("serve"), replace(CONFIG, max_positions=CONTEXT))
+    return load(folder, attention="kascade")  # the plan's cross-over is at 100 tokens
+
+
+@pytest.fixture(scope="module")
+def running(model):
+    found = Running(model, warm.start(model, context=CONTEXT, slots=2, queue=16), keys=(KEY, "another"))
+    yield found
+    found.close()
+
+
+def schema_of(schema):
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
+
+
+def ask(running, prompt, **options):
+    return running.client.completions.create(model="tiny", prompt=prompt, **{"temperature": 0} | options)
+
+
+# --- answers
+
+
+@pytest.mark.parametrize(("length", "policy"), [(20, "dense"), (150, "kascade")])
+def test_a_completion_equals_generate(running, model, length, policy):
+    prompt = list(range(32, 32 + length % 90)) + [65] * (length - length % 90)
+    [expected] = model.generate([prompt], max_new_tokens=12)
+    found = ask(running, prompt, max_tokens=12)
+    assert found.choices[0].text == expected.text
+    assert found.choices[0].finish_reason == expected.finish_reason
+    assert found.usage.prompt_tokens == length
+    assert found.usage.completion_tokens == len(expected.tokens)
+    assert found.usage.tessera == {"density": round(expected.density, 4), "policy": policy}
+    assert (expected.density < 1) == (policy == "kascade")
+
+
+def test_a_stream_gives_the_whole_answer_in_pieces(running, model):
+    client, options = running.client, {"model": "tiny", "messages": QUESTION, "max_tokens": 12, "temperature": 0}
+    tokens = model.tokenizer.encode_chat(QUESTION)
+    [expected] = model.generate([tokens], max_new_tokens=12)
+    whole = client.chat.completions.create(**options)
+    assert whole.choices[0].message.content == expected.text
+    assert whole.usage.total_tokens == len(tokens) + len(expected.tokens)
+    events = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert "".join(event.choices[0].delta.content or "" for event in events[:-1]) == expected.text
+    assert [event.choices[0].finish_reason for event in events[:-1]][-1] == expected.finish_reason
+    assert len(events) > 4
+    assert events[-1].usage.completion_tokens == len(expected.tokens)
+    assert len({event.id for event in events}) == 1
+
+
+def test_choices_differ_by_seed_and_repeat(running):
+    options = {"n": 3, "temperature": 1.5, "seed": 7, "max_tokens": 10}
+    first, second = (ask(running, "x", **options) for _ in range(2))
+    texts = [choice.text for choice in first.choices]
+    assert texts == [choice.text for choice in second.choices]
+    assert len(set(texts)) == 3
+    assert [choice.index for choice in first.choices] == [0, 1, 2]
+
+
+def test_a_crowd_gets_the_answers_that_each_gets_alone(running, model):
+    prompts = [[65 + i] * (10 + 20 * i) for i in range(8)]
+    expected = [answer.text for answer in model.generate(prompts, max_new_tokens=9)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda prompt: ask(running, prompt, max_tokens=9).choices[0].text, prompts))
+    assert found == expected
+    assert running.metric("tessera:recompiles_total") == 0
+    several = ask(running, prompts[:3], max_tokens=9)
+    assert [choice.text for choice in several.choices] == expected[:3]
+
+
+def test_a_prompt_that_repeats_is_partly_in_the_cache(running):
+    prompt = [70] * 90
+    ask(running, prompt, max_tokens=2)
+    assert ask(running, prompt, max_tokens=2).usage.prompt_tokens_details.cached_tokens == 64
+
+
+def test_stop_texts_end_the_answer(running, model):
+    [whole] = model.generate([[65] * 20], max_new_tokens=20)
+    stop = whole.text[4:6]
+    found = ask(running, [65] * 20, max_tokens=20, stop=[stop, "zzz"]).choices[0]
+    assert found.text == whole.text[: whole.text.index(stop)]
+    assert found.finish_reason == "stop"
+
+
+def test_text_becomes_tokens_and_back(running):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    found = httpx.post(f"{running.url}/tokenize", json={"prompt": "héllo"}, headers=headers).json()
+    assert found["count"] == len(found["tokens"]) == 7
+    back = httpx.post(f"{running.url}/detokenize", json={"tokens": found["tokens"][1:]}, headers=headers).json()
+    assert back == {"prompt": "héllo"}
+
+
+def test_an_answer_is_json_of_the_schema(running):
+    """The model is random: only the grammar can make its text JSON."""
+    schema = {
+        "type": "object",
+        "properties": {"door": {"type": "integer", "maximum": 99}, "open": {"type": "boolean"}},
+        "required": ["door", "open"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "door", "schema": schema}}
+    options = {"model": "tiny", "messages": QUESTION, "max_tokens": 100, "response_format": form}
+    for temperature in (0, 1.5):
+        found = running.client.chat.completions.create(**options, temperature=temperature, seed=3).choices[0]
+        assert found.finish_reason == "stop"
+        value = json.loads(found.message.content)
+        assert set(value) == {"door", "open"}
+        assert (type(value["door"]), type(value["open"])) == (int, bool)
+    free = running.client.chat.completions.create(**{**options, "response_format": {"type": "text"}}, temperature=0)
+    with pytest.raises(ValueError):
+        json.loads(free.choices[0].message.content)
+
+
+def test_probabilities_are_reported_as_each_route_does(running, model):
+    [expected] = model.generate([[65] * 20], max_new_tokens=5)
+    found = ask(running, [65] * 20, max_tokens=5, logprobs=3).choices[0].logprobs
+    np.testing.assert_allclose(found.token_logprobs, expected.logprobs, atol=1e-5)
+    assert found.tokens == [model.tokenizer.decode([token], skip_special=False) for token in expected.tokens]
+    assert [max(top.values()) for top in found.top_logprobs] == found.token_logprobs
+    chat = {"model": "tiny", "messages": QUESTION, "max_tokens": 5, "temperature": 0, "logprobs": True}
+    whole = running.client.chat.completions.create(**chat, top_logprobs=2).choices[0].logprobs.content
+    assert [len(token.top_logprobs) for token in whole] == [2] * len(whole)
+    assert [token.top_logprobs[0].token for token in whole] == [token.token for token in whole]
+    events = running.client.chat.completions.create(**chat, stream=True)
+    streamed = [token for event in events if event.choices[0].logprobs for token in event.choices[0].logprobs.content]
+    assert [token.token for token in streamed] == [token.token for token in whole]
+
+
+def test_a_bias_forbids_and_forces_tokens(running):
+    assert ask(running, "x", max_tokens=3, logit_bias={"77": 100}).choices[0].text == "MMM"
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"prompt": ""}, 400, "prompt=''"),
+        ({"prompt": []}, 400, "prompt=[]"),
+        ({}, 400, "prompt"),
+        ({"prompt": "x", "foo": 1}, 400, "unknown field foo"),
+        ({"prompt": "x", "n": 10**9}, 400, "n=1000000000"),
+        ({"prompt": "x", "max_tokens": 0}, 400, "max_tokens=0"),
+        ({"prompt": "x", "temperature": "hot"}, 400, "temperature='hot'"),
+        ({"prompt": "x", "temperature": -1}, 400, "temperature=-1"),
+        ({"prompt": "x", "seed": -1}, 400, "seed=-1"),
+        ({"prompt": "x", "stop": ["a"] * 1_000_000}, 400, "stop"),
+        ({"prompt": "x", "stream_options": {"x": 1}}, 400, "unknown field stream_options.x"),
+        ({"prompt": "x", "logprobs": 21}, 400, "logprobs=21"),
+        ({"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"999": 1}}, 400, "token 999"),
+        ({"prompt": "x", "logit_bias": {"1": 1000}}, 400, "logit_bias.1=1000"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "go together"),
+        ({"prompt": "x", "response_format": schema_of({"type": "wizard"})}, 400, "Invalid type: wizard"),
+        ({"prompt": [1, 10**6]}, 400, "token 1000000"),
+        ({"prompt": [1, -1]}, 400, "prompt.1=-1"),
+        ({"prompt": "x" * 300}, 400, "301 tokens"),
+        ({"prompt": "x" * 255}, 400, "256 tokens"),
+        ({"prompt": "x", "model": "gpt-4"}, 404, "'gpt-4' is not served"),
+        ("[" * 100_000, 400, "JSON"),
+        ("nonsense", 400, "JSON"),
+        ('{"prompt": "\\ud800"}', 400, "JSON"),
+    ],
+)
+def test_a_bad_request_is_refused_by_name(running, body, status, said):
+    content = body if isinstance(body, str) else json.dumps(body)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    found = httpx.post(f"{running.url}/v1/completions", content=content, headers=headers)
+    error = found.json()["error"]
+    assert (found.status_code, said in error["message"]) == (status, True), error
+    assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ([], "messages"),
+        ([{"role": "wizard", "content": "x"}], "messages.0.role='wizard'"),
+        ([{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "messages.0.content.0.type"),
+        ([{"role": "system", "content": "x"}], "role system must be user or assistant"),
+    ],
+)
+def test_a_bad_conversation_is_refused(running, messages, said):
+    with pytest.raises(openai.BadRequestError, match=said):
+        running.client.chat.completions.create(model="tiny", messages=messages)
+
+
+def test_only_holders_of_a_key_are_served(running):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        for path in ("/v1/models", "/metrics", "/docs"):
+            found = httpx.get(running.url + path, headers=headers)
+            assert found.status_code == 401
+            assert found.json()["error"]["type"] == "authentication_error"
+    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert running.client.with_options(api_key="another").models.list().data[0].id == "tiny"
+
+
+def test_unknown_routes_and_methods_are_refused_in_the_apis_form(running):
+    headers = {"Authorization": f"Bearer {KEY}", "x-request-id": "my-id"}
+    for method, path, status in (("GET", "/v1/nothing", 404), ("DELETE", "/v1/completions", 405)):
+        found = httpx.request(method, running.url + path, headers=headers)
+        assert (found.status_code, found.headers["x-request-id"]) == (status, "my-id")
+        assert path in found.json()["error"]["message"]
+
+
+# --- clients that go away, send too much, or take too long
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_goes_away_frees_its_row(running, stream, monkeypatch):
+    before, engine = running.metric("tessera:requests_cancelled_total"), running.service._engine
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.02) or step())
+    body = {"prompt": [65] * 20, "stream": stream, "max_tokens": 200, "temperature": 0}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
+    with socket.create_connection(("127.0.0.1", running.port)) as client:
+        client.sendall(head.encode() + b"\r\n\r\n" + content)
+        running.until(lambda: running.service.open)
+        if stream:
+            client.recv(100)
+    running.until(lambda: not running.service.open)
+    running.until(lambda: running.metric("tessera:requests_cancelled_total") == before + 1)
+
+
+def test_a_body_may_be_neither_large_nor_slow(running, monkeypatch):
+    monkeypatch.setattr(front, "MAX_BODY", 1000)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    found = httpx.post(f"{running.url}/v1/completions", content=b"x" * 1001, headers=headers)
+    assert (found.status_code, "larger than" in found.text) == (413, True)
+    pieces = (b"x" * 400 for _ in range(5))  # without a declared length
+    assert httpx.post(f"{running.url}/v1/completions", content=pieces, headers=headers).status_code == 413
+    monkeypatch.setattr(front, "BODY_S", 0.3)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 10\r\n\r\n12"
+    with socket.create_connection(("127.0.0.1", running.port), timeout=10) as client:
+        client.sendall(head.encode())
+        assert client.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_slow_headers_end_the_connection(running, monkeypatch):
+    monkeypatch.setattr(server, "HEADER_S", 0.3)
+    with socket.create_connection(("127.0.0.1", running.port), timeout=10) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost")
+        assert client.recv(100) == b""
+
+
+def test_a_full_queue_says_when_to_try_again(running, monkeypatch):
+    monkeypatch.setattr(running.service, "room", 2)
+    with pytest.raises(openai.RateLimitError) as refused:
+        ask(running, "x", n=3)
+    assert refused.value.response.headers["retry-after"] == "1"
+    assert len(ask(running, "x", n=2, max_tokens=1).choices) == 2
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_server(running, monkeypatch):
+    engine = running.service._engine
+
+    def broken():
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(engine, "step", broken)
+    with pytest.raises(openai.InternalServerError, match="on fire"):
+        ask(running, "x", max_tokens=4)
+    assert running.service._engine is not engine
+    assert ask(running, "x", max_tokens=4).usage.completion_tokens == 4
+    assert not running.service.open
+
+
+def test_a_bug_in_a_step_ends_the_server_by_name(model, monkeypatch):
+    seen = []
+    monkeypatch.setattr(threading, "excepthook", lambda found: seen.append(found.exc_value))
+    service = Service(lambda: model.engine(slots=1), queue=1, metrics=Metrics())
+    service.start(lambda engine: None)
+    running = Running(model, service)
+    monkeypatch.setattr(running.service._engine, "step", lambda: {}["no such key"])
+    with pytest.raises(openai.APIStatusError, match="stopped before the answer"):
+        ask(running, "x")
+    running.close()
+    assert isinstance(seen[0], KeyError)
+    assert not running.service.ended
+
+
+def test_a_request_that_fails_inside_a_stream_says_so(running, monkeypatch):
+    engine, step = running.service._engine, running.service._engine.step
+
+    def failing():
+        return [Failure(event.id, ValueError("not finite")) for event in step()]
+
+    monkeypatch.setattr(engine, "step", failing)
+    with pytest.raises(openai.APIError, match="not finite"):
+        list(ask(running, "x", max_tokens=4, stream=True))
+    monkeypatch.undo()
+    running.until(lambda: not running.service.open)
+
+
+# --- the load client
+
+
+def test_a_load_is_measured(running, tmp_path, capsys):
+    from tessera.cli.main import main
+
+    file = tmp_path / "key"
+    file.write_text(KEY + "\n")
+    sent = ["--requests", "6", "--rate", "50", "--prompt-tokens", "40", "--new-tokens", "8", "--shared-tokens", "20"]
+    assert main(["load", running.url, *sent, "--api-key-file", str(file), "--json", "--ttft-s", "1e9"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["completed"], found["errors"]) == (6, {})
+    assert found["prompt_tokens_per_s"] * found["seconds"] == pytest.approx(240)
+    assert 0 < found["ttft_s"]["p50"] <= found["ttft_s"]["p99"] <= found["seconds"]
+    assert found["goodput_per_s"] * found["seconds"] == pytest.approx(6)
+    assert main(["load", running.url, *sent]) == 2
+    assert "answers 401" in capsys.readouterr().err
+
+
+def test_arrivals_are_a_poisson_process_and_prompts_share_their_beginning():
+    sent = load_client.Load(rate=4.0, requests=4000, prompt_tokens=30, shared_tokens=10)
+    gaps = np.diff(load_client.arrivals(sent))
+    assert gaps.mean() == pytest.approx(0.25, rel=0.05)
+    assert gaps.std() == pytest.approx(0.25, rel=0.08)
+    drawn = load_client.prompts(replace(sent, requests=20), list(range(500)))
+    assert {len(prompt) for prompt in drawn} == {30}
+    assert len({tuple(prompt[:10]) for prompt in drawn}) == 1
+    assert len({tuple(prompt[10:]) for prompt in drawn}) == 20
+
+
+def test_failures_are_counted_and_limits_judge_every_gap():
+    good, slow, failed = load_client.Outcome(), load_client.Outcome(), load_client.Outcome(error="status 429")
+    for outcome, pieces in ((good, [0.1, 0.2, 0.3]), (slow, [0.1, 0.2, 0.9])):
+        outcome.pieces_s, outcome.usage = pieces, {"prompt_tokens": 5, "completion_tokens": 3}
+    sent = load_client.Load(rate=1.0, requests=3)
+    found = load_client.summary(sent, [good, slow, failed], 2.0, ttft_s=0.15, itl_s=0.5)
+    assert (found["completed"], found["errors"]) == (2, {"status 429": 1})
+    assert found["goodput_per_s"] == 0.5
+    assert found["tokens_per_s"] == 3.0
+    assert found["itl_s"]["p50"] == pytest.approx(0.1)
+
+
+# --- the process
+
+
+@contextmanager
+def serving(folder, until):
+    """Run `tessera serve`; yield the process and its address once it has printed a line that begins with `until`."""
+    flags = ["--port", "0", "--slots", "1", "--name", "tiny"]
+    command = [sys.executable, "-m", "tessera", "serve", str(folder), *flags]
+    environment, url = os.environ | {"JAX_PLATFORMS": "cpu"}, None
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            for line in process.stderr:
+                url = next((word.rstrip(",") for word in line.split() if word.startswith("http://")), url)
+                if line.startswith(until):
+                    break
+            yield process, url
+        finally:
+            process.kill()
+
+
+def test_a_signal_ends_the_server_after_the_open_answers(model):
+    server = serving(model.source, "ready")
+    with server as (process, url), openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        asked = {"model": "tiny", "prompt": "x"}
+        events = iter(client.completions.create(**asked, n=8, max_tokens=200, stream=True, temperature=0))
+        next(events)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        with pytest.raises(openai.APIStatusError) as refused:
+            client.completions.create(**asked)
+        assert refused.value.status_code == 503
+        assert int(refused.value.response.headers["retry-after"]) > 0
+        assert [event.choices[0].finish_reason for event in events][-1] in ("stop", "length")
+        said = process.stderr.read()
+        assert (process.wait(20), "Traceback" in said) == (0, False), said
+
+
+def test_ctrl_c_ends_the_warm_up_at_once(model):
+    with serving(model.source, "tiny at") as (process, _):
+        process.send_signal(signal.SIGINT)
+        began = time.monotonic()
+        said = process.stderr.read()
+        assert (process.wait(20), "Traceback" in said) == (0, False), said
+        assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--host", "0.0.0.0"], "--api-key-file"),
+        (["--port", "99999"], "--port 99999"),
+        (["--context", "100000"], "exceeds the model's context"),
+        (["-np", "0"], "--slots 0"),
+        (["-m", "other"], "given twice"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_at_once(model, flags, said, capsys):
+    from tessera.cli.main import main
+
+    assert main(["serve", model.source, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_named_before_the_model_is_loaded(capsys):
+    from tessera.cli.main import main
+
+    with server.listen("127.0.0.1", 0) as held:
+        held.listen()
+        port = held.getsockname()[1]
+        assert main(["serve", "no-such-model", "--port", str(port)]) == 2
+    assert f"port {port}" in capsys.readouterr().err
