@@ -21,6 +21,7 @@ from tessera.attention.workloads import Workload
 PAGED = [kernel for kernel in KERNELS if kernel.paged]
 BLOCKED = [kernel for kernel in PAGED if kernel.family != "reference"]
 NUM_KEYS, LENGTHS = 640, (250, 140, 0)
+"""Less than half of the keys are visible; else contiguous dense decode would run another program, `at_once`."""
 SHARED = 128
 """Positions that sequences 0 and 1 share: one or two pages."""
 CELLS = (

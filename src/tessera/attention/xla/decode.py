@@ -3,7 +3,8 @@
 Reading the KV cache bounds decode. The G query heads of a KV head therefore share each read, and the whole cache is
 never copied. The number of blocks read is a run-time value that follows kv_len and the window, not the size of the
 cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H elements; the
-sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are read.
+sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are read. Paged
+keys are copied out of their pages by the block, too; blocks are then whole pages.
 """
 
 import functools
@@ -175,11 +176,14 @@ def attend_dense(
 
 
 def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
-    """Return the block size for `at_once`, or 0 if it cannot run: blocks must divide the keys, scores fit."""
+    """Return the block size for `at_once`, or 0 if it cannot run: blocks must divide the keys, scores fit.
+
+    The keys must be contiguous: of pages, it would copy the whole cache.
+    """
     num_keys = kv.k.shape[2]
     size = math.gcd(num_keys, BLOCK_AT_ONCE)
     fits = 4 * num_keys * math.prod(q_BKGH.shape[:3]) <= MOST_SCORE_BYTES
-    return size if kv.scales is None and size >= LEAST_BLOCK and fits else 0
+    return size if kv.scales is None and kv.pages is None and size >= LEAST_BLOCK and fits else 0
 
 
 def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec) -> SoftmaxState:
