@@ -58,12 +58,7 @@ def forward(
     tables = rope_tables(config.rope, config.head_dim, position_BT)
     x = lookup(params.embed, tokens_BT)
     unrolled = isinstance(params.layers, tuple)
-    num_keys = num_queries if cache is None else cache.num_keys
-    shapes = Shapes(
-        batch, num_queries, num_keys, config.num_heads, config.num_kv_heads, config.head_dim, None, str(x.dtype)
-    )
-    if cache is not None:
-        shapes = shapes._replace(scaled=cache.scales is not None, paged=cache.pages is not None)
+    shapes = _shapes(x.shape[:2], str(x.dtype), cache, config)
     state = policy.init_state(config.num_layers, shapes, spec)
 
     def block(index, x, layer: Layer, cache, state):
@@ -102,6 +97,15 @@ def forward(
     run = _unrolled if unrolled else _scanned
     x, cache, state = run(block, params.layers, x, cache, state)
     return rms_norm(x, params.final_norm, config.norm_eps), cache, state
+
+
+def _shapes(rows: tuple[int, int], dtype: str, cache: Cache | None, config: ModelConfig) -> Shapes:
+    """Return the sizes of a layer's dense attention call; `rows` is (B, T)."""
+    num_keys = rows[1] if cache is None else cache.num_keys
+    shapes = Shapes(*rows, num_keys, config.num_heads, config.num_kv_heads, config.head_dim, None, dtype)
+    if cache is None:
+        return shapes
+    return shapes._replace(scaled=cache.scales is not None, paged=cache.pages is not None)
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:
