@@ -17,8 +17,8 @@ from tessera.core.shapes import round_up
 def flat(kv: KeyValues) -> KeyValues:
     """Merge sequences and KV heads into one axis X = B * K.
 
-    Contiguous k and v become [X,S,H] and scales [X,2,S]. Of paged ones, the pool becomes [P*K,page,H], its scales
-    [P*K,2,page], and the table [X,J].
+    Contiguous k and v become [X,S,H] and scales [X,2,S]. A pool becomes [P*K,page,H], its scales [P*K,2,page] and the
+    table [X,J].
     """
     k, v, scales = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in (kv.k, kv.v, kv.scales))
     return KeyValues(k, v, None if kv.pages is None else head_table(kv), scales)
@@ -51,7 +51,7 @@ def padded(kv: KeyValues, block_s: int) -> KeyValues:
 def take_block(kv: KeyValues, x: Array, heads: int, start: Array, size: int) -> KeyValues:
     """Copy keys [start, start + size) of entries [x, x + heads) out of a `flat` record: [heads,size,H], [heads,2,size].
 
-    Of paged keys, start and size must be multiples of the page.
+    If the keys are paged, start and size must be multiples of the page.
     """
     zero = jnp.int32(0)  # not a Python 0, which is an int64 if JAX allows 64-bit types
     if kv.pages is None:

@@ -91,6 +91,8 @@ def extend(
     needs q_len, the numbers of rows that are not padding; see `append_pages`.
     """
     if cache.pages is not None:
+        if q_len is None:
+            raise ValueError("q_len=None: a paged cache needs the numbers of rows, or it would write padding")
         return append_pages(cache, k_BTKH, v_BTKH, q_start, q_len, layer)
     if cache.scales is None:
         k, v = (append(held, new, q_start, layer, stripe) for held, new in ((cache.k, k_BTKH), (cache.v, v_BTKH)))
@@ -164,7 +166,7 @@ def append_pages(
     run = gcd(num_rows, page)
     first = jnp.arange(0, num_rows, run, dtype=jnp.int32)
     position = q_start[:, None] + first
-    entry = jnp.clip(position // page, 0, cache.pages.shape[1] - 1)  # of dead rows, which may be anywhere
+    entry = jnp.clip(position // page, 0, cache.pages.shape[1] - 1)  # dead rows may be anywhere
     ids = jnp.where(first < q_len[:, None], jnp.take_along_axis(cache.pages, entry, axis=1), NULL)
     where = ids.reshape(-1), (position % page).reshape(-1)
 

@@ -49,7 +49,7 @@ class Pages:
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Sealed pages that nobody uses, longest unused first."""
+        """Sealed pages without a user, longest unused first."""
         return tuple(self._cached)
 
     @property

@@ -178,7 +178,7 @@ def attend_dense(
 def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
     """Return the block size for `at_once`, or 0 if it cannot run: blocks must divide the keys, scores fit.
 
-    The keys must be contiguous: of pages, it would copy the whole cache.
+    The keys must be contiguous: with pages, it would copy the whole cache.
     """
     num_keys = kv.k.shape[2]
     size = math.gcd(num_keys, BLOCK_AT_ONCE)
