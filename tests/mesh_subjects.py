@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache, partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 
 from peak import peak_bytes
 
@@ -51,7 +52,7 @@ def saved(folder: Path, config, name: str) -> Path:
     return path if path.exists() else save_tiny(path, config, plan=False)
 
 
-def run(folder: Path, config, policy, mesh: str | None):
+def run(folder: Path, config, policy, mesh: str | None, by_rows: bool = False, **options):
     """Prefill two prompts in chunks over a cache full of NaN, decode greedily; return the logits of every step."""
     import jax
     import numpy as np
@@ -59,9 +60,16 @@ def run(folder: Path, config, policy, mesh: str | None):
     from tessera.generate import load
     from tessera.runtime.step import Session
 
-    model = load(folder, mesh=mesh)
-    session = Session(model.params, config, policy, batch=2, num_keys=192, sizes=(64,))
-    session.cache = jax.tree.map(lambda x: jax.device_put(np.full(x.shape, np.nan, x.dtype), x.sharding), session.cache)
+    model = load(folder, mesh=mesh, **options)
+    session = Session(model.params, config, policy, batch=2, num_keys=192, sizes=(64,), cache=model.cache)
+    if by_rows:  # whatever sends fewer bytes
+        session.sharing = SimpleNamespace(by_rows=lambda batch, rows: True)
+
+    def unread(x):  # no program may read what it has not written
+        full = np.full(x.shape, np.nan if jax.numpy.issubdtype(x.dtype, np.floating) else 99, x.dtype)
+        return jax.device_put(full, x.sharding)
+
+    session.cache = jax.tree.map(unread, session.cache)
     prompts = [list(range(3, 153)), list(range(40, 110))]
     scores, _ = session.prefill(prompts)
     found, lengths = [np.asarray(scores)], np.array([len(prompt) for prompt in prompts], np.int32)
@@ -88,13 +96,18 @@ def check_same(folder: Path, num_kv_heads: int, attention: str, *meshes: str) ->
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0, err_msg=mesh)
 
 
-def compiled(name: str, num_partitions: int) -> str:
-    """Return the text of a program that ran on this many devices, as the compiler left it."""
+def programs(name: str, num_partitions: int) -> list[str]:
+    """Return the texts of the programs that ran on this many devices, as the compiler left them."""
     import jax
 
     modules = [module for e in jax.devices()[0].client.live_executables() for module in e.hlo_modules()]
     texts = [module.to_string() for module in modules if module.name == f"jit_{name}"]
-    return next(text for text in texts if f"num_partitions={num_partitions}" in text)
+    return [text for text in texts if f"num_partitions={num_partitions}" in text]
+
+
+def compiled(name: str, num_partitions: int) -> str:
+    """Return the text of one of these programs."""
+    return programs(name, num_partitions)[0]
 
 
 def messages(text: str) -> list[tuple[str, str]]:
@@ -128,6 +141,14 @@ def host_memory_is_the_model_and_one_tensor(folder: Path) -> None:
     from tessera.core.mesh import MeshShape, build
 
     mesh = build(MeshShape(8, 1))
+    before = peak_bytes()  # only grows, so the smaller form first
+    small = load_params(path, config, mesh=mesh, weights="int8")
+    held = sum(shard.data.nbytes for x in jax.tree.leaves(small) for shard in x.addressable_shards)
+    grown = peak_bytes() - before
+    assert held < 0.3 * total
+    assert grown < held + 2 * largest + (32 << 20), f"{grown=} {held=} {largest=}"
+    del small
+    gc.collect()
     before = peak_bytes()
     params = load_params(path, config, mesh=mesh)
     grown = peak_bytes() - before
@@ -246,10 +267,12 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
     """Blocks of 32 values, rows of q and k in llama.cpp's order, columns cut at blocks and within one."""
     import jax
     import numpy as np
+    import pytest
     from gguf import quantize
     from gguf_files import Q, from_folder
 
     from tessera.core.mesh import MeshShape, build
+    from tessera.core.quant import dequantised, is_quantised
     from tessera.models.checkpoint import load_params, read_config
 
     def quantised(kind: Q, name: str, x: np.ndarray) -> tuple[np.ndarray, Q]:
@@ -257,7 +280,7 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
             return x, Q.F32
         return (x.astype(np.float16), kind) if kind == Q.F16 else (quantize(x, kind), kind)
 
-    config = config_of(4, hidden_size=64, intermediate_size=96, head_dim=16)
+    config = config_of(4, hidden_size=64, intermediate_size=192, head_dim=16)
     source = saved(folder, config, "gguf")
     for kind, heads in ((Q.Q8_0, 4), (Q.Q4_0, 2), (Q.F16, 4)):
         path = from_folder(source, folder / f"{kind.name}.gguf", quantise=partial(quantised, kind))
@@ -269,6 +292,117 @@ def gguf_parts_equal_the_whole(folder: Path) -> None:
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
         for a, b in zip(jax.tree.leaves(parts.layers[1]), jax.tree.leaves(stacked.layers), strict=True):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b)[1])
+        if kind == Q.F16:
+            continue
+        if heads > 2:  # a device would hold 48 inputs of down
+            with pytest.raises(
+                ValueError, match="blocks of 32 inputs, and mlp.down_proj.weight has 48 on each of the 4"
+            ):
+                load_params(path, found, mesh=build(MeshShape(heads, 1)), weights="gguf")
+            continue
+        one, kept = (load_params(path, found, mesh=on, weights="gguf") for on in (None, build(MeshShape(2, 1))))
+        leaves = [jax.tree.leaves(params, is_leaf=is_quantised) for params in (one, kept)]
+        for a, b in zip(*leaves, strict=True):
+            a, b = (dequantised(x) if is_quantised(x) else np.asarray(x) for x in (a, b))
+            np.testing.assert_array_equal(a, b)
+
+
+@check
+def fewer_bits_equal_one_device(folder: Path) -> None:
+    """Values, scales, fingerprint and products of every form are those of one device, and each device holds the planned
+    bytes. A product whose inputs are split adds up once; integers agree on each row's largest value before."""
+    import jax
+    import numpy as np
+
+    from tessera.core.quant import FORMS, dequantised, is_quantised, num_bytes
+    from tessera.generate import load
+    from tessera.models.checkpoint import fingerprint
+    from tessera.models.footprint import Division, Types, weight_bytes
+    from tessera.models.weights import device_bytes
+
+    config = config_of(4, hidden_size=128, intermediate_size=256, head_dim=32)
+    source = saved(folder, config, "bits")
+    for name in FORMS:
+        parts = {"int4-g128": 2, "fp8": 1}.get(name, 4)
+        one, model = load(source, weights=name), load(source, weights=name, mesh=str(parts))
+        assert fingerprint(model.params, config) == fingerprint(one.params, config)
+        leaves = [jax.tree.leaves(params, is_leaf=is_quantised) for params in (one.params, model.params)]
+        for a, b in zip(*leaves, strict=True):
+            a, b = (dequantised(x) if is_quantised(x) else np.asarray(x) for x in (a, b))
+            np.testing.assert_array_equal(a, b)
+        types = Types(weights=name, dtype=config.dtype)
+        planned = sum(weight_bytes(config, types=types, division=Division(heads=parts)).values())
+        assert (
+            planned
+            == device_bytes(model.params)
+            == sum(num_bytes(x.addressable_shards[-1].data) for x in jax.tree.leaves(model.params))
+        )
+        check_products(one.params.layers[1], model.params.layers[1], name, parts)
+
+
+def check_products(one, split, name: str, parts: int) -> None:
+    """Compare a product with split outputs and one with split inputs, as in q and o, for few and many rows."""
+    import numpy as np
+
+    from tessera.core.mesh import keep, mesh_of, program, put
+    from tessera.models.products import product
+
+    @program()
+    def both(layer, x, y):
+        return product(x, layer.q), keep(product(y, layer.o))
+
+    rng, on = np.random.default_rng(0), mesh_of(split)
+    for rows in ((2, 1), (2, 40)):
+        x, y = (rng.normal(size=(*rows, n)).astype(np.float32) for n in (one.q.shape[1], one.o.shape[1]))
+        want = both(one, x, y)
+        given = split, put(x, on), put(y, on, None, None, "heads")
+        found = both(*given)
+        for a, b in zip(want, found, strict=True):
+            np.testing.assert_allclose(b, a, atol=2e-6 * np.abs(a).max(), rtol=0, err_msg=name)
+        text = both.lower(*given).compile().as_text()
+        kinds = [kind for kind, _ in messages(text)]
+        integers = name in ("int8", "int4", "w8a8")
+        assert kinds == ["all-reduce"] * (0 if parts == 1 else 2 if integers else 1), (name, rows, messages(text))
+
+
+@check
+def fewer_bits_decode_as_on_one_device(folder: Path) -> None:
+    """The products of TPUs, chunks shared by heads and by rows: within 1e-5, two sums a layer, weights sent as bytes.
+
+    The CPU's products and an int8 cache round activations, where a change of 1e-7 can change an integer: one device's
+    logits move by 3e-4 if its embedding is scaled by 1 + 3e-7. So does a mesh's, by no more than 1e-3.
+    """
+    from tessera.models import products
+
+    config, on_cpu = config_of(4), products._on_cpu
+    source, policy = saved(folder, config, "kv4"), policies(4)["dense"]
+    try:
+        products._on_cpu = products._fused
+        want = run(source, config, policy, None, weights="int8")
+        for mesh, by_rows in (("4", False), ("4", True), ("4x2", False)):
+            found = run(source, config, policy, mesh, by_rows, weights="int8")
+            check_close(found, want, 1e-5, f"{mesh=} {by_rows=}")
+    finally:
+        products._on_cpu = on_cpu
+    gathered = [
+        sum(kind == "all-gather" and result.startswith("s8") for kind, result in messages(text))
+        for text in programs("prefill_chunk", 4)
+    ]
+    assert max(gathered) >= 7 * config.num_layers, gathered
+    for text in programs("decode_token", 4):
+        sums = [result for kind, result in messages(text) if kind == "all-reduce"]
+        assert 0 < len(sums) <= 2 * config.num_layers + 1, sums
+    policy, options = policies(4)["remap"], {"weights": "int4", "cache": "int8"}
+    want, found = (run(source, config, policy, mesh, **options) for mesh in (None, "4"))
+    check_close(found, want, 1e-3, "packed int4 weights, int8 cache, Kascade")
+
+
+def check_close(found, want, atol: float, what: str) -> None:
+    import numpy as np
+
+    assert np.isfinite(want).all()
+    assert (found.argmax(-1) == want.argmax(-1)).all(), what
+    np.testing.assert_allclose(found, want, atol=atol, rtol=0, err_msg=what)
 
 
 @check

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from tessera.core.quant import FORMS, Quantised
+from tessera.core.mesh import MeshShape, build, sharding
+from tessera.core.quant import FORMS, Quantised, arrays_of
 from tessera.models.layers import linear
+from tessera.models.weights import LAYER, quantised_axes
 
 
 def weight_product(name=None, rows=8, inputs=4096, outputs=14336):
@@ -27,3 +29,20 @@ def weight_product(name=None, rows=8, inputs=4096, outputs=14336):
         rounds_rows=form.rounds_rows, float_dtype="bfloat16",
     )  # fmt: skip
     return jax.jit(linear), (x, weight)
+
+
+def split_product(name, rows, inputs, outputs, devices):
+    """Build a product whose inputs the devices share, as those of o and down."""
+    mesh = build(MeshShape(len(devices), 1), devices)
+    form = FORMS[name]
+    axes = quantised_axes(next(weight for weight in LAYER if weight.name == "down"), form)
+    held = {
+        leaf: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding(mesh, axes[leaf]))
+        for leaf, array in arrays_of(outputs, inputs, form).items()
+    }
+    weight = Quantised(
+        **held, kind=form.kind, group=form.group, rounds_rows=form.rounds_rows, shared=len(devices),
+        float_dtype="bfloat16",
+    )  # fmt: skip
+    x = jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16, sharding=sharding(mesh, (None, "mlp")))
+    return jax.jit(linear, out_shardings=sharding(mesh, ())), (x, weight)

@@ -19,14 +19,14 @@ from tessera.core.files import SHIPPED
 from tessera.core.hardware import compiles_without_chip
 from tessera.core.memory import require, require_programs
 from tessera.core.mesh import build, check, local_devices, mesh_of, num_parts, num_stripes, parse
-from tessera.core.quant import check_name
+from tessera.core.quant import STORED, check_name
 from tessera.models.checkpoint import fingerprint, load_params, read_config, read_tokenizer, resolve, save_folder
 from tessera.models.config import ModelConfig
 from tessera.models.fetch import MODELS
 from tessera.models.footprint import Division, Types, weight_bytes
 from tessera.models.generation_config import GenerationConfig, read_generation_config
 from tessera.models.layers import Params
-from tessera.models.quantised import memory_bytes
+from tessera.models.quantised import check_forms, stored_kinds, stored_tensors
 from tessera.models.tokenizer import Tokenizer
 from tessera.models.weights import split_sizes
 from tessera.runtime.answers import Generation
@@ -332,8 +332,6 @@ def load(
     on = None if mesh is None else mesh_for(config, mesh)
     if cache == "int8" and num_stripes(on) > 1:
         raise ValueError(f"{cache=} cannot be dealt over a mesh that splits the context ({mesh=}): leave one out")
-    if weights is not None and on is not None:
-        raise ValueError(f"{weights=} cannot be split over a mesh yet ({mesh=}): leave one of them out")
     require_weights(source, config, weights, on)
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():
@@ -357,14 +355,17 @@ def load(
 
 
 def require_weights(source: Path, config: ModelConfig, weights: str | None, on: Mesh | None) -> None:
-    """Raise MemoryError unless the weights, and the programs that use them, fit."""
+    """Raise ValueError if the model cannot be held in this form, MemoryError unless the weights and the programs that
+    use them fit."""
     described = source / "config.json" if source.is_dir() else source
     what = f"the model that {described} describes, in {weights or config.dtype},"
-    if weights is None:
-        types, division = Types(weights=config.dtype, dtype=config.dtype), Division(heads=num_parts(on))
-        num_bytes = sum(weight_bytes(config, types=types, division=division).values())
-    else:
-        num_bytes = memory_bytes(source, config, weights)
+    kinds = {}
+    if weights is not None:
+        stored = stored_tensors(source, config)
+        check_forms(stored, config, source, weights, num_parts(on))
+        kinds = stored_kinds(stored) if weights == STORED else kinds
+    types = Types(weights=weights or config.dtype, dtype=config.dtype, kinds=kinds)
+    num_bytes = sum(weight_bytes(config, types=types, division=Division(heads=num_parts(on))).values())
     devices = jax.devices()[:1] if on is None else on.local_devices
     require(num_bytes, devices, what, "take a smaller model, more devices, bfloat16, or fewer bits (weights)")
     require_programs(num_bytes * len(devices), what)

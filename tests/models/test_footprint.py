@@ -81,14 +81,17 @@ def test_eight_billion_by_hand():
 
 
 def test_narrow_types():
-    """int8: a byte per element, four per channel or two per token and head. Embedding and norms keep their type."""
+    """int8: a byte per element, four per channel or two per token and head. The head is int8, too; a sample of each
+    matrix takes 128 bytes. Norms and the embedding of an untied model keep their type."""
     config = MODELS["llama-3.1-8b"]
     wide, narrow, half = (weight_bytes(config, types=Types(weights=name)) for name in ("bfloat16", "int8", "int4"))
     channels = 32 * (2 * 4096 + 2 * 1024), 32 * (2 * 14336 + 4096)
-    assert narrow["attention"] == wide["attention"] // 2 + 4 * channels[0]
-    assert half["mlp"] == wide["mlp"] // 4 + 4 * channels[1]
-    for kind in ("vocabulary", "vectors"):
-        assert wide[kind] == narrow[kind] == half[kind]
+    assert narrow["attention"] == wide["attention"] // 2 + 4 * channels[0] + 32 * 4 * 128
+    assert half["mlp"] == wide["mlp"] // 4 + 4 * channels[1] + 32 * 3 * 128
+    assert narrow["vocabulary"] == half["vocabulary"] == 128256 * 4096 * 3 + 128256 * 4 + 128
+    assert wide["vectors"] == narrow["vectors"] == half["vectors"]
+    grouped = weight_bytes(config, types=Types(weights="int4-g32"))
+    assert grouped["mlp"] == wide["mlp"] // 4 + wide["mlp"] // 2 * 2 // 32 + 32 * 3 * 128
     full, quarter = cache_bytes(config, 1, 1024), cache_bytes(config, 1, 1024, types=Types(cache="int8"))
     assert quarter == full // 2 + 2 * 32 * 8 * 1024 * 2
     with pytest.raises(ValueError, match="weights='int2' must be one of float32, bfloat16, int8"):

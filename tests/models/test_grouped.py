@@ -2,12 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from tessera.core.quant import FORMS, Form, Parts, Quantised, dequantised, place, quantise
+from tessera.core.quant import FORMS, Form, Quantised, dequantised, round_rows
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.models import grouped, products
@@ -18,12 +17,14 @@ RNG = np.random.default_rng(23)
 def weight(outputs: int, inputs: int, form: Form, zeros: bool = False) -> Quantised:
     """Round a random matrix whose outputs differ in size by 1,000, so that a scale of the wrong output shows."""
     w = RNG.normal(size=(outputs, inputs)) * np.logspace(-2, 1, outputs)[:, None]
-    parts, kind = quantise(w.astype(np.float32), form), form.kind
+    values, scale = (array.T for array in round_rows(w.astype(np.float32), form))  # [g,G,E] and [G,E]
+    values, kind, zero = values.swapaxes(0, 1), form.kind, None
     if zeros:
-        parts = Parts(parts.values + np.int8(8), parts.scale, RNG.normal(size=parts.scale.shape).astype(np.float16))
-        kind = "uint4"
-    sample = np.zeros(64, ml_dtypes.bfloat16)
-    return place(parts, sample, kind=kind, form=form, dtype=ml_dtypes.bfloat16, packed=False)
+        values, kind, zero = values + np.int8(8), "uint4", jnp.asarray(RNG.normal(size=scale.shape), jnp.float16)
+    return Quantised(
+        values=jnp.asarray(values.astype(kind)), scale=jnp.asarray(scale), zero=zero,
+        sample=jnp.zeros(64, jnp.bfloat16), kind=kind, group=form.group, rounds_rows=False, float_dtype="bfloat16",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Quantised weights: rounding, products against a float64 oracle, loading, what is kept, refusals, TPU programs."""
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,19 +10,24 @@ import ml_dtypes
 import numpy as np
 import pytest
 from gguf_files import Q, tiny_model, write_gguf
+from jax.sharding import AbstractMesh, AxisType
 from tiny import CONFIG, load_stacked, save_tiny
 
 import tessera
 from tessera.cli import flags
 from tessera.cli.main import main
 from tessera.core import hardware, quant
-from tessera.core.quant import FORMS, Form, Parts, Quantised, dequantised, is_quantised, place, quantise
+from tessera.core.mesh import AXES
+from tessera.core.quant import FORMS, Form, Quantised, dequantised, is_quantised
+from tessera.deviceless import hlo
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
-from tessera.models import products
-from tessera.models.checkpoint import fingerprint, load_params
-from tessera.models.quantised import memory_bytes
-from tessera.models.weights import LAYER, OUTER, form_of, loaded_bytes, quantised_axes
+from tessera.models import products, rounded
+from tessera.models.checkpoint import fingerprint, load_params, read_config
+from tessera.models.footprint import Division, Types, weight_bytes
+from tessera.models.gguf_file import read_gguf_rows
+from tessera.models.quantised import check_split, stored_kinds, stored_tensors
+from tessera.models.weights import LAYER, OUTER, abstract_params, device_bytes, form_of, quantised_axes
 from tessera.train import loop
 
 RNG = np.random.default_rng(17)
@@ -34,17 +40,25 @@ def matrix(outputs=24, inputs=128) -> np.ndarray:
     return (RNG.normal(size=(outputs, inputs)) * np.logspace(-2, 1, outputs)[:, None]).astype(np.float32)
 
 
-def weight(w: np.ndarray, form: Form, packed: bool, kind: str | None = None, parts: Parts | None = None) -> Quantised:
-    sample = np.zeros(64, ml_dtypes.bfloat16)
-    return place(parts or quantise(w, form), sample, kind=kind or form.kind, form=form, dtype=np.float32, packed=packed)
+def weight(w: np.ndarray, form: Form, packed: bool, zero: np.ndarray | None = None) -> Quantised:
+    """Build a quantised matrix; with zero points [G,E], a GGUF's Q4_1, whose integers count from 0."""
+    values, scale = quant.round_rows(w, form)
+    kind = form.kind if zero is None else "uint4"
+    if form.group:
+        values, scale = values.transpose(1, 2, 0) + np.int8(0 if zero is None else 8), scale.T
+    else:
+        values, scale = values[:, 0], scale[:, 0]
+    if kind in ("int4", "uint4"):
+        values = quant.pack(values, values.ndim - (2 if form.group else 1)) if packed else values.astype(kind)
+    leaves = {"values": values, "scale": scale, "zero": zero, "sample": np.zeros(64, ml_dtypes.bfloat16)}
+    return Quantised(
+        **{name: None if leaf is None else jnp.asarray(leaf) for name, leaf in leaves.items()}, kind=kind,
+        group=form.group, rounds_rows=form.rounds_rows, float_dtype="float32",
+    )  # fmt: skip
 
 
 def with_zero(w: np.ndarray) -> Quantised:
-    """Build a weight in GGUF's Q4_1, whose groups of 32 have a zero point."""
-    parts = quantise(w, FORMS["int4-g32"])
-    zero = RNG.normal(size=parts.scale.shape).astype(np.float16)
-    form = Form(kind="int4", group=32)
-    return weight(w, form, True, "uint4", Parts(parts.values + np.int8(8), parts.scale, zero))
+    return weight(w, FORMS["int4-g32"], True, RNG.normal(size=(w.shape[1] // 32, len(w))).astype(np.float16))
 
 
 # --- rounding
@@ -174,11 +188,21 @@ def test_a_quantised_model_runs_keeps_its_plan_and_is_not_saved(folder, tmp_path
     params = jax.tree.map(whole, model.params, is_leaf=is_quantised)
     plain = np.asarray(replace(model, params=params).logits(tokens))
     np.testing.assert_allclose(model.logits(tokens), plain, atol=2e-3 * np.abs(plain).max())
-    first, second = (model.generate([[1, 2, 3]], max_new_tokens=4)[0].tokens for _ in range(2))
+    first, second = (
+        replace(model, cache=cache).generate([[1, 2, 3]], max_new_tokens=4)[0].tokens for cache in (None, "int8")
+    )
     assert first == second
     with pytest.raises(ValueError, match="load the model without weights="):
         tessera.save(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def held_bytes(params) -> int:
+    return sum(map(quant.num_bytes, jax.tree.leaves(params)))
+
+
+def planned_bytes(config, **types) -> int:
+    return sum(weight_bytes(config, types=Types(dtype=config.dtype, **types)).values())
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -189,7 +213,7 @@ def test_bytes_and_axes_are_what_loading_makes(folder, name):
             load_params(folder, WIDE, weights=name)
         return
     params, stacked = (load_params(folder, WIDE, weights=name, stacked=stacked) for stacked in (False, True))
-    assert sum(map(quant.num_bytes, jax.tree.leaves(params))) == loaded_bytes(WIDE, name)
+    assert held_bytes(params) == planned_bytes(WIDE, weights=name)
     for entry in (*LAYER, *OUTER):
         held = getattr(params if entry in OUTER else params.layers[1], entry.name, None)
         form = form_of(entry, WIDE, name)
@@ -204,9 +228,22 @@ def test_bytes_and_axes_are_what_loading_makes(folder, name):
             np.testing.assert_array_equal(whole.values[1], held.values)
 
 
+def test_abstract_weights_have_the_planned_bytes():
+    """Every form, tied and untied, on one device and on four that share it, which `inspect --model` compiles for."""
+    config = replace(WIDE, hidden_size=128, intermediate_size=512, num_heads=16, num_kv_heads=4, head_dim=32)
+    for name, tied, heads in itertools.product(FORMS, (False, True), (1, 4)):
+        config = replace(config, tie_embeddings=tied)
+        mesh = AbstractMesh((heads, 1), AXES, axis_types=(AxisType.Auto,) * 2)
+        params = abstract_params(config, mesh, weights=name, dtype="bfloat16")
+        types, division = Types(weights=name), Division(heads=heads)
+        planned = sum(weight_bytes(config, types=types, division=division).values())
+        assert device_bytes(params) == planned, (name, tied, heads)
+
+
 def test_an_untied_embedding_stays_a_float(tmp_path):
     config = replace(WIDE, tie_embeddings=False)
     params = load_params(save_tiny(tmp_path, config, plan=False), config, weights="int4")
+    assert held_bytes(params) == planned_bytes(config, weights="int4")
     assert not isinstance(params.embed, Quantised)
     assert params.head.kind == "int8"
     assert params.layers[0].q.kind == "int4"
@@ -225,9 +262,9 @@ def test_a_gguf_file_is_held_as_stored(tmp_path, kind):
     path = write_gguf(tmp_path / "x.gguf", metadata, {name: encoded(array) for name, (array, _) in tensors.items()})
     plain, held = tessera.load(path), tessera.load(path, weights="gguf")
     assert fingerprint(plain.params, plain.config) == fingerprint(held.params, held.config)
-    samples = 128 * (7 * held.config.num_layers + 1)
-    held_bytes = sum(map(quant.num_bytes, jax.tree.leaves(held.params)))
-    assert memory_bytes(path, held.config, "gguf") == held_bytes - samples
+    kinds = stored_kinds(stored_tensors(path, held.config))
+    assert set(kinds.values()) == {{"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}[kind]}
+    assert held_bytes(held.params) == planned_bytes(held.config, weights="gguf", kinds=kinds)
     for name in ("q", "k", "down"):
         want, got = getattr(plain.params.layers[0], name), getattr(held.params.layers[0], name)
         np.testing.assert_array_equal(dequantised(got), want)
@@ -238,12 +275,67 @@ def test_a_gguf_file_is_held_as_stored(tmp_path, kind):
     np.testing.assert_allclose(held.logits(tokens), want, atol=1e-4 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-g32", "gguf"])
+def test_a_process_reads_only_its_part(tmp_path, name):
+    """One box of rows and one of inputs, as one of several processes reads them: values, scales, and a sample that is
+    the whole matrix's. A channel's scale is that of all its inputs; rows of q come in llama.cpp's order."""
+    import gguf
+
+    metadata, tensors = tiny_model(256, hidden=128)
+    kind = Q.Q4_1 if name == "gguf" else Q.F32
+
+    def encoded(array):
+        return (gguf.quants.quantize(array, kind), kind) if array.ndim == 2 else (array, Q.F32)
+
+    path = write_gguf(tmp_path / "x.gguf", metadata, {n: encoded(array) for n, (array, _) in tensors.items()})
+    stored = stored_tensors(path, read_config(path))
+    for tensor, box in (("q_proj", (64, 128, 0, 128)), ("o_proj", (0, 128, 32, 96))):
+        full = f"model.layers.0.self_attn.{tensor}.weight"
+        given = {full: stored[full]}
+        form = rounded.stored_form(given) if name == "gguf" else FORMS[name]
+        how = {"form": form, "kept": name == "gguf", "packed": False}
+        whole = 0, 128, 0, 128
+        wanted, want_sample = rounded.read_parts(read_gguf_rows, given, [whole], **how)
+        found, sample = rounded.read_parts(read_gguf_rows, given, [box], **how)
+        np.testing.assert_array_equal(sample, want_sample)
+        rows, inputs = slice(*box[:2]), slice(*box[2:])
+        groups = slice(box[2] // (form.group or 1), box[3] // (form.group or 1))
+        cuts = {"values": (0, rows, inputs), "scale": (0, rows)}
+        if form.group:
+            cuts = {"values": (0, groups, slice(None), rows), **dict.fromkeys(("scale", "zero"), (0, groups, rows))}
+        for leaf, array in found[box].arrays.items():
+            np.testing.assert_array_equal(array[0], wanted[whole].arrays[leaf][cuts[leaf]])
+
+
 # --- refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("int4-g64", "multiples of 64, and mlp.down_proj.weight has 32 on each of the 2 .*'int4-g32' or 'int4'$"),
+        ("int4-g128", "multiples of 128, and self_attn.q_proj.weight has 32: pass weights='int4-g32' or 'int4'$"),
+        ("int4", None),
+    ],
+)
+def test_groups_are_split_whole(name, words):
+    config = replace(WIDE, hidden_size=64 if name == "int4-g64" else 32, num_heads=8)
+    if words is None:
+        check_split(config, name, 2)
+        with pytest.raises(ValueError, match="packs two inputs per byte, and mlp.down_proj.weight has 33 on each"):
+            check_split(replace(config, intermediate_size=66), name, 2)
+        return
+    with pytest.raises(ValueError, match=words):
+        check_split(config, name, 2)
 
 
 def test_refusals(folder, tmp_path):
     with pytest.raises(ValueError, match="weights='int5' must be one of int8, int4"):
         tessera.load(folder, weights="int5")
+    with pytest.raises(ValueError, match="weights='int8,int4' must be one of int8, int4"):
+        tessera.load(folder, weights="int8,int4", cache="int8")
+    with pytest.raises(ValueError, match="cache='int4' must be 'int8', or None"):
+        tessera.load(folder, weights="int8", cache="int4")
     with pytest.raises(ValueError, match="is a folder: pass 'int8'"):
         tessera.load(folder, weights="gguf")
     with pytest.raises(ValueError, match=r"multiples of 32, and mlp.down_proj.weight has 48: pass weights='int4'$"):
@@ -305,6 +397,27 @@ def check_program(name: str, rows: int, **sizes: int) -> None:
 @pytest.mark.parametrize(("name", "rows"), [("int8", 8), ("int4", 64)])
 def test_a_tpu_program_reads_only_quantised_bytes(name, rows):
     check_program(name, rows)
+
+
+def check_sum(name: str) -> None:
+    """Check that devices which share the inputs add up once, in bfloat16, and make no temporary matrix."""
+    sizes = {"rows": 8, "inputs": 4096, "outputs": 2048}
+    program = factory_program("quant_subjects:split_product", name=name, **sizes)
+    found = tpu.compile_for("v6e", program, topology="v6e:2x2", devices=4, paths=[str(TESTS)], limit_s=200)
+    assert found.error is None, found.error
+    sent = [(c.opcode, c.bytes) for c in hlo.collectives(found.program)]
+    assert sent == [("all-reduce", 2 * sizes["rows"] * sizes["outputs"])]
+    assert found.memory["temp"] <= 1 << 17
+
+
+def test_devices_of_a_tpu_add_up_once_in_bfloat16():
+    check_sum("int8")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["int4", "fp8", "int4-g32", "int4-g128"])
+def test_devices_of_a_tpu_add_up_once_in_every_form(name):
+    check_sum(name)
 
 
 @pytest.mark.exhaustive

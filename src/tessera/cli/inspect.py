@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from tessera.cli.flags import MODEL, Omittable
+from tessera.cli.flags import MODEL, Omittable, Weights
 
 CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config picture".split()
 """Flags of a single call, which cannot be combined with --model."""
@@ -15,7 +15,7 @@ CALL_ONLY = "role heads kv_heads head_dim dtype window softcap kernel config pic
 TIMED_OUT = 3
 """Exit code if the compiler was stopped at --limit-s, so that it is unknown whether the call compiles."""
 
-MODEL_ONLY = ("mesh", "attention")
+MODEL_ONLY = ("mesh", "attention", "weights", "cache")
 """Flags that require --model."""
 
 
@@ -63,6 +63,10 @@ class Inspect:
     """With --model: number of devices that every layer is split over."""
     attention: Literal["kascade", "dense"] = "kascade"
     """With --model: attention policy; kascade uses five anchor layers."""
+    weights: Omittable[Weights] = None
+    """With --model: form of the matrices; floats if not given."""
+    cache: Omittable[Literal["int8"]] = None
+    """With --model: type of the cached keys and values; that of the activations if not given."""
     kernel: Omittable[str] = None
     """Name of the kernel; the kernel that dispatch chooses for this chip if not given."""
     config: Omittable[str] = None
@@ -164,7 +168,11 @@ class Inspect:
 
         if self.chip == "h200":
             raise ValueError(f"--chip {self.chip} inspects single calls: drop --model, or name a TPU")
-        names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction")
+        if self.weights == "gguf":
+            raise ValueError(
+                f"--weights {self.weights} needs a file's blocks, and no weight is read: name another form"
+            )
+        names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights", "cache")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
         with self.progress(f"one {self.phase} step of {self.model}"):
             result = model_inspection.inspect_step(self.chip, self.model, self.mesh, limit_s=self.limit_s, **call)
@@ -174,7 +182,9 @@ class Inspect:
             model_inspection.print_step(result)
         if self.evidence is not None:
             sizes = f"B {self.batch} T {1 if self.phase == 'decode' else call['queries']} S {self.length}"
-            self.record("step", self.attention, f"{self.model} {self.phase} {sizes}, {self.mesh} x {self.chip}", result)
+            bits = "".join(f", {value} {n}" for n in ("weights", "cache") if (value := getattr(self, n)))
+            words = f"{self.model} {self.phase} {sizes}, {self.mesh} x {self.chip}{bits}"
+            self.record("step", self.attention, words, result)
         return TIMED_OUT if result.timed_out else 0 if result.compiled else 1
 
     def record(self, what: str, kernel: str, workload: str, result) -> None:

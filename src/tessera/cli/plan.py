@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from tessera.cli.flags import Omittable
+from tessera.cli.flags import Omittable, Several, Weights
 from tessera.core import interrupt
 
 
@@ -35,6 +35,8 @@ class Plan:
     """Rows of one prefill call per sequence; the engine's number if not given."""
     plan: Omittable[Path] = None
     """Kascade plan file. If not given, the paper's recipe: an anchor per six or seven layers, a tenth of the keys."""
+    weights: Several[Literal["bfloat16", Weights]] = ()
+    """Types of the matrices to compare; all that the model can take if not given."""
     compile: bool = False
     """Compile a decode step and a prefill chunk in the model's own dtype, and compare their memory (minutes)."""
     limit_s: float = 900.0
@@ -88,7 +90,7 @@ class Plan:
 
             plan_check.require_compiler(question)
             checks = plan_check.check(question, str(source or self.model), limit_s=self.limit_s)
-        return planner.plan(question), checks
+        return planner.plan(question, weights=self.weights, source=None if source is None else Path(source)), checks
 
     def policy(self, config):
         """Return the Kascade policy of --plan, or the paper's recipe."""

@@ -10,10 +10,11 @@ from the first half of a row (or group) in its low four bits and one from the se
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from math import prod
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import jax
 import ml_dtypes
@@ -31,7 +32,7 @@ class Form:
     """Form in which a matrix is stored.
 
     Attributes:
-        kind: "int8", "int4" or "fp8" (e4m3, 3 bits of mantissa).
+        kind: "int8", "int4", "uint4" (GGUF's Q4_1, with a zero point per group) or "fp8" (e4m3, 3 bits of mantissa).
         group: inputs that share a scale; 0 for one scale per output channel.
         rounds_rows: round the activations of long calls to int8, too (w8a8).
     """
@@ -43,7 +44,7 @@ class Form:
     @property
     def bits(self) -> int:
         """Bits per value, without the scales."""
-        return 4 if self.kind == "int4" else 8
+        return 4 if self.kind in ("int4", "uint4") else 8
 
 
 STORED = "gguf"
@@ -67,6 +68,16 @@ LARGEST: Final[Mapping[str, float]] = MappingProxyType({"int8": 127.0, "int4": 7
 """Largest magnitude of a value. -128 and -8 are unused, so that the integers are symmetric around 0."""
 
 
+DTYPES: Final[Mapping[str, np.dtype]] = MappingProxyType(
+    {
+        "int8": np.dtype(np.int8),
+        "int4": np.dtype(ml_dtypes.int4),
+        "uint4": np.dtype(ml_dtypes.uint4),
+        "fp8": np.dtype(ml_dtypes.float8_e4m3fn),
+    }
+)
+"""Dtype of the values by kind, where they are not packed."""
+
 BLOCK_VALUES = 1 << 18
 """Values rounded at a time. Their temporary copies fit the CPU's cache and add little to peak memory."""
 
@@ -84,6 +95,9 @@ class Quantised:
         kind: "int8", "int4", "uint4" (GGUF's Q4_1) or "fp8".
         group: inputs that share a scale; 0 for one scale per output channel.
         rounds_rows: see `Form`.
+        stretches: equal stretches of the inputs, each of which packs its first half with its second: as many as devices
+            share the inputs, so that each device unpacks its own inputs.
+        shared: devices of a mesh that share the inputs; `products` lets each scale its sum before they add up.
         float_dtype: name of the model's float dtype, which a lookup returns.
     """
 
@@ -94,6 +108,8 @@ class Quantised:
     kind: str = field(metadata={"static": True})
     group: int = field(default=0, metadata={"static": True})
     rounds_rows: bool = field(default=False, metadata={"static": True})
+    stretches: int = field(default=1, metadata={"static": True})
+    shared: int = field(default=1, metadata={"static": True})
     float_dtype: str = field(metadata={"static": True})
 
     @property
@@ -135,6 +151,11 @@ def has_quantised(tree: Any) -> bool:
     return any(map(is_quantised, jax.tree.leaves(tree, is_leaf=is_quantised)))
 
 
+def gathered(tree: Any) -> Any:
+    """Return a pytree whose quantised matrices no longer count as shared, for devices that hold all of each."""
+    return jax.tree.map(lambda x: replace(x, shared=1) if is_quantised(x) else x, tree, is_leaf=is_quantised)
+
+
 def num_bytes(array: Any) -> int:
     """Return an array's bytes in memory. (Its `nbytes` counts each four-bit value as a whole byte.)"""
     bits = 4 if array.dtype in (ml_dtypes.int4, ml_dtypes.uint4) else 8 * array.dtype.itemsize
@@ -147,48 +168,67 @@ def check_name(name: str | None) -> None:
         raise ValueError(f"weights={name!r} must be one of {', '.join(NAMES)}, or None for the float dtype")
 
 
-def check_shape(name: str, shape: tuple[int, ...], form: Form) -> None:
-    """Raise ValueError unless the form can store a matrix of this shape; `name` is for the message."""
-    width = shape[-1]
+def check_shape(name: str, shape: tuple[int, ...], form: Form, parts: int = 1) -> None:
+    """Raise ValueError unless the form can store a matrix of this shape.
+
+    Args:
+        name: of the matrix.
+        shape: [E,D].
+        form: of its values.
+        parts: devices that share the inputs D.
+    """
+    width = shape[-1] // parts
+    has = f"{name} has {width}" + (f" on each of the {parts} devices that share them" if parts > 1 else "")
     if form.group and width % form.group:
         fits = [f"int4-g{group}" for group in GROUPS if width % group == 0]
         raise ValueError(
-            f"weights='int4-g{form.group}' needs inputs in multiples of {form.group}, and {name} has {width}: pass "
-            f"weights={' or '.join(map(repr, [*fits, 'int4']))}"
+            f"weights='int4-g{form.group}' needs inputs in multiples of {form.group}, and {has}: pass "
+            f"weights={' or '.join(map(repr, [*fits, 'int8' if width % 2 else 'int4']))}"
         )
     if form.kind == "int4" and not form.group and width % 2:
-        raise ValueError(f"weights='int4' packs two inputs per byte, and {name} has {width}: pass weights='int8'")
+        raise ValueError(f"weights='int4' packs two inputs per byte, and {has}: pass weights='int8'")
 
 
-class Parts(NamedTuple):
-    """A quantised matrix on the host, before four-bit values are packed."""
+def arrays_of(outputs: int, inputs: int, form: Form, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the arrays of a quantised matrix [outputs,inputs] by their names in `Quantised`; `packed` as on a CPU."""
+    width, dtype = form.group or inputs, DTYPES[form.kind]
+    if packed and form.bits == 4:
+        width, dtype = width // 2, np.dtype(np.int8)
+    values, scale = (outputs, width), ((outputs,), np.float32)
+    if form.group:
+        groups = inputs // form.group
+        values, scale = (groups, width, outputs), ((groups, outputs), np.float16)
+    found = {"values": (values, dtype), "scale": scale, "sample": ((SAMPLE,), ml_dtypes.bfloat16)}
+    found |= {"zero": scale} if form.kind == "uint4" else {}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in found.items()}
 
-    values: np.ndarray
-    scale: np.ndarray
-    zero: np.ndarray | None = None
+
+@cache
+def matrix_bytes(outputs: int, inputs: int, form: Form) -> int:
+    """Return the bytes of a quantised matrix [outputs,inputs], or of one device's part of it."""
+    return sum(map(num_bytes, arrays_of(outputs, inputs, form).values()))
 
 
-def quantise(matrix: np.ndarray, form: Form) -> Parts:
-    """Round a float32 matrix [E,D]: scale = max |w| / LARGEST per channel or group, values = round(w / scale).
+def round_rows(rows: np.ndarray, form: Form) -> tuple[np.ndarray, np.ndarray]:
+    """Round float32 rows [M,D] to values [M,n,g] and scales [M,n]: g is the group, or all D inputs (n = 1).
 
-    A group's values are divided by its scale after the scale is rounded to float16. Smaller scales, which clip the
-    largest values and minimise the squared error, made int4 per channel worse on a real model (LOG.md).
+    scale = max |w| / LARGEST per channel or group, values = round(w / scale). A group's scale is rounded to float16
+    before its values are rounded by it. Scales that clip the largest values for a smaller squared error made four bits
+    per channel worse on a real model (LOG.md).
     """
-    outputs, inputs = matrix.shape
+    count, inputs = rows.shape
     width, largest = form.group or inputs, np.float32(LARGEST[form.kind])
-    values = np.empty((outputs, inputs // width, width), ml_dtypes.float8_e4m3fn if form.kind == "fp8" else np.int8)
+    values = np.empty((count, inputs // width, width), DTYPES["fp8" if form.kind == "fp8" else "int8"])
     scale = np.empty(values.shape[:2], np.float16 if form.group else np.float32)
     step = max(BLOCK_VALUES // inputs, 1)
-    for start in range(0, outputs, step):
-        rows = slice(start, start + step)
-        grouped = matrix[rows].reshape(-1, inputs // width, width)
-        scale[rows] = np.maximum(grouped.max(-1), -grouped.min(-1)) / largest
-        divisor = np.where(scale[rows] == 0, np.float32(1), scale[rows].astype(np.float32))  # 0: a group of zeros
+    for start in range(0, count, step):
+        some = slice(start, start + step)
+        grouped = rows[some].astype(np.float32, copy=False).reshape(-1, inputs // width, width)
+        scale[some] = np.maximum(grouped.max(-1), -grouped.min(-1)) / largest
+        divisor = np.where(scale[some] == 0, np.float32(1), scale[some].astype(np.float32))  # 0: a group of zeros
         quotient = np.clip(grouped / divisor[..., None], -largest, largest)
-        values[rows] = quotient if form.kind == "fp8" else np.rint(quotient)
-    if not form.group:
-        return Parts(values.reshape(outputs, inputs), scale[:, 0])
-    return Parts(np.ascontiguousarray(values.transpose(1, 2, 0)), np.ascontiguousarray(scale.T))
+        values[some] = quotient if form.kind == "fp8" else np.rint(quotient)
+    return values, scale
 
 
 def pack(values: np.ndarray, axis: int) -> np.ndarray:
@@ -206,35 +246,14 @@ def unpack(packed: Array, signed: bool) -> tuple[Array, Array]:
     return jax.lax.shift_right_arithmetic(jax.lax.shift_left(packed, four), four), high
 
 
-def place(parts: Parts, sample: np.ndarray, *, kind: str, form: Form, dtype: Any, packed: bool) -> Quantised:
-    """Put a quantised matrix on the default device.
-
-    Args:
-        parts: values and scales on the host.
-        sample: see `Quantised`.
-        kind: see `Quantised`.
-        form: gives `group` and `rounds_rows`.
-        dtype: float dtype of the model.
-        packed: pack four-bit values two per byte, for a CPU; else store them as int4 or uint4.
-    """
-    values = parts.values
-    if kind in ("int4", "uint4"):
-        axis = values.ndim - (2 if form.group else 1)
-        values = pack(values, axis) if packed else values.astype(getattr(ml_dtypes, kind))
-    leaves = (values, parts.scale, parts.zero, sample)
-    values, scale, zero, sample = (None if leaf is None else jax.device_put(leaf) for leaf in leaves)
-    return Quantised(
-        values=values, scale=scale, zero=zero, sample=sample, kind=kind, group=form.group,
-        rounds_rows=form.rounds_rows, float_dtype=np.dtype(dtype).name,
-    )  # fmt: skip
-
-
 def dequantised(weight: Quantised) -> np.ndarray:
     """Compute, on the host, the float32 matrix [E,D] that a quantised matrix represents."""
     values, scale = np.asarray(weight.values), np.asarray(weight.scale, np.float32)
-    if weight.packed:
-        halves = map(np.asarray, unpack(weight.values, weight.kind == "int4"))
-        values = np.concatenate([*halves], -2 if weight.group else -1)
+    if weight.packed and weight.group:
+        values = np.concatenate([*map(np.asarray, unpack(values, weight.kind == "int4"))], -2)
+    elif weight.packed:
+        halves = [np.asarray(half).reshape(len(values), weight.stretches, -1) for half in unpack(values, True)]
+        values = np.concatenate(halves, -1).reshape(len(values), -1)
     if not weight.group:
         return values.astype(np.float32) * scale[:, None]
     whole = values.astype(np.float32) * scale[:, None]

@@ -12,6 +12,7 @@ It leaves out the latency of the exchanges, loops inside tile selection, and dev
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,7 @@ from tessera.deviceless import hlo, steps
 from tessera.deviceless.compiler import factory_program
 from tessera.deviceless.tpu import compiler as tpu
 from tessera.deviceless.tpu import fusions, predict
+from tessera.models.quantised import check_forms
 from tessera.models.weights import split_sizes
 
 MESHES = MappingProxyType(
@@ -76,7 +78,8 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
         model: a name of `steps.MODELS`, a folder with a config.json, or a GGUF file.
         mesh: devices that share every layer.
         limit_s: seconds for the compiler.
-        call: phase, batch, length, queries, attention, tile, query_tile, fraction (see `steps.model_step`).
+        call: phase, batch, length, queries, attention, tile, query_tile, fraction, weights, cache (see
+            `steps.model_step`).
 
     Raises:
         ValueError: the chip has no mesh of this size, or `mesh` does not divide the model's KV heads.
@@ -87,6 +90,7 @@ def inspect_step(chip: str, model: str, mesh: int, *, limit_s: float = 600.0, **
     if config.num_kv_heads % mesh:
         raise ValueError(f"--mesh {mesh} must divide the model's {config.num_kv_heads} KV heads")
     check(MeshShape(mesh, 1), split_sizes(config), mesh)
+    check_forms({}, config, Path(model), call.get("weights"), mesh)
     program = factory_program("tessera.deviceless.steps:model_step", model=model, **call)
     found = tpu.compile_for(
         chip, program, topology=MESHES[chip][mesh], devices=mesh, limit_s=limit_s, with_fusions=True

@@ -86,9 +86,15 @@ def require_compiler(q: Question) -> None:
         )
 
 
+def types_of(config: ModelConfig, call: Mapping[str, Any]) -> Types:
+    """Return the number types of a step: the model's own where the call names none."""
+    given = {name: call.get(name) or config.dtype for name in ("weights", "cache")}
+    return Types(**given, dtype=config.dtype)
+
+
 def planned(config: ModelConfig, chip: str, devices: int, call: Mapping[str, Any]) -> Footprint:
-    """Compute the planned bytes of the step that `inspect_step` compiles, in the dtype of the model's config."""
-    types = Types(weights=config.dtype, cache=config.dtype, dtype=config.dtype)
+    """Plan the bytes of the step that `inspect_step` compiles."""
+    types = types_of(config, call)
     rows = 1 if call["phase"] == "decode" else call["queries"]
     load = Load(batch=call["batch"], num_keys=call["length"], rows=rows, stacked=True)
     found = footprint(config, load, types=types, division=divide(config, devices))

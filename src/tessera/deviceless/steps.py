@@ -66,11 +66,14 @@ def model_step(
     fraction: float,
     devices: Any,
     stacked: bool = True,
+    weights: str | None = None,
+    cache: str | None = None,
 ) -> tuple[Any, tuple, dict]:
     """Return (step, abstract arguments, about) of a prefill of the last `queries` of `length` tokens, or of one decode.
 
     The step donates the cache, as the engine does, and returns the new cache and the last row's logits. Layers that
-    are `stacked` run under a scan, which compiles fast; otherwise they are unrolled, as `load` runs them.
+    are `stacked` run under a scan, which compiles fast; otherwise they are unrolled, as `load` runs them. `weights` and
+    `cache` are those of `load`.
     """
     config = config_of(model)
     mesh = build(MeshShape(len(devices), 1), devices)
@@ -80,24 +83,25 @@ def model_step(
     def place(shape, dtype, *spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
-    held = jax.eval_shape(lambda: init_cache(config, batch, length, dtype=config.dtype, stacked=stacked))
+    dtype = cache or config.dtype
+    empty = jax.eval_shape(lambda: init_cache(config, batch, length, dtype=dtype, stacked=stacked))
     by_head = (None, None, AXIS) if stacked else (None, AXIS)
-    cache = jax.tree.map(lambda x: place(x.shape, x.dtype, *by_head), held)
+    held = jax.tree.map(lambda x: place(x.shape, x.dtype, *by_head), empty)
     whole = NamedSharding(mesh, P())
 
     def step(params, cache, tokens_BT, positions):
         hidden, cache, _ = forward(params, tokens_BT, cache, positions, config=config, policy=policy)
         return cache, logits(params, hidden[:, -1])
 
-    function = jax.jit(step, donate_argnums=1, out_shardings=(jax.tree.map(lambda x: x.sharding, cache), whole))
+    function = jax.jit(step, donate_argnums=1, out_shardings=(jax.tree.map(lambda x: x.sharding, held), whole))
     tokens = place((batch, rows), jnp.int32)
     positions = Positions(*[place((batch,), jnp.int32)] * 3)
-    params = abstract_params(config, mesh, stacked=stacked)
+    params = abstract_params(config, mesh, stacked=stacked, weights=weights)
     shape = Shapes(batch, rows, length, config.num_heads // len(devices), config.num_kv_heads // len(devices),
-                   config.head_dim, None, config.dtype)  # fmt: skip
+                   config.head_dim, None, config.dtype)._replace(scaled=cache == "int8")  # fmt: skip
     about = {"roles": roles(policy, config), "weight_bytes": device_bytes(params)}
     about["calls"] = {role: attention_figures(role, policy, config, shape) for role in about["roles"]}
-    return function, (params, cache, tokens, positions), about
+    return function, (params, held, tokens, positions), about
 
 
 def attention_figures(role: str, policy: Policy, config: ModelConfig, shapes: Shapes) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from tessera.core.escapes import escaped, quoted
 from tessera.core.fields import read_json
 from tessera.core.files import finish_swap, replace_folder, write_text
-from tessera.core.mesh import keep, mesh_of, program, sharding
+from tessera.core.mesh import keep, mesh_of, num_parts, program, sharding
 from tessera.core.quant import STORED, Quantised, has_quantised
 from tessera.models import catalogue
 from tessera.models.config import ModelConfig, stable_repr
@@ -36,7 +36,8 @@ from tessera.models.gguf_stored import FLOATS
 from tessera.models.gguf_tokenizer import gguf_tokenizer
 from tessera.models.layers import Layer, Params
 from tessera.models.parts import load_weight
-from tessera.models.quantised import check_forms, load_rounded, load_stored, sampled, stack, stored_tensors
+from tessera.models.quantised import check_forms, stored_tensors
+from tessera.models.rounded import load_quantised, sampled
 from tessera.models.tensor_file import (
     INDEX,
     SHARD_PATTERN,
@@ -206,17 +207,17 @@ def load_params(
     if config.tie_embeddings and HEAD.stored in stored:
         _check_tied(stored[EMBED.stored], stored[HEAD.stored])
 
-    check_forms(stored, config, folder, weights)
-    if weights is not None and mesh is not None:
-        raise ValueError(f"{weights=} cannot be split over a mesh yet: leave out one of them")
+    if weights is not None:  # a mesh for training has other axes, and takes floats alone
+        check_forms(stored, config, folder, weights, num_parts(mesh))
 
     def load(weight: Weight, *names: str, lead: tuple[int, ...] = ()) -> jax.Array | Quantised:
-        if weights == STORED and weight.is_matrix and stored[names[0]].layout.name not in FLOATS:
-            return stack([load_stored(name, stored[name], dtype) for name in names], lead)
-        if weights != STORED and (form := form_of(weight, config, weights)):
-            return stack([load_rounded(stored, read, name, form=form, dtype=dtype) for name in names], lead)
+        tensors = {name: stored[name] for name in names}
+        kept = weights == STORED and weight.is_matrix and stored[names[0]].layout.name not in FLOATS
+        form = None if weights == STORED else form_of(weight, config, weights)
+        if kept or form is not None:
+            return load_quantised(read, tensors, weight, form=form, lead=lead, dtype=dtype, mesh=mesh)
         placed = None if mesh is None else sharding(mesh, (*(None for _ in lead), *weight.axes))
-        return load_weight(read, {name: stored[name] for name in names}, lead, dtype, placed)
+        return load_weight(read, tensors, lead, dtype, placed)
 
     def load_layers(*indices: int, lead: tuple[int, ...] = ()) -> Layer:
         weights = layer_weights(config)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int32
 
 from tessera.attention.contract import AttentionSpec, KeyValues, Positions, Shapes
 from tessera.core.mesh import keep
+from tessera.core.quant import gathered
 from tessera.models.cache import Cache, extend
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params, linear, matmul, mlp, rms_norm, rope_tables, rotate
@@ -67,7 +68,7 @@ def forward(
         if stripe is not None and num_queries > 1:
             x = keep(x, None, "rows")
         if spread:
-            x, layer = keep(x, None, "spread_rows"), keep(layer)
+            x, layer = keep(x, None, "spread_rows"), gathered(keep(layer))
         h = rms_norm(x, layer.attn_norm, config.norm_eps)
         q, k, v = project(h, layer, tables, config)
         if spread:  # by rows first: else XLA splits v's projection by heads and gathers h for it
@@ -91,9 +92,7 @@ def forward(
         kept = None if remat else _all_but_gathered
         block = jax.checkpoint(block, static_argnums=(0,) if unrolled else (), policy=kept)
     elif unrolled and policy.layers_alike:
-        # Traced and lowered once for all layers, where a second start of a model of 30 layers spends most of its time.
-        # XLA inlines the calls, so that the compiled program is the same.
-        block = partial(_with_array_index, jax.jit(block))
+        block = partial(_traced_once, jax.jit(block))
     run = _unrolled if unrolled else _scanned
     x, cache, state = run(block, params.layers, x, cache, state)
     return rms_norm(x, params.final_norm, config.norm_eps), cache, state
@@ -124,7 +123,12 @@ def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name != "sharding_constraint"
 
 
-def _with_array_index(block, index, *arguments):
+def _traced_once(block, index, *arguments):
+    """Run a layer by a trace that all layers share: the index must be an array.
+
+    Tracing and lowering take most of the second start of a model of 30 layers. XLA inlines the calls, so that the
+    compiled program is the same.
+    """
     return block(jnp.int32(index), *arguments)
 
 

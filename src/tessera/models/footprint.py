@@ -9,12 +9,14 @@ weights, and counts quantised weights by `weights.loaded_bytes`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import gcd
+from math import gcd, prod
 from types import MappingProxyType
 
+from tessera.core.quant import NAMES, STORED, Form, matrix_bytes
 from tessera.core.shapes import ceil_div
 from tessera.models.config import ModelConfig
-from tessera.models.weights import Weight, layer_weights, outer_weights, shape_of
+from tessera.models.gguf_stored import BLOCK
+from tessera.models.weights import OUTER, Weight, form_of, layer_name, layer_weights, outer_weights, shape_of
 
 SPLIT_AXES = frozenset({"vocab", "heads", "kv_heads", "mlp"})
 """Logical axes of weights that the mesh's axis "heads" divides; every device holds the other axes whole."""
@@ -29,7 +31,7 @@ class Number:
 
     Attributes:
         bits: bits per element.
-        scale_bytes: bytes of scale per output channel of a matrix, or per token and KV head of a cache.
+        scale_bytes: bytes of scale per token and KV head of a cache.
     """
 
     bits: int
@@ -40,16 +42,11 @@ class Number:
         return ceil_div(elements * self.bits, 8) + scales * self.scale_bytes
 
 
-WEIGHT_TYPES: Mapping[str, Number] = MappingProxyType(
-    {
-        "float32": Number(bits=32),
-        "bfloat16": Number(bits=16),
-        "int8": Number(bits=8, scale_bytes=4),
-        "fp8": Number(bits=8, scale_bytes=4),
-        "int4": Number(bits=4, scale_bytes=4),
-    }
-)
-"""Number types of a layer's matrices. Embedding, unembedding, norms and biases stay in a float type."""
+FLOATS: Mapping[str, Number] = MappingProxyType({"float32": Number(bits=32), "bfloat16": Number(bits=16)})
+"""Types of what no form rounds: norms, biases, an untied embedding, activations."""
+
+WEIGHT_TYPES = (*FLOATS, *NAMES)
+"""Types of matrices: floats, and the forms of `core/quant.py`."""
 
 CACHE_TYPES: Mapping[str, Number] = MappingProxyType(
     {"float32": Number(bits=32), "bfloat16": Number(bits=16), "int8": Number(bits=8, scale_bytes=2)}
@@ -143,11 +140,20 @@ class Footprint:
 
 @dataclass(frozen=True, kw_only=True)
 class Types:
-    """Names of number types: for layer matrices (`weights`), for keys and values (`cache`), for all else (`dtype`)."""
+    """Number types: of matrices, of the cache, and of everything else.
+
+    Attributes:
+        weights: a float type, which only the layers' matrices take, or a form, which `weights.form_of` gives to a
+            matrix or not.
+        cache: of keys and values.
+        dtype: of the rest, activations included.
+        kinds: kind of values of each matrix that a GGUF file stores in blocks, by name; for weights = "gguf".
+    """
 
     weights: str = "bfloat16"
     cache: str = "bfloat16"
     dtype: str = "bfloat16"
+    kinds: Mapping[str, str] = MappingProxyType({})
 
     def __post_init__(self):
         for name, table in (("weights", WEIGHT_TYPES), ("cache", CACHE_TYPES), ("dtype", FLOATS)):
@@ -157,10 +163,7 @@ class Types:
     @property
     def itemsize(self) -> int:
         """Bytes of one activation."""
-        return WEIGHT_TYPES[self.dtype].bits // 8
-
-
-FLOATS = ("float32", "bfloat16")
+        return FLOATS[self.dtype].bits // 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +189,7 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
     Equations, with n = division.heads, c = division.context, F and V the MLP and vocabulary sizes, w, h and s the bytes
     of an activation, of a key's element and of a key's scale:
 
-        weights      sum over all weights of their bytes, divided by n if n splits the weight
+        weights      sum over all weights of `matrix_bytes` or float bytes; each axis that n splits is divided
         cache        2 L B K S (H h + s) / (n c)
         copies       stacked: the keys and values of one layer; on a CPU with rows > 1 and B > 1: of (L + 2) // 2 layers
         activations  w B rows (3 D + 3 max(F, (N + 2 K) H) / n): the residual stream, its norm and a branch's output;
@@ -206,14 +209,23 @@ def footprint(config: ModelConfig, load: Load, *, types: Types = Types(), divisi
 
 
 def weight_bytes(config: ModelConfig, *, types: Types = Types(), division: Division = ONE_DEVICE) -> dict[str, int]:
-    """Return the bytes of the weights on one device: attention, mlp, vocabulary, vectors."""
+    """Return the bytes of the weights on one device, as `load` makes them: attention, mlp, vocabulary, vectors."""
     found = dict.fromkeys(("attention", "mlp", "vocabulary", "vectors"), 0)
     for weight in outer_weights(config):
-        found[_kind(weight)] += _one_weight(weight, config, types.dtype, division)
+        found[_kind(weight)] += outer_bytes(weight, config, types=types, division=division)
     for weight in layer_weights(config):
-        stored = types.weights if weight.is_matrix else types.dtype
-        found[_kind(weight)] += config.num_layers * _one_weight(weight, config, stored, division)
+        if types.weights == STORED:
+            names = (layer_name(index, weight) for index in range(config.num_layers))
+            total = sum(_one_weight(weight, config, types, division, types.kinds.get(name)) for name in names)
+        else:
+            total = config.num_layers * _one_weight(weight, config, types, division)
+        found[_kind(weight)] += total
     return found
+
+
+def outer_bytes(weight: Weight, config: ModelConfig, *, types: Types, division: Division) -> int:
+    """Return the bytes of a weight outside the layers on one device."""
+    return _one_weight(weight, config, types, division, types.kinds.get(weight.stored))
 
 
 def cache_bytes(
@@ -248,10 +260,17 @@ def _kind(weight: Weight) -> str:
     return "vocabulary" if "vocab" in weight.axes else "mlp" if "mlp" in weight.axes else "attention"
 
 
-def _one_weight(weight: Weight, config: ModelConfig, stored: str, division: Division) -> int:
+def _one_weight(weight: Weight, config: ModelConfig, types: Types, division: Division, kept: str | None = None) -> int:
+    """Return the bytes on one device of one weight; `kept` is the kind of values of a matrix kept in GGUF's blocks."""
     shape = [
         size // division.heads if axis in SPLIT_AXES else size
         for axis, size in zip(weight.axes, shape_of(weight, config))
     ]
-    elements = shape[0] * (shape[1] if weight.is_matrix else 1)
-    return WEIGHT_TYPES[stored].size(elements, shape[0])
+    if types.weights == STORED:
+        form = None if kept is None else Form(kind=kept, group=BLOCK)
+    else:
+        form = None if types.weights in FLOATS else form_of(weight, config, types.weights)
+    if form is not None:
+        return matrix_bytes(*shape, form)
+    name = types.weights if types.weights in FLOATS and weight.is_matrix and weight not in OUTER else types.dtype
+    return prod(shape) * FLOATS[name].bits // 8

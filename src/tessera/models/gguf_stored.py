@@ -3,9 +3,10 @@
 Q4_0: d (q - 8)      Q4_1: d q + m      Q8_0: d q      per block; d and m are float16
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
-from tessera.core.quant import Form, Parts
 from tessera.models.gguf_file import GgufTensor, order_of_rows
 
 KINDS = {"Q4_0": "int4", "Q4_1": "uint4", "Q8_0": "int8"}
@@ -14,7 +15,8 @@ FLOATS = ("F32", "F16", "BF16")
 """GGUF tensor types that are loaded in the model's float dtype."""
 BLOCK = 32
 """Inputs per block."""
-STORED_FORM = Form(kind="int8", group=BLOCK)
+READ_BYTES = 4 << 20
+"""Bytes read at a time."""
 
 
 def check_stored_type(name: str, tensor: GgufTensor) -> None:
@@ -27,36 +29,40 @@ def check_stored_type(name: str, tensor: GgufTensor) -> None:
         )
 
 
-def read_stored(name: str, tensor: GgufTensor) -> tuple[Parts, str]:
-    """Read a matrix [E,D]; return values int8 [G,32,E], scale and zero float16 [G,E], and the kind of values.
+def read_stored(
+    name: str, tensor: GgufTensor, rows: range, columns: range
+) -> Iterator[tuple[slice | np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Yield blocks of a matrix's rows: which rows, values int8 [M,n,32], scales float16 [M,n], zero points or None.
 
-    The rows of q and k are reordered as in `read_gguf_tensor`.
+    Rows are numbered as by `read_gguf_rows`; the columns must be whole blocks of 32 inputs.
 
     Raises:
         ValueError: the file was cut short, or a scale is not finite.
     """
-    kind = KINDS[tensor.layout.name]
-    outputs, inputs = tensor.shape
+    kind, inputs = KINDS[tensor.layout.name], tensor.shape[1]
+    row_bytes = inputs // BLOCK * tensor.layout.num_bytes
+    order = None if tensor.heads is None else order_of_rows(tensor.shape[0], tensor.heads)
+    step = max(READ_BYTES // row_bytes, 1)
     with open(tensor.path, "rb") as file:
-        file.seek(tensor.offset)
-        raw = np.fromfile(file, np.uint8, tensor.num_bytes)
-    if raw.size != tensor.num_bytes:
-        raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
-    blocks = raw.reshape(outputs, inputs // BLOCK, -1)
-    if tensor.heads is not None:
-        ordered = np.empty_like(blocks)
-        ordered[order_of_rows(outputs, tensor.heads)] = blocks
-        blocks = ordered
+        file.seek(tensor.offset + rows.start * row_bytes)
+        for start in range(rows.start, rows.stop, step):
+            count = min(step, rows.stop - start)
+            raw = np.fromfile(file, np.uint8, count * row_bytes)
+            if raw.size != count * row_bytes:
+                raise ValueError(f"{tensor.path} was truncated while {name} was read from it: download it again")
+            blocks = raw.reshape(count, inputs // BLOCK, -1)[:, columns.start // BLOCK : columns.stop // BLOCK]
+            taken = _taken_apart(blocks, kind)
+            if not all(np.isfinite(part).all() for part in taken[1:] if part is not None):
+                raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
+            yield slice(start, start + count) if order is None else order[start : start + count], *taken
+
+
+def _taken_apart(blocks: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Return values, scales and zero points of blocks, uint8 [M,n,bytes]."""
     count = 4 if kind == "uint4" else 2
-    scales = np.ascontiguousarray(blocks[..., :count]).view("<f2").transpose(2, 1, 0)  # [1 or 2,G,E]
-    if not np.isfinite(scales).all():
-        raise ValueError(f"{name} in {tensor.path} holds values that are not finite: download it again")
+    scale, *zero = np.moveaxis(np.ascontiguousarray(blocks[..., :count]).view("<f2"), -1, 0)
     body = blocks[..., count:]
     if kind == "int8":
-        values = body.view(np.int8)
-    else:  # a byte holds elements i and i + 16
-        values = np.concatenate([body & 15, body >> 4], -1).view(np.int8)
-        values = values - np.int8(8) if kind == "int4" else values
-    values = np.ascontiguousarray(values.transpose(1, 2, 0))
-    scale, *zero = (np.ascontiguousarray(part) for part in scales)
-    return Parts(values, scale, *zero), kind
+        return body.view(np.int8), scale, None
+    values = np.concatenate([body & 15, body >> 4], -1).view(np.int8)  # a byte holds elements i and i + 16
+    return (values, scale, *zero) if zero else (values - np.int8(8), scale, None)

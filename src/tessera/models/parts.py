@@ -43,13 +43,14 @@ def load_weight(
     everything = {None: (slice(None),) * len(whole)}
     indices = (everything if placed is None else placed.addressable_devices_indices_map(whole)).values()
     boxes = {box_of(index[len(lead) :], shape) for index in indices}
-    parts = {box: _aligned_empty((len(tensors), box[1] - box[0], box[3] - box[2]), dtype) for box in boxes}
+    parts = {box: aligned_empty((len(tensors), box[1] - box[0], box[3] - box[2]), dtype) for box in boxes}
     rows = range(min(box[0] for box in boxes), max(box[1] for box in boxes))
     columns = range(min(box[2] for box in boxes), max(box[3] for box in boxes))
     for layer, (name, tensor) in enumerate(tensors.items()):
         for where, values in read(name, tensor, rows, columns):
             for box, part in parts.items():
-                _copy(where, values[:, box[2] - columns.start : box[3] - columns.start], box, part[layer])
+                source, target = overlap(where, *box[:2])
+                part[layer][target] = values[source, box[2] - columns.start : box[3] - columns.start]
     if placed is None:
         [part] = parts.values()
         return jax.device_put(part.reshape(whole))
@@ -68,19 +69,17 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     return *first, *second
 
 
-def _copy(where: slice | np.ndarray, values: np.ndarray, box: Box, out: np.ndarray) -> None:
-    """Copy the rows that lie in `box` to `out`; `where` gives the row numbers of `values`."""
-    first, end = box[:2]
+def overlap(where: slice | np.ndarray, first: int, end: int) -> tuple[slice | np.ndarray, slice | np.ndarray]:
+    """Return which rows of a block are rows `first` to `end` of the tensor, and their places from `first` on."""
     if isinstance(where, slice):
-        start, stop = max(where.start, first), min(where.stop, end)
-        if start < stop:
-            out[start - first : stop - first] = values[start - where.start : stop - where.start]
-    else:
-        mine = (where >= first) & (where < end)
-        out[where[mine] - first] = values[mine]
+        start = max(where.start, first)
+        stop = max(min(where.stop, end), start)
+        return slice(start - where.start, stop - where.start), slice(start - first, stop - first)
+    mine = np.flatnonzero((where >= first) & (where < end))
+    return mine, where[mine] - first
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Allocate an array aligned to 64 bytes: on CPU, JAX then uses it in place, without a second copy."""
     num_bytes = prod(shape) * dtype.itemsize
     raw = np.empty(num_bytes + 64, np.uint8)

@@ -11,11 +11,14 @@ converted values and summing, and at prefill several times faster than a float p
 multiples of a / 254, 254 times finer than int8 alone.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from tessera.attention.parallel import num_parts
 from tessera.core.quant import Quantised, unpack
 from tessera.models import grouped
 from tessera.models.thin import FEW_ROWS, thin
@@ -25,13 +28,11 @@ ROUNDED_ROWS = 64
 
 
 def product(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
-    """Return x W^T in float32 for a quantised weight W [E,D]."""
-    rows = x.reshape(-1, x.shape[-1])
+    """Return x W^T in float32 for a quantised weight W [E,D]. The devices of a mesh may share rows, inputs or outputs:
+    no axis is merged with another, because XLA would gather a merged axis that is split."""
     if weight.packed:  # only ever on CPU
-        out = _on_cpu(rows, weight)
-    else:
-        out = jax.lax.platform_dependent(rows, weight, cpu=_on_cpu, tpu=_on_tpu, default=_fused)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+        return _on_cpu(x, weight)
+    return jax.lax.platform_dependent(x, weight, cpu=_on_cpu, tpu=_on_tpu, default=_fused)
 
 
 def lookup(embed: Array | Quantised, tokens: Int32[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -53,86 +54,123 @@ def _joined(weight: Quantised, values: Array) -> Array:
     return jnp.concatenate(unpack(values, weight.kind == "int4"), 1) if weight.packed else values
 
 
-def _fused(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
+def _num_rows(x: Array) -> int:
+    return math.prod(x.shape[:-1])
+
+
+def _fused(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
     """Return x W^T in the forms that XLA fuses on TPU and GPU."""
     if weight.group:
         return grouped_by_xla(x, weight)
-    if weight.rounds_rows and x.shape[0] >= ROUNDED_ROWS:
-        return _digits(x, weight, 1)
-    return _transposed(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale
+    if weight.rounds_rows and _num_rows(x) >= ROUNDED_ROWS:
+        return _digits(x, weight, 1, weight.shared)
+    out = _by_part(x, weight.values.astype(x.dtype), weight.shared, jnp.float32)
+    return jnp.sum(out * weight.scale, 0)
 
 
-def _on_tpu(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
+def _by_part(x: Float[Array, "... D"], w: Array, parts: int, dtype: jnp.dtype) -> Array:
+    """Return one product per part of the inputs, [parts,...,E]. What follows then comes before the sum over devices:
+    XLA can neither move a scale across that sum nor, then, add up rounded values, which are half the bytes."""
+    if parts == 1:
+        return _transposed(x, w, dtype)[None]
+    x, w = x.reshape(*x.shape[:-1], parts, -1), w.reshape(w.shape[0], parts, -1)
+    last = x.ndim - 1
+    return jax.lax.dot_general(x, w, (((last,), (2,)), ((last - 1,), (1,))), preferred_element_type=dtype)
+
+
+def _on_tpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
     """Multiply a single row as two: XLA multiplies one row outside the matrix unit, in ten times the cycles.
 
     Many bfloat16 rows and a weight in groups take the kernel of `grouped`.
     """
-    if weight.group and x.dtype == jnp.bfloat16 and grouped.wins(x.shape[0], weight):
-        return grouped.product(x, weight)
-    if x.shape[0] > 1:
+    if weight.group and x.dtype == jnp.bfloat16 and grouped.wins(_num_rows(x), weight):
+        return grouped.product(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
+    if _num_rows(x) > 1:
         return _fused(x, weight)
-    return _fused(jnp.pad(x, ((0, 1), (0, 0))), weight)[:1]
+    row = jnp.pad(x.reshape(1, -1), ((0, 1), (0, 0)))
+    return _fused(row, weight)[0].reshape(*x.shape[:-1], -1)
 
 
-def grouped_by_xla(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
-    """Sum one product per group. The batched product reads [G,g,E] in this order, so XLA fuses the conversion."""
-    values = weight.values
-    x_GMg = jnp.swapaxes(x.reshape(x.shape[0], values.shape[0], -1), 0, 1)
-    dims = (((2,), (1,)), ((0,), (0,)))
-    out = jax.lax.dot_general(x_GMg, values.astype(x.dtype), dims, preferred_element_type=jnp.float32)
-    out = jnp.sum(out * weight.scale[:, None].astype(jnp.float32), 0)
-    return out if weight.zero is None else out + _zeros(x_GMg, weight)
-
-
-def _zeros(x_GMg: Float[Array, "G M g"], weight: Quantised) -> Float[Array, "M E"]:
-    """Return the zero points' part of the product: the sum over groups of (sum of the group's x) * zero."""
-    sums = jnp.sum(x_GMg.astype(jnp.float32), -1)
-    return jax.lax.dot_general(sums, weight.zero.astype(jnp.float32), (((0,), (0,)), ((), ())))
+def grouped_by_xla(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
+    """Sum one product per group. Values [G,g,E] lie as the batched product reads them, so that it fuses."""
+    values, scale = weight.values, weight.scale.astype(jnp.float32)
+    groups = jnp.moveaxis(x.reshape(*x.shape[:-1], values.shape[0], -1), -2, 0)  # [G,...,g]
+    last = groups.ndim - 1
+    dims = (((last,), (1,)), ((0,), (0,)))
+    out = jax.lax.dot_general(groups, values.astype(x.dtype), dims, preferred_element_type=jnp.float32)
+    rows = (slice(None), *(None,) * (last - 1))  # [G,E] -> [G,...,E]
+    out = out * scale[rows]
+    if weight.zero is not None:  # before the sum over groups: if devices share them, they add up once
+        sums = jnp.sum(groups.astype(jnp.float32), -1, keepdims=True)
+        out = out + sums * weight.zero.astype(jnp.float32)[rows]
+    return jnp.sum(out, 0)
 
 
 def _transposed(x: Array, w: Array, dtype: jnp.dtype) -> Array:
-    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
-def _on_cpu(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
+def _on_cpu(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
     if not weight.group and weight.kind != "fp8":
-        return _digits(x, weight, 1 if weight.rounds_rows and x.shape[0] >= ROUNDED_ROWS else 2)
-    if x.shape[0] > FEW_ROWS:
+        return _digits(x, weight, 1 if weight.rounds_rows and _num_rows(x) >= ROUNDED_ROWS else 2)
+    if _num_rows(x) > FEW_ROWS or num_parts() > 1:
         return _converted(x, weight)
-    return jnp.stack([_summed(row, weight) for row in x.astype(jnp.float32)])
+    rows = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    return jnp.stack([_summed(row, weight) for row in rows]).reshape(*x.shape[:-1], -1)
 
 
-def _digits(x: Float[Array, "M D"], weight: Quantised, count: int) -> Float[Array, "M E"]:
-    """Return x W^T by int8 products, with x as `count` int8 digits per value and one scale per row."""
-    num_rows = x.shape[0]
+def _digits(x: Float[Array, "... D"], weight: Quantised, count: int, parts: int = 1) -> Float[Array, "... E"]:
+    """Return x W^T by int8 products, with x as `count` int8 digits per value and one scale per row; see `_by_part`.
+
+    Where devices share the inputs, they agree on the largest value of each row first, so that their integers are those
+    of one device.
+    """
+    num_rows = _num_rows(x)
+    if (
+        num_parts() > 1 and 0 < num_rows * count < FEW_ROWS
+    ):  # XLA's int8 product on CPU is many times slower with a single row
+        rows = jnp.pad(x.reshape(num_rows, -1), ((0, -(-FEW_ROWS // count) - num_rows), (0, 0)))
+        return _digits(rows, weight, count)[:num_rows].reshape(*x.shape[:-1], -1)
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), -1, keepdims=True) / 127
     scaled = x / jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)  # a row of zeros
     high = jnp.round(scaled)
-    parts = [high, jnp.round((scaled - high) * 254)][:count]
-    rows = jnp.concatenate(parts).astype(jnp.int8)
-    multiply = thin if rows.shape[0] <= 2 * FEW_ROWS else _transposed
+    rows = jnp.stack([high, jnp.round((scaled - high) * 254)][:count]).astype(jnp.int8)
     if weight.packed:
         # The barrier keeps the halves from being unpacked again for each row.
         halves = jax.lax.optimization_barrier(unpack(weight.values, weight.kind == "int4"))
-        out = sum(multiply(part, half, jnp.int32) for part, half in zip(jnp.split(rows, 2, -1), halves))
+        stretches = rows.reshape(*rows.shape[:-1], weight.stretches, 2, -1)
+        out = sum(
+            _integers(stretches[..., half, :].reshape(*rows.shape[:-1], -1), values)
+            for half, values in enumerate(halves)
+        )[None]
+    elif parts > 1:
+        out = _by_part(rows, weight.values.astype(jnp.int8), parts, jnp.int32)
     else:
-        out = multiply(rows, weight.values.astype(jnp.int8), jnp.int32)
+        out = _integers(rows, weight.values.astype(jnp.int8))[None]
     out = out.astype(jnp.float32)
-    whole = out[:num_rows] if count == 1 else out[:num_rows] + out[num_rows : 2 * num_rows] * (1 / 254)
-    return whole * (scale * weight.scale)
+    whole = out[:, 0] if count == 1 else out[:, 0] + out[:, 1] * (1 / 254)
+    return jnp.sum(whole * (scale * weight.scale), 0)
 
 
-def _converted(x: Float[Array, "M D"], weight: Quantised) -> Float[Array, "M E"]:
-    """Convert the whole matrix on CPU, then multiply in float: with many rows, the conversion costs little."""
+def _integers(x: Array, w: Array) -> Array:
+    """Return x W^T of int8 in int32."""
+    if num_parts() > 1 or _num_rows(x) > 2 * FEW_ROWS:
+        return _transposed(x, w, jnp.int32)
+    return thin(x.reshape(-1, x.shape[-1]), w, jnp.int32).reshape(*x.shape[:-1], -1)
+
+
+def _converted(x: Float[Array, "... D"], weight: Quantised) -> Float[Array, "... E"]:
+    """Convert the whole matrix on CPU, then multiply in float: many rows pay for the copy."""
+    x = x.astype(jnp.float32)
     if not weight.group:
         values = jax.lax.optimization_barrier(_from_fp8(weight.values))
-        return _transposed(x.astype(jnp.float32), values, jnp.float32) * (weight.scale * FP8_FACTOR)
+        return _transposed(x, values, jnp.float32) * (weight.scale * FP8_FACTOR)
     values = _joined(weight, weight.values).astype(jnp.float32) * weight.scale[:, None].astype(jnp.float32)
     if weight.zero is not None:
         values = values + weight.zero[:, None].astype(jnp.float32)
     values = jax.lax.optimization_barrier(values.reshape(-1, values.shape[-1]))
-    return jax.lax.dot_general(x.astype(jnp.float32), values, (((1,), (0,)), ((), ())))
+    return jax.lax.dot_general(x, values, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def _summed(row: Array, weight: Quantised) -> Array:
@@ -147,7 +185,9 @@ def _summed(row: Array, weight: Quantised) -> Array:
     else:
         parts = [(x_Gg, weight.values)]
     out = jnp.sum(sum(x[..., None] * values.astype(jnp.float32) for x, values in parts) * scale, (0, 1))
-    return out if weight.zero is None else out + _zeros(x_Gg[:, None], weight)[0]
+    if weight.zero is None:
+        return out
+    return out + jnp.sum(x_Gg, -1) @ weight.zero.astype(jnp.float32)
 
 
 FP8_FACTOR = 2.0**8

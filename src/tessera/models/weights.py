@@ -3,10 +3,8 @@
 Initialisation, loading, saving, sharding and the parameter count all use this table.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from tessera.core import mesh
-from tessera.core.quant import FORMS, SAMPLE, Form
+from tessera.core.quant import FORMS, Form, Quantised, arrays_of, num_bytes
 from tessera.models.config import ModelConfig
 from tessera.models.layers import Layer, Params
 
@@ -138,13 +136,32 @@ def split_sizes(config: ModelConfig) -> Mapping[str, int]:
     }
 
 
-def abstract_params(config: ModelConfig, on: Mesh, *, dtype: DTypeLike | None = None, stacked: bool = True) -> Params:
-    """Return the weights as shapes with their shardings on a mesh; `dtype` None is config.dtype."""
+def abstract_params(
+    config: ModelConfig,
+    on: Mesh,
+    *,
+    dtype: DTypeLike | None = None,
+    stacked: bool = True,
+    weights: str | None = None,
+) -> Params:
+    """Return the weights as shapes with their shardings on a mesh; `dtype` None is config.dtype, `weights` a form of
+    core/quant.FORMS."""
     dtype = jnp.dtype(dtype or config.dtype)
 
-    def place(weight: Weight, lead: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
-        where = mesh.sharding(on, (*(None for _ in lead), *weight.axes))
-        return jax.ShapeDtypeStruct((*lead, *shape_of(weight, config)), dtype, sharding=where)
+    def array(shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike, lead: tuple[int, ...]):
+        where = mesh.sharding(on, (*(None for _ in lead), *axes))
+        return jax.ShapeDtypeStruct((*lead, *shape), dtype, sharding=where)
+
+    def place(weight: Weight, lead: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct | Quantised:
+        shape, form = shape_of(weight, config), form_of(weight, config, weights)
+        if form is None:
+            return array(shape, weight.axes, dtype, lead)
+        axes = quantised_axes(weight, form)
+        held = {name: array(x.shape, axes[name], x.dtype, lead) for name, x in arrays_of(*shape, form).items()}
+        return Quantised(
+            **held, kind=form.kind, group=form.group, rounds_rows=form.rounds_rows,
+            shared=input_parts(weight, mesh.num_parts(on)), float_dtype=dtype.name,
+        )  # fmt: skip
 
     def layer(lead: tuple[int, ...] = ()) -> Layer:
         return Layer(**{weight.name: place(weight, lead) for weight in layer_weights(config)})
@@ -157,7 +174,7 @@ def device_bytes(params: Params) -> int:
     """Return the bytes of weights, real or abstract, that one device of their mesh holds."""
 
     def held(leaf: Array | jax.ShapeDtypeStruct) -> int:
-        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        return num_bytes(jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype))
 
     return sum(map(held, jax.tree.leaves(params)))
 
@@ -198,19 +215,9 @@ def quantised_axes(weight: Weight, form: Form) -> dict[str, tuple[str | None, ..
     return {"values": (inputs, None, outputs), "scale": per_group, "zero": per_group, "sample": (None,)}
 
 
-def loaded_bytes(config: ModelConfig, name: str | None) -> int:
-    """Return the bytes of all weights in memory: in the form core.quant.FORMS[name], or in config.dtype for None."""
-
-    def num_bytes(weight: Weight) -> int:
-        shape, form = shape_of(weight, config), form_of(weight, config, name)
-        count = prod(shape)
-        if form is None:
-            return count * jnp.dtype(config.dtype).itemsize
-        scales = 2 * count // form.group if form.group else 4 * shape[0]
-        return count * form.bits // 8 + scales + 2 * SAMPLE
-
-    layer = sum(map(num_bytes, layer_weights(config)))
-    return config.num_layers * layer + sum(map(num_bytes, outer_weights(config)))
+def input_parts(weight: Weight, heads: int) -> int:
+    """Return how many of the `heads` devices of a mesh share the inputs of a matrix; the others hold all of them."""
+    return heads if mesh.RULES.get(weight.axes[1]) == mesh.HEADS else 1
 
 
 def init_params(config: ModelConfig, key: Array, dtype: DTypeLike = jnp.float32) -> Params:

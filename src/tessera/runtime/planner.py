@@ -4,21 +4,25 @@
 types, and finds the longest context and the largest batch that fit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tessera.core.hardware import USABLE_BYTES
 from tessera.core.memory import format_bytes
+from tessera.core.quant import STORED
 from tessera.core.shapes import round_up
 from tessera.models.config import MAX_SIZE
-from tessera.models.footprint import Division, Footprint, Load, Types, footprint
+from tessera.models.footprint import FLOATS, Division, Footprint, Load, Types, footprint
+from tessera.models.quantised import check_forms, stored_kinds, stored_tensors
 from tessera.models.weights import num_parameters
 from tessera.runtime.compilation import capacity_bucket
 from tessera.runtime.roofline import Exchange, Question, Speed, exchanged, speed
 
-PAIRS = tuple((weights, cache) for weights in ("bfloat16", "int8", "fp8", "int4") for cache in ("bfloat16", "int8"))
-"""Pairs of (weight type, cache type), from least to most rounding. The first one that fits is the first choice."""
+WEIGHTS = ("bfloat16", "gguf", "int8", "w8a8", "fp8", "int4-g32", "int4-g64", "int4-g128", "int4")
+"""Types of matrices in the order of preference, those that lose least first; "gguf" is for a GGUF file."""
+CACHES = ("bfloat16", "int8")
 
 SLACK = 0.01
 """Margin, as a share of the planned bytes. The planner's largest error against the compiler is smaller
@@ -62,7 +66,7 @@ class Answer:
 
     @property
     def choice(self) -> Pair | None:
-        """The first choice: the first of PAIRS that fits."""
+        """The first choice: the first pair that fits."""
         return None if self.first is None else self.pairs[self.first]
 
     def json(self) -> dict[str, Any]:
@@ -79,13 +83,37 @@ class Answer:
         }
 
 
-def plan(question: Question) -> Answer:
-    """Compute memory and times of every pair of weight and cache types."""
-    division = question.division
-    pairs = tuple(_pair(question, Types(weights=weights, cache=cache)) for weights, cache in PAIRS)
+def plan(question: Question, *, weights: Sequence[str] = (), source: Path | None = None) -> Answer:
+    """Answer for every pair of weight and cache types.
+
+    Args:
+        question: what is planned.
+        weights: names of WEIGHTS to compare; all that the model can take if empty.
+        source: the model's folder or GGUF file, whose header says what weights="gguf" keeps; None if there is none.
+
+    Raises:
+        ValueError: a name is unknown, or "gguf" is asked of a model that is not a GGUF file.
+    """
+    if unknown := [name for name in weights if name not in WEIGHTS]:
+        raise ValueError(f"weights={unknown[0]!r} must be one of {', '.join(WEIGHTS)}")
+    config, division = question.config, question.division
+    stored = stored_tensors(source, config) if source is not None and source.is_file() else {}
+    if STORED in weights and not stored:
+        raise ValueError("weights='gguf' keeps the blocks of a GGUF file: name such a file as the model")
+    names = weights or tuple(name for name in WEIGHTS if name != STORED or stored_kinds(stored))
+    pairs = []
+    for name in sorted(names, key=WEIGHTS.index):
+        refused = ""
+        try:
+            check_forms(stored, config, source, None if name in FLOATS else name, division.heads)
+        except ValueError as error:
+            refused = str(error)
+        for cache in CACHES:
+            types = Types(weights=name, cache=cache, kinds=stored_kinds(stored) if name == STORED else {})
+            pairs.append(_pair(question, types, refused))
     first = next((index for index, pair in enumerate(pairs) if pair.fits), None)
     exchange = exchanged(question) if division.heads > 1 else None
-    return Answer(question=question, division=division, pairs=pairs, first=first, exchange=exchange)
+    return Answer(question=question, division=division, pairs=tuple(pairs), first=first, exchange=exchange)
 
 
 def peak(question: Question, types: Types, **changes: int) -> Footprint:
@@ -102,19 +130,22 @@ def fits(found: Footprint, usable_bytes: float) -> bool:
     return found.total * (1 + SLACK) <= usable_bytes
 
 
-def _pair(q: Question, types: Types) -> Pair:
+def _pair(q: Question, types: Types, refused: str) -> Pair:
+    """Answer for one pair; `refused` says why the devices cannot share the model in this form, if they cannot."""
     usable = USABLE_BYTES[q.chip]
     found = peak(q, types)
-    good = fits(found, usable)
+    if types.cache == "int8" and q.division.context > 1:
+        refused = "an int8 cache cannot be dealt over devices that share each head's keys"
+    good = not refused and fits(found, usable)
     return Pair(
         weights=types.weights,
         cache=types.cache,
         parts=found,
         usable_bytes=usable,
         fits=good,
-        why_not="" if good else _why_not(found, usable),
-        longest=_most(lambda size: fits(peak(q, types, length=size), usable)),
-        largest=_most(lambda size: fits(peak(q, types, batch=size), usable)),
+        why_not="" if good else refused or _why_not(found, usable),
+        longest=0 if refused else _most(lambda size: fits(peak(q, types, length=size), usable)),
+        largest=0 if refused else _most(lambda size: fits(peak(q, types, batch=size), usable)),
         dense=speed(q, types, None),
         kascade=speed(q, types, q.policy),
     )

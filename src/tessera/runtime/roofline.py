@@ -23,8 +23,8 @@ from tessera.core.hardware import CHIPS, LINK_BYTES_PER_S, Chip, chip
 from tessera.core.shapes import ceil_div, round_up
 from tessera.models.catalogue import ANCHORS
 from tessera.models.config import MAX_SIZE, ModelConfig
-from tessera.models.footprint import CACHE_TYPES, Division, Types, divide, weight_bytes
-from tessera.models.weights import layer_weights, shape_of
+from tessera.models.footprint import CACHE_TYPES, Division, Types, divide, outer_bytes, weight_bytes
+from tessera.models.weights import EMBED, layer_weights, shape_of
 from tessera.runtime.step import CHUNK
 from tessera.sparse.anchors import default_anchors
 from tessera.sparse.kascade import Kascade
@@ -237,9 +237,8 @@ def exchanged(q: Question) -> Exchange:
 def _read_s(q: Question, on: Chip, types: Types) -> float:
     """Seconds in which a device reads its weights once, without an untied embedding, of which a token reads one row."""
     found = weight_bytes(q.config, types=types, division=q.division)
-    table = found["vocabulary"] if q.config.tie_embeddings else found["vocabulary"] // 2
-    read = found["attention"] + found["mlp"] + found["vectors"] + table
-    return read / (on.bytes_per_s / on.devices * BANDWIDTH_SHARE)
+    table = 0 if q.config.tie_embeddings else outer_bytes(EMBED, q.config, types=types, division=q.division)
+    return (sum(found.values()) - table) / (on.bytes_per_s / on.devices * BANDWIDTH_SHARE)
 
 
 def _links_s(q: Question, division: Division, rows: float, heads_rows: float) -> float:

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int32
 
 from tessera.attention import context
 from tessera.attention.contract import TILES, Positions
-from tessera.core import interrupt
+from tessera.core import interrupt, quant
 from tessera.core.memory import require
 from tessera.core.mesh import keep, local_devices, mesh_of, num_parts, num_stripes, program, put
 from tessera.core.shapes import ceil_div, round_up
@@ -396,8 +396,8 @@ def stripe_rows(query_tile: int, parts: int) -> int:
 
 
 def sharing(params: Params, config: ModelConfig) -> Sharing:
-    """Build the `Sharing` of a prefill chunk among the devices that hold the weights."""
-    layer_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params.layers)) // config.num_layers
+    """Return what decides how the devices of the weights' mesh share a prefill chunk."""
+    layer_bytes = sum(map(quant.num_bytes, jax.tree.leaves(params.layers))) // config.num_layers
     devices = num_parts(mesh_of(params))
     return Sharing(config=config, devices=devices, itemsize=params.embed.dtype.itemsize, layer_bytes=layer_bytes)
 

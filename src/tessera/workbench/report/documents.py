@@ -352,6 +352,7 @@ TABLES: Mapping[str, Callable[[Sequence[Record]], str]] = MappingProxyType(
         "steps": steps,
         "planned": planned.steps,
         "parts": planned.parts,
+        "planned-bits": planned.fewer_bits,
         "blocks": report_tables.blocks,
         "choices": report_tables.choices,
         "sweep": report_tables.sweep,

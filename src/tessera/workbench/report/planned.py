@@ -62,3 +62,29 @@ def parts(records: Sequence[Record]) -> str:
         rows.append([title if title != before else "", form, *shown])
         before = title
     return markdown(["microseconds", "form", *chips], rows) + provenance(chosen) if rows else ""
+
+
+FASTER = 1.7
+"""How many times bfloat16's decoded tokens int8 weights must give."""
+MOST_MS = {"llama-3.1-70b": 9.0}
+"""Milliseconds per decoded token with a plan that a model must stay within, in fewer bits."""
+
+
+def fewer_bits(records: Sequence[Record]) -> str:
+    """Show what fewer bits are predicted to give: bytes per device and time per token, against the goals."""
+    found = {r.what.workload: r for r in newest(r for r in records if r.what.op == "planned step")}
+    chosen = {name: r for name, r in found.items() if r.facts.get("decode_ms")}
+    rows = []
+    for name, record in chosen.items():
+        facts = record.facts
+        base = chosen.get(name.partition(", ")[0] + ", " + name.split(", ")[1])
+        goal = ""
+        if facts["weights"] and base is not None and base is not record:
+            gain = base.facts["decode_ms"] / facts["decode_ms"]
+            goal = f"{gain:.2f} times as fast, goal {FASTER}: {'met' if gain >= FASTER else '**missed**'}"
+        elif facts["weights"] and (most := MOST_MS.get(name.split()[0])):
+            goal = f"goal {three(most)} ms: {'met' if facts['decode_ms'] <= most else '**missed**'}"
+        sizes = quantity(facts["planned_bytes"], "bytes"), quantity(facts["hbm_bytes"], "bytes")
+        rows.append([name, record.what.kernel, *sizes, f"{three(facts['decode_ms'])} ms", goal])
+    header = ["step", "attention", "planned", "compiled", "predicted per token", "goal"]
+    return markdown(header, rows) + provenance(list(chosen.values())) if rows else ""

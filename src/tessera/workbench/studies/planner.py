@@ -28,9 +28,13 @@ GOAL = 0.02
 """Maximum error of planned memory, relative to the compiler's."""
 
 
-def _case(chip: str, devices: int, model: str, phase: str, attention: str, batch: int, length: int) -> dict[str, Any]:
-    names = ("chip", "devices", "model", "phase", "attention", "batch", "length")
-    return dict(zip(names, (chip, devices, model, phase, attention, batch, length)))
+SIZES = ("chip", "devices", "model", "phase", "attention", "batch", "length")
+TYPES = ("weights", "cache")
+"""Arguments of `load`, which a case names where they are not None."""
+
+
+def _case(*sizes: Any, **types: str) -> dict[str, Any]:
+    return dict(zip(SIZES, sizes, strict=True)) | types
 
 
 CASES = (
@@ -53,6 +57,9 @@ CASES = (
     _case("v5e", 8, "llama-3.1-8b", "prefill", "dense", 4, 32768),
     _case("v5p", 2, "llama-3.1-8b", "prefill", "kascade", 4, 32768),
     _case("v7x", 2, "llama-3.1-8b", "prefill", "dense", 1, 131072),
+    _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 1, 8192),
+    _case("v6e", 8, "llama-3.1-8b", "decode", "dense", 1, 8192, weights="int8"),
+    _case("v6e", 8, "llama-3.1-70b", "decode", "kascade", 4, 131072, weights="int8", cache="int8"),
 )
 """Steps to compile. The compiler refuses two for lack of memory: 8B on one v5e, and 70B on eight v5e."""
 
@@ -60,17 +67,19 @@ CASES = (
 def call_of(case: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `inspect_step`, with the engine's chunk and the paper's tenth of the keys."""
     fixed = {"queries": roofline.CHUNK, "tile": 128, "query_tile": 32, "fraction": 0.1}
-    return fixed | {name: case[name] for name in ("phase", "attention", "batch", "length")}
+    return fixed | {name: case[name] for name in ("phase", "attention", "batch", "length", *TYPES) if name in case}
 
 
 def identity(line: Mapping[str, Any]) -> tuple:
-    """Return the fields that identify a case."""
-    return tuple(line[name] for name in CASES[0])
+    """Return the case's key."""
+    return tuple(line.get(name) for name in (*SIZES, *TYPES))
 
 
 def words(case: Mapping[str, Any]) -> str:
-    """Return the name of a case in its record."""
-    return f"{case['model']} {case['phase']} B {case['batch']} S {case['length']}, {case['devices']} x {case['chip']}"
+    """Name a step in its record."""
+    types = "".join(f", {case[name]} {name}" for name in TYPES if name in case)
+    sizes = f"B {case['batch']} S {case['length']}, {case['devices']} x {case['chip']}"
+    return f"{case['model']} {case['phase']} {sizes}{types}"
 
 
 def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
@@ -83,29 +92,34 @@ def compile_case(case: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
     return {**case, **{name: said[name] for name in names}, "kernels": said["attention"]}
 
 
+def speed(case: Mapping[str, Any], length: int) -> roofline.Speed:
+    """Plan the speed of a case's model at another length, with unrolled layers, as `load` runs them."""
+    config = MODELS[case["model"]]
+    policy = roofline.recipe(config, case["model"])
+    sizes = {name: case[name] for name in ("chip", "devices", "batch")}
+    question = roofline.Question(config=config, policy=policy, length=length, **sizes)
+    types = plan_check.types_of(config, case)
+    return roofline.speed(question, types, policy if case["attention"] == "kascade" else None)
+
+
 def planned_ms(case: Mapping[str, Any]) -> float:
     """Plan the time of a compiled step: the roofline, and the copies that its scan makes, read and written.
 
     A prefill step is the last chunk of its length: the whole prompt less the same prompt without that chunk.
     """
     config, chip = MODELS[case["model"]], roofline.chip(case["chip"])
-    policy = roofline.recipe(config, case["model"])
-
-    def speed(length: int) -> roofline.Speed:
-        sizes = {name: case[name] for name in ("chip", "devices", "batch")}
-        question = roofline.Question(config=config, policy=policy, length=length, **sizes)
-        return roofline.speed(question, roofline.Types(), policy if case["attention"] == "kascade" else None)
-
     step = plan_check.planned(config, case["chip"], case["devices"], call_of(case))
     moved = step.cache
     if case["chip"] in plan_check.LAID_OUT_AGAIN:
-        kinds = weight_bytes(config, division=divide(config, case["devices"]))
+        types = plan_check.types_of(config, case)
+        kinds = weight_bytes(config, types=types, division=divide(config, case["devices"]))
         moved += kinds["attention"] + kinds["mlp"]
     copies_ms = 2e3 * moved / (chip.bytes_per_s / chip.devices * roofline.BANDWIDTH_SHARE)
+    length = case["length"]
     if case["phase"] == "decode":
-        return speed(case["length"]).decode_ms + copies_ms
-    before = case["length"] - roofline.CHUNK
-    return 1e3 * (speed(case["length"]).prefill_s - (speed(before).prefill_s if before else 0.0)) + copies_ms
+        return speed(case, length).decode_ms + copies_ms
+    before = speed(case, length - roofline.CHUNK).prefill_s if length > roofline.CHUNK else 0.0
+    return 1e3 * (speed(case, length).prefill_s - before) + copies_ms
 
 
 def report(line: Mapping[str, Any]) -> evidence.Record:
@@ -117,6 +131,9 @@ def report(line: Mapping[str, Any]) -> evidence.Record:
     facts |= {name: line[name] for name in ("hbm_bytes", "memory", "predicted_ms", "parts_ms", "kernels")}
     if line["predicted_ms"]:
         facts["planned_ms"] = round(planned_ms(line), 4)
+    if line["phase"] == "decode" and line["predicted_ms"]:
+        facts["decode_ms"] = round(speed(line, line["length"]).decode_ms, 4)
+        facts |= {name: line.get(name) for name in TYPES}
     what = evidence.What(op=OP, kernel=line["attention"], workload=words(line), dtype=config.dtype)
     ratio = mine.total / (line["hbm_bytes"] or USABLE_BYTES[line["chip"]])
     how = evidence.How(compile_s=line["compile_s"], check="the compiler's memory; its refusal is of the usable bytes")
