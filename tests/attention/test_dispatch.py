@@ -170,12 +170,6 @@ def test_costs_and_search_spaces_are_usable(kernel):
     assert all(isinstance(c, kernel.Config) for c in kernel.search_space(spec, shapes))
 
 
-def test_pages_are_refused_with_a_reason():
-    q, keys = jnp.zeros((1, 4, 2, 16)), jnp.zeros((3, 2, 16, 16))
-    with pytest.raises(ValueError, match="it reads contiguous keys, the call's are paged"):
-        attend(q, KeyValues(keys, keys, pages=jnp.zeros((1, 2), jnp.int32)))
-
-
 @pytest.mark.parametrize(
     ("keys", "scales", "reason"),
     [

@@ -38,6 +38,13 @@ def test_a_kernel_without_limits_takes_every_call_of_its_kind():
         ({"phase": "decode"}, {}, {}, "it takes one query row per sequence, the call has 8"),
         ({}, {}, {"paged": True}, "it reads contiguous keys, the call's are paged"),
         ({"scaled": True}, {}, {"paged": True, "scaled": True}, "it reads contiguous keys, the call's are paged"),
+        ({"paged": True}, {}, {"paged": True}, None),
+        (
+            {"paged": True},
+            {},
+            {"paged": True, "scaled": True},
+            "it reads keys in the queries' dtype, the call's are int8",
+        ),
         ({}, {}, {"scaled": True}, "it reads keys in the queries' dtype, the call's are int8"),
         ({"scaled": True}, {}, {"scaled": True}, None),
         ({}, {}, {"dtype": "int8"}, "dtype int8 is not one of float32, bfloat16"),

@@ -44,6 +44,16 @@ with jax.set_mesh(mesh):
     part = jax.jit(attend)(jax.device_put(q, split), jax.tree.map(lambda x: jax.device_put(x, by_head), int8))
 np.testing.assert_allclose(np.asarray(whole.out), np.asarray(part.out), rtol=1e-6, atol=1e-6)
 assert np.abs(np.asarray(whole.out) - np.asarray(parts[0].out)).max() < 0.1
+
+pages = jnp.array([[4, 1, 3], [2, 6, 5]], jnp.int32)
+def deal(x):  # [B,K,S,H] -> a pool of 7 pages of 16 keys
+    return jnp.full((7, 4, 16, 16), jnp.nan).at[pages].set(jnp.moveaxis(x.reshape(2, 4, 3, 16, 16), 2, 1))
+contiguous = KeyValues.of(k, v)
+pool = KeyValues(deal(contiguous.k), deal(contiguous.v), pages)
+with jax.set_mesh(mesh):
+    pool = KeyValues(*(jax.device_put(x, by_head) for x in pool[:2]), pages)
+    part = jax.jit(attend)(jax.device_put(q, split), pool)
+np.testing.assert_allclose(np.asarray(jax.jit(attend)(q, contiguous).out), np.asarray(part.out), rtol=1e-6, atol=1e-6)
 try:
     with jax.set_mesh(mesh):
         jax.jit(tessera.attention)(q[:, :, :3], k[:, :, :3], v[:, :, :3])

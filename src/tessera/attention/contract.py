@@ -79,10 +79,12 @@ class KeyValues(NamedTuple):
 
     Attributes:
         k, v: [B,K,S,H]; with `pages`, a pool of P pages [P,K,page,H] that all sequences share.
-        pages: pool index of each sequence's J pages, in order of position; None if k and v are contiguous.
+        pages: pool index of each sequence's J pages, in order of position; None if k and v are contiguous. S is then
+            J * page. Entries for positions at or past kv_len may be any page, such as the null page 0.
         scales: bfloat16 scales of int8 keys ([:, :, 0]) and values ([:, :, 1]), one per key and KV head; the two share
             an array so that one copy fetches both. The key is k * scale and the value v * scale; multiplying the
-            scores and the probabilities by the scales instead is mathematically equal. None if k and v have q's dtype.
+            scores and the probabilities by the scales instead is mathematically equal. With `pages`, [P,K,2,page]. None
+            if k and v have q's dtype.
     """
 
     k: Float[Array, "B K S H"]
@@ -95,12 +97,14 @@ class KeyValues(NamedTuple):
         """Build the record from token-major arrays, the layout that `attention` takes."""
         return cls(jnp.swapaxes(k_BSKH, 1, 2), jnp.swapaxes(v_BSKH, 1, 2))
 
+    @property
+    def num_keys(self) -> int:
+        """Allocated keys per sequence, S."""
+        return self.k.shape[-2] * (1 if self.pages is None else self.pages.shape[-1])
+
     def shapes(self, q_BTNH: Float[Array, "B T N H"], selection: "Selection | None" = None) -> "Shapes":
         """Return the static sizes and dtype of a call with these queries."""
-        num_kv_heads, num_keys = self.k.shape[1:3]
-        if self.pages is not None:
-            num_keys *= self.pages.shape[1]
-        sizes = _shapes(q_BTNH, num_keys, num_kv_heads, selection)
+        sizes = _shapes(q_BTNH, self.num_keys, self.k.shape[1], selection)
         return sizes._replace(paged=self.pages is not None, scaled=self.scales is not None)
 
 

@@ -108,10 +108,10 @@ def attend(
     backend: str | None = None,
 ) -> AttentionOut:
     """Run `attention` on keys and values that are already a head-major `KeyValues`, as a KV cache stores them."""
+    if kv.pages is not None:
+        check_pages(q_BTNH, kv, spec, has_selection=selection is not None)
+    check(q_BTNH, kv.k, kv.v, "BKSH" if kv.pages is None else "PKSH", scales=kv.scales)
     shapes = kv.shapes(q_BTNH, selection)
-    if shapes.paged:
-        choose(spec, shapes, backend=backend)  # raises, as every kernel refuses these; `check` knows plain arrays only
-    check(q_BTNH, kv.k, kv.v, "BKSH", scales=kv.scales)
     batch, num_queries, num_keys = shapes[:3]
     if selection is not None:
         check_selection(selection, spec, (batch, shapes.num_kv_heads, ceil_div(num_queries, spec.query_tile)))
@@ -200,30 +200,44 @@ def choose(spec: AttentionSpec, shapes: Shapes, *, backend: str | None = None, *
 
 
 def check(q: Array, k: Array, v: Array, layout: str, scales: Array | None = None) -> None:
-    """Raise ValueError unless q, k and v fit together; `layout` names the axes of k and v, "BSKH" or "BKSH"."""
+    """Raise ValueError unless q, k and v fit together.
+
+    `layout` names the axes of k and v: "BSKH", "BKSH", or "PKSH" for pages of S positions.
+    """
     for name, array, letters in (("q", q, "BTNH"), ("k", k, layout), ("v", v, layout)):
         if array.ndim != 4 or 0 in array.shape:
             raise ValueError(f"{name}.shape={tuple(array.shape)} must have four sizes [{','.join(letters)}], none zero")
     if v.shape != k.shape:
         raise ValueError(f"v.shape={tuple(v.shape)} must equal k.shape={tuple(k.shape)}")
     if scales is not None:
-        check_scales(k, v, scales)
+        check_scales(k, v, scales, "P,K,2,page" if layout[0] == "P" else "B,K,2,S")
     elif not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"dtypes of q, k and v must be equal, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if (layout[0] == "B" and q.shape[0] != k.shape[0]) or q.shape[3] != k.shape[3]:
         raise ValueError(f"q.shape={tuple(q.shape)} and k.shape={tuple(k.shape)} must have the same B and H")
     num_kv_heads = k.shape[layout.index("K")]
     if q.shape[2] % num_kv_heads:
         raise ValueError(f"num_heads={q.shape[2]} must be a multiple of {num_kv_heads=}")
 
 
-def check_scales(k: Array, v: Array, scales: Array) -> None:
-    """Raise ValueError unless k and v [B,K,S,H] are int8 and their scales bfloat16 [B,K,2,S]."""
+def check_pages(q: Array, kv: KeyValues, spec: AttentionSpec, *, has_selection: bool) -> None:
+    """Raise ValueError unless the page table is int32 [B,J] and a page holds whole tiles, if the call has tiles."""
+    pages, page = kv.pages, kv.k.shape[-2] if kv.k.ndim == 4 else 0  # `check` refuses another number of axes
+    if pages.ndim != 2 or pages.shape[0] != q.shape[0] or 0 in pages.shape or pages.dtype != jnp.int32:
+        raise ValueError(
+            f"pages must be int32 [B,J] with B={q.shape[0]} and J >= 1, got {pages.dtype} {tuple(pages.shape)}"
+        )
+    if (spec.mass or has_selection) and page % spec.tile:
+        raise ValueError(f"pages of {page} positions must be a multiple of tile={spec.tile}")
+
+
+def check_scales(k: Array, v: Array, scales: Array, axes: str) -> None:
+    """Raise ValueError unless k and v are int8 and their scales bfloat16; `axes` names the axes of the scales."""
     if not k.dtype == v.dtype == jnp.int8:
         raise ValueError(f"scales need int8 keys and values, got {k.dtype} and {v.dtype}")
     shape = (*k.shape[:2], 2, k.shape[2])
     if scales.shape != shape or scales.dtype != jnp.bfloat16:
-        raise ValueError(f"scales must be bfloat16 [B,K,2,S] = {shape}, got {scales.dtype} {tuple(scales.shape)}")
+        raise ValueError(f"scales must be bfloat16 [{axes}] = {shape}, got {scales.dtype} {tuple(scales.shape)}")
 
 
 def check_selection(selection: Selection, spec: AttentionSpec, lead: tuple[int, int, int]) -> None:

@@ -55,6 +55,7 @@ class Kernel:
         automatic_limit: largest call, in scores (B * N * T * S), that runs the kernel without naming it as the backend;
             None for no limit.
         scaled: whether it also reads int8 keys and values with scales.
+        paged: whether it also reads keys and values that are stored in pages.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Kernel:
     library: str | None = None
     automatic_limit: int | None = None
     scaled: bool = False
+    paged: bool = False
 
     @property
     def family(self) -> str:
@@ -119,7 +121,7 @@ class Kernel:
             return f"it takes one query row per sequence, the call has {shapes.num_queries}"
         if spec.stripe is not None:
             return f"it reads keys in order of position, the call's are dealt over devices in stripes of {spec.stripe}"
-        if shapes.paged:
+        if shapes.paged and not self.paged:
             return "it reads contiguous keys, the call's are paged"
         if shapes.scaled and not self.scaled:
             return "it reads keys in the queries' dtype, the call's are int8"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import PartitionSpec as P
 
-from tessera.attention.contract import AttentionOut, Shapes
+from tessera.attention.contract import AttentionOut, KeyValues, Shapes
 from tessera.core.mesh import HEADS as AXIS
 
 
@@ -49,6 +49,7 @@ def split(launch: Callable[..., AttentionOut], with_mass: bool) -> Callable[...,
     if num_parts() == 1:
         return launch
     heads, by_head = P(None, None, AXIS), P(None, AXIS)
+    keys = KeyValues(by_head, by_head, pages=P(), scales=by_head)
     out = AttentionOut(heads, heads, by_head if with_mass else None)
     # check_vma=False: JAX cannot infer which mesh axes a Pallas kernel's outputs vary over.
-    return jax.shard_map(launch, in_specs=(heads, by_head, P(), by_head), out_specs=out, check_vma=False)
+    return jax.shard_map(launch, in_specs=(heads, keys, P(), by_head), out_specs=out, check_vma=False)

@@ -48,6 +48,7 @@ def attend(
     config: Config,
 ) -> AttentionOut:
     """Compute out = softmax(z) v over the visible (if sparse: visible and listed) keys; `contract` defines z."""
+    kv = contiguous(kv)
     batch, num_queries, num_heads, head_dim = q_BTNH.shape
     num_kv_heads, num_keys = kv.k.shape[1:3]
     groups = num_heads // num_kv_heads
@@ -78,6 +79,15 @@ def attend(
     lse = jnp.where(seen, top + jnp.log(jnp.where(seen, total, 1.0)), -jnp.inf)
     lse_BTN = lse[..., 0].reshape(batch, num_heads, num_queries).swapaxes(1, 2)
     return AttentionOut(out, lse_BTN, tile_mass(spec, prob) if spec.mass else None)
+
+
+def contiguous(kv: KeyValues) -> KeyValues:
+    """Copy all pages into one contiguous [B,K,S,H], in order of position."""
+    if kv.pages is None:
+        return kv
+    k, v = (jnp.concatenate(jnp.moveaxis(x[kv.pages], 1, 0), axis=2) for x in kv[:2])
+    scales = None if kv.scales is None else jnp.concatenate(jnp.moveaxis(kv.scales[kv.pages], 1, 0), axis=3)
+    return KeyValues(k, v, scales=scales)
 
 
 def visible(spec: AttentionSpec, positions: Positions, num_queries: int, num_keys: int) -> Bool[Array, "B T S"]:
@@ -127,6 +137,7 @@ def _kernel(role: str) -> Kernel:
         cost=cost,
         automatic_limit=AUTOMATIC_SCORES,
         scaled=True,
+        paged=True,
     )
 
 

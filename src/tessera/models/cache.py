@@ -2,9 +2,12 @@
 
 An int8 cache stores every key and value as int8 times a bfloat16 scale, max |x| / 127, one per position and KV head. A
 scale that several positions shared would have to change, with their stored integers, when positions are added.
+
+A paged cache is a pool of pages [P,K,page,H] per layer and one table for all layers; `models.pages` hands out pages.
 """
 
 from collections.abc import Iterable
+from math import gcd
 from typing import NamedTuple
 
 import jax
@@ -17,12 +20,15 @@ from tessera.attention import context
 from tessera.attention.contract import KeyValues
 from tessera.core.mesh import keep
 from tessera.models.config import ModelConfig
+from tessera.models.pages import NULL
 
 INT8_MAX = 127
 
 
 class Cache(NamedTuple):
     """Keys and values of every layer, [B,K,S,H] each: a tuple over layers (unrolled) or stacked [L,B,K,S,H] (scan).
+
+    With `pages`, the table of all layers, they are pools [P,K,page,H] instead; see `KeyValues`.
 
     `scales` holds [B,K,2,S] per layer, as a tuple or stacked like k and v: the scales of int8 keys (0) and values (1).
     It is None for a float cache.
@@ -31,23 +37,34 @@ class Cache(NamedTuple):
     k: tuple[Array, ...] | Array
     v: tuple[Array, ...] | Array
     scales: tuple[Array, ...] | Array | None = None
+    pages: Int32[Array, "B J"] | None = None
 
     @classmethod
     def of_layers(cls, layers: Iterable["Cache"]) -> "Cache":
         """Join the caches of single layers into a tuple over layers."""
-        return cls(*(None if parts[0] is None else parts for parts in zip(*layers)))
+        *arrays, pages = zip(*layers)
+        return cls(*(None if parts[0] is None else parts for parts in arrays), pages=pages[0])
 
     def layer(self, index: int) -> "Cache":
         """Return the cache of one layer, from a tuple over layers."""
-        return Cache(*(None if part is None else part[index] for part in self))
+        return Cache(*(None if part is None else part[index] for part in self[:3]), pages=self.pages)
 
     def key_values(self, at: tuple[Int32[Array, ""], ...] = ()) -> KeyValues:
         """Return what kernels read: this one-layer cache, or layer `at` of a stacked cache."""
-        return KeyValues(self.k[at], self.v[at], scales=None if self.scales is None else self.scales[at])
+        return KeyValues(self.k[at], self.v[at], self.pages, None if self.scales is None else self.scales[at])
+
+    @property
+    def num_keys(self) -> int:
+        """Positions per sequence that the cache has room for."""
+        slots = (self.k[0] if isinstance(self.k, tuple) else self.k).shape[-2]
+        return slots if self.pages is None else slots * self.pages.shape[1]
 
 
 def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
-    """Create an empty cache of 2 * L * B * K * S * H elements; an int8 cache also has scales."""
+    """Create an empty cache of 2 * L * B * K * S * H elements; an int8 cache also has scales.
+
+    A pool of P pages is a cache of P sequences of `page` keys; the caller adds the table.
+    """
     lead = (batch, config.num_kv_heads)
 
     def zeros(shape: tuple[int, ...], dtype: DTypeLike) -> tuple[Array, ...] | Array:
@@ -66,18 +83,29 @@ def extend(
     q_start: Int32[Array, "B"],
     layer: tuple[Int32[Array, ""], ...] = (),
     stripe: int | None = None,
+    q_len: Int32[Array, "B"] | None = None,
 ) -> Cache:
     """Write T new keys and values per sequence, from q_start on, as `append` does; an int8 cache quantises them first.
 
-    Stored keys and values are neither read nor changed. `stripe` is for float caches only: see `append`.
+    Stored keys and values are neither read nor changed. `stripe` is for float caches only: see `append`. A paged cache
+    needs q_len, the numbers of rows that are not padding; see `append_pages`.
     """
+    if cache.pages is not None:
+        if q_len is None:
+            raise ValueError("q_len=None: a paged cache needs the numbers of rows, or it would write padding")
+        return append_pages(cache, k_BTKH, v_BTKH, q_start, q_len, layer)
     if cache.scales is None:
         k, v = (append(held, new, q_start, layer, stripe) for held, new in ((cache.k, k_BTKH), (cache.v, v_BTKH)))
         return Cache(k, v)
-    (k, k_scale), (v, v_scale) = quantise(k_BTKH), quantise(v_BTKH)
-    scales = jnp.moveaxis(jnp.stack([k_scale, v_scale], axis=3), 1, 3)  # [B,T,K] each -> [B,K,2,T]
+    k, v, scales = quantised(k_BTKH, v_BTKH)
     held = _write(cache.scales, scales, q_start, layer, axis=2)
     return Cache(append(cache.k, k, q_start, layer), append(cache.v, v, q_start, layer), held)
+
+
+def quantised(k_BTKH: Array, v_BTKH: Array) -> tuple[Array, Array, BFloat16[Array, "B K 2 T"]]:
+    """Return int8 keys and values [B,T,K,H] and their scales."""
+    (k, k_scale), (v, v_scale) = quantise(k_BTKH), quantise(v_BTKH)
+    return k, v, jnp.moveaxis(jnp.stack([k_scale, v_scale], axis=3), 1, 3)  # [B,T,K] each -> [B,K,2,T]
 
 
 def quantise(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], BFloat16[Array, "..."]]:
@@ -97,7 +125,8 @@ def quantise(x: Float[Array, "... H"]) -> tuple[Int8[Array, "... H"], BFloat16[A
 def keep_split(cache: Cache, stripe: int | None = None) -> Cache:
     """Inside a program, fix the cache's sharding on the mesh: split by KV heads and, with a stripe, by slots."""
     stacked = not isinstance(cache.k, tuple)
-    return keep(cache, *((None, None) if stacked else (None,)), "kv_heads", None if stripe is None else "slots")
+    axes = *((None, None) if stacked else (None,)), "kv_heads", None if stripe is None else "slots"
+    return keep(cache._replace(pages=None), *axes)._replace(pages=keep(cache.pages))
 
 
 def append(
@@ -116,6 +145,47 @@ def append(
     if stripe is not None and context.num_parts() > 1:
         return context.append(cache, rows, q_start, layer, stripe)
     return _write(cache, rows, q_start, layer, axis=1)
+
+
+def append_pages(
+    cache: Cache,
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    q_start: Int32[Array, "B"],
+    q_len: Int32[Array, "B"],
+    layer: tuple[Int32[Array, ""], ...] = (),
+) -> Cache:
+    """Write T new keys and values per sequence into its pages, from position q_start on.
+
+    Rows are written in runs of gcd(T, page) positions, of which the caller must start each sequence at a multiple: one
+    token anywhere, a chunk at a multiple of the smallest chunk. A run without a row before q_len goes to the null page,
+    so sequences of q_len = 0 change no page. A run's rows from q_len on overwrite positions that no row has yet.
+    """
+    k, v, scales = (k_BTKH, v_BTKH, None) if cache.scales is None else quantised(k_BTKH, v_BTKH)
+    num_rows, page = k.shape[1], (cache.k[0] if isinstance(cache.k, tuple) else cache.k).shape[-2]
+    run = gcd(num_rows, page)
+    first = jnp.arange(0, num_rows, run, dtype=jnp.int32)
+    position = q_start[:, None] + first
+    entry = jnp.clip(position // page, 0, cache.pages.shape[1] - 1)  # dead rows may be anywhere
+    ids = jnp.where(first < q_len[:, None], jnp.take_along_axis(cache.pages, entry, axis=1), NULL)
+    where = ids.reshape(-1), (position % page).reshape(-1)
+
+    def write(pool: Array, new: Array, axis: int) -> Array:
+        """Write new [B,K,...], whose `axis` counts rows, run by run."""
+        new = jnp.stack(jnp.split(new, len(first), axis=axis), axis=1).astype(pool.dtype)
+        new = new.reshape(-1, *new.shape[2:])
+
+        def put(i: Array, pool: Array) -> Array:
+            at = [zero, zero, zero]
+            at[axis - 1] = where[1][i]
+            row = jnp.expand_dims(new[i], range(pool.ndim - 3))
+            return jax.lax.dynamic_update_slice(pool, row, (*layer, where[0][i], *at))
+
+        zero = jnp.int32(0)
+        return jax.lax.fori_loop(0, new.shape[0], put, pool)
+
+    k, v = (write(pool, jnp.swapaxes(x, 1, 2), 2) for pool, x in ((cache.k, k), (cache.v, v)))
+    return cache._replace(k=k, v=v, scales=None if scales is None else write(cache.scales, scales, 3))
 
 
 def _write(cache: Array, rows: Array, q_start: Array, layer: tuple[Array, ...], axis: int) -> Array:

@@ -59,10 +59,7 @@ def forward(
     tables = rope_tables(config.rope, config.head_dim, position_BT)
     x = lookup(params.embed, tokens_BT)
     unrolled = isinstance(params.layers, tuple)
-    num_keys = num_queries if cache is None else (cache.k[0] if unrolled else cache.k).shape[-2]
-    shapes = Shapes(
-        batch, num_queries, num_keys, config.num_heads, config.num_kv_heads, config.head_dim, None, str(x.dtype)
-    )._replace(scaled=cache is not None and cache.scales is not None)
+    shapes = _shapes(x.shape[:2], str(x.dtype), cache, config)
     state = policy.init_state(config.num_layers, shapes, spec)
 
     def block(index, x, layer: Layer, cache, state):
@@ -78,7 +75,7 @@ def forward(
             q, k, v = keep(keep((q, k, v), None, "spread_rows"), None, None, "heads")
         if cache is not None:  # one layer's cache, or all layers' stacked
             at = () if unrolled else (index,)
-            cache = extend(cache, k, v, positions.q_start, at, stripe)
+            cache = extend(cache, k, v, positions.q_start, at, stripe, positions.q_len)
             kv = cache.key_values(at)
         else:
             kv = KeyValues.of(k, v)
@@ -99,6 +96,15 @@ def forward(
     run = _unrolled if unrolled else _scanned
     x, cache, state = run(block, params.layers, x, cache, state)
     return rms_norm(x, params.final_norm, config.norm_eps), cache, state
+
+
+def _shapes(rows: tuple[int, int], dtype: str, cache: Cache | None, config: ModelConfig) -> Shapes:
+    """Return the sizes of a layer's dense attention call; `rows` is (B, T)."""
+    num_keys = rows[1] if cache is None else cache.num_keys
+    shapes = Shapes(*rows, num_keys, config.num_heads, config.num_kv_heads, config.head_dim, None, dtype)
+    if cache is None:
+        return shapes
+    return shapes._replace(scaled=cache.scales is not None, paged=cache.pages is not None)
 
 
 def project(h: Array, layer: Layer, tables: tuple[Array, Array], config: ModelConfig) -> tuple[Array, Array, Array]:

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int32
 
 from tessera.attention import context
-from tessera.attention.contract import AttentionSpec, Positions
+from tessera.attention.contract import AttentionSpec, KeyValues, Positions
 from tessera.core.shapes import ceil_div, round_up
 
 BLOCK_SCORES = 512
@@ -98,6 +98,13 @@ def estimate_mass(
     row = jnp.swapaxes(row, 0, 1)  # [I,B,R]
     mass = jax.lax.map(lambda args: tile_mass(*args), (q, row))
     return jnp.moveaxis(mass, 0, 2)[..., :num_tiles]
+
+
+def keys_of(kv: KeyValues) -> Float[Array, "B K S H"]:
+    """Return the keys that `estimate_mass` reads; raise ValueError if they are stored in pages."""
+    if kv.pages is not None:
+        raise ValueError("cheap scores read contiguous keys, the call's are paged: use a plan without `own` layers")
+    return kv.k
 
 
 def _sampled(rows: int, height: int, left_BI: Array) -> Int32[Array, "B I R"]:

@@ -3,7 +3,8 @@
 Reading the KV cache bounds decode. The G query heads of a KV head therefore share each read, and the whole cache is
 never copied. The number of blocks read is a run-time value that follows kv_len and the window, not the size of the
 cache. Only blocks at the ends of the visible range are masked. Each visible key costs a read of 2 K H elements; the
-sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are read.
+sparse role reads only the listed tiles. Int8 keys and values are widened one block at a time, as they are read. Paged
+keys are copied out of their pages by the block, too; blocks are then whole pages.
 """
 
 import functools
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from tessera.attention import work
+from tessera.attention import paging, work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.gradient import differentiable, row_gradients
 from tessera.attention.kernel import Kernel
@@ -96,17 +97,27 @@ def read_block(
 
     With `keys`, the block is masked: keys outside that range get score -inf and value 0.
     """
-    start = jnp.minimum(first, kv.k.shape[2] - block_s)
-    k, v = (widened(jax.lax.dynamic_slice_in_dim(x, start, block_s, axis=2), q_BKGH.dtype) for x in kv[:2])
-    k_scale = v_scale = None
-    if kv.scales is not None:
-        k_scale, v_scale = halves(jax.lax.dynamic_slice_in_dim(kv.scales, start, block_s, axis=3))
+    start = jnp.minimum(first, kv.num_keys - block_s)
+    kv = slice_keys(kv, start, block_s)
+    k, v = (widened(x, q_BKGH.dtype) for x in kv[:2])
+    k_scale, v_scale = (None, None) if kv.scales is None else halves(kv.scales)
     y = score_bits(q_BKGH, k, spec, k_scale)
     if keys is None:
         return KeyBlock(y, v, v_scale, start)
     mask = in_range(start + jnp.arange(block_s, dtype=jnp.int32), keys) & (start + jnp.arange(block_s) >= first)
     v, v_scale = blank(v, v_scale, mask[:, None, :, None])
     return KeyBlock(jnp.where(mask[:, None, None], y, -jnp.inf), v, v_scale, start)
+
+
+def slice_keys(kv: KeyValues, start: Array, size: int) -> KeyValues:
+    """Copy keys [start, start + size) of every sequence and KV head, in order of position."""
+    if kv.pages is None:
+        k, v = (jax.lax.dynamic_slice_in_dim(x, start, size, axis=2) for x in kv[:2])
+        scales = None if kv.scales is None else jax.lax.dynamic_slice_in_dim(kv.scales, start, size, axis=3)
+        return KeyValues(k, v, scales=scales)
+    lead = kv.pages.shape[0], kv.k.shape[1]
+    block = paging.take_block(paging.flat(kv), jnp.int32(0), lead[0] * lead[1], start, size)
+    return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), block)
 
 
 def halves(scales: Float[Array, "B K 2 P"]) -> tuple[Float[Array, "B K 1 P"], Float[Array, "B K 1 P"]]:
@@ -127,11 +138,19 @@ def group_rows(q_B1NH: Array, num_kv_heads: int) -> Float[Array, "B K G H"]:
 
 
 def attend_dense(
-    q: Array, k: Array, v: Array, positions: Positions, spec: AttentionSpec, config: Config, scales: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    positions: Positions,
+    spec: AttentionSpec,
+    config: Config,
+    scales: Array | None = None,
+    pages: Array | None = None,
 ) -> tuple[Float[Array, "B K G H"], Float[Array, "B K G"]]:
-    """Compute out (float32) and lse of q [B,K,G,H], one position per sequence, over k and v [B,K,S,H]."""
-    num_keys, kv = k.shape[2], KeyValues(k, v, scales=scales)
-    block_s = min(config.block_s, num_keys)
+    """Compute out (float32) and lse of q [B,K,G,H], one position per sequence, over k and v, as in `KeyValues`."""
+    kv = KeyValues(k, v, pages, scales)
+    num_keys = kv.num_keys
+    block_s = paging.whole_pages(kv, min(config.block_s, num_keys))
     keys = decode_range(spec, positions, num_keys)
     start, full_start, full_stop, stop = block_runs(keys, block_s, num_keys)
 
@@ -157,11 +176,14 @@ def attend_dense(
 
 
 def at_once_size(q_BKGH: Array, kv: KeyValues) -> int:
-    """Return the block size for `at_once`, or 0 if it cannot run: blocks must divide the keys, scores fit."""
+    """Return the block size for `at_once`, or 0 if it cannot run: blocks must divide the keys, scores fit.
+
+    The keys must be contiguous: with pages, it would copy the whole cache.
+    """
     num_keys = kv.k.shape[2]
     size = math.gcd(num_keys, BLOCK_AT_ONCE)
     fits = 4 * num_keys * math.prod(q_BKGH.shape[:3]) <= MOST_SCORE_BYTES
-    return size if kv.scales is None and size >= LEAST_BLOCK and fits else 0
+    return size if kv.scales is None and kv.pages is None and size >= LEAST_BLOCK and fits else 0
 
 
 def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec) -> SoftmaxState:
@@ -224,12 +246,12 @@ dense = differentiable(attend_dense, gradients)
 
 
 def launch_dense(q, kv: KeyValues, spec, positions, selection, config) -> AttentionOut:
-    """Run dense decode; differentiable in q, k and v unless they are int8."""
+    """Run dense decode; differentiable in q, k and v unless they are int8 or paged."""
     rows = group_rows(q, kv.k.shape[1])
-    if kv.scales is None:
+    if kv.scales is None and kv.pages is None:
         out, lse = dense(rows, kv.k, kv.v, positions, spec, config)
     else:
-        out, lse = attend_dense(rows, kv.k, kv.v, positions, spec, config, kv.scales)
+        out, lse = attend_dense(rows, kv.k, kv.v, positions, spec, config, kv.scales, kv.pages)
     return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]))
 
 
@@ -240,9 +262,9 @@ def launch_score(q, kv: KeyValues, spec: AttentionSpec, positions, selection, co
     block the sums are rescaled by 2^m / e^lse.
     """
     rows = group_rows(q, kv.k.shape[1])
-    num_keys, num_tiles = kv.k.shape[2], ceil_div(kv.k.shape[2], spec.tile)
+    num_keys, num_tiles = kv.num_keys, ceil_div(kv.num_keys, spec.tile)
     whole = num_keys // spec.tile * spec.tile
-    block_s = min(round_up(config.block_s, spec.tile), whole) if whole else num_keys
+    block_s = paging.whole_pages(kv, min(round_up(config.block_s, spec.tile), whole) if whole else num_keys)
     per_block = ceil_div(block_s, spec.tile)
     num_blocks = ceil_div(num_tiles, per_block)
     keys = decode_range(spec, positions, num_keys)
@@ -282,7 +304,7 @@ def launch_sparse(
 ) -> AttentionOut:
     """Attend to the listed tiles only, several tiles per step; only those tiles are copied."""
     rows = group_rows(q, kv.k.shape[1])
-    num_keys = kv.k.shape[2]
+    num_keys = kv.num_keys
     size = min(spec.tile, num_keys)
     tiles, count = selection.tiles[:, :, 0], selection.count[:, :, 0]
     capacity = tiles.shape[-1]
@@ -297,8 +319,9 @@ def launch_sparse(
         key = (start[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(*start.shape[:2], -1)
         mask = (key >= keys.start[:, None, None]) & (key < keys.stop[:, None, None])
         mask = mask & jnp.repeat(entry < last[..., None], size, axis=-1) & (key >= jnp.repeat(first, size, axis=-1))
-        k, v = (widened(take_tiles(x, start, size), rows.dtype) for x in kv[:2])
-        k_scale, v_scale = (None, None) if kv.scales is None else halves(take_scales(kv.scales, start, size))
+        read = read_tiles(kv, start, size)
+        k, v = (widened(x, rows.dtype) for x in read[:2])
+        k_scale, v_scale = (None, None) if read.scales is None else halves(read.scales)
         y = jnp.where(mask[:, :, None], score_bits(rows, k, spec, k_scale), -jnp.inf)
         v, v_scale = blank(v, v_scale, mask[..., None])
         return absorb(state, y, v, scale=v_scale)[0]
@@ -307,6 +330,15 @@ def launch_sparse(
     state = jax.lax.fori_loop(0, steps, step, init_state(rows.shape[:3], q.shape[-1]))
     out, lse = finish_state(state, (keys.stop > keys.start)[:, None, None])
     return AttentionOut(out.reshape(q.shape).astype(q.dtype), lse.reshape(q.shape[:3]))
+
+
+def read_tiles(kv: KeyValues, start_BKP: Int32[Array, "B K P"], size: int) -> KeyValues:
+    """Copy keys [start, start + size) for each start, concatenated along the key axis."""
+    if kv.pages is not None:
+        head = jnp.arange(start_BKP.shape[0] * start_BKP.shape[1], dtype=jnp.int32)
+        return paging.take_tiles(paging.flat(kv), head.reshape(*start_BKP.shape[:2], 1), start_BKP, size)
+    k, v = (take_tiles(x, start_BKP, size) for x in kv[:2])
+    return KeyValues(k, v, scales=None if kv.scales is None else take_scales(kv.scales, start_BKP, size))
 
 
 def take_tiles(x_BKSH: Array, start_BKP: Int32[Array, "B K P"], size: int) -> Float[Array, "B K P*size H"]:
@@ -336,6 +368,7 @@ def _kernel(role: str, launch) -> Kernel:
         search_space=search_space,
         cost=functools.partial(work.decode, role),
         scaled=True,
+        paged=True,
     )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int32
 
-from tessera.attention import work
+from tessera.attention import paging, work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Shapes
 from tessera.attention.gradient import differentiable
 from tessera.attention.kernel import Kernel
@@ -81,13 +81,14 @@ class Plan(NamedTuple):
         return self.block_t * self.groups
 
 
-def plan_blocks(spec: AttentionSpec, config: Config, q_BTNH: Array, k_BKSH: Array) -> Plan:
+def plan_blocks(spec: AttentionSpec, config: Config, q_BTNH: Array, kv: KeyValues) -> Plan:
     """Clip the block sizes to the call and choose how many KV heads a step takes (a divisor of B * K)."""
     batch, num_queries, num_heads, _ = q_BTNH.shape
-    kv_heads, num_keys = k_BKSH.shape[1:3]
+    kv_heads, num_keys = kv.k.shape[1], kv.num_keys
     block_t, block_s = min(config.block_t, num_queries), min(config.block_s, num_keys)
     if spec.mass:  # a query tile or a key tile never straddles two blocks
         block_t, block_s = round_up(block_t, spec.query_tile), round_up(block_s, spec.tile)
+    block_s = paging.whole_pages(kv, block_s)
     groups, total = num_heads // kv_heads, batch * kv_heads
     wanted = config.block_heads or max(STEP_SCORES // (block_t * groups * block_s), 1)
     heads = next(h for h in range(min(wanted, total), 0, -1) if total % h == 0)
@@ -184,18 +185,18 @@ def sweep(step, carry, ranges: tuple[Array, Array, Array, Array], num_keys: int,
     return jax.lax.fori_loop(full_stop, stop, masked, carry)
 
 
-def take_keys(x: Float[Array, "X S H"], block: Block, key_block: Array, plan: Plan) -> tuple[Array, Array]:
-    """Return keys [Y, block_s, H] of one block and its start; a short last block starts earlier, without padding."""
-    start = jnp.minimum(key_block * plan.block_s, x.shape[1] - plan.block_s)
-    return jax.lax.dynamic_slice(x, (block.x, start, ZERO), (plan.heads, plan.block_s, x.shape[2])), start
+def take_keys(kv: KeyValues, block: Block, key_block: Array, plan: Plan) -> tuple[KeyValues, Array]:
+    """Return keys and values [Y, block_s, H] of one block of a `paging.flat` record, and the block's start.
+
+    A short last block starts earlier, without padding.
+    """
+    start = jnp.minimum(key_block * plan.block_s, kv.num_keys - plan.block_s)
+    return paging.take_block(kv, block.x, plan.heads, start, plan.block_s), start
 
 
-def take_scales(scales: Float[Array, "X 2 S"] | None, block: Block, start: Array, plan: Plan) -> tuple:
-    """Return the float32 scales [Y, 1, block_s] of a block's keys and of its values; (None, None) without scales."""
-    if scales is None:
-        return None, None
-    taken = jax.lax.dynamic_slice(scales, (block.x, ZERO, start), (plan.heads, 2, plan.block_s)).astype(jnp.float32)
-    return taken[:, :1], taken[:, 1:]
+def halves(scales: Float[Array, "Y 2 P"] | None) -> tuple:
+    """Return the float32 scales [Y, 1, P] of keys and of values; (None, None) without scales."""
+    return (None, None) if scales is None else tuple(scales[:, i : i + 1].astype(jnp.float32) for i in (0, 1))
 
 
 def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tuple[Array, Array]:
@@ -207,17 +208,21 @@ def block_masks(block: Block, start: Array, key_block: Array, plan: Plan) -> tup
 
 
 def attend(
-    q, k, v, positions: Positions, spec: AttentionSpec, config: Config, scales: Array | None = None
+    q,
+    k,
+    v,
+    positions: Positions,
+    spec: AttentionSpec,
+    config: Config,
+    scales: Array | None = None,
+    pages: Array | None = None,
 ) -> tuple[Array, Array, Array | None]:
-    """Compute out [B,T,N,H], lse [B,T,N] and, if spec.mass, mass [B,K,I,J] (else None); k and v are [B,K,S,H]."""
-    kv_heads, num_keys = k.shape[1:3]
-    plan = plan_blocks(spec, config, q, k)
+    """Compute out [B,T,N,H], lse [B,T,N] and, if spec.mass, mass [B,K,I,J] (else None) of k and v as in `KeyValues`."""
+    kv = KeyValues(k, v, pages, scales)
+    kv_heads, num_keys = k.shape[1], kv.num_keys
+    plan, kv = plan_blocks(spec, config, q, kv), paging.flat(kv)
     if spec.mass:  # tiles must not shift, so a short last block is padded instead of starting earlier
-        pad = [(0, 0), (0, 0), (0, -num_keys % plan.block_s), (0, 0)]
-        k, v = jnp.pad(k, pad), jnp.pad(v, pad)
-        scales = None if scales is None else jnp.pad(scales, [*pad[:2], pad[3], pad[2]])
-    k, v = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
-    scales = None if scales is None else scales.reshape(-1, *scales.shape[2:])
+        kv = paging.padded(kv, plan.block_s)
     num_blocks = ceil_div(q.shape[1], plan.block_t)
     q_blocks = block_queries(q, kv_heads, plan)
 
@@ -226,10 +231,9 @@ def attend(
 
         def step(key_block, carry, masked: bool):
             state, tiles = carry
-            k_block, start = take_keys(k, block, key_block, plan)
-            v_block, _ = take_keys(v, block, key_block, plan)
-            k_block, v_block = widened(k_block, q.dtype), widened(v_block, q.dtype)
-            k_scale, v_scale = take_scales(scales, block, start, plan)
+            read, start = take_keys(kv, block, key_block, plan)
+            k_block, v_block = widened(read.k, q.dtype), widened(read.v, q.dtype)
+            k_scale, v_scale = halves(read.scales)
             z, factor = raw_scores(q_block, k_block, spec, k_scale)
             if masked:
                 mask, real = block_masks(block, start, key_block, plan)
@@ -237,9 +241,9 @@ def attend(
             state, parts = absorb(state, z, v_block, factor, spec.tile if spec.mass else 1, v_scale)
             return state, tiles and tiles.put(key_block, parts, state.m)
 
-        tiles = TileSums.zeros(k.shape[1], plan) if spec.mass else ()
+        tiles = TileSums.zeros(kv.num_keys, plan) if spec.mass else ()
         carry = (init_state(q_block.shape[:2], q.shape[3]), tiles)
-        state, tiles = sweep(step, carry, block.ranges, k.shape[1], plan)
+        state, tiles = sweep(step, carry, block.ranges, kv.num_keys, plan)
         out, lse = finish_state(state, block.valid)
         return out.astype(q.dtype), lse, tiles and tiles.mass(lse, plan)
 
@@ -295,14 +299,14 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
     """
     out, lse, _ = result
     kv_heads, num_keys = k.shape[1:3]
-    plan = plan_blocks(spec, config, q, k)
+    plan = plan_blocks(spec, config, q, KeyValues(k, v))
     num_blocks = ceil_div(q.shape[1], plan.block_t)
     seen = jnp.isfinite(lse)
     d_out = jnp.where(seen[..., None], cotangents[0].astype(jnp.float32), 0.0)
     offset = jnp.where(seen, cotangents[1] - (d_out * out.astype(jnp.float32)).sum(-1), 0.0)
     bits = jnp.where(seen, lse * LOG2_E, jnp.inf)
     blocks = [block_queries(x, kv_heads, plan) for x in (q, d_out.astype(v.dtype), offset, bits)]
-    k_flat, v_flat = (x.reshape(-1, *x.shape[2:]) for x in (k, v))
+    kv = paging.flat(KeyValues(k, v))
 
     def query_block(grads, xs):
         index, q_block, do_block, offset_block, bits_block = xs
@@ -310,8 +314,7 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
 
         def step(key_block, carry, masked: bool):
             dq, dk, dv = carry
-            k_block, start = take_keys(k_flat, block, key_block, plan)
-            v_block, _ = take_keys(v_flat, block, key_block, plan)
+            (k_block, v_block, *_), start = take_keys(kv, block, key_block, plan)
             mask = block.valid[:, None, :]
             if masked:
                 sees, real = block_masks(block, start, key_block, plan)
@@ -331,7 +334,7 @@ def gradients(q, k, v, result, cotangents, spec: AttentionSpec, positions: Posit
         dq, dk, dv = sweep(step, carry, block.ranges, num_keys, plan)
         return (dk, dv), jnp.where(block.valid[..., None], dq, 0.0).astype(q.dtype)
 
-    zeros = jnp.zeros(k_flat.shape, jnp.float32)
+    zeros = jnp.zeros(kv.k.shape, jnp.float32)
     indices = jnp.arange(blocks[0].shape[0], dtype=jnp.int32)
     (dk, dv), dq = jax.lax.scan(query_block, (zeros, zeros), (indices, *blocks))
     dk, dv = (x.reshape(k.shape).astype(k.dtype) for x in (dk, dv))
@@ -357,8 +360,8 @@ def zero_padding(q: Float[Array, "B T N H"], positions: Positions) -> Float[Arra
 def launch_dense(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
 ) -> AttentionOut:
-    """Run dense prefill; out and lse are differentiable in q, k and v unless they are int8."""
-    if kv.scales is not None:
+    """Run dense prefill; out and lse are differentiable in q, k and v unless they are int8 or paged."""
+    if kv.scales is not None or kv.pages is not None:
         return launch_score(q, kv, spec, positions, selection, config)
     return AttentionOut(*dense(zero_padding(q, positions), kv.k, kv.v, positions, spec, config))
 
@@ -367,7 +370,7 @@ def launch_score(
     q, kv: KeyValues, spec: AttentionSpec, positions: Positions, selection, config: Config
 ) -> AttentionOut:
     """Compute dense out and lse and each key tile's probability mass in one pass; not differentiable."""
-    return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config, kv.scales))
+    return AttentionOut(*attend(zero_padding(q, positions), kv.k, kv.v, positions, spec, config, kv.scales, kv.pages))
 
 
 def default_config(spec: AttentionSpec, shapes: Shapes) -> Config:
@@ -398,6 +401,7 @@ def _kernel(role: str, launch) -> Kernel:
         search_space=search_space,
         cost=work.prefill,
         scaled=True,
+        paged=True,
     )
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from tessera.attention import work
+from tessera.attention import paging, work
 from tessera.attention.contract import AttentionOut, AttentionSpec, KeyValues, Positions, Selection, Shapes
 from tessera.attention.kernel import Kernel
 from tessera.attention.online_softmax import (
@@ -78,9 +78,13 @@ def count_full(lists: Lists, spec: AttentionSpec) -> Int32[Array, "Y"]:
 def read_tiles(kv: KeyValues, lists: Lists, start: Int32[Array, "Y P"], tile: int, dtype: jnp.dtype) -> KeyValues:
     """Copy P tiles per query tile, given the positions where they start, into k and v [Y, P * tile, H].
 
-    kv holds k and v [X,S,H] and scales [X,2,S]; the returned scales are [Y, P * tile, 2]. Invalid starts read wrong
-    keys, but never memory outside of kv.
+    kv holds k and v [X,S,H] and scales [X,2,S], or is a paged `paging.flat` record; the returned scales are
+    [Y, P * tile, 2]. Invalid starts read wrong keys, but never memory outside of kv.
     """
+    if kv.pages is not None:
+        k, v, _, scales = paging.take_tiles(kv, lists.x[:, None], start, tile)
+        scales = None if scales is None else jnp.swapaxes(scales, 1, 2).astype(jnp.float32)
+        return KeyValues(widened(k, dtype), widened(v, dtype), scales=scales)
     key = (start[:, :, None] + jnp.arange(tile, dtype=jnp.int32)).reshape(start.shape[0], -1)
     k, v = (widened(x.at[lists.x[:, None], key].get(mode="clip"), dtype) for x in kv[:2])
     if kv.scales is None:
@@ -123,7 +127,7 @@ def attend_tile(q_tile: Float[Array, "Y R H"], kv: KeyValues, lists: Lists, spec
 
     The state of a query tile with an empty list is meaningless, because it runs the unmasked steps of the others, too.
     """
-    capacity, num_keys = lists.tiles.shape[1], kv.k.shape[1]
+    capacity, num_keys = lists.tiles.shape[1], kv.num_keys
     per_step = min(max(config.block_s // spec.tile, 1), capacity)
     per_mask = min(max(config.mask_s // spec.tile, 1), capacity)
 
@@ -193,12 +197,10 @@ def launch(
 ) -> AttentionOut:
     """Run attention over the listed tiles only; not differentiable."""
     batch, num_queries, num_heads, head_dim = q.shape
-    kv_heads, num_keys = kv.k.shape[1:3]
-    pad = [(0, 0), (0, 0), (0, max(spec.tile - num_keys, 0)), (0, 0)]  # only a call shorter than one tile is padded
-    flat = KeyValues(*(jnp.pad(x, pad).reshape(batch * kv_heads, -1, head_dim) for x in kv[:2]))
-    if kv.scales is not None:
-        scales = jnp.pad(kv.scales, [*pad[:2], pad[3], pad[2]])
-        flat = flat._replace(scales=scales.reshape(batch * kv_heads, 2, -1))
+    kv_heads, num_keys = kv.k.shape[1], kv.num_keys
+    flat = paging.flat(kv)
+    if num_keys < spec.tile:
+        flat = paging.padded(flat, spec.tile)
     groups, num_tiles = num_heads // kv_heads, ceil_div(num_queries, spec.query_tile)
     rows, total = spec.query_tile * groups, batch * kv_heads
     cut = Groups.of(total, num_tiles, max(STEP_SCORES // (rows * max(config.block_s, spec.tile)), 1))
@@ -258,5 +260,6 @@ KERNELS = (
         search_space=search_space,
         cost=work.sparse_prefill,
         scaled=True,
+        paged=True,
     ),
 )

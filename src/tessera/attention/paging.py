@@ -1,0 +1,90 @@
+"""Read keys and values that may be stored in pages.
+
+A position p of sequence b is at offset p % page of pool page `pages[b, p // page]`. A kernel reads one block of keys at
+a time, so only that block is ever copied out of the pool. The keys of one page and one head are contiguous, so the pool
+[P,K,page,H] is also a list of P * K single-head pages, and a head's table is `pages * K + head`.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Int32
+
+from tessera.attention.contract import KeyValues
+from tessera.core.shapes import round_up
+
+
+def flat(kv: KeyValues) -> KeyValues:
+    """Merge sequences and KV heads into one axis X = B * K.
+
+    Contiguous k and v become [X,S,H] and scales [X,2,S]. A pool becomes [P*K,page,H], its scales [P*K,2,page] and the
+    table [X,J].
+    """
+    k, v, scales = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in (kv.k, kv.v, kv.scales))
+    return KeyValues(k, v, None if kv.pages is None else head_table(kv), scales)
+
+
+def head_table(kv: KeyValues) -> Int32[Array, "X J"]:
+    """Return the table of every sequence and KV head, whose entries number single-head pages."""
+    heads = kv.k.shape[1]
+    table = kv.pages[:, None] * heads + jnp.arange(heads, dtype=jnp.int32)[:, None]
+    return table.reshape(-1, kv.pages.shape[1])
+
+
+def whole_pages(kv: KeyValues, block_s: int) -> int:
+    """Round a block of keys up to whole pages, at most all; contiguous keys have blocks of any size."""
+    return block_s if kv.pages is None else min(round_up(block_s, kv.k.shape[-2]), kv.num_keys)
+
+
+def padded(kv: KeyValues, block_s: int) -> KeyValues:
+    """Pad the keys of a `flat` record to a multiple of block_s.
+
+    Padding of paged keys is the null page. Kernels mask padding, because it may hold anything.
+    """
+    extra = -kv.num_keys % block_s
+    if kv.pages is not None:
+        return kv._replace(pages=jnp.pad(kv.pages, [(0, 0), (0, extra // kv.k.shape[-2])]))
+    k, v = (jnp.pad(x, [(0, 0), (0, extra), (0, 0)]) for x in kv[:2])
+    return KeyValues(k, v, scales=None if kv.scales is None else jnp.pad(kv.scales, [(0, 0), (0, 0), (0, extra)]))
+
+
+def take_block(kv: KeyValues, x: Array, heads: int, start: Array, size: int) -> KeyValues:
+    """Copy keys [start, start + size) of entries [x, x + heads) out of a `flat` record: [heads,size,H], [heads,2,size].
+
+    If the keys are paged, start and size must be multiples of the page.
+    """
+    zero = jnp.int32(0)  # not a Python 0, which is an int64 if JAX allows 64-bit types
+    if kv.pages is None:
+        at, shape = (x, start, zero), (heads, size, kv.k.shape[2])
+        k, v = (jax.lax.dynamic_slice(part, at, shape) for part in kv[:2])
+        if kv.scales is None:
+            return KeyValues(k, v)
+        return KeyValues(k, v, scales=jax.lax.dynamic_slice(kv.scales, (x, zero, start), (heads, 2, size)))
+    page = kv.k.shape[1]
+    ids = jax.lax.dynamic_slice(kv.pages, (x, start // page), (heads, size // page))
+    k, v = (pick(part, ids).reshape(heads, size, -1) for part in kv[:2])
+    if kv.scales is None:
+        return KeyValues(k, v)
+    return KeyValues(k, v, scales=jnp.swapaxes(pick(kv.scales, ids), 1, 2).reshape(heads, 2, size))
+
+
+def take_tiles(kv: KeyValues, x: Int32[Array, "... 1"], start: Int32[Array, "... P"], tile: int) -> KeyValues:
+    """Copy the tiles that start at `start` out of a paged `flat` record: k and v [...,P*tile,H], scales [...,2,P*tile].
+
+    Starts must be multiples of the tile; `x` is the entry along X. A start outside of the table reads wrong keys, but
+    never other memory.
+    """
+    page = kv.k.shape[1]
+    ids = kv.pages.at[x, start // page].get(mode="clip") * (page // tile) + start % page // tile
+    k, v = (pick(part.reshape(-1, tile, part.shape[2]), ids) for part in kv[:2])
+    k, v = (part.reshape(*ids.shape[:-1], -1, part.shape[-1]) for part in (k, v))
+    if kv.scales is None:
+        return KeyValues(k, v)
+    scales = kv.scales.reshape(-1, 2, page // tile, tile)
+    taken = scales.at[ids // (page // tile), :, ids % (page // tile)].get(mode="clip")  # [...,P,2,tile]
+    return KeyValues(k, v, scales=jnp.swapaxes(taken, -2, -3).reshape(*ids.shape[:-1], 2, -1))
+
+
+def pick(x: Array, ids: Array) -> Array:
+    """Return x[ids]; ids outside of x read its first or last entry."""
+    return x.at[ids].get(mode="clip")

@@ -1,0 +1,140 @@
+"""The pool of pages that hold the keys and values of all sequences: who uses which page. Host-side bookkeeping only.
+
+A page is free, active (a sequence uses it) or cached (no sequence uses it, but its contents are kept). A new page has
+one owner, which writes it. `seal` ends the writing; only a sealed page can be shared, and when its last user releases
+it, it is cached until `share` or `evict`. Page 0 is the null page: it is in no list, rows without a sequence write to
+it, and tables are padded with it.
+
+    free --allocate--> active --seal--> active, sealed <--share/release--> cached --evict--> free
+                       active --release--> free
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Int32
+
+NULL = 0
+"""Pool index of the null page."""
+
+
+class OutOfPages(MemoryError):
+    """The pool has too few free pages; evicting cached pages or releasing active ones makes room."""
+
+
+class Pages:
+    """Free list and reference counts of a pool.
+
+    Args:
+        size: pages in the pool, the null page included.
+        page: positions per page.
+    """
+
+    def __init__(self, size: int, page: int):
+        if size < 2 or page < 1:
+            raise ValueError(
+                f"a pool needs at least 2 pages (one is the null page) of 1 position, got {size=}, {page=}"
+            )
+        self.size, self.page = size, page
+        self._free = deque(range(1, size))
+        self._count = [0] * size
+        self._sealed = [False] * size
+        self._cached: dict[int, None] = {}  # in order of release
+
+    @property
+    def free(self) -> tuple[int, ...]:
+        """Pages that `allocate` hands out, in that order."""
+        return tuple(self._free)
+
+    @property
+    def cached(self) -> tuple[int, ...]:
+        """Sealed pages without a user, longest unused first."""
+        return tuple(self._cached)
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """Pages in use."""
+        return tuple(page for page, count in enumerate(self._count) if count)
+
+    def references(self, page: int) -> int:
+        """Return how many sequences use a page."""
+        return self._count[self._known(page)]
+
+    def writable(self, page: int) -> bool:
+        """Return whether the page's one owner may write it."""
+        return self._count[self._known(page)] == 1 and not self._sealed[page]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take free pages, which the caller owns and may write.
+
+        Raises:
+            OutOfPages: too few pages are free; none is taken.
+        """
+        if count < 0:
+            raise ValueError(f"{count=} must not be negative")
+        if count > len(self._free):
+            raise OutOfPages(
+                f"{count} pages of {self.page} positions are needed, {len(self._free)} of {self.size - 1} are free and "
+                f"{len(self._cached)} cached: evict cached pages or wait for a request to end"
+            )
+        taken = [self._free.popleft() for _ in range(count)]
+        for page in taken:
+            self._count[page] = 1
+        return taken
+
+    def seal(self, pages: Iterable[int]) -> None:
+        """End the writing of active pages, so that they can be shared and cached; sealed pages stay sealed."""
+        for page in self._all(pages, lambda page: self._count[page], "seal", "it is not in use"):
+            self._sealed[page] = True
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add a user to sealed pages, active or cached; nothing is copied."""
+        for page in self._all(pages, lambda page: self._sealed[page], "share", "it is not sealed"):
+            self._count[page] += 1
+            self._cached.pop(page, None)
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Remove one user of each page. A page without users is cached if it is sealed, else free."""
+        pages = list(pages)
+        if len(set(pages)) < len(pages):
+            raise ValueError(f"cannot release {pages}: a sequence uses a page only once")
+        for page in self._all(pages, lambda page: self._count[page], "release", "it is not in use"):
+            self._count[page] -= 1
+            if self._count[page]:
+                continue
+            if self._sealed[page]:
+                self._cached[page] = None
+            else:
+                self._free.append(page)
+
+    def evict(self, pages: Iterable[int]) -> None:
+        """Free cached pages; their contents are lost."""
+        pages = list(dict.fromkeys(pages))
+        for page in self._all(pages, lambda page: page in self._cached, "evict", "it is not cached"):
+            del self._cached[page]
+            self._sealed[page] = False
+            self._free.append(page)
+
+    def _known(self, page: int) -> int:
+        if not 0 < page < self.size:
+            raise ValueError(f"{page=} must be from 1 to {self.size - 1}; page {NULL} is the null page")
+        return page
+
+    def _all(self, pages: Iterable[int], fits, verb: str, reason: str) -> list[int]:
+        """Return the pages as a list; raise ValueError, before anything changes, if one does not fit."""
+        pages = list(pages)
+        for page in pages:
+            if not fits(self._known(page)):
+                raise ValueError(f"cannot {verb} {page=}: {reason}")
+        return pages
+
+
+def page_table(rows: Sequence[Sequence[int]], num_pages: int) -> Int32[np.ndarray, "B J"]:
+    """Return the table of the rows' pages in order of position, padded with the null page to J = num_pages."""
+    table = np.full((len(rows), num_pages), NULL, np.int32)
+    for row, pages in zip(table, rows):
+        if len(pages) > num_pages:
+            raise ValueError(f"a sequence of {len(pages)} pages does not fit into a table of {num_pages=}")
+        row[: len(pages)] = pages
+    return table
