@@ -64,3 +64,10 @@ def test_layers_that_choose_by_cheap_scores_refuse_pages():
     one = paged(replace(KASCADE, head_map=((0, 1), (0, 1)), own=(1,)), 64)
     with pytest.raises(ValueError, match="cheap scores read contiguous keys, the call's are paged"):
         one.prefill(PROMPTS)
+
+
+def test_rows_of_a_paged_cache_are_refused():
+    one = paged(KASCADE, 64)
+    for act in (lambda: one.row(0), lambda: one.reserve(10_000)):
+        with pytest.raises(ValueError, match="a paged cache has no row per sequence"):
+            act()

@@ -60,6 +60,12 @@ class Cache(NamedTuple):
         return slots if self.pages is None else slots * self.pages.shape[1]
 
 
+def check_contiguous(cache: Cache) -> None:
+    """Raise ValueError if the cache is paged: its sequences have no rows that could be copied or enlarged."""
+    if cache.pages is not None:
+        raise ValueError("a paged cache has no row per sequence: share or allocate pages instead")
+
+
 def init_cache(config: ModelConfig, batch: int, num_keys: int, *, dtype: DTypeLike, stacked: bool) -> Cache:
     """Create an empty cache of 2 * L * B * K * S * H elements; an int8 cache also has scales.
 

@@ -24,7 +24,7 @@ from tessera.core import interrupt, quant
 from tessera.core.memory import require
 from tessera.core.mesh import keep, local_devices, mesh_of, num_parts, num_stripes, program, put
 from tessera.core.shapes import ceil_div, round_up
-from tessera.models.cache import Cache, init_cache, keep_split
+from tessera.models.cache import Cache, check_contiguous, init_cache, keep_split
 from tessera.models.config import ModelConfig
 from tessera.models.decoder import forward, logits
 from tessera.models.footprint import ONE_DEVICE, Division, Footprint, Load, Types, footprint
@@ -57,6 +57,7 @@ def allocate(
 @program(static_argnames=("num_keys", "stripe"))
 def enlarge(cache: Cache, *, num_keys: int, stripe: int | None = None) -> Cache:
     """Copy a cache into one with room for `num_keys` keys."""
+    check_contiguous(cache)
     parts = 1 if stripe is None else context.num_parts()
 
     def pad(x: Array, axis: int) -> Array:  # each device appends slots to its part
@@ -150,6 +151,7 @@ def score_tokens(
 @program(static_argnames="stripe")
 def take_row(cache: Cache, row: Int32[Array, ""], stripe: int | None = None) -> Cache:
     """Copy one sequence out of a cache."""
+    check_contiguous(cache)
     part = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=x.ndim - 4), cache)
     return keep_split(part, stripe)
 
@@ -157,6 +159,7 @@ def take_row(cache: Cache, row: Int32[Array, ""], stripe: int | None = None) -> 
 @program(static_argnames="stripe", donate_argnames="cache")
 def put_row(cache: Cache, part: Cache, row: Int32[Array, ""], stripe: int | None = None) -> Cache:
     """Write a cache of one sequence into one row of a larger one."""
+    check_contiguous(cache)
 
     def write(x: Array, new: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, new, row, axis=x.ndim - 4)
