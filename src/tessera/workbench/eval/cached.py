@@ -59,7 +59,7 @@ class Coarse(Dense):
 
 
 def coarse(x: Array) -> Array:
-    """Round x [..., H] to 15 levels of max |x| / 7."""
+    """Round x [..., H] to multiples of max |x| / 7, the maximum over H: 15 levels."""
     step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / LEVELS
     return jnp.where(step > 0, jnp.round(x / jnp.where(step > 0, step, 1)) * step, x).astype(x.dtype)
 
