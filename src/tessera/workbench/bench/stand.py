@@ -49,7 +49,7 @@ class Sizes:
         config: the model's configuration; its weights are random.
         rounds: samples per side if time allows.
         least_rounds: minimum samples per side. The longest prompts need only one, since a round may take two minutes.
-        suite_s: seconds after which only the least rounds run; on a slow machine these take three minutes more.
+        suite_s: seconds after which only `least_rounds` run; on a slow machine, they take three minutes more.
         passkey_tokens: prompt lengths of the shipped model's pass keys.
         passkeys: tasks per length.
     """

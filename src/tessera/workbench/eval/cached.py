@@ -43,7 +43,7 @@ class Sizes:
 
 
 SHIPPED, REAL = Sizes(windows=4, documents=8), Sizes(windows=2, documents=3)
-"""Sizes for the shipped model and for others, whose documents hold several facts each (`probes`), so fewer suffice."""
+"""Sizes for the shipped model and for other models. REAL's documents hold several facts each, so fewer suffice."""
 
 
 @dataclass(frozen=True, kw_only=True)

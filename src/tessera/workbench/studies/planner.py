@@ -103,7 +103,7 @@ def speed(case: Mapping[str, Any], length: int) -> roofline.Speed:
 
 
 def planned_ms(case: Mapping[str, Any]) -> float:
-    """Plan a compiled step's milliseconds: the roofline's, and those of reading and writing what the layers' scan copies.
+    """Plan a compiled step's milliseconds: the roofline's, plus reading and writing the arrays that its scan copies.
 
     A prefill step is the prompt's last chunk. Its roofline time is that of the prompt minus that of the other chunks.
     """
