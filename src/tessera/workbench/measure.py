@@ -108,9 +108,9 @@ def ratio_interval(
 def ceilings(*, size: int = 2048, read_bytes: int = 1 << 28, rounds: int = 5) -> Ceilings:
     """Measure the ceilings, best of `rounds` runs: a [size,size] matrix product per dtype, and two memory programs.
 
-    The memory programs are a matrix of `read_bytes` times a vector, and x + 1; the faster one counts. On a CPU, x + 1
-    alone understates the bandwidth, since half of its traffic is writes, while decode hardly writes: decode's floor
-    would be too high. The data sheet of a known chip caps the ceilings.
+    The memory programs are a matrix of `read_bytes` times a vector, and x + 1; the one with the higher bandwidth
+    counts. On a CPU, x + 1 alone would understate the bandwidth of reads, since half of its traffic is writes. The
+    data sheet of a known chip caps the ceilings.
     """
     rates = {}
     product = jax.jit(jnp.matmul)
@@ -139,8 +139,8 @@ def capped(found: Ceilings, chip: hardware.Chip | None) -> Ceilings:
 def _least_s(program: Callable[..., jax.Array], *args: jax.Array, rounds: int) -> float:
     """Return the least seconds from a call until one number of its result is on the host.
 
-    `time_call` would be circular: if it stopped its clock before the work was done, the ceilings would rise as much as
-    the measured times fall, and no time would look too good. A number cannot reach the host before the program ends.
+    The ceilings must expose measured times that are too short to be real. If `time_call` stopped its clock too early,
+    ceilings taken with it would hide this fault. A number cannot reach the host before the program ends.
     """
     last = jax.jit(lambda out: out.ravel()[-1])
     taken = []

@@ -223,7 +223,7 @@ def small_config(kernel: Kernel, spec: AttentionSpec | None = None, shapes: Shap
 
 
 def roundings(kernel: Kernel) -> dict[str, bool]:
-    """Return what the kernel rounds besides its result, as `oracle.tolerance` takes it.
+    """Return what the kernel rounds besides its result, as keyword arguments of `oracle.tolerance`.
 
     A TPU's kernels multiply the scale into q, because scaling scores would cost a tenth of the speed. Prefill kernels
     of TPUs and GPUs multiply int8 keys and values by their scales.
@@ -282,7 +282,7 @@ def make(workload: Workload, role: str, dtype: str = "float32", seed: int = 0) -
 
 
 def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Round x [B,S,K,H] to int8 times a bfloat16 scale [B,K,S] per key and head: the largest |x| is about 127."""
+    """Round x [B,S,K,H] to int8 times a bfloat16 scale [B,K,S] per key and head; the largest |x| becomes about 127."""
     scale = (np.abs(x).max(-1).astype(np.float32) / 127).astype(ml_dtypes.bfloat16)
     whole = np.round(x.astype(np.float32) / scale[..., None].astype(np.float32))
     return np.clip(whole, -127, 127).astype(np.int8), np.swapaxes(scale, 1, 2)

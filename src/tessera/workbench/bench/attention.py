@@ -24,7 +24,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
 def dense_prefill(stand: Stand, dtype: str) -> Iterator[Record]:
     """Time causal self-attention, 8 heads of 128, against PyTorch and every other peer that runs on this device.
 
-    Yields a record of the peer and one of ours, from the same rounds, per peer. The pair with PyTorch has the case's
+    Yields two records per peer, the peer's and ours, from the same rounds. The pair with PyTorch has the case's
     name as workload; other workloads add the peer's name. Without PyTorch our record still appears under the case's
     name. Its facts list each skipped peer and the reason.
     """
@@ -71,7 +71,7 @@ def _dense_records(
 ) -> Iterator[Record]:
     """Yield the peer's record and ours for every peer.
 
-    The first record or pair has the case's name: the pair with PyTorch, or without PyTorch our record alone.
+    The pair with PyTorch comes first and has the case's name as workload; without PyTorch, our record alone has it.
     """
     (_, length, heads, head_dim), dtype = inputs[0].shape, str(inputs[0].dtype)
     case = "dense_prefill_" + ("f32" if dtype == "float32" else "bf16")

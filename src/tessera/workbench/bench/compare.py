@@ -104,8 +104,8 @@ def broken(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
 def vanished(before: Iterable[Record], after: Iterable[Record]) -> list[Record]:
     """Records of the first set whose figures the second set lacks, or has only at other sizes.
 
-    Suites and machines that the second set lacks altogether are ignored. So are figures that the case's last run in the
-    first set no longer recorded, and figures of cases that crashed in the second set.
+    Figures are ignored if the second set lacks their suite or machine altogether, if their case crashed in the second
+    set, or if the last run of their case in the first set did not record them.
     """
     before = list(before)
     old, new = figures(before), figures(after)
@@ -130,7 +130,10 @@ def peer_of(record: Record, table: dict[Figure, Record]) -> Record | None:
 
 
 def change(key: Key, before: tuple[Record, Record | None], after: tuple[Record, Record | None]) -> Change:
-    """Compute the change of one figure, relative to the peer if both runs had it."""
+    """Compute the change of one figure from (record, peer's record) of each set; None stands for a missing peer.
+
+    The ratio to the peer is compared if both sets have the peer's record, else the median.
+    """
     paired = before[1] is not None and after[1] is not None
     rng = np.random.default_rng(0)
     sides = [drawn(record, peer if paired else None, rng) for record, peer in (before, after)]

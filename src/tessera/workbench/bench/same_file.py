@@ -126,9 +126,9 @@ def _record(stand: Stand, config, name: str, phase: str, length: int, taken, fac
 
 
 def start(stand: Stand) -> Iterator[Record]:
-    """Measure process start to the end of a one-token answer, and its peak memory, a process per sample.
+    """Measure the time from process start to the end of a one-token answer, and peak memory; each sample is a process.
 
-    Ours finds its compiled programs on disk; the first, which compiles them, is the warm-up.
+    Our processes find their compiled programs on disk. The first process, which compiles them, is the warm-up.
     """
     if reason := stand.peer_refusal:
         raise ValueError(f"cannot compare with llama.cpp: {reason}")

@@ -48,8 +48,8 @@ class Sizes:
         start_tokens: prompt length of the start-up case, and rows of the compilation case's chunk.
         config: the model's configuration; its weights are random.
         rounds: samples per side if time allows.
-        least_rounds: minimum samples per side. For the longest prompts it is one, since a round may take two minutes.
-        suite_s: seconds after which only the least rounds run; on a slow machine these take three minutes more.
+        least_rounds: minimum samples per side. The longest prompts need only one, since a round may take two minutes.
+        suite_s: seconds after which only `least_rounds` run; on a slow machine, they take three minutes more.
         passkey_tokens: prompt lengths of the shipped model's pass keys.
         passkeys: tasks per length.
     """
@@ -168,7 +168,7 @@ class Stand:
         return measure.interleave(contenders, rounds=self.sizes.rounds, until=self.ends, least=least, **options)
 
     def record(self, what: What, samples: Sequence[float], how: How, **fields: Any) -> Record:
-        """Build one side's record; it becomes an error if a sample is shorter than the roofline allows, as work was
+        """Build one side's record. If a sample is shorter than the roofline allows, the record holds an error: work was
         skipped."""
         made = evidence.make(what, samples, how=how, command=self.command(), **fields)
         if made.unit == "s" and made.flops and what.dtype:
@@ -239,7 +239,8 @@ def model_work(config: ModelConfig, length: int, *, past: int = 0, density: floa
     """FLOPs and minimum bytes of one forward call of `length` new tokens after `past` cached ones.
 
     Counts 2 FLOPs per weight and token, and 4 H per layer, query head and visible pair. The output head runs on the
-    last token only. The bytes read the float32 weights and the cache once. `density` is the share of visible keys read.
+    last token only. The bytes are the float32 weights and the cache, each read once. `density` is the share of visible
+    keys read.
     """
     c = config
     per_layer = c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads) * c.hidden_size

@@ -119,7 +119,7 @@ def window_of(plan: Plan, length: int) -> int:
 
 
 def variants(model: Model, plan: Plan, make_plan: Callable[..., Plan]) -> Iterator[Contender]:
-    """Yield dense, then the plan with one setting changed: tile and query tile, fraction, minimum keys, heads, anchors.
+    """Yield dense, then the plan with one setting changed at a time: tiles, fraction, minimum keys, heads, anchors.
 
     `make_plan` calibrates plans with other heads or anchors. If `plan` has per-head budgets, it is first replaced by a
     plan that `make_plan` calibrates without them.

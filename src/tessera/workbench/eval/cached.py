@@ -43,7 +43,7 @@ class Sizes:
 
 
 SHIPPED, REAL = Sizes(windows=4, documents=8), Sizes(windows=2, documents=3)
-"""Sizes for the shipped model and for others, whose documents hold several facts each (`probes`), so fewer suffice."""
+"""Sizes for the shipped model and for other models. REAL's documents hold several facts each, so fewer suffice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Coarse(Dense):
 
 
 def coarse(x: Array) -> Array:
-    """Round x [..., H] to 15 levels of max |x| / 7."""
+    """Round x [..., H] to multiples of max |x| / 7, the maximum over H: 15 levels."""
     step = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / LEVELS
     return jnp.where(step > 0, jnp.round(x / jnp.where(step > 0, step, 1)) * step, x).astype(x.dtype)
 

@@ -53,7 +53,7 @@ Knots = tuple[tuple[int, float], ...]
 
 
 def profile(model: Model, policy: Policy, tokens: Sequence[int]) -> Knots:
-    """Run a text under a policy; return the keys that a row reads, mean over each chunk's rows, layers and KV heads.
+    """Run a text under a policy; return the number of keys read, mean over each chunk's rows, layers and KV heads.
 
     The points are at the chunks' middles, at position 0 (one key), and at the text's end (extrapolated).
     """
@@ -76,7 +76,10 @@ def whole_heads(plan: Plan) -> tuple[tuple[bool, ...], ...]:
 
 
 def left_for_others(keys: Knots, whole: Sequence[Sequence[bool]]) -> Knots:
-    """Return the budget of the heads that are not whole with which the mean budget of all heads is `keys`."""
+    """Return the budget of the heads that do not read every key, such that all heads read `keys` on average.
+
+    `whole` says which heads read every key, [L][K].
+    """
     share = np.mean(whole)
     return keys if share == 1 else tuple((at, round((k - share * (at + 1)) / (1 - share), 1)) for at, k in keys)
 
@@ -120,7 +123,7 @@ def scores_mass(q, kv, layer, spec, positions):
 def scores_estimate(q, kv, layer, spec, positions, summary: str, keys: int | None = None):
     """Score tiles by attention probability, estimated from one summary per `keys` keys (None: per tile).
 
-    Decode calls score every key.
+    Decode calls score every key by itself, without summaries.
     """
     keys = spec.tile if keys is None else min(keys, spec.tile)
     return estimate_mass(q, kv.k, spec, positions, Estimate(keys=keys, summary=summary), kv.scales)

@@ -46,8 +46,8 @@ def log_likelihood(model: Model, tokens: Sequence[int], num_scored: int) -> tupl
 def split(model: Model, context: str, continuation: str) -> tuple[list[int], int]:
     """Return (tokens of context + continuation, how many of them to score: the continuation's).
 
-    The context's trailing spaces count as part of the continuation. If all tokens are more than the model's
-    context, the first ones are dropped.
+    The trailing spaces of `context` count as part of the continuation. If there are more tokens than the model takes
+    (`max_positions`), the first ones are dropped.
     """
     moved = len(context) - len(context.rstrip())
     if moved:

@@ -236,8 +236,8 @@ def verdict(better: paired.Estimate, p: float = 0.0, resolution: float = 0.0) ->
     """Decide whether a difference from the control says anything about the choice of keys.
 
     Args:
-        better: the difference, positive if the policy is better. With few documents, it may be equal in all
-            of them, and its interval then has no width; p must therefore be small, too.
+        better: the difference, positive if the policy is better. If few documents all have the same difference, its
+            interval has no width, so `p` is judged, too.
         p: McNemar's p of the same difference; 0 where the test does not apply.
         resolution: largest difference that is only rounding.
     """

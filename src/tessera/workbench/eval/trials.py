@@ -1,4 +1,4 @@
-"""Ask many questions about one document: prefill the document once per policy, and run each question from its cache.
+"""Ask many questions about one document: prefill the document once per policy, and start each question from that cache.
 
 A question's rows follow the document in the cache and overwrite the previous question's. Then the answer's tokens run
 one at a time through the policy's decode calls. Each call is fed the expected token (teacher forcing). As long as the
@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
     Attributes:
         found: whether every asked token of the answer is the top-1 token.
         logprob: ln of the probability of all asked tokens.
-        tokens: number of asked tokens that are the top-1 token after the expected tokens before them.
+        tokens: number of asked tokens that are the top-1 token, each given the expected tokens before it.
     """
 
     found: bool

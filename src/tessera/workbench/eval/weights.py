@@ -134,7 +134,7 @@ def contenders(bench: Bench, name: str) -> Iterator[Contender]:
 
 
 def in_order(bench: Bench, names: Sequence[str], sizes: Sizes) -> list[Callable[[], Sequence[Record]]]:
-    """Return the jobs that have no record yet: every form answers the first question before any the second, so that an
+    """Return the jobs that have no record yet. All forms answer one question before any form gets the next, so that an
     interrupted run holds complete comparisons."""
     length, asked = sizes.lengths[-1], []
     every = [contender for name in names for contender in contenders(bench, name)]

@@ -50,7 +50,7 @@ class Setting(NamedTuple):
         return f"{self.phase} {size}, {self.heads}/{self.kv_heads} heads of {self.head_dim}, {mask}"
 
     def call(self, role: str, tile: int = 64, query_tile: int = 32) -> tuple[AttentionSpec, Shapes]:
-        """Return (spec, shapes) for a kernel's role. A sparse call has capacity for select_tiles at FRACTION."""
+        """Return (spec, shapes) for a kernel's role. A sparse call's lists have room for what `select` lists."""
         spec = AttentionSpec(causal=self.causal, tile=tile, query_tile=query_tile, mass=role == "score")
         capacity = None
         if role == "sparse":
@@ -81,7 +81,7 @@ class Setting(NamedTuple):
         return 2.0 * self.batch * self.head_dim * jnp.dtype(self.dtype).itemsize * (queries + 2 * keys)
 
     def masses(self, spec: AttentionSpec, key: jax.Array) -> jax.Array:
-        """Draw random masses [B,K,I,J]."""
+        """Draw random masses [B,K,I,J]: I query tiles, J key tiles."""
         size = (ceil_div(self.queries, spec.query_tile), ceil_div(self.keys, spec.tile))
         return jax.random.uniform(key, (self.batch, self.kv_heads, *size))
 

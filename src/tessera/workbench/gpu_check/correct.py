@@ -163,7 +163,7 @@ def compare(kernel: Kernel, case: Case) -> dict:
     """Run a case and return its record's fields; the sample is the largest error / tolerance over out, lse and mass.
 
     Raises:
-        ValueError: an error exceeds the tolerance, or the answer breaks the contract otherwise.
+        ValueError: an error exceeds the tolerance, or the answer breaks the contract in another way.
     """
     seed, _ = calls.fresh_key()
     w = case.workload
@@ -183,7 +183,7 @@ def compare(kernel: Kernel, case: Case) -> dict:
 
 
 def gradient_workloads(kernel: Kernel, *, dry: bool) -> Iterator[Workload]:
-    """Yield the Hopper prefill workloads and one with heads of 256, unless the kernel refuses their dense call."""
+    """Yield the Hopper prefill workloads and one with heads of 256, except where the kernel refuses the dense call."""
     found = [DRY["prefill"]] if dry else tagged("hopper", "prefill")
     wide = [] if dry else [replace(w, name=f"{w.name}_{WIDE}", head_dim=WIDE) for w in found[:1]]
     for w in (*found, *wide):

@@ -164,7 +164,7 @@ class Session:
         return Guard(self, what, limit_s)
 
     def attempt(self, what: What, run: Callable[[], Mapping[str, Any]], limit_s: float = LIMIT_S) -> bool:
-        """Record what `run` returns (the fields of `add`), or its error; return False if there is nothing to do."""
+        """Record what `run` returns (the fields of `add`), or its error; return False if the item is skipped."""
         if self.is_done(what) or self.seconds_left <= 0:
             return False
         with self.guard(what, limit_s):

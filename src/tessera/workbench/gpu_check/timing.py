@@ -80,8 +80,8 @@ def run(session: Session) -> None:
 
 
 def time_setting(session: Session, watch: clock.Clock, setting: Setting) -> None:
-    """Time a call's contenders that are not done. If one of our kernels is among them, also time the finished ones, to
-    compare in the same rounds."""
+    """Time a call's contenders that are not done. If one of our kernels is among them, time the finished ones again, so
+    that all are compared in the same rounds."""
     kernels = {k.name: k for k in calls.kernels_here(session, setting.phase) if calls.taken(k, setting)}
     others = [name for name in peers.PEERS if peers.installed(name)]
     whats = {name: what_of(name, setting) for name in (*kernels, *others)}

@@ -1,6 +1,6 @@
 """Check and time every configuration of each kernel's search space on a few calls, with a record each.
 
-The search does not change the tuned block sizes. Its records are for people to read.
+The tuned block sizes stay as they are. The records are for people to read.
 """
 
 from collections.abc import Iterator

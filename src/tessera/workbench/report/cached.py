@@ -14,7 +14,7 @@ GOAL = 1e-4
 def cached(records: Sequence[Record]) -> str:
     """Show each cache's divergence from dense attention on a float cache, and the questions that it answers.
 
-    A model's newest record is that of one machine: divergences hardly differ between machines.
+    Each cell shows the newest record of any machine, since divergences hardly differ between machines.
     """
     newest: dict[tuple[str, str, str, str], Record] = {}
     for record in sorted((r for r in records if r.what.op == OP and not r.error), key=lambda r: r.date):

@@ -18,7 +18,7 @@ def side_by_side(records: Iterable[Record]) -> list[Record]:
 
 
 def current(records: Iterable[Record]) -> list[Record]:
-    """Return the last record of each key and series (see `series`). `newest` drops the same result from other machines.
+    """Return the last record of each key and series (see `series`). A key includes the machine.
 
     A time with too few samples for an interval never replaces one with an interval at the same sizes and settings.
     """

@@ -280,7 +280,7 @@ def tuning(records: Sequence[Record]) -> Picture | None:
 
 
 def progress(records: Sequence[Record]) -> Picture | None:
-    """Plot each compared figure divided by its target over time: a panel per machine or predicted chip."""
+    """Plot over time how each compared figure relates to its target: a panel per machine or predicted chip."""
     panels: dict[str, dict[str, list[Record]]] = {}
     for record in records:
         if record.comparison and record.comparison.target and not record.error and _target(record):

@@ -65,13 +65,13 @@ def parts(records: Sequence[Record]) -> str:
 
 
 FASTER = 1.7
-"""How many times bfloat16's decoded tokens int8 weights must give."""
+"""Goal: the least decoded tokens per second with int8 weights, divided by those with bfloat16 weights."""
 MOST_MS = {"llama-3.1-70b": 9.0}
-"""Milliseconds per decoded token with a plan that a model must stay within, in fewer bits."""
+"""Goal: the most milliseconds per decoded token that a model in fewer bits may take under its plan."""
 
 
 def fewer_bits(records: Sequence[Record]) -> str:
-    """Show what fewer bits are predicted to give: bytes per device and time per token, against the goals."""
+    """Show predictions for weights and caches in fewer bits: bytes per device, time per token, and goals."""
     found = {r.what.workload: r for r in newest(r for r in records if r.what.op == "planned step")}
     chosen = {name: r for name, r in found.items() if r.facts.get("decode_ms")}
     rows = []

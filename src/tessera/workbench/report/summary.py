@@ -31,8 +31,7 @@ def summary(records: Sequence[Record]) -> str:
 
 
 def _needles(records: Sequence[Record]) -> Row:
-    """Show the needles that the plan keeps at each length, and those that the two others keep at the shortest
-    length."""
+    """Show the needles kept by the plan at each length, and by the window and the control at the shortest length."""
     asked = {
         (r.facts["policy"], r.facts["length"]): r
         for r in real.answered(_of_smollm2(records), real.TASK)

@@ -250,7 +250,7 @@ def _search(record: Record) -> str:
 
 
 def _best(record: Record) -> str:
-    """Describe how the shipped config differs from the default; if it does not, name a winner not confirmed, if any."""
+    """Describe how the shipped config differs from the default; if equal, name the unconfirmed winner, if any."""
     default, refused = record.facts["default"], record.facts.get("refused")
     if record.what.config != default:
         return _settings(record.what.config, default)

@@ -34,7 +34,7 @@ def weights(records: Sequence[Record]) -> str:
 
 
 def divergence(records: Sequence[Record], policy: str) -> str:
-    """Format the mean KL over all domains' blocks, and how many domains there are if not three."""
+    """Format the mean KL over all domains' blocks; name the domains if there are not three."""
     own = [r for r in records if r.what.op == TEXT_OP and r.facts["policy"] == policy]
     if not own:
         return ""
@@ -45,5 +45,5 @@ def divergence(records: Sequence[Record], policy: str) -> str:
 
 
 def needles(records: Sequence[Record], policy: str) -> str:
-    """Format the share of the answers that float weights find under dense attention."""
+    """Format the share kept of the answers that float weights find under dense attention."""
     return "; ".join(kept(r) for r in records if r.what.op == TASK_OP and r.facts["policy"] == policy)

@@ -51,7 +51,7 @@ class Case:
     Attributes:
         queries: number of query rows, the last of a longer prefill; all rows if None.
         intervals: sizes that the row covers: measure -> (low, high), ends included.
-        like: case whose winner is tried first, after the default; the search then has half the budget.
+        like: case whose winner is tried right after the default; the search then has half the budget.
     """
 
     role: str

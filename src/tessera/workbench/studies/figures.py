@@ -126,7 +126,7 @@ TARGETS = MappingProxyType(
 )
 """Figure -> chip -> target: a lower bound if the figure's name has "against", an upper bound otherwise.
 
-v5e and v6e miss the targets for 128 rows. A kernel there fetches a listed key for only 128 rows, 128 flops per byte; a
+v5e and v6e miss the targets for 128 rows. A sparse kernel fetches a listed key for only 128 rows, 128 flops per byte; a
 dense kernel fetches it for thousands. HBM is the limit, so no tile and no block sizes help, only more rows per list.
 """
 

@@ -1,4 +1,4 @@
-"""Parts of a layer in several forms, by the schedules of absent TPUs: what XLA fuses, and what another form gains.
+"""Predict the time of a layer's parts in several forms on absent TPUs: what XLA fuses, and what another form gains.
 
     tessera study fusions             # compiles what is missing: minutes; --list prints what is left
     tessera study fusions --report    # a record per part, form and chip in evidence/

@@ -165,8 +165,8 @@ class Bench:
         return ("nonsense", "; ".join(wrong)[:LONGEST]) if wrong else ("clean", "loaded")
 
     def open_damaged(self, path: Path, case: Case) -> dict[str, Any]:
-        """Open a model with one file damaged, restore the file, and return the reply with the invalid values it
-        accepted."""
+        """Open a model with one file damaged, restore the file, and return the reply, with the invalid values
+        that the library accepted."""
         self.worker.start()  # a new worker opens the sound models first, so it must start before the damage
         path.write_bytes(case.data)
         try:

@@ -129,7 +129,7 @@ def all_figures(found: Mapping[str, gpu_inspection.Inspection]) -> Iterator[Figu
 
 
 def record(figure: Figure, found: Mapping[str, gpu_inspection.Inspection]) -> evidence.Record:
-    """Build the record: the figure at the roofline, the target as a share of it, and facts of the compiled calls."""
+    """Build the record: the figure at the roofline, the target's share of the roofline, facts of the compiled calls."""
     facts: dict[str, Any] = {"target": figure.target}
     if figure.target not in (None, PEER):
         sign, goal = figure.target.split()

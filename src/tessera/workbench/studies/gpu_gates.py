@@ -105,11 +105,11 @@ def program_of(case: Mapping[str, Any]) -> dict[str, Any]:
 def cases() -> Iterator[dict[str, Any]]:
     """Yield every case: a kernel, head dim, dtype, tile, mask, group size and configuration (None is the default).
 
-    Default blocks get every dtype, tile and mask; with the causal mask they also get a single sequence, and for decode
-    the batches of models. Every other configuration gets every head dim and tile with the causal mask and the first
-    dtype. Under each other mask it gets one of its tiles and one of the dtypes, in turn: a dtype changes the names of
-    instructions, not their registers. The configurations of the search spaces in OTHERS get one tile and two masks
-    each. Calls that a kernel refuses are left out. The gradient of dense prefill comes last.
+    Default blocks get every dtype, tile and mask, and further calls under the causal mask (`plain_cases`). Every other
+    configuration gets every head dim and tile with the causal mask and the first dtype. Under each other mask it gets
+    one of its tiles and one of the dtypes, in turn: a dtype changes the names of instructions, not their registers.
+    The configurations of the search spaces in OTHERS get one tile and two masks each. `scaled_cases` lists the calls
+    on int8 keys. Calls that a kernel refuses are left out. The gradient of dense prefill comes last.
     """
     found = itertools.chain(*itertools.starmap(kernel_cases, product(hopper_kernels(), HEAD_DIMS)), gradient_cases())
     yield from {identity(case): case for case in found}.values()
@@ -141,7 +141,10 @@ def kernel_cases(kernel: Kernel, head_dim: int) -> Iterator[dict[str, Any]]:
 
 
 def scaled_cases(kernel: Kernel, blank: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the cases on int8 keys: default blocks at every tile and mask, other configurations at one tile, causal."""
+    """Yield the cases on int8 keys: default blocks at every tile and mask, other configurations at one tile, causal.
+
+    Under the causal mask, default blocks also get the other group sizes and, in prefill, odd sizes.
+    """
     met, blank = set(), {**blank, "dtype": kernel.dtypes[0], "scaled": True}
     for tile, mask in product(TILES if kernel.role != "dense" else (128,), MASKS if kernel.scaled else ()):
         case = {**blank, "tile": tile, "mask": mask}

@@ -103,9 +103,9 @@ def speed(case: Mapping[str, Any], length: int) -> roofline.Speed:
 
 
 def planned_ms(case: Mapping[str, Any]) -> float:
-    """Plan the time of a compiled step: the roofline, and the copies that its scan makes, read and written.
+    """Plan a compiled step's milliseconds: the roofline's, plus reading and writing the arrays that its scan copies.
 
-    A prefill step is the last chunk of its length: the whole prompt less the same prompt without that chunk.
+    A prefill step is the prompt's last chunk. Its roofline time is that of the prompt minus that of the other chunks.
     """
     config, chip = MODELS[case["model"]], roofline.chip(case["chip"])
     step = plan_check.planned(config, case["chip"], case["devices"], call_of(case))
@@ -123,7 +123,7 @@ def planned_ms(case: Mapping[str, Any]) -> float:
 
 
 def report(line: Mapping[str, Any]) -> evidence.Record:
-    """Build the record of a case: planned / compiled memory, or the refusal next to the planner's verdict."""
+    """Build a case's record: planned / compiled memory or, if the compiler refused the step, planned / usable."""
     config = MODELS[line["model"]]
     mine = plan_check.planned(config, line["chip"], line["devices"], call_of(line))
     verdict = fits(mine, USABLE_BYTES[line["chip"]])

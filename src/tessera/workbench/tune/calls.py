@@ -60,8 +60,8 @@ def lists(spec: AttentionSpec, shapes: Shapes, rng: np.random.Generator) -> Sele
 
 
 def fault(spec: AttentionSpec, call: Call, out: AttentionOut, role: str) -> str | None:
-    """Compare a few rows of a kernel's result, and for the role score its masses, with float64; return the first fault
-    in words, or None."""
+    """Compare a few rows of a kernel's result with float64, for the role "score" also the masses; return the first
+    fault in words, or None."""
     num_queries = call.q.shape[1]
     picked = sorted({round(x) for x in np.linspace(0, num_queries - 1, min(CHECKED_ROWS, num_queries))})
     for row in picked:
@@ -99,8 +99,8 @@ def row_call(spec: AttentionSpec, call: Call, row: int) -> oracle.Call:
 def _mass_fault(spec: AttentionSpec, call: Call, mass: np.ndarray) -> str | None:
     """Return the first fault of the masses in words, or None.
 
-    Every row adds probability 1 to its query tile, so a query tile's masses sum to its rows. The last query tile is
-    also compared with the oracle, key tile by key tile.
+    Every row adds probability 1 to its query tile, so a query tile's masses sum to its number of rows. The last query
+    tile is also compared with the oracle, key tile by key tile.
     """
     num_queries, heads, kv_heads = call.q.shape[1], call.q.shape[2], call.k.shape[2]
     sizes = np.diff([*range(0, num_queries, spec.query_tile), num_queries]) * (heads // kv_heads)

@@ -65,7 +65,7 @@ def program_of(request: dict) -> Program:
 
 
 def measure(request: dict) -> dict:
-    """Time `rounds` calls after one warm-up call; return the seconds of each and of compiling, or the fault found."""
+    """Time `rounds` calls after one warm-up call; return each call's seconds and the compile seconds, or a fault."""
     program = program_of(request)
     samples, fault = [], None
     for number in range(-1, request["rounds"]):
