@@ -331,7 +331,7 @@ def load(
         mesh = jax.device_count()
     on = None if mesh is None else mesh_for(config, mesh)
     if cache == "int8" and num_stripes(on) > 1:
-        raise ValueError(f"{cache=} cannot be dealt over a mesh that splits the context ({mesh=}): leave one out")
+        raise ValueError(f"{cache=} cannot be used with a mesh that splits the context ({mesh=}): leave one out")
     require_weights(source, config, weights, on)
     tokenizer, generation_config = read_tokenizer(source), read_generation_config(source)
     if warning := generation_config.warning():

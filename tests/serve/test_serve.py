@@ -222,7 +222,7 @@ def test_a_bias_forbids_and_forces_tokens(running):
         ({"prompt": "x", "logit_bias": {"x": 1}}, 400, "logit_bias"),
         ({"prompt": "x", "logit_bias": {"999": 1}}, 400, "token 999"),
         ({"prompt": "x", "logit_bias": {"1": 1000}}, 400, "logit_bias.1=1000"),
-        ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "go together"),
+        ({"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "needs a field json_schema"),
         ({"prompt": "x", "response_format": schema_of({"type": "wizard"})}, 400, "Invalid type: wizard"),
         ({"prompt": [1, 10**6]}, 400, "token 1000000"),
         ({"prompt": [1, -1]}, 400, "prompt.1=-1"),

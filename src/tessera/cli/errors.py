@@ -9,8 +9,8 @@ at 2 GiB."""
 
 
 def explained(error: Exception) -> str:
-    """Return an error as a sentence. It names the file of an operating system's error, and advice if disk or memory is
-    full.
+    """Return an error as a sentence. The sentence names the file of an operating system's error, and gives advice if
+    disk or memory is full.
 
     Python's own text of such an error is "[Errno 2] No such file or directory: 'x'".
     """

@@ -170,7 +170,7 @@ class Inspect:
             raise ValueError(f"--chip {self.chip} inspects single calls: drop --model, or name a TPU")
         if self.weights == "gguf":
             raise ValueError(
-                f"--weights {self.weights} needs a file's blocks, and no weight is read: name another form"
+                f"--weights {self.weights} needs a GGUF file's blocks, but inspect reads no weights: name another form"
             )
         names = ("phase", "batch", "length", "attention", "tile", "query_tile", "fraction", "weights", "cache")
         call = {name: getattr(self, name) for name in names} | {"queries": self.queries or min(self.length, 2048)}
@@ -211,7 +211,7 @@ class Inspect:
 
 
 def check_limit(limit_s: float) -> None:
-    """Raise ValueError if --limit-s is no time that a wait can take."""
+    """Raise ValueError unless --limit-s is above 0 and at most threading.TIMEOUT_MAX."""
     if not 0 < limit_s <= threading.TIMEOUT_MAX:
         most = f"{threading.TIMEOUT_MAX:,.0f} seconds"
         raise ValueError(f"--limit-s {limit_s} must be above 0 and at most {most}")

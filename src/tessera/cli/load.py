@@ -17,23 +17,23 @@ class Load:
     url: Annotated[str, tyro.conf.Positional]
     """Address of the server, such as http://127.0.0.1:8000."""
     rate: Omittable[float] = None
-    """Mean requests per second; if not given, all requests are sent at once, or as --clients allows."""
+    """Mean requests per second; if not given, requests are sent at once, up to --clients at a time."""
     requests: int = 50
     """Number of requests."""
     clients: Omittable[int] = None
     """Requests that may be open at a time; no limit if not given."""
     prompt_tokens: int = 256
-    """Tokens of a prompt."""
+    """Tokens per prompt."""
     shared_tokens: int = 0
     """Tokens at the start of each prompt that all prompts share."""
     new_tokens: int = 32
-    """Tokens of an answer."""
+    """Tokens per answer."""
     seed: int = 0
     """Seed of arrival times and prompts."""
     ttft_s: Omittable[float] = None
-    """Limit on the time to the first text, for the goodput."""
+    """Maximum seconds to the first text; goodput counts only requests within the limits."""
     itl_s: Omittable[float] = None
-    """Limit on the time between two pieces of text, for the goodput."""
+    """Maximum seconds between two pieces of text; goodput counts only requests within the limits."""
     api_key_file: Omittable[Path] = None
     """File whose first line is the API key."""
     json: bool = False

@@ -14,7 +14,8 @@ WORDS = ("weights, cache", "reads", "bound by")
 
 
 def print_answer(answer: Answer, model: str, checks=()) -> None:
-    """Print memory, times, the first choice, exchanges, and a line for each of `checks` (see `plan_check.Check`)."""
+    """Print memory, times, the first choice, the bytes that devices send, and a line for each of `checks`
+    (`plan_check.Check`)."""
     console, q = Console(), answer.question
     parameters = num_parameters(q.config) / 1e9
     console.print(

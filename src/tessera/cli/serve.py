@@ -26,7 +26,7 @@ class Serve:
     plan: Omittable[Path] = None
     """Kascade plan; if not given, the plan stored with the model, if any."""
     attention: Omittable[Literal["dense", "kascade"]] = None
-    """Attention policy; kascade if the model has a plan, else dense."""
+    """Attention policy; if not given, kascade if there is a plan, else dense."""
     host: str = "127.0.0.1"
     """Address to listen on; one that other machines reach needs --api-key-file."""
     port: int = 8000
@@ -36,7 +36,8 @@ class Serve:
     name: Annotated[Omittable[str], tyro.conf.arg(aliases=("--served-model-name", "--alias"))] = None
     """Name of the model in the API; the model's own if not given."""
     context: Annotated[Omittable[int], tyro.conf.arg(aliases=("-c", "--ctx-size", "--max-model-len"))] = None
-    """Tokens of one request, prompt and answer; the model's context, or as much as fits the memory."""
+    """Maximum tokens of one request, prompt and answer together; if not given, the model's context, or as much of it
+    as fits in memory."""
     slots: Annotated[int, tyro.conf.arg(aliases=("-np", "--parallel", "--max-num-seqs"))] = 4
     """Requests that are answered at the same time."""
     queue: int = 64
@@ -77,7 +78,7 @@ class Serve:
         return 0 if site.service.ended else 1  # a bug has ended the engine's thread and printed its traceback
 
     def keys(self) -> tuple[str, ...]:
-        """Read the API keys; refuse an address that other machines reach without a key."""
+        """Read the API keys; raise ValueError if there are none and other machines can reach --host."""
         if self.api_key_file is None:
             if self.host not in LOCAL:
                 raise ValueError(

@@ -8,13 +8,13 @@ from tessera.workbench.measure import ceilings
 
 
 def usage_lines(model, results) -> list[str]:
-    """Say what each answer cost and what its plan promised; nothing without a plan."""
+    """Return a line per answer with its cost and the plan's promise; no lines without a plan."""
     note = promise_note(model.plan)
     return [f"({result.usage()}; {note})" for result in results if note]
 
 
 def stats_lines(model, results) -> list[str]:
-    """Say what each answer cost and used of the device's peak rates, and where these come from."""
+    """Return a line per answer with its cost and its shares of the device's peak rates, and a line with those rates."""
     note, peaks = promise_note(model.plan), nominal_peaks(model.params)
     if peaks is None and model.params.final_norm.sharding.device_set == {local_cpu()}:
         found, dtype = ceilings(rounds=3), str(model.params.embed.dtype)

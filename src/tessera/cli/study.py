@@ -196,7 +196,7 @@ class Fuzz:
 
 @dataclass(frozen=True, kw_only=True)
 class Planner:
-    """Compare planned memory of whole steps with the compiler's."""
+    """Compare the memory that the planner predicts for whole steps with the memory that the compiler reports."""
 
     out: Path = Path("build/planner.jsonl")
     """File that stores finished steps, for resuming."""
@@ -216,21 +216,21 @@ class Planner:
 
 @dataclass(frozen=True, kw_only=True)
 class Fusions:
-    """Compare forms of a layer's parts by the schedules of TPUs that this machine lacks."""
+    """Compare several ways to compute each part of a layer, by times from the TPU compiler's schedules."""
 
     out: Path = Path("build/tpu-fusions.jsonl")
-    """File of finished parts."""
+    """File that stores finished parts, for resuming."""
     limit_s: float = 300.0
     """Seconds after which a compile is killed."""
     list: bool = False
-    """Print what is left and exit."""
+    """Print the parts that are left and exit."""
     report: bool = False
     """Append a record per part, form and chip to evidence/."""
     debug: bool = False
     """Show the traceback of an error."""
 
     def run(self) -> int:
-        """Compile what is missing, or report; return 1 if a part does not compile."""
+        """Compile the missing parts, or, with --report, append the records; return 1 if a part does not compile."""
         return _module("fusions").study(self)
 
 

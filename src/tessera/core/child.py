@@ -30,7 +30,7 @@ class Ended(RuntimeError):
 class Worker:
     """Worker process that reads one JSON request and writes one JSON reply per line.
 
-    The process starts at the first request, and again at a request after it ended.
+    The process starts at the first request; if it has ended, it starts again at the next request.
 
     Args:
         command: command line that starts the process.
@@ -70,7 +70,7 @@ class Worker:
         """Start the worker, unless it is already running, and wait until it is ready.
 
         Raises:
-            Ended: it ended before it was ready.
+            Ended: the worker ended before it was ready.
         """
         if self._process is not None and self._process.poll() is not None:
             self.close()  # the worker died between its last reply and this request

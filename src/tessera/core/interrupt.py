@@ -29,8 +29,8 @@ RAISE_S, EXIT_S = 2.0, 2.5
 STATUS = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 FORGET = 0
-"""Byte that tells the thread to forget the signals before it. No signal has this number, and the socket that carries
-the signals' numbers keeps it in order with them."""
+"""Byte that tells the thread to forget all earlier signals. It goes through the socket that carries the signals'
+numbers, so the order is kept; no signal has the number 0."""
 
 _groups: set[int] = set()
 _handler: "Handler | None" = None

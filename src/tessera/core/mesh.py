@@ -46,7 +46,8 @@ TRAINING_RULES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "head_dim": SHARD,
     }
 )
-"""The same for training. "shard" splits each weight along "model", or along its only axis if that is another."""
+"""Logical axis -> mesh axes that split it, in training. "shard" splits each weight along "model", or along its only
+axis if that is another."""
 
 
 class MeshShape(NamedTuple):
@@ -111,7 +112,7 @@ def build(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def spec(axes: Sequence[str | None], rules: Mapping[str, Any] = RULES) -> P:
-    """Return the PartitionSpec of an array with these logical axes. A mesh axis splits one: the first in the rules."""
+    """Return an array's PartitionSpec from its logical axes. A mesh axis splits only one: the first in `rules`."""
     chosen: dict[Any, str] = {}
     for axis, over in rules.items():
         if axis in axes:

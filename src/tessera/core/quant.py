@@ -95,9 +95,9 @@ class Quantised:
         kind: "int8", "int4", "uint4" (GGUF's Q4_1) or "fp8".
         group: inputs that share a scale; 0 for one scale per output channel.
         rounds_rows: see `Form`.
-        stretches: equal stretches of the inputs, each of which packs its first half with its second: as many as devices
-            share the inputs, so that each device unpacks its own inputs.
-        shared: devices of a mesh that share the inputs; `products` lets each scale its sum before they add up.
+        stretches: number of equal runs of the inputs, one per device that shares them. Each run packs its first half
+            with its second, so that a device unpacks only its own inputs.
+        shared: number of devices that share the inputs; in `products`, each device scales its sum before all are added.
         float_dtype: name of the model's float dtype, which a lookup returns.
     """
 
@@ -152,7 +152,7 @@ def has_quantised(tree: Any) -> bool:
 
 
 def gathered(tree: Any) -> Any:
-    """Return a pytree whose quantised matrices no longer count as shared, for devices that hold all of each."""
+    """Return the pytree with shared = 1 in its quantised matrices, for devices that hold whole matrices."""
     return jax.tree.map(lambda x: replace(x, shared=1) if is_quantised(x) else x, tree, is_leaf=is_quantised)
 
 
@@ -172,9 +172,9 @@ def check_shape(name: str, shape: tuple[int, ...], form: Form, parts: int = 1) -
     """Raise ValueError unless the form can store a matrix of this shape.
 
     Args:
-        name: of the matrix.
+        name: the matrix's name, for the error.
         shape: [E,D].
-        form: of its values.
+        form: the form to store the matrix in.
         parts: devices that share the inputs D.
     """
     width = shape[-1] // parts

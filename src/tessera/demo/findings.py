@@ -115,18 +115,18 @@ def first_token_times(
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of one layer's attention per kind of layer (see `kinds`), one sample each per round."""
+    """Seconds of one layer's attention: for each kind of layer (see `kinds`), one sample per round."""
 
     samples: Mapping[str, Sequence[float]]
 
     def total(self, layers: Sequence[str]) -> dict[str, float]:
-        """Sum the medians over a model's layers: with all layers dense, and with each layer as the plan runs it."""
+        """Return sums of medians over a model's layers: all layers dense, and each layer of its kind in `layers`."""
         median = {kind: float(np.median(samples)) for kind, samples in self.samples.items()}
         return {"dense": median["dense"] * len(layers), "kascade": sum(median[kind] for kind in layers)}
 
 
 def kinds(policy: Kascade) -> tuple[str, ...]:
-    """Return each layer's kind; layers of one kind take equal time. A kind is a role and, if sparse, head budgets."""
+    """Return each layer's kind; layers of one kind take equal time. A kind is a role, plus head budgets if sparse."""
     rows = policy.budgets or ((),) * len(policy.head_map)
     listed = (f" {' '.join(f'{budget:g}' for budget in row)}" if row else "" for row in rows)
     return tuple(role if role in ("dense", "score") else role + words for role, words in zip(policy.roles(), listed))
@@ -209,7 +209,7 @@ class _Tracing(Kascade):
     """Kascade that also returns what its layers chose; needs unrolled layers."""
 
     def chooses(self, layer: int) -> bool:
-        """Return whether a layer ranks tiles: it scores, or one of its heads has a budget between none and all."""
+        """Return whether a layer ranks tiles: its role is "score", or "own" with a head budget between 0 and 1."""
         role = self.roles()[layer]
         budgets = self.budgets[layer] if self.budgets else (self.fraction,)
         return role == "score" or role == "own" and any(0 < budget < 1 for budget in budgets)

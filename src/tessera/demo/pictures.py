@@ -31,7 +31,7 @@ class Anchor:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Times of two sides over prompt lengths: title, axis label, tokens, side -> seconds per length."""
+    """One plot of two sides' times over prompt lengths; `sides` maps a name to the seconds at each length."""
 
     title: str
     label: str

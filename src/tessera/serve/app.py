@@ -35,15 +35,15 @@ from tessera.serve.tools import Speech, takes_tools, taught
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What the routes serve.
+    """The model that the routes serve, and the service that runs it.
 
     Attributes:
         model: model with its tokenizer.
         name: the model's name in the API.
         service: thread that runs the engine.
         context: maximum tokens of one request, prompt and answer.
-        grammars: compiles grammars of JSON answers; None if the model cannot have any.
-        encoding: lock of the tokenizer, which is not thread-safe.
+        grammars: compiler of grammars for JSON answers; None if the model has no tokenizer with an end token.
+        encoding: lock that guards the tokenizer; the tokenizer is not thread-safe.
     """
 
     model: Model
@@ -56,7 +56,7 @@ class Site:
 
 @dataclass(eq=False)
 class Answer:
-    """One choice of a response as it is generated; its tokens are kept if their probabilities are reported."""
+    """One choice of a response while it is generated; `tokens` is None unless token probabilities are reported."""
 
     index: int
     policy: str
@@ -107,7 +107,7 @@ def create(site: Site) -> FastAPI:
 
 
 def described(schema: type[Schema]) -> dict[str, Any]:
-    """Return the part of a route's OpenAPI description that shows its body."""
+    """Return the part of a route's OpenAPI description that describes the request's body."""
     content = {"application/json": {"schema": schema.model_json_schema()}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -179,7 +179,7 @@ def _render(site: Site, body: ChatBody) -> list[int]:
 
 
 async def _guide(site: Site, body: SamplingFields) -> Callable[[], Guide] | None:
-    """Compile the grammar that the request asks for."""
+    """Compile the grammar that the request asks for; return None if it asks for none."""
     schema = body.wanted()
     if schema is None:
         return None
@@ -207,8 +207,8 @@ def requests_of(
         if room < 1:
             raise Refusal(
                 400,
-                f"the prompt has {len(prompt)} tokens, and this server takes {site.context}, prompt and answer: "
-                f"shorten it by {1 - room} tokens",
+                f"the prompt has {len(prompt)} tokens, but prompt and answer may have at most {site.context} together: "
+                f"shorten the prompt by {1 - room} tokens",
                 param="prompt",
             )
         one = Generate(
@@ -268,7 +268,7 @@ async def _all_ends(queue: asyncio.Queue, count: int) -> None:
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, None]) -> None:
-    """Wait for the work; raise Refusal as soon as the client closes its connection."""
+    """Wait for `work`; raise Refusal as soon as the client closes its connection."""
 
     async def gone() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -311,7 +311,7 @@ async def _stream(
 
 
 def _pieces(reply: Reply, answer: Answer, event: Token | End) -> Iterator[dict[str, Any]]:
-    """Yield the events of a stream that a token or an end makes."""
+    """Yield the stream's events for one token, or for the end of an answer."""
     if isinstance(event, Token):
         text, shown = answer.speech.push(event.text), None if answer.tokens is None else event
         if text or shown is not None:

@@ -14,11 +14,11 @@ from tessera.serve.protocol import Refusal
 logger = logging.getLogger(__name__)
 
 BODY_S = 30.0
-"""Seconds from the headers until the whole body is here."""
+"""Maximum seconds from a request's headers to the end of its body."""
 MAX_BODY = 32 << 20
-"""Bytes of a request's body, at most."""
+"""Maximum bytes of a request's body."""
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""Paths that need no key: probes have none, and these paths tell nothing about requests."""
+"""Paths that need no API key: health probes send none, and the answers tell nothing about requests."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -26,18 +26,18 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Front:
-    """ASGI middleware.
+    """ASGI middleware that checks the API key and the body of every request, and logs one line.
 
     Args:
         app: application that gets the requests that pass.
-        keys: API keys that are accepted; empty accepts every request.
+        keys: accepted API keys; if there are none, every request is accepted.
     """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]], keys: Sequence[str] = ()):
         self.app, self.keys = app, tuple(key.encode() for key in keys)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass a request on with its whole body, or refuse it: 401, 408 or 413."""
+        """Pass a request and its whole body to the application, or refuse it with status 401, 408 or 413."""
         headers, began = dict(scope["headers"]), time.monotonic()
         id, status = headers.get(b"x-request-id", b"")[:64] or uuid4().hex.encode(), 499
 
@@ -70,7 +70,7 @@ class Front:
         # every key is compared, in constant time, so that the time of a refusal tells nothing about them
         same = [hmac.compare_digest(own.strip(), key) for key in self.keys]
         if kind.lower() != b"bearer" or not any(same):
-            raise Refusal(401, "this server needs its API key: Authorization: Bearer KEY")
+            raise Refusal(401, "this server needs an API key: send the header 'Authorization: Bearer KEY'")
 
 
 async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> Message:

@@ -1,6 +1,6 @@
 """Answers that are JSON of a given schema: llguidance says which tokens may come next.
 
-Its limits bound what a schema from a stranger may cost; a grammar that exceeds them fails its request alone.
+Limits bound the time that a stranger's schema may cost. A grammar that exceeds them fails only its own request.
 """
 
 import json
@@ -17,14 +17,14 @@ from tessera.models.tokenizer import Tokenizer
 from tessera.runtime.requests import Guide
 
 COMPACT = {"whitespace_flexible": False}
-"""Without this, a model may write white space for ever."""
+"""Option of llguidance that forbids optional white space; otherwise a model may write it for ever."""
 LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
-"""llguidance's defaults, some 20 ms for a schema and 15 ms for a token at most; named because the server relies on
-them."""
+"""llguidance's default limits: at most about 20 ms per schema and 15 ms per token. They are written out because the
+server relies on them."""
 
 
 class Grammars:
-    """Compiles grammars for one model.
+    """Compiler of grammars for one model.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -43,7 +43,7 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(**LIMITS)
 
     def json(self, schema: Mapping[str, Any]) -> Callable[[], Guide]:
-        """Return what starts a guide to JSON of the schema; {"type": "object"} takes any object.
+        """Return a function that makes a guide to JSON of the schema; the schema {"type": "object"} allows any object.
 
         Raises:
             ValueError: the schema is wrong, unsupported or too large.
@@ -59,19 +59,19 @@ class Grammars:
 
 
 class Following:
-    """A guide that follows a grammar."""
+    """Guide (`requests.Guide`) that allows only tokens that continue a text of the grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self._matcher = matcher
 
     def allowed(self) -> Bool[np.ndarray, "V"]:
-        """Return which tokens may come next."""
+        """Return, for each token id, whether the grammar allows it next."""
         mask = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8) > 0
         _check(self._matcher)
         return mask
 
     def push(self, token: int) -> None:
-        """Take the token that came."""
+        """Advance the grammar by the generated token."""
         self._matcher.consume_token(token)
         _check(self._matcher)
 

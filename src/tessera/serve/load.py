@@ -31,16 +31,17 @@ TEXT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What to send.
+    """Requests to send to a server.
 
     Attributes:
         rate: mean requests per second; inf sends all at once.
         requests: number of requests.
-        clients: requests that may be open at a time; None for no limit. With rate inf, this is a closed loop.
-        prompt_tokens: tokens of a prompt.
+        clients: requests that may be open at a time; None for no limit. With a limit and rate inf, each
+            new request waits until an earlier one has ended (closed loop).
+        prompt_tokens: tokens per prompt.
         shared_tokens: tokens at the start of a prompt that all prompts share.
-        new_tokens: tokens of an answer.
-        seed: of arrival times and prompts.
+        new_tokens: tokens per answer.
+        seed: seed of arrival times and prompts.
         limit_s: seconds after which a request counts as failed.
     """
 
@@ -56,7 +57,7 @@ class Load:
 
 @dataclass(eq=False)
 class Outcome:
-    """One request: when its pieces came, in seconds after it was sent, and its usage or its error."""
+    """Result of one request: seconds from sending it to each piece of text, and its token counts or its error."""
 
     pieces_s: list[float] = field(default_factory=list)
     usage: dict[str, Any] | None = None
@@ -73,7 +74,7 @@ def arrivals(load: Load) -> list[float]:
 
 
 def prompts(load: Load, tokens: Sequence[int]) -> list[list[int]]:
-    """Return the prompts: random runs of `tokens` after a beginning that all share."""
+    """Return the prompts: one shared beginning, then random runs of `tokens`."""
     rng = random.Random(load.seed + 1)
 
     def draw(count: int) -> list[int]:
@@ -90,7 +91,7 @@ def prompts(load: Load, tokens: Sequence[int]) -> list[list[int]]:
 async def run(
     url: str, load: Load, *, key: str | None = None, progress: Callable[[Outcome], Any] | None = None
 ) -> tuple[list[Outcome], float]:
-    """Send the load to a server; return the outcomes in order of arrival, and the seconds that all took.
+    """Send the load to a server; return the outcomes in the order of sending, and the seconds of the whole run.
 
     Args:
         url: the server's address, such as http://127.0.0.1:8000.
@@ -161,7 +162,7 @@ def _take(event: dict[str, Any], now_s: float, outcome: Outcome) -> None:
 def summary(
     load: Load, outcomes: Sequence[Outcome], seconds: float, *, ttft_s: float | None = None, itl_s: float | None = None
 ) -> dict[str, Any]:
-    """Summarise a run as JSON data; with limits on ttft and on every itl of a request, also the goodput."""
+    """Summarise a run as JSON data. If `ttft_s` or `itl_s` is given, add the goodput."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     ttft = [outcome.pieces_s[0] for outcome in good if outcome.pieces_s]
     itl = [gap for outcome in good for gap in np.diff(outcome.pieces_s).tolist()]

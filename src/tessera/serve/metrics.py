@@ -14,8 +14,8 @@ class Metrics:
     def __init__(self):
         self.registry = CollectorRegistry()
         with_registry = {"registry": self.registry}
-        self._running = Gauge("vllm:num_requests_running", "Requests that the engine has.", **with_registry)
-        self._waiting = Gauge("vllm:num_requests_waiting", "Requests that the engine does not have.", **with_registry)
+        self._running = Gauge("vllm:num_requests_running", "Requests in the engine.", **with_registry)
+        self._waiting = Gauge("vllm:num_requests_waiting", "Requests not yet in the engine.", **with_registry)
         self._prompt = Counter("vllm:prompt_tokens", "Prompt tokens of complete requests.", **with_registry)
         self._cached = Counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.", **with_registry)
         self._new = Counter("vllm:generation_tokens", "Tokens generated.", **with_registry)
@@ -25,11 +25,11 @@ class Metrics:
         self._restarts = Counter("tessera:engine_restarts", "Engines replaced after an error.", **with_registry)
         self._compiles = Counter("tessera:recompiles", "Programs compiled after the warm-up.", **with_registry)
         self._density = Histogram(
-            "tessera:keys_read_ratio", "Keys read over keys visible, per request.", buckets=_tenths(), **with_registry
+            "tessera:keys_read_ratio", "Share of visible keys that a request read.", buckets=_tenths(), **with_registry
         )
-        self._first = _seconds("vllm:time_to_first_token_seconds", "From request to first token.", self.registry)
-        self._next = _seconds("vllm:inter_token_latency_seconds", "From one token to the next.", self.registry)
-        self._whole = _seconds("vllm:e2e_request_latency_seconds", "From the request to its end.", self.registry)
+        self._first = _seconds("vllm:time_to_first_token_seconds", "Seconds to the first token.", self.registry)
+        self._next = _seconds("vllm:inter_token_latency_seconds", "Seconds from one token to the next.", self.registry)
+        self._whole = _seconds("vllm:e2e_request_latency_seconds", "Seconds from request to end.", self.registry)
 
     def gauge(self, *, running: int, waiting: int) -> None:
         """Set how many requests run and wait."""

@@ -20,16 +20,16 @@ from tessera.runtime.sampling import RANKS
 from tessera.serve.tools import Speech, call_schema
 
 MAX_CHOICES = 8
-"""Answers to one prompt (`n`), at most."""
+"""Maximum number of answers to one prompt (`n`)."""
 MAX_PROMPTS = 64
-"""Prompts of one completion request, at most."""
+"""Maximum number of prompts in one completion request."""
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_MESSAGES = 4096
 MAX_BIASES = 1024
 MAX_TOOLS = 128
 COMPLETION_TOKENS = 16
-"""New tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
+"""Maximum new tokens of a completion that sets no `max_tokens`, as in OpenAI's API."""
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
@@ -45,7 +45,7 @@ class Schema(BaseModel):
 
 
 class JsonSchema(Schema):
-    """The schema of `response_format`; `strict` is accepted, and every schema is kept strictly."""
+    """The schema in `response_format`. Answers always follow it strictly, whatever the value of `strict`."""
 
     name: str | None = None
     description: str | None = None
@@ -60,9 +60,13 @@ class ResponseFormat(Schema):
     json_schema: JsonSchema | None = None
 
     def wanted(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the answer; None for any text."""
+        """Return the JSON schema that the answer must follow; None if any text is allowed."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise Refusal(400, "response_format: type json_schema and json_schema go together", param="response_format")
+            raise Refusal(
+                400,
+                "response_format: the type json_schema needs a field json_schema, and no other type takes one",
+                param="response_format",
+            )
         if self.type == "text":
             return None
         return {"type": "object"} if self.json_schema is None else self.json_schema.schema_
@@ -99,7 +103,7 @@ class SamplingFields(Schema):
 
     @property
     def bias(self) -> dict[int, float]:
-        """Numbers added to the logits of tokens."""
+        """Number to add to the logit of each token id."""
         return {int(token): value for token, value in (self.logit_bias or {}).items()}
 
     @property
@@ -109,11 +113,11 @@ class SamplingFields(Schema):
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of new tokens, if the request sets one."""
+        """Maximum number of new tokens; None if the request sets none."""
         return self.max_tokens
 
     def wanted(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the answer; None for any text."""
+        """Return the JSON schema that the answer must follow; None if any text is allowed."""
         return None if self.response_format is None else self.response_format.wanted()
 
     def sampling(self) -> dict[str, float]:
@@ -132,7 +136,7 @@ class CompletionBody(SamplingFields):
 
     @property
     def ranks(self) -> int | None:
-        """Best tokens to report per token; None reports no probabilities."""
+        """Number of most probable tokens to report at each position; None reports no probabilities."""
         return self.logprobs
 
     @property
@@ -164,7 +168,7 @@ class Function(Schema):
 
 
 class Tool(Schema):
-    """A tool; there are only functions."""
+    """A tool; the only kind is a function."""
 
     type: Literal["function"]
     function: Function
@@ -208,7 +212,7 @@ class Message(Schema):
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as chat templates take it. OpenAI's "developer" is the system's message."""
+        """Return the message in the form of chat templates; OpenAI's role "developer" becomes "system"."""
         if self.content is None and not self.tool_calls:
             raise Refusal(400, f"a message of role {self.role} has no content", param="messages")
         text = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
@@ -234,7 +238,7 @@ class ChatBody(SamplingFields):
 
     @property
     def ranks(self) -> int | None:
-        """Best tokens to report per token; None reports no probabilities."""
+        """Number of most probable tokens to report at each position; None reports no probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal(400, f"top_logprobs={self.top_logprobs} needs logprobs=true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -251,7 +255,7 @@ class ChatBody(SamplingFields):
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
     def wanted(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the answer, that of a forced call or of `response_format`; None for any text."""
+        """Return the JSON schema of a forced call, else that of `response_format`; None if any text is allowed."""
         if not self.forced:
             return super().wanted()
         if self.response_format is not None:
@@ -259,12 +263,14 @@ class ChatBody(SamplingFields):
         name = None if self.tool_choice == "required" else self.tool_choice.function.name
         names = [tool["function"]["name"] for tool in self.offered]
         if not names or name not in (None, *names):
-            raise Refusal(400, f"tool_choice={name or 'required'} needs that tool in tools", param="tool_choice")
+            raise Refusal(
+                400, f"tool_choice={name or 'required'} needs a tool to call: add it to tools", param="tool_choice"
+            )
         return call_schema(self.offered, name)
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of new tokens, under its new or its old name."""
+        """Maximum number of new tokens: `max_completion_tokens`, else its old name, `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -284,14 +290,14 @@ class DetokenizeBody(Schema):
 
 
 class Refusal(Exception):
-    """A request that the server refuses: an HTTP status and a sentence, in OpenAI's error format."""
+    """Error for a request that the server refuses; the response is an HTTP status and OpenAI's error object."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, retry_s: int | None = None):
         super().__init__(message)
         self.status, self.param, self.retry_s = status, param, retry_s
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON of the response."""
+        """Return the response's JSON: OpenAI's error object."""
         kind = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}.get(self.status)
         kind = kind or ("server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
@@ -332,12 +338,12 @@ def _json(call: ToolCall) -> Any:
 
 
 class Reply:
-    """Builder of the responses to one request, which share an id and a time.
+    """Builder of one request's response or stream events; all of them have the same id and time.
 
     Args:
         model: name of the served model.
         chat: whether the request is a chat completion.
-        spell: text of a token, for reported probabilities.
+        spell: function that returns a token's text, for reported probabilities.
     """
 
     def __init__(self, model: str, chat: bool, spell: Callable[[int], str]):
@@ -351,7 +357,7 @@ class Reply:
         tokens: Sequence[Sequence[Token] | None],
         speeches: Sequence[Speech],
     ) -> dict[str, Any]:
-        """Build the response of a request that does not stream; `tokens` of an answer are None without logprobs."""
+        """Build the whole response; `tokens` holds None for each answer if no probabilities are reported."""
         choices = []
         for index, (generation, own, speech) in enumerate(zip(generations, tokens, speeches)):
             text, calls = speech.finish(generation.text)
@@ -364,19 +370,19 @@ class Reply:
     def piece(
         self, index: int, text: str, *, finish: str | None = None, first: bool = False, token: Token | None = None
     ) -> dict[str, Any]:
-        """Build one event of a stream: text that became final, with logprobs its token, or why the answer ended."""
+        """Build a stream's event: new text, the reason of the end (`finish`), or a token with its probability."""
         delta = ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {})
         said = {"delta": delta} if self.chat else {"text": text}
         logprobs = self._logprobs(None if token is None else [token])
         return self._chunk([{"index": index, **said, "logprobs": logprobs, "finish_reason": finish}])
 
     def calls(self, index: int, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Build the event of a stream that has all of an answer's tool calls."""
+        """Build the stream's event with all tool calls of an answer."""
         delta = {"tool_calls": [{"index": place, **call} for place, call in enumerate(calls)]}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def last(self, usage: Mapping[str, Any]) -> dict[str, Any]:
-        """Build a stream's last event, which only has the usage."""
+        """Build the stream's last event, which holds only the usage."""
         return self._chunk([]) | {"usage": usage}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -413,7 +419,7 @@ def usage(
     """Build the usage of a request.
 
     Args:
-        prompt_tokens: over all prompts.
+        prompt_tokens: tokens of all prompts together.
         generations: all answers.
         cached_tokens: prompt tokens whose keys were in the cache.
         policies: name of each answer's attention policy; the names differ if a prompt is below the cross-over.

@@ -1,7 +1,7 @@
 """Run the application under uvicorn: a deadline for a request's headers, and a clean end.
 
 uvicorn limits neither a body's size nor the time that headers and body take. A client that sends one byte a second
-would hold a connection for ever, so headers have an absolute deadline here, and bodies one in `front`.
+would hold a connection for ever. This module therefore sets a deadline for headers, and `front` one for bodies.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from tessera.serve.front import Front
 logger = logging.getLogger(__name__)
 
 HEADER_S = 10.0
-"""Seconds from a connection's start, or from its last response, until the next request's headers are here."""
+"""Seconds from a connection's start, or from its last response, until the next request's headers are complete."""
 MAX_CONNECTIONS = 1000
 DRAIN_S = 30.0
 """Seconds that open requests may take after SIGTERM."""
@@ -32,23 +32,23 @@ class Protocol(H11Protocol):
     """HTTP/1.1 with a deadline for a request's headers."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the deadline with the connection."""
+        """Start the deadline for the first request's headers."""
         super().connection_made(transport)
         self._await_headers()
 
     def handle_events(self) -> None:
-        """Stop the deadline when a request's headers are complete."""
+        """Process received bytes; cancel the deadline if they complete a request's headers."""
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:
             self._deadline.cancel()
 
     def on_response_complete(self) -> None:
-        """Start the deadline of the connection's next request."""
+        """Start the deadline for the headers of the connection's next request."""
         self._await_headers()
         super().on_response_complete()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Stop the deadline with the connection."""
+        """Cancel the deadline when the connection closes."""
         self._deadline.cancel()
         super().connection_lost(error)
 
@@ -61,7 +61,7 @@ class Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn that drains on SIGTERM and SIGINT: new requests get 503, open ones may end; then the server stops.
+    """uvicorn's server, which on SIGTERM or SIGINT refuses new requests (503), finishes open ones, and stops.
 
     A second signal stops it at once.
     """
@@ -73,7 +73,7 @@ class Server(uvicorn.Server):
         self._ending: asyncio.Task | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Drain at the first signal; stop at the second."""
+        """At the first signal, refuse new requests and finish open ones; at the second, stop at once."""
         if self._ending is not None or self.site.service.draining:
             self.should_exit = self.force_exit = True
             return
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._end)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to stop: uvicorn was asked to, or a bug ended the engine's thread."""
+        """Return whether the server must stop: uvicorn says so, or the engine's thread has ended."""
         return await super().on_tick(counter) or not self.site.service.alive
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Bind the address before the model is loaded; raise OSError with the address if it is taken."""
+    """Return a socket bound to this address; raise OSError, which names the address, if it cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     found = socket.socket(family, socket.SOCK_STREAM)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -124,7 +124,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def configured(site: Site, keys: Sequence[str] = ()) -> uvicorn.Config:
-    """Return uvicorn's configuration; `keys` are the API keys that are accepted, all requests if empty."""
+    """Return uvicorn's configuration; `keys` are the accepted API keys; without keys, accept every request."""
     return uvicorn.Config(
         Front(create(site), keys),
         http=Protocol,

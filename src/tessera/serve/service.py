@@ -1,9 +1,9 @@
-"""The thread that owns the engine: HTTP handlers hand it requests, and it hands them back events.
+"""The thread that owns the engine: it takes requests from HTTP handlers and returns events to their callbacks.
 
 An engine is not thread-safe and a step blocks, so only this thread touches it. A request enters a bounded queue; its
-events go to a callback, which must return at once. A request can be cancelled at any point. A device's error in a
-step ends the requests that were open, and the thread continues with a new engine, as the old one's cache may be
-donated. Any other error is a bug: it ends the thread, and the server with it.
+events go to a callback, which must return at once. A request can be cancelled at any point. If a step fails with
+a device's error, all open requests fail, and the thread continues with a new engine, because the failed step may have
+donated the old engine's cache. Any other error is a bug: it ends the thread, and the server with it.
 """
 
 import logging
@@ -36,9 +36,9 @@ class Job:
     Attributes:
         request: what to generate.
         deliver: called on the service's thread with each event; the last is an End or a Failure.
-        id: the engine's id, once the engine has the request.
-        queued_s, first_s, last_s: when the request came, and when its first and its newest token were ready, on the
-            clock of time.perf_counter.
+        id: the engine's number for the request; None until the engine has the request.
+        queued_s, first_s, last_s: times of the request, of its first token and of its newest token, on the clock of
+            time.perf_counter.
     """
 
     request: Request
@@ -54,14 +54,14 @@ class Service:
     """Runs an engine on its own thread.
 
     Attributes:
-        room: requests that may be open.
-        ready: the warm-up is complete.
-        draining: new requests are refused.
-        ended: the thread ended because `stop` was called, and not by a bug.
+        room: maximum number of open requests (waiting or running).
+        ready: whether the warm-up is complete.
+        draining: whether new requests are refused.
+        ended: whether the thread has ended because of `stop`; False after a bug.
 
     Args:
         build: builds a fresh engine.
-        queue: requests that may wait for a row of the engine.
+        queue: maximum number of requests that wait for a row of the engine's batch.
         metrics: counters to update.
     """
 
@@ -76,13 +76,13 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, warm: Callable[[Engine], None]) -> None:
-        """Start the thread, which first calls `warm`; `ready` is set after that."""
+        """Start the thread. It first calls `warm`, then sets `ready`."""
         self._warm = warm
         self._thread.start()
 
     @property
     def open(self) -> int:
-        """Requests that wait or run."""
+        """Number of requests that wait or run."""
         return len(self._new) + len(self._jobs)
 
     @property
@@ -91,7 +91,7 @@ class Service:
         return self._thread.is_alive()
 
     def submit(self, *requests: tuple[Request, Callable[[Event], None]]) -> list[Job]:
-        """Queue requests, all or none of them.
+        """Queue each request with its callback for events; queue all of them or none.
 
         Raises:
             Refusal: 503 while the service warms up or drains, 429 if the queue is full.
@@ -112,19 +112,19 @@ class Service:
         return jobs
 
     def cancel(self, job: Job) -> None:
-        """Drop a request; no more events are delivered. A request that has ended is left alone."""
+        """Drop a request and deliver no more of its events; do nothing if the request has ended."""
         with self._changed:
             job.cancelled = True
             self._cancelled.append(job)
             self._changed.notify()
 
     def drain(self) -> None:
-        """Refuse new requests; those that are open continue."""
+        """Refuse new requests; open requests continue."""
         with self._changed:
             self.draining = True
 
     def stop(self) -> None:
-        """End the thread after its current step; fail the requests that are open. A warm-up is not waited for."""
+        """End the thread after its current step and fail the open requests. Do not wait for a warm-up to finish."""
         with self._changed:
             self.draining = self._stop = True
             self._changed.notify()
@@ -158,7 +158,7 @@ class Service:
             self.metrics.gauge(running=len(self._jobs), waiting=len(self._new))
 
     def _wait(self) -> bool:
-        """Wait for something to do; return False if the service stops."""
+        """Wait until there is work; return False if the service stops."""
         with self._changed:
             while not (self._stop or self._new or self._cancelled or self._engine.busy):
                 self._changed.wait()

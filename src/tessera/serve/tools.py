@@ -25,7 +25,7 @@ def takes_tools(template: str | None) -> bool:
 
 
 def taught(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with a system message that describes the tools, and calls and results as plain text."""
+    """Return the messages as plain text, calls and results included, with the tools described in the system message."""
     lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     system = TEACH.format(tools=lines, open=OPEN, close=CLOSE)
     found = []
@@ -60,7 +60,7 @@ def call_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[st
 
 
 class Speech:
-    """An answer of a chat as it grows: what of it is surely text, and at the end its calls.
+    """Splitter of a growing chat answer: returns text once it cannot be part of a call, and the calls at the end.
 
     Args:
         offered: whether the request offers tools; without them, everything is text.
@@ -72,7 +72,7 @@ class Speech:
         self._text, self._shown = "", 0
 
     def push(self, piece: str) -> str:
-        """Take text that became final; return what may be shown."""
+        """Append a piece of the answer; return the text that may be shown now."""
         if not self.offered:
             return piece
         self._text += piece
@@ -81,7 +81,7 @@ class Speech:
         return shown
 
     def finish(self, whole: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return the answer's text that `push` has not returned, all of it without tools, and the answer's calls."""
+        """Return the text that `push` has not returned yet, and the calls; without tools, return all of `whole`."""
         if not self.offered:
             return whole, []
         return split(whole[self._shown :], forced=self.forced)
@@ -90,10 +90,10 @@ class Speech:
 def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
     """Split an answer into its text and its calls, in OpenAI's form.
 
-    A call that is not whole, or not JSON of a name and arguments, stays text.
+    A call that is incomplete, or is not a JSON object with a name, stays text.
 
     Args:
-        text: the whole answer.
+        text: the answer, or what is left of it after the text that is already shown.
         forced: whether a grammar has made the answer one call.
     """
     if forced:
@@ -114,7 +114,7 @@ def split(text: str, *, forced: bool) -> tuple[str, list[dict[str, Any]]]:
 
 
 def safe_end(text: str) -> int:
-    """Return how much of a growing answer is surely text: everything before a mark or the start of one."""
+    """Return the length of a growing answer up to <tool_call>, or up to a last part that may become that mark."""
     at = text.find(OPEN)
     if at >= 0:
         return at

@@ -18,15 +18,15 @@ SAMPLINGS = (
     Sampling(temperature=1.0, top_p=0.9),
     Sampling(repetition_penalty=1.1),
 )
-"""Requests whose mixtures use every sampling program."""
+"""Sampling parameters; batches that mix them use every sampling program."""
 
 
 def context_that_fits(model: Model, slots: int, wanted: int | None) -> int:
-    """Return the tokens that one request may have: `wanted`, or the model's context, halved until the caches fit.
+    """Return the maximum tokens of a request: `wanted`; if None, the model's context, halved until the caches fit.
 
     Raises:
         ValueError: `wanted` exceeds the model's context.
-        MemoryError: the caches do not fit.
+        MemoryError: the caches for `wanted` tokens, or for a context of at most 512, do not fit.
     """
     limit = model.config.max_positions
     if wanted is not None and wanted > limit:
@@ -46,14 +46,14 @@ def context_that_fits(model: Model, slots: int, wanted: int | None) -> int:
 
 
 def grammars_for(model: Model) -> Grammars | None:
-    """Return what compiles grammars for the model; None if it has no tokenizer or no token that ends an answer."""
+    """Return a compiler of grammars for the model; None if it has no tokenizer or no token that ends an answer."""
     if model.tokenizer is None or not model.config.eos_ids:
         return None
     return Grammars(model.tokenizer, model.config.vocab_size, model.config.eos_ids)
 
 
 def start(model: Model, *, context: int, slots: int, queue: int) -> Service:
-    """Start a service that compiles its programs first; it refuses requests until then."""
+    """Start a service, which refuses requests until it has compiled its programs."""
 
     def build() -> Engine:
         return model.engine(slots=slots, num_keys=context, together=False)

@@ -79,7 +79,7 @@ def save_checkpoint(folder: Path, state: State, step: int, recipe: Recipe, *, ke
 
 
 def remove(folder: Path, but: Sequence[Checkpoint]) -> None:
-    """Delete every checkpoint's files older than the first of these; a newer one may be in the middle of a save."""
+    """Delete the files of all checkpoints older than the first of `but`. Newer files stay: a save may be under way."""
     for path in folder.glob("checkpoint-*.safetensors"):
         place = FILE.fullmatch(path.name)
         if place and but and int(place[1]) < but[0].step:
@@ -121,7 +121,7 @@ def load_weights(found: Checkpoint, recipe: Recipe) -> Params:
 
 
 def _load(found: Checkpoint, recipe: Recipe, make: Callable[..., Any], marks: State) -> State:
-    """Make each array of the state from its shape, a function that reads a part of it, and its mark."""
+    """Build a state: each array is make(its shape, a function that reads a part of it, its entry in `marks`)."""
     with ExitStack() as stack:
         try:
             files = [stack.enter_context(safe_open(path, framework="numpy")) for path in found.files]
@@ -143,7 +143,7 @@ class Damaged(Exception):
 
 
 def _held(state: State) -> Iterator[tuple[str, jax.Array]]:
-    """Yield names and values of the parts that this process writes; of the copies of a part, one process writes one."""
+    """Yield the name and the value of each part that this process writes; only one process writes each part."""
     for number, (where, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(state)[0]):
         name = jax.tree_util.keystr(where)
         for shard in leaf.addressable_shards:

@@ -253,7 +253,7 @@ def fit(ids: np.ndarray, weights: np.ndarray, size: int) -> tuple[np.ndarray, np
 
 
 def hide(rng, body, hidden, filler_weight) -> tuple[np.ndarray, np.ndarray]:
-    """Insert the notes at random depths, moved to line breaks; a question in the middle comes after its note."""
+    """Insert the notes in `hidden` at random depths of `body`, moved to line breaks, each question after its notes."""
     inserts = []
     for lines, turn in hidden:
         depths = np.sort(rng.random(len(lines) + (turn is not None)))
@@ -275,7 +275,7 @@ KINDS = {"copy": copy, "recall": recall, "pairs": pairs, "text": text, "notes": 
 
 
 class Task(NamedTuple):
-    """A prompt, the answer tokens that greedy decoding must produce, and the key's depth in the text, 0 to 1."""
+    """A prompt, the answer tokens that greedy decoding must produce, and the pass key's depth in the text, 0 to 1."""
 
     prompt: np.ndarray
     answer: np.ndarray

@@ -81,7 +81,7 @@ def pass_key(rng: np.random.Generator) -> Fact:
 
 
 def constant(rng: np.random.Generator) -> Fact:
-    """Draw one constant in the code, and a question that asks for it by name."""
+    """Draw a line of code that defines a constant, and a question that asks for its value by name."""
     name, value = constant_name(rng), constant_value(rng)
     return Fact((constant_line(rng, name, value),), f"What is {name}?", f"{name} = \x01{value}\x02")
 

@@ -73,8 +73,9 @@ class Trained:
 class SmallBlocks(Dense):
     """Dense attention for training.
 
-    Blocks of 64 x 128 skip the part above the diagonal and stay in the CPU's cache: forward and backward at length
-    1,024 took a third of the time of attention without blocks. The dispatcher's larger blocks suit inference.
+    Blocks of 64 query rows x 128 keys skip the part above the diagonal and stay in the CPU's cache: forward and
+    backward at length 1,024 took a third of the time of attention without blocks. The dispatcher's larger blocks suit
+    inference.
     """
 
     def attend(self, layer, q, kv, spec, positions, state):
@@ -121,7 +122,7 @@ def loss_sums(
 def train_step(
     state: State, tokens: Array, weights: Array, rate: Array, *, recipe: Recipe, stage: Stage, mesh: Mesh | None = None
 ) -> tuple[State, tuple[Array, Array, Array]]:
-    """Run one update over `stage.accumulate` slices of the batch, on the devices of a mesh (None: where the state is).
+    """Run one update over `stage.accumulate` slices of the batch, on the devices of a mesh (None: those of `state`).
 
     Returns (state, (loss, share of answer tokens right, gradient norm)).
     """
@@ -160,7 +161,7 @@ def train_step(
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Arguments of `train`, checked, with what they name read."""
+    """Checked arguments of `train`, with its text and tokenizer read; `last` is the step to stop at."""
 
     recipe: Recipe
     mesh: Mesh

@@ -116,7 +116,7 @@ def find_mesh(text: str | None, recipe: Recipe) -> Mesh:
 def row_axes(mesh: Mesh, num_rows: int) -> tuple[str, ...]:
     """Return the logical axes of a batch [B,T]: all devices share its rows if they divide evenly, else none do.
 
-    They always do on a mesh that was asked for (`check`).
+    On a mesh that the user names, they always divide evenly (`check`).
     """
     return ("batch",) if num_rows % mesh.size == 0 else ()
 

@@ -130,7 +130,7 @@ class Recipe:
     def fingerprint(self, step: int) -> str:
         """Return a hash of everything that shaped the weights up to `step`; later stages do not change it.
 
-        Slices and recomputation change only rounding, so that a run may resume with others.
+        A stage's `accumulate` and `remat` change only rounding and are left out: a run may resume with other values.
         """
         past = {key: value for key, value in asdict(self).items() if key not in ("stages", "name")}
         past = {key: value for key, value in past.items() if value is not None}
