@@ -72,15 +72,15 @@ def row_scales(scales, start: Array, size: int) -> list[Array]:
 
 
 def without_padding(scales: list[Array], valid: Array) -> list[Array]:
-    """Set the scales of rows from `valid` on to 0: such rows may not be keys, and their scales may be NaN."""
+    """Zero the scales of rows at or past `valid`, which hold no valid keys and whose scales may be NaN."""
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=PER_ROW)
     return [jnp.where(row < valid - n * ROWS, scale, jnp.zeros_like(scale)) for n, scale in enumerate(scales)]
 
 
 def load_scales(scales, starts: list, unit: int) -> list[tuple[Array, Array]]:
-    """Start loading the scales of `unit` keys from each position of `starts`: (of the keys, of the values) for each.
+    """Start loading the scales of `unit` keys from each position of `starts`; return one pair per position.
 
-    `scales` refers to [2,S] in main memory.
+    A pair is (scales of the keys, scales of the values). `scales` refers to [2,S] in main memory.
     """
     return [
         tuple(

@@ -112,7 +112,8 @@ class Cut(NamedTuple):
     def extra(self) -> int:
         """Columns appended to V for row sums or tile masses.
 
-        Ones fill H up to a multiple of 128, or add 128 columns if H is one. One-hot columns add 128 after that padding.
+        For row sums, ones fill H up to a multiple of 128, or take 128 columns if H is already such a multiple. For tile
+        masses, 128 one-hot columns follow after H is padded to a multiple of 128.
         """
         pad = -self.head_dim % LANES
         if self.spec.mass:
