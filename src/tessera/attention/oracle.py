@@ -122,7 +122,7 @@ def fold(call: Call, dtype: str) -> Call:
 
 
 def dequantise(call: Call, dtype: str) -> Call:
-    """Return the call with int8 keys and values times their scales, rounded to the dtype; no scales, no change."""
+    """Return the call with int8 keys and values times their scales, rounded to the dtype; unchanged without scales."""
     if call.scales is None:
         return call
     by_key = np.moveaxis(call.scales.astype(np.float32), 3, 1)[..., None]  # [B,S,K,2,1]

@@ -4,9 +4,9 @@ The tensor core multiplies q and p, which are bfloat16, by keys and values of th
 therefore land in separate buffers; threads turn them into bfloat16 and write them where a product reads them. Main
 memory sends half the bytes; shared memory carries three times as many per key.
 
-In decode, bfloat16 holds every int8 exactly, and scales multiply scores and weights, one number per key: with a key s c
-and a value t d, q.(s c) = (q.c) s and p (t d) = (p t) d. In prefill, where 128 rows share a key, the fetching
-warpgroup writes s c and t d, rounded to bfloat16, and the compute warpgroups know nothing of scales.
+In decode, bfloat16 holds every int8 exactly, and scales multiply scores and weights, one number per key: with scales s
+and t, a key s c and a value t d, q.(s c) = (q.c) s and p (t d) = (p t) d. In prefill, where 128 rows share a key, the
+fetching warpgroup writes s c and t d, rounded to bfloat16, and the compute warpgroups know nothing of scales.
 
 Threads load scales themselves: the copy engine needs targets aligned to 128 bytes, 64 scales, and a tile may be
 shorter. The padding's scales may be NaN.

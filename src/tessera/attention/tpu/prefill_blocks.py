@@ -199,9 +199,10 @@ def is_whole(first, start, kv_len, cut: Cut):
 
 
 def is_diagonal(first, start, kv_len, cut: Cut):
-    """Return whether `first` is a multiple of block_t past `start` and the keys at all the rows' positions are valid.
+    """Return whether the call has a corner (`Cut.corner`) and this row block and key block are aligned for it.
 
-    If so, a key block that is visible only in part consists of keys that every row sees, followed by the corner.
+    They are if `first` is a multiple of block_t past `start` and the keys at all the rows' positions are valid. Then a
+    key block that is visible only in part consists of keys that every row sees, followed by the corner.
     """
     return cut.corner & ((first - start) & (cut.block_t - 1) == 0) & (first + cut.block_t <= kv_len)
 

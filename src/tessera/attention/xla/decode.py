@@ -191,9 +191,9 @@ def at_once(q: Array, kv: KeyValues, keys: Range, size: int, spec: AttentionSpec
     """Return the state after each sequence's visible keys: its whole blocks in one product, then the block at each end.
 
     On CPU, XLA copies every block that a loop slices out of the cache: a loop over half of the keys takes as long as
-    two products (scores, and weighted values) over all keys. The two products read all keys and values; their results for
-    blocks that a sequence does not see whole are dropped. Keys are the left operand, since XLA packs the right one. For
-    16-bit values, a probability is the sum of two 16-bit digits, so that no value needs to be widened.
+    two products (scores, and weighted values) over all keys. The two products read all keys and values; their results
+    for blocks that a sequence does not see whole are dropped. Keys are the left operand, since XLA packs the right one.
+    For 16-bit values, a probability is the sum of two 16-bit digits, so that no value needs to be widened.
     """
     batch, heads, rows, dim = q.shape
     k, v = (x.reshape(batch, heads, -1, size, dim) for x in kv[:2])
